@@ -1,0 +1,1 @@
+"""Other people's words into ours: what nn.Modules and optimizers hold, declared as shards."""

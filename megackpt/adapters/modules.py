@@ -1,0 +1,318 @@
+"""What people write ``sharded_state_dict()`` with: parameters and buffers of nn.Modules into ShardedTensors.
+
+Names and signatures are Megatron-Core's. Where it asks its global ``parallel_state`` for the place of this
+rank, these functions take the place as an argument: ``tp_group`` and ``dp_cp_group`` are either process
+groups (anything with ``rank()`` and ``size()``) or a ParallelLayout, which answers for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from megackpt import tree
+from megackpt.errors import ShardingError
+from megackpt.sharded import ReplicaId, ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
+
+RankOffset = tuple[int, int, int]  # axis (prepended ones count), rank, fragments
+
+
+class ProcessGroupLike(Protocol):
+    """What we ask of a process group: queries, never communication."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """This rank's place in each dimension of parallelism: its number and the dimension's size.
+
+    tp = tensor, cp = context, dp = data, pp = pipeline; ``tp * cp * dp * pp`` ranks in all. Expert layers
+    cut the ``tp * cp * dp`` ranks of a stage once more, into etp (expert tensor) x ep (expert) x edp (expert
+    data). ``tp_group`` and ``dp_cp_group`` may carry the process groups for code that needs them.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    etp_rank: int = 0
+    etp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    edp_rank: int = 0
+    edp_size: int = 1
+    tp_group: Any = field(default=None, compare=False, repr=False)
+    dp_cp_group: Any = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        dp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        tp_group: Any = None,
+        dp_cp_group: Any = None,
+    ) -> ParallelLayout:
+        """The place of global rank ``rank``, in Megatron's default order "tp-cp-ep-dp-pp".
+
+        Tensor-parallel neighbours are neighbouring ranks, then context, then data; pipeline stages are
+        furthest apart. The ranks of one stage are numbered again for expert layers: etp fastest (as many
+        as tp unless given), then ep, then edp, which takes what is left.
+        Raises ShardingError for a rank outside the world and for sizes that do not divide it.
+        """
+        etp = tp if etp is None else etp
+        stage = tp * cp * dp
+        if min(tp, cp, dp, pp, ep, etp) < 1 or not 0 <= rank < stage * pp:
+            raise ShardingError(f"rank {rank} is not in a world of tp={tp} x cp={cp} x dp={dp} x pp={pp}")
+        if stage % (etp * ep):
+            raise ShardingError(
+                f"expert layers cannot cut the {stage} ranks of a stage (tp={tp} x cp={cp} x dp={dp}) "
+                f"into etp={etp} x ep={ep}"
+            )
+        pp_rank, place = divmod(rank, stage)
+        outer, tp_rank = divmod(place, tp)
+        dp_rank, cp_rank = divmod(outer, cp)
+        outer, etp_rank = divmod(place, etp)
+        edp_rank, ep_rank = divmod(outer, ep)
+        edp = stage // (etp * ep)
+        dense = (tp_rank, tp, cp_rank, cp, dp_rank, dp, pp_rank, pp)
+        return cls(*dense, etp_rank, etp, ep_rank, ep, edp_rank, edp, tp_group, dp_cp_group)
+
+    @property
+    def dp_cp_rank(self) -> int:
+        """Number among the ranks that hold copies of the same dense parameters."""
+        return self.dp_rank * self.cp_size + self.cp_rank
+
+    @property
+    def dp_cp_size(self) -> int:
+        return self.dp_size * self.cp_size
+
+
+GroupOrLayout = ProcessGroupLike | ParallelLayout | None
+
+
+def _places(key: str, tp: GroupOrLayout, dp_cp: GroupOrLayout) -> tuple[int, int, int]:
+    """(tensor-parallel rank, its size, number among the data-parallel copies) of this rank."""
+    tp = dp_cp if tp is None and isinstance(dp_cp, ParallelLayout) else tp
+    dp_cp = tp if dp_cp is None and isinstance(tp, ParallelLayout) else dp_cp
+    if isinstance(tp, ParallelLayout):
+        tp_rank, tp_size = tp.tp_rank, tp.tp_size
+    else:
+        tp_rank, tp_size = _place(key, "tp_group", tp)
+    copy = dp_cp.dp_cp_rank if isinstance(dp_cp, ParallelLayout) else _place(key, "dp_cp_group", dp_cp)[0]
+    return tp_rank, tp_size, copy
+
+
+def _place(key: str, name: str, group: ProcessGroupLike | None) -> tuple[int, int]:
+    if group is not None:
+        return group.rank(), group.size()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ShardingError(
+            f"{key!r}: {name} is needed to tell this rank's part from the others'; give a process group, or "
+            "ParallelLayout.of(rank, tp=..., dp=..., pp=...) for both groups"
+        )
+    return 0, 1
+
+
+def make_tp_sharded_tensor_for_checkpoint(
+    tensor: torch.Tensor,
+    key: str,
+    tp_axis: int = 0,
+    replica_id: ReplicaId | None = None,
+    prepend_offsets: Sequence[RankOffset] = (),
+    tp_group: GroupOrLayout = None,
+    dp_cp_group: GroupOrLayout = None,
+    **kwargs: Any,
+) -> ShardedTensor:
+    """A tensor that the tensor-parallel ranks cut evenly along ``tp_axis`` (an axis of ``tensor`` itself).
+
+    ``prepend_offsets`` are (axis, rank, fragments) of axes that stand in front, numbered from 0. The default
+    replica id is (0, 0, data-parallel rank). ``kwargs`` go to ``ShardedTensor.from_rank_offsets``.
+    """
+    tp_rank, tp_size, copy = _places(key, tp_group, dp_cp_group)
+    prepended = len(prepend_offsets)
+    return ShardedTensor.from_rank_offsets(
+        key,
+        tensor,
+        *prepend_offsets,
+        (prepended + tp_axis, tp_rank, tp_size),
+        replica_id=(0, 0, copy) if replica_id is None else replica_id,
+        prepend_axis_num=prepended,
+        **kwargs,
+    )
+
+
+def make_sharded_tensor_for_checkpoint(
+    tensor: torch.Tensor,
+    key: str,
+    prepend_offsets: Sequence[RankOffset] = (),
+    replica_id: ReplicaId | None = None,
+    tp_group: GroupOrLayout = None,
+    dp_cp_group: GroupOrLayout = None,
+    **kwargs: Any,
+) -> ShardedTensor:
+    """A tensor that every tensor-parallel rank holds whole; as ``make_tp_sharded_tensor_for_checkpoint``.
+
+    The default replica id is (0, tensor-parallel rank, data-parallel rank).
+    """
+    if replica_id is None:
+        tp_rank, _, copy = _places(key, tp_group, dp_cp_group)
+        replica_id = (0, tp_rank, copy)
+    return ShardedTensor.from_rank_offsets(
+        key, tensor, *prepend_offsets, replica_id=replica_id, prepend_axis_num=len(prepend_offsets), **kwargs
+    )
+
+
+def get_extra_state_offsets(sharded_offsets: Iterable[RankOffset]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(global shape, offset) of a ShardedObject from (axis, rank, fragments) triples; ((1,), (0,)) for none.
+
+    Raises ShardingError unless the axes are 0, 1, ... without a gap.
+    """
+    ordered = sorted(sharded_offsets)
+    if [axis for axis, _, _ in ordered] != list(range(len(ordered))):
+        raise ShardingError(f"axes of an object's offsets must be 0, 1, ... without a gap: {ordered}")
+    if not ordered:
+        return (1,), (0,)
+    return tuple(size for _, _, size in ordered), tuple(rank for _, rank, _ in ordered)
+
+
+def make_sharded_object_for_checkpoint(
+    obj: Any,
+    key: str,
+    sharded_offsets: Sequence[RankOffset] = (),
+    replica_id: ReplicaId | None = None,
+    tp_group: GroupOrLayout = None,
+    dp_cp_group: GroupOrLayout = None,
+    **kwargs: Any,
+) -> ShardedObject:
+    """An object (a module's extra state, say), one for each cell of ``sharded_offsets``, copied elsewhere.
+
+    The default replica id is (0, tensor-parallel rank, data-parallel rank).
+    """
+    if replica_id is None:
+        tp_rank, _, copy = _places(key, tp_group, dp_cp_group)
+        replica_id = (0, tp_rank, copy)
+    shape, offset = get_extra_state_offsets(sharded_offsets)
+    return ShardedObject(key, obj, shape, offset, replica_id, **kwargs)
+
+
+def make_sharded_tensors_for_checkpoint(
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    tensor_parallel_layers_axis_map: Mapping[str, int] | None = None,
+    sharded_offsets: Sequence[RankOffset] = (),
+    extra_state_suffix: str = "_extra_state",
+    tp_group: GroupOrLayout = None,
+    dp_cp_group: GroupOrLayout = None,
+) -> ShardedStateDict:
+    """Declare the entries of one module's ``state_dict(keep_vars=True)``; keys of the result are the shards'.
+
+    Entries named in ``tensor_parallel_layers_axis_map`` are cut along the axis given there, the others
+    replicated; entries whose name ends in ``extra_state_suffix`` become ShardedObjects. ``sharded_offsets``
+    are the axes to prepend to each.
+    """
+    axes = tensor_parallel_layers_axis_map or {}
+    groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
+    result: ShardedStateDict = {}
+    for name, value in state_dict.items():
+        key = f"{prefix}{name}"
+        if name.endswith(extra_state_suffix):
+            result[key] = make_sharded_object_for_checkpoint(value, key, sharded_offsets, **groups)
+        elif name in axes:
+            result[key] = make_tp_sharded_tensor_for_checkpoint(
+                value, key, axes[name], prepend_offsets=sharded_offsets, **groups
+            )
+        else:
+            result[key] = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, **groups)
+    return result
+
+
+def sharded_state_dict_default(
+    module: torch.nn.Module,
+    prefix: str = "",
+    sharded_offsets: Sequence[RankOffset] = (),
+    metadata: Mapping[str, Any] | None = None,
+    tp_group: GroupOrLayout = None,
+) -> ShardedStateDict:
+    """``module.sharded_state_dict(prefix, sharded_offsets, metadata)``, or what fits a module without one.
+
+    Such a module's own parameters and buffers are declared as replicated, and its children are asked one
+    by one, so that a plain container (nn.Sequential) around tensor-parallel layers comes out right. The group
+    of data-parallel copies is taken from ``metadata["dp_cp_group"]``.
+    """
+    own = getattr(module, "sharded_state_dict", None)
+    if own is not None:
+        declare = cast("Callable[..., ShardedStateDict]", own)
+        return declare(prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata)
+    groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+    if not any(hasattr(child, "sharded_state_dict") for child in module.modules()):
+        state = module.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets, **groups)
+    children = _children(module)
+    mine = {
+        name: value
+        for name, value in module.state_dict(keep_vars=True).items()
+        if name.partition(".")[0] not in children
+    }
+    result = make_sharded_tensors_for_checkpoint(mine, prefix, {}, sharded_offsets, **groups)
+    for name, child in children.items():
+        result |= sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group)
+    return result
+
+
+def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The children under all their names (named_children tells a shared one only once)."""
+    return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def _declared(sharded_state_dict: Any) -> list[ShardedBase]:
+    """Each ShardedBase in it, once, even where it stands in several places."""
+    found = {
+        id(leaf): leaf for leaf in tree.nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase)
+    }
+    return list(found.values())
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Put ``prefix`` before the key of every ShardedBase inside, in place. Keys of the dict stay."""
+    for shard in _declared(sharded_state_dict):
+        shard.key = f"{prefix}{shard.key}"
+
+
+def replace_prefix_for_sharding(
+    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
+) -> None:
+    """Replace the prefix of the key of every ShardedBase inside, in place.
+
+    Raises ValueError, before anything is changed, if one has another prefix.
+    """
+    shards = _declared(sharded_state_dict)
+    for shard in shards:
+        if not shard.key.startswith(old_prefix):
+            raise ValueError(f"Expected {shard.key} to begin with prefix {old_prefix}")
+    for shard in shards:
+        shard.key = new_prefix + shard.key.removeprefix(old_prefix)
+
+
+def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
+    """Replace prefixes of the keys of every ShardedBase inside, in place: the first that fits, if any."""
+    for shard in _declared(sharded_state_dict):
+        old = next((prefix for prefix in prefix_map if shard.key.startswith(prefix)), None)
+        if old is not None:
+            shard.key = prefix_map[old] + shard.key.removeprefix(old)

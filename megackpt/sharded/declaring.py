@@ -1,0 +1,203 @@
+"""Shards turned into Declarations: validated, frozen, and laid out as the columns that planning works on."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from operator import index
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megackpt.errors import CorruptCheckpoint, ShardingError
+from megackpt.planning.box import Boxes, Int64
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    ITEMSIZE,
+    OBJECT,
+    Declarations,
+    ReplicaId,
+    TensorEntry,
+    TensorMeta,
+    is_main_replica,
+)
+from megackpt.sharded.storable import dtype_name
+from megackpt.sharded.values import ShardedObject, ShardedTensor
+
+NOMINAL_OBJECT = 1024  # bytes; what an object weighs in planning, as its real size is not known yet
+PROBLEMS_SHOWN = 20
+
+Shard = ShardedTensor | ShardedObject
+Shape = tuple[int, ...]
+
+
+class _Row(NamedTuple):
+    """One shard, frozen: plain ints, the prepended axes included in ``shape``."""
+
+    key: str
+    whole: Shape
+    dtype: str
+    offset: Shape
+    shape: Shape
+    replica: ReplicaId
+    flexible: bool
+    nbytes: int
+
+
+def declare(
+    shards: Sequence[Shard],
+    *,
+    rank: int,
+    domain: int = 0,
+    common: bool = False,
+    common_replica: ReplicaId = 0,
+    saving: bool = False,
+) -> Declarations:
+    """What this rank holds (or wants), as columns: row i is ``shards[i]``.
+
+    ``domain`` names the group of ranks within which replicas may stand in for one another. With ``common``
+    a last row, of replica ``common_replica``, declares the common state. With ``saving`` each shard must
+    have data that can be read (not None, not on the meta device). Objects of one rank that share a unique
+    key go into one blob (see ``object_groups``): one of their rows is the main replica at most.
+    Raises ShardingError with the problems of all shards.
+    """
+    rows = _frozen(shards, saving)
+    for group in object_groups(shards).values():
+        mains = [i for i in group if is_main_replica(rows[i].replica)]
+        for i in mains[1:]:
+            rows[i] = rows[i]._replace(replica=1)
+    if common:
+        rows.append(_Row(COMMON_KEY, (), OBJECT, (), (), _replica(common_replica), False, NOMINAL_OBJECT))
+    return _columns(rows, rank, domain)
+
+
+def _frozen(shards: Sequence[Shard], saving: bool) -> list[_Row]:
+    rows: list[_Row] = []
+    problems: list[str] = []
+    for shard in shards:
+        try:
+            shard.validate_metadata_integrity()
+            if saving:
+                _check_readable(shard)
+            rows.append(_tensor_row(shard) if isinstance(shard, ShardedTensor) else _object_row(shard))
+        except ShardingError as error:
+            problems.append(str(error))
+        except TypeError as error:  # sizes, offsets, replica ids of a wrong type fail in arithmetic
+            problems.append(
+                f"{shard.key!r}: sizes, offsets and replica ids must be ints ({error})\n  declared: {shard!r}"
+            )
+    if problems:
+        more = (
+            [f"... and {len(problems) - PROBLEMS_SHOWN} more shards"]
+            if len(problems) > PROBLEMS_SHOWN
+            else []
+        )
+        raise ShardingError("\n".join(problems[:PROBLEMS_SHOWN] + more))
+    return rows
+
+
+def _check_readable(shard: Shard) -> None:
+    if not isinstance(shard, ShardedTensor):
+        return
+    if shard.data is None:
+        raise ShardingError(f"{shard.key!r}: there is no data to save (data is None)")
+    if shard.data.is_meta:
+        raise ShardingError(
+            f"{shard.key!r}: data on the meta device has no values to save; materialise it first, e.g. "
+            "module.to_empty(device=...) and an initialisation"
+        )
+
+
+def _tensor_row(shard: ShardedTensor) -> _Row:
+    dtype = dtype_name(shard.dtype)
+    shape = (1,) * shard.prepend_axis_num + _ints(shard.local_shape)
+    return _Row(
+        shard.key,
+        _ints(shard.global_shape),
+        dtype,
+        _ints(shard.global_offset),
+        shape,
+        _replica(shard.replica_id),
+        bool(shard.allow_shape_mismatch),
+        math.prod(shape) * ITEMSIZE[dtype],
+    )
+
+
+def _object_row(shard: ShardedObject) -> _Row:
+    whole, offset = _ints(shard.global_shape), _ints(shard.global_offset)
+    replica = _replica(shard.replica_id)
+    return _Row(shard.key, whole, OBJECT, offset, (1,) * len(whole), replica, False, _weight(shard.data))
+
+
+def _ints(values: Sequence[int]) -> Shape:
+    return tuple(map(index, values))
+
+
+def _replica(replica_id: Any) -> ReplicaId:
+    return _ints(replica_id) if isinstance(replica_id, (tuple, list)) else index(replica_id)
+
+
+def _weight(data: Any) -> int:
+    if isinstance(data, (bytes, bytearray)):
+        return len(data)
+    if isinstance(data, memoryview):
+        return data.nbytes
+    return data.getbuffer().nbytes if isinstance(data, io.BytesIO) and not data.closed else NOMINAL_OBJECT
+
+
+def _columns(rows: list[_Row], rank: int, domain: int) -> Declarations:
+    tensors: dict[tuple[str, Shape, str], int] = {}
+    replicas: dict[ReplicaId, int] = {}
+    number = [tensors.setdefault(row[:3], len(tensors)) for row in rows]
+    replica = [replicas.setdefault(row.replica, len(replicas)) for row in rows]
+    return Declarations(
+        tuple(TensorEntry(key, TensorMeta(whole, dtype)) for key, whole, dtype in tensors),
+        np.array(number, np.int32),
+        Boxes(_padded([row.offset for row in rows], 0), _padded([row.shape for row in rows], 1)),
+        tuple(replicas),
+        np.array(replica, np.int32),
+        np.array([row.flexible for row in rows], np.bool_),
+        np.array([row.nbytes for row in rows], np.int64),
+        np.full(len(rows), rank, np.int32),
+        (domain,),
+    )
+
+
+def _padded(values: list[Shape], fill: int) -> Int64:
+    width = max(map(len, values), default=0)
+    pads = [(fill,) * (width - n) for n in range(width + 1)]
+    flat = [value + pads[len(value)] for value in values]
+    return np.array(flat, np.int64).reshape(len(values), width)
+
+
+def object_groups(shards: Sequence[Shard]) -> dict[int, list[int]]:
+    """For the row of each ShardedObject: all rows with its unique key, itself included, in order.
+
+    Row i is element ``groups[i].index(i)`` of the blob that they share.
+    """
+    rows: dict[str, list[int]] = {}
+    for i, shard in enumerate(shards):
+        if isinstance(shard, ShardedObject):
+            rows.setdefault(shard.unique_key, []).append(i)
+    return {i: group for group in rows.values() for i in group}
+
+
+def bundled(shard: ShardedObject, values: list[Any]) -> Any:
+    """What the blob of an object holds: a list of the values that share its unique key, as Megatron writes it.
+
+    An object without a grid (global shape ()) is an entry of torch DCP's own kind, whose blob is the bare value.
+    """
+    return values if shard.global_shape else values[0]
+
+
+def unbundled(shard: ShardedObject, content: Any, position: int) -> Any:
+    """The value of one object out of what its blob holds. Raises CorruptCheckpoint where that is something else."""
+    if not shard.global_shape:
+        return content
+    if not isinstance(content, list) or position >= len(content):
+        raise CorruptCheckpoint(
+            f"{shard.unique_key!r}: the stored object should be a list of at least {position + 1} values, "
+            f"not a {type(content).__name__}"
+        )
+    return content[position]

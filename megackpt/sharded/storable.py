@@ -1,0 +1,81 @@
+"""Which tensors can be stored: the dtypes by name, and what to do about the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megackpt.errors import ShardingError
+from megackpt.planning.manifest import ITEMSIZE, OBJECT
+
+_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, name): name for name in ITEMSIZE if name != OBJECT and hasattr(torch, name)
+}
+_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bfloat16". Raises ShardingError for a dtype that cannot be stored."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise ShardingError(_unstorable(dtype))
+    return name
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """ "bfloat16" -> torch.bfloat16. Raises ShardingError for a dtype that this torch does not have."""
+    if name not in _DTYPES:
+        raise ShardingError(f"dtype {name!r} is unknown to torch {torch.__version__}")
+    return _DTYPES[name]
+
+
+def _unstorable(dtype: Any) -> str:
+    if not isinstance(dtype, torch.dtype):
+        return f"`dtype` must be a torch.dtype, not {dtype!r}"
+    if str(dtype).startswith(("torch.qu", "torch.qi")):
+        return f"quantized data ({dtype}) cannot be stored; store data.dequantize(), or int_repr() and scales"
+    return f"{dtype} cannot be stored (its elements are no whole bytes); store data.view(torch.uint8)"
+
+
+def dtype_problems(dtype: Any) -> list[str]:
+    """Why nothing of this dtype can be stored; empty where it can."""
+    return [] if dtype in _NAMES else [_unstorable(dtype)]
+
+
+def data_problems(data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]) -> list[str]:
+    """Why ``data`` cannot be stored as a tensor of this dtype and shape; empty where it can."""
+    if not isinstance(data, torch.Tensor):
+        return [
+            f"data must be a torch.Tensor, not {type(data).__name__}; other values go into a ShardedObject"
+        ]
+    if type(data) not in (torch.Tensor, torch.nn.Parameter):
+        foreign = _foreign_tensor(data)
+        if foreign:
+            return [foreign]
+    if data.is_nested:
+        return ["nested data cannot be stored; store its parts, or data.to_padded_tensor(0) and the lengths"]
+    if data.layout is not torch.strided:
+        return [f"sparse data ({data.layout}) cannot be stored; store data.to_dense(), or indices and values"]
+    found = []
+    if data.dtype != dtype:
+        found.append(f"Data dtype should match `dtype` attribute ({data.dtype} and {dtype})")
+    if tuple(data.shape) != tuple(local_shape):
+        found.append(
+            f"Data shape should match `local_shape` attribute ({tuple(data.shape)} and {local_shape})"
+        )
+    return found
+
+
+def _foreign_tensor(data: torch.Tensor) -> str:
+    """Why a tensor of this class has no plain bytes of its own to store; empty where it has."""
+    kind = type(data)
+    if hasattr(data, "to_local") and hasattr(data, "placements"):
+        return f"data is a {kind.__name__}, distributed itself; declare data.to_local() at its place"
+    if data.is_nested or data.layout is not torch.strided:
+        return ""
+    if kind.dequantize is not torch.Tensor.dequantize:
+        return f"quantized data (a {kind.__name__}) cannot be stored; store data.dequantize()"
+    if hasattr(data, "__tensor_flatten__"):
+        return f"data is a {kind.__name__}, which wraps other tensors; declare these one by one"
+    return ""

@@ -1,0 +1,352 @@
+"""What people write: ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject.
+
+Names, fields, their order and their meaning are those of Megatron-Core's ``dist_checkpointing.mapping``
+(0.16). They are mutable: the caller may set ``replica_id`` or ``key``; ``declare`` freezes what it sees.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megackpt.errors import ShardingError
+from megackpt.planning.manifest import ReplicaId, is_main_replica
+from megackpt.sharded.storable import data_problems, dtype_problems
+
+__all__ = [
+    "CommonStateDict",
+    "FactoryBuildFn",
+    "FactoryMergeFn",
+    "LocalNonpersistentObject",
+    "ReplicaId",
+    "ShardedBase",
+    "ShardedObject",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StateDict",
+    "is_main_replica",
+]
+
+StateDict = dict[str, Any]
+CommonStateDict = dict[str, Any]
+ShardedStateDict = dict[str, Any]
+FactoryBuildFn = Callable[[str, Any, ReplicaId, "slice | None"], Any]
+FactoryMergeFn = Callable[[Any], Any]
+
+
+class ShardedBase(ABC):
+    """One declared piece of state: a key, data, and which copy of the data this is."""
+
+    key: str
+    data: Any
+    replica_id: ReplicaId
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Raise ShardingError, with every problem, if the declaration contradicts itself."""
+
+    @abstractmethod
+    def without_data(self) -> ShardedBase:
+        """The same declaration with ``data=None``."""
+
+
+@dataclass
+class ShardedTensor(ShardedBase):
+    """A local tensor's place within a global one.
+
+    ``local_shape`` is the shape of ``data``. ``global_shape``, ``global_offset`` and ``axis_fragmentations``
+    also count the ``prepend_axis_num`` axes that stand in front (a layer's number, say), along which the
+    local tensor has extent 1. All are in elements but ``axis_fragmentations``, the number of equal pieces
+    along each axis (None: the pieces form no regular grid). ``replica_id`` tells copies of the same piece
+    apart: the one that is 0, or all zeros, is the main one; by convention it is (pipeline copy, tensor-
+    parallel rank, data-parallel rank). ``allow_shape_mismatch`` (at load only): another stored global shape
+    is cut, or padded with zeros. ``flattened_range`` exists for callers of old; anything but None is refused.
+    """
+
+    key: str
+    data: torch.Tensor | None = field(repr=False)
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...] | None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        **init_kwargs: Any,
+    ) -> ShardedTensor:
+        """Declare ``data`` as piece ``rank`` of ``fragments`` along each axis named.
+
+        ``rank_offsets`` are triples (axis, rank, fragments); axes count the prepended ones, and those not
+        named are not cut. Raises ShardingError for impossible triples or data that is no tensor, ValueError
+        for a ``flattened_range``.
+        """
+        if flattened_range is not None:
+            raise ValueError(
+                f"{key!r}: flattened_range is not supported; declare the tensor in its own shape"
+            )
+        if not isinstance(data, torch.Tensor):
+            raise ShardingError(f"{key!r}: data must be a torch.Tensor, not {type(data).__name__}")
+        local = (1,) * prepend_axis_num + tuple(data.shape)
+        offset, fragments = [0] * len(local), [1] * len(local)
+        seen: dict[int, tuple[int, int]] = {}
+        for axis, rank, count in rank_offsets:
+            placed = 0 <= axis < len(local) and 0 <= rank < count
+            if not placed or seen.setdefault(axis, (rank, count)) != (rank, count):
+                raise ShardingError(
+                    f"Invalid rank offsets: {rank_offsets} for key {key!r} of {len(local)} axes, "
+                    f"{prepend_axis_num} of them prepended: each must be (axis, rank, fragments) with "
+                    "0 <= rank < fragments, one for an axis"
+                )
+            offset[axis], fragments[axis] = rank * local[axis], count
+        return cls(
+            key,
+            data,
+            data.dtype,
+            tuple(data.shape),
+            tuple(size * count for size, count in zip(local, fragments, strict=True)),
+            tuple(offset),
+            tuple(fragments),
+            replica_id,
+            prepend_axis_num,
+            **init_kwargs,
+        )
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Do the pieces of all ranks have one shape (``axis_fragmentations`` is not None)?"""
+        return self.axis_fragmentations is not None
+
+    def global_slice(self) -> tuple[int | slice, ...]:
+        """Indices of this piece in the global tensor: ints for prepended axes, slices for the others."""
+        n = self.prepend_axis_num
+        pairs = zip(self.global_offset[n:], self.local_shape, strict=True)
+        return (*self.global_offset[:n], *(slice(start, start + size) for start, size in pairs))
+
+    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
+        """Number of this piece along each axis; ShardingError if an offset is no multiple of the size."""
+        local = (1,) * self.prepend_axis_num + tuple(self.local_shape)
+        if any(o % s for o, s in zip(self.global_offset, local, strict=True) if s):
+            raise ShardingError(f"{self.key!r}: {self._indivisible()}")
+        return tuple(o // s if s else 0 for o, s in zip(self.global_offset, local, strict=True))
+
+    def max_allowed_chunks(self) -> tuple[int, ...]:
+        """Largest extent of a piece along each axis (as ``global_shape // axis_fragmentations``).
+
+        Raises ShardingError for irregular grids, and where the division leaves a rest unless
+        ``allow_shape_mismatch`` is set.
+        """
+        if self.axis_fragmentations is None:
+            raise ShardingError(
+                f"{self.key!r}: an irregular grid (axis_fragmentations=None) has no chunk shape"
+            )
+        pairs = list(zip(self.global_shape, self.axis_fragmentations, strict=True))
+        for size, count in pairs:
+            if size % count and not self.allow_shape_mismatch:
+                raise ShardingError(
+                    f"{self.key!r}: Axis shape ({size}) not divisible by axis fragmentation ({count}) "
+                    f"in {self.global_shape} over {self.axis_fragmentations}"
+                )
+        return tuple(size // count for size, count in pairs)
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """As ``torch.Tensor.narrow`` along axis ``dim`` of the data, on every rank alike: [the narrower one].
+
+        The global shape and offset shrink by the same ratio. Raises ShardingError for irregular grids and
+        where the ratio does not come out even.
+        """
+        axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
+        whole, offset = self.global_shape[axis], self.global_offset[axis]
+        if not self.has_regular_grid or not size or whole % size or offset % size:
+            raise ShardingError(
+                f"{self.key!r}: only pieces of a regular grid can be narrowed; along axis {dim} the local "
+                f"size is {size}, the global one {whole}, the offset {offset}"
+            )
+        if not 0 <= start <= start + length <= size:
+            raise ShardingError(
+                f"{self.key!r}: [{start}:{start + length}] is not within axis {dim} of {size}"
+            )
+        narrower = replace(
+            self,
+            data=None if self.data is None else self.data.narrow(dim, start, length),
+            local_shape=_with(self.local_shape, dim, length),
+            global_shape=_with(self.global_shape, axis, whole // size * length),
+            global_offset=_with(self.global_offset, axis, offset // size * length),
+        )
+        return [narrower]
+
+    def init_data(
+        self, device: torch.device | str, init_fn: Callable[..., torch.Tensor] = torch.empty
+    ) -> None:
+        """Give it data of its local shape where it has none: ``init_fn(shape, dtype=, device=)``."""
+        if self.data is None:
+            self.data = init_fn(self.local_shape, dtype=self.dtype, device=device)
+
+    def without_data(self) -> ShardedTensor:
+        return replace(self, data=None)
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise ShardingError, with every problem, if shapes, dtype, offset and data disagree."""
+        problems = self._problems()
+        if problems:
+            raise ShardingError(f"{self.key!r}: {'; '.join(problems)}\n  declared: {self!r}")
+
+    def _problems(self) -> list[str]:
+        local, whole, offset, n = (
+            self.local_shape,
+            self.global_shape,
+            self.global_offset,
+            self.prepend_axis_num,
+        )
+        found = _naming_problems(self)
+        if self.flattened_range is not None:
+            found.append(
+                "ShardedTensor.flattened_range is not supported. Declare the tensor in its own shape."
+            )
+        if self.data is not None:
+            found += data_problems(self.data, self.dtype, local)
+        found += dtype_problems(self.dtype)
+        if len(offset) != len(whole):
+            found.append(
+                f"Global offset dimensions should be equal to global shape dimensions ({offset} and {whole})"
+            )
+        if len(local) + n != len(whole):
+            found.append(
+                "Local shape together with `prepend_axis_num` dimensions should be equal to global shape "
+                f"dimensions ({local}, {n} prepended, and {whole})"
+            )
+        if self.axis_fragmentations is not None and len(self.axis_fragmentations) != len(whole):
+            found.append(
+                f"axis_fragmentations {self.axis_fragmentations} do not fit the global shape {whole}"
+            )
+        if n < 0 or min(*local, *whole, *offset, 0, 0) < 0:
+            found.append(
+                f"sizes and offsets must not be negative ({local}, {whole}, {offset}, {n} prepended)"
+            )
+        regular = not found and self.axis_fragmentations is not None
+        if regular and any(o % s for o, s in zip(offset[n:], local, strict=True) if s):
+            found.append(self._indivisible())
+        return found
+
+    def _indivisible(self) -> str:
+        return (
+            f"Global offset ({self.global_offset}) must be divisible by local shape ({self.local_shape}) in "
+            "a regular grid; pieces of different sizes need axis_fragmentations=None"
+        )
+
+
+def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    changed = list(values)
+    changed[index] = value
+    return tuple(changed)
+
+
+def _naming_problems(shard: ShardedBase) -> list[str]:
+    key: object = shard.key  # callers without a type checker give anything
+    return [] if isinstance(key, str) and key else [f"key must be a text that is not empty, not {key!r}"]
+
+
+@dataclass
+class ShardedObject(ShardedBase):
+    """One cell of a grid of Python objects: cell ``global_offset`` of ``global_shape``. Never resharded."""
+
+    key: str
+    data: Any = field(repr=False)
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+    @property
+    def unique_key(self) -> str:
+        """Key and cell, as Megatron's formats name it: ``rng_state/shard_0.1_4.2``."""
+        offset = ".".join(map(str, self.global_offset))
+        return f"{self.key}/shard_{offset}_{'.'.join(map(str, self.global_shape))}"
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """The object (without data) that has this ``unique_key``.
+
+        The key itself may hold "/". Old checkpoints wrote a global shape one axis too short: its last
+        extent is then -1, unknown. Raises ShardingError for a text of another form.
+        """
+        key, found, cell = unique_key.rpartition("/shard_")
+        try:
+            offset, shape = (tuple(map(int, part.split("."))) if part else () for part in cell.split("_"))
+        except ValueError as error:
+            raise ShardingError(f"{unique_key!r} does not end in '/shard_<offset>_<shape>'") from error
+        if len(shape) == len(offset) - 1:
+            shape = (*shape, -1)
+        if not found or len(shape) != len(offset):
+            raise ShardingError(f"{unique_key!r} does not name a cell: offset {offset} of {shape}")
+        return cls(key, None, shape, offset, replica_id)
+
+    def without_data(self) -> ShardedObject:
+        return replace(self, data=None)
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise ShardingError if ``global_offset`` is no cell of ``global_shape``."""
+        problems = _naming_problems(self)
+        pairs = zip(self.global_offset, self.global_shape, strict=False)
+        if len(self.global_offset) != len(self.global_shape) or any(not 0 <= o < s for o, s in pairs):
+            problems.append(
+                f"offset {self.global_offset} is not a cell of the global shape {self.global_shape}"
+            )
+        if problems:
+            raise ShardingError(f"{self.key!r}: {'; '.join(problems)}\n  declared: {self!r}")
+
+
+@dataclass
+class ShardedTensorFactory(ShardedBase):
+    """A piece of state that is stored in another form than it lives in.
+
+    ``build_fn(key, data, replica_id, flattened_range)`` gives the stored form: a ShardedBase, or dicts and
+    lists of them (which may hold further factories). ``merge_fn(loaded)`` turns that form, loaded, into data.
+    """
+
+    key: str
+    data: Any = field(repr=False)
+    build_fn: FactoryBuildFn
+    merge_fn: FactoryMergeFn
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Any:
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def without_data(self) -> ShardedTensorFactory:
+        return replace(self, data=None)
+
+    def validate_metadata_integrity(self) -> None:
+        """Only the key can be judged; what it builds is validated when it is declared."""
+        problems = _naming_problems(self)
+        if problems:
+            raise ShardingError("; ".join(problems))
+
+
+class LocalNonpersistentObject:
+    """A value that is not saved; on load every rank gets back its own."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> Any:
+        return self.obj
+
+    def __repr__(self) -> str:
+        return f"LocalNonpersistentObject({self.obj!r})"

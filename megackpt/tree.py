@@ -1,0 +1,254 @@
+"""Nested dicts and lists: walk, map, split, merge, compare. No tensors are known here; everything that is
+neither a dict nor a list (a tuple too) is a leaf.
+
+A path is the tuple of the keys and indices that lead to a leaf. Containers in results are plain dicts and
+lists. The functions whose names come from Megatron-Core's ``dict_utils`` keep its semantics, so that callers
+who know them find them again; the others are what ``sharded`` is built from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from megackpt.errors import ShardingError
+
+Path = tuple[Any, ...]
+Leaves = list[tuple[Path, Any]]
+MAX_DEPTH = 1000  # deeper than any state we can pickle; what is deeper contains itself
+
+
+def is_branch(node: Any) -> bool:
+    """True for what is walked into: dicts and lists."""
+    return isinstance(node, (dict, list))
+
+
+def items(branch: Any) -> Iterable[tuple[Any, Any]]:
+    """(key, value) of a dict, (index, value) of a list."""
+    return branch.items() if isinstance(branch, dict) else enumerate(branch)
+
+
+def show(path: Path) -> str:
+    """A path as people write it: ``['optimizer']['state'][0]``."""
+    return "".join(f"[{key!r}]" for key in path) or "the root"
+
+
+def walk(tree: Any, *, empties: bool = False) -> Iterator[tuple[Path, Any]]:
+    """(path, leaf) of every leaf, depth first, in the containers' own order.
+
+    With ``empties``, an empty container below the root counts as a leaf.
+    Raises ShardingError where the nesting is deeper than ``MAX_DEPTH`` (a container that holds itself).
+    """
+    todo: list[tuple[Path, Any]] = [((), tree)]
+    while todo:
+        path, node = todo.pop()
+        if not is_branch(node):
+            yield path, node
+            continue
+        if len(path) > MAX_DEPTH:
+            raise ShardingError(
+                f"nested deeper than {MAX_DEPTH} levels at {show(path[:3])}: does it hold itself?"
+            )
+        if empties and path and not node:
+            yield path, node
+        children = [((*path, key), value) for key, value in items(node)]
+        children.reverse()
+        todo += children
+
+
+def lookup(tree: Any, path: Path) -> Any:
+    """What stands at ``path``. Raises KeyError, IndexError or TypeError where the path leads nowhere."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def vacant(node: Any) -> bool:
+    """True for what may be replaced without losing anything: None and empty containers."""
+    return node is None or (is_branch(node) and not node)
+
+
+def hollow(like: Any) -> Any:
+    """A container as ``like`` with nothing in it; a list keeps its length (dicts in it become empty ones)."""
+    if isinstance(like, dict):
+        return {}
+    return [{} if isinstance(value, dict) else None for value in like]
+
+
+def graft(target: Any, path: Path, leaf: Any, like: Any, *, replace: bool = False) -> None:
+    """Put ``leaf`` at ``path`` into ``target``, in place.
+
+    Containers that are missing on the way are made as they are in ``like``, a tree that has this path; so
+    an index means the same in both. Raises ValueError where ``target`` holds something else there (unless
+    ``replace`` is set), or a list of another length.
+    """
+    for depth, key in enumerate(path[:-1], start=1):
+        like = like[key]
+        child = target.get(key) if isinstance(target, dict) else target[key]
+        if vacant(child):
+            target[key] = child = hollow(like)
+        elif isinstance(child, dict) != isinstance(like, dict) or not is_branch(child):
+            raise ValueError(f"{show(path[:depth])} is a {_kind(child)} here and a {_kind(like)} there")
+        elif isinstance(child, list) and len(child) != len(like):
+            raise ValueError(f"{show(path[:depth])} is a list of {len(child)} here and of {len(like)} there")
+        target = child
+    key = path[-1]
+    present = target.get(key) if isinstance(target, dict) else target[key]
+    if not replace and not vacant(present):
+        raise ValueError(f"{show(path)} already holds a {_kind(present)}")
+    target[key] = leaf
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__
+
+
+def nested_values(x: Any) -> Iterator[Any]:
+    """Every leaf, depth first."""
+    return (leaf for _, leaf in walk(x))
+
+
+def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """The same containers anew, with ``f(leaf)`` in the place of each leaf; ``x`` stays as it is."""
+    if not is_branch(x):
+        return f(x)
+    root: Any = _blank(x)
+    todo = [(x, root, 0)]
+    while todo:
+        source, target, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            raise ShardingError(f"nested deeper than {MAX_DEPTH} levels: does a container hold itself?")
+        for key, value in items(source):
+            if is_branch(value):
+                target[key] = _blank(value)
+                todo.append((value, target[key], depth + 1))
+            else:
+                target[key] = f(value)
+    return root
+
+
+def _blank(branch: Any) -> Any:
+    return {} if isinstance(branch, dict) else [None] * len(branch)
+
+
+def copied(tree: Any) -> Any:
+    """The containers anew; the leaves are the same objects."""
+    return dict_list_map_outplace(lambda leaf: leaf, tree)
+
+
+def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """Replace each leaf by ``f(leaf)`` in the containers themselves; returns ``x`` (or ``f(x)`` of a leaf).
+
+    What ``f`` returns is not walked into; a container that stands in several places is mapped once.
+    """
+    if not is_branch(x):
+        return f(x)
+    todo, seen = [x], {id(x)}
+    while todo:
+        branch = todo.pop()
+        for key, value in list(items(branch)):
+            if is_branch(value):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    todo.append(value)
+            else:
+                branch[key] = f(value)
+    return x
+
+
+def extract_matching_values(
+    x: Any, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
+) -> tuple[Any, Any]:
+    """Split into (leaves that match, the rest), both with the hierarchy of ``x``.
+
+    Branches without a match are left out of the first, empty containers stay in the second. Lists are
+    compacted, so indices shift, unless ``return_lists_as_dicts`` turns each list into ``{index: value}``.
+    Raises ValueError if ``x`` is neither a dict nor a list.
+    """
+    if not is_branch(x):
+        raise ValueError(f"a dict or a list is expected, not a {_kind(x)}")
+    match: dict[Any, Any] = {}
+    rest: dict[Any, Any] = {}
+    for key, value in items(x):
+        if not is_branch(value):
+            (match if predicate(value) else rest)[key] = value
+            continue
+        inner_match, inner_rest = extract_matching_values(value, predicate, return_lists_as_dicts)
+        if inner_match:
+            match[key] = inner_match
+        if inner_rest or not value:
+            rest[key] = inner_rest
+    if isinstance(x, dict) or return_lists_as_dicts:
+        return match, rest
+    return list(match.values()), list(rest.values())
+
+
+def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
+    """Merge ``x2`` into ``x1``, in place, and return ``x1``. ``key`` is the path of both, for errors.
+
+    Dicts are united, lists merged element by element. Raises ValueError for lists of different length and
+    where a leaf meets a leaf or a container.
+    """
+    todo = [(key, x1, x2)]
+    while todo:
+        path, into, other = todo.pop()
+        if isinstance(into, dict) and isinstance(other, dict):
+            todo += [((*path, k), into[k], v) for k, v in other.items() if k in into]
+            into.update({k: v for k, v in other.items() if k not in into})
+        elif isinstance(into, list) and isinstance(other, list):
+            if len(into) != len(other):
+                sizes = f"{len(into)} and {len(other)}"
+                raise ValueError(f"lists of different lengths ({sizes}) cannot be merged, at {show(path)}")
+            todo += [((*path, i), a, b) for i, (a, b) in enumerate(zip(into, other, strict=True))]
+        else:
+            raise ValueError(f"both sides hold a value at {show(path)}: {into!r} and {other!r}")
+    return x1
+
+
+def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Path], list[Path], list[tuple[Path, type, type]]]:
+    """(paths only in x1, paths only in x2, [(path, type in x1, type in x2)] of leaves that differ).
+
+    Arrays and tensors are compared by shape and values; two declared shards by their data. Leaves that
+    cannot be compared count as different.
+    """
+    left: list[Path] = []
+    right: list[Path] = []
+    mismatch: list[tuple[Path, type, type]] = []
+    todo = [(prefix, x1, x2)]
+    while todo:
+        path, a, b = todo.pop()
+        if is_branch(a) and isinstance(b, dict if isinstance(a, dict) else list):
+            mine, yours = dict(items(a)), dict(items(b))
+            left += [(*path, k) for k in mine if k not in yours]
+            right += [(*path, k) for k in yours if k not in mine]
+            todo += [((*path, k), v, yours[k]) for k, v in reversed(mine.items()) if k in yours]
+        elif hasattr(a, "replica_id") and type(a) is type(b):
+            todo.append(((*path, type(a)), a.data, b.data))
+        elif _differ(a, b):
+            mismatch.append((path, type(a), type(b)))
+    return left, right, mismatch
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if a is b:
+        return False
+    if getattr(a, "shape", None) != getattr(b, "shape", None):
+        return True
+    try:
+        unequal = a != b
+        return bool(unequal.any() if hasattr(unequal, "any") else unequal)
+    except (RuntimeError, TypeError, ValueError):
+        return True  # e.g. tensors of two devices, or a dtype without comparison: not known to be equal
+
+
+def map_reduce(
+    xs: Iterable[Any],
+    key_fn: Callable[[Any], Any] = lambda x: x,
+    value_fn: Callable[[Any], Any] = lambda x: x,
+    reduce_fn: Callable[[list[Any]], Any] = lambda values: values,
+) -> Mapping[Any, Any]:
+    """Group ``value_fn(x)`` by ``key_fn(x)`` in order of appearance; ``reduce_fn`` of each group's list."""
+    groups: dict[Any, list[Any]] = {}
+    for x in xs:
+        groups.setdefault(key_fn(x), []).append(value_fn(x))
+    return {key: reduce_fn(values) for key, values in groups.items()}

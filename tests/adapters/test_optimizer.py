@@ -1,0 +1,239 @@
+"""Optimizer state through a change of parallelism: every tensor and step comes back bit-equal."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from megackpt.adapters.modules import ParallelLayout, make_sharded_tensors_for_checkpoint
+from megackpt.adapters.optimizer import (
+    KEEP_VARS_HINT,
+    get_optim_param_to_id_map,
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+    optim_state_to_sharding_state,
+)
+from megackpt.errors import ShardingError
+from megackpt.planning.coverage import check
+from megackpt.planning.manifest import Declarations
+from megackpt.sharded import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    declare,
+    extract,
+    is_main_replica,
+    restore,
+)
+
+LAYERS, HIDDEN, FFN = 4, 6, 8
+
+
+def glu_factory(key: str, param: torch.Tensor, layout: ParallelLayout, layer: int) -> ShardedTensorFactory:
+    """Gate and value halves of one parameter, each cut by tensor parallelism, under one key."""
+
+    def build(key, data, replica_id, flattened_range):
+        return [
+            ShardedTensor.from_rank_offsets(
+                key,
+                half,
+                (0, layer, LAYERS),
+                (1, layout.tp_rank + part * layout.tp_size, 2 * layout.tp_size),
+                replica_id=replica_id,
+                prepend_axis_num=1,
+            )
+            for part, half in enumerate(data.chunk(2))
+        ]
+
+    return ShardedTensorFactory(key, param, build, torch.cat, (0, 0, layout.dp_rank))
+
+
+class Block(nn.Module):
+    def __init__(self, layout: ParallelLayout, layer: int) -> None:
+        super().__init__()
+        self.layout, self.layer = layout, layer
+        self.glu = nn.Parameter(torch.zeros(2 * FFN // layout.tp_size, HIDDEN))
+        self.out = nn.Parameter(torch.zeros(HIDDEN, FFN // layout.tp_size))
+        self.norm = nn.Parameter(torch.zeros(HIDDEN))
+
+    def sharded(self) -> dict:
+        state = {"out": self.out, "norm": self.norm}
+        offsets = ((0, self.layer, LAYERS),)
+        shards = make_sharded_tensors_for_checkpoint(
+            state, "layers.", {"out": 1}, offsets, tp_group=self.layout
+        )
+        return shards | {"layers.glu": glu_factory("layers.glu", self.glu, self.layout, self.layer)}
+
+
+class Job:
+    """One rank of a training job: its layers, its optimizer."""
+
+    def __init__(self, rank: int, tp: int, pp: int, dp: int = 1, make=torch.optim.AdamW) -> None:
+        self.layout = ParallelLayout.of(rank, tp=tp, pp=pp, dp=dp)
+        mine = range(LAYERS * self.layout.pp_rank // pp, LAYERS * (self.layout.pp_rank + 1) // pp)
+        self.blocks = [Block(self.layout, layer) for layer in mine]
+        self.optimizer = make([p for block in self.blocks for p in block.parameters()])
+        for block in self.blocks:
+            for p in block.parameters():
+                p.grad = torch.zeros_like(p)
+        self.optimizer.step()
+
+    def state(self) -> dict:
+        model = {f"block{i}": block.sharded() for i, block in enumerate(self.blocks)}
+        params = get_param_id_to_sharded_param_map(model, [p for b in self.blocks for p in b.parameters()])
+        return {
+            "model": model,
+            "optimizer": optim_state_to_sharding_state(self.optimizer.state_dict(), params),
+        }
+
+
+def world(tp: int, pp: int, dp: int = 1, **kwargs) -> list[Job]:
+    return [Job(rank, tp, pp, dp, **kwargs) for rank in range(tp * pp * dp)]
+
+
+def fill(jobs: list[Job]) -> None:
+    """Values that depend on the global place only: whatever is copied to the wrong place is seen."""
+    for job in jobs:
+        for shard in extract(job.state()).shards:
+            if isinstance(shard, ShardedTensor):
+                layer = shard.global_offset[0]
+                if ".step." in shard.key:
+                    shard.data.fill_(100 + layer)
+                    continue
+                grid = torch.arange(float(torch.Size(shard.global_shape).numel())).view(shard.global_shape)
+                seed = sum(map(ord, shard.key)) / 7
+                with torch.no_grad():
+                    shard.data.copy_(grid[shard.global_slice()] + seed)
+
+
+def saved(jobs: list[Job]) -> tuple[dict, dict]:
+    """What a checkpoint would hold: {key: global tensor} of the main replicas, and rank 0's common state."""
+    stored: dict = {}
+    parts = []
+    common: dict = {}
+    for rank, job in enumerate(jobs):
+        extracted = extract(job.state())
+        common = extracted.common if rank == 0 else common
+        parts.append(declare(extracted.shards, rank=rank, saving=True))
+        for shard in extracted.shards:
+            if not is_main_replica(shard.replica_id):
+                continue
+            if isinstance(shard, ShardedObject):
+                stored[shard.unique_key] = shard.data
+            else:
+                whole = stored.setdefault(shard.key, torch.full(shard.global_shape, torch.nan))
+                whole[shard.global_slice()] = shard.data.detach()
+    check(Declarations.merge(parts))
+    return stored, copy.deepcopy(common)
+
+
+def loaded(job: Job, stored: dict, common: dict) -> dict:
+    extracted = extract(job.state())
+    values = [
+        stored[s.unique_key] if isinstance(s, ShardedObject) else stored[s.key][s.global_slice()].clone()
+        for s in extracted.shards
+    ]
+    return restore(extracted, values, common)
+
+
+@pytest.mark.parametrize("target", [(1, 1, 1), (2, 1, 2), (1, 4, 1), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adagrad, lambda p: torch.optim.SGD(p, momentum=0.9)]
+)
+def test_state_survives_another_parallelism(target, make):
+    source = world(2, 2, 2, make=make)
+    fill(source)
+    stored, common = saved(source)
+    assert not any(torch.isnan(t).any() for t in stored.values() if isinstance(t, torch.Tensor))
+    wanted, got = world(*target, make=make), world(*target, make=make)
+    fill(wanted)
+    for should, job in zip(wanted, got, strict=True):
+        state = loaded(job, stored, common)
+        job.optimizer.load_state_dict(state["optimizer"])
+        expected, actual = should.optimizer.state_dict(), job.optimizer.state_dict()
+        assert expected["param_groups"] == actual["param_groups"]
+        assert expected["state"].keys() == actual["state"].keys()
+        for number, values in expected["state"].items():
+            assert values.keys() == actual["state"][number].keys()
+            for name, value in values.items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(actual["state"][number][name]))
+
+
+def test_keys_and_what_is_left_in_the_common_state():
+    stored, common = saved(world(2, 1))
+    names = {key.removeprefix("optimizer.state.") for key in stored if key.startswith("optimizer")}
+    assert names == {
+        f"{s}.layers.{p}" for s in ("exp_avg", "exp_avg_sq", "step") for p in ("glu", "out", "norm")
+    }
+    assert stored["optimizer.state.step.layers.out"].shape == (LAYERS,)
+    assert list(common) == ["optimizer"]
+    assert common["optimizer"]["param_groups"][0]["lr"] == 0.001
+    assert "params" not in common["optimizer"]["param_groups"][0]
+
+
+def test_plain_numbers_and_excluded_state():
+    weight = nn.Parameter(torch.zeros(2, 3))
+    param = ShardedTensor.from_rank_offsets("w", weight, (0, 1, 2), (1, 1, 2), prepend_axis_num=1)
+    before = {
+        "state": {0: {"step": 7, "exp_avg": torch.ones(2, 3), "none": None}},
+        "param_groups": [{"params": [0]}],
+    }
+    given_state = copy.copy(before)
+    result = optim_state_to_sharding_state(given_state, {0: param}, exclude_keys=("none",))
+    assert result is given_state
+    assert set(before["state"][0]) == {"step", "exp_avg", "none"}
+    assert before["param_groups"] == [{"params": [0]}]
+    step = result["state"][0]["step"]
+    assert (step.unique_key, step.data) == ("optimizer.state.step.w/shard_1_2", 7)
+    assert not is_main_replica(step.replica_id)
+    assert result["state"][0]["exp_avg"].global_offset == param.global_offset
+    assert set(result["state"][0]) == {"step", "exp_avg"}
+    assert isinstance(result["param_groups"][0]["params"], LocalNonpersistentObject)
+
+
+def test_a_step_of_an_irregular_param_has_one_main_replica():
+    mains = 0
+    for start, size in [(0, 0), (0, 3), (3, 5)]:
+        data = torch.zeros(size)
+        param = ShardedTensor("w", data, data.dtype, (size,), (8,), (start,), None)
+        state = {"state": {0: {"step": torch.tensor(5.0)}}, "param_groups": []}
+        shard = optim_state_to_sharding_state(state, {0: param})["state"][0]["step"]
+        shard.validate_metadata_integrity()
+        mains += is_main_replica(shard.replica_id)
+    assert mains == 1
+
+
+def test_state_that_nobody_can_cut():
+    data = torch.zeros(4, 3)
+    rows = {"state": {0: {"row": torch.zeros(4)}}, "param_groups": []}
+    whole = ShardedTensor.from_rank_offsets("w", data)
+    shard = optim_state_to_sharding_state(copy.copy(rows), {0: whole})["state"][0]["row"]
+    assert (shard.global_shape, shard.key) == ((4,), "optimizer.state.row.w")
+    cut = ShardedTensor.from_rank_offsets("w", data, (0, 0, 2))
+    with pytest.raises(ShardingError, match=r"'optimizer.state.row.w': state of shape \(4,\).*exclude_keys"):
+        optim_state_to_sharding_state(copy.copy(rows), {0: cut})
+
+
+def test_wrong_shapes_and_unknown_params(caplog):
+    param = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3))
+    with pytest.raises(ShardingError, match=r"'p.w': state of shape \(4,\) does not match.*\(4, 3\)"):
+        make_sharded_optimizer_tensor(param, torch.zeros(4), "p")
+    fp32 = make_sharded_optimizer_tensor(param, torch.zeros(4, 3, dtype=torch.float64), "p")
+    assert (fp32.key, fp32.dtype) == ("p.w", torch.float64)
+    with pytest.raises(ValueError, match="Param id 0 does not match"):
+        optim_state_to_sharding_state({"state": {0: {}}, "param_groups": []}, {})
+    with caplog.at_level(logging.WARNING):
+        assert get_param_id_to_sharded_param_map({"w": param}, [nn.Parameter(torch.zeros(1))]) == {}
+    assert KEEP_VARS_HINT in caplog.text
+
+
+def test_params_are_matched_by_identity():
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    assert get_optim_param_to_id_map([a, b, a]) == {id(a): 0, id(b): 1}
+    shard = ShardedTensor.from_rank_offsets("b", b)
+    assert get_param_id_to_sharded_param_map({"x": [shard], "n": 1}, iter([a, b])) == {1: shard}
