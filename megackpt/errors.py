@@ -1,18 +1,18 @@
 """Every exception that megackpt raises on purpose, and nothing else.
 
-    CheckpointingException              the root; the name that users of Megatron-Core know
-    ├── ShardingError                   the declaration is wrong (a caller's mistake)
-    │   └── CoverageError               the shards of all ranks do not tile a tensor exactly
-    ├── MismatchError                   keys, shapes or dtypes asked for differ from the stored ones
-    ├── NotACheckpoint                  there is nothing (complete) to read at this place
-    ├── CheckpointExists                a complete checkpoint is there and may not be replaced
-    ├── SaveInProgress                  another live job is saving to the same directory
-    ├── CorruptCheckpoint               the disk is wrong: damaged, truncated, lying or hostile files
-    │   ├── UntrustedClass              a pickle names a class that is not trusted (also an UnpicklingError)
-    │   └── CheckpointReplaced          the directory was overwritten while it was being read
-    ├── StorageError                    the disk said no (full, unwritable, input/output error)
-    ├── BackendError                    unknown format or version, missing package, or a format that cannot hold this
-    └── RankFailure                     other ranks failed, or did not answer in time; rank -> its story
+CheckpointingException              the root; the name that users of Megatron-Core know
+├── ShardingError                   the declaration is wrong (a caller's mistake)
+│   └── CoverageError               the shards of all ranks do not tile a tensor exactly
+├── MismatchError                   keys, shapes or dtypes asked for differ from the stored ones
+├── NotACheckpoint                  there is nothing (complete) to read at this place
+├── CheckpointExists                a complete checkpoint is there and may not be replaced
+├── SaveInProgress                  another live job is saving to the same directory
+├── CorruptCheckpoint               the disk is wrong: damaged, truncated, lying or hostile files
+│   ├── UntrustedClass              a pickle names a class that is not trusted (also an UnpicklingError)
+│   └── CheckpointReplaced          the directory was overwritten while it was being read
+├── StorageError                    the disk said no (full, unwritable, input/output error)
+├── BackendError                    unknown format or version, missing package, or a format that cannot hold this
+└── RankFailure                     other ranks failed, or did not answer in time; rank -> its story
 """
 
 from __future__ import annotations

@@ -1,0 +1,74 @@
+# Needs Python (3.11 or newer) and make. Everything else is fetched into .venv on the first call, and again
+# when setup.cfg or .constraints.txt change. pip's own settings choose where from.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+PEERS := .peers/.ready
+MARKED := slow strace browser megatron transformers root
+EMPTY :=
+EXPRESSION := not ($(subst $(EMPTY) , or ,$(MARKED)))
+
+.PHONY: help demo test check bench lint types layers cover peers system clean
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    train, kill, resume at another parallelism, convert: the main job, told step by step"
+	@echo "make test    the tests that need nothing but pip"
+	@echo "make check   format, lint, types, layers and all tests, with what they need"
+	@echo "make bench   speed beside the plain-I/O limit and the peers"
+	@echo "also: lint, types, layers, cover, peers, clean"
+
+$(READY): setup.cfg pyproject.toml .constraints.txt
+	@echo "setting up .venv (the first time this downloads some hundred megabytes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --constraint .constraints.txt --editable '.[test]'
+	@touch $@
+
+# Foreign libraries that tests compare with, in subprocesses; apart, so that nothing of ours can lean on them.
+$(PEERS): Makefile | $(READY)
+	@echo "installing megatron-core into .peers"
+	@rm -rf .peers
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1
+	@touch $@
+
+peers: $(PEERS)
+
+# System packages, where this user may install them; otherwise the tests that need them say that they are skipped.
+system:
+	@command -v strace > /dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get install --quiet --yes strace; } \
+	|| echo "strace is missing and cannot be installed here: its tests will be skipped"
+
+demo: $(READY)
+	@$(BIN)/python tools/demo.py
+
+test: $(READY)
+	@$(BIN)/python -m pytest -m '$(EXPRESSION)'
+
+check: lint types layers peers system
+	@$(BIN)/python -m pytest
+
+bench: $(READY)
+	@$(BIN)/python tools/benchmark.py
+
+lint: $(READY)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(READY)
+	@$(BIN)/mypy
+
+layers: $(READY)
+	@$(BIN)/lint-imports --config setup.cfg
+
+cover: $(READY)
+	@$(BIN)/coverage run -m pytest -m '$(EXPRESSION)'
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
+
+# Leaves .venv: remove it by hand to start from nothing.
+clean:
+	rm -rf .peers .demo build dist *.egg-info .coverage .coverage.* .hypothesis
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
