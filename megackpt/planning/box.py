@@ -1,0 +1,262 @@
+"""Boxes: axis-aligned regions in a tensor's global coordinates. All geometry lives here, nothing else.
+
+Two forms of one thing: ``Box`` is a single region, ``Boxes`` is a column of them (two int64 arrays).
+Boxes of tensors with different numbers of dimensions share a column: missing axes are padded with
+offset 0 and extent 1, which changes neither volumes nor intersections.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """The region ``[offset, offset + shape)``, in elements, in global coordinates.
+
+    A 0-dimensional box holds one element; a box with an extent of 0 is empty.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise ValueError(f"offset {self.offset} and shape {self.shape} differ in dimensions")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box of a whole tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None where the two share no element."""
+        offset = tuple(map(max, self.offset, other.offset))
+        shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
+        return None if any(s <= 0 for s in shape) else Box(offset, shape)
+
+    def contains(self, other: Box) -> bool:
+        return all(
+            a <= b and b + t <= a + s
+            for a, s, b, t in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+
+    def relative_to(self, outer: Box) -> Box:
+        """The same region in coordinates local to ``outer``."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+
+    def runs(self, start: int, stop: int) -> Iterator[Box]:
+        """Boxes whose C-order elements, joined, are elements [start, stop) of this box in C order."""
+        if start >= stop:
+            return
+        if not self.shape:
+            yield self
+            return
+        inner = math.prod(self.shape[1:])
+        first, last = -(-start // inner), stop // inner
+        if first > last:
+            yield from self._within_row(last, start - last * inner, stop - last * inner)
+            return
+        if start < first * inner:
+            yield from self._within_row(first - 1, start - (first - 1) * inner, inner)
+        if first < last:
+            yield Box((self.offset[0] + first, *self.offset[1:]), (last - first, *self.shape[1:]))
+        if last * inner < stop:
+            yield from self._within_row(last, 0, stop - last * inner)
+
+    def _within_row(self, row: int, start: int, stop: int) -> Iterator[Box]:
+        for box in Box(self.offset[1:], self.shape[1:]).runs(start, stop):
+            yield Box((self.offset[0] + row, *box.offset), (1, *box.shape))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offset, self.stop, strict=True)) + "]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """A column of boxes: ``offset`` and ``shape`` are int64 arrays of shape (n, width)."""
+
+    offset: Int64
+    shape: Int64
+
+    @classmethod
+    def empty(cls, width: int = 0) -> Boxes:
+        return cls(np.zeros((0, width), np.int64), np.ones((0, width), np.int64))
+
+    @classmethod
+    def of(cls, boxes: Iterable[Box], width: int = 0) -> Boxes:
+        rows = list(boxes)
+        width = max([width, *(len(b.shape) for b in rows)])
+        column = cls(np.zeros((len(rows), width), np.int64), np.ones((len(rows), width), np.int64))
+        for i, box in enumerate(rows):
+            column.offset[i, : len(box.offset)] = box.offset
+            column.shape[i, : len(box.shape)] = box.shape
+        return column
+
+    @classmethod
+    def concat(cls, parts: Sequence[Boxes]) -> Boxes:
+        widths = sorted({p.width for p in parts})
+        if len(widths) == 1:
+            return cls(np.concatenate([p.offset for p in parts]), np.concatenate([p.shape for p in parts]))
+        shape = sum(map(len, parts)), max(widths, default=0)
+        joined = cls(np.zeros(shape, np.int64), np.ones(shape, np.int64))
+        for width in widths:  # few widths, many parts: no part is padded on its own
+            rows = np.repeat([p.width == width for p in parts], [len(p) for p in parts])
+            joined.offset[rows, :width] = np.concatenate([p.offset for p in parts if p.width == width])
+            joined.shape[rows, :width] = np.concatenate([p.shape for p in parts if p.width == width])
+        return joined
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    @property
+    def width(self) -> int:
+        return int(self.offset.shape[1])
+
+    @property
+    def stop(self) -> Int64:
+        return self.offset + self.shape
+
+    @property
+    def volume(self) -> Int64:
+        volume: Int64 = np.prod(self.shape, axis=1, dtype=np.int64)
+        return volume
+
+    def widened(self, width: int) -> Boxes:
+        """The same boxes padded to at least ``width`` axes."""
+        extra = width - self.width
+        if extra <= 0:
+            return self
+        pad = ((0, 0), (0, extra))
+        return Boxes(np.pad(self.offset, pad, constant_values=0), np.pad(self.shape, pad, constant_values=1))
+
+    def take(self, rows: Any) -> Boxes:
+        """The boxes of these rows (an index array, mask or slice)."""
+        return Boxes(self.offset[rows], self.shape[rows])
+
+    def row(self, i: int, ndim: int) -> Box:
+        """Row ``i`` as a Box of a tensor with ``ndim`` dimensions."""
+        return Box(tuple(self.offset[i, :ndim].tolist()), tuple(self.shape[i, :ndim].tolist()))
+
+    def overlapping(self, box: Box) -> Int64:
+        """Numbers of the rows that share at least one element with ``box``."""
+        other = Boxes.of([box], self.width)
+        wide = self.widened(other.width)
+        low = np.maximum(wide.offset, other.offset)
+        high = np.minimum(wide.stop, other.stop)
+        return np.flatnonzero((low < high).all(axis=1)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Rows in groups: group ``g`` is ``order[bounds[g] : bounds[g + 1]]``, ascending, never empty."""
+
+    order: Int64
+    bounds: Int64
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def first(self) -> Int64:
+        """The lowest row of each group."""
+        return self.order[self.bounds[:-1]]
+
+    @property
+    def number(self) -> Int64:
+        """The number of the group of each entry of ``order``."""
+        return np.repeat(np.arange(len(self)), np.diff(self.bounds))
+
+    def rows(self, group: int) -> Int64:
+        return self.order[self.bounds[group] : self.bounds[group + 1]]
+
+
+def runs(column: NDArray[Any]) -> Int64:
+    """Bounds (n + 1 row numbers) of the n runs of equal values in a column."""
+    if not len(column):
+        return np.zeros(1, np.int64)
+    inner = np.flatnonzero(column[1:] != column[:-1]) + 1
+    return np.concatenate([[0], inner, [len(column)]]).astype(np.int64)
+
+
+def group_equal(owner: NDArray[Any], boxes: Boxes) -> Groups:
+    """The rows that have the same box of the same owner (a small number >= 0); groups in order of owners.
+
+    Sorts one 63-bit key a row instead of all its columns: the owner's number, then a hash of the box. That
+    equal keys mean equal boxes is checked; in the unlikely other case the columns themselves are sorted.
+    """
+    if not len(owner):
+        return Groups(np.zeros(0, np.int64), np.zeros(1, np.int64))
+    key = _sorting_key(owner, boxes)
+    order = np.argsort(key)
+    key = key[order]
+    fresh = np.concatenate([[True], key[1:] != key[:-1]])
+    # The fast sort is not stable: sorted once more by (group, row).
+    order = np.sort((np.cumsum(fresh) << 32) | order) & 0xFFFFFFFF
+    changed = _differs_from_previous(boxes, order)
+    if (changed & ~fresh).any():
+        order = np.lexsort([*boxes.shape.T[::-1], *boxes.offset.T[::-1], owner])
+        changed = _differs_from_previous(boxes, order)
+        fresh = np.concatenate([[True], np.diff(owner[order]) != 0]) | changed
+    bounds = np.append(np.flatnonzero(fresh), len(order))
+    return Groups(order.astype(np.int64), bounds.astype(np.int64))
+
+
+def _sorting_key(owner: NDArray[Any], boxes: Boxes) -> Int64:
+    bits = max(1, int(owner.max()).bit_length())
+    mixed = np.zeros(len(owner), np.uint64)
+    weight = 0x9E3779B97F4A7C15
+    for column in (*boxes.offset.T, *boxes.shape.T):
+        mixed += column.astype(np.uint64) * np.uint64(weight)
+        weight = (
+            weight * 0xD1342543DE82EF95 % 2**64
+        )  # odd, and independent enough: the sums' high bits are used
+    high = owner.astype(np.uint64) << np.uint64(63 - bits)
+    return (high | (mixed >> np.uint64(1 + bits))).astype(np.int64)
+
+
+def _differs_from_previous(boxes: Boxes, order: Int64) -> NDArray[np.bool_]:
+    changed = np.zeros(len(order), np.bool_)
+    for column in (*boxes.offset.T, *boxes.shape.T):
+        values = column[order]
+        changed[1:] |= values[1:] != values[:-1]
+    return changed
+
+
+def regular_grids(boxes: Boxes, bounds: Int64, whole: Int64) -> tuple[Int64, NDArray[np.bool_]]:
+    """For each run of non-empty boxes: the cell of the grid that they may form, and whether they do.
+
+    ``bounds`` are n + 1 row numbers (see ``runs``), ``whole`` the n global shapes, (n, width). The cell is
+    the largest extent on each axis; the grid is regular where every box is one cell, cut off at the end only.
+    """
+    if len(bounds) < 2:
+        return np.ones((0, boxes.width), np.int64), np.zeros(0, np.bool_)
+    number = np.repeat(np.arange(len(whole)), np.diff(bounds))
+    cells = np.ones_like(whole)
+    fits = np.ones(len(boxes), np.bool_)
+    for axis in range(boxes.width):
+        offset, shape = boxes.offset[:, axis], boxes.shape[:, axis]
+        cells[:, axis] = np.maximum.reduceat(shape, bounds[:-1])
+        cell = cells[number, axis]
+        fits &= (offset % cell == 0) & (shape == np.minimum(cell, whole[number, axis] - offset))
+    return cells, np.logical_and.reduceat(fits, bounds[:-1])

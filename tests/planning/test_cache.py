@@ -1,0 +1,96 @@
+"""Fingerprints change with all that a plan depends on; the cache forgets the plan unused for longest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megackpt.planning.box import Box
+from megackpt.planning.cache import PlanCache, fingerprint
+from megackpt.planning.manifest import Declaration, Declarations, ShardId, TensorMeta
+from megackpt.planning.save_plan import plan_save
+
+BASE = Declaration(ShardId("w", Box((0, 2), (4, 2))), TensorMeta((4, 8), "float32"), (0, 0, 1), False, 32, 3)
+
+
+def of(*rows: Declaration, domain: int = 0) -> Declarations:
+    return Declarations.of(rows, domain)
+
+
+def test_equal_declarations_have_equal_fingerprints() -> None:
+    assert fingerprint(of(BASE), "torch_dist") == fingerprint(of(replace(BASE)), "torch_dist")
+    # Known from an earlier run: the same in every process.
+    assert fingerprint(of(BASE), "torch_dist") == 4810967306385858142
+    assert 0 <= fingerprint(of()) < 2**63
+
+
+def test_everything_counts() -> None:
+    different = [
+        of(BASE),
+        of(),
+        of(BASE, BASE),
+        of(BASE, domain=1),
+        of(replace(BASE, shard=ShardId("v", BASE.shard.box))),
+        of(replace(BASE, shard=ShardId("w", Box((2, 0), (4, 2))))),
+        of(replace(BASE, shard=ShardId("w", Box((0, 2), (2, 4))))),
+        of(replace(BASE, meta=TensorMeta((8, 4), "float32"))),
+        of(replace(BASE, meta=TensorMeta((4, 8), "int32"))),
+        of(replace(BASE, replica_id=0)),
+        of(replace(BASE, flexible=True)),
+        of(replace(BASE, nbytes=33)),
+        of(replace(BASE, rank=4)),
+    ]
+    assert len({fingerprint(d) for d in different}) == len(different)
+    assert fingerprint(of(BASE), "zarr") != fingerprint(of(BASE), "torch_dist")
+
+
+def test_names_do_not_run_into_one_another() -> None:
+    def named(*keys: str) -> int:
+        return fingerprint(of(*(replace(BASE, shard=ShardId(k, BASE.shard.box)) for k in keys)))
+
+    assert (
+        len({named("ab", "c"), named("a", "bc"), named("abc"), named("c", "ab"), named("a\ud800", "c")}) == 5
+    )
+
+
+def test_ranks_agree_only_on_plans_of_one_round_used_as_often() -> None:
+    (plan,), manifest = plan_save([of(replace(BASE, replica_id=0))], validate=False)
+    coordinator, other = PlanCache(), PlanCache()
+    assert coordinator.token(1) is None
+    assert coordinator.get(1) is None
+    coordinator.put(1, "round 1", plan, manifest)
+    other.put(7, "round 1", plan)
+    assert coordinator.token(1) == other.token(7)
+    assert coordinator.use(1).manifest is manifest
+    assert coordinator.token(1) != other.token(7)
+    assert other.use(7).uses == 0
+    assert coordinator.token(1) == other.token(7)
+    held = other.get(7)
+    assert held is not None
+    assert held.uses == 1
+    coordinator.put(1, "round 2", plan, manifest)
+    other.put(7, "round 3", plan)
+    assert coordinator.token(1) != other.token(7)
+    token = coordinator.token(1)
+    assert token is not None
+    assert 0 <= token < 2**63
+
+
+def test_the_plan_unused_for_longest_makes_room() -> None:
+    (plan,), _ = plan_save([of()])
+    cache = PlanCache(size=2)
+    for number in (1, 2):
+        cache.put(number, f"round {number}", plan)
+    cache.use(1)
+    cache.put(3, "round 3", plan)
+    assert [cache.token(n) is not None for n in (1, 2, 3)] == [True, False, True]
+    cache.drop(1)
+    cache.drop(1)
+    assert len(cache) == 1
+    with pytest.raises(KeyError):
+        cache.use(1)
+    cache.clear()
+    assert len(cache) == 0
+    with pytest.raises(ValueError, match="at least 1"):
+        PlanCache(0)

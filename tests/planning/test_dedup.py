@@ -1,0 +1,115 @@
+"""One writer for each shard, among its holders, with balanced bytes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megackpt.planning.box import Box
+from megackpt.planning.dedup import assign
+from megackpt.planning.manifest import Declaration, Declarations, ShardId, TensorMeta
+
+Holders = dict[str, tuple[int, list[int]]]  # key -> bytes, ranks (the first one is the main replica)
+
+
+def world(held: Holders, domains: list[int]) -> Declarations:
+    parts: list[list[Declaration]] = [[] for _ in domains]
+    for key, (size, ranks) in held.items():
+        for copy, rank in enumerate(ranks):
+            meta = TensorMeta((size,), "uint8")
+            parts[rank].append(Declaration(ShardId(key, Box((0,), (size,))), meta, copy, False, size, rank))
+    return Declarations.merge([Declarations.of(rows, d) for rows, d in zip(parts, domains, strict=True)])
+
+
+def writers(declared: Declarations, balance: bool = True) -> dict[str, int]:
+    rows = assign(declared, balance).tolist()
+    assert rows == sorted(rows)
+    found = [(declared.row(i).shard.key, declared.row(i).rank) for i in rows]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+# Groups within groups, as parallel layouts make them: 8 ranks, halves, quarters, single ranks.
+groups = [
+    list(range(8)),
+    [0, 1, 2, 3],
+    [4, 5, 6, 7],
+    [0, 1],
+    [2, 3],
+    [4, 5],
+    [6, 7],
+    *([r] for r in range(8)),
+]
+nested = st.lists(st.tuples(st.integers(0, 50), st.sampled_from(groups)), max_size=40)
+
+
+@given(nested, st.randoms(use_true_random=False))
+def test_each_shard_once_by_a_holder_and_balanced(
+    shards: list[tuple[int, list[int]]], rng: random.Random
+) -> None:
+    held = {f"k{i}": (size, rng.sample(ranks, len(ranks))) for i, (size, ranks) in enumerate(shards)}
+    chosen = writers(world(held, [0] * 8))
+    assert set(chosen) == set(held)
+    assert all(chosen[key] in ranks for key, (_, ranks) in held.items())
+    load = Counter[int]()
+    for key, rank in chosen.items():
+        load[rank] += held[key][0]
+    # Bytes that a group alone holds must be written by its ranks: no plan can do better than the average.
+    bound = max(sum(size for size, ranks in shards if set(ranks) <= set(g)) / len(g) for g in groups)
+    assert max(load.values(), default=0) <= bound + max((size for size, _ in shards), default=0)
+
+
+@given(nested, st.randoms(use_true_random=False))
+def test_the_order_of_declaration_does_not_matter(
+    shards: list[tuple[int, list[int]]], rng: random.Random
+) -> None:
+    held = {f"k{i}": shard for i, shard in enumerate(shards)}
+    keys = rng.sample(list(held), len(held))
+    assert writers(world(held, [0] * 8)) == writers(world({k: held[k] for k in keys}, [0] * 8))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sets(st.integers(0, 4), min_size=1)), max_size=20))
+def test_it_is_the_plain_greedy_rule(shards: list[tuple[int, set[int]]]) -> None:
+    held = {f"k{i:02}": (size, sorted(ranks)) for i, (size, ranks) in enumerate(shards)}
+    load = [0] * 5
+    expected = {}
+    for key, (size, ranks) in sorted(held.items(), key=lambda x: (len(x[1][1]), -x[1][0], x[0])):
+        expected[key] = min(ranks, key=lambda r: (load[r], r))
+        load[expected[key]] += size
+    assert writers(world(held, [0] * 5)) == expected
+
+
+def test_only_the_main_replicas_domain_writes() -> None:
+    held: Holders = {"a": (9, [1, 0, 2, 3]), "b": (8, [0, 1, 2, 3]), "c": (1, [3, 2, 1, 0])}
+    chosen = writers(world(held, [0, 0, 1, 1]))
+    assert chosen == {"a": 0, "b": 1, "c": 2}
+
+
+def test_without_balance_the_main_replica_writes() -> None:
+    held: Holders = {"a": (9, [1, 0]), "b": (8, [1, 0]), "c": (1, [0])}
+    assert writers(world(held, [0, 0]), balance=False) == {"a": 1, "b": 1, "c": 0}
+
+
+def test_shards_without_main_replica_are_nobodys() -> None:
+    meta, box = TensorMeta((4,), "uint8"), Box((0,), (4,))
+    rows = [Declaration(ShardId("w", box), meta, 1, False, 4, 0)]
+    for balance in (True, False):
+        assert len(assign(Declarations.of(rows), balance)) == 0
+        assert len(assign(Declarations.merge([]), balance)) == 0
+
+
+def test_a_rank_that_holds_a_shard_twice_is_one_candidate() -> None:
+    meta, box = TensorMeta((4,), "uint8"), Box((0,), (4,))
+    rows = [Declaration(ShardId("w", box), meta, copy, False, 4, 0) for copy in (1, 0, 0)]
+    assert assign(Declarations.of(rows)).tolist() == [0]
+    assert assign(Declarations.of(rows), balance=False).tolist() == [1]
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_the_declarations_of_one_rank_alone(rank: int) -> None:
+    meta, box = TensorMeta((4,), "uint8"), Box((0,), (4,))
+    assert assign(Declarations.of([Declaration(ShardId("w", box), meta, 0, False, 4, rank)])).tolist() == [0]
