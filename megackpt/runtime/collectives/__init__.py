@@ -1,0 +1,8 @@
+"""The other ranks: every message between them passes here, and one rank's error becomes everybody's."""
+
+from __future__ import annotations
+
+from megackpt.runtime.collectives.gloo import DEFAULT_TIMEOUT, domain_of, group_over
+from megackpt.runtime.collectives.group import Group, RankGroup, SingleGroup
+
+__all__ = ["DEFAULT_TIMEOUT", "Group", "RankGroup", "SingleGroup", "domain_of", "group_over"]

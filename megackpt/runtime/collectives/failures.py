@@ -1,0 +1,123 @@
+"""One rank's error becomes everybody's: what of an exception travels, and what all ranks raise in the end.
+
+An exception may hold anything (open files, tensors, locks), so it is never sent itself: a ``Failure`` carries
+its class where that is one of ours, its text and its formatted traceback.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megackpt.errors import CheckpointingException, RankFailure
+
+DEPARTURES = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Not failures of a step: somebody ends the process. They pass through unchanged."""
+
+STORIES_TOLD = 8
+"""Different stories that one message holds at most; all of them are in ``RankFailure.failures``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One rank's failed step, reduced to what can travel."""
+
+    rank: int
+    kind: type[CheckpointingException] | None
+    text: str
+    story: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """``kind`` is None for an exception that is not ours, or whose class other ranks cannot import."""
+        kind = type(error) if isinstance(error, CheckpointingException) and _travels(type(error)) else None
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        headline = text if kind else f"{type(error).__name__}: {text}"
+        return cls(rank, kind, headline, "".join(traceback.format_exception(error)))
+
+
+def everybodys(stage: str, failures: Sequence[Failure], size: int) -> CheckpointingException:
+    """The one exception that all ``size`` ranks raise after these failed in ``stage``.
+
+    If all failures are of one class of ours, it is of that class; otherwise a RankFailure with all stories.
+    """
+    kinds = {failure.kind for failure in failures}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None or kind is RankFailure:
+        return _rank_failure(stage, failures, size)
+    told = [text for text, _ in _by_text(failures, size)]
+    return kind("\n".join(told))
+
+
+def coordinators(stage: str, error: BaseException) -> CheckpointingException:
+    """What all ranks raise after the coordinator failed to decide: its own words where the error is ours."""
+    if isinstance(error, CheckpointingException):
+        if _travels(error):
+            return error
+        failure = Failure.of(0, error)
+        return (failure.kind or CheckpointingException)(failure.text)
+    failure = Failure.of(0, error)
+    text = (
+        f"{_what_failed(stage)}: the coordinator could not go on: {failure.text}\n{_indented(failure.story)}"
+    )
+    return RankFailure(text, {0: failure.story})
+
+
+def alone(stage: str, error: BaseException) -> RankFailure:
+    """What a single process raises for an error that is not ours; raise it ``from`` that error."""
+    failure = Failure.of(0, error)
+    return RankFailure(f"{_what_failed(stage)}: {failure.text}", {0: failure.story})
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-3, 7``."""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    spans = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank {spans}" if len(ordered) == 1 else f"ranks {spans}"
+
+
+def _rank_failure(stage: str, failures: Sequence[Failure], size: int) -> RankFailure:
+    told = _by_text(failures, size)
+    lines = [f"{_what_failed(stage)}: {len(failures)} of {size} ranks failed"]
+    for text, first in told[:STORIES_TOLD]:
+        lines += [_indented(text), _indented(first.story, by=4)]
+    if len(told) > STORIES_TOLD:
+        lines.append(f"  and {len(told) - STORIES_TOLD} more stories, in .failures of this exception")
+    return RankFailure("\n".join(lines), {failure.rank: failure.story for failure in failures})
+
+
+def _by_text(failures: Sequence[Failure], size: int) -> list[tuple[str, Failure]]:
+    """Each different text once, with the ranks that say it, beside the first failure of those."""
+    same: dict[str, list[Failure]] = {}
+    for failure in sorted(failures, key=lambda failure: failure.rank):
+        same.setdefault(failure.text, []).append(failure)
+    return [
+        (text if size == 1 else f"{name_ranks(f.rank for f in those)}: {text}", those[0])
+        for text, those in same.items()
+    ]
+
+
+def _what_failed(stage: str) -> str:
+    # Callers of Megatron look for 'Worker failure' where writing failed.
+    return f"Worker failure in the stage {stage!r}" if stage == "write" else f"failure in the stage {stage!r}"
+
+
+def _indented(text: str, by: int = 2) -> str:
+    return "\n".join(" " * by + line for line in text.rstrip().splitlines())
+
+
+def _travels(value: object) -> bool:
+    """Whether other ranks can have this exception, or class, as it is."""
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:  # noqa: BLE001  # pickling calls the value's own code, which may raise anything
+        return False
+    return True

@@ -1,0 +1,320 @@
+"""Ranks as processes: a gloo group of our own over the ranks of a torch process group.
+
+Nothing of ours travels on the caller's group, which may be NCCL's, and a group that has failed or timed out
+is thrown away and made anew, so that the trainer's groups are never touched. The job's store tells what the
+broken connections cannot: who was missing, and to a rank that comes late, that the others have gone on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from megackpt.errors import CheckpointingException, RankFailure
+from megackpt.runtime.collectives.failures import name_ranks
+from megackpt.runtime.collectives.group import Group, Packed, RankGroup, SingleGroup
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+ROLL_CALL = 10.0
+"""Seconds that the coordinator waits at most, after a failure, for the others to say that they are there."""
+
+ADVICE = (
+    "The trainer's own process groups are as they were, and the next save or load connects afresh. "
+    "Where a rank is only slow, give a longer timeout."
+)
+LAST_ADVICE = "The control group could not be made anew; the job must restart."
+
+_ALONE = SingleGroup()
+_groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
+_made: Counter[str] = Counter()
+
+
+def group_over(
+    process_group: dist.ProcessGroup | Group | None = None, timeout: timedelta = DEFAULT_TIMEOUT
+) -> Group:
+    """The Group for one save or load: over the process group given, the default one, or this process alone.
+
+    Every rank of the process group calls this equally often. ``timeout`` is how long the ranks wait for one
+    another; for the coordinator, which itself waits for the others before it answers, twice as long.
+    The same process group always gives the same Group, and a Group is returned as it is.
+
+    Raises RankFailure if the ranks cannot be reached, CheckpointingException if this process is none of them.
+    """
+    if isinstance(process_group, Group):
+        return process_group
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        if process_group is not None:
+            raise CheckpointingException(
+                f"process_group is {process_group!r}, but torch.distributed is not initialised"
+            )
+        return _ALONE
+    over = distributed.group.WORLD if process_group is None else process_group
+    if not isinstance(over, distributed.ProcessGroup):
+        raise CheckpointingException(
+            f"process_group must be a process group that this rank is a member of, not {over!r}"
+        )
+    if over.size() == 1:
+        return _ALONE
+    group = _groups.get(over)
+    if group is None:
+        group = _groups[over] = ProcessGroup(Line(over))
+    group.begin(timeout)
+    return group
+
+
+def domain_of(process_group: dist.ProcessGroup | None) -> int:
+    """A number that names these ranks among all others: the lowest of them (0 for None: all ranks)."""
+    return (
+        0
+        if process_group is None
+        else min(sys.modules["torch.distributed"].get_process_group_ranks(process_group))
+    )
+
+
+@atexit.register
+def _hang_up() -> None:
+    """A gloo thread that still lets go of a message while the interpreter ends would abort the process."""
+    for group in list(_groups.values()):
+        group.close()
+
+
+class Line:
+    """The connection between the ranks of one process group, remade when it has failed.
+
+    A call is one ``open``. Keys in the job's store, below a prefix for this line:
+    ``failed``, the number of the latest call in which the line broke; ``here/C/R``, rank R left call C;
+    ``story/C``, what the coordinator found out about the failure of call C.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        from torch.distributed import distributed_c10d, get_process_group_ranks
+
+        name = process_group.group_name
+        _made[name] += 1  # a later group may have the name of one that was destroyed, in the same store
+        self.store = distributed_c10d.PrefixStore(
+            f"megackpt/{name}/{_made[name]}", distributed_c10d._get_default_store()
+        )
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self.global_ranks = get_process_group_ranks(process_group)
+        self.call = 0
+        self.made_in = 0
+        self.gloo: Any = None  # a ProcessGroupGloo, whose messages torch does not describe to type checkers
+
+    def open(self, timeout: timedelta) -> None:
+        """Begin a call: connected to all ranks, or a RankFailure."""
+        from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+        self.call += 1
+        failed = self._failed_call()
+        if failed >= self.call:
+            raise self._late(failed)
+        if failed >= self.made_in:
+            self.gloo = None
+        if self.gloo is None:
+            store = distributed_c10d.PrefixStore(f"gloo/{self.call}", self.store)
+            try:
+                self.gloo = ProcessGroupGloo(store, self.rank, self.size, timeout)
+            except RuntimeError as error:
+                raise self.broken("connect", timeout, error) from error
+            self.made_in = self.call
+
+    def broken(self, stage: str, timeout: timedelta, error: Exception) -> RankFailure:
+        """Give the connection up, find out who is missing, and say so."""
+        self.gloo = None
+        try:
+            self._sign("here")
+            patience = min(ROLL_CALL, timeout.total_seconds())
+            story = self._call_the_roll(patience) if self.rank == 0 else self._story(self.call, patience)
+        except RuntimeError as lost:  # the store's server is gone too, as when rank 0 held it and died
+            story = {"text": f"the job's store cannot be reached either ({_first_line(lost)})", "missing": {}}
+        missing = {int(rank): str(word) for rank, word in story["missing"].items()}
+        who = "; ".join(f"rank {rank}{self._globally(rank)} {word}" for rank, word in missing.items())
+        advice = LAST_ADVICE if stage == "connect" and self.call > 1 else ADVICE
+        return RankFailure(
+            f"the ranks lost one another in the stage {stage!r} (timeout {timeout.total_seconds():g} s): "
+            f"{who or story['text']}.\n  gloo says: {_first_line(error)}\n  {advice}",
+            missing,
+        )
+
+    def _globally(self, rank: int) -> str:
+        return "" if self.global_ranks[rank] == rank else f" (global rank {self.global_ranks[rank]})"
+
+    def leave(self, reason: BaseException) -> None:
+        """Give the connection up because this process ends; the others notice at once."""
+        self.gloo = None
+        try:
+            self._sign(f"left: {type(reason).__name__}")
+        except RuntimeError as error:
+            reason.add_note(f"the other ranks could not be told: {_first_line(error)}")
+
+    def _failed_call(self) -> int:
+        return int(self.store.compare_set("failed", "", "-1"))
+
+    def _sign(self, word: str) -> None:
+        self.store.set(f"here/{self.call}/{self.rank}", word)
+        self.store.set("failed", str(self.call))
+
+    def _call_the_roll(self, patience: float) -> dict[str, Any]:
+        keys = [f"here/{self.call}/{rank}" for rank in range(self.size)]
+        _until(lambda: self.store.check(keys), patience)
+        missing: dict[int, str] = {}
+        for rank, key in enumerate(keys):
+            word = self.store.get(key).decode() if self.store.check([key]) else "did not answer"
+            if word != "here":
+                missing[rank] = word
+        story = {"text": "every rank is there, but a connection broke", "missing": missing}
+        self.store.set(f"story/{self.call}", json.dumps(story))
+        return story
+
+    def _story(self, call: int, patience: float = ROLL_CALL) -> dict[str, Any]:
+        key = f"story/{call}"
+        if _until(lambda: self.store.check([key]), patience + 2):
+            return dict(json.loads(self.store.get(key)))
+        return {"text": "", "missing": {0: "did not answer"}}
+
+    def _late(self, failed: int) -> RankFailure:
+        self.gloo = None
+        missing = self._story(failed)["missing"]
+        told = f"{name_ranks(map(int, missing))} did not answer them" if missing else "a connection was lost"
+        return RankFailure(
+            f"rank {self.rank} comes too late: the other ranks have given this save or load up, as {told}. "
+            "They were told so too; the next one begins afresh.",
+            {int(rank): word for rank, word in missing.items()},
+        )
+
+
+class ProcessGroup(RankGroup):
+    """The ranks of a torch process group."""
+
+    def __init__(self, line: Line) -> None:
+        self.rank, self.size = line.rank, line.size
+        self._line = line
+        self._timeout = DEFAULT_TIMEOUT
+
+    def begin(self, timeout: timedelta) -> None:
+        """Make sure of the connection for one save or load. Raises RankFailure."""
+        self._timeout = timeout
+        self._line.open(timeout)
+
+    def close(self) -> None:
+        """Close the connection, and wait for its threads."""
+        self._line.gloo = None
+
+    def _vote(self, token: int | None) -> bool:
+        import torch
+        import torch.distributed as dist
+
+        # The least of t and the least of -t are opposites exactly if all t are equal; no token is in between.
+        lowest = -(2**63) + 1
+        pair = [lowest, lowest] if token is None else [token % 2**63, -(token % 2**63)]
+        votes = torch.tensor(pair, dtype=torch.int64)
+
+        def reduce(gloo: Any) -> None:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+            options.timeout = self._timeout
+            gloo.allreduce([votes], options).wait()
+
+        self._over_line("vote", reduce)
+        return int(votes[0]) == -int(votes[1])
+
+    def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
+        if self.rank:
+            self._over_line(stage, lambda gloo: self._send(gloo, {0: packed}))
+            return None
+        others = range(1, self.size)
+        messages = self._over_line(stage, lambda gloo: self._receive(gloo, others, self._timeout))
+        return [packed, *messages]
+
+    def _scatter(self, stage: str, packed: Sequence[Packed] | None) -> Packed:
+        if packed is None:
+            return self._over_line(stage, lambda gloo: self._receive(gloo, [0], 2 * self._timeout))[0]
+        others = {rank: packed[rank] for rank in range(1, self.size)}
+        self._over_line(stage, lambda gloo: self._send(gloo, others))
+        return packed[0]
+
+    def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
+        import torch
+        import torch.distributed as dist
+
+        def spread(gloo: Any) -> Packed:
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            options.timeout = 2 * self._timeout
+            length = torch.tensor([0 if packed is None else len(packed)])
+            gloo.broadcast([length], options).wait()
+            message = torch.empty(int(length), dtype=torch.uint8) if packed is None else _tensor(packed)
+            gloo.broadcast([message], options).wait()
+            return message.numpy().data
+
+        return self._over_line(stage, spread)
+
+    def _leave(self, reason: BaseException) -> None:
+        self._line.leave(reason)
+
+    def _over_line(self, stage: str, use: Callable[[Any], T]) -> T:
+        if self._line.gloo is None:
+            raise RankFailure(
+                f"stage {stage!r}: this group has failed before; the next save or load makes one"
+            )
+        try:
+            return use(self._line.gloo)
+        except Exception as error:  # whatever it was, the ranks are no longer at the same message
+            raise self._line.broken(stage, self._timeout, error) from error
+
+    def _send(self, gloo: Any, messages: dict[int, Packed]) -> None:
+        import torch
+
+        tensors: list[tuple[int, torch.Tensor]] = []
+        for rank, packed in messages.items():
+            tensors += [(rank, torch.tensor([len(packed)])), (rank, _tensor(packed))]
+        for work in [gloo.send([tensor], rank, 0) for rank, tensor in tensors]:
+            work.wait(self._timeout)
+
+    def _receive(self, gloo: Any, ranks: Sequence[int], timeout: timedelta) -> list[Packed]:
+        import torch
+
+        deadline = time.monotonic() + timeout.total_seconds()
+
+        def receive(tensors: list[torch.Tensor]) -> None:
+            for work in [gloo.recv([t], rank, 0) for rank, t in zip(ranks, tensors, strict=True)]:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in ranks]
+        receive(lengths)
+        messages = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
+        receive(messages)
+        return [message.numpy().data for message in messages]
+
+
+def _tensor(packed: Packed) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _until(true: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,141 @@
+"""The device: planned shards to the host on a save, and from the host back to where they live on a load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import DIGEST_BLOCK, SavePlan
+
+PIECE = 16 * DIGEST_BLOCK
+"""Bytes that are copied to the host at a time where a tensor's memory cannot be written as it stands."""
+
+_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def carried_dtype(itemsize: int) -> np.dtype[Any]:
+    """The numpy dtype under which elements of this many bytes travel, whatever they mean."""
+    return np.dtype(_UNSIGNED[itemsize])
+
+
+def host_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """The memory of a CPU tensor as an array of ``carried_dtype``, with the same shape and strides; no copy."""
+    size = tensor.element_size()
+    carrier = _CARRIER.get(size)
+    array: NDArray[Any] = (tensor if carrier is None else tensor.view(carrier)).numpy()
+    return array.view(_UNSIGNED[size])
+
+
+def region(tensor: torch.Tensor, holder: Box, box: Box) -> torch.Tensor:
+    """The view of ``tensor`` (which fills ``holder``; leading axes of extent 1 may be left out) that is ``box``."""
+    missing = len(holder.shape) - tensor.dim()
+    wide = tensor[(None,) * missing] if missing else tensor
+    return wide if box == holder else wide[box.relative_to(holder).slices()]
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without autograd and without lazy conjugation: memory that means what it says."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """The Source of a save plan's rows.
+
+    Contiguous CPU tensors are handed on as they are, everything else through one bounded buffer a reader.
+    ``held[i]`` is the tensor of row i of the rank's declarations, or a function that makes an object's blob;
+    ``holders[i]`` the box that it fills.
+    """
+
+    plan: SavePlan
+    held: Sequence[torch.Tensor | Callable[[], bytes]]
+    holders: Sequence[Box]
+
+    def _tensor(self, row: int) -> torch.Tensor | bytes:
+        item = self.plan.row(row)
+        value = self.held[item.source]
+        if not isinstance(value, torch.Tensor):
+            return value()
+        return region(plain(value), self.holders[item.source], item.shard.box)
+
+    def blocks(self, row: int) -> Iterator[memoryview]:
+        value = self._tensor(row)
+        if isinstance(value, bytes):
+            yield memoryview(value)
+        elif value.device.type == "cpu" and value.is_contiguous():
+            yield value.reshape(-1).view(torch.uint8).numpy().data
+        else:
+            yield from _copied(value)
+
+    def array(self, row: int) -> NDArray[Any]:
+        value = self._tensor(row)
+        if isinstance(value, bytes):
+            return np.frombuffer(value, np.uint8)
+        return host_array(value.cpu().contiguous())
+
+
+def _copied(tensor: torch.Tensor) -> Iterator[memoryview]:
+    size = tensor.element_size()
+    whole = Box.whole(tensor.shape)
+    step = PIECE // size
+    buffer = torch.empty(min(step, tensor.numel()), dtype=tensor.dtype)
+    octets = buffer.view(torch.uint8).numpy()
+    for start in range(0, tensor.numel(), step):
+        filled = 0
+        for run in whole.runs(start, min(start + step, tensor.numel())):
+            buffer[filled : filled + run.volume].view(run.shape).copy_(tensor[run.slices()])
+            filled += run.volume
+        yield octets.data[: filled * size]
+
+
+@dataclass(frozen=True, eq=False)
+class Landing:
+    """The Target of a load: regions of the tensors asked for, and the blobs of objects.
+
+    ``tensors[i]`` is the tensor of wanted row i (None for objects), ``holders[i]`` its box,
+    ``stored[i]`` the dtype that the checkpoint holds; where it differs the values are converted.
+    """
+
+    tensors: Sequence[torch.Tensor | None]
+    holders: Sequence[Box]
+    stored: Sequence[torch.dtype | None]
+    blobs: dict[int, bytes]
+
+    def _place(self, target: int, box: Box) -> torch.Tensor:
+        tensor = self.tensors[target]
+        if tensor is None:
+            raise TypeError(f"row {target} is an object: it has no region {box}")
+        return region(tensor, self.holders[target], box)
+
+    def _direct(self, target: int) -> bool:
+        tensor = self.tensors[target]
+        return (
+            tensor is not None
+            and tensor.device.type == "cpu"
+            and tensor.dtype == self.stored[target]
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        )
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:
+        if self._direct(target):
+            return host_array(self._place(target, box))
+        stored = self.stored[target]
+        return np.empty(box.shape, carried_dtype(stored.itemsize if stored else 1))
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
+        stored = self.stored[target]
+        if stored is None or self._direct(target):
+            return
+        octets = torch.from_numpy(filled.reshape(-1).view(np.uint8))
+        self._place(target, box).copy_(octets.view(stored).reshape(box.shape))
+
+    def blob(self, target: int, data: bytes) -> None:
+        self.blobs[target] = data

@@ -1,0 +1,169 @@
+"""One file of a local file system: gathered writes made durable, scattered reads."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+
+from megackpt.errors import CorruptCheckpoint, StorageError
+from megackpt.runtime.storage import kernel
+from megackpt.runtime.storage.interface import FileReader, FileWriter
+
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_BATCH = 16 << 20  # bytes handed to one writev, and to early write-back
+_VECTORS = min(1024, os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16)
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+
+
+def failure(doing: str, path: str, error: OSError) -> StorageError:
+    """What to tell the user when the file system refuses."""
+    hint = "; free some space (or raise the quota) and save again" if error.errno in _FULL else ""
+    return StorageError(f"cannot {doing} {path}: {error.strerror or error}{hint}")
+
+
+def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+    return (b.cast("B") for b in buffers if b.nbytes)
+
+
+def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in lists that one writev should take: not too many vectors, not too many bytes."""
+    batch: list[memoryview] = []
+    room = _BATCH
+    for view in _flat(buffers):
+        while len(view) > room:
+            batch.append(view[:room])
+            yield batch
+            view, batch, room = view[room:], [], _BATCH
+        batch.append(view)
+        room -= len(view)
+        if len(batch) == _VECTORS or not room:
+            yield batch
+            batch, room = [], _BATCH
+    if batch:
+        yield batch
+
+
+def _after(batch: list[memoryview], done: int) -> list[memoryview]:
+    """What remains of the batch when its first ``done`` bytes are dealt with."""
+    for i, view in enumerate(batch):
+        if done < len(view):
+            return [view[done:], *batch[i + 1 :]]
+        done -= len(view)
+    return []
+
+
+class LocalWriter(FileWriter):
+    """A new file, held by descriptor; see LocalStorage.create."""
+
+    def __init__(self, folder: int, name: str, path: str) -> None:
+        self._folder = folder  # ours to close
+        self._name = name
+        self._path = path
+        self._written = self._started = 0
+        try:
+            self._fd = os.open(name, NEW, 0o666, dir_fd=folder)
+        except OSError as error:
+            os.close(folder)
+            raise failure("create", path, error) from error
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        try:
+            for batch in _batches(buffers):
+                while batch:
+                    done = os.writev(self._fd, batch)
+                    self._written += done
+                    batch = _after(batch, done)
+                self._start_writeback()
+        except OSError as error:
+            raise failure("write", self._path, error) from error
+
+    def _start_writeback(self) -> None:
+        pending = self._written - self._started
+        if pending >= _BATCH:
+            kernel.start_writeback(self._fd, self._started, pending)
+            self._started = self._written
+
+    @property
+    def position(self) -> int:
+        return self._written
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        try:
+            os.fsync(self._fd)
+            os.fsync(self._folder)
+        except OSError as error:
+            raise failure("make durable", self._path, error) from error
+        finally:
+            self._release()
+
+    def abort(self) -> None:
+        if self._fd < 0:
+            return
+        try:
+            os.unlink(self._name, dir_fd=self._folder)
+        except FileNotFoundError:
+            return  # somebody cleaned up before us
+        except OSError as error:
+            raise failure("remove", self._path, error) from error
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+        os.close(self._folder)
+
+
+class LocalReader(FileReader):
+    """An open regular file. Reads are positional, so threads share it freely."""
+
+    def __init__(self, fd: int, path: str, size: int) -> None:
+        self._fd = fd
+        self._path = path
+        self.size = size
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
+        views = list(_flat(buffers))
+        for first in range(0, len(views), _VECTORS):
+            batch = views[first : first + _VECTORS]
+            while batch:
+                done = self._read(start, batch)
+                start += done
+                batch = _after(batch, done)
+
+    def _read(self, start: int, batch: list[memoryview]) -> int:
+        try:
+            done = _preadv(self._fd, batch, start)
+        except OSError as error:
+            raise failure("read", self._path, error) from error
+        if not done:
+            missing = sum(map(len, batch))
+            raise CorruptCheckpoint(
+                f"{self._path} ends at byte {self.size}: {missing} bytes from byte {start} on are missing"
+            )
+        return done
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _preadv(fd: int, batch: list[memoryview], start: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, batch, start)
+    data = os.pread(fd, len(batch[0]), start)
+    batch[0][: len(data)] = data
+    return len(data)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write a small file's content and make it durable."""
+    for batch in _batches([memoryview(data)]):
+        while batch:
+            batch = _after(batch, os.writev(fd, batch))
+    os.fsync(fd)

@@ -1,0 +1,138 @@
+"""The few verbs of storage, whatever is behind them: durable writes, ranged reads."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+from megackpt.errors import CorruptCheckpoint
+
+
+def unsafe_names(names: Iterable[str]) -> list[str]:
+    """Those that could lead out of a root: absolute, with ``.``, ``..``, NUL or empty parts, or no text."""
+    return [name for name in names if not _is_safe(name)]
+
+
+def _is_safe(name: str) -> bool:
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    if b"/" not in encoded:
+        return b"\0" not in encoded and encoded not in (b"", b".", b"..")
+    return b"\0" not in encoded and not {b"", b".", b".."}.intersection(encoded.split(b"/"))
+
+
+class FileWriter(ABC):
+    """One new file, written from front to back. Leaving the ``with`` block without error makes it durable."""
+
+    @abstractmethod
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Append these bytes, gathered straight from the memory given."""
+
+    @property
+    @abstractmethod
+    def position(self) -> int:
+        """Bytes written so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make the file durable (fsync). A failure here is a failed save: never retried."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give up and remove the file if it can be."""
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close() if error is None else self.abort()
+
+
+class FileReader(ABC):
+    """One existing file, read by ranges, from any number of threads."""
+
+    size: int
+
+    @abstractmethod
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, one after the other, with the bytes from ``start`` on.
+
+        Raises CorruptCheckpoint if the file ends before they are full.
+        """
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Storage(ABC):
+    """The files under one root.
+
+    Names are relative, with ``/`` between parts. A name that could lead out of the root (see unsafe_names)
+    is CorruptCheckpoint, for such names come from files. What the storage refuses (no space, no permission,
+    input/output errors) is StorageError, naming the file.
+    """
+
+    location: str
+    """Where the root is, for messages."""
+
+    @property
+    def engine_path(self) -> str:
+        """Where the root is, for engines that open files by themselves (tensorstore): a path, or a URL."""
+        return self.location
+
+    @abstractmethod
+    def create(self, name: str) -> FileWriter:
+        """A new file; StorageError if one of that name exists. Parents are made."""
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file durably and atomically, replacing one of that name."""
+
+    @abstractmethod
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Like ``put``, but False, and nothing done, if there is one already."""
+
+    @abstractmethod
+    def open(self, name: str) -> FileReader:
+        """Open for ranged reads.
+
+        FileNotFoundError if absent; CorruptCheckpoint if it is no regular file of this root.
+        """
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Size in bytes of a regular file, or None if there is none."""
+
+    @abstractmethod
+    def list(self, name: str = "") -> list[str]:
+        """Sorted names of the entries of the root, or of this folder in it (none if it is absent)."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it; no error if absent."""
+
+    def get(self, name: str, limit: int = 1 << 32) -> bytes:
+        """The whole of a small file.
+
+        FileNotFoundError if absent, CorruptCheckpoint if it is larger than ``limit`` bytes.
+        """
+        with self.open(name) as reader:
+            if reader.size > limit:
+                raise CorruptCheckpoint(
+                    f"{self.location}/{name} has {reader.size} bytes: at most {limit} can be right there"
+                )
+            data = bytearray(reader.size)
+            reader.read_into(0, [memoryview(data)])
+            return bytes(data)

@@ -1,0 +1,368 @@
+"""A directory of a local or mounted file system as a Storage: everything relative to one open descriptor."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megackpt.errors import CorruptCheckpoint, StorageError
+from megackpt.runtime.storage import kernel
+from megackpt.runtime.storage.files import NEW, LocalReader, LocalWriter, failure, write_all
+from megackpt.runtime.storage.interface import FileReader, FileWriter, Storage, unsafe_names
+
+TEMPORARY = ".megackpt-put-"
+"""How names of temporary files begin. One that is left over belongs to a process that died."""
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_BELOW = _FOLDER | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO must not hang us
+_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
+
+
+def _checked(name: str) -> list[str]:
+    """The parts of a name, or CorruptCheckpoint if it could lead out of the root."""
+    if unsafe_names([name]):
+        raise CorruptCheckpoint(f"{name!r} is no name of a file inside a checkpoint")
+    return name.split("/")
+
+
+class LocalStorage(Storage):
+    """The files of a directory.
+
+    The directory is opened once. Everything goes through that descriptor, so this storage stays with the
+    directory even when another one takes its name. Links are never followed below it.
+
+    Raises FileNotFoundError or NotADirectoryError if there is no such directory; with ``create`` it is made
+    (with its parents), StorageError if it cannot be.
+    """
+
+    _fd = -1
+
+    def __init__(self, path: str | os.PathLike[str], create: bool = False) -> None:
+        self.location = os.path.abspath(path)
+        try:
+            if create:
+                make_folders(self.location)
+            self._fd = os.open(self.location, _FOLDER)
+        except (FileNotFoundError, NotADirectoryError):
+            if not create:
+                raise
+            raise StorageError(f"cannot make the directory {self.location}: a file is in the way") from None
+        except OSError as error:
+            raise failure("open", self.location, error) from error
+
+    @property
+    def engine_path(self) -> str:
+        """A path that leads to the open directory itself, whatever bears its name by now."""
+        path = f"/proc/self/fd/{self._fd}"
+        return path if os.path.isdir(path) else self.location
+
+    def close(self) -> None:
+        """Let go of the directory. Open files stay usable. Also happens when nobody refers to it any more."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:
+        return type(self), (self.location,)
+
+    def create(self, name: str) -> FileWriter:
+        folder, last = self._parent(name, make=True)
+        return LocalWriter(folder, last, self._path(name))
+
+    def put(self, name: str, data: bytes) -> None:
+        folder, last = self._parent(name, make=True)
+        try:
+            temporary = _write_temporary(folder, data)
+            os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+        except OSError as error:
+            raise failure("write", self._path(name), error) from error
+        finally:
+            os.close(folder)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        folder, last = self._parent(name, make=True)
+        try:
+            temporary = _write_temporary(folder, data)
+            try:
+                won = _link(folder, temporary, last, data)
+            finally:
+                os.unlink(temporary, dir_fd=folder)
+            os.fsync(folder)
+            return won
+        except OSError as error:
+            raise failure("write", self._path(name), error) from error
+        finally:
+            os.close(folder)
+
+    def open(self, name: str) -> FileReader:
+        path = self._path(name)
+        folder, last = self._parent(name)
+        try:
+            fd = os.open(last, _READ, dir_fd=folder)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+                raise CorruptCheckpoint(f"{path} is no regular file (a link, socket or device)") from error
+            raise failure("open", path, error) from error
+        finally:
+            os.close(folder)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise CorruptCheckpoint(f"{path} is no regular file")
+        return LocalReader(fd, path, status.st_size)
+
+    def size(self, name: str) -> int | None:
+        status = self.stat(name)
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+
+    def stat(self, name: str) -> os.stat_result | None:
+        """The state of an entry (of a link itself, not of what it leads to), or None if there is none."""
+        try:
+            folder, last = self._parent(name)
+        except FileNotFoundError:
+            return None
+        try:
+            return os.stat(last, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise failure("look at", self._path(name), error) from error
+        finally:
+            os.close(folder)
+
+    def list(self, name: str = "") -> list[str]:
+        parts = _checked(name) if name else []
+        try:
+            fd = self._descend(parts)
+        except FileNotFoundError:
+            return []
+        try:
+            return sorted(os.listdir(fd))
+        except OSError as error:
+            raise failure("list", self._path(name), error) from error
+        finally:
+            os.close(fd)
+
+    def delete(self, name: str) -> None:
+        try:
+            folder, last = self._parent(name)
+        except FileNotFoundError:
+            return
+        try:
+            _remove(folder, last)
+            os.fsync(folder)
+        except OSError as error:
+            raise failure("remove", self._path(name), error) from error
+        finally:
+            os.close(folder)
+
+    # What a file system can do to folders and an object store cannot: for the commit, not for formats.
+
+    def folder(self, name: str) -> LocalStorage:
+        """A folder of this root as a storage of its own; raises as ``open`` does."""
+        below = object.__new__(LocalStorage)
+        below._fd, below.location = self._descend(_checked(name)), self._path(name)
+        return below
+
+    def make_folder(self, name: str, mode: int = 0o777) -> bool:
+        """Make a folder, durably; False if the name is taken."""
+        with self._refusals("make the directory", name):
+            try:
+                os.mkdir(name, mode, dir_fd=self._fd)
+            except FileExistsError:
+                return False
+            os.fsync(self._fd)
+            return True
+
+    def remove_folder(self, name: str) -> bool:
+        """Remove a folder, durably; False if something is in it."""
+        with self._refusals("remove", name):
+            try:
+                os.rmdir(name, dir_fd=self._fd)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                return False
+            os.fsync(self._fd)
+            return True
+
+    def rename(self, name: str, to: str) -> None:
+        """Move an entry within this root, durably, replacing a file that is there."""
+        (source, last), (target, new) = self._parent(name), self._parent(to)
+        try:
+            with self._refusals("rename", name):
+                os.rename(last, new, src_dir_fd=source, dst_dir_fd=target)
+                os.fsync(target)
+                os.fsync(source)
+        finally:
+            os.close(source)
+            os.close(target)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Swap two entries of the root itself, durably and atomically; False where that cannot be done."""
+        with self._refusals("exchange", one):
+            if not kernel.exchange(self._fd, one, other):
+                return False
+            os.fsync(self._fd)
+            return True
+
+    def dress_as(self, name: str, model: str) -> bool:
+        """Give an entry of the root another's owner, group and mode; False if owner and group are refused."""
+        with self._refusals("set the owner and mode of", name):
+            status = os.stat(model, dir_fd=self._fd)
+            try:
+                os.chown(name, status.st_uid, status.st_gid, dir_fd=self._fd)
+                given = True
+            except PermissionError:
+                given = False
+            os.chmod(name, stat.S_IMODE(status.st_mode), dir_fd=self._fd)
+            return given
+
+    def touch(self, name: str) -> None:
+        """Set the time of a file to now. FileNotFoundError if it is absent."""
+        os.utime(name, dir_fd=self._fd, follow_symlinks=False)
+
+    def now(self) -> float:
+        """What time it is by the clock that dates the files of this root (seconds since 1970)."""
+        with self._refusals("write in", ""):
+            temporary = _write_temporary(self._fd, b"")
+            status = os.stat(temporary, dir_fd=self._fd)
+            os.unlink(temporary, dir_fd=self._fd)
+            return status.st_mtime
+
+    def is_current(self) -> bool:
+        """Does the path still lead to the directory that was opened?"""
+        try:
+            return os.path.samestat(os.stat(self.location), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
+    @contextmanager
+    def _refusals(self, doing: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise failure(doing, self._path(name), error) from error
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.location, name)
+
+    def _parent(self, name: str, make: bool = False) -> tuple[int, str]:
+        """A descriptor of the folder that an entry is in (the caller's to close), and its last part."""
+        *folders, last = _checked(name)
+        return self._descend(folders, make), last
+
+    def _descend(self, folders: Sequence[str], make: bool = False) -> int:
+        fd = os.open(".", _FOLDER, dir_fd=self._fd)
+        for i, part in enumerate(folders):
+            try:
+                below = _enter(fd, part, make)
+            except FileNotFoundError:
+                raise FileNotFoundError(
+                    errno.ENOENT, os.strerror(errno.ENOENT), self._path("/".join(folders))
+                ) from None
+            except OSError as error:
+                path = self._path("/".join(folders[: i + 1]))
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise CorruptCheckpoint(f"{path} is no directory (a file, or a link)") from error
+                raise failure("enter", path, error) from error
+            finally:
+                os.close(fd)
+            fd = below
+        return fd
+
+
+def make_folders(path: str) -> None:
+    """Make a directory and its missing parents, durably. No error if it is there."""
+    if os.path.isdir(path):
+        return
+    above = os.path.dirname(path)
+    make_folders(above)
+    fd = os.open(above, _FOLDER)
+    try:
+        _make_folder(fd, os.path.basename(path))
+    finally:
+        os.close(fd)
+
+
+def _make_folder(fd: int, name: str) -> None:
+    try:
+        os.mkdir(name, dir_fd=fd)
+        os.fsync(fd)
+    except FileExistsError:
+        return  # another rank was faster, or a file is in the way: opening it will tell
+
+
+def _enter(fd: int, part: str, make: bool) -> int:
+    try:
+        return os.open(part, _BELOW, dir_fd=fd)
+    except FileNotFoundError:
+        if not make:
+            raise
+    _make_folder(fd, part)
+    return os.open(part, _BELOW, dir_fd=fd)
+
+
+def _write_temporary(folder: int, data: bytes) -> str:
+    """A new durable file beside the one that it is for; its name."""
+    name = f"{TEMPORARY}{uuid.uuid4().hex}"
+    fd = os.open(name, NEW, 0o666, dir_fd=folder)
+    try:
+        write_all(fd, data)
+    except BaseException:
+        os.unlink(name, dir_fd=folder)
+        raise
+    finally:
+        os.close(fd)
+    return name
+
+
+def _link(folder: int, temporary: str, name: str, data: bytes) -> bool:
+    """Give the temporary file its name if that is free. Where links cannot be made, write the file anew."""
+    try:
+        os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        return True
+    except FileExistsError:
+        # Over NFS a link may succeed, its answer get lost, and the repeated request fail.
+        return os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink == 2
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    try:
+        fd = os.open(name, NEW, 0o666, dir_fd=folder)
+    except FileExistsError:
+        return False
+    try:
+        write_all(fd, data)
+    finally:
+        os.close(fd)
+    return True
+
+
+def _remove(folder: int, name: str) -> None:
+    try:
+        fd = os.open(name, _BELOW, dir_fd=folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        os.unlink(name, dir_fd=folder)  # a file or a link: the link goes, not what it leads to
+        return
+    try:
+        for entry in os.listdir(fd):
+            _remove(fd, entry)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=folder)

@@ -1,0 +1,168 @@
+"""Ranks without processes.
+
+``ThreadedGroup`` runs a function on N ranks that are threads of this process. It is the same Group as real
+ranks have but for the four primitives that move bytes; those meet at a rendezvous where each collective is
+named, so that ranks at different collectives stop with an error instead of waiting for one another for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+from megackpt.errors import RankFailure
+from megackpt.runtime.collectives import RankGroup
+
+T = TypeVar("T")
+Packed = bytes | memoryview
+
+
+class ThreadedGroup(RankGroup):
+    """One of N ranks that are threads. ``log`` names the collectives that this rank has taken part in."""
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank = rank
+        self.size = meeting.size
+        self.log: list[str] = []
+        self._meeting = meeting
+
+    @staticmethod
+    def run(size: int, fn: Callable[[ThreadedGroup], T], timeout: float = 30.0) -> list[T]:
+        """What ``fn`` gives on each of ``size`` ranks; raises the exception of the rank that failed first.
+
+        ``timeout`` is how many seconds the ranks wait for one another; who is missing then is a RankFailure.
+        """
+        outcomes, first = _run(size, fn, timeout)
+        if first is not None:
+            raise first
+        return [cast("T", outcome.value) for outcome in outcomes]
+
+    @staticmethod
+    def outcomes(
+        size: int, fn: Callable[[ThreadedGroup], T], timeout: float = 30.0
+    ) -> list[T | BaseException]:
+        """As ``run``, but an exception stands in its rank's place: to see what every single rank raised."""
+        outcomes, _ = _run(size, fn, timeout)
+        return [cast("T", o.value) if o.error is None else o.error for o in outcomes]
+
+    def _vote(self, token: int | None) -> bool:
+        votes = self._meet("all_agree", "vote", None if token is None else token % 2**63)
+        return votes[0] is not None and len(set(votes)) == 1
+
+    def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
+        everything = self._meet("gather", stage, packed)
+        return everything if self.rank == 0 else None
+
+    def _scatter(self, stage: str, packed: Sequence[Packed] | None) -> Packed:
+        return cast("Packed", self._meet("scatter", stage, packed)[0][self.rank])
+
+    def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
+        return cast("Packed", self._meet("broadcast", stage, packed)[0])
+
+    def _leave(self, reason: BaseException) -> None:
+        self._meeting.leave(self.rank, f"left: {type(reason).__name__}")
+
+    def _meet(self, collective: str, stage: str, brought: Any) -> list[Any]:
+        self.log.append(collective)
+        return self._meeting.meet(self.rank, f"{collective} of the stage {stage!r}", brought)
+
+
+@dataclass
+class _Round:
+    """One collective: who has come, to what, with what."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    brought: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
+
+
+class _Meeting:
+    """Where the ranks meet for each collective. The first thing that goes wrong ends it for all."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._changed = threading.Condition()
+        self._round = _Round()
+        self._gone: dict[int, str] = {}
+        self._broken: RankFailure | None = None
+
+    def meet(self, rank: int, name: str, brought: Any) -> list[Any]:
+        """What all ranks brought to this collective, in rank order."""
+        with self._changed:
+            now = self._round
+            now.names[rank], now.brought[rank] = name, brought
+            if not self._broken and len(now.names) == self.size and len(set(now.names.values())) == 1:
+                now.done = True
+                self._round = _Round()
+            else:
+                self._look()
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: now.done or self._broken, self.timeout):
+                self._break(f"no answer within {self.timeout:g} s from", self._absent())
+            if not now.done and self._broken:
+                raise RankFailure(str(self._broken), self._broken.failures)
+            return [now.brought[each] for each in range(self.size)]
+
+    def leave(self, rank: int, reason: str) -> None:
+        """This rank comes to no further collective."""
+        with self._changed:
+            self._gone.setdefault(rank, reason)
+            self._look()
+            self._changed.notify_all()
+
+    def _look(self) -> None:
+        """Stop if the ranks can never come together: at different collectives, or some are gone."""
+        if self._round.names and self._gone:
+            self._break("the others wait in vain:", self._gone)
+        elif len(set(self._round.names.values())) > 1:
+            self._break("the ranks are at different collectives:", {})
+
+    def _absent(self) -> dict[int, str]:
+        return {r: "did not come" for r in range(self.size) if r not in self._round.names}
+
+    def _break(self, what: str, missing: dict[int, str]) -> None:
+        where = {rank: f"is at {name}" for rank, name in self._round.names.items()}
+        told = "; ".join(f"rank {rank} {word}" for rank, word in sorted({**where, **missing}.items()))
+        self._broken = self._broken or RankFailure(f"{what} {told}", missing)
+        self._changed.notify_all()
+
+
+@dataclass
+class _Outcome(Generic[T]):
+    value: T | None = None
+    error: BaseException | None = None
+
+
+def _run(
+    size: int, fn: Callable[[ThreadedGroup], T], timeout: float
+) -> tuple[list[_Outcome[T]], BaseException | None]:
+    """The outcome of every rank, and the exception that was raised first."""
+    meeting = _Meeting(size, timeout)
+    outcomes: list[_Outcome[T]] = [_Outcome() for _ in range(size)]
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            outcomes[rank].value = fn(ThreadedGroup(rank, meeting))
+            meeting.leave(rank, "has finished")
+        except BaseException as error:  # noqa: BLE001  # told to the other ranks, and raised by the caller
+            outcomes[rank].error = error
+            errors.append(error)
+            meeting.leave(rank, f"raised {type(error).__name__}: {error}")
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout)
+    stuck = {rank: "is still running" for rank, thread in enumerate(threads) if thread.is_alive()}
+    for rank, word in stuck.items():
+        outcomes[rank].error = RankFailure(f"rank {rank} {word} after {2 * timeout:g} s", {rank: word})
+        errors.append(cast("BaseException", outcomes[rank].error))
+    return outcomes, errors[0] if errors else None

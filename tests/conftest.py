@@ -1,0 +1,162 @@
+"""What all tests share: ranks as real processes, skips where a tool is missing, what was left out."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / ".peers"
+
+NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
+    "strace": (lambda: shutil.which("strace") is not None, "the strace command is missing"),
+    "root": (lambda: os.geteuid() == 0, "needs root"),
+    "browser": (lambda: any(map(shutil.which, ("chromium", "google-chrome"))), "no browser is installed"),
+    "megatron": ((PEERS / "megatron").is_dir, 'megatron-core is missing: "make peers" installs it'),
+    "transformers": ((PEERS / "transformers").is_dir, 'transformers is missing: "make peers"'),
+}
+
+left_out: Counter[str] = Counter()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name, (present, reason) in NEEDS.items():
+        if item.get_closest_marker(name) and not present():
+            pytest.skip(reason)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        left_out.update({mark.name for mark in item.iter_markers()} & {"slow", *NEEDS})
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if left_out:
+        terminalreporter.section("left out")
+        for name, count in sorted(left_out.items()):
+            terminalreporter.line(f"{count:5} marked {name}")
+        terminalreporter.line("make check runs them as well, and installs what they need")
+
+
+class Ranks:
+    """Runs a function of a test file, or a script, on N processes, as torchrun would, and waits for them.
+
+    ``ranks(function, 4, *args)`` calls the module-level ``function(*args)`` in each process, with a gloo
+    default group made already (``init=False``: without). The arguments must survive JSON (paths become text).
+    ``ranks("script.py", 4, "--option")`` runs a script that calls ``init_process_group()`` itself.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+        self._runs = 0
+
+    def __call__(
+        self,
+        target: Callable[..., object] | str | Path,
+        nproc: int,
+        *args: object,
+        timeout: float = 60,
+        check: bool = True,
+        init: bool = True,
+        env: dict[str, str] | None = None,
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """The finished processes in rank order, with output; fails if one is late or (``check``) fails."""
+        self._runs += 1
+        folder = self._folder / f"ranks{self._runs}"
+        folder.mkdir()
+        if callable(target):
+            call = {"init": init, "rendezvous": str(folder / "rendezvous"), "args": args}
+            file = str(inspect.getsourcefile(target))
+            told = json.dumps(call, default=str)
+            command = [str(ROOT / "tests" / "launch.py"), file, target.__name__, told]
+        else:
+            command = [str(target), *map(str, args)]
+        shared = {**os.environ, **_torchrun(nproc), **(env or {})}
+        processes = [self._start(command, shared, folder, rank) for rank in range(nproc)]
+        late = self._wait(processes, timeout)
+        finished = [
+            subprocess.CompletedProcess(
+                command,
+                process.returncode,
+                (folder / f"{rank}.out").read_text(),
+                (folder / f"{rank}.err").read_text(),
+            )
+            for rank, process in enumerate(processes)
+        ]
+        failed = [rank for rank, process in enumerate(finished) if check and process.returncode]
+        if late or failed:
+            story = "\n".join(f"--- rank {r}:\n{p.stdout}{p.stderr}" for r, p in enumerate(finished))
+            what = f"ranks {late} ran longer than {timeout} s" if late else f"ranks {failed} failed"
+            pytest.fail(f"{what}\n{story}", pytrace=False)
+        return finished
+
+    def _start(
+        self, command: list[str], shared: dict[str, str], folder: Path, rank: int
+    ) -> subprocess.Popen[str]:
+        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", *command], stdout=out, stderr=err, env=env, text=True
+            )
+        self._started.append(process)
+        return process
+
+    def _wait(self, processes: list[subprocess.Popen[str]], timeout: float) -> list[int]:
+        deadline = time.monotonic() + timeout
+        late = []
+        for rank, process in enumerate(processes):
+            try:
+                process.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                late.append(rank)
+        self.stop()
+        return late
+
+    def stop(self) -> None:
+        """Kill what still runs."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        self._started.clear()
+
+
+def _torchrun(nproc: int) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+
+
+@pytest.fixture
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Real processes; see Ranks."""
+    runner = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield runner
+    runner.stop()
+
+
+@pytest.fixture
+def peers() -> dict[str, str]:
+    """The environment for a subprocess that imports foreign libraries (megatron-core) beside ours."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(PEERS)])}
