@@ -1,0 +1,96 @@
+"""What a format is: four verbs over planning's values and a storage. Plug-ins implement exactly this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import Bool, LoadPlan, Manifest, SavePlan, WriteResult
+from megackpt.runtime.storage import Storage
+
+
+class Source(Protocol):
+    """The data of the rows of a SavePlan, on the host. Rows may be asked for in any order, from any thread."""
+
+    def blocks(self, row: int) -> Iterator[memoryview]:
+        """The row's raw C-order bytes (for an object: its blob) in consecutive pieces.
+
+        Every piece but the last is a multiple of DIGEST_BLOCK long. A piece is valid until the next one is
+        asked for: staging memory is bounded and reused.
+        """
+
+    def array(self, row: int) -> NDArray[Any]:
+        """The row's elements as an unsigned-integer (16-byte items: complex128) array of its box's shape."""
+
+
+class Target(Protocol):
+    """Where the rows of a rank's wanted declarations go. Used from several threads, on disjoint regions."""
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:
+        """A writable array of ``box.shape`` for this region, items as in Source.array; may be strided."""
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
+        """The region is filled: hand it on (to a device, or converted) where the array was not the place itself."""
+
+    def blob(self, target: int, data: bytes) -> None:
+        """The bytes of an object."""
+
+
+class Backend(ABC):
+    """One format. Instances are cheap, hold options only, and may be used by many saves and loads."""
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    reads: ClassVar[Collection[int]]
+    """The versions that it can read."""
+    gridded: ClassVar[bool] = False
+    """True: items are whole cells of a regular grid (see plan_save); False: any box."""
+    last_file: ClassVar[str] = "metadata.json"
+    """The file whose appearance is the commit."""
+
+    @abstractmethod
+    def files(self, ranks: int, manifest: Manifest) -> list[str]:
+        """Top-level names that a save by this many ranks may put into the directory: an upper bound.
+
+        They are written down before the save begins, so that the next one may clean up after a dead one.
+        """
+
+    @abstractmethod
+    def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
+        """On every rank, maybe in a worker: write this rank's rows durably, and tell where each one landed."""
+
+    @abstractmethod
+    def finish(self, root: Storage, manifest: Manifest) -> Mapping[str, bytes]:
+        """On the coordinator, when all ranks have written: the format's own table of contents.
+
+        Returns name -> content of the small files, the last file last; the caller writes them, atomically and
+        in this order. What only the coordinator can do to the data (assemble pieces) is done here.
+        """
+
+    def raw_chunks(self, manifest: Manifest) -> Bool:
+        """For each chunk of a manifest of this format: are the bytes at its location those of its box?
+
+        The others can only be fetched, and their digests checked, through ``read``.
+        """
+        return np.full(len(manifest.chunks), manifest.encoding == "raw")
+
+    @abstractmethod
+    def recognises(self, root: Storage) -> bool:
+        """Is a complete checkpoint of this format here? Cheap: looks at names and first bytes only."""
+
+    @abstractmethod
+    def read_manifest(self, root: Storage) -> Manifest:
+        """On the coordinator, for checkpoints without an index: what is stored, by the format's own account."""
+
+    @abstractmethod
+    def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
+        """On every rank: fetch the plan's regions, only the byte ranges needed, straight into the targets.
+
+        With ``verify`` whole digest blocks are read and checked where the manifest has digests. Raises
+        CorruptCheckpoint naming key, box, file and block.
+        """

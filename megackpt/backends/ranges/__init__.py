@@ -1,0 +1,58 @@
+"""The one engine that fetches planned regions out of raw C-order chunks: exact ranges, few calls, no needless copy.
+
+The plan's regions are cut into pieces of bounded size, put into file order and dealt out to threads. A piece
+whose bytes lie together in the file goes straight into the target's memory (neighbouring small ones in one
+call); others pass through a small scratch memory. With ``verify`` whole digest blocks are read and hashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt.backends.base import Target
+from megackpt.backends.ranges.pieces import Pieces
+from megackpt.backends.ranges.sharing import Job, Share
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Int64
+from megackpt.planning.manifest import LoadPlan
+from megackpt.runtime.storage import Storage
+
+__all__ = ["read_raw"]
+
+
+def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool, threads: int = 2) -> None:
+    """Fetch every region of the plan; the manifest's encoding is "raw".
+
+    With ``verify`` whole digest blocks are read and compared where the manifest has digests, otherwise only the
+    bytes needed (and gaps too small to be worth a call). Raises CorruptCheckpoint naming key, box, file and
+    block; of several failures, all are told.
+    """
+    if not len(plan):
+        return
+    job = Job.of(root, plan, into, verify)
+    is_object = np.array([entry.meta.is_object for entry in plan.manifest.tensors], np.bool_)
+    objects = is_object[plan.manifest.chunks.tensor[plan.chunk]]
+    pieces = Pieces.of(plan, np.flatnonzero(~objects).astype(np.int64))
+    with ThreadPoolExecutor(threads, "megackpt-read") as pool:
+        jobs = [pool.submit(job.read_objects, rows) for rows in _by_file(plan, np.flatnonzero(objects))]
+        jobs += [pool.submit(Share(job, part).read) for part in pieces.shares(threads)]
+    _raise_all([error for j in jobs if (error := j.exception())])
+
+
+def _by_file(plan: LoadPlan, rows: NDArray[Any]) -> list[Int64]:
+    file = plan.manifest.chunks.file[plan.chunk[rows]]
+    return [rows[file == number].astype(np.int64) for number in np.unique(file)]
+
+
+def _raise_all(errors: Sequence[BaseException]) -> None:
+    if not errors:
+        return
+    texts = list(dict.fromkeys(str(e) for e in errors))
+    if len(texts) == 1 or not all(type(e) is CorruptCheckpoint for e in errors):
+        raise errors[0]
+    raise CorruptCheckpoint("\n".join(texts)) from errors[0]

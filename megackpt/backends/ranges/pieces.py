@@ -1,0 +1,151 @@
+"""Where the bytes of planned regions are: columns of pieces in file order, and which of them to fetch together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.manifest import DIGEST_BLOCK, Bool, LoadPlan
+
+PIECE = 32 << 20
+"""A larger region is cut: the target lends memory for one piece at a time, and threads share the work."""
+SMALL = 256 << 10
+"""Pieces up to this size are fetched together with their neighbours."""
+TOGETHER = 1 << 20
+"""Bytes fetched by one call for small pieces: few enough to be still in the cache when they are hashed."""
+SKIP = 4 << 10
+"""Between small pieces, up to so many unwanted bytes are read and dropped rather than making another call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Columns: regions, each with its place in its chunk. In file order, none of them empty."""
+
+    row: Int64  # of the plan
+    boxes: Boxes
+    ndim: Int64
+    file: Int64
+    base: Int64  # where the chunk starts in the file
+    length: Int64  # of the chunk
+    low: Int64  # first byte of the region, relative to the chunk
+    high: Int64  # one past its last byte
+    nbytes: Int64
+    strides: Int64  # (n, width), of the chunk, in bytes
+
+    @classmethod
+    def of(cls, plan: LoadPlan, rows: Int64) -> Pieces:
+        chunks = plan.manifest.chunks
+        metas = [entry.meta for entry in plan.manifest.tensors]
+        itemsize = np.array([m.itemsize for m in metas], np.int64)[chunks.tensor[plan.chunk[rows]]]
+        boxes, origin = _cut(plan.boxes.take(rows), itemsize)
+        rows, itemsize = rows[origin], itemsize[origin]
+        chunk = plan.chunk[rows]
+        width = max(boxes.width, chunks.boxes.width)
+        boxes, holder = boxes.widened(width), chunks.boxes.take(chunk).widened(width)
+        _check_places(plan, rows, boxes, holder, chunks.length[chunk], itemsize)
+        inner = np.cumprod(holder.shape[:, :0:-1], axis=1)[:, ::-1] if width else holder.shape
+        strides = np.concatenate([inner, np.ones((len(rows), min(width, 1)), np.int64)], axis=1)
+        strides = strides * itemsize[:, None]
+        low = ((boxes.offset - holder.offset) * strides).sum(axis=1)
+        high = low + ((boxes.shape - 1) * strides).sum(axis=1) + itemsize
+        nbytes = boxes.volume * itemsize
+        base = chunks.start[chunk]
+        order = np.lexsort((base + low, chunks.file[chunk]))
+        order = order[nbytes[order] > 0]
+        ndim = np.array([len(m.shape) for m in metas], np.int64)[chunks.tensor[chunk]]
+        file = chunks.file[chunk].astype(np.int64)
+        columns = (ndim, file, base, chunks.length[chunk], low, high, nbytes, strides)
+        return cls(rows[order], boxes.take(order), *(column[order] for column in columns))
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, rows: slice) -> Pieces:
+        columns = (
+            self.ndim, self.file, self.base, self.length, self.low, self.high, self.nbytes, self.strides
+        )  # fmt: skip
+        return Pieces(self.row[rows], self.boxes.take(rows), *(column[rows] for column in columns))
+
+    def shares(self, threads: int) -> Iterator[Pieces]:
+        """Consecutive pieces of about equal bytes: several shares a thread, so that all end together."""
+        if not len(self):
+            return
+        share = min(PIECE, max(TOGETHER, int(self.nbytes.sum()) // (4 * threads) + 1))
+        yield from map(self.take, _slices(np.cumsum(self.nbytes) // share))
+
+    def by_file(self) -> Iterator[Pieces]:
+        yield from map(self.take, _slices(self.file))
+
+    def groups(self, checked: bool) -> list[slice]:
+        """Pieces of one file to be fetched by one call; what is not small and simple is a group by itself."""
+        simple: Bool = (self.high - self.low == self.nbytes) & (self.nbytes <= SMALL)
+        if checked:  # only whole blocks can be hashed where they land
+            ends = (self.high % DIGEST_BLOCK == 0) | (self.high == self.length)
+            simple = simple & (self.low % DIGEST_BLOCK == 0) & ends
+        begin, end = self.base + self.low, self.base + self.high
+        gap = begin[1:] - end[:-1]
+        together = simple[1:] & simple[:-1] & (gap >= 0) & (gap <= SKIP)
+        number = np.concatenate([np.zeros(1, np.int64), np.cumsum(~together)])
+        return _slices(number, (np.cumsum(self.nbytes) - self.nbytes) // TOGETHER)
+
+
+def _slices(*columns: Int64) -> list[slice]:
+    """The runs of rows on which all these columns stay the same."""
+    changes = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(columns[0])]
+    return [slice(a, b) for a, b in pairwise(bounds)]
+
+
+def _cut(boxes: Boxes, itemsize: Int64) -> tuple[Boxes, Int64]:
+    """The same regions in boxes of at most PIECE bytes, and the row that each comes from."""
+    large = np.flatnonzero(boxes.volume * itemsize > PIECE)
+    if not len(large):
+        return boxes, np.arange(len(boxes), dtype=np.int64)
+    small = np.flatnonzero(boxes.volume * itemsize <= PIECE)
+    origin = [small]
+    parts = [boxes.take(small)]
+    for row in large.tolist():
+        cut = list(_halves(boxes.row(row, boxes.width), PIECE // int(itemsize[row])))
+        parts.append(Boxes.of(cut, boxes.width))
+        origin.append(np.full(len(cut), row, np.int64))
+    return Boxes.concat(parts), np.concatenate(origin).astype(np.int64)
+
+
+def _halves(box: Box, limit: int) -> Iterator[Box]:
+    """Boxes of at most ``limit`` elements, cut along the outermost axis that can be, at powers of two if possible."""
+    if box.volume <= limit:
+        yield box
+        return
+    axis = next(i for i, extent in enumerate(box.shape) if extent > 1)
+    step = max(1, limit // math.prod(box.shape[axis + 1 :]))
+    step = min(1 << (step.bit_length() - 1), box.shape[axis])
+    for start in range(0, box.shape[axis], step):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[axis] += start
+        shape[axis] = min(step, box.shape[axis] - start)
+        yield from _halves(Box(tuple(offset), tuple(shape)), limit)
+
+
+def _check_places(
+    plan: LoadPlan, rows: Int64, boxes: Boxes, holder: Boxes, length: Int64, itemsize: Int64
+) -> None:
+    inside = (boxes.offset >= holder.offset) & (boxes.stop <= holder.stop)
+    wrong = np.flatnonzero(~inside.all(axis=1) | (holder.volume * itemsize != length))
+    if len(wrong):
+        name = name_of(plan, int(rows[wrong[0]]))
+        raise CorruptCheckpoint(
+            f"{name} is not wholly in the {length[wrong[0]]} bytes at which the checkpoint says that it is"
+        )
+
+
+def name_of(plan: LoadPlan, row: int) -> str:
+    """What to call the chunk of a plan's row in an error."""
+    manifest, number = plan.manifest, int(plan.chunk[row])
+    chunk = manifest.chunk(number, np.zeros(len(manifest.chunks) + 1, np.int64))
+    return f"{manifest.tensors[manifest.chunks.tensor[number]].key!r} {chunk.box} in {chunk.location.file}"

@@ -1,0 +1,270 @@
+"""One thread's share of the pieces: fetched, checked, and put where the target says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt.backends.base import Target
+from megackpt.backends.ranges.pieces import SKIP, Pieces, name_of
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Box, Int64
+from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan
+from megackpt.runtime.storage import FileReader, Storage, digest
+
+GAP = 16 << 10
+"""Between the runs of one region, up to so many unwanted bytes are read along: what a call of its own costs."""
+ROW = 4 << 10
+"""Rows of a strided target from this size on are filled in place, shorter ones through the scratch memory."""
+WINDOW = 1 << 20
+"""Bytes of scratch memory of one share (and as many for the one digest block that was read last)."""
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What all threads share."""
+
+    root: Storage
+    plan: LoadPlan
+    into: Target
+    checked: bool
+
+    @classmethod
+    def of(cls, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> Job:
+        return cls(root, plan, into, verify and len(plan.manifest.chunks.digests) > 0)
+
+    @cached_property
+    def first_digest(self) -> Int64:
+        """For each chunk, its first row of the manifest's digests."""
+        return self.plan.manifest.chunks.block_bounds
+
+    def open(self, file: int) -> FileReader:
+        name = self.plan.manifest.files[file]
+        try:
+            return self.root.open(name)
+        except FileNotFoundError as error:
+            raise CorruptCheckpoint(
+                f"{self.root.location}: the file {name!r} of the checkpoint is missing"
+            ) from error
+
+    def check(self, row: int, block: int, data: memoryview) -> None:
+        """Compare one digest block of the chunk that a plan's row is in."""
+        chunks, chunk = self.plan.manifest.chunks, self.plan.chunk[row]
+        if digest(data) != chunks.digests[self.first_digest[chunk] + block].tobytes():
+            start = int(chunks.start[chunk]) + block * DIGEST_BLOCK
+            raise CorruptCheckpoint(
+                f"{self.root.location}: {name_of(self.plan, row)} is damaged: the bytes of block {block} "
+                f"(from byte {start} of the file) are not those that were saved"
+            )
+
+    def read_objects(self, rows: Int64) -> None:
+        """Fetch blobs that are all in one file."""
+        chunks = self.plan.manifest.chunks
+        with self.open(int(chunks.file[self.plan.chunk[rows[0]]])) as reader:
+            for row in rows.tolist():
+                chunk = self.plan.chunk[row]
+                start, length = int(chunks.start[chunk]), int(chunks.length[chunk])
+                if start + length > reader.size:
+                    raise CorruptCheckpoint(
+                        f"{self.root.location}: {name_of(self.plan, row)} should end at byte {start + length}, "
+                        f"but the file has {reader.size}"
+                    )
+                data = bytearray(length)
+                reader.read_into(start, [memoryview(data)])
+                for block, first in enumerate(range(0, length if self.checked else 0, DIGEST_BLOCK)):
+                    self.check(row, block, memoryview(data)[first : first + DIGEST_BLOCK])
+                self.into.blob(int(self.plan.target[row]), bytes(data))
+
+
+def octets(array: Array) -> memoryview:
+    """The memory of a C-contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+class Share:
+    """Consecutive pieces, read by one thread."""
+
+    def __init__(self, job: Job, pieces: Pieces) -> None:
+        self.job = job
+        self.pieces = pieces
+
+    def read(self) -> None:
+        for part in self.pieces.by_file():
+            with self.job.open(int(part.file[0])) as reader:
+                _FilePart(self.job, part, reader).read()
+
+
+class _Piece(NamedTuple):
+    """One region: the view of one row of Pieces, and the memory that it goes to."""
+
+    row: int  # of the plan
+    target: int
+    box: Box
+    array: Array
+    base: int
+    length: int
+    low: int
+
+
+class _FilePart:
+    """Pieces of one file."""
+
+    def __init__(self, job: Job, pieces: Pieces, reader: FileReader) -> None:
+        self.job = job
+        self.pieces = pieces
+        self.reader = reader
+        self._dropped = memoryview(bytearray(SKIP))
+        self._window = memoryview(b"")
+        self._block = memoryview(b"")  # the bytes of the digest block that was read last
+        self._block_of = (-1, -1)  # chunk's start, number
+
+    def read(self) -> None:
+        for group in self.pieces.groups(self.job.checked):
+            opened = self._opened(self.pieces.take(group))
+            if len(opened) > 1:
+                self._together(opened)
+            else:
+                strides = self.pieces.strides[group.start].tolist()
+                self._fill(opened[0], opened[0].low, opened[0].array, strides)
+            for piece in opened:
+                self.job.into.close(piece.target, piece.box, piece.array)
+
+    def _opened(self, pieces: Pieces) -> list[_Piece]:
+        """Ask the target for the memory of each piece."""
+        row, open_ = pieces.row.tolist(), self.job.into.open
+        target, ndim = self.job.plan.target[pieces.row].tolist(), pieces.ndim.tolist()
+        offset, shape = pieces.boxes.offset.tolist(), pieces.boxes.shape.tolist()
+        base, length, low = pieces.base.tolist(), pieces.length.tolist(), pieces.low.tolist()
+        opened = []
+        for i, n in enumerate(ndim):
+            box = Box(tuple(offset[i][:n]), tuple(shape[i][:n]))
+            array = open_(target[i], box)
+            opened.append(_Piece(row[i], target[i], box, array, base[i], length[i], low[i]))
+        return opened
+
+    def _together(self, pieces: list[_Piece]) -> None:
+        """Fetch small neighbours by one call, dropping what lies between them."""
+        buffers: list[memoryview] = []
+        begin = position = pieces[0].base + pieces[0].low
+        landed = [
+            p.array if p.array.flags.c_contiguous else np.empty_like(p.array, order="C") for p in pieces
+        ]
+        for piece, place in zip(pieces, landed, strict=True):
+            start = piece.base + piece.low
+            if start > position:
+                buffers.append(self._dropped[: start - position])
+            buffers.append(octets(place))
+            position = start + place.nbytes
+        self.reader.read_into(begin, buffers)
+        for piece, place in zip(pieces, landed, strict=True):
+            if self.job.checked:
+                self.job.check(piece.row, piece.low // DIGEST_BLOCK, octets(place))
+            if place is not piece.array:
+                piece.array[...] = place
+
+    def _fill(self, piece: _Piece, low: int, array: Array, strides: list[int]) -> None:
+        """Fill ``array``, whose first element is at byte ``low`` of the chunk, its axes ``strides`` bytes apart."""
+        outer = _outer_axes(array, strides)
+        runs = math.prod(array.shape[:outer])
+        if runs == 1:
+            self._fill_run(piece, low, array)
+            return
+        span = sum((n - 1) * s for n, s in zip(array.shape, strides, strict=False)) + array.itemsize
+        if not self.job.checked and span - array.nbytes > GAP * (runs - 1):
+            for index in product(*map(range, array.shape[:outer])):
+                start = low + sum(i * s for i, s in zip(index, strides, strict=False))
+                self._fill_run(piece, start, array[index])
+        elif span <= WINDOW:
+            window = self._scratch(piece, low, span)
+            array[...] = np.ndarray(array.shape, array.dtype, window, 0, strides[: array.ndim])
+        else:
+            for start, part in _parts(low, array, strides):
+                self._fill(piece, start, part, strides)
+
+    def _fill_run(self, piece: _Piece, low: int, array: Array) -> None:
+        """Fill ``array`` with consecutive bytes of the chunk."""
+        if array.flags.c_contiguous:
+            self._read(piece, low, octets(array))
+        elif not self.job.checked and (rows := _rows(array)):
+            self.reader.read_into(piece.base + low, rows)
+        elif array.nbytes <= WINDOW:
+            window = self._scratch(piece, low, array.nbytes)
+            array[...] = np.ndarray(array.shape, array.dtype, window)
+        else:
+            for start, part in _parts(low, array, _c_strides(array)):
+                self._fill_run(piece, start, part)
+
+    def _scratch(self, piece: _Piece, low: int, count: int) -> memoryview:
+        if not self._window:
+            self._window = memoryview(bytearray(WINDOW))
+        window = self._window[:count]
+        self._read(piece, low, window)
+        return window
+
+    def _read(self, piece: _Piece, low: int, place: memoryview) -> None:
+        """Fill ``place`` with the chunk's bytes from ``low`` on; checked, whole blocks are read."""
+        if not self.job.checked:
+            self.reader.read_into(piece.base + low, [place])
+            return
+        position, stop = low, low + len(place)
+        while position < stop:
+            block = position // DIGEST_BLOCK
+            first = block * DIGEST_BLOCK
+            last = min(first + DIGEST_BLOCK, piece.length)
+            part = place[position - low : min(last, stop) - low]
+            if position == first and last <= stop:
+                self.reader.read_into(piece.base + first, [part])
+                self.job.check(piece.row, block, part)
+            else:
+                part[:] = self._edge(piece, block)[position - first :][: len(part)]
+            position = last
+
+    def _edge(self, piece: _Piece, block: int) -> memoryview:
+        """A block of which only a part is wanted. It is kept: the next piece often wants the rest."""
+        size = min(DIGEST_BLOCK, piece.length - block * DIGEST_BLOCK)
+        if self._block_of != (piece.base, block):
+            if not self._block:
+                self._block = memoryview(bytearray(DIGEST_BLOCK))
+            self._block_of = (-1, -1)
+            self.reader.read_into(piece.base + block * DIGEST_BLOCK, [self._block[:size]])
+            self.job.check(piece.row, block, self._block[:size])
+            self._block_of = (piece.base, block)
+        return self._block[:size]
+
+
+def _outer_axes(array: Array, strides: list[int]) -> int:
+    """How many leading axes remain when the trailing ones that lie together in the chunk are one run."""
+    inner = array.itemsize
+    for axis in range(array.ndim - 1, -1, -1):
+        if array.shape[axis] > 1 and strides[axis] != inner:
+            return axis + 1
+        inner *= array.shape[axis]
+    return 0
+
+
+def _c_strides(array: Array) -> list[int]:
+    return [array.itemsize * math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim)]
+
+
+def _parts(low: int, array: Array, strides: list[int]) -> list[tuple[int, Array]]:
+    """Two halves along the outermost axis that has any, each with its first byte."""
+    axis = next(i for i, extent in enumerate(array.shape) if extent > 1)
+    middle = array.shape[axis] // 2
+    before, after = np.split(array, [middle], axis)
+    return [(low, before), (low + middle * strides[axis], after)]
+
+
+def _rows(array: Array) -> list[memoryview]:
+    """The contiguous rows of a strided array, or nothing where they are too short to be worth it."""
+    outer = next((n for n in range(array.ndim) if array[(0,) * n].flags.c_contiguous), array.ndim)
+    if math.prod(array.shape[outer:]) * array.itemsize < ROW:
+        return []
+    return [octets(array[index]) for index in product(*map(range, array.shape[:outer]))]

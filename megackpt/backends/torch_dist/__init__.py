@@ -1,0 +1,94 @@
+"""torch_dist, version 1: torch DCP's own bytes (``__R_N.distcp`` and ``.metadata``) in Megatron's layout "B".
+
+    common.pt            the common state, as the rank that was given it wrote it
+    __{rank}_{n}.distcp  records: a torch.save archive each, back to back, payloads at multiples of 64
+    .metadata            pickle of torch's Metadata: where each record is
+    metadata.json        four fields; its appearance is the commit
+
+Written so that ``torch.distributed.checkpoint.load``, ``dcp_to_torch_save`` and megatron-core 0.16 read it.
+Reads its own, stock DCP's and Megatron's (0.16 and newer).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from megackpt.backends.base import Backend, Source, Target
+from megackpt.backends.ranges import read_raw
+from megackpt.backends.torch_dist import foreign, native, table, writing
+from megackpt.errors import BackendError
+from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
+from megackpt.runtime.storage import Storage
+
+METADATA = ".metadata"
+CONFIG = "metadata.json"
+
+
+@dataclass(frozen=True)
+class TorchDist(Backend):
+    """Options: ``files_per_rank``, files (and threads) with which each rank writes; ``separation_hint``, a prefix:
+    items whose key begins with it go into files of their own, named with it.
+    """
+
+    files_per_rank: int = 2
+    separation_hint: str | None = None
+
+    name: ClassVar[str] = "torch_dist"
+    version: ClassVar[int] = 1
+    reads: ClassVar[Collection[int]] = frozenset({1})
+    last_file: ClassVar[str] = CONFIG
+
+    def __post_init__(self) -> None:
+        if self.files_per_rank < 1:
+            raise BackendError(f"files_per_rank must be at least 1, not {self.files_per_rank}")
+        hint = self.separation_hint
+        if hint is not None and (not hint or "/" in hint or "\0" in hint or len(hint) > 200):
+            raise BackendError(f"separation_hint becomes part of file names, which {hint!r} cannot")
+
+    def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - any key may match the hint
+        prefixes = [""] if self.separation_hint is None else ["", self.separation_hint]
+        names = [
+            writing.file_name(rank, number, prefix)
+            for prefix in prefixes
+            for rank in range(ranks)
+            for number in range(self.files_per_rank)
+        ]
+        return [writing.COMMON_FILE, *names, METADATA, CONFIG]
+
+    def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
+        parts = writing.distribute(plan, self.files_per_rank, self.separation_hint)
+        return writing.write_parts(root, plan, data, parts)
+
+    def finish(self, root: Storage, manifest: Manifest) -> Mapping[str, bytes]:  # noqa: ARG002 - all data is in place
+        common = np.array([entry.is_common for entry in manifest.tensors], np.bool_)
+        # Exactly these fields: Megatron-Core 0.16 refuses a file with any other.
+        config = {
+            "sharded_backend": self.name,
+            "sharded_backend_version": self.version,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        return {METADATA: table.emit(manifest, common), CONFIG: json.dumps(config).encode()}
+
+    def recognises(self, root: Storage) -> bool:
+        if root.size(CONFIG) is None:
+            return root.size(METADATA) is not None  # stock DCP
+        try:
+            config = json.loads(root.get(CONFIG, limit=1 << 20))
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(config, dict) and config.get("sharded_backend") == self.name
+
+    def read_manifest(self, root: Storage) -> Manifest:
+        return foreign.read_manifest(root, METADATA, (self.name, self.version))
+
+    def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
+        if plan.manifest.encoding == "raw":
+            read_raw(root, plan, into, verify)
+        else:
+            native.read(root, plan, into, verify)

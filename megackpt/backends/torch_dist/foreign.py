@@ -1,0 +1,241 @@
+"""Checkpoints that others wrote: from ``.metadata`` (stock torch DCP, Megatron-Core) to a manifest.
+
+Every number is bounded by what is on disk before anybody relies on it. Nested state dicts keep DCP's flat names
+as keys. An item named ``key/shard_0.1_4.2`` is Megatron's shard (0, 1) of an object of shape (4, 2).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megackpt.backends.torch_dist.pickles import Record, read_metadata
+from megackpt.backends.torch_dist.writing import COMMON_FILE
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass
+from megackpt.planning.box import Box, Boxes
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    DIGEST_SIZE,
+    ITEMSIZE,
+    OBJECT,
+    Chunks,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+)
+from megackpt.runtime.storage import Storage
+
+LARGEST = 1 << 32  # bytes of .metadata
+_SHARD = re.compile(r"(?P<key>.*)/shard_(?P<offset>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)", re.DOTALL)
+_TOLD = 20
+
+
+class _Stored(NamedTuple):
+    """One chunk, or one object's shard, and the record that holds it."""
+
+    entry: TensorEntry
+    box: Box
+    file: str
+    start: int
+    length: int
+
+
+def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifest:
+    """The manifest of a checkpoint that has no index of ours; encoding "native".
+
+    Raises NotACheckpoint without ``.metadata``; CorruptCheckpoint where it contradicts itself or the files;
+    UntrustedClass where it names what it should not; BackendError for what this release cannot read.
+    """
+    try:
+        record = read_metadata(root.get(name, LARGEST))
+        found = list(_Listing(record).items())
+    except FileNotFoundError as error:
+        raise NotACheckpoint(
+            f"{root.location} has no {name}: it is no complete torch_dist checkpoint"
+        ) from error
+    except UntrustedClass as error:
+        raise UntrustedClass(f"{root.location}/{name}: {error}") from None
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{root.location}/{name}: {error}") from error
+    common = root.size(COMMON_FILE)
+    if common is not None:
+        entry = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
+        found.append(_Stored(entry, Box((), ()), COMMON_FILE, 0, common))
+    _check_files(root, found)
+    return _manifest(found, backend)
+
+
+def _manifest(found: list[_Stored], backend: tuple[str, int]) -> Manifest:
+    tensors: dict[TensorEntry, int] = {}
+    files: dict[str, int] = {}
+    tensor = [tensors.setdefault(s.entry, len(tensors)) for s in found]
+    file = [files.setdefault(s.file, len(files)) for s in found]
+    chunks = Chunks(
+        np.array(tensor, np.int32),
+        Boxes.of(s.box for s in found),
+        np.full(len(found), -1, np.int32),
+        np.array(file, np.int32),
+        np.array([s.start for s in found], np.int64),
+        np.array([s.length for s in found], np.int64),
+        np.zeros((0, DIGEST_SIZE), np.uint8),
+    )
+    return Manifest(tuple(tensors), (None,) * len(tensors), chunks, tuple(files), "native", backend)
+
+
+def _check_files(root: Storage, found: list[_Stored]) -> None:
+    """Every record lies inside its file, and every file inside the directory."""
+    sizes: dict[str, int | None] = {}
+    problems: list[str] = []
+    for item in found:
+        if item.file not in sizes:
+            sizes[item.file] = root.size(item.file)
+            if sizes[item.file] is None:
+                problems.append(f"the file {item.file!r} is missing")
+        size = sizes[item.file]
+        if size is not None and item.start + item.length > size:
+            problems.append(
+                f"{item.entry.key!r} {item.box} should end at byte {item.start + item.length} of {item.file!r}, "
+                f"which has {size} bytes"
+            )
+    if problems:
+        more = f" (and {len(problems) - _TOLD} more)" if len(problems) > _TOLD else ""
+        raise CorruptCheckpoint(f"{root.location}: " + "; ".join(problems[:_TOLD]) + more)
+
+
+def parse_name(name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Key, offset and global shape of an object, from the name that DCP knows it by."""
+    match = _SHARD.fullmatch(name)
+    if match is None:
+        return name, (), ()
+    offset, shape = (tuple(map(int, match[part].split("."))) for part in ("offset", "shape"))
+    if len(offset) != len(shape) or not all(o < s < 1 << 31 for o, s in zip(offset, shape, strict=True)):
+        return name, (), ()
+    return match["key"], offset, shape
+
+
+class _Listing:
+    """The items that a Metadata record lists."""
+
+    def __init__(self, metadata: Record) -> None:
+        self.described = metadata.field("state_dict_metadata")
+        if type(self.described) is not dict:
+            raise CorruptCheckpoint("it lists no items")
+        _refuse_flattened(metadata)
+        self.places = dict(self._places(metadata.field("storage_data")))
+
+    def _places(self, stored: Any) -> Iterator[tuple[tuple[str, Any], tuple[str, int, int]]]:
+        """(name, offset or None) -> (file, start, length)."""
+        if type(stored) is not dict:
+            raise CorruptCheckpoint("it tells no places of items")
+        for index, info in stored.items():
+            if not _is(index, "MetadataIndex") or not _is(info, "_StorageInfo"):
+                raise CorruptCheckpoint("its table of places holds something else")
+            name, offset = index.field("fqn"), index.field("offset")
+            if info.field("transform_descriptors"):
+                raise BackendError(
+                    f"{name!r} is stored through {info.field('transform_descriptors')}: compressed checkpoints "
+                    "cannot be read; save it again without extensions"
+                )
+            yield (name, offset), _place(name, info)
+
+    def items(self) -> Iterator[_Stored]:
+        for name, meta in self.described.items():
+            if type(name) is not str:
+                raise CorruptCheckpoint(f"an item is named {str(name)[:200]}")
+            if _is(meta, "BytesStorageMetadata"):
+                key, offset, shape = parse_name(name)
+                entry = TensorEntry(key, TensorMeta(shape, OBJECT))
+                yield _Stored(entry, Box(offset, (1,) * len(shape)), *self._found(name, None))
+            elif _is(meta, "TensorStorageMetadata"):
+                yield from self._chunks(name, meta)
+            else:
+                raise CorruptCheckpoint(f"{name!r} is neither a tensor nor an object")
+
+    def _chunks(self, name: str, meta: Record) -> Iterator[_Stored]:
+        shape, dtype, chunks = meta.field("size"), _dtype(name, meta), meta.field("chunks")
+        if type(shape) is not tuple or type(chunks) is not list:
+            raise CorruptCheckpoint(f"{name!r} has no size or no chunks")
+        _check_volume(name, shape, dtype)
+        entry, whole, seen = TensorEntry(name, TensorMeta(shape, dtype)), Box.whole(shape), set()
+        for chunk in chunks:
+            offset, extent = (
+                (chunk.field("offsets"), chunk.field("sizes"))
+                if _is(chunk, "ChunkStorageMetadata")
+                else (0, 0)
+            )
+            if (
+                type(offset) is not tuple
+                or type(extent) is not tuple
+                or not len(offset) == len(extent) == len(shape)
+            ):
+                raise CorruptCheckpoint(f"a chunk of {name!r} is no region of a tensor of shape {shape}")
+            box = Box(offset, extent)
+            if not whole.contains(box):
+                raise CorruptCheckpoint(f"the chunk {box} of {name!r} lies outside of its shape {shape}")
+            if box not in seen:
+                seen.add(box)
+                file, start, length = self._found(name, offset)
+                if length < box.volume * ITEMSIZE[dtype]:
+                    raise CorruptCheckpoint(f"{length} bytes cannot hold {name!r} {box} of {dtype}")
+                yield _Stored(entry, box, file, start, length)
+
+    def _found(self, name: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
+        try:
+            return self.places[name, offset]
+        except KeyError:
+            raise CorruptCheckpoint(f"it does not tell where {name!r} (at {offset}) is stored") from None
+
+
+def _is(value: Any, kind: str) -> bool:
+    return isinstance(value, Record) and value.kind == kind
+
+
+def _place(name: Any, info: Record) -> tuple[str, int, int]:
+    file, start, length = info.field("relative_path"), info.field("offset"), info.field("length")
+    if type(file) is not str or type(start) is not int or type(length) is not int:
+        raise CorruptCheckpoint(f"the place of {name!r} is none")
+    if any(part in ("", ".", "..") for part in file.split("/")) or "\0" in file:
+        raise CorruptCheckpoint(f"the place of {name!r}, {file!r}, is no file inside the checkpoint")
+    if min(start, length) < 0 or start + length >= 1 << 63:
+        raise CorruptCheckpoint(f"the place of {name!r} is {length} bytes from {start} on")
+    return file, start, length
+
+
+def _dtype(name: str, meta: Record) -> str:
+    properties = meta.field("properties")
+    state = properties.state if _is(properties, "TensorProperties") else None
+    dtype = state[0] if type(state) is tuple and state else properties.field("dtype") if state else None
+    if type(dtype) is not str:
+        raise CorruptCheckpoint(f"{name!r} has no dtype")
+    if dtype not in ITEMSIZE:
+        raise BackendError(f"{name!r} is of {dtype}, which cannot be read: its elements are no whole bytes")
+    return dtype
+
+
+def _check_volume(name: str, shape: tuple[int, ...], dtype: str) -> None:
+    if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] >= 1 << 63:
+        raise CorruptCheckpoint(f"{name!r} of shape {shape} cannot exist")
+
+
+def _refuse_flattened(metadata: Record) -> None:
+    """Megatron-Core up to 0.15 keeps some optimizer state in flattened pieces; they are no tensors as they stand."""
+    plans = metadata.field("all_local_plans") or ()
+    extra = [plan.field("mcore_data") for plan in plans if isinstance(plan, Record)]
+    keys = sorted(
+        {
+            str(k)
+            for data in (metadata.field("mcore_data"), *extra)
+            if type(data) is dict
+            for k, v in data.items()
+            if v
+        }
+    )
+    if keys:
+        raise BackendError(
+            f"the checkpoint keeps {', '.join(keys[:_TOLD])} in Megatron-Core's old flattened form, "
+            "which this release does not read; load and save it with Megatron-Core 0.15 first"
+        )

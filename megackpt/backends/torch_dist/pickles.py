@@ -1,0 +1,91 @@
+"""Reading ``.metadata`` of others: torch's and Megatron's classes as inert records, and nothing else.
+
+Source of names: torch.distributed.checkpoint (metadata, filesystem, planner) and, for what Megatron-Core up to
+0.15 adds, megatron.core.dist_checkpointing.strategies.torch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megackpt.errors import CorruptCheckpoint, UntrustedClass
+from megackpt.objects.machine import Machine, Rule
+
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    "torch.distributed.tensor.placement_types": ("Shard", "Replicate", "Partial", "_StridedShard"),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan", "MCoreMetadata"),
+}
+_DIMENSIONS = 64
+
+
+class Record:
+    """An object of a known class: the class's name and what the pickle sets as its state."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.state: Any = None
+
+    def field(self, name: str, default: Any = None) -> Any:
+        return self.state.get(name, default) if type(self.state) is dict else default
+
+
+def _make(kind: str, *_: Any) -> Record:
+    return Record("Metadata" if kind == "MCoreMetadata" else kind)
+
+
+def _build(record: Record, state: Any) -> None:
+    record.state = state
+
+
+def _size(numbers: Any = ()) -> tuple[int, ...]:
+    if len(numbers) > _DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+        raise CorruptCheckpoint(f".metadata holds a size that no tensor has: {str(numbers)[:200]}")
+    return tuple(numbers)
+
+
+def _path(*parts: str) -> str:
+    return "/".join(parts)
+
+
+def _find(module: str, name: str) -> Rule:
+    if name in _RECORDS.get(module, ()):
+        # A list of its own, for a value that no other rule has.
+        return Rule([module, name], partial(_make, name), _build)
+    if module == "torch" and name == "Size":
+        return Rule(_size, _size)
+    if module == "torch":
+        return Rule(name)  # a dtype; one that is none is found out where it is used as one
+    if (module, name) == ("torch.serialization", "_get_layout"):
+        return Rule(str, str)
+    if module == "pathlib" and name.endswith("Path"):
+        return Rule(_path, _path)
+    if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
+        kind = dict if name == "OrderedDict" else set
+        return Rule(kind, kind)
+    raise UntrustedClass(
+        f".metadata names {module}.{name}, which no checkpoint's table of contents needs: "
+        "it was not run, and the checkpoint was not read"
+    )
+
+
+def read_metadata(data: bytes) -> Record:
+    """The Metadata record of a ``.metadata`` file. Raises CorruptCheckpoint or UntrustedClass."""
+    root = Machine(data, _find).load()
+    if not isinstance(root, Record) or root.kind != "Metadata" or type(root.state) is not dict:
+        raise CorruptCheckpoint(".metadata holds no Metadata of torch DCP")
+    return root

@@ -1,0 +1,172 @@
+"""The write pass: which rows go into which file, and each file from front to back, digests on the way."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from megackpt.backends.base import Source
+from megackpt.backends.torch_dist.records import ALIGNMENT, frame
+from megackpt.errors import BackendError
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    DIGEST_SIZE,
+    SavePlan,
+    TensorEntry,
+    WriteItem,
+    WriteResult,
+)
+from megackpt.runtime.storage import FileWriter, Storage, digest
+
+COMMON_FILE = "common.pt"
+BATCH = 8 << 20
+"""Bytes of small records that are gathered into one write."""
+STEP = 4 << 20
+"""Bytes of a large tensor that are hashed and then written while they are still in the cache."""
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """One file of one rank, and the rows of its plan that go there, in order."""
+
+    name: str
+    rows: list[int]
+
+
+@dataclass(frozen=True)
+class Landed:
+    """Where one row landed: its raw bytes, and the digests of their blocks."""
+
+    start: int
+    length: int
+    digests: bytes
+
+
+def file_name(rank: int, number: int, hint: str = "") -> str:
+    """Megatron's name for the ``number``-th file of a rank, optionally of a group of keys."""
+    return f"{hint}__{rank}_{number}.distcp"
+
+
+def distribute(plan: SavePlan, files: int, hint: str | None) -> list[FilePart]:
+    """The rows of a plan over files: objects in turn, then tensors, largest first, into the least full file.
+
+    The common state has a file of its own; keys that begin with ``hint`` have files of their own, too.
+    """
+    common = [i for i, number in enumerate(plan.tensor.tolist()) if plan.tensors[number].is_common]
+    parts = [FilePart(COMMON_FILE, common)] if common else []
+    named = _matching(plan.tensors, plan.tensor.tolist(), hint)
+    for group, prefix in ((False, ""), (True, hint or "")):
+        rows = [i for i, match in enumerate(named) if match is group and i not in common]
+        bins = _bins(plan, rows, files)
+        parts += [FilePart(file_name(plan.rank, n, prefix), mine) for n, mine in enumerate(bins) if mine]
+    return parts
+
+
+def _matching(tensors: Sequence[TensorEntry], numbers: list[int], hint: str | None) -> list[bool]:
+    table = [hint is not None and entry.key.startswith(hint) for entry in tensors]
+    return [table[number] for number in numbers]
+
+
+def _bins(plan: SavePlan, rows: list[int], files: int) -> list[list[int]]:
+    is_object = [entry.meta.is_object for entry in plan.tensors]
+    itemsize = np.array([entry.meta.itemsize for entry in plan.tensors], np.int64)
+    size = (plan.boxes.volume * itemsize[plan.tensor]).tolist() if len(plan) else []
+    number = plan.tensor.tolist()
+    bins: list[list[int]] = [[] for _ in range(files)]
+    objects = [i for i in rows if is_object[number[i]]]
+    for turn, row in enumerate(objects):
+        bins[turn % files].append(row)
+    load = [(0, n) for n in range(files)]
+    for row in sorted((i for i in rows if not is_object[number[i]]), key=lambda i: -size[i]):
+        filled, n = load[0]
+        bins[n].append(row)
+        heapq.heapreplace(load, (filled + size[row], n))
+    return bins
+
+
+def write_parts(root: Storage, plan: SavePlan, data: Source, parts: list[FilePart]) -> WriteResult:
+    """Write all files, one thread each, durably."""
+    landed: dict[int, Landed] = {}
+    with ThreadPoolExecutor(max(len(parts), 1), "megackpt-write") as pool:
+        jobs = [pool.submit(_write_file, root, part, plan, data) for part in parts]
+    for part, job in zip(parts, jobs, strict=True):
+        landed.update(zip(part.rows, job.result(), strict=True))
+    file = np.zeros(len(plan), np.int32)
+    for number, part in enumerate(parts):
+        file[part.rows] = number
+    places = [landed[i] for i in range(len(plan))]
+    return WriteResult(
+        tuple(part.name for part in parts),
+        file,
+        np.array([p.start for p in places], np.int64),
+        np.array([p.length for p in places], np.int64),
+        np.frombuffer(b"".join(p.digests for p in places), np.uint8).reshape(-1, DIGEST_SIZE),
+    )
+
+
+def _write_file(root: Storage, part: FilePart, plan: SavePlan, data: Source) -> list[Landed]:
+    with root.create(part.name) as writer:
+        batch = _Batch(writer)
+        landed = [_write_row(batch, plan.row(i), data.blocks(i)) for i in part.rows]
+        batch.flush()
+    return landed
+
+
+class _Batch:
+    """Bytes on their way into a file. Memory that is handed over must stay unchanged until the next flush."""
+
+    def __init__(self, writer: FileWriter) -> None:
+        self._writer = writer
+        self._waiting: list[memoryview] = []
+        self._size = 0
+
+    @property
+    def position(self) -> int:
+        return self._writer.position + self._size
+
+    def add(self, data: memoryview) -> None:
+        self._waiting.append(data)
+        self._size += len(data)
+        if self._size >= BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            self._writer.write(self._waiting)
+            self._waiting, self._size = [], 0
+
+
+def _write_row(batch: _Batch, item: WriteItem, pieces: Iterator[memoryview]) -> Landed:
+    if item.meta.is_object:
+        start = batch.position
+        digests, length = _write_payload(batch, item, pieces)
+        return Landed(start, length, digests)
+    head, tail = frame(item.meta.dtype, item.shard.box.shape)
+    batch.add(memoryview(bytes(-batch.position % ALIGNMENT) + head))
+    start = batch.position
+    digests, length = _write_payload(batch, item, pieces)
+    if length != item.nbytes:
+        raise BackendError(f"{item.shard} should have {item.nbytes} bytes, but {length} came from the model")
+    batch.add(memoryview(tail))
+    return Landed(start, length, digests)
+
+
+def _write_payload(batch: _Batch, item: WriteItem, pieces: Iterator[memoryview]) -> tuple[bytes, int]:
+    """Hash and write in one go; returns the digests and the number of bytes."""
+    digests: list[bytes] = []
+    length = 0
+    for piece in pieces:
+        for start in range(0, len(piece), STEP):
+            step = piece[start : start + STEP]
+            digests += [digest(step[b : b + DIGEST_BLOCK]) for b in range(0, len(step), DIGEST_BLOCK)]
+            batch.add(step)
+            if len(step) == STEP:
+                batch.flush()
+        length += len(piece)
+        if length != item.nbytes:
+            batch.flush()  # before the memory of this piece is used for the next one
+    return b"".join(digests), length

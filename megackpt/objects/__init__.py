@@ -1,0 +1,156 @@
+"""Objects as blobs: any picklable value to bytes and back, without ever running what the bytes ask for.
+
+A blob is what ``torch.save`` writes, so that torch and Megatron-Core read ours and we read theirs. Reading goes
+through a pickle machine of our own that knows an allow-list only; it changes nothing global, so threads may load
+at the same time.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megackpt.errors import CorruptCheckpoint, UntrustedClass
+from megackpt.objects import archive
+from megackpt.objects.allowed import is_inert, known, stand_in, trusted_rule
+from megackpt.objects.machine import Find, Machine, Rule
+from megackpt.objects.shape import check_shape
+from megackpt.objects.standins import StandIn, StandInClass
+
+__all__ = ["StandIn", "StandInClass", "dump", "load"]
+
+_NEVER = frozenset(("os", "posix", "nt", "sys"))
+"""Modules from which torch, too, takes nothing, whoever vouches for it."""
+
+
+def dump(value: Any) -> bytes:
+    """The blob of a value: what torch.save writes. Raises what pickle raises for values that cannot be pickled."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load(data: bytes, *, trusted: Sequence[type | Callable[..., Any]] = (), where: str = "") -> Any:
+    """The value of a blob; tensors on the CPU.
+
+    Known classes (plain data of Python, numpy and torch), ``trusted`` ones and those given to
+    ``torch.serialization.add_safe_globals`` are made; classes of Megatron-Core become StandIns unless trusted.
+
+    Raises:
+        UntrustedClass: the blob names any other class or function. Nothing of it was run.
+        CorruptCheckpoint: the blob is damaged, or built to exhaust time or memory.
+        Both begin with ``where``.
+    """
+    try:
+        value = _Blob(data, _finder(trusted)).load()
+        check_shape(value)
+    except UntrustedClass as error:
+        raise UntrustedClass(f"{where}: {error}" if where else str(error)) from None
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{where}: {error}" if where else str(error)) from error
+    return value
+
+
+def _finder(trusted: Sequence[Any]) -> Find:
+    """Which globals stand for what."""
+    vouched: dict[str, Any] = {}
+    for given in (*torch.serialization.get_safe_globals(), *trusted):
+        value, name = (
+            given if isinstance(given, tuple) else (given, f"{given.__module__}.{given.__qualname__}")
+        )
+        vouched[name] = value
+
+    def find(module: str, name: str) -> Rule:
+        # torch.save writes protocol 2, in which some things bear the names that they had in Python 2.
+        if (module, name) in NAME_MAPPING:
+            module, name = NAME_MAPPING[module, name]
+        else:
+            module = IMPORT_MAPPING.get(module, module)
+        full = f"{module}.{name}"
+        if full in vouched and module not in _NEVER:
+            return trusted_rule(vouched[full])
+        rule = known().get(full)
+        if rule is not None:
+            return rule
+        if is_inert(module):
+            return stand_in(module, name)
+        raise UntrustedClass(_refusal(full, name))
+
+    return find
+
+
+def _refusal(full: str, name: str) -> str:
+    return (
+        f"the object holds {full}, which is not trusted, so nothing of it was loaded\n"
+        f"  hint: if you trust this checkpoint's author, pass trusted=({name.rpartition('.')[2]},) to load, "
+        f"or call torch.serialization.add_safe_globals([{full}])"
+    )
+
+
+class _Blob:
+    """A torch archive in memory."""
+
+    def __init__(self, data: bytes, find: Find) -> None:
+        self._data = data
+        self._find = find
+        self._storages: dict[str, torch.TypedStorage] = {}
+        self._members = archive.members(self._slice, len(data))
+
+    def load(self) -> Any:
+        if "data.pkl" not in self._members:
+            raise CorruptCheckpoint("the archive has no data.pkl: torch.save did not write it")
+        if "byteorder" in self._members and self._bytes("byteorder") != b"little":
+            raise CorruptCheckpoint(
+                "the object was saved on a big-endian machine: load and save it with torch there"
+            )
+        return Machine(self._bytes("data.pkl"), self._find, self._storage).load()
+
+    def _slice(self, start: int, length: int) -> bytes:
+        part = self._data[start : start + length]
+        if start < 0 or len(part) != length:
+            raise CorruptCheckpoint(f"the object is cut off: bytes {start} to {start + length} are missing")
+        return part
+
+    def _bytes(self, name: str) -> bytes:
+        member = self._members[name]
+        content = self._slice(member.start(self._slice), member.size)
+        # torch can be told to write no checksums; then they are 0.
+        if member.crc not in (0, zlib.crc32(content)):
+            raise CorruptCheckpoint(f"the bytes of {name} are damaged: their checksum is wrong")
+        return content
+
+    def _storage(self, persistent_id: Any) -> torch.TypedStorage:
+        """The storage that a pickle refers to: ("storage", kind, name, device, number of elements)."""
+        tag, dtype, name, _, count = persistent_id
+        if (
+            tag != "storage"
+            or not isinstance(dtype, torch.dtype)
+            or type(name) is not str
+            or type(count) is not int
+        ):
+            raise CorruptCheckpoint("a pickle refers to a storage in an unknown way")
+        known_storage = self._storages.get(name)
+        if known_storage is not None:
+            return known_storage
+        if f"data/{name}" not in self._members:
+            raise CorruptCheckpoint(f"the storage {name!r} of a tensor is missing")
+        content = self._bytes(f"data/{name}")
+        if count < 0 or count * dtype.itemsize != len(content):
+            raise CorruptCheckpoint(
+                f"the storage {name!r} holds {len(content)} bytes, not {count} of {dtype}"
+            )
+        octets = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if content
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        storage = torch.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=octets.untyped_storage(), dtype=dtype, _internal=True
+        )
+        self._storages[name] = storage
+        return storage

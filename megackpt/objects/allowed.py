@@ -1,0 +1,317 @@
+"""The allow-list: the globals that a saved object may name, and what each stands for. Lists, never patterns to refuse.
+
+What is here is harmless whatever its arguments: data types of Python, numpy and torch, made through functions
+that check what they are given. Classes of Megatron-Core become inert stand-ins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime as dt
+import decimal
+import io
+import math
+import pathlib
+import re
+import signal
+import types
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from megackpt.errors import CorruptCheckpoint
+from megackpt.objects.machine import Rule, check_key
+from megackpt.objects.standins import StandIn, StandInClass
+
+_INERT = ("megatron.",)
+"""Packages whose classes are known to stand in Megatron's checkpoints."""
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+_DTYPE = re.compile(r"[<>|=]?(?:[?bBhHiIlLqQefdgFDGO]|[biufcSUV]\d{1,6}|O8|O4)")
+
+
+def is_inert(module: str) -> bool:
+    """True for modules of Megatron-Core, whose classes become stand-ins."""
+    return f"{module}.".startswith(_INERT)
+
+
+def stand_in(module: str, name: str) -> Rule:
+    """The rule of a class that is only named."""
+    qualified = f"{module}.{name}"
+    return Rule(StandInClass(qualified), partial(_make_stand_in, qualified), _build_stand_in)
+
+
+def _make_stand_in(qualified: str, *args: Any, **kwargs: Any) -> StandIn:
+    return StandIn(qualified, args, kwargs or None)
+
+
+def _build_stand_in(instance: StandIn, state: Any) -> None:
+    if isinstance(instance.state, dict) and isinstance(state, dict):
+        instance.state.update(state)
+    else:
+        instance.state = state
+
+
+def trusted_rule(value: Any) -> Rule:
+    """The rule of a class or function that the user vouches for: pickle's own behaviour."""
+    new = partial(value.__new__, value) if isinstance(value, type) else None
+    return Rule(value, value if callable(value) else None, _build_trusted, new)
+
+
+def _build_trusted(instance: Any, state: Any) -> None:
+    if hasattr(instance, "__setstate__"):
+        instance.__setstate__(state)
+        return
+    slots = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    for name, value in {**(state or {}), **(slots or {})}.items():
+        object.__setattr__(instance, name, value)
+
+
+def _fields(instance: Any, state: Any) -> None:
+    """The state of an object that is nothing but its attributes."""
+    if type(state) is not dict or not all(type(name) is str for name in state):
+        raise CorruptCheckpoint(f"the state of a {type(instance).__name__} is no dict of attributes")
+    vars(instance).update(state)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise CorruptCheckpoint(f"bytes are pickled in the encoding {encoding!r}")
+    return text.encode("latin-1")
+
+
+def _bytearray(data: bytes | str = b"", encoding: str = "latin-1") -> bytearray:
+    if isinstance(data, str):
+        return bytearray(_encode(data, encoding.replace("-", "")))
+    if type(data) is not bytes:  # a number would allocate
+        raise CorruptCheckpoint("a bytearray is made of something that is no bytes")
+    return bytearray(data)
+
+
+def _hashables(kind: Callable[[Any], Any], items: list[Any] | tuple[Any, ...] = ()) -> Any:
+    for item in items:
+        check_key(item)
+    return kind(items)
+
+
+def _pairs(kind: Callable[[Any], Any], items: Any = ()) -> Any:
+    for item in items:
+        check_key(item if isinstance(items, dict) else item[0])
+    return kind(items)
+
+
+def _default_dict(factory: Any = None, items: Any = ()) -> Any:
+    if factory not in (None, int, float, str, bool, list, dict, set, tuple):
+        raise CorruptCheckpoint(f"a defaultdict's factory is {factory!r}")
+    return _pairs(partial(collections.defaultdict, factory), items)
+
+
+def _deque(items: Any = (), size: int | None = None) -> collections.deque[Any]:
+    return collections.deque(items, size)
+
+
+def _bytes_io(*args: Any) -> io.BytesIO:
+    if args and (len(args) != 1 or type(args[0]) is not bytes):
+        raise CorruptCheckpoint("a BytesIO is made of something that is no bytes")
+    return io.BytesIO(*args)
+
+
+def _bytes_io_state(stream: io.BytesIO, state: Any) -> None:
+    content, position, _ = state
+    if type(content) is not bytes or type(position) is not int:
+        raise CorruptCheckpoint("the state of a BytesIO is no bytes and position")
+    stream.__init__(content)  # type: ignore[misc] # pickle's own way of filling it
+    stream.seek(position)
+
+
+def _path(kind: type[pathlib.PurePath], *parts: str) -> pathlib.PurePath:
+    return kind(*parts)
+
+
+def _numpy_dtype(code: Any, align: Any = False, copy: Any = False) -> np.dtype[Any]:  # noqa: ARG001 - numpy's order
+    if type(code) is not str or not _DTYPE.fullmatch(code):
+        raise CorruptCheckpoint(f"a numpy dtype {code!r} is of no plain kind")
+    return np.dtype(np.dtype(code), copy=True)  # a copy, for its state is set next
+
+
+def _numpy_dtype_state(dtype: np.dtype[Any], state: Any) -> None:
+    version, order, subarray, names, fields, size, alignment, *_ = state
+    plain = subarray is None and names is None and fields is None and len(state) in (7, 8)
+    if (
+        not plain
+        or version not in (3, 4)
+        or order not in ("<", ">", "|", "=")
+        or size not in (-1, dtype.itemsize)
+    ):
+        raise CorruptCheckpoint("the state of a numpy dtype is of no plain kind")
+    # numpy's signature is (version, order, subarray, names, fields, size, alignment, flags); 63 means "has objects"
+    flags = (
+        63 if dtype.hasobject else state[7] if size != -1 and len(state) == 8 and state[7] in (0, 8) else 0
+    )
+    alignment = dtype.alignment if size != -1 else -1
+    dtype.__setstate__((3, order, None, None, None, size, alignment, flags))  # type: ignore[attr-defined]
+
+
+def _numpy_scalar(dtype: Any, data: Any = b"") -> Any:
+    if type(data) is str:
+        data = data.encode("latin-1")
+    if (
+        not isinstance(dtype, np.dtype)
+        or dtype.hasobject
+        or type(data) is not bytes
+        or len(data) != dtype.itemsize
+    ):
+        raise CorruptCheckpoint("a numpy scalar's bytes do not fit its dtype")
+    return np.frombuffer(data, dtype)[0]
+
+
+def _numpy_array(kind: Any = np.ndarray, shape: Any = (0,), code: Any = b"b") -> np.ndarray[Any, Any]:  # noqa: ARG001
+    if kind is not np.ndarray:
+        raise CorruptCheckpoint("a numpy array is of a class of its own")
+    return np.empty((0,), np.int8)  # what it holds comes as its state
+
+
+def _numpy_array_state(array: np.ndarray[Any, Any], state: Any) -> None:
+    version, shape, dtype, fortran, data = state
+    good = isinstance(dtype, np.dtype) and type(shape) is tuple and len(shape) <= 64
+    if not good or not all(type(n) is int and n >= 0 for n in shape):
+        raise CorruptCheckpoint("the state of a numpy array is none")
+    count = math.prod(shape)
+    expected, given = (list, count) if dtype.hasobject else (bytes, count * dtype.itemsize)
+    if type(data) is str:
+        data = data.encode("latin-1")
+    if type(data) is not expected or len(data) != given:
+        raise CorruptCheckpoint(f"a numpy array of shape {shape} and dtype {dtype} comes with other data")
+    array.__setstate__((version, shape, dtype, bool(fortran), data))  # type: ignore[arg-type] # takes no np.bool
+
+
+def _layout(name: str) -> torch.layout:
+    layout = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise CorruptCheckpoint(f"unknown tensor layout {name!r}")
+    return layout
+
+
+def _sparse(layout: torch.layout, data: Any) -> torch.Tensor:
+    if layout is torch.sparse_coo:
+        indices, values, size, *coalesced = data
+        tensor = torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
+        return tensor._coalesced_(True) if coalesced and coalesced[0] is True else tensor
+    compressed, plain, values, size = data
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, size, layout=layout, check_invariants=True
+    )
+
+
+def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any) -> Any:  # noqa: ARG001 - torch's order
+    return torch.nn.Parameter(data, requires_grad=bool(requires_grad))
+
+
+def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
+    """A plain tensor in a storage that ``objects.load`` made. ``rest``: requires_grad, hooks[, dtype or metadata]."""
+    if not isinstance(storage, torch.TypedStorage):
+        raise CorruptCheckpoint("a tensor is made on something that is no storage")
+    dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
+    flat = torch.empty(0, dtype=dtype)
+    try:
+        tensor = flat.set_(storage._untyped_storage, offset, tuple(size), tuple(stride))
+    except RuntimeError as error:
+        raise CorruptCheckpoint(f"a tensor reaches beyond its storage: {error}") from error
+    tensor.requires_grad_(bool(rest and rest[0]))
+    return tensor
+
+
+def _types() -> dict[str, Rule]:
+    plain = (int, float, str, bool, bytes, list, dict, tuple, object, type(None))
+    rules = {f"builtins.{kind.__name__}": Rule(kind) for kind in plain}
+    calls: Mapping[str, tuple[Any, Callable[..., Any]]] = {
+        "builtins.set": (set, partial(_hashables, set)),
+        "builtins.frozenset": (frozenset, partial(_hashables, frozenset)),
+        "builtins.bytearray": (bytearray, _bytearray),
+        "builtins.complex": (complex, complex),
+        "builtins.range": (range, range),
+        "builtins.slice": (slice, slice),
+        "_codecs.encode": (_encode, _encode),
+        "collections.Counter": (collections.Counter, partial(_pairs, collections.Counter)),
+        "collections.defaultdict": (collections.defaultdict, _default_dict),
+        "collections.deque": (collections.deque, _deque),
+        "decimal.Decimal": (decimal.Decimal, decimal.Decimal),
+        "signal.Signals": (signal.Signals, signal.Signals),
+        "signal.Handlers": (signal.Handlers, signal.Handlers),
+    }
+    rules |= {name: Rule(value, call) for name, (value, call) in calls.items()}
+    rules["collections.OrderedDict"] = Rule(
+        collections.OrderedDict, partial(_pairs, collections.OrderedDict), _fields
+    )
+    rules["argparse.Namespace"] = Rule(argparse.Namespace, argparse.Namespace, _fields)
+    rules["types.SimpleNamespace"] = Rule(types.SimpleNamespace, types.SimpleNamespace, _fields)
+    rules["_io.BytesIO"] = rules["io.BytesIO"] = Rule(io.BytesIO, _bytes_io, _bytes_io_state)
+    for kind in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone):
+        rules[f"datetime.{kind.__name__}"] = Rule(kind, kind)
+    for path in (pathlib.PosixPath, pathlib.Path, pathlib.PurePosixPath, pathlib.PurePath):
+        made = path if issubclass(path, pathlib.Path) else pathlib.PurePosixPath
+        rules[f"pathlib.{path.__name__}"] = Rule(path, partial(_path, made))
+    for name in ("WindowsPath", "PureWindowsPath"):
+        rules[f"pathlib.{name}"] = Rule(getattr(pathlib, name), partial(_path, pathlib.PureWindowsPath))
+    rules |= {  # Python 3.11 pickles members of these enums by name
+        f"signal.{member.name}": Rule(member) for member in (*signal.Signals, *signal.Handlers)
+    }
+    return rules
+
+
+def _numpy_types() -> dict[str, Rule]:
+    rules = {"numpy.ndarray": Rule(np.ndarray)}
+    rules["numpy.dtype"] = Rule(np.dtype, _numpy_dtype, _numpy_dtype_state)
+    for package in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        rules[f"{package}._reconstruct"] = Rule(_numpy_array, _numpy_array, _numpy_array_state)
+        rules[f"{package}.scalar"] = Rule(_numpy_scalar, _numpy_scalar)
+    for kind in sorted({kind for kind in np.sctypeDict.values() if kind is not np.void}, key=str):
+        rules[f"numpy.{kind.__name__}"] = Rule(kind)
+    for name in np.dtypes.__all__:
+        rules[f"numpy.dtypes.{name}"] = Rule(getattr(np.dtypes, name))
+    return rules
+
+
+def _torch_types() -> dict[str, Rule]:
+    rules = {f"torch.{name}": Rule(dtype) for name, dtype in _STORAGES.items()}
+    for name in dir(torch):
+        value = getattr(torch, name)
+        if isinstance(value, torch.dtype | torch.layout):
+            rules[f"torch.{name}"] = Rule(value)
+    rules["torch.storage.UntypedStorage"] = rules["torch.UntypedStorage"] = Rule(torch.uint8)
+    rules["torch.Size"] = Rule(torch.Size, torch.Size)
+    rules["torch.device"] = Rule(torch.device, torch.device)
+    rules["torch.Tensor"] = Rule(torch.Tensor)
+    rules["torch.nn.parameter.Parameter"] = Rule(torch.nn.Parameter)
+    rules["torch.serialization._get_layout"] = Rule(_layout, _layout)
+    rules["torch._utils._rebuild_sparse_tensor"] = Rule(_sparse, _sparse)
+    rules["torch._utils._rebuild_parameter"] = Rule(_parameter, _parameter)
+    for version in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        rules[f"torch._utils.{version}"] = Rule(_tensor, _tensor)
+    return rules
+
+
+@cache
+def known() -> Mapping[str, Rule]:
+    """Qualified name -> rule, of everything that loads without anybody's trust."""
+    own = {f"megackpt.objects.standins.{kind.__name__}": Rule(kind, kind) for kind in (StandIn, StandInClass)}
+    return {**_types(), **_numpy_types(), **_torch_types(), **own}

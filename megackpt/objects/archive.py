@@ -1,0 +1,113 @@
+"""The zip archive that torch.save writes: where its members are. Strict, bounded, stored members only.
+
+The archive must end with its directory and nothing after it, and all members stand in one folder. Sizes are
+believed only where they lie inside the archive. Layout: APPNOTE.TXT of the zip format, as torch's writer uses it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megackpt.errors import CorruptCheckpoint
+
+_LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_ENDS = _END.size + _LOCATOR.size + _END64.size
+_MEMBERS = 1 << 20  # more than this cannot be right
+
+Read = Callable[[int, int], bytes]
+"""Bytes [start, start + length) of the archive, exactly as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One file in the archive: ``size`` stored bytes behind the local header at ``header``."""
+
+    header: int
+    size: int
+    crc: int
+
+    def start(self, read: Read) -> int:
+        """Where the member's bytes begin."""
+        fields = _LOCAL.unpack(read(self.header, _LOCAL.size))
+        if fields[0] != b"PK\3\4":
+            raise CorruptCheckpoint("a torch archive has no member where its directory says")
+        return self.header + _LOCAL.size + int(fields[9]) + int(fields[10])
+
+
+def members(read: Read, size: int) -> dict[str, Member]:
+    """Name (without the archive's folder) -> member, for an archive of ``size`` bytes.
+
+    Raises CorruptCheckpoint for what torch.save does not write: compressed or encrypted members, doubled names.
+    """
+    start, length, count = _directory(read, size)
+    table = read(start, length)
+    found: dict[str, Member] = {}
+    folder, at = None, 0
+    for _ in range(count):
+        name, member, at = _entry(table, at, start)
+        top, _, rest = name.partition("/")
+        folder = top if folder is None else folder
+        if top != folder or not rest or rest in found:
+            raise CorruptCheckpoint(f"a torch archive has a doubled or misplaced member {name!r}")
+        found[rest] = member
+    if at != length:
+        raise CorruptCheckpoint("a torch archive's directory is longer than its entries")
+    return found
+
+
+def _directory(read: Read, size: int) -> tuple[int, int, int]:
+    """Start and length of the central directory, and the number of its entries."""
+    if size < _END.size:
+        raise CorruptCheckpoint(f"{size} bytes are too few for a torch archive")
+    tail = read(max(0, size - _ENDS), min(size, _ENDS))
+    end = _END.unpack(tail[-_END.size :])
+    if end[0] != b"PK\5\6" or end[7]:
+        raise CorruptCheckpoint("a torch archive does not end as one: it is cut off, or something else")
+    count, length, start = end[4], end[5], end[6]
+    stop = size - _END.size
+    locator = tail[-_END.size - _LOCATOR.size : -_END.size]
+    if len(tail) == _ENDS and locator[:4] == b"PK\6\7":
+        _, _, at, _ = _LOCATOR.unpack(locator)
+        end64 = _END64.unpack(tail[: _END64.size])
+        stop = size - _ENDS
+        if end64[0] != b"PK\6\6" or at != stop:
+            raise CorruptCheckpoint("a torch archive's zip64 record is not where it should be")
+        count, length, start = end64[7], end64[8], end64[9]
+    if start + length != stop or count > _MEMBERS:
+        raise CorruptCheckpoint("a torch archive's directory is not where it should be")
+    return start, length, count
+
+
+def _entry(table: bytes, at: int, limit: int) -> tuple[str, Member, int]:
+    """The directory's entry at this byte: name, member, and where the next entry begins."""
+    try:
+        fields = _CENTRAL.unpack_from(table, at)
+    except struct.error as error:
+        raise CorruptCheckpoint("a torch archive's directory is cut off") from error
+    flags, method, crc, packed, size, names, extras, comment, header = (
+        fields[i] for i in (3, 4, 7, 8, 9, 10, 11, 12, 16)
+    )
+    at += _CENTRAL.size
+    name = table[at : at + names].decode("utf-8", "replace")
+    extra = table[at + names : at + names + extras]
+    size, packed, header = _widened(extra, size, packed, header)
+    if fields[0] != b"PK\1\2" or method or flags & 1 or packed != size or header + size > limit:
+        raise CorruptCheckpoint(f"a torch archive's member {name!r} is compressed, or not inside the archive")
+    return name, Member(header, size, crc), at + names + extras + comment
+
+
+def _widened(extra: bytes, *values: int) -> tuple[int, ...]:
+    """Sizes and offset with those that do not fit 32 bits taken from the zip64 extra field."""
+    wide: list[int] = []
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<2H", extra)
+        if kind == 1:
+            wide = [n for (n,) in struct.iter_unpack("<Q", extra[4 : 4 + length // 8 * 8])]
+        extra = extra[4 + length :]
+    return tuple(wide.pop(0) if value == 0xFFFFFFFF and wide else value for value in values)

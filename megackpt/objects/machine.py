@@ -1,0 +1,341 @@
+"""A pickle machine that runs nothing: it knows no import, and calls only what its table of rules allows.
+
+Of pickle's opcodes it has those that protocols 2 to 5 write for plain data. Where a pickle names a global, a
+function given by the caller decides what that stands for; where it calls one, the caller's rule is what is
+called. Everything is bounded by the bytes given: no length in a pickle allocates more than is there.
+Opcodes: Python's pickletools.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megackpt.errors import CorruptCheckpoint
+
+KEY_NODES = 1000
+"""Parts that a dictionary's key may have: hashing is recursive, and tuples that share parts blow up."""
+_MAPPINGS = frozenset((dict, OrderedDict, Counter, defaultdict))
+_SEQUENCES = frozenset((list, deque))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a global stands for. ``value`` is what appears where the pickle uses it as data.
+
+    ``call`` is what happens when the pickle calls it, and ``new`` (if not given, the same) when it makes an
+    instance without calling; ``build`` is what happens with the state of an instance so made (given instance and
+    state). Without them a pickle that tries is refused.
+    """
+
+    value: Any
+    call: Callable[..., Any] | None = None
+    build: Callable[[Any, Any], None] | None = None
+    new: Callable[..., Any] | None = None
+
+
+Find = Callable[[str, str], Rule]
+Persistent = Callable[[Any], Any]
+
+
+def check_key(key: Any) -> None:
+    """Raise CorruptCheckpoint for a key whose hashing could exhaust the stack or time."""
+    waiting, count = [key], 0
+    while waiting:
+        part = waiting.pop()
+        count += 1
+        if count > KEY_NODES:
+            raise CorruptCheckpoint("a dictionary's key is nested too deeply")
+        if type(part) in (tuple, frozenset):
+            waiting.extend(part)
+
+
+class Machine:
+    """Reads one pickle. ``find`` gives the rule of a global; ``persistent`` the value of a persistent id."""
+
+    def __init__(self, data: bytes, find: Find, persistent: Persistent | None = None) -> None:
+        self._data = data
+        self._at = 0
+        self._find = find
+        self._persistent = persistent
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self._rules: dict[int, Rule] = {}  # by the identity of the value, which the rule keeps alive
+        self._globals: dict[tuple[str, str], Rule] = {}
+        self._made: dict[int, tuple[Any, Rule]] = {}
+
+    def load(self) -> Any:
+        """The value. Raises CorruptCheckpoint for anything but a whole, plain pickle."""
+        table, data = _TABLE, self._data
+        try:
+            while True:
+                opcode = data[self._at]
+                self._at += 1
+                if opcode == 0x2E:  # STOP
+                    return self._stack.pop()
+                table[opcode](self)
+        except CorruptCheckpoint:
+            raise
+        except KeyError as error:
+            raise CorruptCheckpoint(
+                f"unknown pickle opcode or memo entry {error} at byte {self._at}"
+            ) from error
+        except (IndexError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise CorruptCheckpoint(f"a pickle is damaged at byte {self._at}: {error}") from error
+
+    def _take(self, count: int) -> bytes:
+        part = self._data[self._at : self._at + count]
+        if len(part) != count:
+            raise CorruptCheckpoint(f"a pickle ends in the middle of {count} bytes")
+        self._at += count
+        return part
+
+    def _unsigned(self, width: int) -> int:
+        return int.from_bytes(self._take(width), "little")
+
+    def _line(self) -> str:
+        end = self._data.index(b"\n", self._at)
+        line = self._data[self._at : end].decode("utf-8")
+        self._at = end + 1
+        return line
+
+    def _popped_to_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marks.pop()
+        return items
+
+    def _push_global(self, module: str, name: str) -> None:
+        rule = self._globals.get((module, name))
+        if rule is None:
+            rule = self._globals[module, name] = self._find(module, name)
+            self._rules[id(rule.value)] = rule
+        self._stack.append(rule.value)
+
+    def _make(self, function: Any, args: Any, kwargs: Any = None, new: bool = False) -> None:
+        rule = self._rules.get(id(function))
+        call = None if rule is None else (new and rule.new) or rule.call
+        if rule is None or call is None or type(args) is not tuple:
+            raise CorruptCheckpoint(f"a pickle calls {function!r}, which may not be called")
+        value = call(*args, **(kwargs or {}))
+        if rule.build is not None:
+            self._made[id(value)] = value, rule
+        self._stack.append(value)
+
+    # One method an opcode from here on.
+
+    def _proto(self) -> None:
+        if self._unsigned(1) > 5:
+            raise CorruptCheckpoint("a pickle is of a protocol newer than 5")
+
+    def _frame(self) -> None:
+        self._take(8)
+
+    def _mark(self) -> None:
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def _pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._popped_to_mark()
+
+    def _pop_mark(self) -> None:
+        self._popped_to_mark()
+
+    def _dup(self) -> None:
+        self._stack.append(self._stack[-1])
+
+    def _none(self) -> None:
+        self._stack.append(None)
+
+    def _true(self) -> None:
+        self._stack.append(True)
+
+    def _false(self) -> None:
+        self._stack.append(False)
+
+    def _int4(self) -> None:
+        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+
+    def _int1(self) -> None:
+        self._stack.append(self._unsigned(1))
+
+    def _int2(self) -> None:
+        self._stack.append(self._unsigned(2))
+
+    def _long1(self) -> None:
+        self._stack.append(int.from_bytes(self._take(self._unsigned(1)), "little", signed=True))
+
+    def _long4(self) -> None:
+        self._stack.append(int.from_bytes(self._take(self._unsigned(4)), "little", signed=True))
+
+    def _float(self) -> None:
+        self._stack.append(struct.unpack(">d", self._take(8))[0])
+
+    def _text(self, width: int) -> None:
+        self._stack.append(self._take(self._unsigned(width)).decode("utf-8", "surrogatepass"))
+
+    def _bytes(self, width: int) -> None:
+        self._stack.append(self._take(self._unsigned(width)))
+
+    def _latin(self) -> None:
+        self._stack.append(self._take(self._unsigned(1)).decode("latin-1"))
+
+    def _bytearray(self) -> None:
+        self._stack.append(bytearray(self._take(self._unsigned(8))))
+
+    def _empty_list(self) -> None:
+        self._stack.append([])
+
+    def _empty_tuple(self) -> None:
+        self._stack.append(())
+
+    def _empty_dict(self) -> None:
+        self._stack.append({})
+
+    def _empty_set(self) -> None:
+        self._stack.append(set())
+
+    def _list(self) -> None:
+        items = self._popped_to_mark()
+        self._stack.append(items)
+
+    def _tuple(self) -> None:
+        items = self._popped_to_mark()
+        self._stack.append(tuple(items))
+
+    def _tuple1(self) -> None:
+        self._stack[-1] = (self._stack[-1],)
+
+    def _tuple2(self) -> None:
+        self._stack[-2:] = [(self._stack[-2], self._stack[-1])]
+
+    def _tuple3(self) -> None:
+        self._stack[-3:] = [(self._stack[-3], self._stack[-2], self._stack[-1])]
+
+    def _dict(self) -> None:
+        items = self._popped_to_mark()
+        self._stack.append({})
+        self._set_items(items)
+
+    def _frozenset(self) -> None:
+        items = self._popped_to_mark()
+        for item in items:
+            check_key(item)
+        self._stack.append(frozenset(items))
+
+    def _append(self) -> None:
+        value = self._stack.pop()
+        self._extend([value])
+
+    def _appends(self) -> None:
+        self._extend(self._popped_to_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        if type(self._stack[-1]) not in _SEQUENCES:
+            raise CorruptCheckpoint(f"a pickle appends to a {type(self._stack[-1]).__name__}")
+        self._stack[-1].extend(items)
+
+    def _add_items(self) -> None:
+        items = self._popped_to_mark()
+        if type(self._stack[-1]) is not set:
+            raise CorruptCheckpoint(f"a pickle adds to a {type(self._stack[-1]).__name__} as to a set")
+        for item in items:
+            check_key(item)
+        self._stack[-1].update(items)
+
+    def _set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._set_items([key, value])
+
+    def _set_all(self) -> None:
+        self._set_items(self._popped_to_mark())
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) not in _MAPPINGS:
+            raise CorruptCheckpoint(f"a pickle sets items of a {type(target).__name__}")
+        for i in range(0, len(items), 2):
+            key = items[i]
+            if type(key) is not str:
+                check_key(key)
+            target[key] = items[i + 1]
+
+    def _get(self, width: int) -> None:
+        self._stack.append(self._memo[self._unsigned(width)])
+
+    def _put(self, width: int) -> None:
+        self._memo[self._unsigned(width)] = self._stack[-1]
+
+    def _memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def _global(self) -> None:
+        module = self._line()
+        self._push_global(module, self._line())
+
+    def _stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise CorruptCheckpoint("a pickle names a global by something that is no string")
+        self._push_global(module, name)
+
+    def _reduce(self) -> None:
+        args, function = self._stack.pop(), self._stack.pop()
+        self._make(function, args)
+
+    def _new(self) -> None:
+        args, kind = self._stack.pop(), self._stack.pop()
+        self._make(kind, args, new=True)
+
+    def _new_with(self) -> None:
+        kwargs, args, kind = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        if type(kwargs) is not dict:
+            raise CorruptCheckpoint("a pickle makes an instance with keywords that are no dict")
+        self._make(kind, args, kwargs, new=True)
+
+    def _build(self) -> None:
+        state, instance = self._stack.pop(), self._stack[-1]
+        made = self._made.get(id(instance))
+        if made is None or made[1].build is None:
+            raise CorruptCheckpoint(f"a pickle sets the state of a {type(instance).__name__}")
+        made[1].build(instance, state)
+
+    def _persistent_id(self) -> None:
+        if self._persistent is None:
+            raise CorruptCheckpoint("a pickle has a persistent id where none can be")
+        self._stack.append(self._persistent(self._stack.pop()))
+
+
+Opcode = Callable[[Machine], None]
+
+
+def _sized(method: Callable[[Machine, int], None], width: int) -> Opcode:
+    return lambda machine: method(machine, width)
+
+
+# The private methods of the class above, by the byte that calls them.
+_TABLE: dict[int, Opcode] = {
+    opcode[0]: method
+    for opcode, method in {
+        b"\x80": Machine._proto, b"\x95": Machine._frame, b"(": Machine._mark, b"0": Machine._pop,
+        b"1": Machine._pop_mark, b"2": Machine._dup, b"N": Machine._none, b"\x88": Machine._true,
+        b"\x89": Machine._false, b"J": Machine._int4, b"K": Machine._int1, b"M": Machine._int2,
+        b"\x8a": Machine._long1, b"\x8b": Machine._long4, b"G": Machine._float,
+        b"X": _sized(Machine._text, 4), b"\x8c": _sized(Machine._text, 1), b"\x8d": _sized(Machine._text, 8),
+        b"B": _sized(Machine._bytes, 4), b"C": _sized(Machine._bytes, 1), b"\x8e": _sized(Machine._bytes, 8),
+        b"U": Machine._latin, b"\x96": Machine._bytearray,
+        b"]": Machine._empty_list, b")": Machine._empty_tuple, b"}": Machine._empty_dict,
+        b"\x8f": Machine._empty_set, b"l": Machine._list, b"t": Machine._tuple, b"\x85": Machine._tuple1,
+        b"\x86": Machine._tuple2, b"\x87": Machine._tuple3, b"d": Machine._dict, b"\x91": Machine._frozenset,
+        b"a": Machine._append, b"e": Machine._appends, b"\x90": Machine._add_items, b"s": Machine._set_item,
+        b"u": Machine._set_all, b"h": _sized(Machine._get, 1), b"j": _sized(Machine._get, 4),
+        b"q": _sized(Machine._put, 1), b"r": _sized(Machine._put, 4), b"\x94": Machine._memoize,
+        b"c": Machine._global, b"\x93": Machine._stack_global, b"R": Machine._reduce, b"\x81": Machine._new,
+        b"\x92": Machine._new_with, b"b": Machine._build, b"Q": Machine._persistent_id,
+    }.items()
+}  # fmt: skip

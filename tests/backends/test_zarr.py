@@ -1,0 +1,312 @@
+"""zarr: what other readers see, names on disk, padding, damage, hostile descriptions."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megackpt.backends.zarr import Zarr
+from megackpt.backends.zarr.layout import Cells, array_document, parse_array
+from megackpt.backends.zarr.names import decode_key, encode_key, parse_shard, shard_file
+from megackpt.errors import BackendError, CorruptCheckpoint, StorageError
+from megackpt.planning.box import Box, Boxes
+from megackpt.planning.manifest import OBJECT, Declarations, SavePlan, ShardId, TensorEntry, TensorMeta
+from megackpt.planning.save_plan import SavePolicy, plan_save
+from megackpt.runtime.storage import LocalStorage, digest_blocks
+from megackpt.testing import BackendSuite, MemorySource, Whole, World
+
+
+class _Suite(BackendSuite):
+    """Its helpers; the laws run in test_conformance.py."""
+
+    __test__ = False
+    backend = Zarr()
+
+
+suite = _Suite()
+
+
+def small_world(dtype: str = "float32") -> World:
+    tensors = {
+        "a/weight": Whole.random(dtype, (8, 6), (4, 6), 1),
+        "edge": Whole.random(dtype, (7, 5), (3, 2), 2),
+        "zeros": Whole(dtype, np.zeros((4, 4), np.uint32 if dtype == "float32" else np.uint16), (2, 4)),
+    }
+    return World(tensors, {"rng": {(0, 0): b"r", (0, 1): b"s"}}, b"common")
+
+
+def everything(world: World) -> Declarations:
+    return world.declared([ShardId(k, Box.whole(w.values.shape)) for k, w in world.tensors.items()])
+
+
+# -- names
+
+
+@given(st.text(alphabet=st.one_of(st.characters(), st.sampled_from("._%/~objectslck")), max_size=300))
+def test_names_tell_keys_apart_and_are_legal(key: str) -> None:
+    name = encode_key(key)
+    assert name.isascii()
+    assert 0 < len(name) <= 200
+    assert not name.startswith((".", "__"))
+    assert not name.endswith((".objects", ".__lock"))
+    assert "/" not in name
+    assert name not in ("zarr.json", "metadata.json", "common.pt", "megackpt.index")
+    decoded = decode_key(name)
+    assert decoded == key or (decoded is None and len(name) > 150)
+
+
+def test_long_keys_with_a_common_beginning_differ() -> None:
+    names = {encode_key("layer." * 60 + str(i)) for i in range(100)}
+    assert len(names) == 100
+
+
+def test_ordinary_keys_stay_as_they_are() -> None:
+    key = "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight"
+    assert encode_key(key) == key
+    assert encode_key("a/b") == "a%2Fb"
+
+
+def test_shard_files_are_named_as_megatron_does() -> None:
+    entry = TensorEntry("rng_state", TensorMeta((2, 3), OBJECT))
+    assert shard_file(entry, Box((1, 2), (1, 1))) == "rng_state.objects/shard_1.2_2.3.pt"
+    assert parse_shard("shard_1.2_2.3.pt") == ((1, 2), (2, 3))
+    assert parse_shard("shard__.pt") == ((), ())
+    for odd in ("shard_1_2.3.pt", "shard_1._2.pt", "x.pt", "shard_0_1.pt.tmp"):
+        assert parse_shard(odd) is None
+
+
+# -- what other readers see
+
+
+def test_zarr_python_lists_and_reads_without_a_warning(tmp_path: Path) -> None:
+    world = small_world()
+    suite.save(tmp_path / "c", world, ranks=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        group = zarr.open_group(tmp_path / "c", mode="r")
+        members = dict(group.members())
+        assert sorted(members) == ["a%2Fweight", "edge", "zeros"]
+        for name, array in members.items():
+            whole = world.tensors[str(array.attrs["key"])]
+            assert encode_key(str(array.attrs["key"])) == name
+            assert array[:].tobytes() == whole.values.tobytes()
+
+
+def test_zarr_python_opens_the_group_beside_arrays_it_does_not_know(tmp_path: Path) -> None:
+    world = World({"known": Whole.random("float32", (4,), (2,)), "odd": Whole.random("bfloat16", (4,), (2,))})
+    suite.save(tmp_path / "c", world)
+    group = zarr.open_group(tmp_path / "c", mode="r")
+    assert group["known"][:].tobytes() == world.tensors["known"].values.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "complex64", "bool"])
+def test_tensorstore_opens_each_array_by_its_own_description(tmp_path: Path, dtype: str) -> None:
+    world = World({"t": Whole.random(dtype, (7, 5), (3, 2))})
+    suite.save(tmp_path / "c", world, ranks=3)
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/c/t/"}}
+    store = ts.open(spec, open=True).result()
+    assert store.dtype.name == dtype
+    assert store.chunk_layout.write_chunk.shape == (3, 2)
+    assert store.read().result().tobytes() == world.tensors["t"].values.tobytes()
+
+
+def test_metadata_json_is_megatrons(tmp_path: Path) -> None:
+    suite.save(tmp_path / "c", small_world())
+    assert json.loads((tmp_path / "c/metadata.json").read_text()) == {
+        "sharded_backend": "zarr",
+        "sharded_backend_version": 2,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+
+
+# -- cells
+
+
+def test_cells_of_zeros_are_files_too(tmp_path: Path) -> None:
+    suite.save(tmp_path / "c", small_world())
+    assert sorted(os.listdir(tmp_path / "c/zeros/c")) == ["0", "1"]
+
+
+def test_only_padding_behind_the_bytes_leaves_a_prefix() -> None:
+    meta = TensorMeta((2, 7, 5), "float32")
+    boxes = [
+        Box((0, 0, 0), (1, 3, 5)),
+        Box((1, 6, 0), (1, 1, 5)),
+        Box((0, 0, 0), (1, 3, 4)),
+        Box((0, 3, 0), (2, 3, 5)),
+    ]
+    cells = Cells.of((TensorEntry("t", meta),), ((1, 3, 5),), np.zeros(4, np.int32), Boxes.of(boxes))
+    assert cells.prefix[:3].tolist() == [True, True, False]
+    assert cells.whole.tolist() == [True, True, False, False]
+    assert cells.index[:2].tolist() == [[0, 0, 0], [1, 2, 0]]
+
+
+def test_a_manifest_tells_which_chunks_are_raw(tmp_path: Path) -> None:
+    world = small_world()
+    _, manifest = suite.save(tmp_path / "c", world, ranks=2)
+    raw = Zarr().raw_chunks(manifest)
+    for i, is_raw in enumerate(raw.tolist()):
+        chunk, entry = manifest.chunk(i), manifest.tensors[manifest.chunks.tensor[i]]
+        data = (tmp_path / "c" / chunk.location.file).read_bytes()[: chunk.location.length]
+        assert is_raw == (digest_blocks(memoryview(data)) == chunk.digests.tobytes())
+        assert entry.key == "edge" or is_raw
+    assert 0 < raw.sum() < len(raw)
+
+
+def test_ranks_may_write_one_array_at_the_same_time(tmp_path: Path) -> None:
+    world = World({"t": Whole.random("bfloat16", (64, 8), (1, 4))})
+    shards = list(world.shards())
+    parts = [world.declared(shards[rank::4], rank) for rank in range(4)]
+    plans, manifest = plan_save(parts, SavePolicy(gridded=True))
+    with ThreadPoolExecutor(4) as pool:
+        writes = [
+            pool.submit(Zarr().write, LocalStorage(tmp_path), plan, MemorySource(world, plan))
+            for plan in plans
+        ]
+        manifest = manifest.located([write.result() for write in writes])
+    suite.expect(world, suite.load(LocalStorage(tmp_path), manifest, everything(world)))
+
+
+def test_rows_that_are_no_cells_are_refused_before_writing(tmp_path: Path) -> None:
+    world = World({"t": Whole.random("float32", (8, 4), (8, 4))})
+    boxes = Boxes.of([Box((0, 0), (4, 4)), Box((4, 0), (2, 4))])
+    plan = SavePlan(
+        0,
+        (TensorEntry("t", world.meta("t")),),
+        ((4, 4),),
+        np.zeros(2, np.int32),
+        boxes,
+        np.zeros(2, np.int32),
+    )
+    root = LocalStorage(tmp_path)
+    with pytest.raises(BackendError, match=r"'t' \[4:6, 0:4\]"):
+        Zarr().write(root, plan, MemorySource(world, plan))
+    with pytest.raises(BackendError, match="no regular grid"):
+        Zarr().write(root, replace(plan, grids=(None,)), MemorySource(world, plan))
+    assert root.list() == []
+
+
+def test_new_folders_are_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    real = os.fsync
+
+    def recording(fd: int) -> None:
+        synced.add(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path / "c"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", recording)
+    suite.save(tmp_path / "c", small_world())
+    assert {".", "edge", "edge/c", "zeros", "rng.objects"} <= synced  # edge/c/0 by tensorstore itself
+
+
+def test_a_write_that_fails_tells_what_and_where(tmp_path: Path) -> None:
+    (tmp_path / "c/edge").mkdir(parents=True)
+    (tmp_path / "c/edge/c").write_text("in the way")
+    with pytest.raises(StorageError, match=r"'edge' \[.*/c/edge/c/"):
+        suite.save(tmp_path / "c", small_world())
+
+
+# -- reading without an index
+
+
+def test_every_missing_or_cut_chunk_is_named(tmp_path: Path) -> None:
+    root, _ = suite.save(tmp_path / "c", small_world())
+    (tmp_path / "c/edge/c/1/2").unlink()
+    (tmp_path / "c/a%2Fweight/c/1/0").write_bytes(b"short")
+    with pytest.raises(CorruptCheckpoint) as caught:
+        Zarr().read_manifest(root)
+    assert "edge/c/1/2" in str(caught.value)
+    assert "a%2Fweight/c/1/0 has 5 bytes instead of 96" in str(caught.value)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    world = small_world()
+    root, manifest = suite.save(tmp_path / "c", world)
+    for file in ("edge/c/2/2", "zeros/c/0/0"):  # padded, and plain
+        (tmp_path / "c" / file).rename(tmp_path / "elsewhere")
+        (tmp_path / "c" / file).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(CorruptCheckpoint):
+            suite.load(root, manifest, everything(world), verify=False)
+        (tmp_path / "elsewhere").rename(tmp_path / "c" / file)
+
+
+@pytest.mark.parametrize("chunk_key", ["default", "v2"])
+def test_compressed_arrays_of_others_are_read(tmp_path: Path, chunk_key: str) -> None:
+    world = World({"t": Whole.random("float32", (7, 5), (3, 2))})
+    root, _ = suite.save(tmp_path / "c", world)
+    root.delete("t")
+    values = world.tensors["t"].values.view(np.float32)
+    array = zarr.create_array(
+        tmp_path / "c/t", shape=(7, 5), chunks=(4, 3), dtype="float32", chunk_key_encoding={"name": chunk_key}
+    )
+    array[:] = values
+    manifest = Zarr().read_manifest(root)
+    assert manifest.encoding == "native"
+    suite.expect(world, suite.load(root, manifest, everything(world)))
+    corner = world.declared([ShardId("t", Box((2, 1), (4, 3)))])
+    suite.expect(world, suite.load(root, manifest, corner))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [1 << 62, 1 << 62]},
+        {"shape": [7]},
+        {"shape": [-1, 5]},
+        {"shape": "75"},
+        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 2]}}},
+        {"chunk_grid": {"name": "rectilinear", "configuration": {}}},
+        {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/../"}}},
+        {"node_type": "group"},
+        {"zarr_format": 2},
+        {"attributes": {"key": 5}},
+        {"attributes": []},
+        {"data_type": "string"},
+        {"data_type": ["float32"]},
+        {"codecs": None},
+    ],
+)
+def test_a_description_that_lies_is_an_error(tmp_path: Path, change: dict[str, object]) -> None:
+    root, _ = suite.save(tmp_path / "c", small_world())
+    path = tmp_path / "c/edge/zarr.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises((CorruptCheckpoint, BackendError), match="edge"):
+        Zarr().read_manifest(root)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "\udc80", '{"attributes": 5}'])
+def test_garbage_is_an_error(tmp_path: Path, text: str) -> None:
+    root, _ = suite.save(tmp_path / "c", small_world())
+    data = text.encode("utf-8", "surrogateescape")
+    (tmp_path / "c/edge/zarr.json").write_bytes(data)
+    with pytest.raises(CorruptCheckpoint, match="edge"):
+        Zarr().read_manifest(root)
+    (tmp_path / "c/zarr.json").write_bytes(data)
+    with pytest.raises(CorruptCheckpoint, match=r"zarr\.json"):
+        Zarr().read_manifest(root)
+
+
+def test_a_description_is_what_it_was_made_of() -> None:
+    text = array_document((7, 5), "bfloat16", (3, 2))
+    layout = parse_array(text.encode(), "here")
+    assert (layout.shape, layout.dtype, layout.cell, layout.raw) == ((7, 5), "bfloat16", (3, 2), True)
+    assert layout.counts == (3, 3)
+    assert layout.file((1, 2)) == "c/1/2"
+
+
+def test_megatrons_own_version_1_is_not_ours(tmp_path: Path) -> None:
+    text = '{"sharded_backend": "zarr", "sharded_backend_version": 1}'
+    (tmp_path / "metadata.json").write_text(text)
+    assert not Zarr().recognises(LocalStorage(tmp_path))
