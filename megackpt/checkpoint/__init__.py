@@ -1,0 +1,24 @@
+"""What makes a directory a checkpoint: begin, commit, open, verify, and the index that they keep."""
+
+from __future__ import annotations
+
+from megackpt.checkpoint.committing import Place, begin, commit, place_of
+from megackpt.checkpoint.index import INDEX, decode_index, encode_index
+from megackpt.checkpoint.opening import Opened, find_storage, open_checkpoint, open_same
+from megackpt.checkpoint.verifying import Report, verify
+
+__all__ = [
+    "INDEX",
+    "Opened",
+    "Place",
+    "Report",
+    "begin",
+    "commit",
+    "decode_index",
+    "encode_index",
+    "find_storage",
+    "open_checkpoint",
+    "open_same",
+    "place_of",
+    "verify",
+]

@@ -1,0 +1,118 @@
+"""Columns of integers as bytes: few of them, decoded without a loop, never trusted unchecked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Int64
+
+LARGEST = 1 << 62
+"""Every number in an index lies in ``[-1, LARGEST)``, so that sums of two do not overflow."""
+
+_WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+_ROW, _PATCH = np.dtype("<u4"), np.dtype("<i8")
+_SAMPLE = 1024
+
+
+def damaged(what: str) -> NoReturn:
+    raise CorruptCheckpoint(f"the index is damaged: {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a column of ``count`` numbers is stored.
+
+    Row i is ``base + step * small[i]``; ``small`` are unsigned integers of ``width`` bytes (0: all are 0).
+    Then come ``patches`` rows that differ: their row numbers (uint32), then their values (int64).
+    """
+
+    count: int
+    width: int
+    base: int
+    step: int
+    patches: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.width + self.patches * (_ROW.itemsize + _PATCH.itemsize)
+
+    def fields(self) -> list[int]:
+        return [self.count, self.width, self.base, self.step, self.patches]
+
+    @classmethod
+    def parse(cls, fields: Any) -> Layout:
+        """From what stands in the head of an index; CorruptCheckpoint if it makes no sense."""
+        if not isinstance(fields, list) or len(fields) != 5 or any(type(f) is not int for f in fields):
+            damaged(f"{fields!r} describes no column")
+        layout = cls(*fields)
+        sane = (
+            0 <= layout.count < LARGEST
+            and (layout.width == 0 or layout.width in _WIDTHS)
+            and -1 <= layout.base < LARGEST
+            and 1 <= layout.step < LARGEST
+            and 0 <= layout.patches <= layout.count
+        )
+        if not sane:
+            damaged(f"{fields!r} describes no column")
+        return layout
+
+
+def pack(values: Int64) -> tuple[Layout, list[bytes]]:
+    """The shortest layout for these numbers, and their bytes."""
+    if not len(values):
+        return Layout(0, 0, 0, 1, 0), []
+    low, high = int(values.min()), int(values.max())
+    if low < -1 or high >= LARGEST:
+        raise ValueError(f"an index holds numbers from -1 to 2**62, not {low} to {high}")
+    step = _step(values, low, high)
+    width = _width((high - low) // step)
+    dense = Layout(len(values), width, low, step, 0)
+    rows = np.flatnonzero(values)
+    sparse = Layout(len(values), 0, 0, 1, len(rows))
+    if sparse.nbytes < dense.nbytes and len(values) <= 1 << 32:
+        return sparse, [rows.astype(_ROW).tobytes(), values[rows].astype(_PATCH).tobytes()]
+    if not width:
+        return dense, []
+    return dense, [((values - low) // step).astype(_WIDTHS[width]).tobytes()]
+
+
+def _step(values: Int64, low: int, high: int) -> int:
+    """The largest number that all differences are multiples of, where knowing it can help."""
+    if _width(high - low) <= 1 or math.gcd(*(values[:_SAMPLE] - low).tolist()) == 1:
+        return 1
+    return int(np.gcd.reduce(values - low)) or 1
+
+
+def _width(span: int) -> int:
+    return next(w for w in (0, *_WIDTHS) if span < 1 << (8 * w))
+
+
+def unpack(layout: Layout, data: memoryview) -> Int64:
+    """The numbers of a column from exactly ``layout.nbytes`` bytes. Allocates ``8 * layout.count`` bytes."""
+    if not layout.width:
+        values = np.full(layout.count, layout.base, np.int64)
+    else:
+        small = np.frombuffer(data, _WIDTHS[layout.width], layout.count)
+        if layout.count and layout.base + layout.step * int(small.max()) >= LARGEST:
+            damaged("a number is too large")
+        values = small.astype(np.int64)
+        if layout.step != 1:
+            values *= layout.step
+        if layout.base:
+            values += layout.base
+    if layout.patches:
+        _patch(values, layout, data[layout.count * layout.width :])
+    return values
+
+
+def _patch(values: Int64, layout: Layout, data: memoryview) -> None:
+    rows = np.frombuffer(data, _ROW, layout.patches)
+    patches = np.frombuffer(data, _PATCH, layout.patches, rows.nbytes)
+    if rows.max() >= layout.count or patches.min() < -1 or patches.max() >= LARGEST:
+        damaged("a number is out of range")
+    values[rows] = patches

@@ -1,0 +1,238 @@
+"""The protocol of a save on a file system: begin, announce, commit or abort. On the coordinator only.
+
+A directory that holds no checkpoint is written in place: it is none until its last file stands there. A
+complete checkpoint is left alone, and the new one grows in a sibling until both are exchanged. So a reader
+finds the old one, the new one, or none; and wherever the process dies, the next ``begin`` clears up.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megackpt.backends.base import Backend
+from megackpt.checkpoint.index import INDEX, encode_index
+from megackpt.checkpoint.marker import PREFIX, Heartbeat, Marker, active, markers, siblings, staging_name
+from megackpt.checkpoint.opening import Directory, incomplete, shortfalls
+from megackpt.checkpoint.replacing import clean_up, discard, free_name, logger, own_names, publish, retire
+from megackpt.errors import CheckpointExists, CheckpointingException, SaveInProgress, StorageError
+from megackpt.planning.manifest import Manifest
+from megackpt.runtime.storage import LocalStorage, digest
+
+_NAMED = 5  # missing files that a message names
+_PAUSES = (0.0, 0.2, 1.0, 3.0)  # seconds; a network file system may show a new file a little later
+
+
+class Place:
+    """Where one save writes, from its beginning to its commit. Ranks write below ``path``."""
+
+    def __init__(self, outer: LocalStorage, name: str, save_id: str, *, staged: bool, made: bool) -> None:
+        self.save_id = save_id
+        self.name = name
+        self.outer = outer
+        self.staged = staged
+        self._made = made
+        self._committed = False
+        self.storage = outer.folder(staging_name(name, save_id) if staged else name)
+        self.marker = Marker(save_id)
+        active.add(save_id)
+        self.marker.put(self.storage)
+        beat = Heartbeat(self.storage, self.marker.name)
+        # A place that is dropped without a word is a dead save too.
+        self._ended = weakref.finalize(self, _end, beat, save_id)
+
+    @property
+    def path(self) -> str:
+        """The directory that ranks write to."""
+        return self.storage.location
+
+    def announce(self, names: Iterable[str]) -> None:
+        """Note the top-level names that this save may make, before any is made.
+
+        What bears such a name already, in a directory that holds no checkpoint, is moved to ``NAME.old``.
+        """
+        new = {name.partition("/")[0] for name in (*names, INDEX)} - set(self.marker.names)
+        for name in sorted(new.intersection(self.storage.list())):
+            moved = free_name(self.storage, name)
+            logger.warning("%s is in the way of a save: it is now %s", f"{self.path}/{name}", moved)
+            self.storage.rename(name, moved)
+        self._mark(names=(*self.marker.names, *sorted(new)))
+
+    def abort(self) -> None:
+        """Remove what this save made, and nothing else. What cannot be removed is left to the next save."""
+        if self._committed or not self._ended():
+            return
+        try:
+            if self.staged:
+                staging = staging_name(self.name, self.save_id)
+                # Without the marker it is the old checkpoint: the exchange took place, and failed after that.
+                if self.outer.size(f"{staging}/{self.marker.name}") is not None:
+                    discard(self.outer, staging, self.marker.name)
+                return
+            for name in (self.marker.last, *self.marker.names, self.marker.name):
+                if name:
+                    self.storage.delete(name)
+            if self._made:
+                self.outer.remove_folder(self.name)
+        except (StorageError, OSError) as error:
+            logger.warning("the failed save in %s is not cleared up, the next one will: %s", self.path, error)
+
+    def fill(self, small: dict[str, bytes], manifest: Manifest) -> None:
+        """Write the small files and the index; the last one completes the directory."""
+        *first, last = list(small) or [INDEX]
+        self.announce(small)
+        index = encode_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
+        self._mark(last=last)
+        for name in first:
+            self.storage.put(name, small[name])
+        self.storage.put(INDEX, index)
+        if small:
+            self.storage.put(last, small[last])
+
+    def publish(self) -> None:
+        """Make the complete directory the one that readers find, and leave nothing behind."""
+        if self.staged:
+            self._mark(retire=self._replaced())
+            logger.warning("replacing the checkpoint in %s/%s", self.outer.location, self.name)
+            publish(self.outer, self.name, self.marker)
+        self._committed = True
+        try:
+            if self.staged:
+                retire(self.outer, self.name, self.marker)
+            self.storage.delete(self.marker.name)
+        except CheckpointingException as error:
+            logger.warning("the new checkpoint stands, but clearing up is left to the next save: %s", error)
+        self._ended()
+
+    def _replaced(self) -> tuple[str, ...]:
+        try:
+            return own_names(self.outer.folder(self.name))
+        except FileNotFoundError:  # somebody removed the old checkpoint meanwhile
+            return ()
+
+    def _mark(self, **changes: object) -> None:
+        if self.storage.size(self.marker.name) is None:
+            raise StorageError(
+                f"the marker {self.path}/{self.marker.name} of this save has been removed: "
+                "another job took the save for dead, or the directory was cleaned; nothing was committed"
+            )
+        self.marker = replace(self.marker, **changes)  # type: ignore[arg-type]
+        self.marker.put(self.storage)
+
+
+def _end(beat: Heartbeat, save_id: str) -> bool:
+    beat.stop()
+    active.discard(save_id)
+    return True
+
+
+def begin(directory: Directory, *, save_id: str, overwrite: bool = True) -> Place:
+    """Prepare the place where a new checkpoint grows, so that no reader takes it for one.
+
+    The directory and its parents are made; a symbolic link is followed. Leftovers of dead saves are removed.
+
+    Raises:
+        SaveInProgress: another live save is at work there.
+        CheckpointExists: a complete checkpoint is there, and ``overwrite`` is False.
+        StorageError: the directory cannot be made or written, or (to replace a checkpoint) not exchanged.
+    """
+    target = os.path.realpath(directory)
+    above, name = os.path.split(target)
+    outer = LocalStorage(above, create=True)
+    if name and outer.size(name) is not None:
+        raise StorageError(f"cannot save to {target}: a file is in the way")
+    _refuse_rivals(outer, name)
+    clean_up(outer, name)
+    made = outer.make_folder(name)
+    staged = not made and incomplete(outer.folder(name)) is None
+    if staged:
+        _check_replaceable(target, overwrite)
+        if not outer.make_folder(staging_name(name, save_id), 0o700):
+            raise SaveInProgress(f"a save of id {save_id} is at work in {above}")
+    place = Place(outer, name, save_id, staged=staged, made=made)
+    try:
+        _refuse_rivals(outer, name, save_id)
+    except SaveInProgress:
+        place.abort()
+        raise
+    return place
+
+
+def place_of(directory: Directory, save_id: str) -> LocalStorage:
+    """On any rank, once the coordinator has begun the save of this id: where its files go.
+
+    The save's marker tells. Raises StorageError where it is not to be seen.
+    """
+    target = os.path.realpath(directory)
+    above, name = os.path.split(target)
+    for pause in _PAUSES:
+        time.sleep(pause)
+        for path in (os.path.join(above, staging_name(name, save_id)), target):
+            try:
+                storage = LocalStorage(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if f"{PREFIX}{save_id}" in storage.list():
+                return storage
+    raise StorageError(
+        f"the save {save_id} that the coordinator has begun in {target} cannot be seen on host "
+        f"{socket.gethostname()!r}: is the directory shared between all hosts?"
+    )
+
+
+def _check_replaceable(target: str, overwrite: bool) -> None:
+    if not overwrite:
+        raise CheckpointExists(
+            f"{target} holds a complete checkpoint: pass overwrite=True to replace it, or save elsewhere"
+        )
+    if os.path.ismount(target):
+        raise StorageError(
+            f"{target} holds a checkpoint and is a mount point, which cannot be replaced atomically: "
+            "save to a directory below it"
+        )
+
+
+def _refuse_rivals(outer: LocalStorage, name: str, own: str = "") -> None:
+    """SaveInProgress if another save to this directory is alive."""
+    for entry in (name, *siblings(outer, name)):
+        try:
+            folder = outer.folder(entry)
+        except FileNotFoundError:
+            continue
+        for marker in markers(folder):
+            if marker.save_id != own and marker.lives(folder):
+                raise SaveInProgress(
+                    f"{outer.location}/{name} is being written by {marker}: wait for it, or save elsewhere. "
+                    f"If that job is gone for good, remove {folder.location}/{marker.name}"
+                )
+
+
+def commit(place: Place, backend: Backend, manifest: Manifest) -> None:
+    """All ranks have written: make it a checkpoint, in one atomic step.
+
+    ``manifest`` has the locations that the ranks reported. When this raises, nothing is committed, and
+    ``place.abort()`` is the caller's next call; when it returns, the checkpoint is complete and durable.
+
+    Raises:
+        StorageError: the disk refused, or files that ranks wrote are not to be seen from here.
+    """
+    manifest = replace(manifest, backend=(backend.name, backend.version), save_id=place.save_id)
+    _check_files(place.storage, manifest)
+    place.fill(dict(backend.finish(place.storage, manifest)), manifest)
+    place.publish()
+
+
+def _check_files(storage: LocalStorage, manifest: Manifest) -> None:
+    """Are the files that the ranks report here, in full?"""
+    missing = shortfalls(storage, manifest)
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise StorageError(
+            f"{len(missing)} of {len(manifest.files)} files that ranks wrote cannot be seen by the "
+            f"coordinator in {storage.location}: {'; '.join(map(str, missing[:_NAMED]))}{more}. "
+            "Is the directory shared between all hosts?"
+        )

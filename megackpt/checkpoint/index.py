@@ -1,0 +1,176 @@
+"""``megackpt.index``: what a checkpoint holds, where it lies, and the digests. Columnar, pickle-free.
+
+The bytes, all integers little-endian::
+
+    8   magic "megackpt"
+    4   version (1)
+    4   length of the head
+    .   head: JSON in UTF-8
+    .   columns: integers, in the order of ``column_names`` (see columns.Layout for each one's bytes)
+    .   text of all keys, then of all file names, UTF-8 without separators
+    .   digests: 16 bytes for each block of at most 1 MiB of each chunk, in the chunks' order; or nothing
+    16  xxh3-128 of all that precedes
+
+Chunks are sorted by tensor, so a count per tensor replaces a number per chunk. Shapes are stored as how often
+they go into the tensor's shape and what then remains, offsets as how many of the chunk's own shape they lie
+away and what remains: small numbers in regular grids, with remainders that are all zero and take no bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megackpt.checkpoint.columns import damaged, pack
+from megackpt.checkpoint.unpacking import Columns, Dims, SmallFiles, column_names, decode_body, parse_head
+from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.planning.box import Boxes, Int64
+from megackpt.planning.manifest import DIGEST_SIZE, ITEMSIZE, Chunks, Manifest, TensorEntry, TensorMeta
+from megackpt.runtime.storage import digest
+
+INDEX = "megackpt.index"
+VERSION = 1
+
+_MAGIC = b"megackpt"
+_START = struct.Struct("<8sII")
+START = _START.size
+
+
+def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
+    """The content of ``megackpt.index`` for a manifest whose chunks are written, and the small files."""
+    manifest = _sorted_by_tensor(manifest)
+    columns, derived = _columns(manifest)
+    packed = {name: pack(column) for name, column in columns.items()}
+    keys = "".join(entry.key for entry in manifest.tensors).encode("utf-8", "surrogatepass")
+    files = "".join(manifest.files).encode("utf-8", "surrogatepass")
+    head = {
+        "save_id": manifest.save_id,
+        "backend": list(manifest.backend),
+        "encoding": manifest.encoding,
+        "small": {name: [size, checksum.hex()] for name, (size, checksum) in small.items()},
+        "dtypes": list(ITEMSIZE),
+        "axes": _axes(manifest.tensors),
+        "derived": derived,
+        "text": [len(keys), len(files)],
+        "columns": {name: layout.fields() for name, (layout, _) in packed.items()},
+    }
+    text = json.dumps(head, separators=(",", ":")).encode()
+    parts = [_START.pack(_MAGIC, VERSION, len(text)), text]
+    parts += [part for _, blobs in packed.values() for part in blobs]
+    body = b"".join([*parts, keys, files, manifest.chunks.digests.tobytes()])
+    return body + digest(body)
+
+
+def decode_index(data: bytes, where: str = INDEX) -> tuple[Manifest, dict[str, tuple[int, bytes]]]:
+    """What ``encode_index`` was given; chunks sorted by tensor, digests as a view of ``data``.
+
+    Nothing in ``data`` is believed: whatever it says, the outcome is a consistent manifest or an error, and
+    the memory taken is in proportion to its length.
+
+    Raises:
+        CorruptCheckpoint: damaged, truncated or lying.
+        BackendError: a version of the index that this release does not know.
+    """
+    try:
+        end = head_length(data)
+        if end + DIGEST_SIZE > len(data):
+            damaged("it is truncated")
+        if digest(memoryview(data)[:-DIGEST_SIZE]) != data[-DIGEST_SIZE:]:
+            damaged("it does not match its own digest")
+        head = parse_head(data[START:end])
+        return decode_body(head, memoryview(data)[end:-DIGEST_SIZE]), head.small
+    except (CorruptCheckpoint, BackendError) as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def head_length(start: bytes) -> int:
+    """How many bytes the beginning and the head take, told by the first ``START`` bytes of an index."""
+    if len(start) < START:
+        damaged("it is truncated")
+    magic, version, length = _START.unpack_from(start)
+    if magic != _MAGIC:
+        damaged("it does not begin as an index does")
+    if version != VERSION:
+        raise BackendError(f"version {version} of the index is too new: this release reads up to {VERSION}")
+    return START + int(length)
+
+
+def _axes(tensors: Sequence[TensorEntry]) -> int:
+    return max((len(entry.meta.shape) for entry in tensors), default=0)
+
+
+def _sorted_by_tensor(manifest: Manifest) -> Manifest:
+    chunks = manifest.chunks
+    if not (np.diff(chunks.tensor) < 0).any():
+        return manifest
+    order = np.argsort(chunks.tensor, kind="stable")
+    taken = Chunks(
+        chunks.tensor[order],
+        chunks.boxes.take(order),
+        chunks.writer[order],
+        chunks.file[order],
+        chunks.start[order],
+        chunks.length[order],
+        chunks.digests[_rows_of(chunks.block_bounds, order)] if len(chunks.digests) else chunks.digests,
+    )
+    return replace(manifest, chunks=taken)
+
+
+def _rows_of(bounds: Int64, order: Int64) -> Int64:
+    """The rows of the ranges ``bounds[i]:bounds[i + 1]``, the ranges taken in this order."""
+    counts = np.diff(bounds)[order]
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    starts: Int64 = np.repeat(bounds[order] - (ends - counts), counts)
+    return starts + np.arange(total)
+
+
+def _columns(manifest: Manifest) -> tuple[Columns, bool]:
+    """All columns by name, and whether the lengths of tensor chunks follow from their boxes."""
+    chunks, tensors = manifest.chunks, manifest.tensors
+    metas: dict[TensorMeta, int] = {}
+    grids: dict[Dims, int] = {}
+    numbers = {name: i for i, name in enumerate(ITEMSIZE)}
+    meta = [metas.setdefault(entry.meta, len(metas)) for entry in tensors]
+    grid = [0 if g is None else 1 + grids.setdefault(g, len(grids)) for g in manifest.grids]
+    itemsize = np.array([entry.meta.itemsize for entry in tensors], np.int64)[chunks.tensor]
+    extra = chunks.length - chunks.boxes.volume * itemsize
+    derived = not extra[itemsize > 0].any()
+    columns: dict[str, Any] = {
+        "key_chars": [len(entry.key) for entry in tensors],
+        "meta": meta,
+        "grid": grid,
+        "count": np.bincount(chunks.tensor, minlength=len(tensors)),
+        "meta_dtype": [numbers[m.dtype] for m in metas],
+        "meta_ndim": [len(m.shape) for m in metas],
+        "meta_dim": [d for m in metas for d in m.shape],
+        "grid_ndim": [len(g) for g in grids],
+        "grid_dim": [d for g in grids for d in g],
+        "file_chars": [len(name) for name in manifest.files],
+        "file": chunks.file,
+        "writer": chunks.writer,
+        "start": chunks.start,
+        "length": extra if derived else chunks.length,
+    }
+    axes = _axes(tensors)
+    padded = [[*m.shape, *[1] * (axes - len(m.shape))] for m in metas]
+    shapes = np.array(padded, np.int64).reshape(len(metas), axes)
+    columns.update(_relative(chunks.boxes, shapes[np.array(meta, np.int64)[chunks.tensor]]))
+    return {name: np.asarray(columns[name], np.int64) for name in column_names(axes)}, derived
+
+
+def _relative(boxes: Boxes, whole: Int64) -> Iterator[tuple[str, Int64]]:
+    """The columns of each axis: how often shapes go into the tensor's, and into offsets."""
+    for axis in range(whole.shape[1]):
+        shape, offset = boxes.shape[:, axis], boxes.offset[:, axis]
+        divisor: Int64 = np.maximum(shape, 1)
+        pieces: Int64 = np.where(shape > 0, whole[:, axis] // divisor, 0)
+        yield f"pieces{axis}", pieces
+        yield f"rest{axis}", whole[:, axis] - pieces * shape
+        yield f"place{axis}", offset // divisor
+        yield f"shift{axis}", offset % divisor

@@ -1,0 +1,175 @@
+"""Who is saving here: markers that stand while a save goes on, and whether the process behind one lives.
+
+A marker is a small JSON file in the directory that a save writes to. It says who saves, which names the save
+may put there, and, once the commit has begun, which file will be the last. While that file is absent the
+directory is no checkpoint, whatever else is in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+
+from megackpt.errors import CorruptCheckpoint
+from megackpt.runtime.storage import LocalStorage
+
+PREFIX = ".megackpt-saving-"
+HEARTBEAT = 20.0
+"""Seconds between two signs of life of a save."""
+SILENCE = 300.0
+"""Seconds without one after which a save is taken for dead, where its process cannot be looked at."""
+
+active: set[str] = set()
+"""Ids of the saves of this process that have begun and not ended."""
+
+
+def staging_name(name: str, save_id: str) -> str:
+    """The sibling of a directory that a save grows in when it replaces a checkpoint."""
+    return f".{name}.megackpt-{save_id}"
+
+
+def siblings(outer: LocalStorage, name: str) -> dict[str, str]:
+    """The siblings that saves to ``name`` made: entry -> save id. ``.old``: a directory set aside."""
+    pattern = re.compile(re.escape(f".{name}.megackpt-") + r"([^./]+)(\.old)?")
+    found = ((entry, pattern.fullmatch(entry)) for entry in outer.list())
+    return {entry: match[1] for entry, match in found if match}
+
+
+@functools.cache
+def boot() -> str:
+    """Names this boot of this machine; empty where it cannot be told."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+@functools.cache
+def namespace() -> str:
+    """Names the set of processes that numbers of processes belong to; empty where there is none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def started(pid: int) -> int:
+    """When a process started (ticks since boot), which tells apart those of one number; 0 = it is dead."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *numbers = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 0 if state in (b"Z", b"X") else int(numbers[18])
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a marker says.
+
+    ``names`` are the top-level names that the save may make; ``last`` is the file whose appearance completes
+    it (empty before the commit); ``retire`` are the entries of the replaced checkpoint that may be removed.
+    """
+
+    save_id: str
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    started: int = field(default_factory=lambda: started(os.getpid()))
+    boot: str = field(default_factory=boot)
+    namespace: str = field(default_factory=namespace)
+    time: float = field(default_factory=time.time)
+    names: tuple[str, ...] = ()
+    last: str = ""
+    retire: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return PREFIX + self.save_id
+
+    def put(self, storage: LocalStorage) -> None:
+        storage.put(self.name, json.dumps(asdict(self)).encode())
+
+    def finished(self, storage: LocalStorage) -> bool:
+        """Did the save complete the directory that it marks?"""
+        return bool(self.last) and storage.size(self.last) is not None
+
+    def lives(self, storage: LocalStorage) -> bool:
+        """Is this save going on?
+
+        Certain where the process belongs to this boot and namespace. Elsewhere (another host or container) a
+        save lives as long as it touches its marker, by the clock of the file system.
+        """
+        if self.boot == boot() != "" and self.namespace == namespace():
+            if self.pid == os.getpid():
+                return self.save_id in active
+            return started(self.pid) == self.started != 0
+        status = storage.stat(self.name)
+        return status is not None and storage.now() - status.st_mtime < SILENCE
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        return f"a save by process {self.pid} on host {self.host!r}, begun {since}"
+
+
+def markers(storage: LocalStorage) -> list[Marker]:
+    """The markers in a directory. One that cannot be understood counts as a save by nobody we can ask."""
+    names = [name for name in storage.list() if name.startswith(PREFIX)]
+    return [marker for name in names if (marker := _read(storage, name)) is not None]
+
+
+def _read(storage: LocalStorage, name: str) -> Marker | None:
+    unknown = Marker(name.removeprefix(PREFIX), "unknown", 0, 0, "", "", 0.0)
+    try:
+        fields = json.loads(storage.get(name, limit=1 << 28))
+    except FileNotFoundError:
+        return None  # it was removed since we saw its name
+    except (ValueError, RecursionError, CorruptCheckpoint):
+        return unknown
+    return _parsed(fields, unknown)
+
+
+def _parsed(fields: object, unknown: Marker) -> Marker:
+    """The marker in these fields, as far as they are of the kinds that they should be."""
+    if not isinstance(fields, dict):
+        return unknown
+    given = asdict(unknown)
+    for key, default in given.items():
+        value = fields.get(key)
+        if isinstance(default, tuple) and isinstance(value, list):
+            given[key] = tuple(entry for entry in value if isinstance(entry, str) and _is_entry(entry))
+        elif type(value) is type(default):
+            given[key] = value
+    return Marker(**{**given, "save_id": unknown.save_id})
+
+
+def _is_entry(name: str) -> bool:
+    """Markers are read back to remove what they name: only entries of the directory itself can be meant."""
+    return "/" not in name and name not in ("", ".", "..") and "\0" not in name
+
+
+class Heartbeat:
+    """Touches a marker now and then, from a thread of its own, until stopped."""
+
+    def __init__(self, storage: LocalStorage, marker: str) -> None:
+        self._stopped = threading.Event()
+        work = functools.partial(_beat, self._stopped, storage, marker)
+        self._thread = threading.Thread(target=work, name="megackpt-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+def _beat(stopped: threading.Event, storage: LocalStorage, marker: str) -> None:
+    while not stopped.wait(HEARTBEAT):
+        try:
+            storage.touch(marker)
+        except OSError:
+            return  # the marker is gone; the save will find out by itself

@@ -1,0 +1,215 @@
+"""Opening: which directory a path means, whether it holds a checkpoint, and what that one says it holds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megackpt import strategies
+from megackpt.backends.base import Backend
+from megackpt.checkpoint.index import INDEX, START, decode_index, head_length
+from megackpt.checkpoint.marker import PREFIX, markers, siblings
+from megackpt.checkpoint.unpacking import parse_head
+from megackpt.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, NotACheckpoint
+from megackpt.planning.manifest import Manifest
+from megackpt.runtime.storage import LocalStorage, digest
+
+Directory = str | os.PathLike[str]
+
+_ATTEMPTS = 3  # at a directory that is replaced at the very moment
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """An open checkpoint. ``small`` is what its index says of the small files (empty without an index)."""
+
+    storage: LocalStorage
+    backend: Backend
+    manifest: Manifest
+    small: Mapping[str, tuple[int, bytes]]
+
+
+def open_checkpoint(directory: Directory) -> Opened:
+    """Open a complete checkpoint and read what it holds: by its index, else by the format's own account.
+
+    The directory is opened once. What is later read through ``storage`` belongs to this checkpoint even when
+    the path is given to another one meanwhile. The small files that the index names are checked against it.
+
+    Raises:
+        NotACheckpoint: "directory X does not exist", or nothing complete is in it, with the reason.
+        CorruptCheckpoint: the index or a small file is damaged, or they do not belong together.
+        BackendError: the format is unknown or needs a package that is not there.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        storage = find_storage(directory)
+        try:
+            opened = _read(storage)
+        except (CheckpointingException, FileNotFoundError):
+            if attempt == _ATTEMPTS or storage.is_current():
+                raise
+            continue
+        # Without an index nothing ties the files together, so see that nobody began to clear them away.
+        if opened.manifest.save_id or attempt == _ATTEMPTS or storage.is_current():
+            return opened
+    raise CheckpointReplaced(f"{os.fspath(directory)} is being replaced again and again")
+
+
+def open_same(directory: Directory, save_id: str) -> LocalStorage:
+    """The storage of a checkpoint that another rank has opened, on this rank.
+
+    ``save_id`` is its manifest's. Raises CheckpointReplaced if the directory bears another one by now.
+    """
+    storage = find_storage(directory)
+    found = _save_id(storage)
+    if found != save_id:
+        raise CheckpointReplaced(
+            f"{storage.location} was replaced while it was being read: opened as save "
+            f"{save_id or '(foreign)'}, now it is {found or '(foreign)'}; load again"
+        )
+    return storage
+
+
+def find_storage(directory: Directory) -> LocalStorage:
+    """The directory itself, or the one that an interrupted replacement set aside; else NotACheckpoint."""
+    target = os.path.realpath(directory)
+    try:
+        storage = LocalStorage(target)
+        reason = incomplete(storage)
+    except FileNotFoundError:
+        reason = f"directory {os.fspath(directory)} does not exist"
+    except NotADirectoryError:
+        reason = f"{os.fspath(directory)} is not a distributed checkpoint: it is no directory"
+    else:
+        if reason is None:
+            return storage
+    aside = set_aside(target)
+    if aside is None:
+        raise NotACheckpoint(reason)
+    return aside
+
+
+def incomplete(storage: LocalStorage) -> str | None:
+    """Why this directory is no complete checkpoint, or None if it is one (perhaps a damaged one)."""
+    what = f"{storage.location} is not a distributed checkpoint"
+    for marker in markers(storage):
+        if not marker.finished(storage):
+            state = "goes on" if marker.lives(storage) else "died before it was complete"
+            return f"{what}: {marker} {state}"
+    if not storage.list():
+        return f"{what}: it is empty"
+    try:
+        strategies.find_backend(storage)
+    except NotACheckpoint as error:
+        return str(error)
+    except CheckpointingException:
+        return None  # there is one; opening it will tell what is wrong with it
+    return None
+
+
+def set_aside(target: str) -> LocalStorage | None:
+    """The complete checkpoint that was moved away from here by a replacement that has not gone on since."""
+    above, name = os.path.split(target)
+    try:
+        outer = LocalStorage(above)
+        for sibling, save_id in siblings(outer, name).items():
+            storage = outer.folder(sibling)
+            if storage.size(PREFIX + save_id) is None and incomplete(storage) is None:
+                return storage
+    except (FileNotFoundError, NotADirectoryError):
+        return None  # nothing there, or gone again: the replacement went on
+    return None
+
+
+def stored_manifest(storage: LocalStorage) -> tuple[Backend, Manifest, dict[str, tuple[int, bytes]]]:
+    """What the checkpoint here says that it holds: its format, its contents, its small files (unchecked)."""
+    if storage.size(INDEX) is None:
+        backend = strategies.find_backend(storage)
+        return backend, backend.read_manifest(storage), {}
+    manifest, small = decode_index(storage.get(INDEX), f"{storage.location}/{INDEX}")
+    return strategies.backend_named(*manifest.backend), manifest, small
+
+
+def small_file_problems(storage: LocalStorage, small: Mapping[str, tuple[int, bytes]]) -> list[str]:
+    """What is wrong with the small files that an index names."""
+    found = (_small_file_problem(storage, name, *expected) for name, expected in small.items())
+    return [problem for problem in found if problem]
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A file of which bytes are not there. ``size`` is None if all of it is missing."""
+
+    name: str
+    writer: int  # a rank that wrote it
+    size: int | None
+    needed: int
+
+    def __str__(self) -> str:
+        state = "missing" if self.size is None else f"truncated ({self.size} of {self.needed} bytes)"
+        return f"{self.name}, written by rank {self.writer}, is {state}"
+
+
+def shortfalls(storage: LocalStorage, manifest: Manifest) -> list[Shortfall]:
+    """The files of a manifest that are missing, or end before the chunks that should be in them."""
+    chunks = manifest.chunks
+    placed = chunks.file >= 0
+    ends = np.zeros(len(manifest.files), np.int64)
+    writers = np.full(len(manifest.files), -1, np.int64)
+    writers[chunks.file[placed]] = chunks.writer[placed]
+    if manifest.encoding == "raw":
+        np.maximum.at(ends, chunks.file[placed], (chunks.start + chunks.length)[placed])
+    rows = zip(manifest.files, writers.tolist(), ends.tolist(), strict=True)
+    found = (Shortfall(name, writer, storage.size(name), end) for name, writer, end in rows)
+    return [short for short in found if short.size is None or short.size < short.needed]
+
+
+def _read(storage: LocalStorage) -> Opened:
+    backend, manifest, small = stored_manifest(storage)
+    problems = small_file_problems(storage, small)
+    if problems:
+        raise CorruptCheckpoint("\n".join(problems))
+    return Opened(storage, backend, manifest, small)
+
+
+def _small_file_problem(storage: LocalStorage, name: str, size: int, checksum: bytes) -> str | None:
+    path = f"{storage.location}/{name}"
+    found = storage.size(name)
+    if found is None:
+        return f"{path} is missing: the checkpoint's index names it"
+    if found == size and digest(storage.get(name)) == checksum:
+        return None
+    what = f"has {found} bytes instead of {size}" if found != size else "does not match its digest"
+    return (
+        f"{path} {what}: it is damaged, or was written by somebody else ({_compared(storage, name)}). "
+        f"If it is right, remove {INDEX} and the format's own files are trusted"
+    )
+
+
+def _compared(storage: LocalStorage, name: str) -> str:
+    own, other = storage.stat(name), storage.stat(INDEX)
+    if own is None or other is None:
+        return "one of the two is gone"
+    newer = name if own.st_mtime > other.st_mtime else INDEX
+    times = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.st_mtime)) for s in (own, other)]
+    return f"{newer} is newer: {name} {times[0]}, {INDEX} {times[1]}"
+
+
+def _save_id(storage: LocalStorage) -> str:
+    """The id in the index's head, or empty where there is no index."""
+    try:
+        reader = storage.open(INDEX)
+    except FileNotFoundError:
+        return ""
+    with reader:
+        start = bytearray(min(START, reader.size))
+        reader.read_into(0, [memoryview(start)])
+        length = head_length(bytes(start)) - START
+        if length > reader.size:
+            raise CorruptCheckpoint(f"{storage.location}/{INDEX} is truncated")
+        head = bytearray(length)
+        reader.read_into(START, [memoryview(head)])
+        return parse_head(bytes(head)).save_id

@@ -1,0 +1,172 @@
+"""Replacing one directory by another at one stroke, and what a dead save leaves behind.
+
+A new checkpoint that replaces one grows in a sibling, ``.NAME.megackpt-ID``, and is exchanged with it when it
+is complete. What the old directory holds beyond its checkpoint is foreign and moves over. Each step can be
+the last of a dying process; the next save goes on from there, by these signs:
+
+====================================  ===================================================================
+sibling holds the marker of ID        it was not published: it is removed
+sibling without it, NAME holds it     it is the old directory: its foreign entries are still to be moved
+``.NAME.megackpt-ID.old``, no NAME    died between the two renames that stand for an exchange: one step back
+====================================  ===================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from megackpt.checkpoint.index import INDEX
+from megackpt.checkpoint.marker import PREFIX, Marker, markers, siblings, staging_name
+from megackpt.checkpoint.opening import incomplete, stored_manifest
+from megackpt.errors import CheckpointingException, StorageError
+from megackpt.runtime.storage import TEMPORARY, LocalStorage
+
+logger = logging.getLogger("megackpt.checkpoint")
+
+_FIXED = frozenset((INDEX, "metadata.json", ".metadata", "common.pt"))
+_DATA = re.compile(r".*__\d+_\d+\.distcp")
+_OURS = (PREFIX, TEMPORARY)
+_PASSES = 5  # over a directory that others still put files into
+
+
+def own_names(storage: LocalStorage) -> tuple[str, ...]:
+    """The entries of a directory that belong to the checkpoint in it; all others are foreign."""
+    entries = storage.list()
+    try:
+        backend, manifest, small = stored_manifest(storage)
+        ranks = int(manifest.chunks.writer.max(initial=-1)) + 1
+        named = {*manifest.files, *small, *backend.files(max(ranks, 1), manifest)}
+    except CheckpointingException as error:
+        logger.warning(
+            "what belongs to the damaged checkpoint %s is told by names only: %s", storage.location, error
+        )
+        named = {entry for entry in entries if _DATA.fullmatch(entry)}
+    own = {name.partition("/")[0] for name in named} | _FIXED
+    return tuple(entry for entry in entries if entry in own)
+
+
+def publish(outer: LocalStorage, name: str, marker: Marker) -> None:
+    """Put the complete sibling of this save in the place of ``name``; the commit of a replacement."""
+    staging = staging_name(name, marker.save_id)
+    if outer.stat(name) is None:
+        outer.rename(staging, name)
+        return
+    if not outer.dress_as(staging, name):
+        logger.warning("%s/%s: the new checkpoint cannot have the owner of the old one", outer.location, name)
+    if outer.exchange(staging, name):
+        return
+    aside = f"{staging}.old"
+    outer.rename(name, aside)
+    try:
+        outer.rename(staging, name)
+    except StorageError:
+        outer.rename(aside, name)
+        raise
+
+
+def retire(outer: LocalStorage, name: str, marker: Marker) -> None:
+    """Move what is foreign out of the directory that was replaced, and remove the rest. May be repeated."""
+    staging = staging_name(name, marker.save_id)
+    for old in (staging, f"{staging}.old"):
+        if outer.stat(old) is not None:
+            _retire(outer, old, name, marker)
+
+
+def _retire(outer: LocalStorage, old: str, new: str, marker: Marker) -> None:
+    for _ in range(_PASSES):
+        for entry in outer.list(old):
+            if entry not in marker.retire and not entry.startswith(_OURS):
+                _move(outer, f"{old}/{entry}", new, entry, marker.names)
+        # Once more before anything is removed: others may hold the old directory open.
+        for entry in outer.list(old):
+            if entry in marker.retire or entry.startswith(_OURS):
+                outer.delete(f"{old}/{entry}")
+        if outer.remove_folder(old):
+            return
+    raise StorageError(f"{outer.location}/{old} cannot be removed: others keep on writing files into it")
+
+
+def _move(outer: LocalStorage, source: str, folder: str, entry: str, new_names: tuple[str, ...]) -> None:
+    """Move a foreign entry into the folder. Of two of a name the checkpoint's keeps it, else the newer."""
+    target = f"{folder}/{entry}"
+    there, here = outer.stat(target), outer.stat(source)
+    if there is None:
+        outer.rename(source, target)
+    elif here is not None and (entry in new_names or here.st_mtime <= there.st_mtime):
+        outer.rename(source, free_name(outer, target))
+    else:
+        outer.rename(target, free_name(outer, target))
+        outer.rename(source, target)
+
+
+def free_name(storage: LocalStorage, name: str) -> str:
+    """``name.old``, or ``name.old2`` and so on where that is taken."""
+    number, free = 1, f"{name}.old"
+    while storage.stat(free) is not None:
+        number += 1
+        free = f"{name}.old{number}"
+    return free
+
+
+def clean_up(outer: LocalStorage, name: str) -> None:
+    """Finish or undo what dead saves to ``name`` left behind. No save may be alive there."""
+    target = _folder(outer, name)
+    for marker in markers(target) if target else ():
+        if marker.finished(target or outer):
+            retire(outer, name, marker)
+    for sibling, save_id in siblings(outer, name).items():
+        folder = _folder(outer, sibling)
+        if folder is not None and folder.size(PREFIX + save_id) is None:
+            _settle(outer, name, sibling, folder)
+    for sibling, save_id in siblings(outer, name).items():
+        folder = _folder(outer, sibling)
+        if folder is not None and folder.size(PREFIX + save_id) is not None:
+            discard(outer, sibling, PREFIX + save_id)
+    if (target := _folder(outer, name)) is not None:
+        _clean_folder(target)
+
+
+def discard(outer: LocalStorage, staging: str, marker: str) -> None:
+    """Remove a directory that was never published; its marker last, for that tells what it is."""
+    for entry in outer.list(staging):
+        if entry != marker:
+            outer.delete(f"{staging}/{entry}")
+    outer.delete(staging)
+
+
+def _folder(outer: LocalStorage, name: str) -> LocalStorage | None:
+    try:
+        return outer.folder(name)
+    except FileNotFoundError:
+        return None
+
+
+def _settle(outer: LocalStorage, name: str, sibling: str, folder: LocalStorage) -> None:
+    """A sibling without marker and without a published successor: empty, or the checkpoint itself."""
+    if all(entry.startswith(_OURS) for entry in folder.list()):
+        outer.delete(sibling)
+        return
+    target = _folder(outer, name)
+    if incomplete(folder) is not None or (target is not None and incomplete(target) is None):
+        logger.warning("%s is a leftover that is left alone: look at it and remove it", folder.location)
+        return
+    if target is not None:
+        _clean_folder(target)
+        for entry in target.list():
+            _move(outer, f"{name}/{entry}", sibling, entry, tuple(folder.list()))
+        outer.remove_folder(name)
+    logger.warning("%s: going back to the checkpoint that an interrupted save moved away", folder.location)
+    outer.rename(sibling, name)
+
+
+def _clean_folder(target: LocalStorage) -> None:
+    """Remove what dead saves left in the directory itself; of a finished one only its marker is left."""
+    for marker in markers(target):
+        if not marker.finished(target):
+            for entry in marker.names:
+                target.delete(entry)
+        target.delete(marker.name)
+    for entry in target.list():
+        if entry.startswith(TEMPORARY):
+            target.delete(entry)

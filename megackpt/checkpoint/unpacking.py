@@ -1,0 +1,289 @@
+"""From the bytes of an index to a manifest, believing nothing: claims are checked before memory is taken."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from megackpt.checkpoint.columns import LARGEST, Layout, damaged, unpack
+from megackpt.planning.box import Boxes, Int64
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    DIGEST_SIZE,
+    ITEMSIZE,
+    Chunks,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+)
+from megackpt.runtime.storage import unsafe_names
+
+SmallFiles = Mapping[str, tuple[int, bytes]]
+"""Name of a small file -> its size in bytes and its xxh3-128."""
+Columns = dict[str, Int64]
+Dims = tuple[int, ...]
+
+_OF_TENSORS = ("key_chars", "meta", "grid", "count")
+_OF_METAS = ("meta_dtype", "meta_ndim")
+_OF_CHUNKS = ("file", "writer", "start", "length")
+_PER_AXIS = ("pieces", "rest", "place", "shift")
+_AXES = 64  # dimensions that a tensor may have
+_NUMBERS = 1 << 31  # tensors, files and ranks are numbered in 32 bits
+_ROOM = 16  # chunks x dimensions for which there may be one byte of index
+
+
+def column_names(axes: int) -> list[str]:
+    """The columns of an index of tensors with at most this many dimensions, in the order of their bytes."""
+    per_axis = [f"{name}{axis}" for axis in range(axes) for name in _PER_AXIS]
+    tables = (*_OF_TENSORS, *_OF_METAS, "meta_dim", "grid_ndim", "grid_dim", "file_chars")
+    return [*tables, *_OF_CHUNKS, *per_axis]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stands in the JSON at the beginning of an index, checked by itself."""
+
+    save_id: str
+    backend: tuple[str, int]
+    encoding: str
+    small: dict[str, tuple[int, bytes]]
+    dtypes: list[str]
+    axes: int
+    derived: bool  # lengths of tensor chunks follow from their boxes; the column has those of objects only
+    text: tuple[int, int]  # bytes of all keys, bytes of all file names
+    layouts: dict[str, Layout]
+
+
+def parse_head(text: bytes) -> Head:
+    """CorruptCheckpoint if anything is missing or of the wrong kind."""
+    try:
+        head = json.loads(text)
+        axes = _natural(head["axes"], _AXES + 1)
+        columns = head["columns"]
+        name, version = head["backend"]
+        keys, files = head["text"]
+        parsed = Head(
+            _string(head["save_id"]),
+            (_string(name), _natural(version)),
+            _string(head["encoding"]),
+            {_string(n): (_natural(size), bytes.fromhex(hexa)) for n, (size, hexa) in head["small"].items()},
+            [_string(d) for d in head["dtypes"]],
+            axes,
+            head["derived"] is True,
+            (_natural(keys), _natural(files)),
+            {n: Layout.parse(columns[n]) for n in column_names(axes)},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        damaged(f"its head makes no sense ({type(error).__name__}: {error})")
+    _check_head(parsed)
+    return parsed
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _natural(value: Any, end: int = LARGEST) -> int:
+    if type(value) is not int or not 0 <= value < end:
+        raise ValueError(f"{value!r} is no number from 0 to {end}")
+    return value
+
+
+def _check_head(head: Head) -> None:
+    if head.encoding not in ("raw", "native") or (head.encoding == "raw" and not head.derived):
+        damaged(f"unknown encoding {head.encoding!r}")
+    if unknown := [d for d in head.dtypes if d not in ITEMSIZE]:
+        damaged(f"unknown dtypes {unknown}")
+    if any(len(checksum) != DIGEST_SIZE for _, checksum in head.small.values()):
+        damaged("a digest of a small file has the wrong length")
+    _check_names(list(head.small))
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if unsafe := unsafe_names(names):
+        damaged(f"it names {unsafe[0]!r}, which is no name of a file inside a checkpoint")
+    if len(set(names)) != len(names):
+        damaged("it names a file twice")
+
+
+def decode_body(head: Head, body: memoryview) -> Manifest:
+    """The manifest. CorruptCheckpoint if the body contradicts the head, or itself."""
+    digests_at = sum(layout.nbytes for layout in head.layouts.values()) + sum(head.text)
+    if digests_at > len(body) or (len(body) - digests_at) % DIGEST_SIZE:
+        damaged(f"its length is {len(body)}, its head tells of {digests_at} bytes and digests")
+    _check_counts(head, len(body))
+    columns, text = _unpacked(head, body)
+    if any(column.size and column.min() < 0 for n, column in columns.items() if n not in ("file", "writer")):
+        damaged("a number is negative")
+    metas = _metas(head, columns)
+    keys = _split(text[: head.text[0]], columns["key_chars"])
+    files = _split(text[head.text[0] :], columns["file_chars"])
+    _check_names(files)
+    if len(set(keys)) != len(keys):
+        damaged("a key stands twice")
+    _check_below(columns["meta"], len(metas))
+    digests = np.frombuffer(body, np.uint8, offset=digests_at).reshape(-1, DIGEST_SIZE)
+    return Manifest(
+        tuple(map(TensorEntry, keys, map(metas.__getitem__, columns["meta"].tolist()))),
+        _grids(columns),
+        _chunks(head, columns, len(files), digests),
+        tuple(files),
+        head.encoding,
+        head.backend,
+        head.save_id,
+    )
+
+
+def _check_counts(head: Head, size: int) -> None:
+    """Rows that take no bytes must not take memory at will: bound every count by bytes that are there."""
+    counts = {name: layout.count for name, layout in head.layouts.items()}
+    tensors, metas, grids = counts["key_chars"], counts["meta_dtype"], counts["grid_ndim"]
+    chunks = counts["file"]
+    of_chunks = [*_OF_CHUNKS, *(f"{name}{axis}" for axis in range(head.axes) for name in _PER_AXIS)]
+    same = (
+        all(counts[name] == tensors for name in _OF_TENSORS)
+        and all(counts[name] == metas for name in _OF_METAS)
+        and all(counts[name] == chunks for name in of_chunks)
+    )
+    bounded = (
+        tensors <= min(head.text[0] + 1, _NUMBERS)
+        and counts["file_chars"] <= min(head.text[1], _NUMBERS)
+        and max(metas, grids) <= tensors
+        and counts["meta_dim"] <= head.axes * metas
+        and counts["grid_dim"] <= head.axes * grids
+        and chunks * max(head.axes, 1) <= _ROOM * size
+    )
+    if not same or not bounded:
+        damaged("its counts do not fit together, or not its length")
+
+
+def _unpacked(head: Head, body: memoryview) -> tuple[Columns, memoryview]:
+    columns: Columns = {}
+    at = 0
+    for name, layout in head.layouts.items():
+        columns[name] = unpack(layout, body[at : at + layout.nbytes])
+        at += layout.nbytes
+    return columns, body[at : at + sum(head.text)]
+
+
+def _check_below(column: Int64, end: int) -> None:
+    if column.size and column.max() >= end:
+        damaged("a number points to nothing")
+
+
+def _check_sum(column: Int64, total: int) -> None:
+    # In floating point, where nothing overflows; exact for every total that can be right.
+    if column.sum(dtype=np.float64) != total:
+        damaged(f"numbers should add up to {total} and do not")
+
+
+def _split(data: memoryview, lengths: Int64) -> list[str]:
+    try:
+        text = bytes(data).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        damaged(f"its text is not UTF-8 ({error})")
+    _check_sum(lengths, len(text))
+    return [text[a:b] for a, b in pairwise(accumulate(lengths.tolist(), initial=0))]
+
+
+def _tuples(ndims: Int64, dims: Int64, axes: int) -> list[Dims]:
+    _check_below(ndims, axes + 1)
+    _check_sum(ndims, len(dims))
+    values = dims.tolist()
+    return [tuple(values[a:b]) for a, b in pairwise(accumulate(ndims.tolist(), initial=0))]
+
+
+def _metas(head: Head, columns: Columns) -> list[TensorMeta]:
+    _check_below(columns["meta_dtype"], len(head.dtypes))
+    shapes = _tuples(columns["meta_ndim"], columns["meta_dim"], head.axes)
+    dtypes = [head.dtypes[i] for i in columns["meta_dtype"].tolist()]
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        if math.prod(max(d, 1) for d in shape) * max(ITEMSIZE[dtype], 1) >= LARGEST:
+            damaged(f"a tensor of shape {shape} is too large")
+    return list(map(TensorMeta, shapes, dtypes))
+
+
+def _grids(columns: Columns) -> tuple[Dims | None, ...]:
+    ndims = columns["grid_ndim"]
+    grids: list[Dims | None] = [None, *_tuples(ndims, columns["grid_dim"], _AXES)]
+    _check_below(columns["grid"], len(grids))
+    numbers = columns["grid"]
+    gridded = numbers > 0
+    if (ndims[numbers[gridded] - 1] != columns["meta_ndim"][columns["meta"][gridded]]).any():
+        damaged("a grid has other dimensions than its tensor")
+    return tuple(grids[i] for i in numbers.tolist())
+
+
+def _chunks(head: Head, columns: Columns, files: int, digests: Any) -> Chunks:
+    counts, file, length = columns["count"], columns["file"], columns["length"]
+    _check_sum(counts, len(file))
+    _check_below(file, files)
+    _check_below(columns["writer"], _NUMBERS)
+    meta = np.repeat(columns["meta"], counts)
+    boxes = _boxes(head, columns, meta)
+    sizes = np.array([ITEMSIZE[d] for d in head.dtypes], np.int64)
+    itemsize = sizes[columns["meta_dtype"]][meta] if len(meta) else np.zeros(0, np.int64)
+    _check_objects(boxes, itemsize)
+    if head.derived:
+        if length[itemsize > 0].any():
+            damaged("a chunk is longer than its box")
+        length = length + boxes.volume * itemsize
+    if head.encoding == "raw" and (file[length > 0] < 0).any():
+        damaged("a chunk is in no file")
+    if len(digests):
+        _check_sum(-(-length // DIGEST_BLOCK), len(digests))
+    tensor = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return Chunks(
+        tensor,
+        boxes,
+        columns["writer"].astype(np.int32),
+        file.astype(np.int32),
+        columns["start"],
+        length,
+        digests,
+    )
+
+
+def _check_objects(boxes: Boxes, itemsize: Int64) -> None:
+    objects = np.flatnonzero(itemsize == 0)
+    if (boxes.take(objects).volume != 1).any():
+        damaged("an object has a box of several elements")
+
+
+def _boxes(head: Head, columns: Columns, meta: Int64) -> Boxes:
+    """The boxes of all chunks, each within its tensor; the axes that a tensor does not have are 0:1."""
+    boxes = Boxes(np.empty((len(meta), head.axes), np.int64), np.empty((len(meta), head.axes), np.int64))
+    ndims, dims = columns["meta_ndim"], columns["meta_dim"]
+    first = np.cumsum(ndims) - ndims
+    for axis in range(head.axes):
+        own = ndims > axis
+        whole = np.ones(len(ndims), np.int64)
+        whole[own] = dims[first[own] + axis]
+        fits = _fill_axis(boxes, columns, axis, whole[meta])
+        if not fits or (boxes.shape[~own[meta], axis] != 1).any():
+            damaged("a chunk lies outside of its tensor")
+    return boxes
+
+
+def _fill_axis(boxes: Boxes, columns: Columns, axis: int, whole: Int64) -> bool:
+    """Offsets and extents along one axis; False if any leaves ``[0, whole]``. No step can overflow."""
+    pieces, rest, place, shift = (columns[f"{name}{axis}"] for name in _PER_AXIS)
+    if (rest > whole).any():
+        return False
+    shape = np.where(pieces > 0, (whole - rest) // np.maximum(pieces, 1), 0)
+    if (place > whole // np.maximum(shape, 1)).any():
+        return False
+    offset = place * np.maximum(shape, 1)
+    if (shift > whole - shape - offset).any():
+        return False
+    offset += shift
+    boxes.shape[:, axis], boxes.offset[:, axis] = shape, offset
+    return True

@@ -1,0 +1,196 @@
+"""Verifying: read all that a checkpoint holds, compare it with the digests, and report all problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt.backends.base import Backend
+from megackpt.checkpoint.index import INDEX
+from megackpt.checkpoint.opening import (
+    Directory,
+    find_storage,
+    shortfalls,
+    small_file_problems,
+    stored_manifest,
+)
+from megackpt.checkpoint.replacing import own_names
+from megackpt.errors import CheckpointingException, NotACheckpoint
+from megackpt.planning.box import Box, Int64
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    DIGEST_SIZE,
+    LoadPlan,
+    Manifest,
+    ShardId,
+)
+from megackpt.runtime.storage import FileReader, LocalStorage, digest_blocks
+
+_READ = 8 * DIGEST_BLOCK  # bytes read at once by one thread
+_SHARE = 64  # chunks that one thread takes at a time
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was looked at and what is wrong. Printed, it is the answer for people."""
+
+    location: str
+    files: int
+    tensors: int  # entries: tensors and objects
+    bytes: int  # of all chunks
+    checked: bool  # all bytes were compared with digests or checksums
+    problems: tuple[str, ...]
+    foreign: tuple[str, ...] = ()
+    """Entries of the directory that do not belong to the checkpoint."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        what = f"{self.tensors} tensors and objects, {self.bytes} bytes in {self.files} files"
+        how = "" if self.checked else " (it has no digests: sizes were checked, not the content)"
+        lines = [
+            f"{self.location}: {what}: {'all good' if self.ok else f'{len(self.problems)} problems'}{how}"
+        ]
+        lines += [f"  {problem}" for problem in self.problems]
+        if self.foreign:
+            lines.append(f"  not part of the checkpoint: {', '.join(self.foreign)}")
+        return "\n".join(lines)
+
+
+def verify(directory: Directory, threads: int = 2) -> Report:
+    """Check all bytes of a checkpoint that has digests, in parallel, and all sizes.
+
+    A format may check checkpoints without digests by a method ``verify_native(storage, manifest)`` that gives
+    problems as text (torch_dist: the checksums of its zip records).
+
+    Raises NotACheckpoint where there is none; what is wrong with one is reported, not raised.
+    """
+    storage = find_storage(directory)
+    try:
+        backend, manifest, small = stored_manifest(storage)
+    except NotACheckpoint:
+        raise
+    except CheckpointingException as error:
+        return Report(storage.location, 0, 0, 0, False, (str(error),))
+    work = _Work(storage, backend, manifest)
+    problems = small_file_problems(storage, small)
+    problems += [f"{storage.location}/{short}" for short in shortfalls(storage, manifest)]
+    native: Callable[..., Iterable[str]] | None = getattr(backend, "verify_native", None)
+    total = int(manifest.chunks.length.sum())
+    checked = len(manifest.chunks.digests) > 0 or total == 0
+    if checked:
+        problems += work.run(threads)
+    elif native is not None:
+        problems += native(storage, manifest)
+        checked = True
+    own = {*own_names(storage), INDEX}
+    foreign = tuple(entry for entry in storage.list() if entry not in own)
+    files = len(manifest.files) + len(small)
+    return Report(storage.location, files, len(manifest.tensors), total, checked, tuple(problems), foreign)
+
+
+class _Work:
+    """The chunks of one checkpoint, read and compared with their digests by several threads."""
+
+    def __init__(self, storage: LocalStorage, backend: Backend, manifest: Manifest) -> None:
+        self.storage = storage
+        self.backend = backend
+        self.manifest = manifest
+        self.bounds = manifest.chunks.block_bounds
+
+    def run(self, threads: int) -> list[str]:
+        chunks = self.manifest.chunks
+        order = np.lexsort((chunks.start, chunks.file))
+        shares = [order[i : i + _SHARE] for i in range(0, len(order), _SHARE)]
+        check = self.raw_share if self.manifest.encoding == "raw" else self.native_share
+        with ThreadPoolExecutor(threads) as pool:
+            return [problem for problems in pool.map(check, shares) for problem in problems]
+
+    def raw_share(self, rows: Int64) -> list[str]:
+        """Chunks whose bytes lie as they are in files."""
+        buffer = memoryview(bytearray(_READ))
+        problems: list[str] = []
+        number = -1
+        with ExitStack() as files:
+            reader: FileReader | None = None
+            for row in rows.tolist():
+                if int(self.manifest.chunks.file[row]) != number:
+                    number = int(self.manifest.chunks.file[row])
+                    reader = self.opened(number, files, problems)
+                if reader is not None:
+                    problems += self.bad_blocks(row, reader, buffer)
+        return problems
+
+    def opened(self, number: int, files: ExitStack, problems: list[str]) -> FileReader | None:
+        files.close()
+        if number < 0:
+            return None  # an empty chunk
+        try:
+            return files.enter_context(self.storage.open(self.manifest.files[number]))
+        except FileNotFoundError:
+            return None  # told already, once for the file
+        except CheckpointingException as error:
+            problems.append(str(error))
+            return None
+
+    def bad_blocks(self, row: int, reader: FileReader, buffer: memoryview) -> Iterator[str]:
+        """A problem for each block of this chunk that is not what its digest says."""
+        chunk = self.manifest.chunk(row, self.bounds)
+        start, length = chunk.location.start, chunk.location.length
+        for done in range(0, length, _READ):
+            part = buffer[: min(_READ, length - done)]
+            try:
+                reader.read_into(start + done, [part])
+            except CheckpointingException as error:
+                yield f"{self.name(row)}: {error}"
+                return
+            found = np.frombuffer(digest_blocks(part), np.uint8).reshape(-1, DIGEST_SIZE)
+            first = done // DIGEST_BLOCK
+            wrong = (found != chunk.digests[first : first + len(found)]).any(axis=1)
+            for block in (np.flatnonzero(wrong) + first).tolist():
+                at = start + block * DIGEST_BLOCK
+                end = min(at + DIGEST_BLOCK, start + length)
+                yield (
+                    f"{self.name(row)}: block {block} of {len(chunk.digests)} is damaged: "
+                    f"{self.storage.location}/{chunk.location.file}, bytes {at} to {end}"
+                )
+
+    def native_share(self, rows: Int64) -> list[str]:
+        """Chunks that only the format itself can read; it compares the digests as it does in a load."""
+        problems = []
+        for row in rows.tolist():
+            chunks = self.manifest.chunks
+            plan = LoadPlan(self.manifest, np.array([row]), chunks.boxes.take([row]), np.zeros(1, np.int64))
+            itemsize = self.manifest.tensors[chunks.tensor[row]].meta.itemsize
+            try:
+                self.backend.read(self.storage, plan, _Nowhere(itemsize), True)
+            except (CheckpointingException, FileNotFoundError) as error:
+                problems.append(f"{self.name(row)}: {error}")
+        return problems
+
+    def name(self, row: int) -> str:
+        chunks = self.manifest.chunks
+        key, meta = self.manifest.tensors[chunks.tensor[row]]
+        return str(ShardId(key, chunks.boxes.row(row, len(meta.shape))))
+
+
+@dataclass(frozen=True)
+class _Nowhere:
+    """A Target that forgets what it is given."""
+
+    itemsize: int
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:  # noqa: ARG002
+        return np.empty(box.shape, "c16" if self.itemsize == 16 else f"u{self.itemsize}")
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None: ...
+
+    def blob(self, target: int, data: bytes) -> None: ...

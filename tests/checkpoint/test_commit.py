@@ -1,0 +1,383 @@
+"""Saving over everything that can stand in a directory, and the words when it cannot be done."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import uuid
+from pathlib import Path
+
+import pytest
+
+from megackpt.checkpoint import begin, marker as marker_room, open_checkpoint, open_same
+from megackpt.errors import (
+    CheckpointExists,
+    CheckpointReplaced,
+    NotACheckpoint,
+    SaveInProgress,
+    StorageError,
+)
+from megackpt.runtime.storage import kernel
+
+OWN = {"rank0.bin", "rank1.bin", "toc", "metadata.json", "megackpt.index"}
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def either_way(request, monkeypatch):
+    if request.param == "two renames":
+        monkeypatch.setattr(kernel, "_function", lambda *_: None)
+
+
+def entries(path: Path) -> set[str]:
+    return set(os.listdir(path))
+
+
+def test_new_directory_with_parents(tmp_path, saves):
+    saves.save(tmp_path / "a/b/c", 1)
+    assert saves.load(tmp_path / "a/b/c") == 1
+    assert entries(tmp_path / "a/b/c") == OWN
+    assert entries(tmp_path / "a/b") == {"c"}
+
+
+def test_replacing_keeps_what_is_foreign(tmp_path, saves, either_way, caplog):
+    where = tmp_path / "ckpt"
+    saves.save(where, 1)
+    (where / "notes.txt").write_text("mine")
+    (where / "logs").mkdir()
+    (where / "logs/run").write_text("mine too")
+    os.chmod(where, 0o2750)
+    os.chown(where, 12, 34)
+    caplog.set_level("WARNING", logger="megackpt.checkpoint")
+    saves.save(where, 2)
+    assert saves.load(where) == 2
+    assert entries(where) == OWN | {"notes.txt", "logs"}
+    assert (where / "logs/run").read_text() == "mine too"
+    status = where.stat()
+    assert (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid) == (0o2750, 12, 34)
+    assert entries(tmp_path) == {"ckpt"}
+    assert "replacing the checkpoint" in caplog.text
+
+
+def test_foreign_files_that_appear_during_the_exchange(tmp_path, saves, monkeypatch):
+    where = tmp_path / "ckpt"
+    saves.save(where, 1)
+    (where / "both").write_text("old")
+    os.utime(where / "both", (1, 1))
+    (where / "older_there").write_text("new")
+    real = kernel.exchange
+
+    def then_others_write(*paths):
+        done = real(*paths)
+        (where / "both").write_text("newer")
+        (where / "older_there").write_text("old")
+        os.utime(where / "older_there", (1, 1))
+        return done
+
+    monkeypatch.setattr(kernel, "exchange", then_others_write)
+    saves.save(where, 2)
+    assert (where / "both").read_text() == "newer"
+    assert (where / "both.old").read_text() == "old"
+    assert (where / "older_there").read_text() == "new"
+    assert (where / "older_there.old").read_text() == "old"
+
+
+def test_a_foreign_file_with_a_name_of_the_new_checkpoint(tmp_path, saves):
+    where = tmp_path / "ckpt"
+    where.mkdir()
+    (where / "rank0.bin").write_text("precious")
+    saves.save(where, 1)
+    assert saves.load(where) == 1
+    assert (where / "rank0.bin.old").read_text() == "precious"
+    saves.save(where, 2)
+    assert entries(where) == OWN | {"rank0.bin.old"}
+
+
+def test_a_checkpoint_without_index_is_replaced_too(tmp_path, saves):
+    where = tmp_path / "ckpt"
+    saves.save(where, 1)
+    (where / "megackpt.index").unlink()
+    (where / "other").touch()
+    assert saves.load(where) == 1
+    saves.save(where, 2)
+    assert saves.load(where) == 2
+    assert entries(where) == OWN | {"other"}
+
+
+def test_a_damaged_checkpoint_is_replaced_and_nothing_else_lost(tmp_path, saves):
+    where = tmp_path / "ckpt"
+    saves.save(where, 1)
+    (where / "megackpt.index").write_bytes(b"rubbish")
+    (where / "other").touch()
+    saves.save(where, 2)
+    assert saves.load(where) == 2
+    assert "other" in entries(where)
+
+
+def test_overwrite_refused(tmp_path, saves):
+    saves.save(tmp_path / "c", 1)
+    with pytest.raises(CheckpointExists, match="overwrite=True"):
+        saves.save(tmp_path / "c", 2, overwrite=False)
+    assert saves.load(tmp_path / "c") == 1
+    assert entries(tmp_path) == {"c"}
+
+
+def test_symbolic_link_to_a_directory(tmp_path, saves, either_way):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk/real")
+    for value in (1, 2):
+        saves.save(tmp_path / "link", value)
+        assert saves.load(tmp_path / "link") == value
+    assert (tmp_path / "link").is_symlink()
+    assert entries(tmp_path / "disk") == {"real"}
+    assert entries(tmp_path) == {"disk", "link"}
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "file/far/below"])
+def test_a_file_in_the_way(tmp_path, saves, where):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="file is in the way"):
+        saves.save(tmp_path / where, 1)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_abort_removes_what_the_save_made_and_no_more(tmp_path, saves, before):
+    where = tmp_path / "c"
+    if before:
+        saves.save(where, 1)
+        (where / "other").touch()
+    was = entries(where) if before else None
+    place = begin(where, save_id="aa")
+    place.announce(["rank0.bin", "metadata.json"])
+    with place.storage.create("rank0.bin") as writer:
+        writer.write([memoryview(b"x")])
+    assert (stat.S_IMODE(os.stat(place.path).st_mode) == 0o700) == before
+    place.abort()
+    place.abort()
+    assert (entries(where) if before else None) == was
+    assert entries(tmp_path) == ({"c"} if before else set())
+
+
+def test_files_that_the_coordinator_cannot_see(tmp_path, saves):
+    class OnAnotherDisk(type(open_backend())):
+        def write(self, root, plan, data):
+            result = super().write(root, plan, data)
+            if plan == 1:
+                root.delete("rank1.bin")
+            return result
+
+    with pytest.raises(StorageError, match=r"rank1\.bin, written by rank 1, is missing.*shared between all"):
+        saves.save(tmp_path / "c", 1, backend=OnAnotherDisk())
+    assert entries(tmp_path) == set()
+
+
+def open_backend():
+    from megackpt import strategies
+
+    return strategies.backend_named("tiny")
+
+
+def test_a_truncated_file_is_not_committed(tmp_path, saves):
+    class Short(type(open_backend())):
+        def write(self, root, plan, data):
+            result = super().write(root, plan, data)
+            os.truncate(Path(root.location) / f"rank{plan}.bin", 10)
+            return result
+
+    saves.save(tmp_path / "c", 1)
+    with pytest.raises(StorageError, match=r"truncated \(10 of 1000 bytes\)"):
+        saves.save(tmp_path / "c", 2, backend=Short())
+    assert saves.load(tmp_path / "c") == 1
+    assert entries(tmp_path) == {"c"}
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_other_ranks_find_the_place(tmp_path, saves, monkeypatch, before):
+    where = tmp_path / "c"
+    if before:
+        saves.save(where, 1)
+    place = begin(where, save_id="aa")
+    assert place_of(where, "aa").location == place.path
+    monkeypatch.setattr(committing_room, "_PAUSES", (0.0,))
+    for other in (where, tmp_path / "elsewhere"):
+        with pytest.raises(StorageError, match="shared between all hosts"):
+            place_of(other, "bb")
+    place.abort()
+
+
+def child_that_begins(where: Path) -> int:
+    """A process that has begun to save and hangs."""
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        place = begin(where, save_id=uuid.uuid4().hex)
+        place.announce(["rank0.bin"])
+        (Path(place.path) / "rank0.bin").write_text("part")
+        os.write(tell, b"x")
+        while True:
+            marker_room.time.sleep(100)
+    os.read(ready, 1)
+    os.close(ready)
+    os.close(tell)
+    return pid
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_two_jobs(tmp_path, saves, before):
+    where = tmp_path / "c"
+    if before:
+        saves.save(where, 1)
+    pid = child_that_begins(where)
+    try:
+        with pytest.raises(SaveInProgress, match=f"process {pid} on host"):
+            saves.save(where, 2)
+        if before:
+            assert saves.load(where) == 1
+        else:
+            with pytest.raises(NotACheckpoint, match=f"save by process {pid} .* goes on"):
+                saves.load(where)
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    if not before:
+        with pytest.raises(NotACheckpoint, match="died before it was complete"):
+            saves.load(where)
+    saves.save(where, 3)
+    assert saves.load(where) == 3
+    assert entries(where) == OWN
+    assert entries(tmp_path) == {"c"}
+
+
+def test_two_saves_of_one_process(tmp_path, saves):
+    place = begin(tmp_path / "c", save_id="aa")
+    with pytest.raises(SaveInProgress):
+        begin(tmp_path / "c", save_id="bb")
+    place.abort()
+    saves.save(tmp_path / "c", 1)
+
+
+def test_a_place_that_is_dropped_is_a_dead_save(tmp_path, saves):
+    begin(tmp_path / "c", save_id="aa").announce(["rank0.bin"])
+    saves.save(tmp_path / "c", 1)
+    assert entries(tmp_path / "c") == OWN
+
+
+def marker_of(path: Path, **changes) -> Path:
+    fields = {"save_id": "ff", "host": "other", "pid": os.getpid(), "started": 1, "boot": "elsewhere"}
+    file = path / ".megackpt-saving-ff"
+    file.write_text(json.dumps({**fields, "names": ["rank0.bin"], **changes}))
+    return file
+
+
+def test_markers_of_other_hosts_live_by_their_touch(tmp_path, saves):
+    where = tmp_path / "c"
+    where.mkdir()
+    file = marker_of(where)
+    (where / "rank0.bin").write_text("half")
+    with pytest.raises(SaveInProgress, match="on host 'other'"):
+        saves.save(where, 1)
+    os.utime(file, (file.stat().st_mtime - marker_room.SILENCE - 1,) * 2)
+    saves.save(where, 1)
+    assert entries(where) == OWN
+
+
+def test_a_number_that_another_process_has_by_now(tmp_path, saves):
+    where = tmp_path / "c"
+    where.mkdir()
+    marker_of(where, pid=1, started=1, boot=marker_room.boot(), namespace=marker_room.namespace())
+    saves.save(where, 1)
+    assert entries(where) == OWN
+
+
+NONSENSE = [b"", b"{", b"[]", b'{"names": ["../../x", "/etc", 5], "pid": "x"}', b"[" * 10000]
+
+
+@pytest.mark.parametrize("content", NONSENSE)
+def test_a_marker_that_makes_no_sense(tmp_path, saves, content):
+    where = tmp_path / "a/c"
+    where.mkdir(parents=True)
+    file = where / ".megackpt-saving-ff"
+    file.write_bytes(content)
+    (tmp_path / "x").touch()
+    with pytest.raises(SaveInProgress):
+        saves.save(where, 1)
+    with pytest.raises(NotACheckpoint):
+        saves.load(where)
+    os.utime(file, (1, 1))
+    saves.save(where, 1)
+    assert (tmp_path / "x").exists()
+
+
+def test_heartbeat(tmp_path, saves, monkeypatch):
+    monkeypatch.setattr(marker_room, "HEARTBEAT", 0.01)
+    place = begin(tmp_path / "c", save_id="aa")
+    file = tmp_path / "c/.megackpt-saving-aa"
+    os.utime(file, (1, 1))
+    for _ in range(500):
+        if file.stat().st_mtime > 1:
+            break
+        marker_room.time.sleep(0.01)
+    assert file.stat().st_mtime > 1
+    place.abort()
+
+
+def test_a_save_whose_marker_was_removed_commits_nothing(tmp_path, saves):
+    place = begin(tmp_path / "c", save_id="aa")
+    os.unlink(tmp_path / "c/.megackpt-saving-aa")
+    with pytest.raises(StorageError, match="nothing was committed"):
+        place.announce(["x"])
+    place.abort()
+
+
+def test_mount_points_cannot_be_replaced(tmp_path, saves, monkeypatch):
+    saves.save(tmp_path / "c", 1)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == str(tmp_path / "c"))
+    with pytest.raises(StorageError, match="mount point"):
+        saves.save(tmp_path / "c", 2)
+    assert saves.load(tmp_path / "c") == 1
+
+
+def test_the_old_checkpoint_can_be_read_on_while_it_is_replaced(tmp_path, saves):
+    saves.save(tmp_path / "c", 1)
+    opened = open_checkpoint(tmp_path / "c")
+    root = open_same(tmp_path / "c", opened.manifest.save_id)
+    reader = root.open("rank1.bin")
+    saves.save(tmp_path / "c", 2)
+    data = bytearray(1000)
+    reader.read_into(0, [memoryview(data)])
+    assert set(data) == {1}
+    reader.close()
+    with pytest.raises(FileNotFoundError):
+        root.open("rank0.bin")
+    with pytest.raises(CheckpointReplaced, match="load again"):
+        open_same(tmp_path / "c", opened.manifest.save_id)
+
+
+def test_a_failure_while_publishing_loses_nothing(tmp_path, saves, monkeypatch):
+    """The exchange took place, then its fsync failed: the old directory is not what abort removes."""
+    where = tmp_path / "c"
+    saves.save(where, 1)
+    (where / "other").write_text("x")
+    real_exchange, real_fsync = kernel.exchange, os.fsync
+    swapped = []
+
+    def exchange(*paths):
+        swapped.append(paths)
+        return real_exchange(*paths)
+
+    def fsync(fd):
+        if len(swapped) == 1:
+            swapped.append(())
+            raise OSError(5, "Input/output error")
+        real_fsync(fd)
+
+    monkeypatch.setattr(kernel, "exchange", exchange)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StorageError, match="Input/output error"):
+        saves.save(where, 2)
+    assert saves.load(where) == 2  # on the disk, but nobody promised that it survives a power cut
+    saves.save(where, 3)
+    assert saves.load(where) == 3
+    assert entries(where) == OWN | {"other"}
+    assert entries(tmp_path) == {"c"}
