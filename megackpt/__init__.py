@@ -1,0 +1,104 @@
+"""megackpt: save and load the sharded state of a distributed PyTorch job.
+
+The public names, fetched on first use (PEP 562), so that ``import megackpt.planning`` needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from megackpt.checkpoint import verify as verify
+    from megackpt.converter import convert as convert, remove_sharded_tensors as remove_sharded_tensors
+    from megackpt.errors import (
+        BackendError as BackendError,
+        CheckpointExists as CheckpointExists,
+        CheckpointingException as CheckpointingException,
+        CheckpointReplaced as CheckpointReplaced,
+        CorruptCheckpoint as CorruptCheckpoint,
+        CoverageError as CoverageError,
+        MismatchError as MismatchError,
+        NotACheckpoint as NotACheckpoint,
+        RankFailure as RankFailure,
+        SaveInProgress as SaveInProgress,
+        ShardingError as ShardingError,
+        StorageError as StorageError,
+        UntrustedClass as UntrustedClass,
+    )
+    from megackpt.loader import (
+        check_is_distributed_checkpoint as check_is_distributed_checkpoint,
+        get_default_load_sharded_strategy as get_default_load_sharded_strategy,
+        load as load,
+        load_common_state_dict as load_common_state_dict,
+        load_content_metadata as load_content_metadata,
+        load_plain_tensors as load_plain_tensors,
+        load_sharded_metadata as load_sharded_metadata,
+        load_tensors_metadata as load_tensors_metadata,
+    )
+    from megackpt.planning.strict import StrictHandling as StrictHandling
+    from megackpt.saver import save as save
+    from megackpt.sharded import (
+        LocalNonpersistentObject as LocalNonpersistentObject,
+        ShardedObject as ShardedObject,
+        ShardedTensor as ShardedTensor,
+        ShardedTensorFactory as ShardedTensorFactory,
+    )
+    from megackpt.strategies import (
+        Strategy as Strategy,
+        get_default_save_sharded_strategy as get_default_save_sharded_strategy,
+    )
+
+_HOMES = {
+    "checkpoint": ("verify",),
+    "converter": ("convert", "remove_sharded_tensors"),
+    "errors": (
+        "BackendError",
+        "CheckpointExists",
+        "CheckpointingException",
+        "CheckpointReplaced",
+        "CorruptCheckpoint",
+        "CoverageError",
+        "MismatchError",
+        "NotACheckpoint",
+        "RankFailure",
+        "SaveInProgress",
+        "ShardingError",
+        "StorageError",
+        "UntrustedClass",
+    ),
+    "loader": (
+        "check_is_distributed_checkpoint",
+        "get_default_load_sharded_strategy",
+        "load",
+        "load_common_state_dict",
+        "load_content_metadata",
+        "load_plain_tensors",
+        "load_sharded_metadata",
+        "load_tensors_metadata",
+    ),
+    "planning.strict": ("StrictHandling",),
+    "saver": ("save",),
+    "sharded": ("LocalNonpersistentObject", "ShardedObject", "ShardedTensor", "ShardedTensorFactory"),
+    "strategies": ("Strategy", "get_default_save_sharded_strategy"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604 - strings all the same
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        try:
+            home = _HOME_OF[name]
+        except KeyError:
+            raise AttributeError(f"module 'megackpt' has no attribute {name!r}") from None
+        value = getattr(import_module(f"megackpt.{home}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -1,0 +1,137 @@
+"""What ranks ask for, against what is stored: compared before anything is read, and put in place after."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megackpt.errors import MismatchError
+from megackpt.loader.reading import common_row, destination
+from megackpt.planning import coverage, strict
+from megackpt.planning.box import Int64
+from megackpt.planning.manifest import Bool, Declarations, Manifest, TensorEntry
+from megackpt.planning.strict import StrictHandling
+from megackpt.sharded import (
+    ABSENT,
+    Extracted,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    declare,
+    extract,
+    object_groups,
+    restore,
+    unbundled,
+)
+
+KeyMap = Mapping[str, str] | Callable[[str], str]
+
+logger = logging.getLogger("megackpt.loader")
+
+_RAISING = (
+    StrictHandling.ASSUME_OK_UNEXPECTED,
+    StrictHandling.RAISE_UNEXPECTED,
+    StrictHandling.RAISE_ALL,
+)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How what is asked for may differ from what is stored."""
+
+    strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    validate: bool = True
+    dtype_policy: str = "convert"
+    key_map: KeyMap | None = None
+
+    def renamed(self, declared: Declarations) -> Declarations:
+        """The declarations under the keys that the checkpoint knows."""
+        if self.key_map is None:
+            return declared
+        names = self.key_map
+        rename = names if callable(names) else lambda key: names.get(key, key)
+        return replace(declared, tensors=tuple(TensorEntry(rename(e.key), e.meta) for e in declared.tensors))
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What the coordinator hears of one rank: its declarations and its names, where these are compared."""
+
+    declared: Declarations | None
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """One rank's wishes, compared: ``kept`` numbers the shards that are read, ``wanted`` has a row for each of
+    them and a last one for the common state where there is one."""
+
+    extracted: Extracted
+    declared: Declarations
+    unexpected: set[str]
+    kept: Int64
+    wanted: Declarations
+
+    @classmethod
+    def of(cls, state: ShardedStateDict, terms: Terms, manifest: Manifest, rank: int) -> Asked:
+        """Raises MismatchError for keys, shapes and dtypes that do not fit and may not differ."""
+        extracted = extract(state)
+        declared = terms.renamed(declare(extracted.shards, rank=rank))
+        unexpected = strict.unexpected(declared, manifest)
+        if unexpected and terms.strict in _RAISING:
+            raise MismatchError(strict.describe(unexpected, (), manifest))
+        if unexpected and StrictHandling.requires_logging(terms.strict):
+            logger.warning("%s", strict.describe(unexpected, (), manifest))
+        strict.check_shapes(declared, manifest, terms.dtype_policy)
+        kept = np.flatnonzero(~_bearing(declared, unexpected))
+        wanted = Declarations.merge([declared.take(kept), common_row(manifest, rank)])
+        return cls(extracted, declared, unexpected, kept, wanted)
+
+    def told(self, terms: Terms) -> Told:
+        everything = StrictHandling.requires_global_app_metadata(terms.strict)
+        names = strict.requested(self.declared) if everything else ()
+        return Told(self.declared if terms.validate else None, frozenset(names))
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """For each wanted row the tensor to fill (None: an object)."""
+        shards = [self.extracted.shards[i] for i in self.kept.tolist()]
+        places = [destination(s) if isinstance(s, ShardedTensor) else None for s in shards]
+        return places + [None] * (len(self.wanted) - len(shards))
+
+    def restored(self, values: Sequence[Any]) -> dict[Any, Any]:
+        """The state dict with the values of all wanted rows in their places."""
+        shards = self.extracted.shards
+        groups = object_groups(shards)
+        result: list[Any] = [ABSENT] * len(shards)
+        for i, value in zip(self.kept.tolist(), values, strict=False):
+            shard = shards[i]
+            is_object = isinstance(shard, ShardedObject)
+            result[i] = unbundled(shard, value, groups[i].index(i)) if is_object else value
+        common = values[-1] if len(values) > len(self.kept) else {}
+        return restore(self.extracted, result, common)
+
+
+def judge(parts: Sequence[Told], terms: Terms, manifest: Manifest) -> set[str]:
+    """On the coordinator: is everything asked for exactly once? Returns what is stored and nobody asks for."""
+    if terms.validate:
+        coverage.check(Declarations.merge([p.declared for p in parts if p.declared is not None]))
+    if not StrictHandling.requires_global_app_metadata(terms.strict):
+        return set()
+    missing = strict.missing([p.names for p in parts], manifest)
+    if missing and StrictHandling.requires_raising(terms.strict):
+        raise MismatchError(strict.describe((), missing, manifest))
+    if missing and StrictHandling.requires_logging(terms.strict):
+        logger.warning("%s", strict.describe((), missing, manifest))
+    return missing
+
+
+def _bearing(declared: Declarations, names: Collection[str]) -> Bool:
+    """Which rows bear one of these names (keys of tensors, unique keys of objects)?"""
+    if not names:
+        return np.zeros(len(declared), np.bool_)
+    return np.array([strict.name_of(row.shard, row.meta) in names for row in declared.rows()], np.bool_)

@@ -1,0 +1,104 @@
+"""What a checkpoint holds, read by one process without any other rank: metadata, common state, plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megackpt.checkpoint import find_storage, open_checkpoint
+from megackpt.errors import NotACheckpoint
+from megackpt.loader.reading import Reading, common_row, destination
+from megackpt.planning.manifest import TensorEntry
+from megackpt.sharded import ShardedObject, ShardedTensor, declare, dtype_named
+from megackpt.strategies import Strategy, StrategyLike
+
+CONTENT_METADATA = "content_metadata"
+CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
+
+
+def load_common_state_dict(checkpoint_dir: str | Path, *, trusted: Sequence[type] = ()) -> dict[Any, Any]:
+    """The common state of a checkpoint: all that was not sharded; {} where none is stored."""
+    opened = open_checkpoint(checkpoint_dir)
+    wanted = common_row(opened.manifest)
+    reading = Reading(trusted=tuple(trusted))
+    values = reading.rows(opened.storage, opened.backend, opened.manifest, wanted, [None] * len(wanted))
+    return dict(values[0]) if values else {}
+
+
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """What ``save(content_metadata=...)`` stored; None if nothing was.
+
+    From a checkpoint, or from a state dict that was loaded. Raises ValueError if neither is given.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("give checkpoint_dir or preloaded_state_dict: both are None")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(CONTENT_METADATA)
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | Path,
+    sharded_strategy: StrategyLike = None,  # noqa: ARG001 - Megatron's signature; the format is found by itself
+) -> dict[str, ShardedTensor]:
+    """Every stored tensor by key, as an unsharded ShardedTensor without data (local shape = global shape).
+
+    Can be given to ``load(..., validate_access_integrity=False)`` on every rank.
+    """
+    entries = open_checkpoint(checkpoint_dir).manifest.tensors
+    return {entry.key: _whole(entry) for entry in entries if not entry.meta.is_object}
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | Path,
+    sharded_strategy: StrategyLike = None,  # noqa: ARG001 - Megatron's signature
+    common_strategy: Any = None,  # noqa: ARG001 - Megatron's signature
+) -> CkptShardedMetadata:
+    """Tensors by key, as ``load_tensors_metadata`` gives them, and objects by unique key, without their data."""
+    manifest = open_checkpoint(checkpoint_dir).manifest
+    found: CkptShardedMetadata = {}
+    for i, number in enumerate(manifest.chunks.tensor.tolist()):
+        entry = manifest.tensors[number]
+        if not entry.meta.is_object:
+            found[entry.key] = found.get(entry.key) or _whole(entry)
+        elif not entry.is_common:
+            shape = entry.meta.shape
+            held = ShardedObject(entry.key, None, shape, manifest.chunks.boxes.row(i, len(shape)).offset)
+            found[held.unique_key] = held
+    return found
+
+
+def _whole(entry: TensorEntry) -> ShardedTensor:
+    shape = entry.meta.shape
+    nowhere, uncut = (0,) * len(shape), (1,) * len(shape)
+    return ShardedTensor(entry.key, None, dtype_named(entry.meta.dtype), shape, shape, nowhere, uncut)
+
+
+def load_plain_tensors(checkpoint_dir: str | Path, *, verify: bool = True) -> dict[str, torch.Tensor]:
+    """Every stored tensor, whole, by key. Each caller reads everything."""
+    opened = open_checkpoint(checkpoint_dir)
+    shards = [_whole(entry) for entry in opened.manifest.tensors if not entry.meta.is_object]
+    tensors = [destination(shard) for shard in shards]
+    wanted = declare(shards, rank=0)
+    Reading(verify).rows(opened.storage, opened.backend, opened.manifest, wanted, tensors)
+    return {shard.key: tensor for shard, tensor in zip(shards, tensors, strict=True)}
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Is there a complete checkpoint of any format here?"""
+    try:
+        find_storage(checkpoint_dir)
+    except NotACheckpoint:
+        return False
+    return True
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> Strategy:
+    """The strategy that reads this checkpoint."""
+    name, version = open_checkpoint(checkpoint_dir).manifest.backend
+    return Strategy(name, version)

@@ -1,0 +1,136 @@
+"""The order of a load, and nothing but the order: open, compare, plan, read, restore."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megackpt.backends.base import Backend
+from megackpt.checkpoint import open_checkpoint, open_same
+from megackpt.errors import BackendError, CheckpointReplaced
+from megackpt.loader.asking import Asked, KeyMap, Terms, Told, judge
+from megackpt.loader.reading import Reading
+from megackpt.planning.manifest import Manifest
+from megackpt.planning.strict import StrictHandling, parse_strict_flag
+from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Group, group_over
+from megackpt.sharded import ShardedStateDict
+from megackpt.strategies import StrategyLike, backend_named, resolve
+
+logger = logging.getLogger("megackpt.loader")
+
+ATTEMPTS = 3  # at a checkpoint that others replace while it is read
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: StrategyLike = None,
+    common_strategy: Any = None,  # noqa: ARG001 - Megatron's signature; the format keeps the common state
+    validate_access_integrity: bool = True,
+    strict: StrictHandling | str | bool = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    verify: bool = True,
+    dtype_policy: str = "convert",
+    key_map: KeyMap | None = None,
+    trusted: Sequence[type] = (),
+    process_group: Any = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Any:
+    """Load what ``sharded_state_dict`` asks for, at any parallelism; collective over ``process_group``.
+
+    Tensors land in the ``.data`` of the ShardedTensors, on their device, or in new CPU tensors where there is
+    none. Only the byte ranges needed are read. All ranks compare what they ask for with what is stored before
+    any tensor is touched, so a load that does not fit changes nothing.
+
+    Args:
+        sharded_strategy: the format; None = found out from the directory.
+        common_strategy: not used; the format keeps the common state itself.
+        validate_access_integrity: check that the main replicas of all ranks together ask for every element of
+            each tensor exactly once; pass False to ask for a part on purpose.
+        strict: what to do about keys asked for that are not stored (unexpected) and the reverse (missing);
+            True is RAISE_ALL, False is LOG_ALL.
+        verify: check the digests of all that is read (whole blocks of 1 MiB are read); False reads the exact ranges.
+        dtype_policy: "convert" stored values to the dtype asked for, or "error" where the two differ.
+        key_map: key asked for -> key stored (a mapping, in which other keys need not stand; or a function).
+        trusted: classes that objects and the common state may hold beyond the known harmless ones.
+        timeout: how long any rank waits for the others in one step.
+
+    Returns:
+        The state dict: common state, tensors and objects in the places where they were asked for. With a RETURN_*
+        strictness: ``(state_dict, missing keys, unexpected keys)``.
+
+    Raises:
+        NotACheckpoint: "directory X does not exist", or nothing complete is in it.
+        MismatchError: keys, global shapes or dtypes differ. CoverageError: the ranks do not ask for everything once.
+        CorruptCheckpoint, UntrustedClass: the files are damaged, or a pickle asks for an unknown class.
+        RankFailure: other ranks failed or did not answer in time.
+    """
+    if dtype_policy not in ("convert", "error"):
+        raise ValueError(f"dtype_policy is 'convert' or 'error', not {dtype_policy!r}")
+    terms = Terms(parse_strict_flag(strict), validate_access_integrity, dtype_policy, key_map)
+    given = None if sharded_strategy is None else resolve(sharded_strategy).make_backend()
+    step = _Load(
+        group_over(process_group, timeout),
+        os.path.abspath(os.fspath(checkpoint_dir)),
+        given,
+        sharded_state_dict,
+        terms,
+        Reading(verify, tuple(trusted)),
+    )
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return step.run()
+        except CheckpointReplaced:
+            logger.warning("%s was replaced while it was being loaded: loading again", step.directory)
+    return step.run()
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """One load on one rank: the order of its steps."""
+
+    group: Group
+    directory: str
+    given: Backend | None
+    state: ShardedStateDict
+    terms: Terms
+    reading: Reading
+
+    def run(self) -> Any:
+        manifest = self.group.broadcast("open", self.open)
+        asked: list[Asked] = []
+        missing = self.group.reduce_broadcast(
+            "compare", lambda: self.ask(manifest, asked), lambda parts: judge(parts, self.terms, manifest)
+        )
+        loaded: list[Any] = []
+        self.group.reduce_broadcast("read", lambda: loaded.append(self.read(manifest, asked[0])), _nothing)
+        if StrictHandling.requires_returning_mismatch_keys(self.terms.strict):
+            return loaded[0], missing, asked[0].unexpected
+        return loaded[0]
+
+    def open(self) -> Manifest:
+        opened = open_checkpoint(self.directory)
+        if self.given is not None and self.given.name != opened.backend.name:
+            raise BackendError(
+                f"{self.directory} holds the format {opened.backend.name!r}, not {self.given.name!r}: "
+                "leave sharded_strategy out, and the format is found by itself"
+            )
+        return opened.manifest
+
+    def ask(self, manifest: Manifest, asked: list[Asked]) -> Told:
+        asked.append(Asked.of(self.state, self.terms, manifest, self.group.rank))
+        return asked[0].told(self.terms)
+
+    def read(self, manifest: Manifest, asked: Asked) -> Any:
+        root = open_same(self.directory, manifest.save_id)
+        backend = self.given or backend_named(*manifest.backend)
+        return asked.restored(self.reading.rows(root, backend, manifest, asked.wanted, asked.tensors()))
+
+
+def _nothing(_: object) -> None:
+    """There is nothing to decide: that all ranks came here is the outcome."""

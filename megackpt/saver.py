@@ -1,0 +1,332 @@
+"""The order of a save, and nothing but the order: declare, begin, agree, plan, stage, write, finish, commit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+
+from megackpt import objects, tree
+from megackpt.backends.base import Backend
+from megackpt.checkpoint import Place, begin, commit, place_of
+from megackpt.errors import ShardingError
+from megackpt.planning.box import Box
+from megackpt.planning.cache import PlanCache, fingerprint
+from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
+from megackpt.planning.save_plan import SavePolicy, plan_save
+from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Group, domain_of, group_over
+from megackpt.runtime.staging import Staged
+from megackpt.sharded import (
+    Extracted,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    bundled,
+    declare,
+    extract,
+    object_groups,
+)
+from megackpt.strategies import Strategy, StrategyLike, resolve
+
+T = TypeVar("T")
+Held = torch.Tensor | Callable[[], bytes]
+
+logger = logging.getLogger(__name__)
+
+CONTENT_METADATA = "content_metadata"
+
+_caches: WeakKeyDictionary[Group, PlanCache] = WeakKeyDictionary()
+
+
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: StrategyLike = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = True,
+    process_group: Any = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> None:
+    """Save the sharded state of all ranks as one checkpoint; collective over ``process_group``.
+
+    Everything in ``sharded_state_dict`` that is no ShardedTensor, ShardedObject, factory or
+    LocalNonpersistentObject is common state: the coordinator's (rank 0's) value is stored. The caller's dict
+    and objects are not changed. When this returns on any rank, the checkpoint is complete and durable; when it
+    raises, every rank raises the same story, and what stood in the directory before still stands.
+
+    Args:
+        checkpoint_dir: made with its parents where missing. A complete checkpoint there is replaced atomically.
+        sharded_strategy: a format's name ("torch_dist", "zarr"), a pair ("zarr", 2), or a Strategy with its policy.
+        common_strategy: not supported, as in Megatron-Core (NotImplementedError).
+        validate_access_integrity: check that the main replicas of all ranks tile every tensor exactly, and warn on
+            ranks whose common state differs from rank 0's.
+        preprocess_common_before_consistancy_check: gives the view of the common state used in that comparison.
+        content_metadata: stored with the common state; read back by ``load_content_metadata``.
+        overwrite: False = raise CheckpointExists instead of replacing a complete checkpoint.
+        process_group: a torch process group of the ranks that save (None: the default one, or this process alone).
+        timeout: how long any rank waits for the others in one step.
+
+    Raises:
+        ShardingError, CoverageError: declarations that contradict themselves or each other.
+        CheckpointExists, SaveInProgress: the directory is taken.
+        StorageError: the disk refused.
+        RankFailure: other ranks failed or did not answer in time.
+    """
+    if common_strategy is not None:
+        raise NotImplementedError(
+            "a common_strategy is not supported: the format keeps the common state itself"
+        )
+    if async_sharded_save:
+        raise NotImplementedError("this release saves synchronously only: leave async_sharded_save=False")
+    group = group_over(process_group, timeout)
+    request = attempt(
+        lambda: Request.of(
+            extract(sharded_state_dict),
+            os.path.abspath(os.fspath(checkpoint_dir)),
+            resolve(sharded_strategy),
+            group,
+            content_metadata=content_metadata,
+            compare=(preprocess_common_before_consistancy_check or _itself)
+            if validate_access_integrity
+            else None,
+            overwrite=overwrite,
+        )
+    )
+    _Save(group, request).run()
+
+
+def _itself(common: Any) -> Any:
+    return common
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """A value, or the exception that stood in its way, kept until the step in which all ranks hear of it."""
+
+    value: T | None
+    error: Exception | None = None
+
+    def get(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return cast(T, self.value)
+
+
+def attempt(work: Callable[[], T]) -> Attempt[T]:
+    try:
+        return Attempt(work())
+    except Exception as error:  # noqa: BLE001 - told to all ranks by the next collective
+        return Attempt(None, error)
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What this rank asks to be saved, checked by itself."""
+
+    directory: str
+    backend: Backend
+    policy: SavePolicy
+    overwrite: bool
+    shards: Sequence[ShardedTensor | ShardedObject]
+    common: Mapping[str, Any]
+    compared: Any  # the view of the common state that ranks compare; None: nothing is validated
+    declared: Declarations
+    fingerprint: int
+
+    @classmethod
+    def of(
+        cls,
+        extracted: Extracted,
+        directory: str,
+        strategy: Strategy,
+        group: Group,
+        *,
+        content_metadata: Mapping[str, Any] | None = None,
+        compare: Callable[[Any], Any] | None = _itself,
+        overwrite: bool = True,
+    ) -> Request:
+        common = dict(extracted.common)
+        if content_metadata is not None:
+            common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
+        declared = declare(
+            extracted.shards,
+            rank=group.rank,
+            domain=domain_of(strategy.dedup_group),
+            common=group.is_coordinator,
+            saving=True,
+        )
+        backend = strategy.make_backend()
+        policy = SavePolicy(balance=strategy.balance, gridded=backend.gridded)
+        compared = None if compare is None else compare(common)
+        what = f"{backend.name} {backend.version} {policy} size={group.size} checked={compared is not None}"
+        return cls(
+            directory,
+            backend,
+            policy,
+            overwrite,
+            extracted.shards,
+            common,
+            compared,
+            declared,
+            fingerprint(declared, what),
+        )
+
+    def held(self) -> list[Held]:
+        """For each row of ``declared``: its tensor, or what makes its blob."""
+        groups = object_groups(self.shards)
+        rows = [self._holder(shard, groups.get(i, [])) for i, shard in enumerate(self.shards)]
+        return [*rows, lambda: objects.dump(dict(self.common))]
+
+    def holders(self) -> list[Box]:
+        """The box of each row of ``declared``."""
+        return [row.shard.box for row in self.declared.rows()]
+
+    def _holder(self, shard: ShardedTensor | ShardedObject, group: Sequence[int]) -> Held:
+        if isinstance(shard, ShardedTensor):
+            return cast(torch.Tensor, shard.data)
+        values = [self.shards[i].data for i in group]
+        return lambda: objects.dump(bundled(shard, values))
+
+
+@dataclass(frozen=True, eq=False)
+class _Declared:
+    """What the coordinator hears of one rank."""
+
+    directory: str
+    declarations: Declarations
+    common: bytes  # digest of the compared view of the common state
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticket:
+    """What one rank is told: who writes what, and where."""
+
+    save_id: str
+    directory: str
+    plan_id: str
+    plan: SavePlan
+    common: Any = None  # the coordinator's view of the common state, for a rank whose own differs
+
+
+class _Save:
+    """One save on one rank: the order of its steps. Rank 0 alone has a place and a manifest."""
+
+    def __init__(self, group: Group, request: Attempt[Request]) -> None:
+        self.group = group
+        self.request = request
+        self.cache = _caches.setdefault(group, PlanCache())
+        self.place: Attempt[Place] = Attempt(None)
+        self.manifest: Manifest | None = None
+
+    def run(self) -> None:
+        try:
+            held = self.ticket_held()
+            agreed = self.group.all_agree(self.vote(held))
+            ticket = held if held and agreed else self.planned()
+            self.group.reduce_broadcast("write", lambda: self.write(ticket), self.commit)
+        except BaseException:
+            if self.place.value is not None:
+                self.place.value.abort()
+            raise
+
+    def ticket_held(self) -> _Ticket | None:
+        """The plan of an earlier save of these declarations, under an id that all ranks derive alike."""
+        request = self.request.value
+        held = None if request is None else self.cache.get(request.fingerprint)
+        if request is None or held is None:
+            return None
+        save_id = uuid.uuid5(uuid.UUID(held.plan_id), str(held.uses)).hex
+        self.manifest = held.manifest
+        return _Ticket(save_id, request.directory, held.plan_id, self.cache.use(request.fingerprint).plan)
+
+    def vote(self, held: _Ticket | None) -> int | None:
+        """Begin, on the coordinator; then what all ranks must agree on to go on without planning."""
+        if self.group.is_coordinator:
+            save_id = held.save_id if held else uuid.uuid4().hex
+            self.place = attempt(lambda: self.begin(save_id))
+        if held is None or self.place.error is not None:
+            return None
+        return int.from_bytes(blake2b(f"{held.save_id} {held.directory}".encode(), digest_size=7).digest())
+
+    def begin(self, save_id: str) -> Place:
+        request = self.request.get()
+        place = begin(request.directory, save_id=save_id, overwrite=request.overwrite)
+        if self.manifest is not None:
+            place.announce(request.backend.files(self.group.size, self.manifest))
+        return place
+
+    def planned(self) -> _Ticket:
+        ticket = self.group.reduce_scatter("plan", self.declared, self.plan)
+        self.cache.put(self.request.get().fingerprint, ticket.plan_id, ticket.plan, self.manifest)
+        return ticket
+
+    def declared(self) -> _Declared:
+        request = self.request.get()
+        view = b"" if request.compared is None else objects.dump(request.compared)
+        return _Declared(request.directory, request.declared, blake2b(view).digest())
+
+    def plan(self, parts: Sequence[_Declared]) -> list[_Ticket]:
+        """On the coordinator: who writes what."""
+        request, place = self.request.get(), self.place.get()
+        _check_same_directory(parts)
+        declared = [p.declarations for p in parts]
+        plans, self.manifest = plan_save(declared, request.policy, request.compared is not None)
+        place.announce(request.backend.files(self.group.size, self.manifest))
+        plan_id = uuid.uuid4().hex
+        own = parts[0].common
+        return [
+            _Ticket(
+                place.save_id, request.directory, plan_id, plan, None if p.common == own else request.compared
+            )
+            for plan, p in zip(plans, parts, strict=True)
+        ]
+
+    def write(self, ticket: _Ticket) -> WriteResult:
+        request = self.request.get()
+        if ticket.common is not None:
+            _warn_of_difference(self.group.rank, ticket.common, request.compared)
+        staged = Staged(ticket.plan, request.held(), request.holders())
+        root = place_of(ticket.directory, ticket.save_id)
+        return request.backend.write(root, ticket.plan, staged)
+
+    def commit(self, results: Sequence[WriteResult]) -> None:
+        """On the coordinator: all ranks have written."""
+        manifest = cast(Manifest, self.manifest).located(results)
+        commit(self.place.get(), self.request.get().backend, manifest)
+
+
+def _check_same_directory(parts: Sequence[_Declared]) -> None:
+    directories = {p.directory: rank for rank, p in reversed(list(enumerate(parts)))}
+    if len(directories) > 1:
+        named = "; ".join(
+            f"rank {rank}: {path}" for path, rank in sorted(directories.items(), key=lambda x: x[1])
+        )
+        raise ShardingError(f"the ranks of one save name different directories: {named}")
+
+
+def _warn_of_difference(rank: int, coordinators: Any, own: Any) -> None:
+    only_own, only_coordinators, mismatched = tree.diff(own, coordinators)
+    if only_own or only_coordinators or mismatched:
+        logger.warning(
+            "Rank %d common state dict differs from rank 0 common state dict. "
+            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
+            rank,
+            only_coordinators,
+            rank,
+            only_own,
+            mismatched,
+        )
