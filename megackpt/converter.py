@@ -115,7 +115,8 @@ class _Piece:
     blobs: list[bytes] = field(default_factory=list)
 
     def open(self, target: int, box: Box) -> NDArray[Any]:  # noqa: ARG002 - there is one target only
-        return self.array[(*box.relative_to(self.holder).slices(), ...)]  # ...: a view, even of no dimensions
+        inside: tuple[Any, ...] = box.relative_to(self.holder).slices()
+        return self.array[(*inside, ...)]  # with "...", a view even where there are no dimensions
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
         """Nothing to do: the array is the place itself."""

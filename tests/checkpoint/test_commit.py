@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megackpt.checkpoint import begin, marker as marker_room, open_checkpoint, open_same
+from megackpt.checkpoint import (
+    begin,
+    committing as committing_room,
+    marker as marker_room,
+    open_checkpoint,
+    open_same,
+    place_of,
+)
 from megackpt.errors import (
     CheckpointExists,
     CheckpointReplaced,

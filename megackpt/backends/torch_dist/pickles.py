@@ -52,10 +52,16 @@ def _build(record: Record, state: Any) -> None:
     record.state = state
 
 
-def _size(numbers: Any = ()) -> tuple[int, ...]:
+class Size(tuple[int, ...]):
+    """A torch.Size whose numbers are known to be some."""
+
+    __slots__ = ()
+
+
+def _size(numbers: Any = ()) -> Size:
     if len(numbers) > _DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
-        raise CorruptCheckpoint(f".metadata holds a size that no tensor has: {str(numbers)[:200]}")
-    return tuple(numbers)
+        raise CorruptCheckpoint("it holds a size that no tensor has")
+    return Size(numbers)
 
 
 def _path(*parts: str) -> str:

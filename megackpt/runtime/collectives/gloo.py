@@ -119,18 +119,17 @@ class Line:
         from torch.distributed import ProcessGroupGloo, distributed_c10d
 
         self.call += 1
-        failed = self._failed_call()
+        try:
+            failed = int(self.store.compare_set("failed", "", "-1"))
+            if failed < self.call and (self.gloo is None or failed >= self.made_in):
+                store = distributed_c10d.PrefixStore(f"gloo/{self.call}", self.store)
+                self.gloo = None
+                self.gloo = ProcessGroupGloo(store, self.rank, self.size, timeout)
+                self.made_in = self.call
+        except RuntimeError as error:
+            raise self.broken("connect", timeout, error) from error
         if failed >= self.call:
             raise self._late(failed)
-        if failed >= self.made_in:
-            self.gloo = None
-        if self.gloo is None:
-            store = distributed_c10d.PrefixStore(f"gloo/{self.call}", self.store)
-            try:
-                self.gloo = ProcessGroupGloo(store, self.rank, self.size, timeout)
-            except RuntimeError as error:
-                raise self.broken("connect", timeout, error) from error
-            self.made_in = self.call
 
     def broken(self, stage: str, timeout: timedelta, error: Exception) -> RankFailure:
         """Give the connection up, find out who is missing, and say so."""
@@ -160,9 +159,6 @@ class Line:
             self._sign(f"left: {type(reason).__name__}")
         except RuntimeError as error:
             reason.add_note(f"the other ranks could not be told: {_first_line(error)}")
-
-    def _failed_call(self) -> int:
-        return int(self.store.compare_set("failed", "", "-1"))
 
     def _sign(self, word: str) -> None:
         self.store.set(f"here/{self.call}/{self.rank}", word)

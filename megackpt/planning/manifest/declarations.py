@@ -1,0 +1,136 @@
+"""What ranks hold: declarations, as rows and as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megackpt.planning.box import Boxes, Groups, Int64, group_equal
+from megackpt.planning.manifest.columns import joined, renumbered
+from megackpt.planning.manifest.naming import (
+    Bool,
+    Int32,
+    ReplicaId,
+    ShardId,
+    TensorEntry,
+    TensorMeta,
+    is_main_replica,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """ "I hold this": a ShardedTensor (or object) without its data. The view of one row of Declarations."""
+
+    shard: ShardId
+    meta: TensorMeta
+    replica_id: ReplicaId
+    flexible: bool
+    nbytes: int
+    rank: int
+
+    @property
+    def main(self) -> bool:
+        return is_main_replica(self.replica_id)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Declarations:
+    """What one rank holds or, after ``merge``, what all ranks hold (then in rank order).
+
+    ``flexible`` is ShardedTensor.allow_shape_mismatch. ``nbytes`` is the size of the shard's data (for
+    objects, whose size is known only once they are serialised, a nominal one). ``domains`` names, for each
+    rank in these columns, the group of ranks within which replicas may stand in for one another.
+    """
+
+    tensors: tuple[TensorEntry, ...]
+    tensor: Int32  # number in `tensors`
+    boxes: Boxes
+    replica_ids: tuple[ReplicaId, ...]  # distinct ones
+    replica: Int32  # number in `replica_ids`
+    flexible: Bool
+    nbytes: Int64
+    rank: Int32
+    domains: tuple[int, ...] = (0,)  # one for each rank, in rank order
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def main(self) -> Bool:
+        table = np.array([is_main_replica(r) for r in self.replica_ids], dtype=np.bool_)
+        return table[self.replica] if len(table) else np.zeros(0, np.bool_)
+
+    def shards(self) -> Groups:
+        """The distinct shards: rows that declare the same box of the same tensor, in the tensors' order."""
+        return group_equal(self.tensor, self.boxes)
+
+    def row(self, i: int) -> Declaration:
+        entry = self.tensors[self.tensor[i]]
+        return Declaration(
+            ShardId(entry.key, self.boxes.row(i, len(entry.meta.shape))),
+            entry.meta,
+            self.replica_ids[self.replica[i]],
+            bool(self.flexible[i]),
+            int(self.nbytes[i]),
+            int(self.rank[i]),
+        )
+
+    def rows(self) -> Iterator[Declaration]:
+        return map(self.row, range(len(self)))
+
+    def take(self, rows: Any) -> Declarations:
+        """These rows (an index array or mask) with the same tables."""
+        return replace(
+            self,
+            tensor=self.tensor[rows],
+            boxes=self.boxes.take(rows),
+            replica=self.replica[rows],
+            flexible=self.flexible[rows],
+            nbytes=self.nbytes[rows],
+            rank=self.rank[rows],
+        )
+
+    @classmethod
+    def of(cls, rows: Sequence[Declaration], domain: int = 0) -> Declarations:
+        """The columns of one rank's declarations, in the order given."""
+        tensors: dict[TensorEntry, int] = {}
+        replicas: dict[ReplicaId, int] = {}
+        number = [tensors.setdefault(TensorEntry(r.shard.key, r.meta), len(tensors)) for r in rows]
+        replica = [replicas.setdefault(r.replica_id, len(replicas)) for r in rows]
+        return cls(
+            tuple(tensors),
+            np.array(number, np.int32),
+            Boxes.of(r.shard.box for r in rows),
+            tuple(replicas),
+            np.array(replica, np.int32),
+            np.array([r.flexible for r in rows], np.bool_),
+            np.array([r.nbytes for r in rows], np.int64),
+            np.array([r.rank for r in rows], np.int32),
+            (domain,),
+        )
+
+    @classmethod
+    def merge(cls, parts: Sequence[Declarations]) -> Declarations:
+        """All ranks' declarations in one: ``parts[i]`` are those of rank i. Tables are joined."""
+        tensors: dict[TensorEntry, int] = {}
+        replicas: dict[ReplicaId, int] = {}
+        number: list[Int32] = []
+        replica: list[Int32] = []
+        for part in parts:
+            number.append(renumbered(part.tensor, part.tensors, tensors))
+            replica.append(renumbered(part.replica, part.replica_ids, replicas))
+        return cls(
+            tuple(tensors),
+            joined(number, np.int32),
+            Boxes.concat([p.boxes for p in parts]),
+            tuple(replicas),
+            joined(replica, np.int32),
+            joined([p.flexible for p in parts], np.bool_),
+            joined([p.nbytes for p in parts], np.int64),
+            joined([p.rank for p in parts], np.int32),
+            tuple(d for p in parts for d in p.domains),
+        )

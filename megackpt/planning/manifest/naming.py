@@ -1,0 +1,79 @@
+"""What a tensor is and what one piece of it is called; the dtypes that can be stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt.planning.box import Box
+
+OBJECT = "object"
+COMMON_KEY = "common_state"
+DIGEST_BLOCK = 1 << 20  # bytes of a chunk that share one digest
+DIGEST_SIZE = 16  # xxh3-128
+
+ITEMSIZE: dict[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1
+    ),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+    "complex128": 16,
+    OBJECT: 0,
+}
+"""Bytes per element of every dtype that can be stored, by torch's name for it."""
+
+ReplicaId = int | tuple[int, ...]
+Int32 = NDArray[np.int32]
+Bool = NDArray[np.bool_]
+Digests = NDArray[np.uint8]  # (blocks, DIGEST_SIZE)
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """True for 0 and for tuples of zeros only."""
+    return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
+
+
+class TensorMeta(NamedTuple):
+    """Global shape (in elements) and dtype (by torch's name) of a tensor, or ``"object"``.
+
+    A tuple, as TensorEntry: tables of ten thousands of them are hashed, compared and sent for every rank.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def is_object(self) -> bool:
+        return self.dtype == OBJECT
+
+
+class TensorEntry(NamedTuple):
+    """One line of a table of tensors."""
+
+    key: str
+    meta: TensorMeta
+
+    @property
+    def is_common(self) -> bool:
+        return self.meta.is_object and self.key == COMMON_KEY
+
+
+@dataclass(frozen=True, slots=True)
+class ShardId:
+    """Names one piece of one tensor, whoever holds it."""
+
+    key: str
+    box: Box
+
+    def __str__(self) -> str:
+        return f"{self.key!r} {self.box}"

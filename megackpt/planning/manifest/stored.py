@@ -1,0 +1,127 @@
+"""What a checkpoint holds: chunks, and the manifest of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.manifest.columns import joined, renumbered
+from megackpt.planning.manifest.naming import DIGEST_BLOCK, DIGEST_SIZE, Digests, Int32, TensorEntry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteResult:
+    """Where the rows of one rank's SavePlan landed, in the plan's order.
+
+    ``digests`` holds ceil(length / DIGEST_BLOCK) rows for each item, in order: xxh3-128 of each block of
+    its raw bytes (for objects: of the blob's bytes).
+    """
+
+    files: tuple[str, ...]
+    file: Int32
+    start: Int64
+    length: Int64
+    digests: Digests
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Bytes ``[start, start + length)`` of a file named relative to the checkpoint's directory."""
+
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One stored piece; the view of one row of Chunks. ``digests`` is empty where none were taken."""
+
+    box: Box
+    location: Location
+    digests: Digests = field(repr=False)
+    writer: int = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """The stored pieces of all tensors. ``file`` is -1 before they are written.
+
+    Invariant: either ``digests`` has exactly the rows that ``block_bounds`` tells, or it is empty.
+    """
+
+    tensor: Int32
+    boxes: Boxes
+    writer: Int32  # rank that wrote it
+    file: Int32
+    start: Int64
+    length: Int64
+    digests: Digests
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def block_bounds(self) -> Int64:
+        """n + 1 row numbers into ``digests``: those of chunk i are ``bounds[i]:bounds[i + 1]``."""
+        counts = -(-self.length // DIGEST_BLOCK)
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Manifest:
+    """What a checkpoint holds: every tensor's meta, grid and chunks.
+
+    ``encoding`` tells how a chunk's location is to be understood: ``"raw"`` = the C-order bytes of its box
+    (for objects: of the blob); ``"native"`` = however the format keeps it (only its backend can tell).
+    ``save_id`` is the uuid (hex) of the save that wrote it, or empty for foreign checkpoints.
+    """
+
+    tensors: tuple[TensorEntry, ...]
+    grids: tuple[tuple[int, ...] | None, ...]
+    chunks: Chunks
+    files: tuple[str, ...] = ()
+    encoding: str = "raw"
+    backend: tuple[str, int] = ("", 0)
+    save_id: str = ""
+
+    def numbers(self) -> dict[str, int]:
+        """Key -> number in ``tensors``."""
+        return {entry.key: i for i, entry in enumerate(self.tensors)}
+
+    def chunk(self, i: int, bounds: Int64 | None = None) -> Chunk:
+        """Row ``i``; pass ``chunks.block_bounds`` when asking for many."""
+        c = self.chunks
+        bounds = c.block_bounds if bounds is None else bounds
+        digests = c.digests[bounds[i] : bounds[i + 1]] if len(c.digests) else c.digests
+        file = self.files[c.file[i]] if c.file[i] >= 0 else ""
+        return Chunk(
+            c.boxes.row(i, len(self.tensors[c.tensor[i]].meta.shape)),
+            Location(file, int(c.start[i]), int(c.length[i])),
+            digests,
+            int(c.writer[i]),
+        )
+
+    def chunks_of(self, key: str) -> list[Chunk]:
+        number = self.numbers()[key]
+        bounds = self.chunks.block_bounds
+        return [self.chunk(int(i), bounds) for i in np.flatnonzero(self.chunks.tensor == number)]
+
+    def located(self, results: Sequence[WriteResult]) -> Manifest:
+        """This manifest with the locations that the ranks report.
+
+        The chunks must stand in the order of plan_save: rank by rank, and within a rank in the plan's order.
+        """
+        files: dict[str, int] = {}
+        file = [renumbered(r.file, r.files, files) for r in results]
+        chunks = replace(
+            self.chunks,
+            file=joined(file, np.int32),
+            start=joined([r.start for r in results], np.int64),
+            length=joined([r.length for r in results], np.int64),
+            digests=np.concatenate([r.digests for r in results] or [np.zeros((0, DIGEST_SIZE), np.uint8)]),
+        )
+        return replace(self, chunks=chunks, files=tuple(files))

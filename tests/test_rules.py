@@ -1,0 +1,155 @@
+"""Rules of the house that no linter knows. Thermometers rather than laws: read one before you break it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "megackpt"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Who may name which packages below torch.distributed; runtime/collectives may name everything.
+PLACES = {
+    "torch.distributed.checkpoint": ("dcp/", "backends/torch_dist", "megatron/"),
+    "torch.distributed.tensor": ("adapters/dtensor",),
+}
+# What others may ask: who is there. What they may not: talk.
+QUESTIONS = ("ProcessGroup", "get_rank", "get_world_size", "is_initialized", "is_available")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def dotted(node: ast.expr) -> str:
+    """``torch.distributed.all_reduce`` of that expression, or "" for anything but names and dots."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        head = dotted(node.value)
+        return head and f"{head}.{node.attr}"
+    return ""
+
+
+def mentioned(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Full names of what a module imports, and of what it reaches by dots from an import."""
+    known: dict[str, str] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            inside = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                full = inside + alias.name
+                known[alias.asname or (alias.name if inside else alias.name.split(".")[0])] = (
+                    full if inside or alias.asname else alias.name.split(".")[0]
+                )
+                yield node.lineno, full
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = dotted(node).partition(".")
+            yield node.lineno, f"{known.get(first, first)}.{rest}"
+
+
+def may_name(file: str, what: str) -> bool:
+    """Whether this file may name this part of torch."""
+    head, _, _ = what.removeprefix("torch.distributed").lstrip(".").partition(".")
+    if not what.startswith("torch.distributed.") or head in QUESTIONS:
+        return True
+    return file.startswith(PLACES.get(f"torch.distributed.{head}", ()))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_only_collectives_names_torch_distributed(path: Path) -> None:
+    if name(path).startswith("runtime/collectives"):
+        return
+    wrong = [
+        f"{name(path)}:{line}: {what}"
+        for line, what in mentioned(tree(path))
+        if not may_name(name(path), what)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_a_module_has_its_law_on_its_door(path: Path) -> None:
+    law = ast.get_docstring(tree(path))
+    assert law, f"{name(path)} has no docstring: what belongs there?"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_sizes(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= 400, f"{name(path)} has {lines} lines: make it a folder of rooms with the same door"
+    long = [
+        f"{name(path)}:{node.lineno}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 - docstring_lines(node) > 60
+    ]
+    assert not long
+
+
+def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    doc = ast.get_docstring(node, clean=False)
+    return doc.count("\n") + 1 if doc else 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_names_say_what_belongs_there(path: Path) -> None:
+    banned = {"utils", "util", "helpers", "helper", "common", "core", "misc"}
+    if not name(path).startswith("megatron/"):  # Megatron's own names
+        assert not banned & {part.removesuffix(".py") for part in Path(name(path)).parts}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_no_assert_and_no_swallowed_exception(path: Path) -> None:
+    wrong = []
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Assert):
+            wrong.append(f"{name(path)}:{node.lineno}: assert")
+        if isinstance(node, ast.ExceptHandler):
+            if node.type is None:
+                wrong.append(f"{name(path)}:{node.lineno}: except without a class")
+            if all(isinstance(step, ast.Pass) or is_ellipsis(step) for step in node.body):
+                wrong.append(f"{name(path)}:{node.lineno}: an exception is swallowed")
+    assert not wrong
+
+
+def is_ellipsis(step: ast.stmt) -> bool:
+    return isinstance(step, ast.Expr) and isinstance(step.value, ast.Constant) and step.value.value is ...
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "import torch\ntorch.distributed.barrier()",
+        "from torch import distributed\ndistributed.new_group()",
+        "from torch import distributed as d\nd.broadcast(x)",
+        "from torch.distributed import all_reduce",
+        "import torch.distributed.checkpoint",
+        "from torch.distributed.checkpoint import load",
+    ],
+)
+def test_the_rule_on_torch_distributed_sees_every_way_to_name_it(code: str) -> None:
+    assert not all(may_name("saver.py", what) for _, what in mentioned(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("dcp/planner.py", "from torch.distributed.checkpoint import load"),
+        ("adapters/dtensor.py", "import torch.distributed.tensor as dt\ndt.DTensor"),
+        ("adapters/modules.py", "import torch.distributed as dist\ndist.get_rank(dist.ProcessGroup())"),
+        ("saver.py", "from torch import Tensor"),
+    ],
+)
+def test_the_rule_on_torch_distributed_lets_pass_what_is_allowed(file: str, code: str) -> None:
+    assert all(may_name(file, what) for _, what in mentioned(ast.parse(code)))
