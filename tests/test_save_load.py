@@ -203,6 +203,28 @@ def test_the_work_is_spread_over_replicas(tmp_path: Path, strategy: str) -> None
     assert sorted(w for w in writers) == [0, 0, 0, 1, 1, 2, 2, 3, 3] or sorted(writers).count(0) <= 3
 
 
+@pytest.mark.parametrize("strategy", FORMATS)
+def test_shards_of_uneven_length_on_a_grid(tmp_path: Path, strategy: str) -> None:
+    """The last along an axis may be shorter: padded cells in zarr, cut along every axis."""
+    full = torch.arange(10 * 7).reshape(10, 7)
+    shards = [
+        ShardedTensor(
+            "w",
+            full[a : a + 4, b : b + 3],
+            full.dtype,
+            full[a : a + 4, b : b + 3].shape,
+            (10, 7),
+            (a, b),
+            None,
+        )
+        for a in (0, 4, 8)
+        for b in (0, 3, 6)
+    ]
+    megackpt.save({"shards": shards}, tmp_path, strategy)
+    assert torch.equal(megackpt.load_plain_tensors(tmp_path)["w"], full)
+    assert megackpt.verify(tmp_path).ok
+
+
 # ---- one story on all ranks
 
 
@@ -325,7 +347,9 @@ def asking(*keys: str) -> dict[str, Any]:
 @pytest.mark.parametrize("strict", ["raise_unexpected", "raise_all", True, "assume_ok_unexpected"])
 def test_unexpected_keys_raise(simple: Path, strict: Any) -> None:
     with pytest.raises(megackpt.CheckpointingException, match="Unexpected keys") as caught:
-        megackpt.load({**asking("a", "b", "c"), "o": ShardedObject("o", 1, (1,), (0,))}, simple, strict=strict)
+        megackpt.load(
+            {**asking("a", "b", "c"), "o": ShardedObject("o", 1, (1,), (0,))}, simple, strict=strict
+        )
     assert "'c'" in str(caught.value)
     assert "Missing keys" not in str(caught.value)
 
@@ -365,7 +389,7 @@ def test_an_object_whose_grid_changed_is_unexpected(simple: Path) -> None:
 
 
 def test_shapes_must_agree_unless_a_mismatch_is_allowed(simple: Path) -> None:
-    with pytest.raises(MismatchError, match="Global shape mismatch.*for key a"):
+    with pytest.raises(MismatchError, match=r"Global shape mismatch.*for key a"):
         megackpt.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(6))}, simple)
     longer = ShardedTensor.from_rank_offsets("a", torch.full((6,), 9.0), allow_shape_mismatch=True)
     shorter = ShardedTensor.from_rank_offsets("b", torch.full((2,), 9.0), allow_shape_mismatch=True)
@@ -498,7 +522,11 @@ def test_metadata_and_plain_tensors(tmp_path: Path, strategy: str) -> None:
     metadata = megackpt.load_tensors_metadata(tmp_path)
     assert set(metadata) == {"embedding", "layers.w", "bias", "step"}
     layers = metadata["layers.w"]
-    assert (layers.local_shape, layers.global_shape, layers.global_offset) == ((4, 6, 2), (4, 6, 2), (0, 0, 0))
+    assert (layers.local_shape, layers.global_shape, layers.global_offset) == (
+        (4, 6, 2),
+        (4, 6, 2),
+        (0, 0, 0),
+    )
     assert layers.axis_fragmentations == (1, 1, 1)
     assert layers.data is None
     everything = megackpt.load_sharded_metadata(tmp_path)
@@ -557,7 +585,7 @@ def test_irregular_shards_convert_to_a_grid(tmp_path: Path) -> None:
 
 
 def test_missing_and_empty_directories(tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpoint, match="directory .*nowhere does not exist"):
+    with pytest.raises(NotACheckpoint, match=r"directory .*nowhere does not exist"):
         megackpt.load({}, tmp_path / "nowhere")
     with pytest.raises(NotACheckpoint, match="is not a distributed checkpoint"):
         megackpt.load({}, tmp_path)
@@ -617,7 +645,9 @@ def test_a_damaged_byte_is_found_and_named(tmp_path: Path) -> None:
     asked = {"w": ShardedTensor.from_rank_offsets("embedding", torch.zeros(48, 16))}
     with pytest.raises(megackpt.CorruptCheckpoint, match="embedding"):
         megackpt.load(asked, tmp_path)
-    assert torch.equal(megackpt.load(asked, tmp_path, verify=False)["w"] != FULL, FULL == FULL.reshape(-1)[25])
+    assert torch.equal(
+        megackpt.load(asked, tmp_path, verify=False)["w"] != FULL, FULL.reshape(-1)[25] == FULL
+    )
     assert any("embedding" in str(problem) for problem in megackpt.verify(tmp_path).problems)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,8 @@ class Report:
 def verify(directory: Directory, threads: int = 2) -> Report:
     """Check all bytes of a checkpoint that has digests, in parallel, and all sizes.
 
-    A format may check checkpoints without digests by a method ``verify_native(storage, manifest)`` that gives
-    problems as text (torch_dist: the checksums of its zip records).
+    Checkpoints without digests are checked by the format's own means, where it has any (torch_dist: the
+    checksums of its zip records).
 
     Raises NotACheckpoint where there is none; what is wrong with one is reported, not raised.
     """
@@ -83,14 +84,14 @@ def verify(directory: Directory, threads: int = 2) -> Report:
     work = _Work(storage, backend, manifest)
     problems = small_file_problems(storage, small)
     problems += [f"{storage.location}/{short}" for short in shortfalls(storage, manifest)]
-    native: Callable[..., Iterable[str]] | None = getattr(backend, "verify_native", None)
     total = int(manifest.chunks.length.sum())
     checked = len(manifest.chunks.digests) > 0 or total == 0
     if checked:
         problems += work.run(threads)
-    elif native is not None:
-        problems += native(storage, manifest)
-        checked = True
+    else:
+        native = backend.verify_native(storage, manifest)
+        checked = native is not None
+        problems += native or []
     own = {*own_names(storage), INDEX}
     foreign = tuple(entry for entry in storage.list() if entry not in own)
     files = len(manifest.files) + len(small)
@@ -109,10 +110,13 @@ class _Work:
     def run(self, threads: int) -> list[str]:
         chunks = self.manifest.chunks
         order = np.lexsort((chunks.start, chunks.file))
-        shares = [order[i : i + _SHARE] for i in range(0, len(order), _SHARE)]
-        check = self.raw_share if self.manifest.encoding == "raw" else self.native_share
+        raw = self.backend.raw_chunks(self.manifest)[order]
         with ThreadPoolExecutor(threads) as pool:
-            return [problem for problems in pool.map(check, shares) for problem in problems]
+            found = [
+                pool.map(self.raw_share, _shares(order[raw])),
+                pool.map(self.native_share, _shares(order[~raw])),
+            ]
+            return [problem for problems in chain(*found) for problem in problems]
 
     def raw_share(self, rows: Int64) -> list[str]:
         """Chunks whose bytes lie as they are in files."""
@@ -180,6 +184,10 @@ class _Work:
         chunks = self.manifest.chunks
         key, meta = self.manifest.tensors[chunks.tensor[row]]
         return str(ShardId(key, chunks.boxes.row(row, len(meta.shape))))
+
+
+def _shares(rows: Int64) -> list[Int64]:
+    return [rows[i : i + _SHARE] for i in range(0, len(rows), _SHARE)]
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Machine:
         rule = self._rules.get(id(function))
         call = None if rule is None else (new and rule.new) or rule.call
         if rule is None or call is None or type(args) is not tuple:
-            raise CorruptCheckpoint(f"a pickle calls {function!r}, which may not be called")
+            raise CorruptCheckpoint(f"a pickle calls a {type(function).__name__} that may not be called")
         value = call(*args, **(kwargs or {}))
         if rule.build is not None:
             self._made[id(value)] = value, rule

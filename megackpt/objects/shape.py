@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import types
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from megackpt.errors import CorruptCheckpoint
 from megackpt.objects.standins import StandIn
@@ -48,8 +51,10 @@ def _parts(value: Any) -> Iterable[Any] | None:
     """What a container holds, or None for what is no container."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | set | frozenset | deque):
         return value
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return list(value.flat)
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return vars(value).values()
     if isinstance(value, StandIn):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megackpt.backends.torch_dist.pickles import Record, read_metadata
+from megackpt.backends.torch_dist.pickles import Record, Size, read_metadata
 from megackpt.backends.torch_dist.writing import COMMON_FILE
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass
 from megackpt.planning.box import Box, Boxes
@@ -135,17 +135,20 @@ class _Listing:
             if not _is(index, "MetadataIndex") or not _is(info, "_StorageInfo"):
                 raise CorruptCheckpoint("its table of places holds something else")
             name, offset = index.field("fqn"), index.field("offset")
-            if info.field("transform_descriptors"):
+            if type(name) is not str or not (offset is None or type(offset) is Size):
+                raise CorruptCheckpoint("its table of places tells of an item without a name or offset")
+            if through := info.field("transform_descriptors"):
+                named = [str(t) for t in through if type(t) is str] if type(through) is list else []
                 raise BackendError(
-                    f"{name!r} is stored through {info.field('transform_descriptors')}: compressed checkpoints "
-                    "cannot be read; save it again without extensions"
+                    f"{name!r} is stored through {named or 'an extension'}: compressed checkpoints cannot be read; "
+                    "save it again without extensions"
                 )
             yield (name, offset), _place(name, info)
 
     def items(self) -> Iterator[_Stored]:
         for name, meta in self.described.items():
             if type(name) is not str:
-                raise CorruptCheckpoint(f"an item is named {str(name)[:200]}")
+                raise CorruptCheckpoint("an item has a name that is no string")
             if _is(meta, "BytesStorageMetadata"):
                 key, offset, shape = parse_name(name)
                 entry = TensorEntry(key, TensorMeta(shape, OBJECT))
@@ -156,32 +159,19 @@ class _Listing:
                 raise CorruptCheckpoint(f"{name!r} is neither a tensor nor an object")
 
     def _chunks(self, name: str, meta: Record) -> Iterator[_Stored]:
-        shape, dtype, chunks = meta.field("size"), _dtype(name, meta), meta.field("chunks")
-        if type(shape) is not tuple or type(chunks) is not list:
+        size, dtype, chunks = meta.field("size"), _dtype(name, meta), meta.field("chunks")
+        if type(size) is not Size or type(chunks) is not list:
             raise CorruptCheckpoint(f"{name!r} has no size or no chunks")
+        shape = tuple(size)
         _check_volume(name, shape, dtype)
-        entry, whole, seen = TensorEntry(name, TensorMeta(shape, dtype)), Box.whole(shape), set()
-        for chunk in chunks:
-            offset, extent = (
-                (chunk.field("offsets"), chunk.field("sizes"))
-                if _is(chunk, "ChunkStorageMetadata")
-                else (0, 0)
-            )
-            if (
-                type(offset) is not tuple
-                or type(extent) is not tuple
-                or not len(offset) == len(extent) == len(shape)
-            ):
-                raise CorruptCheckpoint(f"a chunk of {name!r} is no region of a tensor of shape {shape}")
-            box = Box(offset, extent)
+        entry, whole = TensorEntry(name, TensorMeta(shape, dtype)), Box.whole(shape)
+        for box in dict.fromkeys(_box(name, chunk, len(shape)) for chunk in chunks):
             if not whole.contains(box):
                 raise CorruptCheckpoint(f"the chunk {box} of {name!r} lies outside of its shape {shape}")
-            if box not in seen:
-                seen.add(box)
-                file, start, length = self._found(name, offset)
-                if length < box.volume * ITEMSIZE[dtype]:
-                    raise CorruptCheckpoint(f"{length} bytes cannot hold {name!r} {box} of {dtype}")
-                yield _Stored(entry, box, file, start, length)
+            file, start, length = self._found(name, box.offset)
+            if length < box.volume * ITEMSIZE[dtype]:
+                raise CorruptCheckpoint(f"{length} bytes cannot hold {name!r} {box} of {dtype}")
+            yield _Stored(entry, box, file, start, length)
 
     def _found(self, name: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
         try:
@@ -194,7 +184,14 @@ def _is(value: Any, kind: str) -> bool:
     return isinstance(value, Record) and value.kind == kind
 
 
-def _place(name: Any, info: Record) -> tuple[str, int, int]:
+def _box(name: str, chunk: Any, ndim: int) -> Box:
+    offset, shape = (chunk.field("offsets"), chunk.field("sizes")) if isinstance(chunk, Record) else (None, None)
+    if type(offset) is not Size or type(shape) is not Size or not len(offset) == len(shape) == ndim:
+        raise CorruptCheckpoint(f"a chunk of {name!r} is no region of a tensor of {ndim} dimensions")
+    return Box(tuple(offset), tuple(shape))
+
+
+def _place(name: str, info: Record) -> tuple[str, int, int]:
     file, start, length = info.field("relative_path"), info.field("offset"), info.field("length")
     if type(file) is not str or type(start) is not int or type(length) is not int:
         raise CorruptCheckpoint(f"the place of {name!r} is none")
