@@ -18,6 +18,7 @@ from megackpt.loader.reading import Reading
 from megackpt.planning.manifest import Manifest
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Group, group_over
+from megackpt.runtime.storage import Storage
 from megackpt.sharded import ShardedStateDict
 from megackpt.strategies import StrategyLike, backend_named, resolve
 
@@ -102,16 +103,12 @@ class _Load:
     reading: Reading
 
     def run(self) -> Any:
-        manifest = self.group.broadcast("open", self.open)
-        asked: list[Asked] = []
-        missing = self.group.reduce_broadcast(
-            "compare", lambda: self.ask(manifest, asked), lambda parts: judge(parts, self.terms, manifest)
-        )
-        loaded: list[Any] = []
-        self.group.reduce_broadcast("read", lambda: loaded.append(self.read(manifest, asked[0])), _nothing)
+        part = _Part(self, self.group.broadcast("open", self.open))
+        missing = self.group.reduce_broadcast("compare", part.compare, part.judge)
+        self.group.reduce_broadcast("read", part.read, _nothing)
         if StrictHandling.requires_returning_mismatch_keys(self.terms.strict):
-            return loaded[0], missing, asked[0].unexpected
-        return loaded[0]
+            return part.state, missing, part.asked.unexpected
+        return part.state
 
     def open(self) -> Manifest:
         opened = open_checkpoint(self.directory)
@@ -122,14 +119,32 @@ class _Load:
             )
         return opened.manifest
 
-    def ask(self, manifest: Manifest, asked: list[Asked]) -> Told:
-        asked.append(Asked.of(self.state, self.terms, manifest, self.group.rank))
-        return asked[0].told(self.terms)
 
-    def read(self, manifest: Manifest, asked: Asked) -> Any:
-        root = open_same(self.directory, manifest.save_id)
-        backend = self.given or backend_named(*manifest.backend)
-        return asked.restored(self.reading.rows(root, backend, manifest, asked.wanted, asked.tensors()))
+class _Part:
+    """One rank's part, step after step: each leaves what the next one needs."""
+
+    root: Storage
+    asked: Asked
+    state: dict[Any, Any]
+
+    def __init__(self, load: _Load, manifest: Manifest) -> None:
+        self.load = load
+        self.manifest = manifest
+
+    def compare(self) -> Told:
+        # Opened as early as can be: what is read through it belongs to one checkpoint.
+        self.root = open_same(self.load.directory, self.manifest.save_id)
+        self.asked = Asked.of(self.load.state, self.load.terms, self.manifest, self.load.group.rank)
+        return self.asked.told(self.load.terms)
+
+    def judge(self, parts: Sequence[Told]) -> set[str]:
+        return judge(parts, self.load.terms, self.manifest)
+
+    def read(self) -> None:
+        backend = self.load.given or backend_named(*self.manifest.backend)
+        wanted, tensors = self.asked.wanted, self.asked.tensors()
+        values = self.load.reading.rows(self.root, backend, self.manifest, wanted, tensors)
+        self.state = self.asked.restored(values)
 
 
 def _nothing(_: object) -> None:
