@@ -19,7 +19,6 @@ from megackpt import objects, tree
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import Place, begin, commit, place_of
 from megackpt.errors import ShardingError
-from megackpt.planning.box import Box
 from megackpt.planning.cache import PlanCache, fingerprint
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.planning.save_plan import SavePolicy, plan_save
@@ -191,10 +190,6 @@ class Request:
         rows = [self._holder(shard, groups.get(i, [])) for i, shard in enumerate(self.shards)]
         return [*rows, lambda: objects.dump(dict(self.common))]
 
-    def holders(self) -> list[Box]:
-        """The box of each row of ``declared``."""
-        return [row.shard.box for row in self.declared.rows()]
-
     def _holder(self, shard: ShardedTensor | ShardedObject, group: Sequence[int]) -> Held:
         if isinstance(shard, ShardedTensor):
             return cast(torch.Tensor, shard.data)
@@ -299,7 +294,7 @@ class _Save:
         request = self.request.get()
         if ticket.common is not None:
             _warn_of_difference(self.group.rank, ticket.common, request.compared)
-        staged = Staged(ticket.plan, request.held(), request.holders())
+        staged = Staged(ticket.plan, request.held(), request.declared.held())
         root = place_of(ticket.directory, ticket.save_id)
         return request.backend.write(root, ticket.plan, staged)
 

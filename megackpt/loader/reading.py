@@ -36,8 +36,7 @@ class Reading:
         tensors: Sequence[torch.Tensor | None],
     ) -> list[Any]:
         """Fetch every wanted row: into ``tensors[i]``, or (where that is None) the content of an object's blob."""
-        holders = [row.shard.box for row in wanted.rows()]
-        landing = Landing(tensors, holders, _stored(wanted, manifest), {})
+        landing = Landing(tensors, wanted.held(), _stored(wanted, manifest), {})
         try:
             backend.read(root, plan_load(wanted, manifest), landing, self.verify)
         except (CheckpointingException, OSError):
