@@ -27,9 +27,9 @@ $(READY): setup.cfg pyproject.toml .constraints.txt
 
 # Foreign libraries that tests compare with, in subprocesses; apart, so that nothing of ours can lean on them.
 $(PEERS): Makefile | $(READY)
-	@echo "installing megatron-core into .peers"
+	@echo "installing megatron-core, and psutil for its writers, into .peers"
 	@rm -rf .peers
-	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1 psutil
 	@touch $@
 
 peers: $(PEERS)

@@ -148,7 +148,7 @@ def _torchrun(nproc: int) -> dict[str, str]:
     }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Real processes; see Ranks."""
     runner = Ranks(tmp_path_factory.mktemp("ranks"))
@@ -156,7 +156,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     runner.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def peers() -> dict[str, str]:
     """The environment for a subprocess that imports foreign libraries (megatron-core) beside ours."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(PEERS)])}

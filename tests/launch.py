@@ -31,4 +31,5 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":  # a rank may start processes that import this again
+    main()

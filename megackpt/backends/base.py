@@ -20,8 +20,9 @@ class Source(Protocol):
     def blocks(self, row: int) -> Iterator[memoryview]:
         """The row's raw C-order bytes (for an object: its blob) in consecutive pieces.
 
-        Every piece but the last is a multiple of DIGEST_BLOCK long. A piece is valid until the next one is
-        asked for: staging memory is bounded and reused.
+        Every piece but the last is a multiple of DIGEST_BLOCK long. A piece is valid until the next one of
+        the same row is asked for: staging memory is bounded and reused. A format holds the last pieces of several
+        rows at a time, so that small ones are written together: some MiB, no more.
         """
 
     def array(self, row: int) -> NDArray[Any]:

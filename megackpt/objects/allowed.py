@@ -99,6 +99,11 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
+def _no_bytes() -> bytes:
+    """How protocol 2 writes empty bytes."""
+    return b""
+
+
 def _bytearray(data: bytes | str = b"", encoding: str = "latin-1") -> bytearray:
     if isinstance(data, str):
         return bytearray(_encode(data, encoding.replace("-", "")))
@@ -241,9 +246,10 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> to
 
 
 def _types() -> dict[str, Rule]:
-    plain = (int, float, str, bool, bytes, list, dict, tuple, object, type(None))
+    plain = (int, float, str, bool, list, dict, tuple, object, type(None))
     rules = {f"builtins.{kind.__name__}": Rule(kind) for kind in plain}
     calls: Mapping[str, tuple[Any, Callable[..., Any]]] = {
+        "builtins.bytes": (bytes, _no_bytes),
         "builtins.set": (set, partial(_hashables, set)),
         "builtins.frozenset": (frozenset, partial(_hashables, frozenset)),
         "builtins.bytearray": (bytearray, _bytearray),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from megackpt.backends.ranges import read_raw
@@ -88,7 +88,9 @@ def filled(shape: tuple[int, ...], itemsize: int, seed: int = 0) -> NDArray[Any]
 class Stored:
     """Tensors written as raw chunks of one file, with gaps, and a manifest of them."""
 
-    def __init__(self, path: Path, tensors: list[tuple[str, NDArray[Any], list[Box]]], gap: int = 100) -> None:
+    def __init__(
+        self, path: Path, tensors: list[tuple[str, NDArray[Any], list[Box]]], gap: int = 100
+    ) -> None:
         self.root = Counting(path)
         self.tensors = tensors
         content, digests = bytearray(b"#" * 37), b""
@@ -103,9 +105,7 @@ class Stored:
                 digests += digest_blocks(memoryview(raw))
                 content += raw + b"#" * gap
         self.root.put("data", bytes(content))
-        entries = tuple(
-            TensorEntry(key, TensorMeta(whole.shape, _dtype(whole))) for key, whole, _ in tensors
-        )
+        entries = tuple(TensorEntry(key, TensorMeta(whole.shape, _dtype(whole))) for key, whole, _ in tensors)
         chunks = Chunks(
             np.array(number, np.int32),
             Boxes.of(boxes),
@@ -152,7 +152,7 @@ def slabs(shape: tuple[int, ...], axis: int, count: int) -> list[Box]:
     """The tensor cut along one axis."""
     edges = np.linspace(0, shape[axis], count + 1).astype(int).tolist()
     boxes = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         offset, extent = [0] * len(shape), list(shape)
         offset[axis], extent[axis] = low, high - low
         boxes.append(Box(tuple(offset), tuple(extent)))
@@ -243,13 +243,15 @@ def test_a_digest_block_wanted_by_several_rows_is_read_once(tmp_path: Path) -> N
 
 
 def test_the_target_lends_bounded_memory(tmp_path: Path) -> None:
-    shape = (3, 20 << 20)
+    shape = (3, 13 << 20)
     stored = Stored(tmp_path, [("w", filled(shape, 1), [Box.whole(shape)])])
-    assert stored.read([(0, Box.whole(shape))], verify=True).lent <= 32 << 20
+    assert 8 << 20 < stored.read([(0, Box.whole(shape))], verify=True).lent <= 32 << 20
 
 
 def test_empty_and_zero_dimensional(tmp_path: Path) -> None:
-    stored = Stored(tmp_path, [("e", filled((0, 3), 4), [Box.whole((0, 3))]), ("s", filled((), 8), [Box((), ())])])
+    stored = Stored(
+        tmp_path, [("e", filled((0, 3), 4), [Box.whole((0, 3))]), ("s", filled((), 8), [Box((), ())])]
+    )
     plan = LoadPlan(
         stored.manifest, np.array([0, 1]), Boxes.of([Box.whole((0, 3)), Box((), ())]), np.array([0, 1])
     )
@@ -269,7 +271,9 @@ def test_a_flipped_bit_is_told_with_key_file_and_block(tmp_path: Path, region: B
     place = 37 + 270 * 4000 + 41  # row 270 is in block 1
     data[place] ^= 4
     path.write_bytes(data)
-    with pytest.raises(CorruptCheckpoint, match=r"'w' \[0:600, 0:1000\] in data is damaged.* block 1 \(from byte"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"'w' \[0:600, 0:1000\] in data is damaged.* block 1 \(from byte"
+    ):
         stored.read([(0, region)], verify=True)
 
 

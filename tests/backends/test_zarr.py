@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import zarr
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from megackpt.backends.zarr import Zarr
 from megackpt.backends.zarr.layout import Cells, array_document, parse_array

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from megackpt.planning import box as box_module
 from megackpt.planning.box import Box, Boxes, group_equal, regular_grids, runs

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from megackpt.errors import CorruptCheckpoint, MismatchError
 from megackpt.planning import load_plan

@@ -7,8 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from megackpt import tree
 from megackpt.errors import MismatchError, ShardingError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -20,10 +21,9 @@ from megackpt.runtime.storage import FileReader, Storage, digest
 
 GAP = 16 << 10
 """Between the runs of one region, up to so many unwanted bytes are read along: what a call of its own costs."""
-ROW = 4 << 10
-"""Rows of a strided target from this size on are filled in place, shorter ones through the scratch memory."""
 WINDOW = 1 << 20
-"""Bytes of scratch memory of one share (and as many for the one digest block that was read last)."""
+"""Bytes of scratch memory of one share. It stays in the cache, so that a copy through it costs next to nothing:
+less than handing over a strided target's rows one by one."""
 
 Array = NDArray[Any]
 
@@ -186,20 +186,18 @@ class _FilePart:
             window = self._scratch(piece, low, span)
             array[...] = np.ndarray(array.shape, array.dtype, window, 0, strides[: array.ndim])
         else:
-            for start, part in _parts(low, array, strides):
+            for start, part in _slabs(low, array, strides):
                 self._fill(piece, start, part, strides)
 
     def _fill_run(self, piece: _Piece, low: int, array: Array) -> None:
         """Fill ``array`` with consecutive bytes of the chunk."""
         if array.flags.c_contiguous:
             self._read(piece, low, octets(array))
-        elif not self.job.checked and (rows := _rows(array)):
-            self.reader.read_into(piece.base + low, rows)
         elif array.nbytes <= WINDOW:
             window = self._scratch(piece, low, array.nbytes)
             array[...] = np.ndarray(array.shape, array.dtype, window)
         else:
-            for start, part in _parts(low, array, _c_strides(array)):
+            for start, part in _slabs(low, array, _c_strides(array)):
                 self._fill_run(piece, start, part)
 
     def _scratch(self, piece: _Piece, low: int, count: int) -> memoryview:
@@ -254,17 +252,10 @@ def _c_strides(array: Array) -> list[int]:
     return [array.itemsize * math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim)]
 
 
-def _parts(low: int, array: Array, strides: list[int]) -> list[tuple[int, Array]]:
-    """Two halves along the outermost axis that has any, each with its first byte."""
+def _slabs(low: int, array: Array, strides: list[int]) -> Iterator[tuple[int, Array]]:
+    """Slices across the outermost axis that has several, of about a window each, with their first bytes."""
     axis = next(i for i, extent in enumerate(array.shape) if extent > 1)
-    middle = array.shape[axis] // 2
-    before, after = np.split(array, [middle], axis)
-    return [(low, before), (low + middle * strides[axis], after)]
-
-
-def _rows(array: Array) -> list[memoryview]:
-    """The contiguous rows of a strided array, or nothing where they are too short to be worth it."""
-    outer = next((n for n in range(array.ndim) if array[(0,) * n].flags.c_contiguous), array.ndim)
-    if math.prod(array.shape[outer:]) * array.itemsize < ROW:
-        return []
-    return [octets(array[index]) for index in product(*map(range, array.shape[:outer]))]
+    step = max(1, WINDOW // strides[axis])
+    before = (slice(None),) * axis
+    for first in range(0, array.shape[axis], step):
+        yield low + first * strides[axis], array[(*before, slice(first, first + step))]

@@ -20,7 +20,7 @@ import numpy as np
 
 from megackpt.backends.base import Backend, Source, Target
 from megackpt.backends.ranges import read_raw
-from megackpt.backends.torch_dist import foreign, native, table, writing
+from megackpt.backends.torch_dist import checksums, foreign, native, table, writing
 from megackpt.errors import BackendError
 from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.runtime.storage import Storage
@@ -92,3 +92,6 @@ class TorchDist(Backend):
             read_raw(root, plan, into, verify)
         else:
             native.read(root, plan, into, verify)
+
+    def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
+        return checksums.problems(root, manifest)

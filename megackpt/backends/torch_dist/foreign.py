@@ -185,7 +185,9 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _box(name: str, chunk: Any, ndim: int) -> Box:
-    offset, shape = (chunk.field("offsets"), chunk.field("sizes")) if isinstance(chunk, Record) else (None, None)
+    offset, shape = (
+        (chunk.field("offsets"), chunk.field("sizes")) if isinstance(chunk, Record) else (None, None)
+    )
     if type(offset) is not Size or type(shape) is not Size or not len(offset) == len(shape) == ndim:
         raise CorruptCheckpoint(f"a chunk of {name!r} is no region of a tensor of {ndim} dimensions")
     return Box(tuple(offset), tuple(shape))

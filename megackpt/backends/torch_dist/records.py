@@ -122,7 +122,7 @@ def _end(start: int, size: int, count: int, wide: bool) -> bytes:
     return end + _END.pack(b"PK\5\6", 0, 0, count, count, size, 0xFFFFFFFF, 0)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=16384)
 def frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Head and tail of the record of a C-order tensor of this dtype (torch's name) and shape."""
     size = math.prod(shape) * ITEMSIZE[dtype]

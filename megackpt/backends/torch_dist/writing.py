@@ -25,8 +25,6 @@ from megackpt.runtime.storage import FileWriter, Storage, digest
 COMMON_FILE = "common.pt"
 BATCH = 8 << 20
 """Bytes of small records that are gathered into one write."""
-STEP = 4 << 20
-"""Bytes of a large tensor that are hashed and then written while they are still in the cache."""
 
 
 @dataclass(frozen=True)
@@ -160,12 +158,12 @@ def _write_payload(batch: _Batch, item: WriteItem, pieces: Iterator[memoryview])
     digests: list[bytes] = []
     length = 0
     for piece in pieces:
-        for start in range(0, len(piece), STEP):
-            step = piece[start : start + STEP]
-            digests += [digest(step[b : b + DIGEST_BLOCK]) for b in range(0, len(step), DIGEST_BLOCK)]
-            batch.add(step)
-            if len(step) == STEP:
-                batch.flush()
+        for start in range(0, len(piece), DIGEST_BLOCK):
+            block = piece[start : start + DIGEST_BLOCK]
+            digests.append(digest(block))
+            batch.add(block)
+            if len(block) == DIGEST_BLOCK:
+                batch.flush()  # while the block that was hashed is still in the cache
         length += len(piece)
         if length != item.nbytes:
             batch.flush()  # before the memory of this piece is used for the next one

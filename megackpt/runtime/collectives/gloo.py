@@ -145,7 +145,7 @@ class Line:
         advice = LAST_ADVICE if stage == "connect" and self.call > 1 else ADVICE
         return RankFailure(
             f"the ranks lost one another in the stage {stage!r} (timeout {timeout.total_seconds():g} s): "
-            f"{who or story['text']}.\n  gloo says: {_first_line(error)}\n  {advice}",
+            f"{who or story['text']}.\n  torch says: {_first_line(error)}\n  {advice}",
             missing,
         )
 
