@@ -71,7 +71,7 @@ def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str, str]]:
     octets = np.bincount(manifest.chunks.tensor, weights=manifest.chunks.length, minlength=count)
     for (key, meta), pieces, size in zip(manifest.tensors, chunks, octets, strict=True):
         shape = "x".join(map(str, meta.shape)) or "scalar"
-        yield key, meta.dtype, shape, f"{pieces} chunk{'s' * (pieces != 1)}, {_bytes(int(size))}"
+        yield key, meta.dtype, shape, f"{pieces} chunk{'s' * int(pieces != 1)}, {_bytes(int(size))}"
 
 
 def _bytes(count: int) -> str:

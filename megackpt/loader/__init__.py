@@ -1,4 +1,4 @@
-"""Loading: ``order`` is load itself, ``asking`` what is asked for, ``reading`` the bytes, ``contents`` its relatives."""
+"""Loading: ``order`` is load itself, ``asking`` its questions, ``reading`` the bytes, ``contents`` its relatives."""
 
 from megackpt.loader.contents import (
     check_is_distributed_checkpoint,

@@ -1,1 +1,1 @@
-"""Run time: the four doors to the outside (other ranks, the disk, the device, later). Nobody else touches what is behind them."""
+"""Run time: the four doors to the outside (other ranks, the disk, the device, later); nobody else goes through them."""

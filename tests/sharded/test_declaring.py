@@ -103,7 +103,7 @@ def test_an_object_without_a_grid_is_its_own_blob():
     bare = ShardedObject("step", 7, (), ())
     assert bundled(bare, [7]) == 7
     assert unbundled(bare, 7, 0) == 7
-    with pytest.raises(CorruptCheckpoint, match="'o/shard_0_1'.*list of at least 1"):
+    with pytest.raises(CorruptCheckpoint, match=r"'o/shard_0_1'.*list of at least 1"):
         unbundled(ShardedObject("o", None, (1,), (0,)), {"not": "a list"}, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from megackpt.planning.manifest import (
     DIGEST_SIZE,
     SavePlan,
     TensorEntry,
-    WriteItem,
     WriteResult,
 )
 from megackpt.runtime.storage import FileWriter, Storage, digest
@@ -107,9 +107,27 @@ def write_parts(root: Storage, plan: SavePlan, data: Source, parts: list[FilePar
 
 
 def _write_file(root: Storage, part: FilePart, plan: SavePlan, data: Source) -> list[Landed]:
+    metas = [plan.tensors[number].meta for number in plan.tensor[part.rows].tolist()]
+    extents = plan.boxes.shape[part.rows].tolist()
+    landed = []
     with root.create(part.name) as writer:
         batch = _Batch(writer)
-        landed = [_write_row(batch, plan.row(i), data.blocks(i)) for i in part.rows]
+        for row, meta, extent in zip(part.rows, metas, extents, strict=True):
+            if meta.is_object:
+                landed.append(_write_payload(batch, data.blocks(row), -1))
+                continue
+            shape = tuple(extent[: len(meta.shape)])
+            size = math.prod(shape) * meta.itemsize
+            head, tail = frame(meta.dtype, shape)
+            batch.add(memoryview(bytes(-batch.position % ALIGNMENT) + head))
+            place = _write_payload(batch, data.blocks(row), size)
+            batch.add(memoryview(tail))
+            if place.length != size:
+                shard = plan.row(row).shard
+                raise BackendError(
+                    f"{shard} should have {size} bytes, but {place.length} came from the model"
+                )
+            landed.append(place)
         batch.flush()
     return landed
 
@@ -138,33 +156,19 @@ class _Batch:
             self._waiting, self._size = [], 0
 
 
-def _write_row(batch: _Batch, item: WriteItem, pieces: Iterator[memoryview]) -> Landed:
-    if item.meta.is_object:
-        start = batch.position
-        digests, length = _write_payload(batch, item, pieces)
-        return Landed(start, length, digests)
-    head, tail = frame(item.meta.dtype, item.shard.box.shape)
-    batch.add(memoryview(bytes(-batch.position % ALIGNMENT) + head))
-    start = batch.position
-    digests, length = _write_payload(batch, item, pieces)
-    if length != item.nbytes:
-        raise BackendError(f"{item.shard} should have {item.nbytes} bytes, but {length} came from the model")
-    batch.add(memoryview(tail))
-    return Landed(start, length, digests)
-
-
-def _write_payload(batch: _Batch, item: WriteItem, pieces: Iterator[memoryview]) -> tuple[bytes, int]:
-    """Hash and write in one go; returns the digests and the number of bytes."""
+def _write_payload(batch: _Batch, pieces: Iterator[memoryview], size: int) -> Landed:
+    """Hash and write in one go. ``size``: bytes to come, or -1 where nobody knows."""
+    start, length = batch.position, 0
     digests: list[bytes] = []
-    length = 0
     for piece in pieces:
-        for start in range(0, len(piece), DIGEST_BLOCK):
-            block = piece[start : start + DIGEST_BLOCK]
+        for first in range(0, len(piece), DIGEST_BLOCK):
+            block = piece[first : first + DIGEST_BLOCK]
             digests.append(digest(block))
             batch.add(block)
             if len(block) == DIGEST_BLOCK:
                 batch.flush()  # while the block that was hashed is still in the cache
         length += len(piece)
-        if length != item.nbytes:
-            batch.flush()  # before the memory of this piece is used for the next one
-    return b"".join(digests), length
+        if length == size:
+            break
+        batch.flush()  # before the memory of this piece is used for the next one
+    return Landed(start, length, b"".join(digests))
