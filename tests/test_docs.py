@@ -1,0 +1,165 @@
+"""What the documentation says is so: its code runs, its links lead somewhere, its commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+import megackpt
+from megackpt import errors
+from megackpt.__main__ import _parser
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+GUIDE = ROOT / "docs" / "guide.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A fenced block: what it is marked as, the line of its first line (from 0), its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = [Block(m[1], text.count("\n", 0, m.start(2)), m[2]) for m in FENCE.finditer(text)]
+    return [block for block in found if block.language in languages]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings get as targets of links."""
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    heads = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=named)
+def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page in order, as one module (a real one: pickle looks classes up by its name)."""
+    module = ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page, "python"):
+        source = "\n" * block.line + block.text  # so that a traceback tells the page's own lines
+        exec(compile(source, page, "exec"), module.__dict__)  # noqa: S102 - the code of our own pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_code_is_marked_with_its_language(page: Path) -> None:
+    fences = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("```")]
+    assert set(fences[1::2]) <= {"```"}
+    assert set(fences[0::2]) <= {"```python", "```sh", "```text"}, "an unmarked block is a block nobody runs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    broken = []
+    for link in LINK.findall(prose):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        found = target.exists() and (not anchor or anchor in anchors(target))
+        if not found:
+            broken.append(link)
+    assert not broken
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of each command line of a shell block."""
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            for line in block.text.splitlines():
+                words = shlex.split(line, comments=True)
+                if words:
+                    yield named(page), words
+
+
+def test_commands_exist() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    wrong = []
+    for page, words in commands():
+        while words and re.fullmatch(r"\w+=.*", words[0]):  # settings for one command
+            words = words[1:]
+        match words:
+            case ["megackpt", *rest]:
+                good = parses(rest)
+            case ["python", "tools/convert.py", *rest]:
+                good = parses(["convert", *rest])
+            case ["python", script, *_] if script != "-m":
+                good = (ROOT / script).is_file()
+            case ["make", *rest]:
+                good = targets.issuperset(rest)
+            case _:
+                good = True  # a command of others
+        if not good:
+            wrong.append(f"{page}: {shlex.join(words)}")
+    assert not wrong
+
+
+def parses(arguments: list[str]) -> bool:
+    try:
+        _parser().parse_args(arguments)
+    except SystemExit as end:
+        return end.code == 0  # --help and --version
+    return True
+
+
+def test_the_map_of_the_house_names_what_is_there() -> None:
+    (block,) = blocks(README, "text")
+    below = ROOT
+    missing = []
+    for line in block.text.splitlines():
+        names, _, told = line.strip().partition("  ")
+        folder = below if line.startswith(" ") else ROOT
+        paths = [folder / name.strip() for name in names.split(",")]
+        if not line.startswith(" "):
+            below = paths[0]
+        paths += [paths[0] / name for name in re.findall(r"\w+\.\w+", told)]  # files that its words name
+        missing += [str(path.relative_to(ROOT)) for path in paths if not path.exists()]
+    assert not missing
+
+
+def test_the_map_shows_every_room() -> None:
+    (block,) = blocks(README, "text")
+    rooms = {
+        p.name for p in (ROOT / "megackpt").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
+    named_rooms = set(re.findall(r"[\w.]+", block.text))
+    assert {room.removesuffix(".py") for room in rooms} <= {word.removesuffix(".py") for word in named_rooms}
+
+
+@pytest.mark.parametrize("name", [name for name in megackpt.__all__ if not name.startswith("_")])
+def test_the_guide_explains_every_public_name(name: str) -> None:
+    assert re.search(rf"\b{name}\b", GUIDE.read_text(encoding="utf-8"))
+
+
+def test_the_guide_lists_every_error() -> None:
+    listed = set(re.findall(r"^\| `(\w+)`", GUIDE.read_text(encoding="utf-8"), re.MULTILINE))
+    kinds = {name for name, value in vars(errors).items() if isinstance(value, type)} & set(megackpt.__all__)
+    assert kinds <= listed
+
+
+def test_design_notes_are_numbered_without_a_gap() -> None:
+    notes = sorted((ROOT / "docs" / "design").glob("*.md"))
+    assert [int(note.name[:4]) for note in notes] == list(range(1, len(notes) + 1))
+    wrong = [n.name for n in notes if not n.read_text(encoding="utf-8").startswith(f"# {n.name[:4]} ")]
+    assert not wrong
