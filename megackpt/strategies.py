@@ -50,12 +50,6 @@ class Strategy:
         """The format that this names. Raises BackendError where it is unknown or its package is missing."""
         return backend_named(self.backend, self.version, **self.options)
 
-    def describe(self) -> str:
-        """All that a save's plan depends on, in one line (ranks compare it)."""
-        backend = self.make_backend()
-        options = sorted(self.options.items())
-        return f"{backend.name} {backend.version} {options} balance={self.balance}"
-
 
 StrategyLike = str | tuple[str, int] | Strategy | Backend | None
 

@@ -466,6 +466,14 @@ def test_a_bytes_io_object_survives(tmp_path: Path) -> None:
     assert loaded.getvalue() == b"extra state"
 
 
+def test_an_object_without_a_grid_has_its_key_for_a_name(tmp_path: Path) -> None:
+    megackpt.save({"n": ShardedObject("n", 7, (), ())}, tmp_path)
+    assert set(megackpt.load_sharded_metadata(tmp_path)) == {"n"}
+    state, missing, unexpected = megackpt.load({}, tmp_path, strict="return_all")
+    assert (state, missing, unexpected) == ({}, {"n"}, set())
+    assert megackpt.load({"n": ShardedObject("n", None, (), ())}, tmp_path) == {"n": 7}
+
+
 # ---- the common state
 
 

@@ -56,7 +56,8 @@ class Report:
 
     def __str__(self) -> str:
         what = f"{self.tensors} tensors and objects, {self.bytes} bytes in {self.files} files"
-        how = "" if self.checked else " (it has no digests: sizes were checked, not the content)"
+        unchecked = not self.checked and self.ok
+        how = " (it has no digests: sizes were checked, not the content)" if unchecked else ""
         lines = [
             f"{self.location}: {what}: {'all good' if self.ok else f'{len(self.problems)} problems'}{how}"
         ]

@@ -26,7 +26,7 @@ class StrictHandling(Enum):
     """What a load does about keys asked for but not stored (unexpected), or the reverse (missing)."""
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Compare nothing; reading fails where a key is not stored. The default."""
+    """Ask for nothing that is not stored: unexpected keys raise, missing ones do not matter. The default."""
     LOG_UNEXPECTED = "log_unexpected"
     """Leave unexpected keys out and warn."""
     LOG_ALL = "log_all"

@@ -274,7 +274,9 @@ class ShardedObject(ShardedBase):
 
     @property
     def unique_key(self) -> str:
-        """Key and cell, as Megatron's formats name it: ``rng_state/shard_0.1_4.2``."""
+        """Key and cell, as Megatron's formats name it: ``rng_state/shard_0.1_4.2``; without a grid, the key."""
+        if not self.global_shape:
+            return self.key
         offset = ".".join(map(str, self.global_offset))
         return f"{self.key}/shard_{offset}_{'.'.join(map(str, self.global_shape))}"
 
