@@ -161,7 +161,10 @@ def find_backend(storage: Storage) -> Backend:
     """The format of the complete checkpoint in this directory. Raises NotACheckpoint where there is none."""
     config = read_config(storage)
     if config is not None:
-        return backend_named(config.sharded_backend, config.sharded_backend_version)
+        try:
+            return backend_named(config.sharded_backend, config.sharded_backend_version)
+        except BackendError as error:
+            raise BackendError(f"{storage.location}: {error}") from error
     for entry in _formats():
         backend = _imported(entry)()
         if backend.recognises(storage):

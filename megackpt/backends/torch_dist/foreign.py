@@ -59,8 +59,8 @@ def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifes
         ) from error
     except UntrustedClass as error:
         raise UntrustedClass(f"{root.location}/{name}: {error}") from None
-    except CorruptCheckpoint as error:
-        raise CorruptCheckpoint(f"{root.location}/{name}: {error}") from error
+    except (CorruptCheckpoint, BackendError) as error:
+        raise type(error)(f"{root.location}/{name}: {error}") from error
     common = root.size(COMMON_FILE)
     if common is not None:
         entry = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))

@@ -1,0 +1,144 @@
+"""Small checkpoints that releases of Megatron-Core wrote, through our face."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import ShardedObject, ShardedTensor
+from megackpt.testing import ThreadedGroup
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+NEW = GOLDEN / "mcore-0.16.1-tp2pp1dp2"
+EXTRA = "decoder.layers.self_attention.core_attention._extra_state"
+
+
+def expected() -> dict[str, torch.Tensor]:
+    return torch.load(f"{NEW}.expected.pt", weights_only=True)
+
+
+def assert_all_same(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key
+        pair = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found[key], tensor)]
+        assert torch.equal(*pair), key
+
+
+def test_the_whole() -> None:
+    assert not (NEW / "megackpt.index").exists()
+    assert megackpt.check_is_distributed_checkpoint(NEW)
+    assert_all_same(megackpt.load_plain_tensors(NEW), expected())
+    report = megackpt.verify(NEW)
+    assert report.ok, report
+    assert report.checked
+
+
+def test_common_state() -> None:
+    assert megackpt.load_common_state_dict(NEW) == {
+        "optimizer": {"param_groups": [{"lr": 0.125}]},
+        "iteration": 100,
+        "checkpoint_version": 3.0,
+        "args": {"tp": 2, "pp": 1, "none": None, "flag": True},
+        "num_floating_point_operations_so_far": 1.5e12,
+        "opt_param_scheduler": {"lr": [0.1, 0.2], "dtype": torch.bfloat16},
+        "content_metadata": megackpt.load_content_metadata(NEW),
+    }
+    assert megackpt.load_content_metadata(NEW) == {
+        "distrib_optim_sharding_type": "dp_reshardable",
+        "singleton_local_shards": False,
+    }
+
+
+def test_objects() -> None:
+    found = megackpt.load_sharded_metadata(NEW)
+    cells = {f"{EXTRA}/shard_{i}_4" for i in range(4)} | {f"rng_state/shard_0.{i}_1.2" for i in range(2)}
+    assert {key for key, value in found.items() if isinstance(value, ShardedObject)} == cells
+    asked = {cell: ShardedObject.empty_from_unique_key(cell) for cell in cells}
+    values = megackpt.load(asked, NEW)
+    assert [values[f"{EXTRA}/shard_{i}_4"]["layer"] for i in range(4)] == [0, 1, 2, 3]
+    assert [values[f"rng_state/shard_0.{i}_1.2"][0]["tp"] for i in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_resharded(size: int) -> None:
+    """Every tensor cut along its first axis, into pieces that are not of one size."""
+    full = expected()
+
+    def run(group: ThreadedGroup) -> None:
+        asked: dict[str, Any] = {}
+        pieces = {}
+        for key, tensor in full.items():
+            if not tensor.dim():
+                asked[key] = ShardedTensor.from_rank_offsets(
+                    key, torch.zeros_like(tensor), replica_id=group.rank
+                )
+                pieces[key] = tensor
+                continue
+            start, stop = (tensor.shape[0] * i // size for i in (group.rank, group.rank + 1))
+            pieces[key] = piece = tensor[start:stop]
+            offset = (start, *(0,) * (tensor.dim() - 1))
+            shape, total = tuple(piece.shape), tuple(tensor.shape)
+            asked[key] = ShardedTensor(key, None, tensor.dtype, shape, total, offset, None)
+        found = megackpt.load(asked, NEW, process_group=group, dtype_policy="error")
+        assert_all_same({key: found[key] for key in pieces}, pieces)
+        assert found["iteration"] == 100
+
+    ThreadedGroup.run(size, run)
+
+
+@pytest.mark.parametrize("to", ["zarr", "torch_dist"])
+def test_converted(tmp_path: Path, to: str) -> None:
+    megackpt.convert(NEW, tmp_path / "ckpt", to)
+    assert_all_same(megackpt.load_plain_tensors(tmp_path / "ckpt"), expected())
+    assert megackpt.load_common_state_dict(tmp_path / "ckpt") == megackpt.load_common_state_dict(NEW)
+    assert (
+        megackpt.load_sharded_metadata(tmp_path / "ckpt").keys() == megackpt.load_sharded_metadata(NEW).keys()
+    )
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__3_0.distcp", "common.pt"])
+def test_any_flipped_byte_in_what_is_stored_is_found(tmp_path: Path, file: str) -> None:
+    """Each byte that carries content, a few at a time; others (padding, names) may go unnoticed."""
+    folder = shutil.copytree(NEW, tmp_path / "ckpt")
+    whole = (folder / file).read_bytes()
+    manifest = megackpt.checkpoint.open_checkpoint(NEW).manifest
+    for chunk in (manifest.chunk(i) for i in range(len(manifest.chunks))):
+        if chunk.location.file != file:
+            continue
+        start = whole.index(b"data.pkl", chunk.location.start)
+        at = whole.index(b"\x80\x02", start) + 20  # in the middle of the pickle
+        (folder / file).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        (problem,) = megackpt.verify(folder).problems
+        assert file in problem
+        assert "data.pkl" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "mcore-0.12.3-flat-tp2pp1dp2",
+            r"0\.12\.3-flat.*flat\.nd, flat\.one_d in Megatron-Core's old flattened form",
+        ),
+        ("mcore-0.12.3-zarr-tp2pp1dp2", "version 1 of the format 'zarr' is not known"),
+    ],
+)
+def test_what_a_later_release_will_read_is_refused_by_name(name: str, told: str) -> None:
+    folder = GOLDEN / name
+    asked = {"w": ShardedTensor.from_rank_offsets("misc.uint8", torch.zeros(8, dtype=torch.uint8))}
+    for read in (
+        megackpt.load_plain_tensors,
+        megackpt.load_common_state_dict,
+        megackpt.load_sharded_metadata,
+    ):
+        with pytest.raises(megackpt.BackendError, match=told):
+            read(folder)
+    with pytest.raises(megackpt.BackendError, match=told):
+        megackpt.load(asked, folder)
+    assert not megackpt.verify(folder).ok
