@@ -19,7 +19,15 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint import Opened, begin, commit, open_checkpoint
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import Declaration, Declarations, Manifest, SavePlan, ShardId, TensorEntry
+from megackpt.planning.manifest import (
+    Declaration,
+    Declarations,
+    Manifest,
+    SavePlan,
+    ShardId,
+    TensorEntry,
+    TensorParts,
+)
 from megackpt.planning.save_plan import SavePolicy, plan_save, regular_grid
 from megackpt.runtime.staging import PIECE, carried_dtype
 from megackpt.strategies import StrategyLike, backend_named, resolve
@@ -125,19 +133,21 @@ class _Piece:
         self.blobs.append(data)
 
 
-@dataclass(frozen=True, eq=False)
 class _Reread:
     """The Source of a conversion: rows of the target's plan, fetched from the source checkpoint when asked for."""
 
-    opened: Opened
-    plan: SavePlan
-    verify: bool
+    def __init__(self, opened: Opened, plan: SavePlan, verify: bool) -> None:
+        self.opened = opened
+        self.plan = plan
+        self.verify = verify
+        self.numbers = opened.manifest.numbers()
+        self.parts = TensorParts(opened.manifest)
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         item = self.plan.row(row)
-        entry = TensorEntry(item.shard.key, item.meta)
+        part = self.parts.part(self.numbers[item.shard.key])
         if item.meta.is_object:
-            yield memoryview(self._fetch(entry, item.shard.box, np.empty(0)).blobs[0])
+            yield memoryview(self._fetch(part, item.shard.box, np.empty(0)).blobs[0])
             return
         step = PIECE // item.meta.itemsize
         volume = item.shard.box.volume
@@ -145,19 +155,18 @@ class _Reread:
         for start in range(0, volume, step):
             filled = 0
             for box in item.shard.box.runs(start, min(start + step, volume)):
-                self._fetch(entry, box, buffer[filled : filled + box.volume].reshape(box.shape))
+                self._fetch(part, box, buffer[filled : filled + box.volume].reshape(box.shape))
                 filled += box.volume
             yield buffer[:filled].view(np.uint8).data
 
     def array(self, row: int) -> NDArray[Any]:
         item = self.plan.row(row)
-        box = item.shard.box
-        array = np.empty(box.shape, carried_dtype(item.meta.itemsize))
-        return self._fetch(TensorEntry(item.shard.key, item.meta), box, array).array
+        array = np.empty(item.shard.box.shape, carried_dtype(item.meta.itemsize))
+        return self._fetch(self.parts.part(self.numbers[item.shard.key]), item.shard.box, array).array
 
-    def _fetch(self, entry: TensorEntry, box: Box, array: NDArray[Any]) -> _Piece:
+    def _fetch(self, part: Manifest, box: Box, array: NDArray[Any]) -> _Piece:
+        """One region of one tensor, into ``array``. ``part`` is the tensor's own manifest."""
         piece = _Piece(array, box)
-        wanted = Declarations.of([_declaration(entry, box)])
-        plan = plan_load(wanted, self.opened.manifest)
-        self.opened.backend.read(self.opened.storage, plan, piece, self.verify)
+        wanted = Declarations.of([_declaration(part.tensors[0], box)])
+        self.opened.backend.read(self.opened.storage, plan_load(wanted, part), piece, self.verify)
         return piece

@@ -30,6 +30,7 @@ from megackpt.planning.manifest import (
     LoadPlan,
     Manifest,
     ShardId,
+    TensorParts,
 )
 from megackpt.runtime.storage import FileReader, LocalStorage, digest_blocks
 
@@ -107,6 +108,7 @@ class _Work:
         self.backend = backend
         self.manifest = manifest
         self.bounds = manifest.chunks.block_bounds
+        self.parts = TensorParts(manifest)
 
     def run(self, threads: int) -> list[str]:
         chunks = self.manifest.chunks
@@ -171,10 +173,12 @@ class _Work:
     def native_share(self, rows: Int64) -> list[str]:
         """Chunks that only the format itself can read; it compares the digests as it does in a load."""
         problems = []
+        chunks = self.manifest.chunks
         for row in rows.tolist():
-            chunks = self.manifest.chunks
-            plan = LoadPlan(self.manifest, np.array([row]), chunks.boxes.take([row]), np.zeros(1, np.int64))
-            itemsize = self.manifest.tensors[chunks.tensor[row]].meta.itemsize
+            number = int(chunks.tensor[row])
+            within = np.flatnonzero(self.parts.rows(number) == row)
+            plan = LoadPlan(self.parts.part(number), within, chunks.boxes.take([row]), np.zeros(1, np.int64))
+            itemsize = self.manifest.tensors[number].meta.itemsize
             try:
                 self.backend.read(self.storage, plan, _Nowhere(itemsize), True)
             except (CheckpointingException, FileNotFoundError) as error:

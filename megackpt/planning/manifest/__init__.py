@@ -38,6 +38,7 @@ from megackpt.planning.manifest.stored import (
     Chunks,
     Location,
     Manifest,
+    TensorParts,
     WriteResult,
 )
 
@@ -63,6 +64,7 @@ __all__ = [
     "ShardId",
     "TensorEntry",
     "TensorMeta",
+    "TensorParts",
     "WriteItem",
     "WriteResult",
     "is_main_replica",

@@ -76,4 +76,4 @@ class ShardId:
     box: Box
 
     def __str__(self) -> str:
-        return f"{self.key!r} {self.box}"
+        return "the common state" if self.key == COMMON_KEY else f"{self.key!r} {self.box}"

@@ -70,6 +70,19 @@ class Chunks:
         counts = -(-self.length // DIGEST_BLOCK)
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
+    def take(self, rows: Int64, bounds: Int64) -> Chunks:
+        """These rows; ``bounds`` are ``block_bounds``."""
+        blocks = [self.digests[bounds[i] : bounds[i + 1]] for i in rows.tolist()] if len(self.digests) else []
+        return Chunks(
+            self.tensor[rows],
+            self.boxes.take(rows),
+            self.writer[rows],
+            self.file[rows],
+            self.start[rows],
+            self.length[rows],
+            np.concatenate(blocks) if blocks else self.digests[:0],
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
@@ -125,3 +138,28 @@ class Manifest:
             digests=np.concatenate([r.digests for r in results] or [np.zeros((0, DIGEST_SIZE), np.uint8)]),
         )
         return replace(self, chunks=chunks, files=tuple(files))
+
+
+class TensorParts:
+    """A manifest taken apart: the manifests of single tensors, each in time that depends on that tensor alone."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._bounds = manifest.chunks.block_bounds
+        self._order = np.argsort(manifest.chunks.tensor, kind="stable")
+        counts = np.bincount(manifest.chunks.tensor, minlength=len(manifest.tensors))
+        self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+    def rows(self, number: int) -> Int64:
+        """The chunks of tensor ``number``: row i of its part is row ``rows(number)[i]`` of the whole."""
+        return self._order[self._first[number] : self._first[number + 1]]
+
+    def part(self, number: int) -> Manifest:
+        """The manifest of tensor ``number`` alone."""
+        chunks = self._manifest.chunks.take(self.rows(number), self._bounds)
+        return replace(
+            self._manifest,
+            tensors=self._manifest.tensors[number : number + 1],
+            grids=self._manifest.grids[number : number + 1],
+            chunks=replace(chunks, tensor=np.zeros_like(chunks.tensor)),
+        )
