@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 
 from megackpt import objects, tree
 from megackpt.backends.base import Backend
-from megackpt.checkpoint import Place, begin, commit, place_of
+from megackpt.checkpoint import Place, absolute, begin, commit, place_of
 from megackpt.errors import ShardingError
 from megackpt.planning.cache import PlanCache, fingerprint
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Group, domain_of, group_over
-from megackpt.runtime.staging import Staged
+from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, domain_of, group_over
+from megackpt.runtime.staging import Staged, settle
 from megackpt.sharded import (
     Extracted,
     ShardedObject,
@@ -36,12 +36,12 @@ from megackpt.sharded import (
 )
 from megackpt.strategies import Strategy, StrategyLike, resolve
 
-T = TypeVar("T")
 Held = torch.Tensor | Callable[[], bytes]
 
 logger = logging.getLogger(__name__)
 
 CONTENT_METADATA = "content_metadata"
+_COMMON = "the common state"
 
 _caches: WeakKeyDictionary[Group, PlanCache] = WeakKeyDictionary()
 
@@ -72,7 +72,7 @@ def save(
         sharded_strategy: a format's name ("torch_dist", "zarr"), a pair ("zarr", 2), or a Strategy with its policy.
         common_strategy: not supported, as in Megatron-Core (NotImplementedError).
         validate_access_integrity: check that the main replicas of all ranks tile every tensor exactly, and warn on
-            ranks whose common state differs from rank 0's.
+            ranks whose common state differs from rank 0's (when a plan is made, not when one is reused).
         preprocess_common_before_consistancy_check: gives the view of the common state used in that comparison.
         content_metadata: stored with the common state; read back by ``load_content_metadata``.
         overwrite: False = raise CheckpointExists instead of replacing a complete checkpoint.
@@ -95,7 +95,7 @@ def save(
     request = attempt(
         lambda: Request.of(
             extract(sharded_state_dict),
-            os.path.abspath(os.fspath(checkpoint_dir)),
+            absolute(checkpoint_dir),
             resolve(sharded_strategy),
             group,
             content_metadata=content_metadata,
@@ -112,32 +112,13 @@ def _itself(common: Any) -> Any:
     return common
 
 
-@dataclass(frozen=True)
-class Attempt(Generic[T]):
-    """A value, or the exception that stood in its way, kept until the step in which all ranks hear of it."""
-
-    value: T | None
-    error: Exception | None = None
-
-    def get(self) -> T:
-        if self.error is not None:
-            raise self.error
-        return cast(T, self.value)
-
-
-def attempt(work: Callable[[], T]) -> Attempt[T]:
-    try:
-        return Attempt(work())
-    except Exception as error:  # noqa: BLE001 - told to all ranks by the next collective
-        return Attempt(None, error)
-
-
 @dataclass(frozen=True, eq=False)
 class Request:
     """What this rank asks to be saved, checked by itself."""
 
     directory: str
     backend: Backend
+    format: str  # name and version
     policy: SavePolicy
     overwrite: bool
     shards: Sequence[ShardedTensor | ShardedObject]
@@ -160,6 +141,8 @@ class Request:
     ) -> Request:
         common = dict(extracted.common)
         if content_metadata is not None:
+            if not isinstance(content_metadata, Mapping):
+                raise ShardingError(f"content_metadata must be a dict, not {content_metadata!r}")
             common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
         declared = declare(
             extracted.shards,
@@ -170,11 +153,14 @@ class Request:
         )
         backend = strategy.make_backend()
         policy = SavePolicy(balance=strategy.balance, gridded=backend.gridded)
-        compared = None if compare is None else compare(common)
-        what = f"{backend.name} {backend.version} {policy} size={group.size} checked={compared is not None}"
+        # The caller's function gets containers of its own: what it takes out is saved all the same.
+        compared = None if compare is None else compare(tree.copied(common))
+        named = f"{backend.name} {backend.version}"
+        what = f"{named} {policy} size={group.size} checked={compared is not None}"
         return cls(
             directory,
             backend,
+            named,
             policy,
             overwrite,
             extracted.shards,
@@ -188,13 +174,13 @@ class Request:
         """For each row of ``declared``: its tensor, or what makes its blob."""
         groups = object_groups(self.shards)
         rows = [self._holder(shard, groups.get(i, [])) for i, shard in enumerate(self.shards)]
-        return [*rows, lambda: objects.dump(dict(self.common))]
+        return [*rows, lambda: _dumped(_COMMON, dict(self.common))]
 
     def _holder(self, shard: ShardedTensor | ShardedObject, group: Sequence[int]) -> Held:
         if isinstance(shard, ShardedTensor):
             return cast(torch.Tensor, shard.data)
         values = [self.shards[i].data for i in group]
-        return lambda: objects.dump(bundled(shard, values))
+        return lambda: _dumped(f"the object {shard.unique_key!r}", bundled(shard, values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +188,7 @@ class _Declared:
     """What the coordinator hears of one rank."""
 
     directory: str
+    format: str
     declarations: Declarations
     common: bytes  # digest of the compared view of the common state
 
@@ -244,9 +231,8 @@ class _Save:
         held = None if request is None else self.cache.get(request.fingerprint)
         if request is None or held is None:
             return None
-        save_id = uuid.uuid5(uuid.UUID(held.plan_id), str(held.uses)).hex
         self.manifest = held.manifest
-        return _Ticket(save_id, request.directory, held.plan_id, self.cache.use(request.fingerprint).plan)
+        return _Ticket(held.next_save_id(), request.directory, held.plan_id, held.plan)
 
     def vote(self, held: _Ticket | None) -> int | None:
         """Begin, on the coordinator; then what all ranks must agree on to go on without planning."""
@@ -255,13 +241,18 @@ class _Save:
             self.place = attempt(lambda: self.begin(save_id))
         if held is None or self.place.error is not None:
             return None
-        return int.from_bytes(blake2b(f"{held.save_id} {held.directory}".encode(), digest_size=7).digest())
+        named = held.save_id.encode() + os.fsencode(held.directory)
+        return int.from_bytes(blake2b(named, digest_size=7).digest())
 
     def begin(self, save_id: str) -> Place:
         request = self.request.get()
         place = begin(request.directory, save_id=save_id, overwrite=request.overwrite)
-        if self.manifest is not None:
-            place.announce(request.backend.files(self.group.size, self.manifest))
+        try:
+            if self.manifest is not None:
+                place.announce(request.backend.files(self.group.size, self.manifest))
+        except BaseException:
+            place.abort()
+            raise
         return place
 
     def planned(self) -> _Ticket:
@@ -271,13 +262,14 @@ class _Save:
 
     def declared(self) -> _Declared:
         request = self.request.get()
-        view = b"" if request.compared is None else objects.dump(request.compared)
-        return _Declared(request.directory, request.declared, blake2b(view).digest())
+        view = b"" if request.compared is None else _dumped(_COMMON, request.compared)
+        return _Declared(request.directory, request.format, request.declared, blake2b(view).digest())
 
     def plan(self, parts: Sequence[_Declared]) -> list[_Ticket]:
         """On the coordinator: who writes what."""
         request, place = self.request.get(), self.place.get()
-        _check_same_directory(parts)
+        _check_same("name different directories", [p.directory for p in parts])
+        _check_same("ask for different formats", [p.format for p in parts])
         declared = [p.declarations for p in parts]
         plans, self.manifest = plan_save(declared, request.policy, request.compared is not None)
         place.announce(request.backend.files(self.group.size, self.manifest))
@@ -294,7 +286,9 @@ class _Save:
         request = self.request.get()
         if ticket.common is not None:
             _warn_of_difference(self.group.rank, ticket.common, request.compared)
-        staged = Staged(ticket.plan, request.held(), request.declared.held())
+        held = request.held()
+        settle(held)
+        staged = Staged(ticket.plan, held, request.declared.held())
         root = place_of(ticket.directory, ticket.save_id)
         return request.backend.write(root, ticket.plan, staged)
 
@@ -304,13 +298,29 @@ class _Save:
         commit(self.place.get(), self.request.get().backend, manifest)
 
 
-def _check_same_directory(parts: Sequence[_Declared]) -> None:
-    directories = {p.directory: rank for rank, p in reversed(list(enumerate(parts)))}
-    if len(directories) > 1:
-        named = "; ".join(
-            f"rank {rank}: {path}" for path, rank in sorted(directories.items(), key=lambda x: x[1])
-        )
-        raise ShardingError(f"the ranks of one save name different directories: {named}")
+def _check_same(what: str, said: Sequence[str]) -> None:
+    first = {word: rank for rank, word in reversed(list(enumerate(said)))}
+    if len(first) > 1:
+        named = "; ".join(f"rank {rank}: {word}" for word, rank in sorted(first.items(), key=lambda x: x[1]))
+        raise ShardingError(f"the ranks of one save {what}: {named}")
+
+
+def _dumped(what: str, value: Any) -> bytes:
+    try:
+        return objects.dump(value)
+    except Exception as error:  # pickling calls the values' own code, which may raise anything
+        where = f", at {_unpicklable(value)}" if isinstance(value, dict) else ""
+        raise ShardingError(f"{what} cannot be pickled{where}: {type(error).__name__}: {error}") from error
+
+
+def _unpicklable(state: dict[Any, Any]) -> str:
+    """Where in a state the first value stands that cannot be pickled."""
+    for path, leaf in tree.walk(state):
+        try:
+            objects.dump(leaf)
+        except Exception:  # noqa: BLE001 - this is the one
+            return tree.show(path)
+    return "one of its keys"
 
 
 def _warn_of_difference(rank: int, coordinators: Any, own: Any) -> None:

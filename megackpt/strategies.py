@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, cast
@@ -48,6 +49,8 @@ class Strategy:
 
     def make_backend(self) -> Backend:
         """The format that this names. Raises BackendError where it is unknown or its package is missing."""
+        if not isinstance(self.options, Mapping):
+            raise BackendError(f"options of a Strategy must be a dict, not {self.options!r}")
         return backend_named(self.backend, self.version, **self.options)
 
 
@@ -74,13 +77,15 @@ BUILT_IN = (
 )
 
 
-def _formats() -> Iterator[_Format]:
+@functools.cache  # looking through all installed packages takes milliseconds
+def _formats() -> tuple[_Format, ...]:
     """Every known format, the built-in ones first: the order in which a directory is tried."""
-    yield from BUILT_IN
+    plugged = []
     for point in entry_points(group=ENTRY_POINTS):
         name, _, version = point.name.partition("@")
         package = point.dist.name if point.dist else point.value
-        yield _Format(name, int(version or 1), point.load, f"pip install {package}")
+        plugged.append(_Format(name, int(version or 1), point.load, f"pip install {package}"))
+    return (*BUILT_IN, *plugged)
 
 
 def _imported(entry: _Format) -> type[Backend]:
@@ -103,11 +108,20 @@ def backend_named(name: str, version: int | None = None, **options: Any) -> Back
     kinds = [_imported(f) for f in sorted(named, key=lambda f: -f.version)]
     for kind in kinds:
         if version is None or version in kind.reads:
-            return kind(**options)
+            return _made(kind, name, options)
     reads = sorted({v for kind in kinds for v in kind.reads})
     raise BackendError(
         f"version {version} of the format {name!r} is not known to this release: it has {reads}"
     )
+
+
+def _made(kind: type[Backend], name: str, options: Mapping[str, Any]) -> Backend:
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise BackendError(
+            f"the format {name!r} does not take the options {dict(options)!r}: {error}"
+        ) from error
 
 
 def resolve(strategy: StrategyLike) -> Strategy:
@@ -165,12 +179,18 @@ def find_backend(storage: Storage) -> Backend:
             return backend_named(config.sharded_backend, config.sharded_backend_version)
         except BackendError as error:
             raise BackendError(f"{storage.location}: {error}") from error
+    absent = []
     for entry in _formats():
-        backend = _imported(entry)()
+        try:
+            backend = _imported(entry)()
+        except BackendError as error:
+            absent.append(str(error))
+            continue
         if backend.recognises(storage):
             return backend
+    unasked = f" (not asked: {'; '.join(absent)})" if absent else ""
     raise NotACheckpoint(
-        f"{storage.location} is not a distributed checkpoint: no known format is recognised in it"
+        f"{storage.location} is not a distributed checkpoint: no known format is recognised in it{unasked}"
     )
 
 

@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,60 @@ def test_ranks_that_name_different_directories_are_told_so(tmp_path: Path) -> No
     assert all("different directories" in str(e) for e in stories(2, run))
 
 
+@pytest.mark.parametrize("formats", [("zarr", "torch_dist"), ("torch_dist", "zarr")])
+def test_ranks_that_name_different_formats_are_told_so(tmp_path: Path, formats: tuple[str, str]) -> None:
+    def run(group: ThreadedGroup) -> None:
+        state = {
+            f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", FULL, replica_id=group.rank) for i in (0, 1)
+        }
+        megackpt.save(state, tmp_path / "c", formats[group.rank], process_group=group)
+
+    for error in ThreadedGroup.outcomes(2, run):
+        assert isinstance(error, ShardingError)
+        assert "different formats: rank 0: zarr 2" in str(error) or "rank 0: torch_dist 1" in str(error)
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    common = {"args": {"lr": 1, "open": [0, len, lambda: 0]}}
+    with pytest.raises(ShardingError, match=r"the common state .* at \['args'\]\['open'\]\[2\]: "):
+        megackpt.save(common, tmp_path / "c")
+    for validate in (True, False):
+        state = {"o": ShardedObject("rng", lambda: 0, (1,), (0,))}
+        with pytest.raises(ShardingError, match="the object 'rng/shard_0_1' cannot be pickled"):
+            megackpt.save(state, tmp_path / "c", validate_access_integrity=validate)
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_expanded_tensor_cannot_be_loaded_into(tmp_path: Path) -> None:
+    megackpt.save({"t": ShardedTensor.from_rank_offsets("t", FULL)}, tmp_path)
+    asked = {"t": ShardedTensor.from_rank_offsets("t", torch.zeros(48, 1).expand(48, 16))}
+    with pytest.raises(ShardingError, match="'t': cannot load into an expanded tensor"):
+        megackpt.load(asked, tmp_path)
+
+
+def test_ranks_that_load_from_different_directories_are_told_so(tmp_path: Path) -> None:
+    saved(tmp_path / "0", "torch_dist", 2, 1, 1)
+    saved(tmp_path / "1", "torch_dist", 2, 1, 1)
+
+    def run(group: ThreadedGroup) -> None:
+        megackpt.load(model(group.rank, 2, 1, 1), tmp_path / str(group.rank), process_group=group)
+
+    assert all("different directories" in str(e) for e in stories(2, run))
+
+
+def test_a_missing_package_makes_no_directory_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log.txt").write_text("no checkpoint")
+    monkeypatch.setitem(sys.modules, "megackpt.backends.zarr", None)
+    assert not megackpt.check_is_distributed_checkpoint(tmp_path)
+    with pytest.raises(NotACheckpoint, match=r"'zarr' needs a package.*pip install tensorstore"):
+        megackpt.load({}, tmp_path)
+    with pytest.raises(megackpt.BackendError, match="pip install tensorstore"):
+        megackpt.save({}, tmp_path / "c", "zarr")
+
+
 def test_a_load_that_does_not_fit_changes_nothing_anywhere(tmp_path: Path) -> None:
     saved(tmp_path, "torch_dist", 2, 1, 1)
     touched = [torch.full((24, 16), -1.0) for _ in range(2)]
@@ -378,6 +433,12 @@ def test_missing_keys_raise_only_where_asked(simple: Path) -> None:
         megackpt.load(asking("a"), simple, strict="raise_all")
     with pytest.raises(ValueError, match="Invalid strict flag"):
         megackpt.load(asking("a"), simple, strict="perhaps")
+
+
+def test_a_key_map_that_gives_no_key_is_told(simple: Path) -> None:
+    asked = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(8))}
+    with pytest.raises(MismatchError, match="key_map gives None for 'w'"):
+        megackpt.load(asked, simple, key_map={"w": None})  # type: ignore[dict-item]
 
 
 def test_an_object_whose_grid_changed_is_unexpected(simple: Path) -> None:
@@ -510,6 +571,18 @@ def test_the_compared_view_can_be_chosen(tmp_path: Path, caplog: pytest.LogCaptu
     assert megackpt.load_common_state_dict(tmp_path)["rank"] == 0
 
 
+def test_a_view_that_takes_entries_out_takes_none_from_what_is_saved(tmp_path: Path) -> None:
+    def view(common: Any) -> Any:
+        del common["rank"], common["args"]["local_rank"]
+        return common
+
+    state = {"rank": 0, "args": {"local_rank": 0, "lr": 1}}
+    megackpt.save(state, tmp_path, preprocess_common_before_consistancy_check=view)
+    assert (
+        megackpt.load_common_state_dict(tmp_path) == state == {"rank": 0, "args": {"local_rank": 0, "lr": 1}}
+    )
+
+
 @pytest.mark.parametrize("content", [{}, {"sharding": "fully", "n": [1, 2]}])
 def test_content_metadata(tmp_path: Path, content: dict[str, Any]) -> None:
     group = object()  # a process group cannot be stored
@@ -640,6 +713,55 @@ def test_wrong_calls_are_told() -> None:
         megackpt.save({}, "x", "torch_dst")
     with pytest.raises(ValueError, match="dtype_policy"):
         megackpt.load({}, "x", dtype_policy="maybe")
+    with pytest.raises(ValueError, match="key_map"):
+        megackpt.load({}, "x", key_map=[("a", "b")])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="trusted takes classes, not 'os'"):
+        megackpt.load({}, "x", trusted=("os",))  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match="content_metadata must be a dict"):
+        megackpt.save({}, "x", content_metadata=[1])  # type: ignore[arg-type]
+    with pytest.raises(megackpt.BackendError, match=r"does not take the options \{'files': 3\}"):
+        megackpt.save({}, "x", megackpt.Strategy(options={"files": 3}))
+    with pytest.raises(megackpt.CheckpointingException, match="dedup_group must be a process group"):
+        megackpt.save({}, "x", megackpt.Strategy(dedup_group=3))
+    with pytest.raises(megackpt.CheckpointingException, match="timeout must be"):
+        megackpt.save({}, "x", timeout=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["", None, 3, b"x", "a\0b"])
+def test_what_is_no_directory_is_told(where: Any) -> None:
+    for call in (
+        lambda: megackpt.save({}, where),
+        lambda: megackpt.load({}, where),
+        lambda: megackpt.load_plain_tensors(where),
+        lambda: megackpt.check_is_distributed_checkpoint(where),
+    ):
+        with pytest.raises(megackpt.CheckpointingException, match=r"directory"):
+            call()
+
+
+def test_a_directory_whose_name_is_no_text_can_be_saved_to_again(tmp_path: Path) -> None:
+    for _ in range(3):  # the third one reuses the plan
+        megackpt.save({"n": 1}, f"{tmp_path}/\udcff")
+
+
+def test_one_ranks_wrong_argument_is_everybodys(tmp_path: Path) -> None:
+    saved(tmp_path, "torch_dist", 3, 1, 1)
+    arguments: list[tuple[dict[str, Any], str]] = [
+        ({"strict": "maybe"}, "rank 1: ValueError: Invalid strict flag"),
+        ({"checkpoint_dir": None}, "rank 1: a checkpoint's directory must be"),
+        ({"sharded_strategy": "torch_dst"}, "rank 1: unknown format 'torch_dst'"),
+        ({"sharded_strategy": "zarr"}, "rank 1: .* holds the format 'torch_dist', not 'zarr'"),
+    ]
+    for wrong, text in arguments:
+
+        def run(group: ThreadedGroup, wrong: dict[str, Any] = wrong) -> None:
+            right: dict[str, Any] = {"checkpoint_dir": tmp_path}
+            given = right | wrong if group.rank == 1 else right
+            megackpt.load(model(group.rank, 3, 1, 1), process_group=group, **given)
+
+        told = {str(outcome) for outcome in ThreadedGroup.outcomes(3, run)}
+        assert len(told) == 1
+        assert re.search(text, told.pop())
 
 
 def test_a_damaged_byte_is_found_and_named(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megackpt.checkpoint.committing import Place, begin, commit, place_of
 from megackpt.checkpoint.index import INDEX, decode_index, encode_index
-from megackpt.checkpoint.opening import Opened, find_storage, open_checkpoint, open_same
+from megackpt.checkpoint.opening import Opened, absolute, find_storage, open_checkpoint, open_same
 from megackpt.checkpoint.verifying import Report, verify
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Opened",
     "Place",
     "Report",
+    "absolute",
     "begin",
     "commit",
     "decode_index",

@@ -17,7 +17,7 @@ from dataclasses import replace
 from megackpt.backends.base import Backend
 from megackpt.checkpoint.index import INDEX, encode_index
 from megackpt.checkpoint.marker import PREFIX, Heartbeat, Marker, active, markers, siblings, staging_name
-from megackpt.checkpoint.opening import Directory, incomplete, shortfalls
+from megackpt.checkpoint.opening import Directory, absolute, incomplete, shortfalls
 from megackpt.checkpoint.replacing import clean_up, discard, free_name, logger, own_names, publish, retire
 from megackpt.errors import CheckpointExists, CheckpointingException, SaveInProgress, StorageError
 from megackpt.planning.manifest import Manifest
@@ -40,8 +40,12 @@ class Place:
         self.storage = outer.folder(staging_name(name, save_id) if staged else name)
         self.marker = Marker(save_id)
         active.add(save_id)
-        self.marker.put(self.storage)
-        beat = Heartbeat(self.storage, self.marker.name)
+        try:
+            self.marker.put(self.storage)
+            beat = Heartbeat(self.storage, self.marker.name)
+        except BaseException:  # or this process would take its own failed save for a live one
+            active.discard(save_id)
+            raise
         # A place that is dropped without a word is a dead save too.
         self._ended = weakref.finalize(self, _end, beat, save_id)
 
@@ -140,7 +144,7 @@ def begin(directory: Directory, *, save_id: str, overwrite: bool = True) -> Plac
         CheckpointExists: a complete checkpoint is there, and ``overwrite`` is False.
         StorageError: the directory cannot be made or written, or (to replace a checkpoint) not exchanged.
     """
-    target = os.path.realpath(directory)
+    target = os.path.realpath(absolute(directory))
     above, name = os.path.split(target)
     outer = LocalStorage(above, create=True)
     if name and outer.size(name) is not None:
@@ -153,12 +157,18 @@ def begin(directory: Directory, *, save_id: str, overwrite: bool = True) -> Plac
         _check_replaceable(target, overwrite)
         if not outer.make_folder(staging_name(name, save_id), 0o700):
             raise SaveInProgress(f"a save of id {save_id} is at work in {above}")
-    place = Place(outer, name, save_id, staged=staged, made=made)
+    try:
+        place = Place(outer, name, save_id, staged=staged, made=made)
+    except FileNotFoundError as error:
+        raise SaveInProgress(f"another save to {target} has begun at the same moment") from error
     try:
         _refuse_rivals(outer, name, save_id)
-    except SaveInProgress:
+    except BaseException:
         place.abort()
         raise
+    if not staged and incomplete(place.storage, save_id) is None:
+        place.abort()  # a rival has completed one since we looked: it is replaced, not written into
+        return begin(directory, save_id=save_id, overwrite=overwrite)
     return place
 
 
@@ -189,11 +199,23 @@ def _check_replaceable(target: str, overwrite: bool) -> None:
         raise CheckpointExists(
             f"{target} holds a complete checkpoint: pass overwrite=True to replace it, or save elsewhere"
         )
+    if target == _working_directory():
+        raise StorageError(
+            f"{target} holds a checkpoint and is the working directory of this process, from under which a "
+            "replacement would take it: change to another directory first"
+        )
     if os.path.ismount(target):
         raise StorageError(
             f"{target} holds a checkpoint and is a mount point, which cannot be replaced atomically: "
             "save to a directory below it"
         )
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.path.realpath(os.getcwd())
+    except FileNotFoundError:  # somebody has removed it
+        return None
 
 
 def _refuse_rivals(outer: LocalStorage, name: str, own: str = "") -> None:

@@ -12,18 +12,22 @@ import json
 import os
 import re
 import socket
+import stat
 import threading
 import time
 from dataclasses import asdict, dataclass, field
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.runtime.storage import LocalStorage
+from megackpt.runtime.storage import LocalStorage, unsafe_names
 
 PREFIX = ".megackpt-saving-"
 HEARTBEAT = 20.0
 """Seconds between two signs of life of a save."""
 SILENCE = 300.0
 """Seconds without one after which a save is taken for dead, where its process cannot be looked at."""
+
+_LONGEST = 255
+"""Bytes that a name may have on any file system that we know."""
 
 active: set[str] = set()
 """Ids of the saves of this process that have begun and not ended."""
@@ -38,7 +42,13 @@ def siblings(outer: LocalStorage, name: str) -> dict[str, str]:
     """The siblings that saves to ``name`` made: entry -> save id. ``.old``: a directory set aside."""
     pattern = re.compile(re.escape(f".{name}.megackpt-") + r"([^./]+)(\.old)?")
     found = ((entry, pattern.fullmatch(entry)) for entry in outer.list())
-    return {entry: match[1] for entry, match in found if match}
+    return {entry: match[1] for entry, match in found if match and _is_folder(outer, entry)}
+
+
+def _is_folder(outer: LocalStorage, entry: str) -> bool:
+    """A link or a file that bears such a name is somebody else's."""
+    status = outer.stat(entry)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 @functools.cache
@@ -65,7 +75,7 @@ def started(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, *numbers = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # there is none, or none that we may see
         return 0
     return 0 if state in (b"Z", b"X") else int(numbers[18])
 
@@ -114,7 +124,10 @@ class Marker:
         return status is not None and storage.now() - status.st_mtime < SILENCE
 
     def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        try:
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        except (ValueError, OverflowError, OSError):  # markers are files, and may say anything
+            since = "at no time"
         return f"a save by process {self.pid} on host {self.host!r}, begun {since}"
 
 
@@ -146,12 +159,13 @@ def _parsed(fields: object, unknown: Marker) -> Marker:
             given[key] = tuple(entry for entry in value if isinstance(entry, str) and _is_entry(entry))
         elif type(value) is type(default):
             given[key] = value
-    return Marker(**{**given, "save_id": unknown.save_id})
+    last = given["last"] if _is_entry(given["last"]) else ""
+    return Marker(**{**given, "save_id": unknown.save_id, "last": last})
 
 
 def _is_entry(name: str) -> bool:
     """Markers are read back to remove what they name: only entries of the directory itself can be meant."""
-    return "/" not in name and name not in ("", ".", "..") and "\0" not in name
+    return "/" not in name and not unsafe_names([name]) and len(os.fsencode(name)) <= _LONGEST
 
 
 class Heartbeat:

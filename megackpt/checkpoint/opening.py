@@ -14,7 +14,13 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint.index import INDEX, START, decode_index, head_length
 from megackpt.checkpoint.marker import PREFIX, markers, siblings
 from megackpt.checkpoint.unpacking import parse_head
-from megackpt.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, NotACheckpoint
+from megackpt.errors import (
+    CheckpointingException,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    StorageError,
+)
 from megackpt.planning.manifest import Manifest
 from megackpt.runtime.storage import LocalStorage, digest
 
@@ -31,6 +37,16 @@ class Opened:
     backend: Backend
     manifest: Manifest
     small: Mapping[str, tuple[int, bytes]]
+
+
+def absolute(directory: Directory) -> str:
+    """The directory that a caller names. Raises StorageError for what is no path at all."""
+    path: object = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    if not isinstance(path, str):
+        raise StorageError(f"a checkpoint's directory must be a str or a Path, not {directory!r}")
+    if not path or "\0" in path:
+        raise StorageError(f"{path!r} names no directory (the current one is '.')")
+    return os.path.abspath(path)
 
 
 def open_checkpoint(directory: Directory) -> Opened:
@@ -75,7 +91,7 @@ def open_same(directory: Directory, save_id: str) -> LocalStorage:
 
 def find_storage(directory: Directory) -> LocalStorage:
     """The directory itself, or the one that an interrupted replacement set aside; else NotACheckpoint."""
-    target = os.path.realpath(directory)
+    target = os.path.realpath(absolute(directory))
     try:
         storage = LocalStorage(target)
         reason = incomplete(storage)
@@ -92,11 +108,14 @@ def find_storage(directory: Directory) -> LocalStorage:
     return aside
 
 
-def incomplete(storage: LocalStorage) -> str | None:
-    """Why this directory is no complete checkpoint, or None if it is one (perhaps a damaged one)."""
+def incomplete(storage: LocalStorage, own: str = "") -> str | None:
+    """Why this directory is no complete checkpoint, or None if it is one (perhaps a damaged one).
+
+    The marker of the save ``own`` is not looked at.
+    """
     what = f"{storage.location} is not a distributed checkpoint"
     for marker in markers(storage):
-        if not marker.finished(storage):
+        if marker.save_id != own and not marker.finished(storage):
             state = "goes on" if marker.lives(storage) else "died before it was complete"
             return f"{what}: {marker} {state}"
     if not storage.list():

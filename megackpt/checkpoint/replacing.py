@@ -121,18 +121,29 @@ def clean_up(outer: LocalStorage, name: str) -> None:
             _settle(outer, name, sibling, folder)
     for sibling, save_id in siblings(outer, name).items():
         folder = _folder(outer, sibling)
-        if folder is not None and folder.size(PREFIX + save_id) is not None:
+        marked = folder is not None and folder.size(PREFIX + save_id) is not None
+        # A rival that has begun since we looked is left alone: it will be found when we look again.
+        if marked and folder is not None and not any(marker.lives(folder) for marker in markers(folder)):
             discard(outer, sibling, PREFIX + save_id)
     if (target := _folder(outer, name)) is not None:
         _clean_folder(target)
 
 
 def discard(outer: LocalStorage, staging: str, marker: str) -> None:
-    """Remove a directory that was never published; its marker last, for that tells what it is."""
+    """Remove a directory that was never published; its marker last, for that tells what it is.
+
+    StorageError, and the marker stays, if somebody still writes there: a slow rank of the save that failed.
+    """
+    sign = outer.get(f"{staging}/{marker}")
     for entry in outer.list(staging):
         if entry != marker:
             outer.delete(f"{staging}/{entry}")
-    outer.delete(staging)
+    outer.delete(f"{staging}/{marker}")
+    if not outer.remove_folder(staging):
+        outer.put(f"{staging}/{marker}", sign)
+        raise StorageError(
+            f"{outer.location}/{staging} cannot be removed: others keep on writing files into it"
+        )
 
 
 def _folder(outer: LocalStorage, name: str) -> LocalStorage | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megackpt.errors import MismatchError
+from megackpt.errors import MismatchError, ShardingError
 from megackpt.loader.reading import common_row, destination
 from megackpt.planning import coverage, strict
 from megackpt.planning.box import Int64
@@ -49,13 +49,26 @@ class Terms:
     dtype_policy: str = "convert"
     key_map: KeyMap | None = None
 
+    def __post_init__(self) -> None:
+        if self.dtype_policy not in ("convert", "error"):
+            raise ValueError(f"dtype_policy is 'convert' or 'error', not {self.dtype_policy!r}")
+        names: object = self.key_map
+        if not (names is None or callable(names) or isinstance(names, Mapping)):
+            raise ValueError(f"key_map is a mapping or a function, from key to key, not {names!r}")
+
     def renamed(self, declared: Declarations) -> Declarations:
         """The declarations under the keys that the checkpoint knows."""
         if self.key_map is None:
             return declared
         names = self.key_map
         rename = names if callable(names) else lambda key: names.get(key, key)
-        return replace(declared, tensors=tuple(TensorEntry(rename(e.key), e.meta) for e in declared.tensors))
+        renamed: dict[str, object] = {e.key: rename(e.key) for e in declared.tensors}
+        wrong = [f"{name!r} for {key!r}" for key, name in renamed.items() if not isinstance(name, str)]
+        if wrong:
+            raise MismatchError(f"key_map gives {wrong[0]}, which is no key: a str is expected")
+        return replace(
+            declared, tensors=tuple(TensorEntry(str(renamed[e.key]), e.meta) for e in declared.tensors)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +95,7 @@ class Asked:
         """Raises MismatchError for keys, shapes and dtypes that do not fit and may not differ."""
         extracted = extract(state)
         declared = terms.renamed(declare(extracted.shards, rank=rank))
+        _refuse_shared_memory(extracted.shards)
         unexpected = strict.unexpected(declared, manifest)
         if unexpected and terms.strict in _RAISING:
             raise MismatchError(strict.describe(unexpected, (), manifest))
@@ -128,6 +142,19 @@ def judge(parts: Sequence[Told], terms: Terms, manifest: Manifest) -> set[str]:
     if missing and StrictHandling.requires_logging(terms.strict):
         logger.warning("%s", strict.describe((), missing, manifest))
     return missing
+
+
+def _refuse_shared_memory(shards: Sequence[ShardedTensor | ShardedObject]) -> None:
+    """ShardingError for data in which different elements are the same memory: the last one read would win."""
+    for shard in shards:
+        data = shard.data if isinstance(shard, ShardedTensor) else None
+        if data is None or data.is_contiguous():
+            continue
+        if any(size > 1 and step == 0 for size, step in zip(data.shape, data.stride(), strict=True)):
+            raise ShardingError(
+                f"{shard.key!r}: cannot load into an expanded tensor (shape {tuple(data.shape)}, strides "
+                f"{data.stride()}), whose elements share memory; give data.contiguous(), or data=None"
+            )
 
 
 def _bearing(declared: Declarations, names: Collection[str]) -> Bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megackpt.backends.base import Backend
-from megackpt.checkpoint import open_checkpoint, open_same
-from megackpt.errors import BackendError, CheckpointReplaced
+from megackpt.checkpoint import absolute, open_checkpoint, open_same
+from megackpt.errors import BackendError, CheckpointReplaced, ShardingError
 from megackpt.loader.asking import Asked, KeyMap, Terms, Told, judge
 from megackpt.loader.reading import Reading
 from megackpt.planning.manifest import Manifest
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
-from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Group, group_over
+from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, group_over
 from megackpt.runtime.storage import Storage
 from megackpt.sharded import ShardedStateDict
 from megackpt.strategies import StrategyLike, backend_named, resolve
@@ -71,24 +70,43 @@ def load(
         CorruptCheckpoint, UntrustedClass: the files are damaged, or a pickle asks for an unknown class.
         RankFailure: other ranks failed or did not answer in time.
     """
-    if dtype_policy not in ("convert", "error"):
-        raise ValueError(f"dtype_policy is 'convert' or 'error', not {dtype_policy!r}")
-    terms = Terms(parse_strict_flag(strict), validate_access_integrity, dtype_policy, key_map)
-    given = None if sharded_strategy is None else resolve(sharded_strategy).make_backend()
-    step = _Load(
-        group_over(process_group, timeout),
-        os.path.abspath(os.fspath(checkpoint_dir)),
-        given,
-        sharded_state_dict,
-        terms,
-        Reading(verify, tuple(trusted)),
+    group = group_over(process_group, timeout)
+    request = attempt(
+        lambda: _Request(
+            absolute(checkpoint_dir),
+            None if sharded_strategy is None else resolve(sharded_strategy).make_backend(),
+            sharded_state_dict,
+            Terms(parse_strict_flag(strict), validate_access_integrity, dtype_policy, key_map),
+            Reading(verify, tuple(trusted)),
+        )
     )
+    if group.size == 1:
+        request.get()  # nobody else has to hear of a wrong argument
+    step = _Load(group, request)
     for _ in range(ATTEMPTS - 1):
         try:
             return step.run()
         except CheckpointReplaced:
-            logger.warning("%s was replaced while it was being loaded: loading again", step.directory)
+            logger.warning("%s was replaced while it was being loaded: loading again", checkpoint_dir)
     return step.run()
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """What this rank asks for."""
+
+    directory: str
+    given: Backend | None
+    state: ShardedStateDict
+    terms: Terms
+    reading: Reading
+
+    def check_format(self, name: str) -> None:
+        if self.given is not None and self.given.name != name:
+            raise BackendError(
+                f"{self.directory} holds the format {name!r}, not {self.given.name!r}: "
+                "leave sharded_strategy out, and the format is found by itself"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,28 +114,21 @@ class _Load:
     """One load on one rank: the order of its steps."""
 
     group: Group
-    directory: str
-    given: Backend | None
-    state: ShardedStateDict
-    terms: Terms
-    reading: Reading
+    request: Attempt[_Request]
 
     def run(self) -> Any:
-        part = _Part(self, self.group.broadcast("open", self.open))
+        part = _Part(self, *self.group.broadcast("open", self.open))
         missing = self.group.reduce_broadcast("compare", part.compare, part.judge)
         self.group.reduce_broadcast("read", part.read, _nothing)
-        if StrictHandling.requires_returning_mismatch_keys(self.terms.strict):
+        if StrictHandling.requires_returning_mismatch_keys(self.request.get().terms.strict):
             return part.state, missing, part.asked.unexpected
         return part.state
 
-    def open(self) -> Manifest:
-        opened = open_checkpoint(self.directory)
-        if self.given is not None and self.given.name != opened.backend.name:
-            raise BackendError(
-                f"{self.directory} holds the format {opened.backend.name!r}, not {self.given.name!r}: "
-                "leave sharded_strategy out, and the format is found by itself"
-            )
-        return opened.manifest
+    def open(self) -> tuple[str, Manifest]:
+        request = self.request.get()
+        opened = open_checkpoint(request.directory)
+        request.check_format(opened.backend.name)
+        return request.directory, opened.manifest
 
 
 class _Part:
@@ -127,23 +138,32 @@ class _Part:
     asked: Asked
     state: dict[Any, Any]
 
-    def __init__(self, load: _Load, manifest: Manifest) -> None:
+    def __init__(self, load: _Load, directory: str, manifest: Manifest) -> None:
         self.load = load
+        self.directory = directory
         self.manifest = manifest
 
     def compare(self) -> Told:
+        request = self.load.request.get()
+        if request.directory != self.directory:
+            raise ShardingError(
+                f"the ranks of one load name different directories: rank {self.load.group.rank} "
+                f"{request.directory}, rank 0 {self.directory}"
+            )
         # Opened as early as can be: what is read through it belongs to one checkpoint.
-        self.root = open_same(self.load.directory, self.manifest.save_id)
-        self.asked = Asked.of(self.load.state, self.load.terms, self.manifest, self.load.group.rank)
-        return self.asked.told(self.load.terms)
+        self.root = open_same(request.directory, self.manifest.save_id)
+        request.check_format(self.manifest.backend[0])
+        self.asked = Asked.of(request.state, request.terms, self.manifest, self.load.group.rank)
+        return self.asked.told(request.terms)
 
     def judge(self, parts: Sequence[Told]) -> set[str]:
-        return judge(parts, self.load.terms, self.manifest)
+        return judge(parts, self.load.request.get().terms, self.manifest)
 
     def read(self) -> None:
-        backend = self.load.given or backend_named(*self.manifest.backend)
+        request = self.load.request.get()
+        backend = request.given or backend_named(*self.manifest.backend)
         wanted, tensors = self.asked.wanted, self.asked.tensors()
-        values = self.load.reading.rows(self.root, backend, self.manifest, wanted, tensors)
+        values = request.reading.rows(self.root, backend, self.manifest, wanted, tensors)
         self.state = self.asked.restored(values)
 
 

@@ -11,11 +11,11 @@ import torch
 from megackpt import objects
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import open_same
-from megackpt.errors import CheckpointingException
+from megackpt.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import COMMON_KEY, Declaration, Declarations, Manifest, ShardId
-from megackpt.runtime.staging import Landing
+from megackpt.runtime.staging import Landing, settle
 from megackpt.runtime.storage import Storage
 from megackpt.sharded import ShardedTensor, dtype_named
 
@@ -27,6 +27,12 @@ class Reading:
     verify: bool = True
     trusted: tuple[type, ...] = ()
 
+    def __post_init__(self) -> None:
+        given: tuple[object, ...] = self.trusted  # callers without a type checker give anything
+        wrong = [one for one in given if not callable(one) and not isinstance(one, tuple)]
+        if wrong:
+            raise ValueError(f"trusted takes classes, not {wrong[0]!r}")
+
     def rows(
         self,
         root: Storage,
@@ -37,17 +43,34 @@ class Reading:
     ) -> list[Any]:
         """Fetch every wanted row: into ``tensors[i]``, or (where that is None) the content of an object's blob."""
         landing = Landing(tensors, wanted.held(), _stored(wanted, manifest), {})
+        settle(tensors)
         try:
             backend.read(root, plan_load(wanted, manifest), landing, self.verify)
-        except (CheckpointingException, OSError):
-            if manifest.save_id:
-                open_same(root.location, manifest.save_id)  # an overwrite under our feet is told as such
+        except (CheckpointingException, OSError) as error:
+            replaced = _replaced(root, manifest)
+            if replaced is not None:
+                raise replaced from error
             raise
+        settle(tensors)
         values: list[Any] = list(tensors)
         for row, blob in landing.blobs.items():
             where = f"{root.location}: {wanted.row(row).shard}"
             values[row] = objects.load(blob, trusted=self.trusted, where=where)
+            if wanted.row(row).shard.key == COMMON_KEY and not isinstance(values[row], dict):
+                raise CorruptCheckpoint(f"{where} is a {type(values[row]).__name__}, not a dict")
         return values
+
+
+def _replaced(root: Storage, manifest: Manifest) -> CheckpointReplaced | None:
+    """Was a failure to read due to an overwrite under our feet?"""
+    try:
+        if manifest.save_id:
+            open_same(root.location, manifest.save_id)
+    except CheckpointReplaced as error:
+        return error
+    except (CheckpointingException, OSError):
+        return None  # what went wrong first tells more
+    return None
 
 
 def _stored(wanted: Declarations, manifest: Manifest) -> list[torch.dtype | None]:
@@ -69,6 +92,11 @@ def destination(shard: ShardedTensor) -> torch.Tensor:
     """The caller's own tensor, or a new one on the CPU; zeroed where the stored one may be smaller."""
     tensor = shard.data
     if tensor is None or tensor.is_meta:
-        tensor = torch.empty(shard.local_shape, dtype=shard.dtype)
+        try:
+            tensor = torch.empty(shard.local_shape, dtype=shard.dtype)
+        except RuntimeError as error:
+            raise CheckpointingException(
+                f"there is no memory for {shard.key!r}, {tuple(shard.local_shape)} of {shard.dtype}"
+            ) from error
     tensor = tensor.detach()
     return tensor.zero_() if shard.allow_shape_mismatch else tensor

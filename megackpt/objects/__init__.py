@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import zlib
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -47,13 +47,11 @@ def load(data: bytes, *, trusted: Sequence[type | Callable[..., Any]] = (), wher
         Both begin with ``where``.
     """
     try:
-        value = _Blob(data, _finder(trusted)).load()
-        check_shape(value)
+        return _Blob(data, _finder(trusted)).load()
     except UntrustedClass as error:
         raise UntrustedClass(f"{where}: {error}" if where else str(error)) from None
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"{where}: {error}" if where else str(error)) from error
-    return value
 
 
 def _finder(trusted: Sequence[Any]) -> Find:
@@ -108,7 +106,14 @@ class _Blob:
             raise CorruptCheckpoint(
                 "the object was saved on a big-endian machine: load and save it with torch there"
             )
-        return Machine(self._bytes("data.pkl"), self._find, self._storage).load()
+        machine = Machine(self._bytes("data.pkl"), self._find, self._storage)
+        kept: Container[int] | None = None
+        try:
+            value = machine.load()
+            kept = check_shape(value)
+            return value
+        finally:
+            machine.discard(kept)
 
     def _slice(self, start: int, length: int) -> bytes:
         part = self._data[start : start + length]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.objects.machine import Rule, check_key
+from megackpt.objects.machine import Rule, hashables, pairs
 from megackpt.objects.standins import StandIn, StandInClass
 
 _INERT = ("megatron.",)
@@ -62,6 +62,12 @@ def _make_stand_in(qualified: str, *args: Any, **kwargs: Any) -> StandIn:
     return StandIn(qualified, args, kwargs or None)
 
 
+def _named(kind: Callable[..., Any], qualified: str, *rest: Any) -> Any:
+    if type(qualified) is not str or not all(type(args) is tuple for args in rest[:1]):
+        raise CorruptCheckpoint("a stand-in has a name that is no text, or arguments that are no tuple")
+    return kind(qualified, *rest)
+
+
 def _build_stand_in(instance: StandIn, state: Any) -> None:
     if isinstance(instance.state, dict) and isinstance(state, dict):
         instance.state.update(state)
@@ -72,7 +78,7 @@ def _build_stand_in(instance: StandIn, state: Any) -> None:
 def trusted_rule(value: Any) -> Rule:
     """The rule of a class or function that the user vouches for: pickle's own behaviour."""
     new = partial(value.__new__, value) if isinstance(value, type) else None
-    return Rule(value, value if callable(value) else None, _build_trusted, new)
+    return Rule(value, value if callable(value) else None, _build_trusted, new, keeps=True)
 
 
 def _build_trusted(instance: Any, state: Any) -> None:
@@ -88,7 +94,8 @@ def _build_trusted(instance: Any, state: Any) -> None:
 
 def _fields(instance: Any, state: Any) -> None:
     """The state of an object that is nothing but its attributes."""
-    if type(state) is not dict or not all(type(name) is str for name in state):
+    names = state if type(state) is dict else (0,)
+    if not all(type(name) is str and not hasattr(type(instance), name) for name in names):
         raise CorruptCheckpoint(f"the state of a {type(instance).__name__} is no dict of attributes")
     vars(instance).update(state)
 
@@ -112,22 +119,22 @@ def _bytearray(data: bytes | str = b"", encoding: str = "latin-1") -> bytearray:
     return bytearray(data)
 
 
-def _hashables(kind: Callable[[Any], Any], items: list[Any] | tuple[Any, ...] = ()) -> Any:
-    for item in items:
-        check_key(item)
-    return kind(items)
-
-
-def _pairs(kind: Callable[[Any], Any], items: Any = ()) -> Any:
-    for item in items:
-        check_key(item if isinstance(items, dict) else item[0])
-    return kind(items)
-
-
 def _default_dict(factory: Any = None, items: Any = ()) -> Any:
     if factory not in (None, int, float, str, bool, list, dict, set, tuple):
         raise CorruptCheckpoint(f"a defaultdict's factory is {factory!r}")
-    return _pairs(partial(collections.defaultdict, factory), items)
+    return pairs(partial(collections.defaultdict, factory), items)
+
+
+def _counter(counts: Any = ()) -> collections.Counter[Any]:
+    if not isinstance(counts, dict | tuple) or (counts and type(counts) is tuple):
+        raise CorruptCheckpoint("a Counter is made of something that is no dict")
+    return collections.Counter(counts)
+
+
+def _slice(*bounds: Any) -> slice:
+    if not all(type(bound) in (int, type(None)) for bound in bounds):
+        raise CorruptCheckpoint("a slice has bounds that are no numbers")
+    return slice(*bounds)
 
 
 def _deque(items: Any = (), size: int | None = None) -> collections.deque[Any]:
@@ -149,6 +156,8 @@ def _bytes_io_state(stream: io.BytesIO, state: Any) -> None:
 
 
 def _path(kind: type[pathlib.PurePath], *parts: str) -> pathlib.PurePath:
+    if not all(type(part) is str for part in parts):
+        raise CorruptCheckpoint("a path has parts that are no text")
     return kind(*parts)
 
 
@@ -161,12 +170,10 @@ def _numpy_dtype(code: Any, align: Any = False, copy: Any = False) -> np.dtype[A
 def _numpy_dtype_state(dtype: np.dtype[Any], state: Any) -> None:
     version, order, subarray, names, fields, size, alignment, *_ = state
     plain = subarray is None and names is None and fields is None and len(state) in (7, 8)
-    if (
-        not plain
-        or version not in (3, 4)
-        or order not in ("<", ">", "|", "=")
-        or size not in (-1, dtype.itemsize)
-    ):
+    sizes = (
+        (dtype.itemsize,) if dtype.kind in "SUV" else (-1, dtype.itemsize)
+    )  # of these numpy sets what is said
+    if not plain or version not in (3, 4) or order not in ("<", ">", "|", "=") or size not in sizes:
         raise CorruptCheckpoint("the state of a numpy dtype is of no plain kind")
     # numpy's signature is (version, order, subarray, names, fields, size, alignment, flags); 63 means "has objects"
     flags = (
@@ -209,6 +216,11 @@ def _numpy_array_state(array: np.ndarray[Any, Any], state: Any) -> None:
     array.__setstate__((version, shape, dtype, bool(fortran), data))  # type: ignore[arg-type] # takes no np.bool
 
 
+def _empty_array(array: np.ndarray[Any, Any]) -> None:
+    if array.dtype.hasobject:
+        array.fill(None)
+
+
 def _layout(name: str) -> torch.layout:
     layout = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(layout, torch.layout):
@@ -236,6 +248,15 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> to
     if not isinstance(storage, torch.TypedStorage):
         raise CorruptCheckpoint("a tensor is made on something that is no storage")
     dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
+    reach = (
+        offset
+        if 0 in size
+        else offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    )
+    if (
+        offset < 0 or reach * dtype.itemsize > storage._untyped_storage.nbytes()
+    ):  # an empty storage would grow
+        raise CorruptCheckpoint("a tensor reaches beyond its storage")
     flat = torch.empty(0, dtype=dtype)
     try:
         tensor = flat.set_(storage._untyped_storage, offset, tuple(size), tuple(stride))
@@ -250,24 +271,24 @@ def _types() -> dict[str, Rule]:
     rules = {f"builtins.{kind.__name__}": Rule(kind) for kind in plain}
     calls: Mapping[str, tuple[Any, Callable[..., Any]]] = {
         "builtins.bytes": (bytes, _no_bytes),
-        "builtins.set": (set, partial(_hashables, set)),
-        "builtins.frozenset": (frozenset, partial(_hashables, frozenset)),
+        "builtins.set": (set, partial(hashables, set)),
+        "builtins.frozenset": (frozenset, partial(hashables, frozenset)),
         "builtins.bytearray": (bytearray, _bytearray),
         "builtins.complex": (complex, complex),
         "builtins.range": (range, range),
-        "builtins.slice": (slice, slice),
+        "builtins.slice": (slice, _slice),
         "_codecs.encode": (_encode, _encode),
-        "collections.Counter": (collections.Counter, partial(_pairs, collections.Counter)),
-        "collections.defaultdict": (collections.defaultdict, _default_dict),
-        "collections.deque": (collections.deque, _deque),
+        "collections.Counter": (collections.Counter, _counter),
         "decimal.Decimal": (decimal.Decimal, decimal.Decimal),
         "signal.Signals": (signal.Signals, signal.Signals),
         "signal.Handlers": (signal.Handlers, signal.Handlers),
     }
     rules |= {name: Rule(value, call) for name, (value, call) in calls.items()}
     rules["collections.OrderedDict"] = Rule(
-        collections.OrderedDict, partial(_pairs, collections.OrderedDict), _fields
+        collections.OrderedDict, partial(pairs, collections.OrderedDict), _fields
     )
+    rules["collections.defaultdict"] = Rule(collections.defaultdict, _default_dict, empty=dict.clear)
+    rules["collections.deque"] = Rule(collections.deque, _deque, empty=collections.deque.clear)
     rules["argparse.Namespace"] = Rule(argparse.Namespace, argparse.Namespace, _fields)
     rules["types.SimpleNamespace"] = Rule(types.SimpleNamespace, types.SimpleNamespace, _fields)
     rules["_io.BytesIO"] = rules["io.BytesIO"] = Rule(io.BytesIO, _bytes_io, _bytes_io_state)
@@ -288,7 +309,9 @@ def _numpy_types() -> dict[str, Rule]:
     rules = {"numpy.ndarray": Rule(np.ndarray)}
     rules["numpy.dtype"] = Rule(np.dtype, _numpy_dtype, _numpy_dtype_state)
     for package in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        rules[f"{package}._reconstruct"] = Rule(_numpy_array, _numpy_array, _numpy_array_state)
+        rules[f"{package}._reconstruct"] = Rule(
+            _numpy_array, _numpy_array, _numpy_array_state, empty=_empty_array
+        )
         rules[f"{package}.scalar"] = Rule(_numpy_scalar, _numpy_scalar)
     for kind in sorted({kind for kind in np.sctypeDict.values() if kind is not np.void}, key=str):
         rules[f"numpy.{kind.__name__}"] = Rule(kind)
@@ -319,5 +342,8 @@ def _torch_types() -> dict[str, Rule]:
 @cache
 def known() -> Mapping[str, Rule]:
     """Qualified name -> rule, of everything that loads without anybody's trust."""
-    own = {f"megackpt.objects.standins.{kind.__name__}": Rule(kind, kind) for kind in (StandIn, StandInClass)}
+    own = {
+        f"megackpt.objects.standins.{kind.__name__}": Rule(kind, partial(_named, kind))
+        for kind in (StandIn, StandInClass)
+    }
     return {**_types(), **_numpy_types(), **_torch_types(), **own}

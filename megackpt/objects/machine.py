@@ -2,7 +2,8 @@
 
 Of pickle's opcodes it has those that protocols 2 to 5 write for plain data. Where a pickle names a global, a
 function given by the caller decides what that stands for; where it calls one, the caller's rule is what is
-called. Everything is bounded by the bytes given: no length in a pickle allocates more than is there.
+called. Everything is bounded by the bytes given: no length in a pickle allocates more than is there, and what
+is given to functions again and again, to be copied each time, is counted.
 Opcodes: Python's pickletools.
 """
 
@@ -10,16 +11,21 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint
+from megackpt.objects.standins import StandIn
 
 KEY_NODES = 1000
 """Parts that a dictionary's key may have: hashing is recursive, and tuples that share parts blow up."""
 _MAPPINGS = frozenset((dict, OrderedDict, Counter, defaultdict))
 _SEQUENCES = frozenset((list, deque))
+_STRINGS = (str, bytes, bytearray)
+_SIZED = (*_STRINGS, tuple, list, dict, set, frozenset, deque, range)
+_FREE = 64
+"""Items and characters that an argument may have for nothing: names and shapes are shared many times over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +34,16 @@ class Rule:
 
     ``call`` is what happens when the pickle calls it, and ``new`` (if not given, the same) when it makes an
     instance without calling; ``build`` is what happens with the state of an instance so made (given instance and
-    state). Without them a pickle that tries is refused.
+    state). Without them a pickle that tries is refused. ``empty`` takes an instance apart: for types that Python
+    frees by recursion, so that a long chain of them would exhaust the stack. ``keeps``: arguments are not copied.
     """
 
     value: Any
     call: Callable[..., Any] | None = None
     build: Callable[[Any, Any], None] | None = None
     new: Callable[..., Any] | None = None
+    empty: Callable[[Any], None] | None = None
+    keeps: bool = False
 
 
 Find = Callable[[str, str], Rule]
@@ -49,8 +58,26 @@ def check_key(key: Any) -> None:
         count += 1
         if count > KEY_NODES:
             raise CorruptCheckpoint("a dictionary's key is nested too deeply")
-        if type(part) in (tuple, frozenset):
+        if isinstance(part, tuple | frozenset | list):
             waiting.extend(part)
+        elif isinstance(part, dict):
+            waiting += [*dict.keys(part), *dict.values(part)]
+        elif type(part) is StandIn:
+            waiting += [*part.args, part.state]
+
+
+def hashables(kind: Callable[[Any], Any], items: Any = ()) -> Any:
+    """``kind(items)``, for a kind that hashes each item."""
+    for item in items:
+        check_key(item)
+    return kind(items)
+
+
+def pairs(kind: Callable[[Any], Any], items: Any = ()) -> Any:
+    """``kind(items)``, for a kind that hashes the first of each two."""
+    for item in items:
+        check_key(item if isinstance(items, dict) else item[0])
+    return kind(items)
 
 
 class Machine:
@@ -67,6 +94,19 @@ class Machine:
         self._rules: dict[int, Rule] = {}  # by the identity of the value, which the rule keeps alive
         self._globals: dict[tuple[str, str], Rule] = {}
         self._made: dict[int, tuple[Any, Rule]] = {}
+        self._allowance = 4 * len(data) + (1 << 16)
+
+    def discard(self, kept: Container[int] | None = None) -> None:
+        """Take apart what was made, so that it is freed without recursion; not what has one of these identities.
+
+        What a trusted object may hold is left alone, unless nothing at all is kept.
+        """
+        made = list(self._made.values())
+        if kept is not None and any(rule.keeps for _, rule in made):
+            return
+        for value, rule in made:
+            if rule.empty is not None and (kept is None or id(value) not in kept):
+                rule.empty(value)
 
     def load(self) -> Any:
         """The value. Raises CorruptCheckpoint for anything but a whole, plain pickle."""
@@ -86,6 +126,10 @@ class Machine:
             ) from error
         except (IndexError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise CorruptCheckpoint(f"a pickle is damaged at byte {self._at}: {error}") from error
+        except MemoryError as error:
+            raise CorruptCheckpoint(
+                f"a pickle takes more memory than there is, at byte {self._at}"
+            ) from error
 
     def _take(self, count: int) -> bytes:
         part = self._data[self._at : self._at + count]
@@ -119,10 +163,18 @@ class Machine:
         call = None if rule is None else (new and rule.new) or rule.call
         if rule is None or call is None or type(args) is not tuple:
             raise CorruptCheckpoint(f"a pickle calls a {type(function).__name__} that may not be called")
+        if not rule.keeps:
+            self._charge(args)
         value = call(*args, **(kwargs or {}))
-        if rule.build is not None:
+        if rule.build is not None or rule.empty is not None:
             self._made[id(value)] = value, rule
         self._stack.append(value)
+
+    def _charge(self, given: Iterable[Any]) -> None:
+        """Count what a function may copy: in all little more than a pickle can hold that shares nothing."""
+        self._allowance -= sum(len(v) for v in given if isinstance(v, _SIZED) and len(v) > _FREE)
+        if self._allowance < 0:
+            raise CorruptCheckpoint("a pickle has the same parts copied again and again")
 
     # One method an opcode from here on.
 
@@ -303,12 +355,17 @@ class Machine:
         made = self._made.get(id(instance))
         if made is None or made[1].build is None:
             raise CorruptCheckpoint(f"a pickle sets the state of a {type(instance).__name__}")
+        if not made[1].keeps:
+            self._charge((state, *state) if type(state) is tuple else (state,))
         made[1].build(instance, state)
 
     def _persistent_id(self) -> None:
         if self._persistent is None:
             raise CorruptCheckpoint("a pickle has a persistent id where none can be")
-        self._stack.append(self._persistent(self._stack.pop()))
+        persistent_id = self._stack.pop()
+        if type(persistent_id) is not tuple:
+            raise CorruptCheckpoint("a pickle has a persistent id that is no tuple")
+        self._stack.append(self._persistent(persistent_id))
 
 
 Opcode = Callable[[Machine], None]

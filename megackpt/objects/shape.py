@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import types
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,11 @@ SIZE = 1 << 27
 """Leaves, counted as often as a walk meets them: parts that are shared many times over blow up."""
 
 
-def check_shape(value: Any) -> None:
-    """Raise CorruptCheckpoint for a value on which ordinary code would exhaust stack, time or memory."""
+def check_shape(value: Any) -> Container[int]:
+    """Raise CorruptCheckpoint for a value on which ordinary code would exhaust stack, time or memory.
+
+    Returns the identities of all containers in it.
+    """
     done: dict[int, tuple[int, int]] = {}  # identity -> depth, size
     open_: set[int] = set()
     waiting: list[tuple[Any, bool]] = [(value, False)]
@@ -45,12 +48,13 @@ def check_shape(value: Any) -> None:
             )
         open_.discard(id(part))
         done[id(part)] = depth, size
+    return done
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
     """What a container holds, or None for what is no container."""
     if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
+        return [*dict.keys(value), *dict.values(value), *getattr(value, "__dict__", {}).values()]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return value
     if isinstance(value, np.ndarray) and value.dtype.hasobject:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, count
+from uuid import NAMESPACE_OID, uuid5
 
 import numpy as np
 
@@ -52,28 +53,28 @@ def _numbers(values: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.i
     return np.array(values, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CachedPlan:
     """A rank's part of an earlier planning round.
 
     ``plan_id`` names the round, the same on all ranks. ``manifest`` is there on the coordinator only.
-    ``uses`` counts the saves that were made with it, beyond the first.
     """
 
     plan_id: str
     plan: SavePlan
     manifest: Manifest | None = None
-    uses: int = 0
+    _uses: Iterator[int] = field(default_factory=count)
 
-    @property
-    def token(self) -> int:
-        """A number of 63 bits that equals another rank's only if both hold the same round, used as often."""
-        digest = blake2b(f"{self.uses} {self.plan_id}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+    def next_save_id(self) -> str:
+        """The id (hex) of one more save with this plan; never the same twice, whichever thread asks.
+
+        Ranks derive the same id exactly if they hold the same round and have used it as often.
+        """
+        return uuid5(NAMESPACE_OID, f"{self.plan_id} {next(self._uses)}").hex
 
 
 class PlanCache:
-    """The plans of the last few different declarations of one rank. Not safe to share between threads."""
+    """The plans of the last few different declarations of one rank."""
 
     def __init__(self, size: int = 4) -> None:
         if size < 1:
@@ -81,37 +82,16 @@ class PlanCache:
         self._size = size
         self._plans: OrderedDict[int, CachedPlan] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def token(self, fingerprint: int) -> int | None:
-        """What this rank shows in the vote on reusing a plan; None: it has none."""
-        held = self._plans.get(fingerprint)
-        return None if held is None else held.token
-
     def get(self, fingerprint: int) -> CachedPlan | None:
         """The plan made for these declarations, or None."""
-        if fingerprint in self._plans:
-            self._plans.move_to_end(fingerprint)
-        return self._plans.get(fingerprint)
-
-    def use(self, fingerprint: int) -> CachedPlan:
-        """The plan, once all ranks have agreed to reuse it; counts the use. KeyError where there is none."""
-        held = self._plans[fingerprint]
-        self._plans[fingerprint] = replace(held, uses=held.uses + 1)
-        self._plans.move_to_end(fingerprint)
+        held = self._plans.pop(fingerprint, None)
+        if held is not None:
+            self._plans[fingerprint] = held  # the last one now
         return held
 
     def put(self, fingerprint: int, plan_id: str, plan: SavePlan, manifest: Manifest | None = None) -> None:
         """Keep the plan of a new planning round; the one unused for longest makes room."""
+        self._plans.pop(fingerprint, None)
         self._plans[fingerprint] = CachedPlan(plan_id, plan, manifest)
-        self._plans.move_to_end(fingerprint)
         while len(self._plans) > self._size:
             self._plans.popitem(last=False)
-
-    def drop(self, fingerprint: int) -> None:
-        """Forget a plan, if it is there."""
-        self._plans.pop(fingerprint, None)
-
-    def clear(self) -> None:
-        self._plans.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,14 @@ def region(tensor: torch.Tensor, holder: Box, box: Box) -> torch.Tensor:
     return wide if box == holder else wide[box.relative_to(holder).slices()]
 
 
+def settle(tensors: Iterable[object]) -> None:
+    """Wait for what this thread has asked devices to do with these tensors: other threads are about to touch them."""
+    devices = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda}
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.default_stream(device).synchronize()  # the one that other threads use
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Without autograd and without lazy conjugation: memory that means what it says."""
     return tensor.detach().resolve_conj().resolve_neg()
@@ -49,7 +57,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 class Staged:
     """The Source of a save plan's rows.
 
-    Contiguous CPU tensors are handed on as they are, everything else through one bounded buffer a reader.
+    Contiguous CPU tensors are handed on as they are, everything else through a bounded buffer (``array``: whole).
     ``held[i]`` is the tensor of row i of the rank's declarations, or a function that makes an object's blob;
     ``holders[i]`` the box that it fills.
     """

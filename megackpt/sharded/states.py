@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -98,10 +99,21 @@ def _built(state: dict[Any, Any]) -> tuple[dict[Any, Any], list[tuple[Path, Shar
             raise ShardingError(
                 f"{factory.key!r}: factories nested deeper than {MAX_NESTED_FACTORIES} builds"
             )
-        subtree = tree.copied(factory.build())
+        with _naming(factory, "build_fn"):
+            subtree = tree.copied(factory.build())
         tree.lookup(built, path[:-1])[path[-1]] = subtree
         todo += [(level + 1, (*path, *inner), nested) for inner, nested in _factories(subtree)]
     return built, [(path, factory) for _, path, factory in todo]
+
+
+@contextmanager
+def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
+    """Add to an exception of the caller's own function where it was called."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the {function} of the factory {factory.key!r}")
+        raise
 
 
 def _factories(x: Any) -> list[tuple[Path, ShardedTensorFactory]]:
@@ -191,7 +203,8 @@ def _merge_factories(result: dict[Any, Any], extracted: Extracted, missing: list
     for path, factory in reversed(extracted.factories):
         if path not in incomplete:
             parent = tree.lookup(result, path[:-1])
-            parent[path[-1]] = factory.merge_fn(parent[path[-1]])
+            with _naming(factory, "merge_fn"):
+                parent[path[-1]] = factory.merge_fn(parent[path[-1]])
         elif _holds(result, path):
             parent = tree.lookup(result, path[:-1])
             if isinstance(parent, dict):

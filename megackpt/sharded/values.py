@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any
 
 import torch
@@ -106,13 +107,17 @@ class ShardedTensor(ShardedBase):
         local = (1,) * prepend_axis_num + tuple(data.shape)
         offset, fragments = [0] * len(local), [1] * len(local)
         seen: dict[int, tuple[int, int]] = {}
-        for axis, rank, count in rank_offsets:
+        for triple in rank_offsets:
+            try:
+                axis, rank, count = map(index, triple)
+            except (TypeError, ValueError):  # not three, or not whole numbers
+                axis, rank, count = -1, 0, 0
             placed = 0 <= axis < len(local) and 0 <= rank < count
             if not placed or seen.setdefault(axis, (rank, count)) != (rank, count):
                 raise ShardingError(
                     f"Invalid rank offsets: {rank_offsets} for key {key!r} of {len(local)} axes, "
                     f"{prepend_axis_num} of them prepended: each must be (axis, rank, fragments) with "
-                    "0 <= rank < fragments, one for an axis"
+                    "0 <= rank < fragments, whole numbers, one for an axis"
                 )
             offset[axis], fragments[axis] = rank * local[axis], count
         return cls(
@@ -171,6 +176,9 @@ class ShardedTensor(ShardedBase):
         The global shape and offset shrink by the same ratio. Raises ShardingError for irregular grids and
         where the ratio does not come out even.
         """
+        dim += len(self.local_shape) if dim < 0 else 0
+        if not 0 <= dim < len(self.local_shape):
+            raise ShardingError(f"{self.key!r}: there is no axis {dim} to narrow in {self.local_shape}")
         axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
         whole, offset = self.global_shape[axis], self.global_offset[axis]
         if not self.has_regular_grid or not size or whole % size or offset % size:
@@ -251,9 +259,9 @@ class ShardedTensor(ShardedBase):
         )
 
 
-def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
     changed = list(values)
-    changed[index] = value
+    changed[place] = value
     return tuple(changed)
 
 

@@ -81,7 +81,14 @@ def test_shard_files_are_named_as_megatron_does() -> None:
     assert shard_file(entry, Box((1, 2), (1, 1))) == "rng_state.objects/shard_1.2_2.3.pt"
     assert parse_shard("shard_1.2_2.3.pt") == ((1, 2), (2, 3))
     assert parse_shard("shard__.pt") == ((), ())
-    for odd in ("shard_1_2.3.pt", "shard_1._2.pt", "x.pt", "shard_0_1.pt.tmp"):
+    for odd in (
+        f"shard_0_{2**31}.pt",
+        "shard_2_2.pt",
+        "shard_1_2.3.pt",
+        "shard_1._2.pt",
+        "x.pt",
+        "shard_0_1.pt.tmp",
+    ):
         assert parse_shard(odd) is None
 
 

@@ -337,6 +337,31 @@ def test_a_save_whose_marker_was_removed_commits_nothing(tmp_path, saves):
     place.abort()
 
 
+def test_the_working_directory_cannot_be_replaced(tmp_path, saves, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saves.save(tmp_path, 1)
+    with pytest.raises(StorageError, match="is the working directory of this process"):
+        begin(tmp_path, save_id=uuid.uuid4().hex)
+    assert saves.load(tmp_path) == 1
+
+
+def test_a_rival_that_completes_while_a_save_begins_is_replaced(tmp_path, saves, monkeypatch):
+    where, real = tmp_path / "ckpt", committing_room.Place
+
+    def slow(*args, **options):
+        monkeypatch.setattr(committing_room, "Place", real)
+        saves.save(where, 1)
+        return real(*args, **options)
+
+    where.mkdir()
+    monkeypatch.setattr(committing_room, "Place", slow)
+    place = begin(where, save_id=uuid.uuid4().hex)
+    assert place.staged
+    assert saves.load(where) == 1
+    place.abort()
+    assert entries(where) == OWN
+
+
 def test_mount_points_cannot_be_replaced(tmp_path, saves, monkeypatch):
     saves.save(tmp_path / "c", 1)
     monkeypatch.setattr(os.path, "ismount", lambda path: path == str(tmp_path / "c"))

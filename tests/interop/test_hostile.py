@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
@@ -153,6 +153,37 @@ def test_a_payload_in_an_object(folder: Path, witness: Path, read: Read) -> None
     with pytest.raises(megackpt.UntrustedClass):
         read(folder.parent / "zarr")
     assert not witness.exists()
+
+
+@pytest.mark.parametrize("read", [load, load_on_two_ranks, megackpt.load_common_state_dict])
+@pytest.mark.parametrize("value", [None, 5, [1, 2], torch.ones(3), "text"])
+def test_a_common_state_that_is_none(folder: Path, read: Read, value: Any) -> None:
+    torch.save(value, folder / "common.pt")
+    with pytest.raises(megackpt.CorruptCheckpoint, match="not a dict"):
+        read(folder)
+
+
+@pytest.mark.parametrize("name", [".metadata", "megackpt.index", "common.pt"])
+def test_files_that_are_nothing_but_a_hole(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have more bytes than there is memory."""
+
+    def allocate(size: int) -> bytearray:
+        if size > 1 << 24:
+            raise MemoryError
+        return bytearray(size)
+
+    monkeypatch.setattr("megackpt.runtime.storage.interface.bytearray", allocate, raising=False)
+    with (folder / name).open("ab") as file:
+        file.truncate(1 << 31)
+    with pytest.raises(megackpt.CorruptCheckpoint, match="memory"):
+        megackpt.load_common_state_dict(folder)
+
+
+def test_an_object_whose_name_has_no_end(folder: Path) -> None:
+    name = f"w/shard_{'9' * 5000}_{'9' * 5000}"
+    change_table(folder, lambda table: table.state_dict_metadata.update({name: BytesStorageMetadata()}))
+    with pytest.raises(megackpt.CorruptCheckpoint, match="where"):
+        megackpt.load_sharded_metadata(folder)
 
 
 def test_a_class_that_the_user_trusts(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -54,27 +55,41 @@ def test_names_do_not_run_into_one_another() -> None:
     )
 
 
-def test_ranks_agree_only_on_plans_of_one_round_used_as_often() -> None:
+def test_ranks_derive_the_same_save_only_from_one_round_used_as_often() -> None:
     (plan,), manifest = plan_save([of(replace(BASE, replica_id=0))], validate=False)
     coordinator, other = PlanCache(), PlanCache()
-    assert coordinator.token(1) is None
     assert coordinator.get(1) is None
     coordinator.put(1, "round 1", plan, manifest)
     other.put(7, "round 1", plan)
-    assert coordinator.token(1) == other.token(7)
-    assert coordinator.use(1).manifest is manifest
-    assert coordinator.token(1) != other.token(7)
-    assert other.use(7).uses == 0
-    assert coordinator.token(1) == other.token(7)
-    held = other.get(7)
-    assert held is not None
-    assert held.uses == 1
+
+    def ids() -> tuple[str, str]:
+        mine, theirs = coordinator.get(1), other.get(7)
+        assert mine is not None
+        assert theirs is not None
+        return mine.next_save_id(), theirs.next_save_id()
+
+    first, second = ids(), ids()
+    assert first[0] == first[1] != second[0] == second[1]
+    ahead = other.get(7)
+    assert ahead is not None
+    ahead.next_save_id()
+    third = ids()
+    assert third[0] != third[1]
     coordinator.put(1, "round 2", plan, manifest)
     other.put(7, "round 3", plan)
-    assert coordinator.token(1) != other.token(7)
-    token = coordinator.token(1)
-    assert token is not None
-    assert 0 <= token < 2**63
+    fourth = ids()
+    assert fourth[0] != fourth[1]
+
+
+def test_threads_never_share_an_id() -> None:
+    (plan,), _ = plan_save([of()])
+    cache = PlanCache()
+    cache.put(1, "round", plan)
+    held = cache.get(1)
+    assert held is not None
+    with ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(lambda _: held.next_save_id(), range(400)))
+    assert len(set(ids)) == 400
 
 
 def test_the_plan_unused_for_longest_makes_room() -> None:
@@ -82,15 +97,8 @@ def test_the_plan_unused_for_longest_makes_room() -> None:
     cache = PlanCache(size=2)
     for number in (1, 2):
         cache.put(number, f"round {number}", plan)
-    cache.use(1)
+    cache.get(1)
     cache.put(3, "round 3", plan)
-    assert [cache.token(n) is not None for n in (1, 2, 3)] == [True, False, True]
-    cache.drop(1)
-    cache.drop(1)
-    assert len(cache) == 1
-    with pytest.raises(KeyError):
-        cache.use(1)
-    cache.clear()
-    assert len(cache) == 0
+    assert [cache.get(n) is not None for n in (1, 2, 3)] == [True, False, True]
     with pytest.raises(ValueError, match="at least 1"):
         PlanCache(0)

@@ -200,6 +200,20 @@ def test_factories_that_build_nothing_or_never_end():
         extract({"e": endless})
 
 
+def test_an_error_in_a_factorys_own_function_names_the_factory():
+    def fails(*_):
+        raise KeyError("w")
+
+    whole = ShardedTensor.from_rank_offsets("t", torch.ones(2))
+    with pytest.raises(KeyError) as told:
+        extract({"f": ShardedTensorFactory("fc1", None, fails, len)})
+    assert told.value.__notes__ == ["in the build_fn of the factory 'fc1'"]
+    extracted = extract({"f": ShardedTensorFactory("fc1", None, lambda *_: whole, fails)})
+    with pytest.raises(KeyError) as told:
+        restore(extracted, [torch.ones(2)], {})
+    assert told.value.__notes__ == ["in the merge_fn of the factory 'fc1'"]
+
+
 def test_absent_values_are_left_out_with_the_factories_around_them():
     state = {
         "a": sharded("a"),

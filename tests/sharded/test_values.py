@@ -143,6 +143,15 @@ def test_narrow():
         irregular().narrow(0, 0, 1)
     with pytest.raises(ShardingError, match=r"\[3:15\] is not within"):
         t.narrow(1, 3, 12)
+    assert t.narrow(-1, 3, 6)[0].global_shape == (5, 4, 12)
+    with pytest.raises(ShardingError, match="'k': there is no axis 2 to narrow"):
+        t.narrow(2, 0, 1)
+
+
+@pytest.mark.parametrize("offset", [(0, 1), (0, 0, 1, 1), (0, "0", 1), (0, 0.0, 1), None])
+def test_rank_offsets_that_are_no_triples(offset):
+    with pytest.raises(ShardingError, match=r"Invalid rank offsets: .* for key 'k'"):
+        ShardedTensor.from_rank_offsets("k", torch.zeros(2), offset)
 
 
 def test_data_comes_and_goes():

@@ -17,7 +17,7 @@ from megackpt.backends.ranges.pieces import SKIP, Pieces, name_of
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan
-from megackpt.runtime.storage import FileReader, Storage, digest
+from megackpt.runtime.storage import FileReader, Storage, allocate, digest
 
 GAP = 16 << 10
 """Between the runs of one region, up to so many unwanted bytes are read along: what a call of its own costs."""
@@ -77,7 +77,7 @@ class Job:
                         f"{self.root.location}: {name_of(self.plan, row)} should end at byte {start + length}, "
                         f"but the file has {reader.size}"
                     )
-                data = bytearray(length)
+                data = allocate(length, f"{self.root.location}: {name_of(self.plan, row)}")
                 reader.read_into(start, [memoryview(data)])
                 for block, first in enumerate(range(0, length if self.checked else 0, DIGEST_BLOCK)):
                     self.check(row, block, memoryview(data)[first : first + DIGEST_BLOCK])

@@ -30,7 +30,10 @@ from megackpt.planning.manifest import (
 from megackpt.runtime.storage import Storage
 
 LARGEST = 1 << 32  # bytes of .metadata
-_SHARD = re.compile(r"(?P<key>.*)/shard_(?P<offset>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)", re.DOTALL)
+_SHARD = re.compile(
+    r"(?P<key>.*)/shard_(?P<offset>[0-9]{1,10}(?:\.[0-9]{1,10})*)_(?P<shape>[0-9]{1,10}(?:\.[0-9]{1,10})*)",
+    re.DOTALL,
+)
 _TOLD = 20
 
 

@@ -10,7 +10,7 @@ import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +21,10 @@ from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_dist.records import strides
 from megackpt.errors import CorruptCheckpoint
 from megackpt.objects import archive
-from megackpt.objects.machine import Machine, Rule
+from megackpt.objects.machine import Machine, Rule, pairs
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import ITEMSIZE, LoadPlan
-from megackpt.runtime.storage import FileReader, Storage
+from megackpt.runtime.storage import FileReader, Storage, allocate
 
 THREADS = 2
 EDGE = 2048
@@ -161,7 +161,7 @@ def _find(module: str, name: str) -> Rule:
     if module == "torch" and name in ITEMSIZE:
         return Rule(name)
     if (module, name) == ("collections", "OrderedDict"):
-        return Rule(dict, dict)
+        return Rule(dict, partial(pairs, dict))
     if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
         return Rule(_rebuilt, _rebuilt)
     raise CorruptCheckpoint(f"a record names {module}.{name}")
@@ -198,7 +198,7 @@ def _loaded(root: Storage, plan: LoadPlan, number: int) -> torch.Tensor:
     chunk = plan.manifest.chunk(number, np.zeros(number + 2, np.int64))
     entry = plan.manifest.tensors[plan.manifest.chunks.tensor[number]]
     name = f"{root.location}: {entry.key!r} {chunk.box} in {chunk.location.file}"
-    data = bytearray(chunk.location.length)
+    data = allocate(chunk.location.length, name)
     with root.open(chunk.location.file) as reader:
         reader.read_into(chunk.location.start, [memoryview(data)])
     try:
@@ -206,12 +206,11 @@ def _loaded(root: Storage, plan: LoadPlan, number: int) -> torch.Tensor:
     except Exception as error:
         raise CorruptCheckpoint(f"{name}: torch cannot read the record: {error}") from error
     expected = torch.Size(chunk.box.shape), getattr(torch, entry.meta.dtype)
-    if (
-        not isinstance(value, torch.Tensor)
-        or (value.shape, value.dtype) != expected
-        or value.layout != torch.strided
-    ):
+    if not isinstance(value, torch.Tensor):
+        raise CorruptCheckpoint(f"{name}: the record holds a {type(value).__name__}, not {expected}")
+    found = value.shape, value.dtype
+    if found != expected or value.layout != torch.strided or value.device.type != "cpu":
         raise CorruptCheckpoint(
-            f"{name}: the record holds {type(value).__name__} {value!r:.100}, not {expected}"
+            f"{name}: the record holds {found} ({value.layout}, {value.device}), not {expected}"
         )
     return value.detach().resolve_conj().resolve_neg()

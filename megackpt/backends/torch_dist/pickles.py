@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.objects.machine import Machine, Rule
+from megackpt.objects.machine import Machine, Rule, hashables, pairs
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
@@ -68,6 +68,12 @@ def _path(*parts: str) -> str:
     return "/".join(parts)
 
 
+def _layout(name: Any) -> str:
+    if type(name) is not str:
+        raise CorruptCheckpoint("it names a layout by something that is no text")
+    return name
+
+
 def _find(module: str, name: str) -> Rule:
     if name in _RECORDS.get(module, ()):
         # A list of its own, for a value that no other rule has.
@@ -77,12 +83,13 @@ def _find(module: str, name: str) -> Rule:
     if module == "torch":
         return Rule(name)  # a dtype; one that is none is found out where it is used as one
     if (module, name) == ("torch.serialization", "_get_layout"):
-        return Rule(str, str)
+        return Rule(_layout, _layout)
     if module == "pathlib" and name.endswith("Path"):
         return Rule(_path, _path)
     if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
-        kind = dict if name == "OrderedDict" else set
-        return Rule(kind, kind)
+        return (
+            Rule(dict, partial(pairs, dict)) if name == "OrderedDict" else Rule(set, partial(hashables, set))
+        )
     raise UntrustedClass(
         f".metadata names {module}.{name}, which no checkpoint's table of contents needs: "
         "it was not run, and the checkpoint was not read"

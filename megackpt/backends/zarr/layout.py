@@ -106,7 +106,7 @@ def refuse_unfit(tensors: Iterable[TensorEntry], grids: Iterable[Grid | None]) -
             unfit.append(f"{entry.key!r} has no regular grid")
     if unfit:
         raise BackendError(
-            "zarr cannot hold "
+            "zarr cannot hold these tensors: "
             + "; ".join(unfit)
             + ". hint: store complex32 as its real and imaginary parts (torch.view_as_real), other tensors "
             "through a view of another dtype or shape, or save as torch_dist"

@@ -83,4 +83,6 @@ def parse_shard(file: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         offset, shape = (tuple(map(int, part.split("."))) if part else () for part in match.groups())
     except ValueError:
         return None
-    return (offset, shape) if len(offset) == len(shape) else None
+    if len(offset) != len(shape) or not all(o < s < 1 << 31 for o, s in zip(offset, shape, strict=True)):
+        return None
+    return offset, shape

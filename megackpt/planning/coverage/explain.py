@@ -238,13 +238,14 @@ def _missing_cells(case: _Case) -> str | None:
         if not aligned:
             return None
         missing += math.prod(-(-e // c) for e, c in zip(hole.shape, cell, strict=True))
-    named = "object" if case.entry.meta.is_object else f"cell of {_numbers(cell)} elements"
+    one, many = ("object", "objects") if case.entry.meta.is_object else ("cell", "cells")
+    size = "" if case.entry.meta.is_object else f" of {_numbers(cell)} elements"
     if missing == 1:
         first = case.holes[0].offset
         place = _numbers([o // c for o, c in zip(first, cell, strict=True)])
-        text = f"exactly one {named}, number {place} of the grid, is missing; a rank did not declare it"
+        text = f"exactly one {one}{size}, number {place} of the grid, is missing; a rank did not declare it"
     else:
-        text = f"{missing} {named}s are missing" if missing else ""
+        text = f"{missing} {many}{size} are missing" if missing else ""
     if not text:
         return None
     if len(shape) > 1 and cell[0] == 1 and case.holes[0].shape[1:] == shape[1:]:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from megackpt.runtime.collectives.failures import Attempt, attempt
 from megackpt.runtime.collectives.gloo import DEFAULT_TIMEOUT, domain_of, group_over
 from megackpt.runtime.collectives.group import Group, RankGroup, SingleGroup
 
-__all__ = ["DEFAULT_TIMEOUT", "Group", "RankGroup", "SingleGroup", "domain_of", "group_over"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "Attempt",
+    "Group",
+    "RankGroup",
+    "SingleGroup",
+    "attempt",
+    "domain_of",
+    "group_over",
+]

@@ -8,16 +8,39 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
 from megackpt.errors import CheckpointingException, RankFailure
+
+T = TypeVar("T")
 
 DEPARTURES = (KeyboardInterrupt, SystemExit, GeneratorExit)
 """Not failures of a step: somebody ends the process. They pass through unchanged."""
 
 STORIES_TOLD = 8
 """Different stories that one message holds at most; all of them are in ``RankFailure.failures``."""
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """A value, or the exception that stood in its way, kept until the step in which all ranks hear of it."""
+
+    value: T | None
+    error: Exception | None = None
+
+    def get(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return cast(T, self.value)
+
+
+def attempt(work: Callable[[], T]) -> Attempt[T]:
+    try:
+        return Attempt(work())
+    except Exception as error:  # noqa: BLE001 - told to all ranks by the next collective
+        return Attempt(None, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,9 @@ def group_over(
 
     Raises RankFailure if the ranks cannot be reached, CheckpointingException if this process is none of them.
     """
+    given: object = timeout  # callers without a type checker give anything
+    if not isinstance(given, timedelta):
+        raise CheckpointingException(f"timeout must be a datetime.timedelta, not {given!r}")
     if isinstance(process_group, Group):
         return process_group
     distributed = sys.modules.get("torch.distributed")
@@ -78,11 +81,14 @@ def group_over(
 
 def domain_of(process_group: dist.ProcessGroup | None) -> int:
     """A number that names these ranks among all others: the lowest of them (0 for None: all ranks)."""
-    return (
-        0
-        if process_group is None
-        else min(sys.modules["torch.distributed"].get_process_group_ranks(process_group))
-    )
+    if process_group is None:
+        return 0
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not isinstance(process_group, distributed.ProcessGroup):
+        raise CheckpointingException(
+            f"dedup_group must be a process group that this rank is a member of, not {process_group!r}"
+        )
+    return int(min(distributed.get_process_group_ranks(process_group)))
 
 
 @atexit.register

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megackpt.runtime.storage.digests import digest, digest_blocks
-from megackpt.runtime.storage.interface import FileReader, FileWriter, Storage, unsafe_names
+from megackpt.runtime.storage.interface import FileReader, FileWriter, Storage, allocate, unsafe_names
 from megackpt.runtime.storage.local import TEMPORARY, LocalStorage
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "FileWriter",
     "LocalStorage",
     "Storage",
+    "allocate",
     "digest",
     "digest_blocks",
     "open_storage",

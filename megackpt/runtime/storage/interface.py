@@ -25,6 +25,14 @@ def _is_safe(name: str) -> bool:
     return b"\0" not in encoded and not {b"", b".", b".."}.intersection(encoded.split(b"/"))
 
 
+def allocate(size: int, where: str) -> bytearray:
+    """Memory for what a file is said to hold. CorruptCheckpoint if there is not so much: files may have holes."""
+    try:
+        return bytearray(size)
+    except (MemoryError, OverflowError) as error:
+        raise CorruptCheckpoint(f"{where} has {size} bytes, more than there is memory for") from error
+
+
 class FileWriter(ABC):
     """One new file, written from front to back. Leaving the ``with`` block without error makes it durable."""
 
@@ -133,6 +141,9 @@ class Storage(ABC):
                 raise CorruptCheckpoint(
                     f"{self.location}/{name} has {reader.size} bytes: at most {limit} can be right there"
                 )
-            data = bytearray(reader.size)
+            data = allocate(reader.size, f"{self.location}/{name}")
             reader.read_into(0, [memoryview(data)])
-            return bytes(data)
+            try:
+                return bytes(data)
+            except MemoryError as error:
+                raise CorruptCheckpoint(f"there is no memory for {self.location}/{name}") from error

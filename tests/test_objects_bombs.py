@@ -1,0 +1,129 @@
+"""Small blobs that would take much: memory, time, the stack, or what is not theirs. All are errors, at once."""
+
+from __future__ import annotations
+
+import collections
+import io
+import struct
+import time
+import zipfile
+from typing import Any
+
+import pytest
+
+from megackpt import objects
+from megackpt.backends.torch_dist.pickles import read_metadata
+from megackpt.errors import CorruptCheckpoint
+
+
+def named(name: str) -> bytes:
+    module, _, name = name.rpartition(".")
+    return f"c{module}\n{name}\n".encode()
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def chain(links: int, link: bytes) -> bytes:
+    """A value made of the one before it, which is memo 0, again and again."""
+    return b"Nq\x00" + (b"0" + link + b"q\x00") * links
+
+
+def archive(pickled: bytes, storage: bytes = b"") -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("a/data.pkl", b"\x80\x02" + pickled + b".")
+        file.writestr("a/data/0", storage)
+    return buffer.getvalue()
+
+
+RANGE = named("builtins.range") + b"\x8a\x06\x00\x00\x00\x00\x00\x01\x85R"
+DEEP = b"N" + b"\x85" * 1_000_000
+SHARED = b")q\x00" + b"0h\x00h\x00\x86q\x00" * 60
+STORAGE = b"(" + text("storage") + named("torch.FloatStorage") + text("0") + text("cpu") + b"K\x00tQ"
+DTYPE = named("numpy.dtype") + text("S5") + b"\x89\x88\x87Rq\x01"
+ARRAY = (
+    named("numpy.core.multiarray._reconstruct") + named("numpy.ndarray") + b"K\x00\x85" + b"C\x01b\x87R(K\x01"
+)
+
+BOMBS = {
+    "set of a range": named("builtins.set") + RANGE + b"\x85R",
+    "deque of a range": named("collections.deque") + RANGE + b"\x85R",
+    "last one of a range": named("collections.deque") + RANGE + b"K\x01\x86R",
+    "size of a range": named("torch.Size") + RANGE + b"\x85R",
+    "paths doubled": text("a" * 8)
+    + b"q\x00"
+    + (b"0" + named("pathlib.PosixPath") + b"h\x00h\x00\x86Rq\x00") * 45,
+    "one list, many sets": b"("
+    + b"".join(b"M" + struct.pack("<H", i) for i in range(50_000))
+    + b"lq\x00"
+    + named("builtins.set")
+    + b"q\x01("
+    + b"h\x01h\x00\x85R" * 20_000
+    + b"t",
+    "counted tuples": named("collections.Counter") + b"]K\x01" + DEEP + b"\x86a\x85R",
+    "counted shared tuples": named("collections.Counter") + b"]K\x01" + SHARED + b"\x86a\x85R",
+    "stand-in as a key": b"}" + named("megackpt.objects.standins.StandIn") + DEEP + b"\x85RNs",
+    "slices": chain(200_000, named("builtins.slice") + b"h\x00\x85R"),
+    "deques": chain(200_000, named("collections.deque") + b"(h\x00l\x85R"),
+    "default dicts": chain(200_000, named("collections.defaultdict") + b")RK\x01h\x00s"),
+    "arrays of objects": named("numpy.dtype")
+    + text("O8")
+    + b"\x89\x88\x87Rq\x01"
+    + chain(100_000, ARRAY + b")h\x01\x89(h\x00ltb"),
+    "bytes of a negative size": DTYPE
+    + b"0"
+    + ARRAY
+    + b"K\x05\x85h\x01\x89C\x19"
+    + b"x" * 25
+    + b"tb0h\x01(K\x03"
+    + text("|")
+    + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb",
+    "a storage that would grow": named("torch._utils._rebuild_tensor_v2")
+    + b"("
+    + STORAGE
+    + b"K\x00J\x00\x00\x00\x10\x85K\x01\x85\x89"
+    + named("collections.OrderedDict")
+    + b")RtR",
+    "an attribute that hides a method": named("collections.OrderedDict") + b")R}" + text("keys") + b"K\x01sb",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs(name: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(CorruptCheckpoint):
+        objects.load(archive(BOMBS[name]))
+    assert time.monotonic() - begin < 20
+
+
+def test_what_is_dropped_does_no_harm_either() -> None:
+    pickled = BOMBS["deques"] + b"0" + BOMBS["default dicts"] + b"0Nq\x00"
+    assert objects.load(archive(pickled)) is None
+
+
+def test_what_a_trusted_object_holds_stays() -> None:
+    blob = objects.dump(Holder(collections.deque([1, 2]), collections.defaultdict(list, a=[3])))
+    found = objects.load(blob, trusted=(Holder,))
+    assert (list(found.queue), dict(found.table)) == ([1, 2], {"a": [3]})
+
+
+class Holder:
+    def __init__(self, queue: Any, table: Any) -> None:
+        self.queue = queue
+        self.table = table
+
+
+@pytest.mark.parametrize(
+    "gadget",
+    [
+        named("builtins.set") + b"]" + DEEP + b"a\x85R",
+        named("collections.OrderedDict") + b"]" + DEEP + b"N\x86a\x85R",
+        named("torch.serialization._get_layout") + SHARED + b"\x85R",
+        text("a" * 8) + b"q\x00" + (b"0" + named("pathlib.PosixPath") + b"h\x00h\x00\x86Rq\x00") * 45,
+    ],
+)
+def test_bombs_in_a_table_of_contents(gadget: bytes) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        read_metadata(b"\x80\x02" + gadget + b".")
