@@ -12,7 +12,8 @@ CheckpointingException              the root; the name that users of Megatron-Co
 │   └── CheckpointReplaced          the directory was overwritten while it was being read
 ├── StorageError                    the disk said no (full, unwritable, input/output error)
 ├── BackendError                    unknown format or version, missing package, or a format that cannot hold this
-└── RankFailure                     other ranks failed, or did not answer in time; rank -> its story
+└── RankFailure                     other ranks failed; rank -> its story
+    └── RankLost                    other ranks did not answer in time, or are gone
 """
 
 from __future__ import annotations
@@ -81,3 +82,7 @@ class RankFailure(CheckpointingException):
 
     def __reduce__(self) -> tuple[type[RankFailure], tuple[str, dict[int, str]]]:
         return type(self), (str(self), self.failures)
+
+
+class RankLost(RankFailure):
+    """Ranks did not answer in time, or are gone. What they still do to the disk, nobody knows."""

@@ -18,7 +18,7 @@ import torch
 from megackpt import objects, tree
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import Place, absolute, begin, commit, place_of
-from megackpt.errors import ShardingError
+from megackpt.errors import RankLost, ShardingError
 from megackpt.planning.cache import PlanCache, fingerprint
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.planning.save_plan import SavePolicy, plan_save
@@ -220,6 +220,10 @@ class _Save:
             agreed = self.group.all_agree(self.vote(held))
             ticket = held if held and agreed else self.planned()
             self.group.reduce_broadcast("write", lambda: self.write(ticket), self.commit)
+        except RankLost:
+            if self.place.value is not None:
+                self.place.value.abandon()
+            raise
         except BaseException:
             if self.place.value is not None:
                 self.place.value.abort()

@@ -422,3 +422,18 @@ class TestHostile:
         for data in (buffer.getvalue(), b"\x80\x02N.", b"PK\3\4", bytes(1000), archive(b"\x80\x02N.") + b"x"):
             with pytest.raises(CorruptCheckpoint):
                 objects.load(data)
+
+
+def test_lazily_conjugated_and_negated_tensors_mean_what_they_say() -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    state = {
+        "conj": numbers.conj(),
+        "neg": numbers.clone().conj().imag,
+        "grad": torch.ones(2, requires_grad=True),
+    }
+    assert state["conj"].is_conj()
+    assert state["neg"].is_neg()
+    back = objects.load(objects.dump(state))
+    assert back["conj"].tolist() == [1 - 2j, 3 + 4j]
+    assert back["neg"].tolist() == [-2.0, 4.0]
+    assert back["grad"].requires_grad

@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,32 @@ def test_one_ranks_failure_in_writing_is_everybodys(
     assert not megackpt.verify(tmp_path / "ckpt").problems
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
     saved(tmp_path / "ckpt", "torch_dist", 2, 1, 1)
+
+
+def test_what_a_lost_rank_writes_late_is_cleaned_up_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megackpt.backends.torch_dist import TorchDist
+
+    original = TorchDist.write
+
+    def slow(self: Any, root: Any, plan: Any, data: Any) -> Any:
+        if plan.rank == 1:
+            time.sleep(1.0)
+        return original(self, root, plan, data)
+
+    monkeypatch.setattr(TorchDist, "write", slow)
+
+    def run(group: ThreadedGroup) -> None:
+        megackpt.save(model(group.rank, 2, 1, 1), tmp_path / "c", process_group=group)
+
+    assert isinstance(ThreadedGroup.outcomes(2, run, timeout=0.4)[0], megackpt.RankLost)
+    time.sleep(1.0)
+    assert not megackpt.check_is_distributed_checkpoint(tmp_path / "c")
+    monkeypatch.undo()
+    saved(tmp_path / "c", "torch_dist", 2, 1, 1)
+    assert megackpt.verify(tmp_path / "c").ok
+    assert not [p.name for p in (tmp_path / "c").iterdir() if p.name.endswith(".old") or "saving" in p.name]
 
 
 def test_a_rank_with_a_broken_state_stops_all(tmp_path: Path) -> None:

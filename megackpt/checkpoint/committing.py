@@ -16,7 +16,16 @@ from dataclasses import replace
 
 from megackpt.backends.base import Backend
 from megackpt.checkpoint.index import INDEX, encode_index
-from megackpt.checkpoint.marker import PREFIX, Heartbeat, Marker, active, markers, siblings, staging_name
+from megackpt.checkpoint.marker import (
+    LONGEST,
+    PREFIX,
+    Heartbeat,
+    Marker,
+    active,
+    markers,
+    siblings,
+    staging_name,
+)
 from megackpt.checkpoint.opening import Directory, absolute, incomplete, shortfalls
 from megackpt.checkpoint.replacing import clean_up, discard, free_name, logger, own_names, publish, retire
 from megackpt.errors import CheckpointExists, CheckpointingException, SaveInProgress, StorageError
@@ -85,6 +94,10 @@ class Place:
         except (StorageError, OSError) as error:
             logger.warning("the failed save in %s is not cleared up, the next one will: %s", self.path, error)
 
+    def abandon(self) -> None:
+        """End without touching a file, for ranks that were lost may still write: the next save clears up."""
+        self._ended()
+
     def fill(self, small: dict[str, bytes], manifest: Manifest) -> None:
         """Write the small files and the index; the last one completes the directory."""
         *first, last = list(small) or [INDEX]
@@ -146,8 +159,9 @@ def begin(directory: Directory, *, save_id: str, overwrite: bool = True) -> Plac
     """
     target = os.path.realpath(absolute(directory))
     above, name = os.path.split(target)
+    _check_name(target, above, name, save_id)
     outer = LocalStorage(above, create=True)
-    if name and outer.size(name) is not None:
+    if outer.size(name) is not None:
         raise StorageError(f"cannot save to {target}: a file is in the way")
     _refuse_rivals(outer, name)
     clean_up(outer, name)
@@ -192,6 +206,17 @@ def place_of(directory: Directory, save_id: str) -> LocalStorage:
         f"the save {save_id} that the coordinator has begun in {target} cannot be seen on host "
         f"{socket.gethostname()!r}: is the directory shared between all hosts?"
     )
+
+
+def _check_name(target: str, above: str, name: str, save_id: str) -> None:
+    if not name:
+        raise StorageError(f"cannot save to {target}: name a directory below it")
+    spare = LONGEST - len(os.fsencode(staging_name(name, save_id))) - len(".old")
+    if spare < 0:
+        raise StorageError(
+            f"cannot save to {target}: the last part of the path is {-spare} bytes too long, as it has to leave "
+            f"room for the name of the directory in {above} in which a replacement grows"
+        )
 
 
 def _check_replaceable(target: str, overwrite: bool) -> None:

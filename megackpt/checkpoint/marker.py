@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import re
 import socket
@@ -20,13 +21,15 @@ from dataclasses import asdict, dataclass, field
 from megackpt.errors import CorruptCheckpoint
 from megackpt.runtime.storage import LocalStorage, unsafe_names
 
+logger = logging.getLogger("megackpt.checkpoint")
+
 PREFIX = ".megackpt-saving-"
 HEARTBEAT = 20.0
 """Seconds between two signs of life of a save."""
 SILENCE = 300.0
 """Seconds without one after which a save is taken for dead, where its process cannot be looked at."""
 
-_LONGEST = 255
+LONGEST = 255
 """Bytes that a name may have on any file system that we know."""
 
 active: set[str] = set()
@@ -165,7 +168,7 @@ def _parsed(fields: object, unknown: Marker) -> Marker:
 
 def _is_entry(name: str) -> bool:
     """Markers are read back to remove what they name: only entries of the directory itself can be meant."""
-    return "/" not in name and not unsafe_names([name]) and len(os.fsencode(name)) <= _LONGEST
+    return "/" not in name and not unsafe_names([name]) and len(os.fsencode(name)) <= LONGEST
 
 
 class Heartbeat:
@@ -185,5 +188,7 @@ def _beat(stopped: threading.Event, storage: LocalStorage, marker: str) -> None:
     while not stopped.wait(HEARTBEAT):
         try:
             storage.touch(marker)
-        except OSError:
+        except FileNotFoundError:
             return  # the marker is gone; the save will find out by itself
+        except OSError as error:
+            logger.warning("no sign of life could be left for the save in %s: %s", storage.location, error)

@@ -24,9 +24,12 @@ from megackpt.checkpoint.opening import (
 from megackpt.checkpoint.replacing import own_names
 from megackpt.errors import CheckpointingException, NotACheckpoint
 from megackpt.planning.box import Box, Int64
+from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
+    Declaration,
+    Declarations,
     LoadPlan,
     Manifest,
     ShardId,
@@ -86,6 +89,7 @@ def verify(directory: Directory, threads: int = 2) -> Report:
     work = _Work(storage, backend, manifest)
     problems = small_file_problems(storage, small)
     problems += [f"{storage.location}/{short}" for short in shortfalls(storage, manifest)]
+    problems += _uncovered(manifest)
     total = int(manifest.chunks.length.sum())
     checked = len(manifest.chunks.digests) > 0 or total == 0
     if checked:
@@ -98,6 +102,20 @@ def verify(directory: Directory, threads: int = 2) -> Report:
     foreign = tuple(entry for entry in storage.list() if entry not in own)
     files = len(manifest.files) + len(small)
     return Report(storage.location, files, len(manifest.tensors), total, checked, tuple(problems), foreign)
+
+
+def _uncovered(manifest: Manifest) -> list[str]:
+    """Holes and overlaps among the stored chunks."""
+    whole = [
+        Declaration(ShardId(key, Box.whole(meta.shape)), meta, 0, False, 0, 0)
+        for key, meta in manifest.tensors
+        if not meta.is_object
+    ]
+    try:
+        plan_load(Declarations.of(whole), manifest)
+    except CheckpointingException as error:
+        return [str(error)]
+    return []
 
 
 class _Work:

@@ -244,7 +244,7 @@ def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any) -> Any:  # n
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
-    """A plain tensor in a storage that ``objects.load`` made. ``rest``: requires_grad, hooks[, dtype or metadata]."""
+    """A plain tensor in a storage that ``objects.load`` made. ``rest``: requires_grad, hooks[, dtype][, metadata]."""
     if not isinstance(storage, torch.TypedStorage):
         raise CorruptCheckpoint("a tensor is made on something that is no storage")
     dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
@@ -262,8 +262,12 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> to
         tensor = flat.set_(storage._untyped_storage, offset, tuple(size), tuple(stride))
     except RuntimeError as error:
         raise CorruptCheckpoint(f"a tensor reaches beyond its storage: {error}") from error
-    tensor.requires_grad_(bool(rest and rest[0]))
-    return tensor
+    lazily = rest[-1] if len(rest) > 2 and type(rest[-1]) is dict else {}
+    if lazily.get("conj") is True and tensor.is_complex():
+        tensor = tensor.conj()
+    if lazily.get("neg") is True:
+        tensor = tensor.neg()
+    return tensor.requires_grad_(bool(rest and rest[0]))
 
 
 def _types() -> dict[str, Rule]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
-from megackpt.errors import RankFailure
+from megackpt.errors import RankLost
 from megackpt.runtime.collectives import RankGroup
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class ThreadedGroup(RankGroup):
     def run(size: int, fn: Callable[[ThreadedGroup], T], timeout: float = 30.0) -> list[T]:
         """What ``fn`` gives on each of ``size`` ranks; raises the exception of the rank that failed first.
 
-        ``timeout`` is how many seconds the ranks wait for one another; who is missing then is a RankFailure.
+        ``timeout`` is how many seconds the ranks wait for one another; who is missing then is a RankLost.
         """
         outcomes, first = _run(size, fn, timeout)
         if first is not None:
@@ -87,7 +87,7 @@ class _Meeting:
         self._changed = threading.Condition()
         self._round = _Round()
         self._gone: dict[int, str] = {}
-        self._broken: RankFailure | None = None
+        self._broken: RankLost | None = None
 
     def meet(self, rank: int, name: str, brought: Any) -> list[Any]:
         """What all ranks brought to this collective, in rank order."""
@@ -103,7 +103,7 @@ class _Meeting:
             if not self._changed.wait_for(lambda: now.done or self._broken, self.timeout):
                 self._break(f"no answer within {self.timeout:g} s from", self._absent())
             if not now.done and self._broken:
-                raise RankFailure(str(self._broken), self._broken.failures)
+                raise RankLost(str(self._broken), self._broken.failures)
             return [now.brought[each] for each in range(self.size)]
 
     def leave(self, rank: int, reason: str) -> None:
@@ -126,7 +126,7 @@ class _Meeting:
     def _break(self, what: str, missing: dict[int, str]) -> None:
         where = {rank: f"is at {name}" for rank, name in self._round.names.items()}
         told = "; ".join(f"rank {rank} {word}" for rank, word in sorted({**where, **missing}.items()))
-        self._broken = self._broken or RankFailure(f"{what} {told}", missing)
+        self._broken = self._broken or RankLost(f"{what} {told}", missing)
         self._changed.notify_all()
 
 
@@ -163,6 +163,6 @@ def _run(
         thread.join(2 * timeout)
     stuck = {rank: "is still running" for rank, thread in enumerate(threads) if thread.is_alive()}
     for rank, word in stuck.items():
-        outcomes[rank].error = RankFailure(f"rank {rank} {word} after {2 * timeout:g} s", {rank: word})
+        outcomes[rank].error = RankLost(f"rank {rank} {word} after {2 * timeout:g} s", {rank: word})
         errors.append(cast("BaseException", outcomes[rank].error))
     return outcomes, errors[0] if errors else None

@@ -407,7 +407,7 @@ def test_a_rank_that_dies_is_told_by_the_others(ranks, dead):
         if rank == dead:
             assert process.stdout == "gone\n"
         else:
-            assert "RankFailure" in process.stdout
+            assert "RankLost" in process.stdout
             assert f"rank {dead} did not answer" in process.stdout
 
 
@@ -427,4 +427,4 @@ def store_dies_with_rank_0():
 
 def test_nothing_hangs_when_the_store_dies_as_well(ranks):
     done = ranks(store_dies_with_rank_0, 3, init=False)
-    assert all("RankFailure" in process.stdout for process in done[1:])
+    assert all("RankLost" in process.stdout for process in done[1:])

@@ -1,7 +1,8 @@
 """Reading records that others wrote: where each payload is, then the same engine as for our own.
 
 Archives as torch.save writes them for a contiguous CPU tensor are read by ranges; all others (other strides, a
-shared or larger storage, other byte order) through ``torch.load(weights_only=True)``, one record at a time.
+shared or larger storage) as objects are, which runs nothing, one record at a time; what torch wrote before there
+were archives, through ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megackpt import objects
 from megackpt.backends.base import Target
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_dist.records import strides
@@ -194,6 +196,14 @@ def _read_odd(root: Storage, plan: LoadPlan, into: Target) -> None:
         into.close(item.target, item.box, place)
 
 
+def _legacy(data: bytearray, name: str) -> Any:
+    """What torch wrote before it wrote archives."""
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CorruptCheckpoint(f"{name}: torch cannot read the record: {error}") from error
+
+
 def _loaded(root: Storage, plan: LoadPlan, number: int) -> torch.Tensor:
     chunk = plan.manifest.chunk(number, np.zeros(number + 2, np.int64))
     entry = plan.manifest.tensors[plan.manifest.chunks.tensor[number]]
@@ -201,10 +211,7 @@ def _loaded(root: Storage, plan: LoadPlan, number: int) -> torch.Tensor:
     data = allocate(chunk.location.length, name)
     with root.open(chunk.location.file) as reader:
         reader.read_into(chunk.location.start, [memoryview(data)])
-    try:
-        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CorruptCheckpoint(f"{name}: torch cannot read the record: {error}") from error
+    value = objects.load(bytes(data), where=name) if data.startswith(b"PK") else _legacy(data, name)
     expected = torch.Size(chunk.box.shape), getattr(torch, entry.meta.dtype)
     if not isinstance(value, torch.Tensor):
         raise CorruptCheckpoint(f"{name}: the record holds a {type(value).__name__}, not {expected}")

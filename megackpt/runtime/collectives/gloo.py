@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from megackpt.errors import CheckpointingException, RankFailure
+from megackpt.errors import CheckpointingException, RankLost
 from megackpt.runtime.collectives.failures import name_ranks
 from megackpt.runtime.collectives.group import Group, Packed, RankGroup, SingleGroup
 
@@ -137,7 +137,7 @@ class Line:
         if failed >= self.call:
             raise self._late(failed)
 
-    def broken(self, stage: str, timeout: timedelta, error: Exception) -> RankFailure:
+    def broken(self, stage: str, timeout: timedelta, error: Exception) -> RankLost:
         """Give the connection up, find out who is missing, and say so."""
         self.gloo = None
         try:
@@ -149,7 +149,7 @@ class Line:
         missing = {int(rank): str(word) for rank, word in story["missing"].items()}
         who = "; ".join(f"rank {rank}{self._globally(rank)} {word}" for rank, word in missing.items())
         advice = LAST_ADVICE if stage == "connect" and self.call > 1 else ADVICE
-        return RankFailure(
+        return RankLost(
             f"the ranks lost one another in the stage {stage!r} (timeout {timeout.total_seconds():g} s): "
             f"{who or story['text']}.\n  torch says: {_first_line(error)}\n  {advice}",
             missing,
@@ -188,11 +188,11 @@ class Line:
             return dict(json.loads(self.store.get(key)))
         return {"text": "", "missing": {0: "did not answer"}}
 
-    def _late(self, failed: int) -> RankFailure:
+    def _late(self, failed: int) -> RankLost:
         self.gloo = None
         missing = self._story(failed)["missing"]
         told = f"{name_ranks(map(int, missing))} did not answer them" if missing else "a connection was lost"
-        return RankFailure(
+        return RankLost(
             f"rank {self.rank} comes too late: the other ranks have given this save or load up, as {told}. "
             "They were told so too; the next one begins afresh.",
             {int(rank): word for rank, word in missing.items()},
@@ -208,7 +208,7 @@ class ProcessGroup(RankGroup):
         self._timeout = DEFAULT_TIMEOUT
 
     def begin(self, timeout: timedelta) -> None:
-        """Make sure of the connection for one save or load. Raises RankFailure."""
+        """Make sure of the connection for one save or load. Raises RankLost."""
         self._timeout = timeout
         self._line.open(timeout)
 
@@ -270,9 +270,7 @@ class ProcessGroup(RankGroup):
 
     def _over_line(self, stage: str, use: Callable[[Any], T]) -> T:
         if self._line.gloo is None:
-            raise RankFailure(
-                f"stage {stage!r}: this group has failed before; the next save or load makes one"
-            )
+            raise RankLost(f"stage {stage!r}: this group has failed before; the next save or load makes one")
         try:
             return use(self._line.gloo)
         except Exception as error:  # whatever it was, the ranks are no longer at the same message
