@@ -108,6 +108,19 @@ def save(
     _Save(group, request).run()
 
 
+def _compact(leaf: Any) -> Any:
+    """A view of a larger tensor as a tensor of its own, or all of the larger one would be stored."""
+    if (
+        type(leaf) is torch.Tensor
+        and leaf.layout is torch.strided
+        and not leaf.is_quantized
+        and not leaf.is_meta
+    ):
+        spare = leaf.untyped_storage().nbytes() > leaf.numel() * leaf.element_size()
+        return leaf.clone() if spare else leaf
+    return leaf
+
+
 def _itself(common: Any) -> Any:
     return common
 
@@ -139,7 +152,7 @@ class Request:
         compare: Callable[[Any], Any] | None = _itself,
         overwrite: bool = True,
     ) -> Request:
-        common = dict(extracted.common)
+        common: dict[Any, Any] = tree.dict_list_map_outplace(_compact, extracted.common)
         if content_metadata is not None:
             if not isinstance(content_metadata, Mapping):
                 raise ShardingError(f"content_metadata must be a dict, not {content_metadata!r}")

@@ -583,6 +583,15 @@ def test_only_rank_zeros_common_state_is_stored_and_differences_are_told(
     assert [r.message for r in caplog.records if "common state" in r.message] == [expected]
 
 
+def test_views_in_the_common_state_are_stored_at_their_own_size(tmp_path: Path) -> None:
+    big = torch.arange(1_000_000)
+    megackpt.save({"views": [big[:3], {"last": big[-1]}], "none": torch.empty(0)}, tmp_path)
+    assert (tmp_path / "common.pt").stat().st_size < 10_000
+    loaded = megackpt.load_common_state_dict(tmp_path)
+    assert loaded["views"][0].tolist() == [0, 1, 2]
+    assert loaded["views"][1]["last"].item() == 999_999
+
+
 def test_the_compared_view_can_be_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run(group: ThreadedGroup) -> None:
         megackpt.save(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -170,6 +171,9 @@ def _read_cell(
     where = f"{entry.key!r} {chunk.box} in {root.location}/{chunk.location.file}"
     if root.size(chunk.location.file) is None:  # tensorstore would give zeros
         raise CorruptCheckpoint(f"{where}: the file is missing, or no regular file")
+    size = math.prod(grid or ()) * entry.meta.itemsize
+    if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):  # tensorstore would end the process
+        raise CorruptCheckpoint(f"{where}: a chunk of {size} bytes is more than this machine has memory for")
     with _as(CorruptCheckpoint, f"{where} cannot be read"):
         store = opened(entry, grid)
         checked = verify and len(chunk.digests) > 0
