@@ -158,14 +158,6 @@ class Boxes:
         """Row ``i`` as a Box of a tensor with ``ndim`` dimensions."""
         return Box(tuple(self.offset[i, :ndim].tolist()), tuple(self.shape[i, :ndim].tolist()))
 
-    def overlapping(self, box: Box) -> Int64:
-        """Numbers of the rows that share at least one element with ``box``."""
-        other = Boxes.of([box], self.width)
-        wide = self.widened(other.width)
-        low = np.maximum(wide.offset, other.offset)
-        high = np.minimum(wide.stop, other.stop)
-        return np.flatnonzero((low < high).all(axis=1)).astype(np.int64)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:

@@ -52,11 +52,6 @@ class Extracted:
     empties: list[Path]
     factories: list[tuple[Path, ShardedTensorFactory]]
 
-    @property
-    def nonpersistent(self) -> dict[Any, Any]:
-        """The values of all LocalNonpersistentObjects at their places."""
-        return _planted(self.local, self.state)
-
 
 def extract(state: dict[Any, Any]) -> Extracted:
     """Sort the leaves of a sharded state dict.

@@ -77,12 +77,6 @@ def test_joining_columns_of_several_widths() -> None:
     assert len(Boxes.concat([])) == 0
 
 
-@given(st.lists(boxes_2d, max_size=8), boxes_2d)
-def test_overlapping(boxes: list[Box], box: Box) -> None:
-    expected = [i for i, b in enumerate(boxes) if b.intersect(box)]
-    assert Boxes.of(boxes, 2).overlapping(box).tolist() == expected
-
-
 def test_runs() -> None:
     assert runs(np.array([3, 3, 5, 5, 5, 3])).tolist() == [0, 2, 5, 6]
     assert runs(np.array([], int)).tolist() == [0]

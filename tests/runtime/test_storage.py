@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import given, settings, strategies as st
 
 from megackpt.errors import CorruptCheckpoint, StorageError
-from megackpt.runtime.storage import LocalStorage, digest_blocks, files, kernel, open_storage, unsafe_names
+from megackpt.runtime.storage import LocalStorage, digest_blocks, files, kernel, unsafe_names
 
 MIB = 1 << 20
 
@@ -269,7 +269,7 @@ def test_roots(tmp_path):
         with pytest.raises(StorageError, match="file is in the way"):
             LocalStorage(tmp_path / path, create=True)
     LocalStorage(tmp_path / "a/b", create=True).put("f", b"1")
-    assert open_storage(tmp_path / "a/b").get("f") == b"1"
+    assert LocalStorage(tmp_path / "a/b").get("f") == b"1"
     with pytest.raises(FileNotFoundError):
         LocalStorage(tmp_path).folder("q")
 

@@ -115,7 +115,7 @@ def test_what_goes_into_the_common_state():
         "empty": {},
         7: (1, 2),
     }
-    assert e.nonpersistent == {"groups": [{"params": [0]}, {}]}
+    assert e.local == [(("groups", 0, "params"), [0])]
     assert [s.key for s in e.shards] == list("wabcdefg")
 
 
