@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
@@ -18,7 +18,7 @@ import torch
 from megackpt import objects, tree
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import Place, absolute, begin, commit, place_of
-from megackpt.errors import RankLost, ShardingError
+from megackpt.errors import CorruptCheckpoint, RankLost, ShardingError
 from megackpt.planning.cache import PlanCache, fingerprint
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.planning.save_plan import SavePolicy, plan_save
@@ -195,6 +195,13 @@ class Request:
         values = [self.shards[i].data for i in group]
         return lambda: _dumped(f"the object {shard.unique_key!r}", bundled(shard, values))
 
+    def blobs(self) -> Iterator[bytes]:
+        """The objects of which this rank holds the main replica; on the coordinator also the common state."""
+        mains = self.declared.main
+        for i, held in enumerate(self.held()[: len(self.declared)]):
+            if mains[i] and not isinstance(held, torch.Tensor):
+                yield held()
+
 
 @dataclass(frozen=True, eq=False)
 class _Declared:
@@ -280,6 +287,7 @@ class _Save:
     def declared(self) -> _Declared:
         request = self.request.get()
         view = b"" if request.compared is None else _dumped(_COMMON, request.compared)
+        _warn_of_untrusted(request.blobs())
         return _Declared(request.directory, request.format, request.declared, blake2b(view).digest())
 
     def plan(self, parts: Sequence[_Declared]) -> list[_Ticket]:
@@ -338,6 +346,15 @@ def _unpicklable(state: dict[Any, Any]) -> str:
         except Exception:  # noqa: BLE001 - this is the one
             return tree.show(path)
     return "one of its keys"
+
+
+def _warn_of_untrusted(blobs: Iterable[bytes]) -> None:
+    """Say now what a load would say too late: that it wants to be told to trust a class."""
+    for blob in blobs:
+        try:
+            objects.load(blob)
+        except CorruptCheckpoint as error:
+            logger.warning("this is saved, but will not simply load: %s", error)
 
 
 def _warn_of_difference(rank: int, coordinators: Any, own: Any) -> None:

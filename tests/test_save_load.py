@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -590,6 +591,17 @@ def test_views_in_the_common_state_are_stored_at_their_own_size(tmp_path: Path) 
     loaded = megackpt.load_common_state_dict(tmp_path)
     assert loaded["views"][0].tolist() == [0, 1, 2]
     assert loaded["views"][1]["last"].item() == 999_999
+
+
+def test_what_will_need_trust_is_told_at_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"half": Fraction(1, 2), "o": ShardedObject("o", Fraction(1, 3), (1,), (0,)), "plain": [1, "a"]}
+    with caplog.at_level(logging.WARNING):
+        megackpt.save(state, tmp_path)
+    told = [r.message for r in caplog.records if "trusted=(Fraction,)" in r.message]
+    assert len(told) == 2
+    with pytest.raises(megackpt.UntrustedClass, match=r"fractions\.Fraction"):
+        megackpt.load({}, tmp_path)
+    assert megackpt.load({}, tmp_path, trusted=(Fraction,))["half"] == Fraction(1, 2)
 
 
 def test_the_compared_view_can_be_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
