@@ -14,8 +14,16 @@ from enum import Enum
 import numpy as np
 
 from megackpt.errors import MismatchError
-from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest import Declarations, Int32, Manifest, ShardId, TensorEntry, TensorMeta
+from megackpt.planning.box import Boxes
+from megackpt.planning.manifest import (
+    Declarations,
+    Int32,
+    Manifest,
+    ShardId,
+    TensorEntry,
+    TensorMeta,
+    unique_key,
+)
 
 _TOLD = 50  # keys named in a message
 _ADVISED = 10  # keys of a message for which a similar stored one is looked for
@@ -78,16 +86,9 @@ def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
         raise ValueError(f"Invalid strict flag: {strict!r}; one of {flags}, True or False is expected") from e
 
 
-def unique_key(key: str, box: Box, shape: Sequence[int]) -> str:
-    """The name of one object of a grid: ``key/shard_<offset>_<shape>``, numbers joined by dots."""
-    if not shape:
-        return key
-    return f"{key}/shard_{'.'.join(map(str, box.offset))}_{'.'.join(map(str, shape))}"
-
-
 def name_of(shard: ShardId, meta: TensorMeta) -> str:
     """The name under which a shard is compared."""
-    return unique_key(shard.key, shard.box, meta.shape) if meta.is_object else shard.key
+    return unique_key(shard.key, shard.box.offset, meta.shape) if meta.is_object else shard.key
 
 
 def requested(wanted: Declarations) -> set[str]:
@@ -179,7 +180,7 @@ def _names(tensors: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> set[s
         entry = tensors[tensor[row]]
         if not entry.is_common:
             shape = entry.meta.shape
-            names.add(unique_key(entry.key, boxes.row(row, len(shape)), shape))
+            names.add(unique_key(entry.key, boxes.row(row, len(shape)).offset, shape))
     return names
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megackpt.errors import ShardingError
-from megackpt.planning.manifest import ReplicaId, is_main_replica
+from megackpt.planning.manifest import ReplicaId, is_main_replica, unique_key
 from megackpt.sharded.storable import data_problems, dtype_problems
 
 __all__ = [
@@ -283,10 +283,7 @@ class ShardedObject(ShardedBase):
     @property
     def unique_key(self) -> str:
         """Key and cell, as Megatron's formats name it: ``rng_state/shard_0.1_4.2``; without a grid, the key."""
-        if not self.global_shape:
-            return self.key
-        offset = ".".join(map(str, self.global_offset))
-        return f"{self.key}/shard_{offset}_{'.'.join(map(str, self.global_shape))}"
+        return unique_key(self.key, self.global_offset, self.global_shape)
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megackpt.backends.torch_dist.records import frame_lengths
 from megackpt.errors import BackendError
 from megackpt.planning.box import Int64
-from megackpt.planning.manifest import Bool, Int32, Manifest
+from megackpt.planning.manifest import Bool, Int32, Manifest, unique_key
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _GLOBALS = (
@@ -156,13 +156,6 @@ class _Columns:
         return np.flatnonzero(tensors[self.tensor]).astype(np.int64)
 
 
-def object_name(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """The name under which DCP knows one shard of an object: Megatron's unique key; the bare key without axes."""
-    if not shape:
-        return key
-    return f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
-
-
 def emit(manifest: Manifest, omit: Bool) -> bytes:
     """The content of ``.metadata``. Tensors for which ``omit`` is true (the common state) are left out.
 
@@ -230,7 +223,7 @@ class _Emission:
         for row in self.columns.order[chosen].tolist():
             entry = self.manifest.tensors[self.manifest.chunks.tensor[row]]
             box = self.manifest.chunks.boxes.row(row, len(entry.meta.shape))
-            name = object_name(entry.key, box.offset, entry.meta.shape)
+            name = unique_key(entry.key, box.offset, entry.meta.shape)
             if names.setdefault(name, row) != row:
                 raise BackendError(
                     f"two shards of the object {entry.key!r} stand at {box}: torch DCP knows one"

@@ -26,6 +26,7 @@ from megackpt.planning.manifest.naming import (
     TensorEntry,
     TensorMeta,
     is_main_replica,
+    unique_key,
 )
 from megackpt.planning.manifest.plans import (
     LoadPlan,
@@ -68,4 +69,5 @@ __all__ = [
     "WriteItem",
     "WriteResult",
     "is_main_replica",
+    "unique_key",
 ]

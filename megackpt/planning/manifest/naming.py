@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,3 +78,13 @@ class ShardId:
 
     def __str__(self) -> str:
         return "the common state" if self.key == COMMON_KEY else f"{self.key!r} {self.box}"
+
+
+def unique_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
+    """The name of one object of a grid, as Megatron's formats write it: ``rng_state/shard_0.1_4.2``.
+
+    The object at ``offset`` of global shape ``shape``; without a grid (shape ()), the bare key.
+    """
+    if not shape:
+        return key
+    return f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
