@@ -163,6 +163,15 @@ def begin(directory: Directory, *, save_id: str, overwrite: bool = True) -> Plac
     outer = LocalStorage(above, create=True)
     if outer.size(name) is not None:
         raise StorageError(f"cannot save to {target}: a file is in the way")
+    try:
+        return _begun(outer, name, save_id, overwrite)
+    except (StorageError, FileNotFoundError):
+        _refuse_rivals(outer, name, save_id)  # two that begin at once trip over one another's steps
+        raise
+
+
+def _begun(outer: LocalStorage, name: str, save_id: str, overwrite: bool) -> Place:
+    target = f"{outer.location.rstrip('/')}/{name}"
     _refuse_rivals(outer, name)
     clean_up(outer, name)
     made = outer.make_folder(name)
@@ -170,10 +179,13 @@ def begin(directory: Directory, *, save_id: str, overwrite: bool = True) -> Plac
     if staged:
         _check_replaceable(target, overwrite)
         if not outer.make_folder(staging_name(name, save_id), 0o700):
-            raise SaveInProgress(f"a save of id {save_id} is at work in {above}")
+            raise SaveInProgress(f"a save of id {save_id} is at work in {outer.location}")
     try:
         place = Place(outer, name, save_id, staged=staged, made=made)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, StorageError) as error:
+        if isinstance(error, StorageError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        # Without a marker yet, the folder was taken for a leftover.
         raise SaveInProgress(f"another save to {target} has begun at the same moment") from error
     try:
         _refuse_rivals(outer, name, save_id)
@@ -182,7 +194,7 @@ def begin(directory: Directory, *, save_id: str, overwrite: bool = True) -> Plac
         raise
     if not staged and incomplete(place.storage, save_id) is None:
         place.abort()  # a rival has completed one since we looked: it is replaced, not written into
-        return begin(directory, save_id=save_id, overwrite=overwrite)
+        return _begun(outer, name, save_id, overwrite)
     return place
 
 
