@@ -54,10 +54,12 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     """Take all tensors and objects whose keys begin with ``key_prefix`` out of a checkpoint.
 
     What remains is written anew and replaces the checkpoint in one atomic step: readers see the one or the other.
-    Call it on one process. The common state stays.
+    Call it on one process. The common state stays. Where no key begins so, nothing is written.
     """
     opened = open_checkpoint(checkpoint_dir)
     kept = [e for e in opened.manifest.tensors if e.is_common or not e.key.startswith(key_prefix)]
+    if len(kept) == len(opened.manifest.tensors):
+        return
     backend = backend_named(opened.backend.name)
     _rewrite(opened, kept, checkpoint_dir, backend, overwrite=True, verify=True)
 

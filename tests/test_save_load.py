@@ -676,6 +676,9 @@ def test_metadata_and_plain_tensors(tmp_path: Path, strategy: str) -> None:
 def test_sharded_tensors_can_be_removed(tmp_path: Path, strategy: str) -> None:
     saved(tmp_path / "ckpt", strategy, 2, 2, 1)
     (tmp_path / "ckpt" / "notes.txt").write_text("mine")
+    before = (tmp_path / "ckpt" / "megackpt.index").read_bytes()
+    megackpt.remove_sharded_tensors(tmp_path / "ckpt", "no.such.key")
+    assert (tmp_path / "ckpt" / "megackpt.index").read_bytes() == before
     megackpt.remove_sharded_tensors(tmp_path / "ckpt", "layers")
     assert set(megackpt.load_plain_tensors(tmp_path / "ckpt")) == {"embedding", "bias", "step"}
     assert megackpt.load_common_state_dict(tmp_path / "ckpt")["iteration"] == 100

@@ -118,16 +118,7 @@ def _sync_folders(root: Storage, files: Sequence[str]) -> None:
         while above not in folders:
             folders.add(above)
             above = above.rpartition("/")[0]
-    for folder in folders:
-        try:
-            descriptor = os.open(os.path.join(root.engine_path, folder), os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            path = os.path.join(root.location, folder)
-            raise StorageError(f"cannot make {path} durable: {error.strerror}") from error
+    root.sync(folders)
 
 
 def read_rows(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
@@ -227,7 +218,7 @@ def _open(
     spec: dict[str, Any] = {
         "driver": "zarr3",
         "open": True,
-        "kvstore": {"driver": "file", "path": f"{root.engine_path}/{encode_key(entry.key)}/"},
+        "kvstore": root.kvstore(encode_key(entry.key)),
     }
     if known:
         shape = entry.meta.shape

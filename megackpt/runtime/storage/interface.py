@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 from megackpt.errors import CorruptCheckpoint
 
@@ -95,10 +96,13 @@ class Storage(ABC):
     location: str
     """Where the root is, for messages."""
 
-    @property
-    def engine_path(self) -> str:
-        """Where the root is, for engines that open files by themselves (tensorstore): a path, or a URL."""
-        return self.location
+    @abstractmethod
+    def kvstore(self, folder: str) -> dict[str, Any]:
+        """A folder of this root as a key-value store of tensorstore's, for formats that it reads and writes."""
+
+    @abstractmethod
+    def sync(self, folders: Iterable[str]) -> None:
+        """Make the entries of these folders ("": the root) durable, where files were made without ``create``."""
 
     @abstractmethod
     def create(self, name: str) -> FileWriter:

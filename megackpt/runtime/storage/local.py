@@ -6,8 +6,9 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.runtime.storage import kernel
@@ -55,11 +56,23 @@ class LocalStorage(Storage):
         except OSError as error:
             raise failure("open", self.location, error) from error
 
-    @property
-    def engine_path(self) -> str:
-        """A path that leads to the open directory itself, whatever bears its name by now."""
+    def kvstore(self, folder: str) -> dict[str, Any]:
+        # By the descriptor: the open directory itself, whatever bears its name by now.
         path = f"/proc/self/fd/{self._fd}"
-        return path if os.path.isdir(path) else self.location
+        return {"driver": "file", "path": f"{path if os.path.isdir(path) else self.location}/{folder}/"}
+
+    def sync(self, folders: Iterable[str]) -> None:
+        for folder in folders:
+            try:
+                descriptor = os.open(
+                    folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._fd
+                )
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise failure("make durable", self._path(folder), error) from error
 
     def close(self) -> None:
         """Let go of the directory. Open files stay usable. Also happens when nobody refers to it any more."""
