@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import os
 import sys
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -29,6 +31,19 @@ def main() -> None:
     getattr(module, name)(*call["args"])
     if call["init"]:
         dist.destroy_process_group()
+        leave()
+
+
+def leave() -> NoReturn:
+    """End this rank well, and at once, after all has been done: Python's exit handlers run, C++'s do not.
+
+    gloo's threads may outlive ``destroy_process_group`` where there were further groups (device meshes, groups of
+    libraries), and now and then abort a process that ends as usual (pytorch#190489). That is not what we test.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":  # a rank may start processes that import this again
