@@ -115,13 +115,13 @@ def test_a_killed_rank_is_told_and_the_old_checkpoint_stands(ranks: Any, tmp_pat
 
 
 def load_while_replaced(directory: str, rounds: int) -> None:
-    """Three ranks read again and again while the fourth, by itself, replaces the checkpoint under them."""
+    """Four ranks read again and again while a fifth, by itself, replaces the checkpoint under them."""
     rank = dist.get_rank()
     path = Path(directory) / "ckpt"
-    alone = [dist.new_group([i]) for i in range(4)][rank]
+    alone = [dist.new_group([i]) for i in range(5)][rank]
     whole = {f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.zeros(SIZE)) for i in range(8)}
-    readers = dist.new_group([0, 1, 2])
-    if rank == 3:
+    readers = dist.new_group([0, 1, 2, 3])
+    if rank == 4:
         for i in range(rounds):
             megackpt.save(state(float(i), 0, 1), path, process_group=alone)
             if i == 0:
@@ -138,7 +138,7 @@ def load_while_replaced(directory: str, rounds: int) -> None:
         try:
             found = megackpt.load(dict(whole), path, process_group=readers)
         except megackpt.CheckpointReplaced:
-            continue  # three times in a row: a clear error, on all three ranks
+            continue  # three times in a row: a clear error, on all four ranks
         values = {found["value"], *(float(v) for i in range(8) for v in found[f"w{i}"].unique())}
         assert len(values) == 1, values
         seen |= values
@@ -154,6 +154,6 @@ def _agreed_done(directory: str, group: Any) -> bool:
 
 
 def test_a_load_never_mixes_two_checkpoints(ranks: Any, tmp_path: Path) -> None:
-    finished = ranks(load_while_replaced, 4, tmp_path, 25, timeout=150)
-    seen = [int(re.search(r"saw (\d+)", p.stdout)[1]) for p in finished[:3]]  # type: ignore[index]
+    finished = ranks(load_while_replaced, 5, tmp_path, 25, timeout=150)
+    seen = [int(re.search(r"saw (\d+)", p.stdout)[1]) for p in finished[:4]]  # type: ignore[index]
     assert min(seen) > 1, "the readers never met a replacement"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import os
-import sys
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 CPU = torch.device("cpu")
 MAKERS = ("tensor", "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like")
@@ -25,19 +21,6 @@ def dist_checkpointing() -> types.ModuleType:
 
     _answer_for_cuda()
     return dist_checkpointing
-
-
-def leave() -> NoReturn:
-    """End this rank well, and at once.
-
-    Through the groups that Megatron-Core keeps, gloo's threads may outlive ``destroy_process_group`` and now and
-    then abort a process that ends as usual (pytorch#190489), after all has been done.
-    """
-    dist.barrier()
-    atexit._run_exitfuncs()  # which ends the processes that Megatron-Core has started
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _answer_for_cuda() -> None:

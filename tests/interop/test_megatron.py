@@ -176,7 +176,7 @@ def loaded_equals(load: Callable[[dict[Any, Any]], Any], lib: Any, rank: int, tp
 
 def megatron_reads(folder: str) -> None:
     """On 2 ranks: all of what we saved at TP 2 x DP 2."""
-    from interop.megatron_shims import dist_checkpointing, leave
+    from interop.megatron_shims import dist_checkpointing
 
     peer = dist_checkpointing()
     from megatron.core.dist_checkpointing import mapping, serialization
@@ -204,7 +204,7 @@ def megatron_reads(folder: str) -> None:
     )
     padded = torch.cat([full["vocab"], torch.zeros(4, 2, dtype=torch.float16)])
     assert_same(peer.load({"vocab": wider}, folder)["vocab"], padded[8 * rank : 8 * rank + 8])
-    leave()
+    dist.barrier()
 
 
 def description(declared: Any) -> tuple[Any, ...]:
@@ -215,7 +215,7 @@ def description(declared: Any) -> tuple[Any, ...]:
 
 def megatron_saves(folder: str) -> None:
     """On 2 ranks: at TP 2, at DP 2 with the work shared, and with files of their own for the layers."""
-    from interop.megatron_shims import dist_checkpointing, leave
+    from interop.megatron_shims import dist_checkpointing
 
     peer = dist_checkpointing()
     from megatron.core.dist_checkpointing import mapping
@@ -238,7 +238,7 @@ def megatron_saves(folder: str) -> None:
     dist.barrier()
     declared = pair(mapping, dist.get_rank(), "one", "two")
     peer.save(declared, str(where), validate_access_integrity=False)  # which takes the two for doubled
-    leave()
+    dist.barrier()
 
 
 # ---- tests
