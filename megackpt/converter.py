@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.backends.base import Backend
+from megackpt.backends.base import Backend, plan_in_format
 from megackpt.checkpoint import Opened, begin, commit, open_checkpoint
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
@@ -28,7 +28,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorParts,
 )
-from megackpt.planning.save_plan import SavePolicy, plan_save, regular_grid
+from megackpt.planning.save_plan import SavePolicy, regular_grid
 from megackpt.runtime.staging import PIECE, carried_dtype
 from megackpt.strategies import StrategyLike, backend_named, resolve
 
@@ -73,7 +73,7 @@ def _rewrite(
     verify: bool,
 ) -> None:
     declared = _declared(opened.manifest, entries, backend.gridded)
-    (plan,), manifest = plan_save([declared], SavePolicy(gridded=backend.gridded))
+    (plan,), manifest = plan_in_format(backend, [declared], SavePolicy())
     place = begin(target, save_id=uuid.uuid4().hex, overwrite=overwrite)
     try:
         place.announce(backend.files(1, manifest))

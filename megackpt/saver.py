@@ -16,12 +16,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megackpt import objects, tree
-from megackpt.backends.base import Backend
+from megackpt.backends.base import Backend, plan_in_format
 from megackpt.checkpoint import Place, absolute, begin, commit, place_of
 from megackpt.errors import CorruptCheckpoint, RankLost, ShardingError
 from megackpt.planning.cache import PlanCache, fingerprint
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
-from megackpt.planning.save_plan import SavePolicy, plan_save
+from megackpt.planning.save_plan import SavePolicy
 from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, domain_of, group_over
 from megackpt.runtime.staging import Staged, settle
 from megackpt.sharded import (
@@ -165,7 +165,7 @@ class Request:
             saving=True,
         )
         backend = strategy.make_backend()
-        policy = SavePolicy(balance=strategy.balance, gridded=backend.gridded)
+        policy = SavePolicy(balance=strategy.balance)
         # The caller's function gets containers of its own: what it takes out is saved all the same.
         compared = None if compare is None else compare(tree.copied(common))
         named = f"{backend.name} {backend.version}"
@@ -296,7 +296,8 @@ class _Save:
         _check_same("name different directories", [p.directory for p in parts])
         _check_same("ask for different formats", [p.format for p in parts])
         declared = [p.declarations for p in parts]
-        plans, self.manifest = plan_save(declared, request.policy, request.compared is not None)
+        checked = request.compared is not None
+        plans, self.manifest = plan_in_format(request.backend, declared, request.policy, checked)
         place.announce(request.backend.files(self.group.size, self.manifest))
         plan_id = uuid.uuid4().hex
         own = parts[0].common

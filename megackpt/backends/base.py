@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megackpt.planning.box import Box
-from megackpt.planning.manifest import Bool, LoadPlan, Manifest, SavePlan, WriteResult
+from megackpt.planning.manifest import (
+    Bool,
+    Declarations,
+    LoadPlan,
+    Location,
+    Manifest,
+    SavePlan,
+    WriteResult,
+)
+from megackpt.planning.save_plan import SavePolicy, plan_save
 from megackpt.runtime.storage import Storage
 
 
@@ -42,6 +52,18 @@ class Target(Protocol):
         """The bytes of an object."""
 
 
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """What ``Backend.finish`` leaves to be done: the manifest of what is stored now, and the small files to put.
+
+    ``files``: name -> content, the last file last. Empty for formats whose data files are complete by
+    themselves: then megackpt's own index is the file that completes the directory.
+    """
+
+    manifest: Manifest
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
 class Backend(ABC):
     """One format. Instances are cheap, hold options only, and may be used by many saves and loads."""
 
@@ -53,6 +75,8 @@ class Backend(ABC):
     """True: items are whole cells of a regular grid (see plan_save); False: any box."""
     last_file: ClassVar[str] = "metadata.json"
     """The file whose appearance is the commit."""
+    follows_links: ClassVar[bool] = False
+    """May data files be links to files elsewhere? (See Storage.following; for formats that bear no code.)"""
 
     @abstractmethod
     def files(self, ranks: int, manifest: Manifest) -> list[str]:
@@ -61,16 +85,25 @@ class Backend(ABC):
         They are written down before the save begins, so that the next one may clean up after a dead one.
         """
 
+    def layout(self, manifest: Manifest) -> Mapping[str, Location] | None:  # noqa: ARG002
+        """On the coordinator, of a manifest not yet written: the place of each tensor (by key), known beforehand.
+
+        For formats that keep every tensor whole in a file that all ranks write into: ranks find these places
+        in ``SavePlan.places``. None: ranks choose places by themselves.
+        """
+        return None
+
     @abstractmethod
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         """On every rank, maybe in a worker: write this rank's rows durably, and tell where each one landed."""
 
     @abstractmethod
-    def finish(self, root: Storage, manifest: Manifest) -> Mapping[str, bytes]:
+    def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """On the coordinator, when all ranks have written: the format's own table of contents.
 
-        Returns name -> content of the small files, the last file last; the caller writes them, atomically and
-        in this order. What only the coordinator can do to the data (assemble pieces) is done here.
+        The caller puts the small files that this returns, atomically and in their order. What only the
+        coordinator can do to the data (assemble what several ranks wrote pieces of) is done here; the returned
+        manifest tells of the chunks as they are then.
         """
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
@@ -99,3 +132,12 @@ class Backend(ABC):
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:  # noqa: ARG002
         """What is wrong with a checkpoint that has no digests, by the format's own checksums; None: it has none."""
         return None
+
+
+def plan_in_format(
+    backend: Backend, parts: Sequence[Declarations], policy: SavePolicy, validate: bool = True
+) -> tuple[list[SavePlan], Manifest]:
+    """``plan_save`` as this format needs it: on its grid, with the places that it knows beforehand."""
+    plans, manifest = plan_save(parts, replace(policy, gridded=backend.gridded), validate)
+    places = backend.layout(manifest)
+    return plans if places is None else [plan.placed(places) for plan in plans], manifest

@@ -281,7 +281,8 @@ def commit(place: Place, backend: Backend, manifest: Manifest) -> None:
     """
     manifest = replace(manifest, backend=(backend.name, backend.version), save_id=place.save_id)
     _check_files(place.storage, manifest)
-    place.fill(dict(backend.finish(place.storage, manifest)), manifest)
+    finished = backend.finish(place.storage, manifest)
+    place.fill(dict(finished.files), finished.manifest)
     place.publish()
 
 

@@ -22,7 +22,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import LocalStorage, digest
+from megackpt.runtime.storage import LocalStorage, SingleFile, digest
 
 Directory = str | os.PathLike[str]
 
@@ -90,15 +90,15 @@ def open_same(directory: Directory, save_id: str) -> LocalStorage:
 
 
 def find_storage(directory: Directory) -> LocalStorage:
-    """The directory itself, or the one that an interrupted replacement set aside; else NotACheckpoint."""
+    """The directory (or file) itself, or what an interrupted replacement set aside; else NotACheckpoint."""
     target = os.path.realpath(absolute(directory))
     try:
-        storage = LocalStorage(target)
+        storage = SingleFile(target) if os.path.isfile(target) else LocalStorage(target)
         reason = incomplete(storage)
     except FileNotFoundError:
         reason = f"directory {os.fspath(directory)} does not exist"
     except NotADirectoryError:
-        reason = f"{os.fspath(directory)} is not a distributed checkpoint: it is no directory"
+        reason = f"{os.fspath(directory)} is not a distributed checkpoint: it is neither directory nor file"
     else:
         if reason is None:
             return storage
@@ -191,7 +191,12 @@ def _read(storage: LocalStorage) -> Opened:
     problems = small_file_problems(storage, small)
     if problems:
         raise CorruptCheckpoint("\n".join(problems))
-    return Opened(storage, backend, manifest, small)
+    return Opened(as_read_by(backend, storage), backend, manifest, small)
+
+
+def as_read_by(backend: Backend, storage: LocalStorage) -> LocalStorage:
+    """The storage, with links where the format may have them."""
+    return storage.following() if backend.follows_links else storage
 
 
 def _small_file_problem(storage: LocalStorage, name: str, size: int, checksum: bytes) -> str | None:

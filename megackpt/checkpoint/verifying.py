@@ -16,6 +16,7 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.opening import (
     Directory,
+    as_read_by,
     find_storage,
     shortfalls,
     small_file_problems,
@@ -86,6 +87,7 @@ def verify(directory: Directory, threads: int = 2) -> Report:
         raise
     except CheckpointingException as error:
         return Report(storage.location, 0, 0, 0, False, (str(error),))
+    storage = as_read_by(backend, storage)
     work = _Work(storage, backend, manifest)
     problems = small_file_problems(storage, small)
     problems += [f"{storage.location}/{short}" for short in shortfalls(storage, manifest)]

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.backends.base import Backend
+from megackpt.backends.base import Backend, plan_in_format
+from megackpt.checkpoint import INDEX
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
@@ -27,7 +28,7 @@ from megackpt.planning.manifest import (
     ShardId,
     TensorMeta,
 )
-from megackpt.planning.save_plan import SavePolicy, plan_save
+from megackpt.planning.save_plan import SavePolicy
 from megackpt.runtime.storage import LocalStorage
 
 Blobs = Mapping[tuple[int, ...], bytes]
@@ -171,7 +172,7 @@ class BackendSuite:
         root = LocalStorage(folder, create=True)
         shards = list(world.shards())
         parts = [world.declared(shards[rank::ranks], rank) for rank in range(ranks)]
-        plans, manifest = plan_save(parts, SavePolicy(gridded=self.backend.gridded))
+        plans, manifest = plan_in_format(self.backend, parts, SavePolicy())
         announced = set(self.backend.files(ranks, manifest))
         results = [
             self.backend.write(LocalStorage(folder), plan, MemorySource(world, plan)) for plan in plans
@@ -179,19 +180,21 @@ class BackendSuite:
         manifest = replace(
             manifest.located(results), backend=(self.backend.name, self.backend.version), save_id="0" * 32
         )
-        self._put(root, manifest)
+        manifest = self._put(root, manifest)
         unannounced = set(root.list()) - announced
         _check(not unannounced, f"files() did not announce {sorted(unannounced)}")
         return root, manifest
 
-    def _put(self, root: LocalStorage, manifest: Manifest) -> None:
-        small = list(self.backend.finish(root, manifest).items())
-        _check(small[-1][0] == self.backend.last_file, f"finish ends with {small[-1][0]}, not last_file")
-        # Not asked before each one: a format may also know checkpoints of others, which lack our last file.
+    def _put(self, root: LocalStorage, manifest: Manifest) -> Manifest:
+        # Not asked before each file: a format may also know checkpoints of others, which lack our last file.
         _check(not self.backend.recognises(root), "recognises data without a table of contents")
-        for name, data in small:
+        finished = self.backend.finish(root, manifest)
+        last = [*finished.files, *([] if finished.files else [INDEX])][-1]
+        _check(last == self.backend.last_file, f"finish ends with {last}, not last_file")
+        for name, data in finished.files.items():
             root.put(name, data)
         _check(self.backend.recognises(root), "does not recognise its own complete checkpoint")
+        return finished.manifest
 
     def load(
         self, root: LocalStorage, manifest: Manifest, wanted: Declarations, verify: bool = True

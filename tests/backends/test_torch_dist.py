@@ -87,7 +87,7 @@ def save(path: Path, ranks: Sequence[Sequence[Held]], backend: TorchDist | None 
         source = Staged(plan, [value for _, value in held], [d.shard.box for d, _ in held])  # type: ignore[misc]
         results.append(backend.write(root, plan, source))
     manifest = replace(manifest.located(results), save_id=SAVE_ID, backend=(backend.name, backend.version))
-    for name, data in backend.finish(root, manifest).items():
+    for name, data in backend.finish(root, manifest).files.items():
         root.put(name, data)
     return Saved(root, manifest)
 
@@ -211,7 +211,7 @@ class TestOwn:
             "common_backend": "torch",
             "common_backend_version": 1,
         }
-        assert list(TorchDist().finish(saved.root, saved.manifest))[-1] == TorchDist.last_file
+        assert list(TorchDist().finish(saved.root, saved.manifest).files)[-1] == TorchDist.last_file
         payloads = saved.manifest.chunks.start[
             [not saved.manifest.tensors[t].meta.is_object for t in saved.manifest.chunks.tensor]
         ]
@@ -308,7 +308,7 @@ class TestStockDcp:
 
     def test_wide_numbers_in_metadata(self, saved: Saved) -> None:
         far = replace(saved.manifest.chunks, start=saved.manifest.chunks.start + (1 << 40))
-        table = TorchDist().finish(saved.root, replace(saved.manifest, chunks=far))[".metadata"]
+        table = TorchDist().finish(saved.root, replace(saved.manifest, chunks=far)).files[".metadata"]
         near = pickle.loads((saved.path / ".metadata").read_bytes()).storage_data
         for index, place in pickle.loads(table).storage_data.items():
             assert place.offset == near[index].offset + (1 << 40)

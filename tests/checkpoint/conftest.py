@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megackpt import strategies
-from megackpt.backends.base import Backend
+from megackpt.backends.base import Backend, Finished
 from megackpt.checkpoint import (
     begin,
     commit,
@@ -44,10 +44,14 @@ class Tiny(Backend):
             writer.write([memoryview(data)])
         rows = np.frombuffer(digest_blocks(memoryview(data)), np.uint8).reshape(-1, 16)
         one = np.array([0], np.int64)
-        return WriteResult((name,), np.zeros(1, np.int32), one, np.array([len(data)], np.int64), rows)
+        boxes = Boxes.of([Box((plan * len(data),), (len(data),))])
+        return WriteResult.of_rows(
+            boxes, (name,), np.zeros(1, np.int32), one, np.array([len(data)], np.int64), rows
+        )
 
     def finish(self, root, manifest):
-        return {"toc": encode_index(manifest, {}), "metadata.json": json.dumps({"format": "tiny"}).encode()}
+        toc, last = encode_index(manifest, {}), json.dumps({"format": "tiny"}).encode()
+        return Finished(manifest, {"toc": toc, "metadata.json": last})
 
     def recognises(self, root):
         return root.size("metadata.json") is not None and root.size("toc") is not None

@@ -80,7 +80,8 @@ def test_located_puts_the_ranks_reports_in_plan_order() -> None:
         blocks = sum(-(-n // DIGEST_BLOCK) for n in length)
         digests = np.full((blocks, 16), len(length), np.uint8)
         column = np.array(length, np.int64)
-        return WriteResult(files, np.array(file, np.int32), column * 10, column, digests)
+        boxes = {2: manifest.chunks.boxes.take([1, 2]), 1: manifest.chunks.boxes.take([0])}[len(length)]
+        return WriteResult.of_rows(boxes, files, np.array(file, np.int32), column * 10, column, digests)
 
     located = manifest.located(
         [result(("x",), [0], [DIGEST_BLOCK + 1]), result(("unused", "y"), [1, 1], [4, 2])]

@@ -393,6 +393,7 @@ def real_dead_rank(dead, how):
     try:
         group_over(timeout=seconds(20))  # now the connection stands; start-up under load took its time
         group = group_over(timeout=seconds(2))
+        group.all_agree(1)  # this one as well: or the rank may be gone before the others have found it
         group.reduce_scatter("write", work, lambda all_: all_)
     except (RankFailure, KeyboardInterrupt) as error:
         print(round(time.monotonic() - start, 1), type(error).__name__, error, flush=True)

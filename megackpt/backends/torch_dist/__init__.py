@@ -12,13 +12,13 @@ Reads its own, stock DCP's and Megatron's (0.16 and newer).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends.base import Backend, Source, Target
+from megackpt.backends.base import Backend, Finished, Source, Target
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_dist import checksums, foreign, native, table, writing
 from megackpt.errors import BackendError
@@ -64,7 +64,7 @@ class TorchDist(Backend):
         parts = writing.distribute(plan, self.files_per_rank, self.separation_hint)
         return writing.write_parts(root, plan, data, parts)
 
-    def finish(self, root: Storage, manifest: Manifest) -> Mapping[str, bytes]:  # noqa: ARG002 - all data is in place
+    def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002 - all data is in place
         common = np.array([entry.is_common for entry in manifest.tensors], np.bool_)
         # Exactly these fields: Megatron-Core 0.16 refuses a file with any other.
         config = {
@@ -73,7 +73,8 @@ class TorchDist(Backend):
             "common_backend": "torch",
             "common_backend_version": 1,
         }
-        return {METADATA: table.emit(manifest, common), CONFIG: json.dumps(config).encode()}
+        files = {METADATA: table.emit(manifest, common), CONFIG: json.dumps(config).encode()}
+        return Finished(manifest, files)
 
     def recognises(self, root: Storage) -> bool:
         if root.size(CONFIG) is None:

@@ -97,8 +97,9 @@ def write_parts(root: Storage, plan: SavePlan, data: Source, parts: list[FilePar
     for number, part in enumerate(parts):
         file[part.rows] = number
     places = [landed[i] for i in range(len(plan))]
-    return WriteResult(
-        tuple(part.name for part in parts),
+    return WriteResult.of_rows(
+        plan.boxes,
+        [part.name for part in parts],
         file,
         np.array([p.start for p in places], np.int64),
         np.array([p.length for p in places], np.int64),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends.base import Backend, Source, Target
+from megackpt.backends.base import Backend, Finished, Source, Target
 from megackpt.backends.zarr import listing
 from megackpt.backends.zarr.cells import raw_rows, read_rows, write_rows
 from megackpt.backends.zarr.layout import refuse_unfit
@@ -48,8 +48,8 @@ class Zarr(Backend):
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         return write_rows(root, plan, data)
 
-    def finish(self, root: Storage, manifest: Manifest) -> Mapping[str, bytes]:  # noqa: ARG002 (cells are whole)
-        return listing.contents(manifest)
+    def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002 (cells are whole)
+        return Finished(manifest, listing.contents(manifest))
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
         return raw_rows(manifest, np.arange(len(manifest.chunks), dtype=np.int64))

@@ -64,7 +64,7 @@ def write_rows(root: Storage, plan: SavePlan, data: Source) -> WriteResult:
     _sync_folders(root, files)
     table = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_SIZE)
     numbers = np.arange(len(plan), dtype=np.int32)
-    return WriteResult(tuple(files), numbers, np.zeros(len(plan), np.int64), lengths, table)
+    return WriteResult.of_rows(plan.boxes, files, numbers, np.zeros(len(plan), np.int64), lengths, table)
 
 
 def _files(plan: SavePlan) -> list[str]:

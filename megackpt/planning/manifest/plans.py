@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest.naming import Int32, ShardId, TensorEntry, TensorMeta
-from megackpt.planning.manifest.stored import Chunk, Manifest
+from megackpt.planning.manifest.stored import Chunk, Location, Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,11 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """One rank's part of a save. Rows stand in the order in which the rank should write them."""
+    """One rank's part of a save. Rows stand in the order in which the rank should write them.
+
+    ``places``, for formats that keep each tensor whole in a file that all ranks write into, tells where each of
+    ``tensors`` begins (None: nowhere in particular); see ``Backend.layout``.
+    """
 
     rank: int
     tensors: tuple[TensorEntry, ...]
@@ -39,9 +43,14 @@ class SavePlan:
     tensor: Int32
     boxes: Boxes
     source: Int32
+    places: tuple[Location | None, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def placed(self, places: Mapping[str, Location]) -> SavePlan:
+        """This plan with the places of its tensors, given by key."""
+        return replace(self, places=tuple(places.get(entry.key) for entry in self.tensors))
 
     def row(self, i: int) -> WriteItem:
         number = self.tensor[i]

@@ -14,17 +14,28 @@ from megackpt.planning.manifest.naming import DIGEST_BLOCK, DIGEST_SIZE, Digests
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteResult:
-    """Where the rows of one rank's SavePlan landed, in the plan's order.
+    """Where the rows of one rank's SavePlan landed: pieces, in the plan's order, each a chunk of the checkpoint.
 
-    ``digests`` holds ceil(length / DIGEST_BLOCK) rows for each item, in order: xxh3-128 of each block of
+    A format may cut a row (``item``) into several pieces, whose ``boxes`` (global coordinates) tile the row's.
+    ``digests`` holds ceil(length / DIGEST_BLOCK) rows for each piece, in order: xxh3-128 of each block of
     its raw bytes (for objects: of the blob's bytes).
     """
 
+    item: Int64
+    boxes: Boxes
     files: tuple[str, ...]
     file: Int32
     start: Int64
     length: Int64
     digests: Digests
+
+    @classmethod
+    def of_rows(
+        cls, boxes: Boxes, files: Sequence[str], file: Int32, start: Int64, length: Int64, digests: Digests
+    ) -> WriteResult:
+        """Each row of a plan with these ``boxes`` is one piece."""
+        rows = np.arange(len(boxes), dtype=np.int64)
+        return cls(rows, boxes, tuple(files), file, start, length, digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +135,18 @@ class Manifest:
         return [self.chunk(int(i), bounds) for i in np.flatnonzero(self.chunks.tensor == number)]
 
     def located(self, results: Sequence[WriteResult]) -> Manifest:
-        """This manifest with the locations that the ranks report.
+        """This manifest with the pieces that the ranks report as its chunks.
 
         The chunks must stand in the order of plan_save: rank by rank, and within a rank in the plan's order.
         """
         files: dict[str, int] = {}
         file = [renumbered(r.file, r.files, files) for r in results]
-        chunks = replace(
-            self.chunks,
+        first = np.searchsorted(self.chunks.writer, np.arange(len(results)))
+        row = joined([r.item + begin for r, begin in zip(results, first, strict=True)], np.int64)
+        chunks = Chunks(
+            self.chunks.tensor[row],
+            Boxes.concat([r.boxes for r in results]).widened(self.chunks.boxes.width),
+            self.chunks.writer[row],
             file=joined(file, np.int32),
             start=joined([r.start for r in results], np.int64),
             length=joined([r.length for r in results], np.int64),

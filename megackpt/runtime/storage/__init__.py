@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from megackpt.runtime.storage.digests import digest, digest_blocks
-from megackpt.runtime.storage.interface import FileReader, FileWriter, Storage, allocate, unsafe_names
+from megackpt.runtime.storage.interface import (
+    FileReader,
+    FileUpdater,
+    FileWriter,
+    Storage,
+    allocate,
+    unsafe_names,
+)
 from megackpt.runtime.storage.local import TEMPORARY, LocalStorage
+from megackpt.runtime.storage.single import SingleFile
 
 __all__ = [
     "TEMPORARY",
     "FileReader",
+    "FileUpdater",
     "FileWriter",
     "LocalStorage",
+    "SingleFile",
     "Storage",
     "allocate",
     "digest",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.runtime.storage import kernel
-from megackpt.runtime.storage.interface import FileReader, FileWriter
+from megackpt.runtime.storage.interface import FileReader, FileUpdater, FileWriter
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -118,6 +118,46 @@ class LocalWriter(FileWriter):
         os.close(self._folder)
 
 
+class LocalUpdater(FileUpdater):
+    """A file that others may be writing into, too, held by descriptor; see LocalStorage.update."""
+
+    def __init__(self, folder: int, name: str, path: str) -> None:
+        self._folder = folder  # ours to close
+        self._path = path
+        try:
+            self._fd = os.open(name, NEW & ~os.O_EXCL, 0o666, dir_fd=folder)
+        except OSError as error:
+            os.close(folder)
+            raise failure("write", path, error) from error
+
+    def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
+        try:
+            for batch in _batches(buffers):
+                while batch:
+                    done = os.pwritev(self._fd, batch, start)
+                    start += done
+                    batch = _after(batch, done)
+        except OSError as error:
+            raise failure("write", self._path, error) from error
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        try:
+            os.fsync(self._fd)
+            os.fsync(self._folder)
+        except OSError as error:
+            raise failure("make durable", self._path, error) from error
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+            os.close(self._folder)
+
+
 class LocalReader(FileReader):
     """An open regular file. Reads are positional, so threads share it freely."""
 
@@ -146,6 +186,13 @@ class LocalReader(FileReader):
                 f"{self._path} ends at byte {self.size}: {missing} bytes from byte {start} on are missing"
             )
         return done
+
+    def again(self) -> LocalReader:
+        """The same open file once more, to be closed by itself."""
+        return LocalReader(os.dup(self._fd), self._path, self.size)
+
+    def status(self) -> os.stat_result:
+        return os.fstat(self._fd)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

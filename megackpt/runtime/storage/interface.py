@@ -63,6 +63,30 @@ class FileWriter(ABC):
         self.close() if error is None else self.abort()
 
 
+class FileUpdater(ABC):
+    """One file of which several writers fill disjoint parts. Leaving the ``with`` block well makes it durable."""
+
+    @abstractmethod
+    def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
+        """Put these bytes, one buffer after the other, at ``start`` and on; the file grows as needed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make what was written durable (fsync). A failure here is a failed save: never retried."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give up; the file stays."""
+
+    def __enter__(self) -> FileUpdater:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close() if error is None else self.abort()
+
+
 class FileReader(ABC):
     """One existing file, read by ranges, from any number of threads."""
 
@@ -107,6 +131,17 @@ class Storage(ABC):
     @abstractmethod
     def create(self, name: str) -> FileWriter:
         """A new file; StorageError if one of that name exists. Parents are made."""
+
+    @abstractmethod
+    def update(self, name: str) -> FileUpdater:
+        """A file to fill at any place, made where it is absent, else as it is.
+
+        StorageError where a storage has no such files (object stores).
+        """
+
+    def following(self) -> Storage:
+        """The same root, in which a link that ends at a regular file, wherever that is, counts as that file."""
+        return self
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.runtime.storage import kernel
-from megackpt.runtime.storage.files import NEW, LocalReader, LocalWriter, failure, write_all
-from megackpt.runtime.storage.interface import FileReader, FileWriter, Storage, unsafe_names
+from megackpt.runtime.storage.files import NEW, LocalReader, LocalUpdater, LocalWriter, failure, write_all
+from megackpt.runtime.storage.interface import FileUpdater, FileWriter, Storage, unsafe_names
 
 TEMPORARY = ".megackpt-put-"
 """How names of temporary files begin. One that is left over belongs to a process that died."""
@@ -42,6 +42,7 @@ class LocalStorage(Storage):
     """
 
     _fd = -1
+    _links = False  # final links are followed
 
     def __init__(self, path: str | os.PathLike[str], create: bool = False) -> None:
         self.location = os.path.abspath(path)
@@ -90,6 +91,15 @@ class LocalStorage(Storage):
         folder, last = self._parent(name, make=True)
         return LocalWriter(folder, last, self._path(name))
 
+    def update(self, name: str) -> FileUpdater:
+        folder, last = self._parent(name, make=True)
+        return LocalUpdater(folder, last, self._path(name))
+
+    def following(self) -> LocalStorage:
+        same = self.folder("")
+        same._links = True
+        return same
+
     def put(self, name: str, data: bytes) -> None:
         folder, last = self._parent(name, make=True)
         try:
@@ -116,11 +126,11 @@ class LocalStorage(Storage):
         finally:
             os.close(folder)
 
-    def open(self, name: str) -> FileReader:
+    def open(self, name: str) -> LocalReader:
         path = self._path(name)
         folder, last = self._parent(name)
         try:
-            fd = os.open(last, _READ, dir_fd=folder)
+            fd = os.open(last, _READ & ~os.O_NOFOLLOW if self._links else _READ, dir_fd=folder)
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
         except OSError as error:
@@ -140,13 +150,13 @@ class LocalStorage(Storage):
         return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def stat(self, name: str) -> os.stat_result | None:
-        """The state of an entry (of a link itself, not of what it leads to), or None if there is none."""
+        """The state of an entry (of a link itself, but for ``following``), or None if there is none."""
         try:
             folder, last = self._parent(name)
         except FileNotFoundError:
             return None
         try:
-            return os.stat(last, dir_fd=folder, follow_symlinks=False)
+            return os.stat(last, dir_fd=folder, follow_symlinks=self._links)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -185,7 +195,8 @@ class LocalStorage(Storage):
     def folder(self, name: str) -> LocalStorage:
         """A folder of this root as a storage of its own; raises as ``open`` does."""
         below = object.__new__(LocalStorage)
-        below._fd, below.location = self._descend(_checked(name)), self._path(name)
+        below._fd = self._descend(_checked(name) if name else [])
+        below.location = self._path(name) if name else self.location
         return below
 
     def make_folder(self, name: str, mode: int = 0o777) -> bool:
