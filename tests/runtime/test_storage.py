@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import given, settings, strategies as st
 
 from megackpt.errors import CorruptCheckpoint, StorageError
-from megackpt.runtime.storage import LocalStorage, digest_blocks, files, kernel, unsafe_names
+from megackpt.runtime.storage import LocalStorage, SingleFile, digest_blocks, files, kernel, unsafe_names
 
 MIB = 1 << 20
 
@@ -325,3 +325,75 @@ def test_digest_blocks(size):
     data = bytes(size)
     expected = [xxhash.xxh3_128(data[i : i + MIB]).digest() for i in range(0, size, MIB)]
     assert digest_blocks(memoryview(data)) == b"".join(expected)
+
+
+def test_several_writers_fill_one_file(tmp_path):
+    root = LocalStorage(tmp_path)
+    with root.update("sub/x") as first, root.update("sub/x") as second:
+        second.write_at(6, [memoryview(b"wor"), memoryview(b"ld")])
+        first.write_at(0, [memoryview(b"hello")])
+    assert root.get("sub/x") == b"hello\0world"
+    with root.update("sub/x") as again:  # as it is, not emptied
+        again.write_at(5, [memoryview(b" ")])
+    assert root.get("sub/x") == b"hello world"
+    with pytest.raises(ZeroDivisionError), root.update("sub/x") as failing:
+        failing.write_at(0, [memoryview(b"J")])
+        raise ZeroDivisionError
+    assert root.get("sub/x") == b"Jello world"  # what others wrote there is not thrown away
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="cannot write .*link"):
+        root.update("link")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_updated_file_that_the_disk_refuses(tmp_path):
+    """One in /dev/full: everything but the room is there."""
+    with pytest.raises(StorageError, match=r"cannot write /dev/full.*free some space"):
+        LocalStorage("/dev").update("full").write_at(0, [memoryview(b"x")])
+
+
+def test_links_are_followed_where_asked(tmp_path):
+    (tmp_path / "outside").write_bytes(b"there")
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "link").symlink_to("../outside")
+    (tmp_path / "in" / "loop").symlink_to("loop")
+    (tmp_path / "in" / "gone").symlink_to("nowhere")
+    (tmp_path / "in" / "folder").symlink_to(tmp_path)
+    root = LocalStorage(tmp_path / "in")
+    assert root.size("link") is None
+    with pytest.raises(CorruptCheckpoint, match="link"):
+        root.open("link")
+    following = root.following()
+    assert (following.size("link"), following.get("link")) == (5, b"there")
+    assert following.size("gone") is None
+    assert following.size("folder") is None
+    with pytest.raises(CorruptCheckpoint):  # folders are entered as ever
+        following.open("folder/outside")
+    with pytest.raises(CorruptCheckpoint, match="loop"):
+        following.open("loop")
+    with pytest.raises(StorageError):
+        following.size("loop")
+    assert root.size("link") is None
+
+
+def test_a_single_file_sees_itself_only(tmp_path):
+    (tmp_path / "x").write_bytes(b"old")
+    (tmp_path / "y").write_bytes(b"?")
+    (tmp_path / "link").symlink_to("x")
+    root = SingleFile(tmp_path / "link")
+    assert (root.list(), root.list("sub"), root.size("x"), root.size("y")) == (["x"], [], 3, None)
+    assert root.get("x") == b"old"
+    with pytest.raises(FileNotFoundError):
+        root.open("y")
+    assert root.is_current()
+    (tmp_path / "new").write_bytes(b"new")
+    (tmp_path / "new").rename(tmp_path / "x")
+    assert root.get("x") == b"old"  # the file that was opened, whatever bears its name
+    assert not root.is_current()
+    assert pickle.loads(pickle.dumps(root)).get("x") == b"new"
+    (tmp_path / "x").unlink()
+    assert not root.is_current()
+    with pytest.raises(FileNotFoundError):
+        SingleFile(tmp_path / "x")
+    with pytest.raises(CorruptCheckpoint, match="no regular file"):
+        SingleFile(tmp_path)
