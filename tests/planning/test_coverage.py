@@ -100,7 +100,11 @@ def test_a_doubled_box_is_named(shape: tuple[int, ...], rng: random.Random, dept
     assert "is the replica_id forgotten?" in problem.text
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), st.data())
+few_axes = st.lists(st.integers(1, 6), min_size=1, max_size=3)
+many_axes = st.lists(st.integers(1, 3), min_size=7, max_size=8)
+
+
+@given((few_axes | many_axes).map(tuple), st.data())
 def test_any_boxes_are_judged_as_counting_judges(shape: tuple[int, ...], data: st.DataObject) -> None:
     rng = data.draw(st.randoms(use_true_random=False))
     boxes = split(rng, Box.whole(shape), 3)
@@ -118,6 +122,14 @@ def test_any_boxes_are_judged_as_counting_judges(shape: tuple[int, ...], data: s
         assert (found[region.slices()] == 1).all()
         found[region.slices()] = times
     assert (found == count).all()
+
+
+def test_many_axes_cost_no_more_than_their_boxes() -> None:
+    """Two boxes that overlap in 32 dimensions: a grid of their cuts would have 3^32 cells."""
+    boxes = Boxes.of([Box((0,) * 32, (5,) * 32), Box((3,) * 32, (6,) * 32)])
+    found = list(miscounted(boxes, [9] * 32))
+    assert sum(region.volume for region, _ in found) == 9**32 - (5**32 + 6**32 - 2 * 2**32)
+    assert [(region, times) for region, times in found if times] == [(Box((3,) * 32, (2,) * 32), 2)]
 
 
 @given(st.randoms(use_true_random=False))

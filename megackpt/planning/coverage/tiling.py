@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megackpt.planning.box import Box, Boxes, Int64, regular_grids
 
 CELLS = 1 << 18  # cells of the counting grid that are held at once; larger regions are halved first
+_AXES = 6  # beyond these the grid's corners cost more than halving until a region is plain
 
 
 def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]:
@@ -66,7 +67,7 @@ def miscounted(boxes: Boxes, whole: Sequence[int]) -> Iterator[tuple[Box, int]]:
     """The regions of a tensor that not exactly one box covers, each with the number that do.
 
     ``whole`` is the global shape. Regions are disjoint and found one by one; parts of boxes outside the
-    tensor count for nothing. Costs about boxes x 2^dimensions + CELLS for each CELLS of the grid of cuts.
+    tensor count for nothing. Costs about boxes x 64 + CELLS for each CELLS of the grid of cuts.
     """
     if 0 in whole:
         return
@@ -88,7 +89,11 @@ def _swept(low: Int64, high: Int64, start: Int64, stop: Int64) -> Iterator[tuple
         np.unique(np.concatenate([low[:, a], high[:, a], [start[a], stop[a]]])) for a in range(len(start))
     ]
     lengths = [len(c) - 1 for c in cuts]
-    if float(np.prod(lengths, dtype=np.float64)) > CELLS:
+    if max(lengths) == 1:  # every box that is there holds all of the region
+        if len(low) != 1:
+            yield Box(tuple(start.tolist()), tuple((stop - start).tolist())), len(low)
+        return
+    if len(lengths) > _AXES or float(np.prod(lengths, dtype=np.float64)) > CELLS:
         axis = int(np.argmax(lengths))
         middle = cuts[axis][lengths[axis] // 2]
         left, right = stop.copy(), start.copy()
