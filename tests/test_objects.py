@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import datetime as dt
 import decimal
 import enum
@@ -105,16 +106,43 @@ def test_plain_data_comes_back() -> None:
         np.zeros((0, 3), np.float16),
         np.array(5, np.uint8),
         np.array([True, False]),
+        np.array([1, 2**31], ">i8"),
+        np.array(["2020-02-29", "NaT"], "M8[D]"),
+        np.array([1, -1], ">m8[25us]"),
+        np.array([3], "m8"),
+        np.array([(1, 2.5, b"a"), (3, 4.5, b"bc")], [("x", "i1"), ("y", "<f4"), ("z", "S3")]),
+        np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+        np.array([([[1, 2]], "1999")], [("x", ">i4", (1, 2)), ("when", "M8[Y]")]),
+        np.array([(7,)], np.dtype({"names": ["far"], "formats": ["u2"], "offsets": [5], "itemsize": 9})),
+        np.zeros((2, 0), [("a", "c8")]),
     ],
 )
 def test_numpy_arrays_come_back(array: np.ndarray[Any, Any]) -> None:
     found = objects.load(objects.dump(array))
+    expected = pickle.loads(pickle.dumps(array, 2))  # numpy brings numbers into the machine's byte order
     assert (found.dtype, found.shape, found.flags.f_contiguous) == (
-        array.dtype,
-        array.shape,
-        array.flags.f_contiguous,
+        expected.dtype,
+        expected.shape,
+        expected.flags.f_contiguous,
     )
-    assert found.tolist() == array.tolist()
+    np.testing.assert_array_equal(found, array)
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_numpy_scalars_come_back(protocol: int) -> None:
+    record = np.array([(1, 2.5)], [("x", "i1"), ("y", "<f4")])[0]
+    values = [
+        np.float32(0.5),
+        np.datetime64("2020-01-01T00:00", "ns"),
+        np.timedelta64(5, "D"),
+        np.bool_(True),
+        record,
+    ]
+    buffer = io.BytesIO()
+    torch.save(values, buffer, pickle_protocol=protocol)
+    found = objects.load(buffer.getvalue())
+    assert found == values
+    assert [v.dtype for v in found] == [v.dtype for v in values]
 
 
 def test_generator_states_come_back() -> None:
@@ -258,6 +286,9 @@ class Fields:
         assert found["kind"] == found["again"]
         assert repr(found["kind"]) == "<stand-in for megatron.core.enums.ModelType args=(1,)>"
         assert torch.equal(found["fields"].state["a"], torch.ones(2))
+        assert found["fields"].a is found["fields"].state["a"]
+        assert "a" in dir(found["fields"])
+        assert found["kind"].value == 1
 
     def test_trusted_they_are_themselves(self, blob: bytes) -> None:
         module = sys.modules["megatron.core.enums"]
@@ -267,7 +298,50 @@ class Fields:
 
     def test_stand_ins_survive_saving(self, blob: bytes) -> None:
         found = objects.load(blob)
-        assert objects.load(objects.dump(found["kind"])) == found["kind"]
+        again = objects.load(objects.dump(found))
+        assert again["kind"] == found["kind"]
+        assert again["kind"] is again["again"]
+        assert torch.equal(again["fields"].a, found["fields"].a)
+
+    def test_saved_stand_ins_for_plain_classes_are_what_they_stand_for(self, blob: bytes) -> None:
+        module = sys.modules["megatron.core.enums"]
+        found = objects.load(blob)
+        saved = objects.dump({"kinds": [found["kind"], found["again"]], "tensor": torch.ones(2)})
+        assert b"megackpt" not in saved
+        kinds = torch.load(io.BytesIO(saved), weights_only=False)["kinds"]
+        assert kinds == [module.ModelType.encoder] * 2
+
+    def test_others_never_come_alive(self) -> None:
+        """A hostile checkpoint may hold stand-ins of any name; what is saved of them runs nothing."""
+        for name in ("os.system", "megatron.core.utils.run", "megatron.core.enums\nModelType", "x"):
+            hostile = objects.load(pickled_stand_in(name, ("touch witness",)))
+            saved = objects.dump([hostile, objects.StandInClass(name)])
+            found = torch.load(io.BytesIO(saved), weights_only=False)
+            assert found == [hostile, objects.StandInClass(name)]
+            assert objects.load(saved) == found
+
+    def test_attributes(self) -> None:
+        slots = objects.StandIn("a.B", (), ({"x": 1, "state": 2}, {"y": 3}))
+        assert (slots.x, slots.y, slots.state[0]["state"]) == (1, 3, 2)
+        for name in ("z", "value", "__len__", "__setstate__"):
+            with pytest.raises(AttributeError, match=f"a.B has no attribute '{name}'"):
+                getattr(slots, name)
+        for twin in (copy.copy(slots), copy.deepcopy(slots), pickle.loads(pickle.dumps(slots))):
+            assert twin == slots
+        assert not hasattr(objects.StandIn.__new__(objects.StandIn), "x")
+        loop = objects.StandIn("a.B", (), {})
+        loop.state["me"] = loop
+        assert repr(loop) == "<stand-in for a.B state={'me': ...}>"
+
+
+def pickled_stand_in(name: str, args: tuple[Any, ...]) -> bytes:
+    """What nobody but a forger writes."""
+    buffer = io.BytesIO()
+    torch.save(objects.StandIn(name, args), buffer)
+    return buffer.getvalue()
+
+
+NESTED = np.dtype([("inner", "i4")])
 
 
 class Calls:
@@ -316,6 +390,43 @@ class TestHostile:
             ),
             Calls(np.dtype, "S4", False, True, state=(3, "|", None, None, None, 1 << 30, 1, 0)),
             Calls(
+                np.dtype, "V4", False, True, state=(3, "|", None, ("a",), {"a": (np.dtype("i8"), 0)}, 4, 1, 0)
+            ),
+            Calls(
+                np.dtype,
+                "V4",
+                False,
+                True,
+                state=(3, "|", None, ("a",), {"a": (np.dtype("i4"), -1)}, 4, 1, 0),
+            ),
+            Calls(
+                np.dtype, "V8", False, True, state=(3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+            ),
+            Calls(
+                np.dtype, "V8", False, True, state=(3, "|", None, ("a",), {"b": (np.dtype("i8"), 0)}, 8, 1, 0)
+            ),
+            Calls(np.dtype, "V4", False, True, state=(3, "|", None, ("a",), {"a": (NESTED, 0)}, 4, 1, 0)),
+            Calls(
+                np.dtype, "V8", False, True, state=(3, "|", (np.dtype("i4"), (1 << 40,)), None, None, 8, 1, 0)
+            ),
+            Calls(np.dtype, "V8", False, True, state=(3, "|", (np.dtype("i4"), (-2,)), None, None, 8, 1, 0)),
+            Calls(
+                np.dtype,
+                "M8",
+                False,
+                True,
+                state=(4, "<", None, None, None, -1, -1, 0, (None, (b"x", 1, 1, 1))),
+            ),
+            Calls(
+                np.dtype,
+                "M8",
+                False,
+                True,
+                state=(4, "<", None, None, None, -1, -1, 0, (None, (b"s", 0, 1, 1))),
+            ),
+            Calls(np.dtype, "M8", False, True, state=(4, "<", None, None, None, -1, -1, 0)),
+            Calls(np.float32(1).__reduce__()[0], np.dtype((np.int32, (2,))), b"abcdefgh"),
+            Calls(
                 np.frombuffer(b"", np.uint8).__reduce__()[0],
                 np.ndarray,
                 (1 << 40,),
@@ -332,6 +443,31 @@ class TestHostile:
     def test_known_functions_check_what_they_get(self, call: Calls) -> None:
         with pytest.raises(CorruptCheckpoint):
             objects.load(objects.dump(call))
+
+    def test_dtypes_that_hold_themselves(self) -> None:
+        """A structure's state is set, then that of its field: to a structure that has the first one as its field."""
+        opened = b"cnumpy\ndtype\nX\x02\0\0\0V8\x89\x88\x87R"
+
+        def holding(memo: bytes) -> bytes:
+            field = b"}X\x01\0\0\0a" + memo + b"K\0\x86s"
+            return b"(K\x03X\x01\0\0\0|NX\x01\0\0\0a\x85" + field + b"K\x08K\x01K\0tb"
+
+        outer_first = b"\x80\x02" + opened + b"q\0" + opened + b"q\1" + b"0" + holding(b"h\1")
+        (name,) = objects.load(archive(outer_first + b".")).names
+        assert name == "a"
+        with pytest.raises(CorruptCheckpoint):
+            objects.load(archive(outer_first + b"h\1" + holding(b"h\0") + b"\x86."))
+
+    def test_damage_to_structures(self) -> None:
+        array = np.array([([1, 2], "1999-01", 3.5)], [("x", ">i4", 2), ("t", "M8[M]"), ("y", "f8")])
+        whole = pickle.dumps(array, 2)
+        for at in range(len(whole)):
+            for bit in range(8):
+                damaged = whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
+                try:
+                    repr(objects.load(archive(damaged)))
+                except (CorruptCheckpoint, UntrustedClass):
+                    continue
 
     def test_builtin_dtypes_are_not_changed(self) -> None:
         objects.load(objects.dump(np.dtype(">i4")))

@@ -8,38 +8,58 @@ at the same time.
 from __future__ import annotations
 
 import io
-import zlib
+import pickle
+import types
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Container, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.objects import archive
-from megackpt.objects.allowed import is_inert, known, stand_in, trusted_rule
-from megackpt.objects.machine import Find, Machine, Rule
+from megackpt.objects import standins
+from megackpt.objects.archive import Archive
+from megackpt.objects.machine import Find, Machine, Persistent, Rule
 from megackpt.objects.shape import check_shape
 from megackpt.objects.standins import StandIn, StandInClass
+from megackpt.objects.wrapping import unwrapped, wrapped
 
-__all__ = ["StandIn", "StandInClass", "dump", "load"]
+if TYPE_CHECKING:
+    import torch  # imported where values are made: those who only look at names and sizes need none
+
+__all__ = ["StandIn", "StandInClass", "dump", "load", "unwrapped", "wrapped"]
 
 _NEVER = frozenset(("os", "posix", "nt", "sys"))
 """Modules from which torch, too, takes nothing, whoever vouches for it."""
 
 
 def dump(value: Any) -> bytes:
-    """The blob of a value: what torch.save writes. Raises what pickle raises for values that cannot be pickled."""
+    """The blob of a value: what torch.save writes. Raises what pickle raises for values that cannot be pickled.
+
+    StandIns for plain classes of Megatron-Core are written as what they stand for.
+    """
+    blob = _saved(value, pickle)
+    return _saved(value, standins) if standins.__name__.encode() in blob else blob
+
+
+def _saved(value: Any, pickle_module: types.ModuleType) -> bytes:
+    import torch
+
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value, buffer, pickle_module=pickle_module)
     return buffer.getvalue()
 
 
-def load(data: bytes, *, trusted: Sequence[type | Callable[..., Any]] = (), where: str = "") -> Any:
+def load(
+    data: bytes,
+    *,
+    trusted: Sequence[type | Callable[..., Any]] = (),
+    stand_ins: bool = False,
+    where: str = "",
+) -> Any:
     """The value of a blob; tensors on the CPU.
 
     Known classes (plain data of Python, numpy and torch), ``trusted`` ones and those given to
-    ``torch.serialization.add_safe_globals`` are made; classes of Megatron-Core become StandIns unless trusted.
+    ``torch.serialization.add_safe_globals`` are made; classes of Megatron-Core become StandIns unless trusted, and
+    with ``stand_ins`` all others do.
 
     Raises:
         UntrustedClass: the blob names any other class or function. Nothing of it was run.
@@ -47,15 +67,19 @@ def load(data: bytes, *, trusted: Sequence[type | Callable[..., Any]] = (), wher
         Both begin with ``where``.
     """
     try:
-        return _Blob(data, _finder(trusted)).load()
+        return _Blob(data, finder(trusted, stand_ins)).load()
     except UntrustedClass as error:
         raise UntrustedClass(f"{where}: {error}" if where else str(error)) from None
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"{where}: {error}" if where else str(error)) from error
 
 
-def _finder(trusted: Sequence[Any]) -> Find:
-    """Which globals stand for what."""
+def finder(trusted: Sequence[Any] = (), stand_ins: bool = False) -> Find:
+    """Which globals stand for what; see ``load``."""
+    import torch
+
+    from megackpt.objects.allowed import is_inert, known, stand_in, trusted_rule
+
     vouched: dict[str, Any] = {}
     for given in (*torch.serialization.get_safe_globals(), *trusted):
         value, name = (
@@ -75,7 +99,7 @@ def _finder(trusted: Sequence[Any]) -> Find:
         rule = known().get(full)
         if rule is not None:
             return rule
-        if is_inert(module):
+        if stand_ins or is_inert(module):
             return stand_in(module, name)
         raise UntrustedClass(_refusal(full, name))
 
@@ -90,47 +114,37 @@ def _refusal(full: str, name: str) -> str:
     )
 
 
+def interpreted(pickle: bytes, find: Find, storage: Persistent) -> Any:
+    """The value of a pickle that torch.save wrote. Raises CorruptCheckpoint for one that could do harm."""
+    machine = Machine(pickle, find, storage)
+    kept: Container[int] | None = None
+    try:
+        value = machine.load()
+        kept = check_shape(value)
+        return value
+    finally:
+        machine.discard(kept)
+
+
 class _Blob:
     """A torch archive in memory."""
 
     def __init__(self, data: bytes, find: Find) -> None:
-        self._data = data
         self._find = find
         self._storages: dict[str, torch.TypedStorage] = {}
-        self._members = archive.members(self._slice, len(data))
+        self._archive = Archive(data)
 
     def load(self) -> Any:
-        if "data.pkl" not in self._members:
-            raise CorruptCheckpoint("the archive has no data.pkl: torch.save did not write it")
-        if "byteorder" in self._members and self._bytes("byteorder") != b"little":
+        if "byteorder" in self._archive.members and self._archive.content("byteorder") != b"little":
             raise CorruptCheckpoint(
                 "the object was saved on a big-endian machine: load and save it with torch there"
             )
-        machine = Machine(self._bytes("data.pkl"), self._find, self._storage)
-        kept: Container[int] | None = None
-        try:
-            value = machine.load()
-            kept = check_shape(value)
-            return value
-        finally:
-            machine.discard(kept)
-
-    def _slice(self, start: int, length: int) -> bytes:
-        part = self._data[start : start + length]
-        if start < 0 or len(part) != length:
-            raise CorruptCheckpoint(f"the object is cut off: bytes {start} to {start + length} are missing")
-        return part
-
-    def _bytes(self, name: str) -> bytes:
-        member = self._members[name]
-        content = self._slice(member.start(self._slice), member.size)
-        # torch can be told to write no checksums; then they are 0.
-        if member.crc not in (0, zlib.crc32(content)):
-            raise CorruptCheckpoint(f"the bytes of {name} are damaged: their checksum is wrong")
-        return content
+        return interpreted(self._archive.content("data.pkl"), self._find, self._storage)
 
     def _storage(self, persistent_id: Any) -> torch.TypedStorage:
         """The storage that a pickle refers to: ("storage", kind, name, device, number of elements)."""
+        import torch
+
         tag, dtype, name, _, count = persistent_id
         if (
             tag != "storage"
@@ -142,9 +156,9 @@ class _Blob:
         known_storage = self._storages.get(name)
         if known_storage is not None:
             return known_storage
-        if f"data/{name}" not in self._members:
+        if f"data/{name}" not in self._archive.members:
             raise CorruptCheckpoint(f"the storage {name!r} of a tensor is missing")
-        content = self._bytes(f"data/{name}")
+        content = self._archive.content(f"data/{name}")
         if count < 0 or count * dtype.itemsize != len(content):
             raise CorruptCheckpoint(
                 f"the storage {name!r} holds {len(content)} bytes, not {count} of {dtype}"

@@ -11,19 +11,17 @@ import collections
 import datetime as dt
 import decimal
 import io
-import math
 import pathlib
-import re
 import signal
 import types
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from megackpt.errors import CorruptCheckpoint
+from megackpt.objects import arrays
 from megackpt.objects.machine import Rule, hashables, pairs
 from megackpt.objects.standins import StandIn, StandInClass
 
@@ -44,7 +42,6 @@ _STORAGES = {
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }
-_DTYPE = re.compile(r"[<>|=]?(?:[?bBhHiIlLqQefdgFDGO]|[biufcSUV]\d{1,6}|O8|O4)")
 
 
 def is_inert(module: str) -> bool:
@@ -55,11 +52,12 @@ def is_inert(module: str) -> bool:
 def stand_in(module: str, name: str) -> Rule:
     """The rule of a class that is only named."""
     qualified = f"{module}.{name}"
-    return Rule(StandInClass(qualified), partial(_make_stand_in, qualified), _build_stand_in)
+    called, new = (partial(_make_stand_in, qualified, new) for new in (False, True))
+    return Rule(StandInClass(qualified), called, _build_stand_in, new)
 
 
-def _make_stand_in(qualified: str, *args: Any, **kwargs: Any) -> StandIn:
-    return StandIn(qualified, args, kwargs or None)
+def _make_stand_in(qualified: str, new: bool, *args: Any, **kwargs: Any) -> StandIn:
+    return StandIn(qualified, args, kwargs or None, new)
 
 
 def _named(kind: Callable[..., Any], qualified: str, *rest: Any) -> Any:
@@ -161,66 +159,6 @@ def _path(kind: type[pathlib.PurePath], *parts: str) -> pathlib.PurePath:
     return kind(*parts)
 
 
-def _numpy_dtype(code: Any, align: Any = False, copy: Any = False) -> np.dtype[Any]:  # noqa: ARG001 - numpy's order
-    if type(code) is not str or not _DTYPE.fullmatch(code):
-        raise CorruptCheckpoint(f"a numpy dtype {code!r} is of no plain kind")
-    return np.dtype(np.dtype(code), copy=True)  # a copy, for its state is set next
-
-
-def _numpy_dtype_state(dtype: np.dtype[Any], state: Any) -> None:
-    version, order, subarray, names, fields, size, alignment, *_ = state
-    plain = subarray is None and names is None and fields is None and len(state) in (7, 8)
-    sizes = (
-        (dtype.itemsize,) if dtype.kind in "SUV" else (-1, dtype.itemsize)
-    )  # of these numpy sets what is said
-    if not plain or version not in (3, 4) or order not in ("<", ">", "|", "=") or size not in sizes:
-        raise CorruptCheckpoint("the state of a numpy dtype is of no plain kind")
-    # numpy's signature is (version, order, subarray, names, fields, size, alignment, flags); 63 means "has objects"
-    flags = (
-        63 if dtype.hasobject else state[7] if size != -1 and len(state) == 8 and state[7] in (0, 8) else 0
-    )
-    alignment = dtype.alignment if size != -1 else -1
-    dtype.__setstate__((3, order, None, None, None, size, alignment, flags))  # type: ignore[attr-defined]
-
-
-def _numpy_scalar(dtype: Any, data: Any = b"") -> Any:
-    if type(data) is str:
-        data = data.encode("latin-1")
-    if (
-        not isinstance(dtype, np.dtype)
-        or dtype.hasobject
-        or type(data) is not bytes
-        or len(data) != dtype.itemsize
-    ):
-        raise CorruptCheckpoint("a numpy scalar's bytes do not fit its dtype")
-    return np.frombuffer(data, dtype)[0]
-
-
-def _numpy_array(kind: Any = np.ndarray, shape: Any = (0,), code: Any = b"b") -> np.ndarray[Any, Any]:  # noqa: ARG001
-    if kind is not np.ndarray:
-        raise CorruptCheckpoint("a numpy array is of a class of its own")
-    return np.empty((0,), np.int8)  # what it holds comes as its state
-
-
-def _numpy_array_state(array: np.ndarray[Any, Any], state: Any) -> None:
-    version, shape, dtype, fortran, data = state
-    good = isinstance(dtype, np.dtype) and type(shape) is tuple and len(shape) <= 64
-    if not good or not all(type(n) is int and n >= 0 for n in shape):
-        raise CorruptCheckpoint("the state of a numpy array is none")
-    count = math.prod(shape)
-    expected, given = (list, count) if dtype.hasobject else (bytes, count * dtype.itemsize)
-    if type(data) is str:
-        data = data.encode("latin-1")
-    if type(data) is not expected or len(data) != given:
-        raise CorruptCheckpoint(f"a numpy array of shape {shape} and dtype {dtype} comes with other data")
-    array.__setstate__((version, shape, dtype, bool(fortran), data))  # type: ignore[arg-type] # takes no np.bool
-
-
-def _empty_array(array: np.ndarray[Any, Any]) -> None:
-    if array.dtype.hasobject:
-        array.fill(None)
-
-
 def _layout(name: str) -> torch.layout:
     layout = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(layout, torch.layout):
@@ -309,21 +247,6 @@ def _types() -> dict[str, Rule]:
     return rules
 
 
-def _numpy_types() -> dict[str, Rule]:
-    rules = {"numpy.ndarray": Rule(np.ndarray)}
-    rules["numpy.dtype"] = Rule(np.dtype, _numpy_dtype, _numpy_dtype_state)
-    for package in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        rules[f"{package}._reconstruct"] = Rule(
-            _numpy_array, _numpy_array, _numpy_array_state, empty=_empty_array
-        )
-        rules[f"{package}.scalar"] = Rule(_numpy_scalar, _numpy_scalar)
-    for kind in sorted({kind for kind in np.sctypeDict.values() if kind is not np.void}, key=str):
-        rules[f"numpy.{kind.__name__}"] = Rule(kind)
-    for name in np.dtypes.__all__:
-        rules[f"numpy.dtypes.{name}"] = Rule(getattr(np.dtypes, name))
-    return rules
-
-
 def _torch_types() -> dict[str, Rule]:
     rules = {f"torch.{name}": Rule(dtype) for name, dtype in _STORAGES.items()}
     for name in dir(torch):
@@ -350,4 +273,4 @@ def known() -> Mapping[str, Rule]:
         f"megackpt.objects.standins.{kind.__name__}": Rule(kind, partial(_named, kind))
         for kind in (StandIn, StandInClass)
     }
-    return {**_types(), **_numpy_types(), **_torch_types(), **own}
+    return {**_types(), **arrays.rules(), **_torch_types(), **own}

@@ -7,6 +7,7 @@ believed only where they lie inside the archive. Layout: APPNOTE.TXT of the zip 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +39,31 @@ class Member:
         if fields[0] != b"PK\3\4":
             raise CorruptCheckpoint("a torch archive has no member where its directory says")
         return self.header + _LOCAL.size + int(fields[9]) + int(fields[10])
+
+
+class Archive:
+    """An archive in memory. Raises CorruptCheckpoint for bytes that are not there, or not as they were written."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.members = members(self._slice, len(data))
+
+    def content(self, name: str) -> bytes:
+        """The bytes of a member, against their checksum."""
+        if name not in self.members:
+            raise CorruptCheckpoint(f"the archive has no {name}: torch.save did not write it")
+        member = self.members[name]
+        content = self._slice(member.start(self._slice), member.size)
+        # torch can be told to write no checksums; then they are 0.
+        if member.crc not in (0, zlib.crc32(content)):
+            raise CorruptCheckpoint(f"the bytes of {name} are damaged: their checksum is wrong")
+        return content
+
+    def _slice(self, start: int, length: int) -> bytes:
+        part = self._data[start : start + length]
+        if start < 0 or len(part) != length:
+            raise CorruptCheckpoint(f"the object is cut off: bytes {start} to {start + length} are missing")
+        return part
 
 
 def members(read: Read, size: int) -> dict[str, Member]:

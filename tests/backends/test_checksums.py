@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megackpt.backends.archives.checksums import WINDOW
 from megackpt.backends.torch_dist import TorchDist
-from megackpt.backends.torch_dist.checksums import WINDOW
 from megackpt.runtime.storage import LocalStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch_dist`")

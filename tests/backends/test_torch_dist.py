@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megackpt import objects
 from megackpt.backends.torch_dist import TorchDist
-from megackpt.backends.torch_dist.foreign import parse_name
+from megackpt.backends.torch_dist.naming import parse_name
 from megackpt.backends.torch_dist.records import frame, frame_lengths
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass
 from megackpt.planning.box import Box
@@ -211,7 +211,7 @@ class TestOwn:
             "common_backend": "torch",
             "common_backend_version": 1,
         }
-        assert list(TorchDist().finish(saved.root, saved.manifest).files)[-1] == TorchDist.last_file
+        assert list(TorchDist().finish(saved.root, saved.manifest).files)[-1] == TorchDist().last_file
         payloads = saved.manifest.chunks.start[
             [not saved.manifest.tensors[t].meta.is_object for t in saved.manifest.chunks.tensor]
         ]
@@ -399,12 +399,6 @@ class TestForeign:
         assert isinstance(held[1], torch.Tensor)
         assert_same(held[1], big[1024:1536])
 
-    def test_flattened_optimizer_state_is_refused_by_name(self) -> None:
-        with pytest.raises(
-            BackendError, match=r"keeps flat.nd, flat.one_d in Megatron-Core's old flattened form"
-        ):
-            foreign(GOLDEN / "mcore-0.12.3-flat-tp2pp1dp2")
-
     @pytest.mark.parametrize(
         ("name", "parsed"),
         [
@@ -413,6 +407,10 @@ class TestForeign:
             ("a/shard_4_4", ("a/shard_4_4", (), ())),
             ("a/shard_1_4.4", ("a/shard_1_4.4", (), ())),
             ("plain", ("plain", (), ())),
+            ("old/shard_0.3_4", ("old", (0, 3), (4, -1))),
+            ("old/shard_0.3.1_4", ("old/shard_0.3.1_4", (), ())),
+            ("common_state/shard_0_1", (COMMON_KEY, (), ())),
+            ("common_state/shard_0_2", ("common_state/shard_0_2", (), ())),
         ],
     )
     def test_names_of_objects(self, name: str, parsed: tuple[str, tuple[int, ...], tuple[int, ...]]) -> None:

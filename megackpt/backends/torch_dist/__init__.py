@@ -6,27 +6,26 @@
     metadata.json        four fields; its appearance is the commit
 
 Written so that ``torch.distributed.checkpoint.load``, ``dcp_to_torch_save`` and megatron-core 0.16 read it.
-Reads its own, stock DCP's and Megatron's (0.16 and newer).
+Reads its own, stock DCP's and all of Megatron's: with flattened optimizer state (up to 0.15, flattened.py), with
+the common state among the objects (from 0.19 on, naming.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends.base import Backend, Finished, Source, Target
+from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target
 from megackpt.backends.ranges import read_raw
-from megackpt.backends.torch_dist import checksums, foreign, native, table, writing
+from megackpt.backends.torch_dist import checksums, foreign, table, writing
 from megackpt.errors import BackendError
 from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.runtime.storage import Storage
 
 METADATA = ".metadata"
-CONFIG = "metadata.json"
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class TorchDist(Backend):
     name: ClassVar[str] = "torch_dist"
     version: ClassVar[int] = 1
     reads: ClassVar[Collection[int]] = frozenset({1})
-    last_file: ClassVar[str] = CONFIG
 
     def __post_init__(self) -> None:
         if self.files_per_rank < 1:
@@ -66,24 +64,16 @@ class TorchDist(Backend):
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002 - all data is in place
         common = np.array([entry.is_common for entry in manifest.tensors], np.bool_)
-        # Exactly these fields: Megatron-Core 0.16 refuses a file with any other.
-        config = {
-            "sharded_backend": self.name,
-            "sharded_backend_version": self.version,
-            "common_backend": "torch",
-            "common_backend_version": 1,
-        }
-        files = {METADATA: table.emit(manifest, common), CONFIG: json.dumps(config).encode()}
-        return Finished(manifest, files)
+        return Finished(manifest, {METADATA: table.emit(manifest, common), **self.config()})
+
+    def count_files(self, plan: SavePlan) -> int:
+        common = sum(bool(plan.tensors[number].is_common) for number in plan.tensor.tolist())
+        return common + min(self.files_per_rank, len(plan) - common)
 
     def recognises(self, root: Storage) -> bool:
         if root.size(CONFIG) is None:
             return root.size(METADATA) is not None  # stock DCP
-        try:
-            config = json.loads(root.get(CONFIG, limit=1 << 20))
-        except (ValueError, RecursionError):
-            return False
-        return isinstance(config, dict) and config.get("sharded_backend") == self.name
+        return super().recognises(root)
 
     def read_manifest(self, root: Storage) -> Manifest:
         return foreign.read_manifest(root, METADATA, (self.name, self.version))
@@ -92,6 +82,8 @@ class TorchDist(Backend):
         if plan.manifest.encoding == "raw":
             read_raw(root, plan, into, verify)
         else:
+            from megackpt.backends.torch_dist import native  # brings torch
+
             native.read(root, plan, into, verify)
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:

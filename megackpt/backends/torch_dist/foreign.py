@@ -1,27 +1,26 @@
 """Checkpoints that others wrote: from ``.metadata`` (stock torch DCP, Megatron-Core) to a manifest.
 
 Every number is bounded by what is on disk before anybody relies on it. Nested state dicts keep DCP's flat names
-as keys. An item named ``key/shard_0.1_4.2`` is Megatron's shard (0, 1) of an object of shape (4, 2).
+as keys. What Megatron-Core kept flattened stands in the manifest as the tensor that it was.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from megackpt.backends.torch_dist import flattened
+from megackpt.backends.torch_dist.naming import COMMON, objects_named
 from megackpt.backends.torch_dist.pickles import Record, Size, read_metadata
 from megackpt.backends.torch_dist.writing import COMMON_FILE
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import (
-    COMMON_KEY,
     DIGEST_SIZE,
     ITEMSIZE,
-    OBJECT,
     Chunks,
     Manifest,
     TensorEntry,
@@ -30,10 +29,6 @@ from megackpt.planning.manifest import (
 from megackpt.runtime.storage import Storage
 
 LARGEST = 1 << 32  # bytes of .metadata
-_SHARD = re.compile(
-    r"(?P<key>.*)/shard_(?P<offset>[0-9]{1,10}(?:\.[0-9]{1,10})*)_(?P<shape>[0-9]{1,10}(?:\.[0-9]{1,10})*)",
-    re.DOTALL,
-)
 _TOLD = 20
 
 
@@ -66,8 +61,9 @@ def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifes
         raise type(error)(f"{root.location}/{name}: {error}") from error
     common = root.size(COMMON_FILE)
     if common is not None:
-        entry = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
-        found.append(_Stored(entry, Box((), ()), COMMON_FILE, 0, common))
+        # Where there are both, common.pt counts: Megatron-Core, too, looks for it first.
+        found = [item for item in found if not item.entry.is_common]
+        found.append(_Stored(COMMON, Box((), ()), COMMON_FILE, 0, common))
     _check_files(root, found)
     return _manifest(found, backend)
 
@@ -109,17 +105,6 @@ def _check_files(root: Storage, found: list[_Stored]) -> None:
         raise CorruptCheckpoint(f"{root.location}: " + "; ".join(problems[:_TOLD]) + more)
 
 
-def parse_name(name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Key, offset and global shape of an object, from the name that DCP knows it by."""
-    match = _SHARD.fullmatch(name)
-    if match is None:
-        return name, (), ()
-    offset, shape = (tuple(map(int, match[part].split("."))) for part in ("offset", "shape"))
-    if len(offset) != len(shape) or not all(o < s < 1 << 31 for o, s in zip(offset, shape, strict=True)):
-        return name, (), ()
-    return match["key"], offset, shape
-
-
 class _Listing:
     """The items that a Metadata record lists."""
 
@@ -127,7 +112,7 @@ class _Listing:
         self.described = metadata.field("state_dict_metadata")
         if type(self.described) is not dict:
             raise CorruptCheckpoint("it lists no items")
-        _refuse_flattened(metadata)
+        self.flattened = flattened.true_shapes(metadata)
         self.places = dict(self._places(metadata.field("storage_data")))
 
     def _places(self, stored: Any) -> Iterator[tuple[tuple[str, Any], tuple[str, int, int]]]:
@@ -149,13 +134,13 @@ class _Listing:
             yield (name, offset), _place(name, info)
 
     def items(self) -> Iterator[_Stored]:
+        if not all(type(name) is str for name in self.described):
+            raise CorruptCheckpoint("an item has a name that is no string")
+        named = objects_named(n for n, meta in self.described.items() if _is(meta, "BytesStorageMetadata"))
         for name, meta in self.described.items():
-            if type(name) is not str:
-                raise CorruptCheckpoint("an item has a name that is no string")
-            if _is(meta, "BytesStorageMetadata"):
-                key, offset, shape = parse_name(name)
-                entry = TensorEntry(key, TensorMeta(shape, OBJECT))
-                yield _Stored(entry, Box(offset, (1,) * len(shape)), *self._found(name, None))
+            if name in named:
+                entry, box = named[name]
+                yield _Stored(entry, box, *self._found(name, None))
             elif _is(meta, "TensorStorageMetadata"):
                 yield from self._chunks(name, meta)
             else:
@@ -165,16 +150,23 @@ class _Listing:
         size, dtype, chunks = meta.field("size"), _dtype(name, meta), meta.field("chunks")
         if type(size) is not Size or type(chunks) is not list:
             raise CorruptCheckpoint(f"{name!r} has no size or no chunks")
-        shape = tuple(size)
-        _check_volume(name, shape, dtype)
-        entry, whole = TensorEntry(name, TensorMeta(shape, dtype)), Box.whole(shape)
-        for box in dict.fromkeys(_box(name, chunk, len(shape)) for chunk in chunks):
+        listed = tuple(size)
+        _check_volume(name, listed, dtype)
+        shape = self.flattened.get(name, listed)
+        cells = flattened.Cells(name, listed, shape) if name in self.flattened else None
+        entry, whole = TensorEntry(name, TensorMeta(shape, dtype)), Box.whole(listed)
+        taken: set[tuple[str, int]] = set()
+        for box in dict.fromkeys(_box(name, chunk, len(listed)) for chunk in chunks):
             if not whole.contains(box):
-                raise CorruptCheckpoint(f"the chunk {box} of {name!r} lies outside of its shape {shape}")
+                raise CorruptCheckpoint(f"the chunk {box} of {name!r} lies outside of its shape {listed}")
             file, start, length = self._found(name, box.offset)
             if length < box.volume * ITEMSIZE[dtype]:
                 raise CorruptCheckpoint(f"{length} bytes cannot hold {name!r} {box} of {dtype}")
-            yield _Stored(entry, box, file, start, length)
+            if (file, start) in taken:
+                raise CorruptCheckpoint(f"two chunks of {name!r} are to begin at byte {start} of {file!r}")
+            taken |= {(file, start)} if box.volume else set()
+            for part in (box,) if cells is None else cells.boxes(box):
+                yield _Stored(entry, part, file, start, length)
 
     def _found(self, name: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
         try:
@@ -221,23 +213,3 @@ def _dtype(name: str, meta: Record) -> str:
 def _check_volume(name: str, shape: tuple[int, ...], dtype: str) -> None:
     if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] >= 1 << 63:
         raise CorruptCheckpoint(f"{name!r} of shape {shape} cannot exist")
-
-
-def _refuse_flattened(metadata: Record) -> None:
-    """Megatron-Core up to 0.15 keeps some optimizer state in flattened pieces; they are no tensors as they stand."""
-    plans = metadata.field("all_local_plans") or ()
-    extra = [plan.field("mcore_data") for plan in plans if isinstance(plan, Record)]
-    keys = sorted(
-        {
-            str(k)
-            for data in (metadata.field("mcore_data"), *extra)
-            if type(data) is dict
-            for k, v in data.items()
-            if v
-        }
-    )
-    if keys:
-        raise BackendError(
-            f"the checkpoint keeps {', '.join(keys[:_TOLD])} in Megatron-Core's old flattened form, "
-            "which this release does not read; load and save it with Megatron-Core 0.15 first"
-        )

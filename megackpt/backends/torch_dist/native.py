@@ -8,23 +8,25 @@ were archives, through ``torch.load(weights_only=True)``.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megackpt import objects
+from megackpt.backends.archives import Described, described
 from megackpt.backends.base import Target
 from megackpt.backends.ranges import read_raw
-from megackpt.backends.torch_dist.records import strides
+from megackpt.backends.torch_dist.flattened import Part, Parts
+from megackpt.backends.torch_dist.writing import COMMON_FILE
 from megackpt.errors import CorruptCheckpoint
 from megackpt.objects import archive
-from megackpt.objects.machine import Machine, Rule, pairs
-from megackpt.planning.box import Int64
+from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import ITEMSIZE, LoadPlan
 from megackpt.runtime.storage import FileReader, Storage, allocate
 
@@ -33,20 +35,11 @@ EDGE = 2048
 """Bytes read at either end of a record: enough for the directory, and for what stands before the payload."""
 
 
-class _Described(NamedTuple):
-    """What a record's pickle says: a tensor in a storage of its own."""
-
-    dtype: str
-    storage: str
-    held: int  # elements of the storage
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 def read(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     """Fetch the plan's regions out of torch.save archives. Raises CorruptCheckpoint naming key, box and file."""
     chunks = plan.manifest.chunks
+    parts = Parts(chunks)
+    into = _BareCommon.of(root, plan, into)
     is_object = np.array([entry.meta.is_object for entry in plan.manifest.tensors], np.bool_)
     needed = np.unique(plan.chunk).astype(np.int64)
     needed = needed[~is_object[chunks.tensor[needed]]]
@@ -54,7 +47,7 @@ def read(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     length = chunks.length.copy()
     plain = np.ones(len(chunks), np.bool_)
     with ThreadPoolExecutor(THREADS, "megackpt-heads") as pool:
-        jobs = [pool.submit(_payloads, root, plan, rows) for rows in _by_file(plan, needed)]
+        jobs = [pool.submit(_payloads, root, plan, parts, rows) for rows in _by_file(plan, needed)]
     for job in jobs:
         for chunk, place in job.result():
             plain[chunk] = place is not None
@@ -62,7 +55,39 @@ def read(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
                 start[chunk], length[chunk] = place
     located = replace(plan.manifest, chunks=replace(chunks, start=start, length=length), encoding="raw")
     read_raw(root, replace(plan, manifest=located).take(plain[plan.chunk]), into, verify)
-    _read_odd(root, plan.take(~plain[plan.chunk]), into)
+    _read_odd(root, plan.take(~plain[plan.chunk]), parts, into)
+
+
+@dataclass(frozen=True)
+class _BareCommon:
+    """The Target, to which a common state that was stored in a list of one is handed without the list."""
+
+    into: Target
+    listed: Collection[int]  # targets
+    where: str
+
+    @classmethod
+    def of(cls, root: Storage, plan: LoadPlan, into: Target) -> _BareCommon:
+        chunks, files = plan.manifest.chunks, plan.manifest.files
+        common = [number for number, entry in enumerate(plan.manifest.tensors) if entry.is_common]
+        rows = np.flatnonzero(np.isin(chunks.tensor[plan.chunk], common))
+        listed = [row for row in rows if files[chunks.file[plan.chunk[row]]] != COMMON_FILE]
+        return cls(into, plan.target[listed].tolist(), f"{root.location}: the common state")
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:
+        return self.into.open(target, box)
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
+        self.into.close(target, box, filled)
+
+    def blob(self, target: int, data: bytes) -> None:
+        self.into.blob(target, self._bare(data) if target in self.listed else data)
+
+    def _bare(self, data: bytes) -> bytes:
+        try:
+            return objects.unwrapped(data)
+        except CorruptCheckpoint as error:
+            raise CorruptCheckpoint(f"{self.where}: {error}") from error
 
 
 def _by_file(plan: LoadPlan, chunks: Int64) -> Iterator[Int64]:
@@ -71,7 +96,9 @@ def _by_file(plan: LoadPlan, chunks: Int64) -> Iterator[Int64]:
         yield chunks[file == number]
 
 
-def _payloads(root: Storage, plan: LoadPlan, chunks: Int64) -> list[tuple[int, tuple[int, int] | None]]:
+def _payloads(
+    root: Storage, plan: LoadPlan, parts: Parts, chunks: Int64
+) -> list[tuple[int, tuple[int, int] | None]]:
     """For each of these chunks of one file the place of its raw bytes, or None where they are in no plain form."""
     found = []
     with root.open(plan.manifest.files[plan.manifest.chunks.file[chunks[0]]]) as reader:
@@ -79,7 +106,7 @@ def _payloads(root: Storage, plan: LoadPlan, chunks: Int64) -> list[tuple[int, t
             chunk = plan.manifest.chunk(number, np.zeros(number + 2, np.int64))
             meta = plan.manifest.tensors[plan.manifest.chunks.tensor[number]].meta
             record = _Record(reader, chunk.location.start, chunk.location.length)
-            found.append((number, record.payload(meta.dtype, chunk.box.shape)))
+            found.append((number, record.payload(meta.dtype, chunk.box.shape, parts[number])))
     return found
 
 
@@ -95,22 +122,22 @@ class _Record:
         else:
             self._head, self._tail = self._fetch(0, EDGE), self._fetch(length - EDGE, EDGE)
 
-    def payload(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Start in the file and length of the C-order bytes of a tensor of this dtype and shape."""
+    def payload(self, dtype: str, shape: tuple[int, ...], part: Part) -> tuple[int, int] | None:
+        """Start in the file and length of the C-order bytes of a region of this shape, which is a part of all."""
         try:
             members = archive.members(self._read, self._length)
-            described = _describe(self._content(members["data.pkl"]))
+            found = _describe(self._content(members["data.pkl"]))
             order = members.get("byteorder")
-            data = members[f"data/{described.storage}"]
+            data = members[f"data/{found.storage.name}"]
             if order is not None and self._content(order) != b"little":
                 return None
         except (CorruptCheckpoint, KeyError):
             return None  # torch itself has the last word on what this is
-        expected = _Described(dtype, described.storage, described.held, 0, shape, strides(shape))
-        size = int(np.prod(shape, dtype=np.int64)) * ITEMSIZE[dtype]
-        if not _alike(described, expected) or data.size < size:
+        itemsize = ITEMSIZE[dtype]
+        fits = found.dtype == dtype and part.may_be_in(found.shape, shape)
+        if not fits or data.size < part.held * itemsize:
             return None
-        return self._start + data.start(self._read), size
+        return self._start + data.start(self._read) + part.before * itemsize, part.volume * itemsize
 
     def _content(self, member: archive.Member) -> bytes:
         return self._read(member.start(self._read), member.size)
@@ -131,56 +158,16 @@ class _Record:
         return bytes(data)
 
 
-def _alike(found: _Described, expected: _Described) -> bool:
-    """The same elements in the same order: strides count only along axes that have more than one element."""
-    if found[:1] + found[3:5] != expected[:1] + expected[3:5]:
-        return False
-    axes = zip(expected.shape, found.strides, expected.strides, strict=True)
-    return all(extent < 2 or a == b for extent, a, b in axes)
-
-
 @lru_cache(maxsize=4096)
-def _describe(pickle: bytes) -> _Described:
+def _describe(pickle: bytes) -> Described:
     """What ``data.pkl`` says. Raises CorruptCheckpoint where it is anything but a plain tensor."""
-    value = Machine(pickle, _find, tuple).load()
-    if not isinstance(value, _Described):
+    value = described(pickle)
+    if not isinstance(value, Described) or not value.is_plain or value.offset:
         raise CorruptCheckpoint("a record holds no plain tensor")
     return value
 
 
-_TYPED = {
-    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
-    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
-    "ComplexFloat": "complex64", "ComplexDouble": "complex128",
-}  # fmt: skip
-
-
-def _find(module: str, name: str) -> Rule:
-    if module == "torch" and name.removesuffix("Storage") in _TYPED:
-        return Rule(_TYPED[name.removesuffix("Storage")])
-    if module == "torch.storage" and name == "UntypedStorage":
-        return Rule("")
-    if module == "torch" and name in ITEMSIZE:
-        return Rule(name)
-    if (module, name) == ("collections", "OrderedDict"):
-        return Rule(dict, partial(pairs, dict))
-    if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-        return Rule(_rebuilt, _rebuilt)
-    raise CorruptCheckpoint(f"a record names {module}.{name}")
-
-
-def _rebuilt(storage: Any, offset: int, shape: Any, stride: Any, *rest: Any) -> _Described:
-    _, dtype, name, _, count = storage
-    if not dtype:
-        dtype = rest[2]
-    elif len(rest) > 2:
-        raise CorruptCheckpoint("a tensor with more to it than its elements")
-    if type(dtype) is not str or type(name) is not str:
-        raise CorruptCheckpoint("a record's tensor is of no known dtype")
-    return _Described(dtype, name, count, offset, tuple(shape), tuple(stride))
-
-
-def _read_odd(root: Storage, plan: LoadPlan, into: Target) -> None:
+def _read_odd(root: Storage, plan: LoadPlan, parts: Parts, into: Target) -> None:
     """Regions of records that only torch can read, one record after the other."""
     order = np.argsort(plan.chunk, kind="stable")
     number, tensor = -1, torch.empty(0)
@@ -188,8 +175,10 @@ def _read_odd(root: Storage, plan: LoadPlan, into: Target) -> None:
         current = int(plan.chunk[order[0]])
         order = order[1:]
         if current != number:
-            number, tensor = current, _loaded(root, plan, current)
-        region = tensor[item.box.relative_to(item.chunk.box).slices()].contiguous()
+            number, tensor = current, _loaded(root, plan, current, parts[current])
+        region = tensor[item.box.relative_to(item.chunk.box).slices()]
+        # contiguous() would keep odd steps of single elements.
+        region = region.clone(memory_format=torch.contiguous_format)
         place = into.open(item.target, item.box)
         octets = region.reshape(-1).view(torch.uint8).numpy()
         place[...] = octets.view(place.dtype).reshape(place.shape)
@@ -204,7 +193,7 @@ def _legacy(data: bytearray, name: str) -> Any:
         raise CorruptCheckpoint(f"{name}: torch cannot read the record: {error}") from error
 
 
-def _loaded(root: Storage, plan: LoadPlan, number: int) -> torch.Tensor:
+def _loaded(root: Storage, plan: LoadPlan, number: int, part: Part) -> torch.Tensor:
     chunk = plan.manifest.chunk(number, np.zeros(number + 2, np.int64))
     entry = plan.manifest.tensors[plan.manifest.chunks.tensor[number]]
     name = f"{root.location}: {entry.key!r} {chunk.box} in {chunk.location.file}"
@@ -212,12 +201,14 @@ def _loaded(root: Storage, plan: LoadPlan, number: int) -> torch.Tensor:
     with root.open(chunk.location.file) as reader:
         reader.read_into(chunk.location.start, [memoryview(data)])
     value = objects.load(bytes(data), where=name) if data.startswith(b"PK") else _legacy(data, name)
-    expected = torch.Size(chunk.box.shape), getattr(torch, entry.meta.dtype)
+    dtype = getattr(torch, entry.meta.dtype)
     if not isinstance(value, torch.Tensor):
-        raise CorruptCheckpoint(f"{name}: the record holds a {type(value).__name__}, not {expected}")
-    found = value.shape, value.dtype
-    if found != expected or value.layout != torch.strided or value.device.type != "cpu":
+        raise CorruptCheckpoint(f"{name}: the record holds a {type(value).__name__}, not a tensor of {dtype}")
+    fits = value.dtype == dtype and part.may_be_in(tuple(value.shape), chunk.box.shape)
+    if not fits or value.layout != torch.strided or value.device.type != "cpu":
         raise CorruptCheckpoint(
-            f"{name}: the record holds {found} ({value.layout}, {value.device}), not {expected}"
+            f"{name}: the record holds {tuple(value.shape)} of {value.dtype} ({value.layout}, {value.device}), "
+            f"not {part.held} elements of {dtype}"
         )
-    return value.detach().resolve_conj().resolve_neg()
+    elements = value.detach().resolve_conj().resolve_neg().reshape(-1)
+    return elements[part.before : part.before + part.volume].reshape(chunk.box.shape)

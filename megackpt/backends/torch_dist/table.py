@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt.backends.archives import WIDE, text
 from megackpt.backends.torch_dist.records import frame_lengths
 from megackpt.errors import BackendError
 from megackpt.planning.box import Int64
@@ -45,7 +46,6 @@ _WORDS = (
     "relative_path",
     "length",
 )
-_SMALL = 1 << 31
 
 
 class _Memo:
@@ -70,17 +70,12 @@ class _Memo:
         return first
 
 
-def text(value: str) -> bytes:
-    encoded = value.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(encoded)) + encoded
-
-
 def _global(module: str, name: str) -> bytes:
     return text(module) + text(name) + b"\x93"
 
 
 def _integer(value: int) -> bytes:
-    return b"J" + struct.pack("<i", value) if value < _SMALL else b"\x8a\x08" + struct.pack("<q", value)
+    return b"J" + struct.pack("<i", value) if value < WIDE else b"\x8a\x08" + struct.pack("<q", value)
 
 
 def _starting_memo() -> _Memo:
@@ -110,7 +105,7 @@ class _Template:
         return self._hole(b"j", numbers, "<u4")
 
     def integer(self, numbers: Int64) -> _Template:
-        if len(numbers) and int(numbers.max()) >= _SMALL:
+        if len(numbers) and int(numbers.max()) >= WIDE:
             return self._hole(b"\x8a\x08", numbers, "<i8")
         return self._hole(b"J", numbers, "<i4")
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megackpt.backends.archives import ALIGNMENT
 from megackpt.backends.base import Source
-from megackpt.backends.torch_dist.records import ALIGNMENT, frame
+from megackpt.backends.torch_dist.records import frame
 from megackpt.errors import BackendError
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,

@@ -1,0 +1,92 @@
+"""Megatron-Core up to 0.15: optimizer state in flattened runs, told as boxes of the tensors that they were cut from.
+
+A tensor of shape (X, Y), cut into cells of (x, y), is listed with the size (X/x, Y/y, x*y): a chunk at
+(i, j, start) holds elements [start, start + n) of cell (i, j) in C order. Its record holds the elements of several
+boxes of the true tensor, one after the other. Source: Metadata's attribute ``mcore_data`` in files of 0.12.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from megackpt.backends.torch_dist.pickles import Record
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import Chunks
+
+_SHAPE = "nd_reformulated_orig_global_shape"
+
+
+def true_shapes(metadata: Record) -> dict[str, tuple[int, ...]]:
+    """Name -> global shape, of the tensors that are kept flattened. Raises CorruptCheckpoint."""
+    plans = metadata.field("all_local_plans") or ()
+    tables = [plan.field("mcore_data") for plan in plans if isinstance(plan, Record)]
+    found: dict[str, tuple[int, ...]] = {}
+    for table in (*tables, metadata.field("mcore_data")):
+        for name, about in table.items() if type(table) is dict else ():
+            shape = about.get(_SHAPE) if type(about) is dict else None
+            if shape is None:
+                continue
+            if not isinstance(shape, tuple) or not all(type(n) is int and 0 < n < 1 << 63 for n in shape):
+                raise CorruptCheckpoint(f"{name!r} is flattened, of a shape that no tensor has: {shape}")
+            if found.setdefault(name, tuple(shape)) != tuple(shape):
+                raise CorruptCheckpoint(f"{name!r} is flattened, of shapes {found[name]} and {shape}")
+    return found
+
+
+class Cells:
+    """How one flattened tensor of this true shape is cut. Raises CorruptCheckpoint where it cannot be so."""
+
+    def __init__(self, name: str, listed: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        *counts, volume = listed or (0,)
+        fits = len(counts) == len(shape) and all(c and not n % c for n, c in zip(shape, counts, strict=True))
+        self._extents = tuple(n // c for n, c in zip(shape, counts, strict=True)) if fits else ()
+        if not fits or math.prod(self._extents) != volume:
+            raise CorruptCheckpoint(f"{name!r} of shape {shape} cannot be flattened to {listed}")
+        self._name = name
+
+    def boxes(self, run: Box) -> Iterator[Box]:
+        """The boxes of the true tensor whose elements are, one after the other, those of a chunk."""
+        *index, start = run.offset
+        *cells, count = run.shape
+        if any(n != 1 for n in cells):
+            raise CorruptCheckpoint(f"the chunk {run} of the flattened {self._name!r} is in no single cell")
+        offset = tuple(i * n for i, n in zip(index, self._extents, strict=True))
+        return Box(offset, self._extents).runs(start, start + count)
+
+
+class Part(NamedTuple):
+    """Which elements of its record a chunk is: ``volume`` of them after ``before``, of ``held`` in all."""
+
+    before: int
+    volume: int
+    held: int
+
+    def may_be_in(self, record: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Can a record of the one shape hold the chunk, which has the other? Alone it is of its shape, or a run."""
+        alone = self.volume == self.held and record == shape
+        return alone or record == (*(1 for _ in record[1:]), self.held)
+
+
+class Parts:
+    """The Part of each chunk. Chunks of one tensor that begin at the same byte share a record, in order of offsets."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        order = np.lexsort((*chunks.boxes.offset.T[::-1], chunks.start, chunks.file, chunks.tensor))
+        keys = np.stack([column[order] for column in (chunks.tensor, chunks.file, chunks.start)])
+        fresh = np.ones(len(order), np.bool_)
+        fresh[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+        record = np.cumsum(fresh) - 1
+        self._volume = chunks.boxes.volume
+        passed = np.append(0, np.cumsum(self._volume[order]))
+        first = np.flatnonzero(np.append(fresh, True))
+        self._before, self._held = np.empty((2, len(order)), np.int64)
+        self._before[order] = passed[:-1] - passed[first[record]]
+        self._held[order] = np.diff(passed[first])[record]
+
+    def __getitem__(self, chunk: int) -> Part:
+        return Part(int(self._before[chunk]), int(self._volume[chunk]), int(self._held[chunk]))

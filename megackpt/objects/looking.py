@@ -1,0 +1,63 @@
+"""Objects for people to look at: whatever a blob holds, as nested dicts and lists. Nothing of it is trusted or run."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from megackpt import objects
+from megackpt.objects.standins import StandIn, StandInClass
+
+_DEPTH = 100
+_PARTS = 1 << 20
+"""Leaves that are looked at; what is beyond stands as one text."""
+
+
+def look(data: bytes, where: str = "") -> Any:
+    """What a blob holds. Classes that are not known become dicts of what the pickle says of them.
+
+    Raises CorruptCheckpoint as ``objects.load`` does; never UntrustedClass.
+    """
+    return _Opening().open(objects.load(data, stand_ins=True, where=where), ())
+
+
+class _Opening:
+    """One walk through a value. Containers that hold themselves, and all too large ones, come to an end."""
+
+    def __init__(self) -> None:
+        self.parts = 0
+
+    def open(self, value: Any, above: tuple[int, ...]) -> Any:
+        self.parts += 1
+        if id(value) in above or len(above) > _DEPTH or self.parts > _PARTS:
+            return "..."
+        inside = (*above, id(value))
+        match value:
+            case dict():
+                return {key: self.open(item, inside) for key, item in value.items()}
+            case np.ndarray() if value.dtype.hasobject:
+                return [self.open(item, inside) for item in value.flat]
+            case list() | tuple() | deque():
+                return [self.open(item, inside) for item in value]
+            case set() | frozenset():
+                return [self.open(item, inside) for item in sorted(value, key=repr)]
+            case argparse.Namespace() | types.SimpleNamespace():
+                return self.open(vars(value), inside)
+            case StandIn():
+                return self._stand_in(value, inside)
+            case StandInClass():
+                return f"<class {value.qualified_name}>"
+            case np.generic():
+                return value.item()
+        return value
+
+    def _stand_in(self, value: StandIn, inside: tuple[int, ...]) -> dict[str, Any]:
+        opened = {"<class>": value.qualified_name}
+        if value.args:
+            opened["<arguments>"] = self.open(value.args, inside)
+        state = self.open(value.state, inside)
+        return opened | (state if isinstance(state, dict) else {} if state is None else {"<state>": state})

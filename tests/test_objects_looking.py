@@ -1,0 +1,82 @@
+"""Objects that are only looked at: opened to the last leaf, whatever their classes; never run, never endless."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from collections import OrderedDict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megackpt import CorruptCheckpoint, UntrustedClass, objects
+from megackpt.objects.looking import look
+
+
+class Colour(enum.Enum):
+    """A class that is not trusted."""
+
+    RED = 3
+
+
+class Config:
+    """Another one, with state."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+def test_unknown_classes_are_shown_by_name() -> None:
+    blob = objects.dump({"c": Config(a=1, inner=Config(b=[Colour.RED])), "kind": Config})
+    with pytest.raises(UntrustedClass):
+        objects.load(blob)
+    assert look(blob) == {
+        "c": {
+            "<class>": f"{__name__}.Config",
+            "a": 1,
+            "inner": {
+                "<class>": f"{__name__}.Config",
+                "b": [{"<class>": f"{__name__}.Colour", "<arguments>": [3]}],
+            },
+        },
+        "kind": f"<class {__name__}.Config>",
+    }
+
+
+def test_known_containers_are_opened() -> None:
+    value = {
+        "namespace": argparse.Namespace(x=(1, {2})),
+        "ordered": OrderedDict(a=deque([1])),
+        "array": np.array([Config(a=1), None], dtype=object),
+        "scalar": np.float64(0.5),
+    }
+    assert look(objects.dump(value)) == {
+        "namespace": {"x": [1, [2]]},
+        "ordered": {"a": [1]},
+        "array": [{"<class>": f"{__name__}.Config", "a": 1}, None],
+        "scalar": 0.5,
+    }
+    assert torch.equal(look(objects.dump(torch.arange(3))), torch.arange(3))
+
+
+def test_it_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    assert look(objects.dump(loop)) == [1, "..."]
+    deep: Any = 1
+    for _ in range(300):
+        deep = [deep]
+    told = look(objects.dump(deep))
+    levels = 0
+    while isinstance(told, list):
+        told, levels = told[0], levels + 1
+    assert (told, levels) == ("...", 101)
+    monkeypatch.setattr("megackpt.objects.looking._PARTS", 10)
+    assert look(objects.dump(list(range(20)))) == [*range(9), *["..."] * 11]
+
+
+def test_damage_is_told() -> None:
+    with pytest.raises(CorruptCheckpoint, match="here: "):
+        look(objects.dump([1])[:-30], "here")
