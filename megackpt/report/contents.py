@@ -1,0 +1,193 @@
+"""What the shard map tells, as columns of plain JSON values: of a manifest, or of declarations.
+
+Many pieces are told as columns (a list of numbers each), sorted by tensor. Offsets and extents are ragged: row
+after row, with as many numbers as the tensor has dimensions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.coverage import miscounted, shapes_table, uncovered
+from megackpt.planning.dedup import assign
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    Declarations,
+    Int32,
+    Manifest,
+    TensorEntry,
+    is_main_replica,
+)
+
+Contents = dict[str, Any]
+
+REGIONS = 64  # holes, overlaps and boxes out of bounds told of one tensor
+LOCATED = 1000  # tensors of which they are looked for
+JUDGED = 10  # axes of stored tensors that are judged: the cost doubles with each, and files may lie
+OUTSIDE = -1  # stands for the count of a region that is no part of the tensor
+
+
+def of_manifest(manifest: Manifest) -> Contents:
+    """What is stored: each chunk a piece, with the rank that wrote it and the bytes that hold it."""
+    chunks = manifest.chunks
+    order = _by_place(chunks.tensor, chunks.boxes)
+    stored = _as_declared(manifest, order)
+    suspects = _suspects(stored)
+    name, version = manifest.backend
+    return {
+        "kind": "checkpoint",
+        "facts": [
+            ["format", f"{name} {version}" if name else "not written yet"],
+            ["save", manifest.save_id],
+            ["sizes", "" if manifest.encoding == "raw" else "with what the format adds to each chunk"],
+        ],
+        "encoding": manifest.encoding,
+        "block": DIGEST_BLOCK if len(chunks.digests) else 0,
+        "ranks": len(np.unique(chunks.writer[chunks.writer >= 0])),
+        **_tensors(manifest.tensors, manifest.grids),
+        "pieces": {
+            **_pieces(manifest.tensors, stored.tensor, stored.boxes),
+            "writer": chunks.writer[order].tolist(),
+            "file": chunks.file[order].tolist(),
+            "start": chunks.start[order].tolist(),
+            "length": chunks.length[order].tolist(),
+        },
+        "files": list(manifest.files),
+        "small": [],
+        "holders": None,
+        "replicas": [],
+        "problems": [[number, ""] for number in suspects],
+        "flaws": _flaws(stored, suspects),
+    }
+
+
+def of_declarations(declared: Declarations, balance: bool) -> Contents:
+    """What ranks hold: each distinct box a piece, with its holders and the one of them that will write it."""
+    shards = declared.shards()
+    first = shards.first
+    shard_of = np.empty(len(declared), np.int64)
+    shard_of[shards.order] = shards.number
+    writing = assign(declared, balance, shards)
+    writer = np.full(len(shards), -1, np.int64)
+    writer[shard_of[writing]] = declared.rank[writing]
+    told = {problem.key: problem.text for problem in uncovered(declared, shards)}
+    keys = [entry.key for entry in declared.tensors]
+    suspects = [number for number, key in enumerate(keys) if key in told]
+    times = Counter(keys)  # where a key stands for several tensors, none of them has all boxes
+    order = _by_place(declared.tensor[first], declared.boxes.take(first))
+    groups = [shards.rows(group) for group in order.tolist()]
+    rows = np.concatenate(groups) if groups else np.zeros(0, np.int64)
+    holding = np.unique(declared.rank)
+    world = np.arange(len(declared.domains)) if len(declared.domains) > 1 else holding
+    return {
+        "kind": "declaration",
+        "facts": [["written by", "the least loaded holder of each box" if balance else "main replicas"]],
+        "encoding": "raw",
+        "block": 0,
+        "ranks": len(np.union1d(world, holding)),
+        "idle": np.setdiff1d(world, holding).tolist(),
+        **_tensors(declared.tensors, [None] * len(declared.tensors)),
+        "pieces": {
+            **_pieces(declared.tensors, declared.tensor[first[order]], declared.boxes.take(first[order])),
+            "writer": writer[order].tolist(),
+            "length": declared.nbytes[first[order]].tolist(),
+        },
+        "files": [],
+        "small": [],
+        "holders": {
+            "count": np.diff(shards.bounds)[order].tolist(),
+            "rank": declared.rank[rows].tolist(),
+            "replica": declared.replica[rows].tolist(),
+        },
+        "replicas": [[str(replica), is_main_replica(replica)] for replica in declared.replica_ids],
+        "problems": [[number, told[keys[number]]] for number in suspects],
+        "flaws": _flaws(declared, [number for number in suspects if times[keys[number]] == 1]),
+    }
+
+
+def _as_declared(manifest: Manifest, order: Int64) -> Declarations:
+    """The chunks in this order as if each were the one main replica of its box: so they can be judged."""
+    chunks = manifest.chunks
+    zero = np.zeros(len(order), np.int32)
+    return Declarations(
+        manifest.tensors,
+        chunks.tensor[order],
+        chunks.boxes.take(order),
+        (0,),
+        zero,
+        zero.astype(np.bool_),
+        chunks.length[order],
+        chunks.writer[order],
+    )
+
+
+def _suspects(stored: Declarations) -> list[int]:
+    """The tensors that their chunks do not cover exactly once."""
+    few = np.array([len(entry.meta.shape) <= JUDGED for entry in stored.tensors], np.bool_)
+    wrong = {problem.key for problem in uncovered(stored.take(few[stored.tensor]))}
+    seen = np.bincount(stored.tensor, minlength=len(stored.tensors))
+    table = enumerate(stored.tensors)
+    return [n for n, e in table if e.key in wrong or (not seen[n] and 0 not in e.meta.shape)]
+
+
+def _by_place(tensor: NDArray[Any], boxes: Boxes) -> Int64:
+    return np.lexsort([*boxes.offset.T[::-1], tensor]).astype(np.int64)
+
+
+def _tensors(entries: Sequence[TensorEntry], grids: Sequence[tuple[int, ...] | None]) -> Contents:
+    dtypes = sorted({entry.meta.dtype for entry in entries})
+    number = {name: i for i, name in enumerate(dtypes)}
+    return {
+        "dtypes": dtypes,
+        "tensors": {
+            "key": [entry.key for entry in entries],
+            "dtype": [number[entry.meta.dtype] for entry in entries],
+            "ndim": [len(entry.meta.shape) for entry in entries],
+            "shape": [extent for entry in entries for extent in entry.meta.shape],
+            "grid": [grid and list(grid) for grid in grids],
+        },
+    }
+
+
+def _pieces(entries: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> Contents:
+    ndim = np.array([len(entry.meta.shape) for entry in entries], np.int64)
+    wide = boxes.widened(int(ndim.max(initial=0)))
+    own = np.arange(wide.width) < ndim[tensor][:, None]
+    return {
+        "count": np.bincount(tensor, minlength=len(entries)).tolist(),
+        "offset": wide.offset[own].tolist(),
+        "extent": wide.shape[own].tolist(),
+    }
+
+
+def _flaws(declared: Declarations, suspects: Sequence[int]) -> Contents:
+    """Where tensors are not covered exactly once: regions, each with how often it is."""
+    found = [(n, box, count) for n in suspects[:LOCATED] for box, count in _regions(declared, n)]
+    return {
+        "tensor": [number for number, _, _ in found],
+        "count": [count for _, _, count in found],
+        "offset": [o for _, box, _ in found for o in box.offset],
+        "extent": [s for _, box, _ in found for s in box.shape],
+        "most": REGIONS,
+    }
+
+
+def _regions(declared: Declarations, number: int) -> Iterator[tuple[Box, int]]:
+    """At most REGIONS of each: boxes out of bounds, then holes and overlaps."""
+    shape = declared.tensors[number].meta.shape
+    if len(shape) > JUDGED:
+        return
+    mine = declared.take(np.flatnonzero(declared.tensor == number))
+    boxes = mine.boxes.widened(len(shape))
+    whole = shapes_table(declared.tensors[number : number + 1], boxes.width)
+    leaves = (boxes.offset < 0) | (boxes.shape < 0) | (boxes.stop > whole)
+    outside = dict.fromkeys(boxes.row(int(i), len(shape)) for i in np.flatnonzero(leaves.any(axis=1)))
+    yield from ((box, OUTSIDE) for box in islice(outside, REGIONS))
+    yield from islice(miscounted(mine.boxes.take(mine.main), shape), REGIONS)

@@ -1,0 +1,110 @@
+// The page itself: header, tree and what is chosen in it. Runs last.
+
+/** @param {Contents} contents */
+function header(contents) {
+  const { told } = contents;
+  const all = contents.keys.map((_, t) => t);
+  const objects = all.filter((t) => contents.isObject(t)).length;
+  const elements = all.reduce((sum, t) => sum + (contents.isObject(t) ? 0 : contents.elements(t)), 0);
+  const total = contents.tensorBytes.reduce((sum, n) => sum + n, 0);
+  /** @type {[string, string | null][]} */
+  const figures = [
+    ["bytes", bytes(total)],
+    ["tensors", count(contents.size - objects)],
+    ["objects", objects ? count(objects) : null],
+    ["elements", short(elements)],
+    [contents.declared ? "boxes" : "chunks", count(contents.owner.length)],
+    ["files", contents.declared ? null : count(told.files.length)],
+    ["ranks", told.ranks ? count(told.ranks) : null],
+  ];
+  const about = told.facts.map((/** @type {[string, string]} */ [name, value]) => {
+    const kind = name === "save" || name === "in" ? "key" : "";
+    return value && make("span", {}, make("span", { class: "dim" }, `${name} `), make("span", { class: kind }, value));
+  });
+  const known = figures.filter(([, value]) => value !== null);
+  const shown = known.map(([name, value]) => make("div", {}, make("dd", {}, value), make("dt", {}, name)));
+  return make(
+    "header",
+    { class: "top" },
+    make(
+      "div",
+      {},
+      make("p", { class: "eyebrow" }, `Shard map of a ${told.kind}`),
+      make("h1", {}, told.title),
+      make("p", { class: "about" }, ...about),
+    ),
+    make("dl", { class: "figures" }, ...shown),
+  );
+}
+
+/** 7,012,345,678 as "7.01 G". @param {number} n */
+function short(n) {
+  const power = Math.min(5, Math.floor(Math.log10(Math.max(1, n)) / 3));
+  return power ? `${(n / 1000 ** power).toPrecision(3)} ${["", "k", "M", "G", "T", "P"][power]}` : count(n);
+}
+
+/** @param {Contents} contents */
+function start(contents) {
+  const keys = new Keys(contents);
+  const detail = make("main", { id: "detail", tabindex: -1 });
+  /** @type {Node_} */
+  let current = keys.root;
+
+  /** @param {Node_} node */
+  const address = (node) => ("tensor" in node ? `#t${node.tensor}` : `#b${node.id}`);
+  const addressed = () => {
+    const [, kind, number] = /^#([tb])(\d+)$/.exec(location.hash) ?? [];
+    return (kind === "t" ? keys.leaves.get(Number(number)) : keys.branches[Number(number)]) ?? keys.root;
+  };
+  const show = () => {
+    detail.replaceChildren("tensor" in current ? new TensorView(page, current).element : branchView(page, current));
+    detail.scrollTop = 0;
+  };
+  /** @param {Node_} node @param {"key" | "click"} [by] */
+  const go = (node, by = "click") => {
+    if (node === current) return;
+    current = node;
+    tree.reveal(node);
+    show();
+    if (document.activeElement === document.body) detail.focus({ preventScroll: true }); // what was clicked is gone
+    if (by === "click") location.hash = address(node);
+    else location.replace(address(node)); // moving about with keys leaves no trail
+  };
+  /** @type {Page} */
+  const page = {
+    contents,
+    keys,
+    go,
+    onlyFile: (file) => only(contents.told.files[file], { file }),
+    onlyRank: (rank) => only(`rank ${rank}`, { rank }),
+  };
+  /** @param {string} label @param {{file?: number, rank?: number}} wanted */
+  const only = (label, wanted) => tree.restrict({ label, tensors: contents.tensorsWith(wanted) });
+  const tree = new Tree(keys, go);
+
+  document.body.replaceChildren(header(contents), make("div", { class: "middle" }, tree.element, detail));
+  addEventListener("hashchange", () => go(addressed()));
+  darkness.addEventListener("change", show);
+  addEventListener("keydown", (event) => {
+    const typing = event.target instanceof HTMLInputElement || event.target instanceof HTMLSelectElement;
+    if (typing || event.ctrlKey || event.metaKey) return;
+    if (event.key === "/") {
+      event.preventDefault();
+      tree.input.select();
+    } else if (event.target === document.body && event.key.startsWith("Arrow")) {
+      tree.rows.element.focus();
+      tree.rows.pressed(event);
+    }
+  });
+  current = addressed();
+  tree.reveal(current);
+  show();
+}
+
+try {
+  start(await unpacked(/** @type {HTMLElement} */ (document.getElementById("data")).textContent ?? ""));
+  document.documentElement.dataset.ready = "yes";
+} catch (error) {
+  document.body.append(make("p", { class: "failed", role: "alert" }, `This page cannot be shown: ${error}`));
+  throw error;
+}
