@@ -169,7 +169,8 @@ class Request:
         # The caller's function gets containers of its own: what it takes out is saved all the same.
         compared = None if compare is None else compare(tree.copied(common))
         named = f"{backend.name} {backend.version}"
-        what = f"{named} {policy} size={group.size} checked={compared is not None}"
+        options = getattr(backend, "__dict__", {})  # they may decide where things are to be
+        what = f"{named} {options} {policy} size={group.size} checked={compared is not None}"
         return cls(
             directory,
             backend,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.planning.box import Box
+from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     Bool,
     Declarations,
@@ -22,6 +24,8 @@ from megackpt.planning.manifest import (
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
 from megackpt.runtime.storage import Storage
+
+CONFIG = "metadata.json"
 
 
 class Source(Protocol):
@@ -62,6 +66,41 @@ class Finished:
 
     manifest: Manifest
     files: Mapping[str, bytes] = field(default_factory=dict)
+    scratch: Collection[str] = ()
+    """Files that ranks wrote, and that the format has taken what it needs out of: the commit removes them."""
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig:
+    """The content of ``metadata.json``: which format, in Megatron's words.
+
+    Source: megatron-core 0.16, ``dist_checkpointing/core.py``, which refuses a file with any other field; 0.19
+    writes the first two only.
+    """
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+
+def read_config(root: Storage) -> CheckpointingConfig | None:
+    """What ``metadata.json`` says, or None where there is none. Unknown fields are ignored, as by Megatron >= 0.19."""
+    if root.size(CONFIG) is None:
+        return None
+    try:
+        fields = json.loads(root.get(CONFIG, limit=1 << 20))
+        name, version = fields["sharded_backend"], fields.get("sharded_backend_version", 1)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(
+            f"{root.location}/{CONFIG} is damaged: it does not say which format wrote the checkpoint"
+        ) from error
+    if not isinstance(name, str) or not isinstance(version, int):
+        raise CorruptCheckpoint(
+            f"{root.location}/{CONFIG} is damaged: {name!r}, {version!r} are no name and version"
+        )
+    common = fields.get("common_backend", "torch"), fields.get("common_backend_version", 1)
+    return CheckpointingConfig(name, version, *common)
 
 
 class Backend(ABC):
@@ -72,11 +111,18 @@ class Backend(ABC):
     reads: ClassVar[Collection[int]]
     """The versions that it can read."""
     gridded: ClassVar[bool] = False
-    """True: items are whole cells of a regular grid (see plan_save); False: any box."""
-    last_file: ClassVar[str] = "metadata.json"
-    """The file whose appearance is the commit."""
+    """True: items are cells of a regular grid, or pieces of such that ranks share (see SavePolicy); False: any box."""
+    max_item_bytes: ClassVar[int | None] = None
+    """Items are cut below this: the most that is taken into memory, or put into a file, at a time."""
+    encoding: str = "raw"
+    """What the manifest of a save is to say of its chunks; see Manifest."""
     follows_links: ClassVar[bool] = False
     """May data files be links to files elsewhere? (See Storage.following; for formats that bear no code.)"""
+
+    @property
+    def last_file(self) -> str:
+        """The file whose appearance is the commit."""
+        return CONFIG
 
     @abstractmethod
     def files(self, ranks: int, manifest: Manifest) -> list[str]:
@@ -113,9 +159,40 @@ class Backend(ABC):
         """
         return np.full(len(manifest.chunks), manifest.encoding == "raw")
 
-    @abstractmethod
+    def count_files(self, plan: SavePlan) -> int:
+        """To how many files a rank with this plan writes, about: for rehearsals. By default, one for each row."""
+        return len(plan) if plan.places is None else len({place.file for place in plan.places if place})
+
+    def lone_file(self, manifest: Manifest) -> str:  # noqa: ARG002
+        """The name of the one file that holds all of this manifest, for formats whose files need no directory.
+
+        BackendError where it takes more than one, or the format keeps directories only.
+        """
+        raise BackendError(f"the format {self.name!r} takes a directory, not one file")
+
+    def decoded(self, manifest: Manifest) -> Int64:
+        """For each chunk, the bytes that come into memory when any part of it is read; 0: no more than the part."""
+        return np.zeros(len(manifest.chunks), np.int64)
+
+    def config(self) -> dict[str, bytes]:
+        """``metadata.json`` and its content, for formats whose ``finish`` ends with it."""
+        fields = asdict(CheckpointingConfig(self.name, self.version))
+        return {CONFIG: json.dumps(fields).encode()}
+
     def recognises(self, root: Storage) -> bool:
-        """Is a complete checkpoint of this format here? Cheap: looks at names and first bytes only."""
+        """Is a complete checkpoint of this format here? Cheap: looks at names and first bytes only.
+
+        By default: does ``metadata.json`` say so?
+        """
+        try:
+            config = read_config(root)
+        except CorruptCheckpoint:
+            return False
+        return (
+            config is not None
+            and config.sharded_backend == self.name
+            and config.sharded_backend_version in self.reads
+        )
 
     @abstractmethod
     def read_manifest(self, root: Storage) -> Manifest:
@@ -138,6 +215,9 @@ def plan_in_format(
     backend: Backend, parts: Sequence[Declarations], policy: SavePolicy, validate: bool = True
 ) -> tuple[list[SavePlan], Manifest]:
     """``plan_save`` as this format needs it: on its grid, with the places that it knows beforehand."""
-    plans, manifest = plan_save(parts, replace(policy, gridded=backend.gridded), validate)
+    asked = replace(
+        policy, gridded=backend.gridded, max_item_bytes=policy.max_item_bytes or backend.max_item_bytes
+    )
+    plans, manifest = plan_save(parts, asked, validate)
     places = backend.layout(manifest)
     return plans if places is None else [plan.placed(places) for plan in plans], manifest

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from megackpt.checkpoint.committing import Place, begin, commit, place_of
 from megackpt.checkpoint.index import INDEX, decode_index, encode_index
-from megackpt.checkpoint.opening import Opened, absolute, find_storage, open_checkpoint, open_same
+from megackpt.checkpoint.opening import (
+    Opened,
+    absolute,
+    as_read_by,
+    backend_of,
+    find_storage,
+    open_checkpoint,
+    open_same,
+)
 from megackpt.checkpoint.verifying import Report, verify
 
 __all__ = [
@@ -13,6 +21,8 @@ __all__ = [
     "Place",
     "Report",
     "absolute",
+    "as_read_by",
+    "backend_of",
     "begin",
     "commit",
     "decode_index",

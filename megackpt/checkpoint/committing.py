@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from megackpt.backends.base import Backend
@@ -27,10 +27,26 @@ from megackpt.checkpoint.marker import (
     staging_name,
 )
 from megackpt.checkpoint.opening import Directory, absolute, incomplete, shortfalls
-from megackpt.checkpoint.replacing import clean_up, discard, free_name, logger, own_names, publish, retire
-from megackpt.errors import CheckpointExists, CheckpointingException, SaveInProgress, StorageError
+from megackpt.checkpoint.replacing import (
+    clean_up,
+    discard,
+    folder_of,
+    free_name,
+    logger,
+    own_names,
+    publish,
+    retire,
+)
+from megackpt.checkpoint.verifying import damage
+from megackpt.errors import (
+    CheckpointExists,
+    CheckpointingException,
+    CorruptCheckpoint,
+    SaveInProgress,
+    StorageError,
+)
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import LocalStorage, digest
+from megackpt.runtime.storage import TEMPORARY, LocalStorage, digest
 
 _NAMED = 5  # missing files that a message names
 _PAUSES = (0.0, 0.2, 1.0, 3.0)  # seconds; a network file system may show a new file a little later
@@ -39,15 +55,27 @@ _PAUSES = (0.0, 0.2, 1.0, 3.0)  # seconds; a network file system may show a new 
 class Place:
     """Where one save writes, from its beginning to its commit. Ranks write below ``path``."""
 
-    def __init__(self, outer: LocalStorage, name: str, save_id: str, *, staged: bool, made: bool) -> None:
+    def __init__(
+        self,
+        outer: LocalStorage,
+        name: str,
+        save_id: str,
+        *,
+        staged: bool,
+        made: bool = False,
+        resumed: bool = False,
+    ) -> None:
         self.save_id = save_id
         self.name = name
         self.outer = outer
         self.staged = staged
+        self.resumed = resumed
+        """A dead save of this id is gone on with: what it has written is there (see ``keep_only``)."""
         self._made = made
         self._committed = False
+        self._scratch: tuple[str, ...] = ()
         self.storage = outer.folder(staging_name(name, save_id) if staged else name)
-        self.marker = Marker(save_id)
+        self.marker = Marker(save_id, names=self._inherited() if resumed else ())
         active.add(save_id)
         try:
             self.marker.put(self.storage)
@@ -58,22 +86,47 @@ class Place:
         # A place that is dropped without a word is a dead save too.
         self._ended = weakref.finalize(self, _end, beat, save_id)
 
+    def _inherited(self) -> tuple[str, ...]:
+        """The names that the dead save may have made. Of several that would go on with it, one gets the lock."""
+        free = self.storage.lock()
+        dead = next((marker for marker in markers(self.storage) if marker.save_id == self.save_id), None)
+        if not free or dead is None or dead.lives(self.storage):
+            raise SaveInProgress(f"another process goes on with the save {self.save_id} in {self.path}")
+        return dead.names
+
     @property
     def path(self) -> str:
         """The directory that ranks write to."""
         return self.storage.location
 
-    def announce(self, names: Iterable[str]) -> None:
+    def announce(self, names: Iterable[str], scratch: Iterable[str] = ()) -> None:
         """Note the top-level names that this save may make, before any is made.
 
         What bears such a name already, in a directory that holds no checkpoint, is moved to ``NAME.old``.
+        ``scratch`` are files for the time of the save only: the commit removes them.
         """
-        new = {name.partition("/")[0] for name in (*names, INDEX)} - set(self.marker.names)
+        self._scratch = (*self._scratch, *scratch)
+        new = {name.partition("/")[0] for name in (*names, *self._scratch, INDEX)} - set(self.marker.names)
         for name in sorted(new.intersection(self.storage.list())):
             moved = free_name(self.storage, name)
             logger.warning("%s is in the way of a save: it is now %s", f"{self.path}/{name}", moved)
             self.storage.rename(name, moved)
         self._mark(names=(*self.marker.names, *sorted(new)))
+
+    def keep_only(self, files: Collection[str]) -> None:
+        """Of all that this save has made so far (being a resumed one), keep these files and its scratch."""
+        kept = {*files, *self._scratch}
+        folders = {
+            "/".join(parts[:i]) for name in kept for parts in [name.split("/")] for i in range(1, len(parts))
+        }
+        torn = [name for name in self.storage.list() if name.startswith(TEMPORARY)]
+        waiting = [*self.marker.names, *torn]
+        while waiting:
+            name = waiting.pop()
+            if name in folders:
+                waiting += [f"{name}/{entry}" for entry in self.storage.list(name)]
+            elif name not in kept:
+                self.storage.delete(name)
 
     def abort(self) -> None:
         """Remove what this save made, and nothing else. What cannot be removed is left to the next save."""
@@ -100,15 +153,17 @@ class Place:
 
     def fill(self, small: dict[str, bytes], manifest: Manifest) -> None:
         """Write the small files and the index; the last one completes the directory."""
-        *first, last = list(small) or [INDEX]
         self.announce(small)
         index = encode_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
-        self._mark(last=last)
-        for name in first:
-            self.storage.put(name, small[name])
-        self.storage.put(INDEX, index)
-        if small:
-            self.storage.put(last, small[last])
+        ordered = list(small.items())
+        ordered.insert(max(len(ordered) - 1, 0), (INDEX, index))
+        *first, last = ordered
+        self._mark(last=last[0])
+        for name, data in first:
+            self.storage.put(name, data)
+        for name in self._scratch:
+            self.storage.delete(name)
+        self.storage.put(*last)
 
     def publish(self) -> None:
         """Make the complete directory the one that readers find, and leave nothing behind."""
@@ -147,10 +202,11 @@ def _end(beat: Heartbeat, save_id: str) -> bool:
     return True
 
 
-def begin(directory: Directory, *, save_id: str, overwrite: bool = True) -> Place:
+def begin(directory: Directory, *, save_id: str, overwrite: bool = True, resume: bool = False) -> Place:
     """Prepare the place where a new checkpoint grows, so that no reader takes it for one.
 
-    The directory and its parents are made; a symbolic link is followed. Leftovers of dead saves are removed.
+    The directory and its parents are made; a symbolic link is followed. Leftovers of dead saves are removed, but
+    for those of this very id with ``resume``: then the save goes on in the dead one's place (``Place.resumed``).
 
     Raises:
         SaveInProgress: another live save is at work there.
@@ -164,16 +220,33 @@ def begin(directory: Directory, *, save_id: str, overwrite: bool = True) -> Plac
     if outer.size(name) is not None:
         raise StorageError(f"cannot save to {target}: a file is in the way")
     try:
-        return _begun(outer, name, save_id, overwrite)
+        return _begun(outer, name, save_id, overwrite, resume)
     except (StorageError, FileNotFoundError):
         _refuse_rivals(outer, name, save_id)  # two that begin at once trip over one another's steps
         raise
 
 
-def _begun(outer: LocalStorage, name: str, save_id: str, overwrite: bool) -> Place:
-    target = f"{outer.location.rstrip('/')}/{name}"
+def completed(directory: Directory, save_id: str) -> bool:
+    """Has a save of this id that died since completed this directory? What it left to be cleared up is cleared up."""
+    above, name = os.path.split(os.path.realpath(absolute(directory)))
+    try:
+        outer = LocalStorage(above)
+        target = outer.folder(name)
+    except (FileNotFoundError, NotADirectoryError, CorruptCheckpoint):
+        return False
+    if not any(m.save_id == save_id and m.finished(target) and not m.lives(target) for m in markers(target)):
+        return False
     _refuse_rivals(outer, name)
     clean_up(outer, name)
+    return True
+
+
+def _begun(outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume: bool) -> Place:
+    target = f"{outer.location.rstrip('/')}/{name}"
+    _refuse_rivals(outer, name)
+    clean_up(outer, name, spared=save_id if resume else "")
+    if resume and (place := _taken_over(outer, name, save_id, overwrite)):
+        return place
     made = outer.make_folder(name)
     staged = not made and incomplete(outer.folder(name)) is None
     if staged:
@@ -194,8 +267,21 @@ def _begun(outer: LocalStorage, name: str, save_id: str, overwrite: bool) -> Pla
         raise
     if not staged and incomplete(place.storage, save_id) is None:
         place.abort()  # a rival has completed one since we looked: it is replaced, not written into
-        return _begun(outer, name, save_id, overwrite)
+        return _begun(outer, name, save_id, overwrite, resume)
     return place
+
+
+def _taken_over(outer: LocalStorage, name: str, save_id: str, overwrite: bool) -> Place | None:
+    """The place of a dead save of this id, if there is one."""
+    for entry in (staging_name(name, save_id), name):
+        folder, target = folder_of(outer, entry), folder_of(outer, name)
+        if folder is None or folder.size(PREFIX + save_id) is None:
+            continue
+        staged = entry != name
+        if staged and target is not None and incomplete(target) is None:
+            _check_replaceable(f"{outer.location.rstrip('/')}/{name}", overwrite)
+        return Place(outer, name, save_id, staged=staged, resumed=True)
+    return None
 
 
 def place_of(directory: Directory, save_id: str) -> LocalStorage:
@@ -270,18 +356,25 @@ def _refuse_rivals(outer: LocalStorage, name: str, own: str = "") -> None:
                 )
 
 
-def commit(place: Place, backend: Backend, manifest: Manifest) -> None:
+def commit(place: Place, backend: Backend, manifest: Manifest, reread: bool = False) -> None:
     """All ranks have written: make it a checkpoint, in one atomic step.
 
     ``manifest`` has the locations that the ranks reported. When this raises, nothing is committed, and
     ``place.abort()`` is the caller's next call; when it returns, the checkpoint is complete and durable.
+    With ``reread`` all that was written is read once more before, and compared with its digests.
 
     Raises:
         StorageError: the disk refused, or files that ranks wrote are not to be seen from here.
+        CorruptCheckpoint: what is read again is not what was written.
     """
-    manifest = replace(manifest, backend=(backend.name, backend.version), save_id=place.save_id)
+    written_by = backend.name, backend.version
+    manifest = replace(manifest, backend=written_by, encoding=backend.encoding, save_id=place.save_id)
     _check_files(place.storage, manifest)
     finished = backend.finish(place.storage, manifest)
+    if reread and (problems := damage(place.storage, backend, finished.manifest)):
+        raise CorruptCheckpoint("what was written is not what is read again:\n" + "\n".join(problems))
+    if finished.scratch:
+        place.announce((), scratch=finished.scratch)
     place.fill(dict(finished.files), finished.manifest)
     place.publish()
 

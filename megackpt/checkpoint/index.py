@@ -30,7 +30,7 @@ from megackpt.checkpoint.columns import damaged, pack
 from megackpt.checkpoint.unpacking import Columns, Dims, SmallFiles, column_names, decode_body, parse_head
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Boxes, Int64
-from megackpt.planning.manifest import DIGEST_SIZE, ITEMSIZE, Chunks, Manifest, TensorEntry, TensorMeta
+from megackpt.planning.manifest import DIGEST_SIZE, ITEMSIZE, Manifest, TensorEntry, TensorMeta
 from megackpt.runtime.storage import digest
 
 INDEX = "megackpt.index"
@@ -109,25 +109,7 @@ def _sorted_by_tensor(manifest: Manifest) -> Manifest:
     if not (np.diff(chunks.tensor) < 0).any():
         return manifest
     order = np.argsort(chunks.tensor, kind="stable")
-    taken = Chunks(
-        chunks.tensor[order],
-        chunks.boxes.take(order),
-        chunks.writer[order],
-        chunks.file[order],
-        chunks.start[order],
-        chunks.length[order],
-        chunks.digests[_rows_of(chunks.block_bounds, order)] if len(chunks.digests) else chunks.digests,
-    )
-    return replace(manifest, chunks=taken)
-
-
-def _rows_of(bounds: Int64, order: Int64) -> Int64:
-    """The rows of the ranges ``bounds[i]:bounds[i + 1]``, the ranges taken in this order."""
-    counts = np.diff(bounds)[order]
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    starts: Int64 = np.repeat(bounds[order] - (ends - counts), counts)
-    return starts + np.arange(total)
+    return replace(manifest, chunks=chunks.take(order, chunks.block_bounds))
 
 
 def _columns(manifest: Manifest) -> tuple[Columns, bool]:

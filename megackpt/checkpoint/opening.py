@@ -15,6 +15,7 @@ from megackpt.checkpoint.index import INDEX, START, decode_index, head_length
 from megackpt.checkpoint.marker import PREFIX, markers, siblings
 from megackpt.checkpoint.unpacking import parse_head
 from megackpt.errors import (
+    BackendError,
     CheckpointingException,
     CheckpointReplaced,
     CorruptCheckpoint,
@@ -23,6 +24,7 @@ from megackpt.errors import (
 )
 from megackpt.planning.manifest import Manifest
 from megackpt.runtime.storage import LocalStorage, SingleFile, digest
+from megackpt.strategies import Strategy
 
 Directory = str | os.PathLike[str]
 
@@ -49,21 +51,23 @@ def absolute(directory: Directory) -> str:
     return os.path.abspath(path)
 
 
-def open_checkpoint(directory: Directory) -> Opened:
+def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Opened:
     """Open a complete checkpoint and read what it holds: by its index, else by the format's own account.
 
     The directory is opened once. What is later read through ``storage`` belongs to this checkpoint even when
     the path is given to another one meanwhile. The small files that the index names are checked against it.
+    ``asked`` is the format that the caller names; it decides where a directory could be of several.
 
     Raises:
         NotACheckpoint: "directory X does not exist", or nothing complete is in it, with the reason.
         CorruptCheckpoint: the index or a small file is damaged, or they do not belong together.
-        BackendError: the format is unknown or needs a package that is not there.
+        BackendError: the format is unknown or needs a package that is not there, several formats recognise the
+            directory, or it is not of the one asked for.
     """
     for attempt in range(1, _ATTEMPTS + 1):
-        storage = find_storage(directory)
+        storage = find_storage(directory, asked)
         try:
-            opened = _read(storage)
+            opened = _read(storage, asked)
         except (CheckpointingException, FileNotFoundError):
             if attempt == _ATTEMPTS or storage.is_current():
                 raise
@@ -74,12 +78,12 @@ def open_checkpoint(directory: Directory) -> Opened:
     raise CheckpointReplaced(f"{os.fspath(directory)} is being replaced again and again")
 
 
-def open_same(directory: Directory, save_id: str) -> LocalStorage:
+def open_same(directory: Directory, save_id: str, asked: Strategy | None = None) -> LocalStorage:
     """The storage of a checkpoint that another rank has opened, on this rank.
 
     ``save_id`` is its manifest's. Raises CheckpointReplaced if the directory bears another one by now.
     """
-    storage = find_storage(directory)
+    storage = find_storage(directory, asked)
     found = _save_id(storage)
     if found != save_id:
         raise CheckpointReplaced(
@@ -89,12 +93,12 @@ def open_same(directory: Directory, save_id: str) -> LocalStorage:
     return storage
 
 
-def find_storage(directory: Directory) -> LocalStorage:
+def find_storage(directory: Directory, asked: Strategy | None = None) -> LocalStorage:
     """The directory (or file) itself, or what an interrupted replacement set aside; else NotACheckpoint."""
     target = os.path.realpath(absolute(directory))
     try:
         storage = SingleFile(target) if os.path.isfile(target) else LocalStorage(target)
-        reason = incomplete(storage)
+        reason = incomplete(storage, asked=asked)
     except FileNotFoundError:
         reason = f"directory {os.fspath(directory)} does not exist"
     except NotADirectoryError:
@@ -108,7 +112,7 @@ def find_storage(directory: Directory) -> LocalStorage:
     return aside
 
 
-def incomplete(storage: LocalStorage, own: str = "") -> str | None:
+def incomplete(storage: LocalStorage, own: str = "", asked: Strategy | None = None) -> str | None:
     """Why this directory is no complete checkpoint, or None if it is one (perhaps a damaged one).
 
     The marker of the save ``own`` is not looked at.
@@ -121,7 +125,7 @@ def incomplete(storage: LocalStorage, own: str = "") -> str | None:
     if not storage.list():
         return f"{what}: it is empty"
     try:
-        strategies.find_backend(storage)
+        strategies.find_backend(storage, asked)
     except NotACheckpoint as error:
         return str(error)
     except CheckpointingException:
@@ -143,13 +147,23 @@ def set_aside(target: str) -> LocalStorage | None:
     return None
 
 
-def stored_manifest(storage: LocalStorage) -> tuple[Backend, Manifest, dict[str, tuple[int, bytes]]]:
+def stored_manifest(
+    storage: LocalStorage, asked: Strategy | None = None
+) -> tuple[Backend, Manifest, dict[str, tuple[int, bytes]]]:
     """What the checkpoint here says that it holds: its format, its contents, its small files (unchecked)."""
     if storage.size(INDEX) is None:
-        backend = strategies.find_backend(storage)
+        backend = strategies.find_backend(storage, asked)
         return backend, backend.read_manifest(storage), {}
     manifest, small = decode_index(storage.get(INDEX), f"{storage.location}/{INDEX}")
-    return strategies.backend_named(*manifest.backend), manifest, small
+    return backend_of(storage, manifest, asked), manifest, small
+
+
+def backend_of(storage: LocalStorage, manifest: Manifest, asked: Strategy | None = None) -> Backend:
+    """The backend that reads what this manifest tells of. BackendError where it cannot, or another was asked for."""
+    try:
+        return strategies.reader_of(*manifest.backend, asked)
+    except BackendError as error:
+        raise BackendError(f"{storage.location}: {error}") from error
 
 
 def small_file_problems(storage: LocalStorage, small: Mapping[str, tuple[int, bytes]]) -> list[str]:
@@ -186,8 +200,8 @@ def shortfalls(storage: LocalStorage, manifest: Manifest) -> list[Shortfall]:
     return [short for short in found if short.size is None or short.size < short.needed]
 
 
-def _read(storage: LocalStorage) -> Opened:
-    backend, manifest, small = stored_manifest(storage)
+def _read(storage: LocalStorage, asked: Strategy | None = None) -> Opened:
+    backend, manifest, small = stored_manifest(storage, asked)
     problems = small_file_problems(storage, small)
     if problems:
         raise CorruptCheckpoint("\n".join(problems))

@@ -24,7 +24,7 @@ from megackpt.runtime.storage import TEMPORARY, LocalStorage
 
 logger = logging.getLogger("megackpt.checkpoint")
 
-_FIXED = frozenset((INDEX, "metadata.json", ".metadata", "common.pt"))
+_FIXED = frozenset((INDEX, "metadata.json", ".metadata", "common.pt", "integrity.json"))
 _DATA = re.compile(r".*__\d+_\d+\.distcp")
 _OURS = (PREFIX, TEMPORARY)
 _PASSES = 5  # over a directory that others still put files into
@@ -109,24 +109,29 @@ def free_name(storage: LocalStorage, name: str) -> str:
     return free
 
 
-def clean_up(outer: LocalStorage, name: str) -> None:
-    """Finish or undo what dead saves to ``name`` left behind. No save may be alive there."""
-    target = _folder(outer, name)
+def clean_up(outer: LocalStorage, name: str, spared: str = "") -> None:
+    """Finish or undo what dead saves to ``name`` left behind. No save may be alive there.
+
+    What the unfinished save of the id ``spared`` has written stays.
+    """
+    target = folder_of(outer, name)
     for marker in markers(target) if target else ():
         if marker.finished(target or outer):
             retire(outer, name, marker)
     for sibling, save_id in siblings(outer, name).items():
-        folder = _folder(outer, sibling)
+        folder = folder_of(outer, sibling)
         if folder is not None and folder.size(PREFIX + save_id) is None:
             _settle(outer, name, sibling, folder)
     for sibling, save_id in siblings(outer, name).items():
-        folder = _folder(outer, sibling)
+        folder = folder_of(outer, sibling)
         marked = folder is not None and folder.size(PREFIX + save_id) is not None
         # A rival that has begun since we looked is left alone: it will be found when we look again.
-        if marked and folder is not None and not any(marker.lives(folder) for marker in markers(folder)):
+        if not marked or folder is None or save_id == spared:
+            continue
+        if not any(marker.lives(folder) for marker in markers(folder)):
             discard(outer, sibling, PREFIX + save_id)
-    if (target := _folder(outer, name)) is not None:
-        _clean_folder(target)
+    if (target := folder_of(outer, name)) is not None:
+        _clean_folder(target, spared)
 
 
 def discard(outer: LocalStorage, staging: str, marker: str) -> None:
@@ -146,7 +151,8 @@ def discard(outer: LocalStorage, staging: str, marker: str) -> None:
         )
 
 
-def _folder(outer: LocalStorage, name: str) -> LocalStorage | None:
+def folder_of(outer: LocalStorage, name: str) -> LocalStorage | None:
+    """A folder of the root, or None where there is none."""
     try:
         return outer.folder(name)
     except FileNotFoundError:
@@ -158,7 +164,7 @@ def _settle(outer: LocalStorage, name: str, sibling: str, folder: LocalStorage) 
     if all(entry.startswith(_OURS) for entry in folder.list()):
         outer.delete(sibling)
         return
-    target = _folder(outer, name)
+    target = folder_of(outer, name)
     if incomplete(folder) is not None or (target is not None and incomplete(target) is None):
         logger.warning("%s is a leftover that is left alone: look at it and remove it", folder.location)
         return
@@ -171,10 +177,12 @@ def _settle(outer: LocalStorage, name: str, sibling: str, folder: LocalStorage) 
     outer.rename(sibling, name)
 
 
-def _clean_folder(target: LocalStorage) -> None:
+def _clean_folder(target: LocalStorage, spared: str = "") -> None:
     """Remove what dead saves left in the directory itself; of a finished one only its marker is left."""
     for marker in markers(target):
         if not marker.finished(target):
+            if marker.save_id == spared:
+                continue
             for entry in marker.names:
                 target.delete(entry)
         target.delete(marker.name)

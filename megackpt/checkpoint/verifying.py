@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -72,11 +72,22 @@ class Report:
         return "\n".join(lines)
 
 
-def verify(directory: Directory, threads: int = 2) -> Report:
+def _nobody(_nbytes: int) -> None:
+    """Nobody wants to know how far it is."""
+
+
+def verify(
+    directory: Directory,
+    threads: int = 2,
+    *,
+    start: Callable[[int], None] = _nobody,
+    advance: Callable[[int], None] = _nobody,
+) -> Report:
     """Check all bytes of a checkpoint that has digests, in parallel, and all sizes.
 
     Checkpoints without digests are checked by the format's own means, where it has any (torch_dist: the
-    checksums of its zip records).
+    checksums of its zip records). ``start`` is told how many bytes will be compared with digests, ``advance`` (by
+    several threads) how many have been.
 
     Raises NotACheckpoint where there is none; what is wrong with one is reported, not raised.
     """
@@ -88,13 +99,14 @@ def verify(directory: Directory, threads: int = 2) -> Report:
     except CheckpointingException as error:
         return Report(storage.location, 0, 0, 0, False, (str(error),))
     storage = as_read_by(backend, storage)
-    work = _Work(storage, backend, manifest)
+    work = _Work(storage, backend, manifest, advance)
     problems = small_file_problems(storage, small)
     problems += [f"{storage.location}/{short}" for short in shortfalls(storage, manifest)]
     problems += _uncovered(manifest)
     total = int(manifest.chunks.length.sum())
     checked = len(manifest.chunks.digests) > 0 or total == 0
     if checked:
+        start(total)
         problems += work.run(threads)
     else:
         native = backend.verify_native(storage, manifest)
@@ -104,6 +116,11 @@ def verify(directory: Directory, threads: int = 2) -> Report:
     foreign = tuple(entry for entry in storage.list() if entry not in own)
     files = len(manifest.files) + len(small)
     return Report(storage.location, files, len(manifest.tensors), total, checked, tuple(problems), foreign)
+
+
+def damage(storage: LocalStorage, backend: Backend, manifest: Manifest, threads: int = 2) -> list[str]:
+    """Read all chunks of a manifest with digests: what is wrong with any of them."""
+    return _Work(storage, backend, manifest).run(threads)
 
 
 def _uncovered(manifest: Manifest) -> list[str]:
@@ -123,8 +140,15 @@ def _uncovered(manifest: Manifest) -> list[str]:
 class _Work:
     """The chunks of one checkpoint, read and compared with their digests by several threads."""
 
-    def __init__(self, storage: LocalStorage, backend: Backend, manifest: Manifest) -> None:
+    def __init__(
+        self,
+        storage: LocalStorage,
+        backend: Backend,
+        manifest: Manifest,
+        advance: Callable[[int], None] = _nobody,
+    ) -> None:
         self.storage = storage
+        self.advance = advance
         self.backend = backend
         self.manifest = manifest
         self.bounds = manifest.chunks.block_bounds
@@ -179,6 +203,7 @@ class _Work:
             except CheckpointingException as error:
                 yield f"{self.name(row)}: {error}"
                 return
+            self.advance(len(part))
             found = np.frombuffer(digest_blocks(part), np.uint8).reshape(-1, DIGEST_SIZE)
             first = done // DIGEST_BLOCK
             wrong = (found != chunk.digests[first : first + len(found)]).any(axis=1)
@@ -203,6 +228,7 @@ class _Work:
                 self.backend.read(self.storage, plan, _Nowhere(itemsize), True)
             except (CheckpointingException, FileNotFoundError) as error:
                 problems.append(f"{self.name(row)}: {error}")
+            self.advance(int(chunks.length[row]))
         return problems
 
     def name(self, row: int) -> str:

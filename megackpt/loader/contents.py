@@ -13,15 +13,24 @@ from megackpt.errors import NotACheckpoint
 from megackpt.loader.reading import Reading, common_row, destination
 from megackpt.planning.manifest import TensorEntry
 from megackpt.sharded import ShardedObject, ShardedTensor, declare, dtype_named
-from megackpt.strategies import Strategy, StrategyLike
+from megackpt.strategies import (
+    Strategy,
+    StrategyAction,
+    StrategyLike,
+    as_strategy,
+    asked_format,
+    get_default_strategy,
+)
 
 CONTENT_METADATA = "content_metadata"
 CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
 
 
-def load_common_state_dict(checkpoint_dir: str | Path, *, trusted: Sequence[type] = ()) -> dict[Any, Any]:
+def load_common_state_dict(
+    checkpoint_dir: str | Path, *, trusted: Sequence[type] = (), sharded_strategy: StrategyLike = None
+) -> dict[Any, Any]:
     """The common state of a checkpoint: all that was not sharded; {} where none is stored."""
-    opened = open_checkpoint(checkpoint_dir)
+    opened = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy))
     wanted = common_row(opened.manifest)
     reading = Reading(trusted=tuple(trusted))
     values = reading.rows(opened.storage, opened.backend, opened.manifest, wanted, [None] * len(wanted))
@@ -44,23 +53,23 @@ def load_content_metadata(
 
 def load_tensors_metadata(
     checkpoint_dir: str | Path,
-    sharded_strategy: StrategyLike = None,  # noqa: ARG001 - Megatron's signature; the format is found by itself
+    sharded_strategy: StrategyLike = None,
 ) -> dict[str, ShardedTensor]:
     """Every stored tensor by key, as an unsharded ShardedTensor without data (local shape = global shape).
 
     Can be given to ``load(..., validate_access_integrity=False)`` on every rank.
     """
-    entries = open_checkpoint(checkpoint_dir).manifest.tensors
+    entries = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy)).manifest.tensors
     return {entry.key: _whole(entry) for entry in entries if not entry.meta.is_object}
 
 
 def load_sharded_metadata(
     checkpoint_dir: str | Path,
-    sharded_strategy: StrategyLike = None,  # noqa: ARG001 - Megatron's signature
+    sharded_strategy: StrategyLike = None,
     common_strategy: Any = None,  # noqa: ARG001 - Megatron's signature
 ) -> CkptShardedMetadata:
     """Tensors by key, as ``load_tensors_metadata`` gives them, and objects by unique key, without their data."""
-    manifest = open_checkpoint(checkpoint_dir).manifest
+    manifest = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy)).manifest
     found: CkptShardedMetadata = {}
     for i, number in enumerate(manifest.chunks.tensor.tolist()):
         entry = manifest.tensors[number]
@@ -79,9 +88,11 @@ def _whole(entry: TensorEntry) -> ShardedTensor:
     return ShardedTensor(entry.key, None, dtype_named(entry.meta.dtype), shape, shape, nowhere, uncut)
 
 
-def load_plain_tensors(checkpoint_dir: str | Path, *, verify: bool = True) -> dict[str, torch.Tensor]:
+def load_plain_tensors(
+    checkpoint_dir: str | Path, *, verify: bool = True, sharded_strategy: StrategyLike = None
+) -> dict[str, torch.Tensor]:
     """Every stored tensor, whole, by key. Each caller reads everything."""
-    opened = open_checkpoint(checkpoint_dir)
+    opened = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy))
     shards = [_whole(entry) for entry in opened.manifest.tensors if not entry.meta.is_object]
     tensors = [destination(shard) for shard in shards]
     wanted = declare(shards, rank=0)
@@ -101,4 +112,4 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> Strategy:
     """The strategy that reads this checkpoint."""
     name, version = open_checkpoint(checkpoint_dir).manifest.backend
-    return Strategy(name, version)
+    return as_strategy(get_default_strategy(StrategyAction.LOAD_SHARDED, name, version))

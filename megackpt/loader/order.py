@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megackpt.backends.base import Backend
-from megackpt.checkpoint import absolute, open_checkpoint, open_same
-from megackpt.errors import BackendError, CheckpointReplaced, ShardingError
+from megackpt.checkpoint import absolute, as_read_by, backend_of, open_checkpoint, open_same
+from megackpt.errors import CheckpointReplaced, ShardingError
 from megackpt.loader.asking import Asked, KeyMap, Terms, Told, judge
 from megackpt.loader.reading import Reading
 from megackpt.planning.manifest import Manifest
@@ -19,7 +19,7 @@ from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, group_over
 from megackpt.runtime.storage import Storage
 from megackpt.sharded import ShardedStateDict
-from megackpt.strategies import StrategyLike, backend_named, resolve
+from megackpt.strategies import Strategy, StrategyLike, asked_format
 
 logger = logging.getLogger("megackpt.loader")
 
@@ -48,7 +48,8 @@ def load(
     any tensor is touched, so a load that does not fit changes nothing.
 
     Args:
-        sharded_strategy: the format; None = found out from the directory.
+        sharded_strategy: the format; None = found out from the directory. Needed only where a directory without
+            ``metadata.json`` could be of several formats, or for a Backend object that is not registered.
         common_strategy: not used; the format keeps the common state itself.
         validate_access_integrity: check that the main replicas of all ranks together ask for every element of
             each tensor exactly once; pass False to ask for a part on purpose.
@@ -74,7 +75,7 @@ def load(
     request = attempt(
         lambda: _Request(
             absolute(checkpoint_dir),
-            None if sharded_strategy is None else resolve(sharded_strategy).make_backend(),
+            asked_format(sharded_strategy),
             sharded_state_dict,
             Terms(parse_strict_flag(strict), validate_access_integrity, dtype_policy, key_map),
             Reading(verify, tuple(trusted)),
@@ -96,17 +97,10 @@ class _Request:
     """What this rank asks for."""
 
     directory: str
-    given: Backend | None
+    asked: Strategy | None
     state: ShardedStateDict
     terms: Terms
     reading: Reading
-
-    def check_format(self, name: str) -> None:
-        if self.given is not None and self.given.name != name:
-            raise BackendError(
-                f"{self.directory} holds the format {name!r}, not {self.given.name!r}: "
-                "leave sharded_strategy out, and the format is found by itself"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,15 +120,14 @@ class _Load:
 
     def open(self) -> tuple[str, Manifest]:
         request = self.request.get()
-        opened = open_checkpoint(request.directory)
-        request.check_format(opened.backend.name)
-        return request.directory, opened.manifest
+        return request.directory, open_checkpoint(request.directory, request.asked).manifest
 
 
 class _Part:
     """One rank's part, step after step: each leaves what the next one needs."""
 
     root: Storage
+    backend: Backend
     asked: Asked
     state: dict[Any, Any]
 
@@ -151,8 +144,9 @@ class _Part:
                 f"{request.directory}, rank 0 {self.directory}"
             )
         # Opened as early as can be: what is read through it belongs to one checkpoint.
-        self.root = open_same(request.directory, self.manifest.save_id)
-        request.check_format(self.manifest.backend[0])
+        root = open_same(request.directory, self.manifest.save_id, request.asked)
+        self.backend = backend_of(root, self.manifest, request.asked)
+        self.root = as_read_by(self.backend, root)
         self.asked = Asked.of(request.state, request.terms, self.manifest, self.load.group.rank)
         return self.asked.told(request.terms)
 
@@ -161,9 +155,8 @@ class _Part:
 
     def read(self) -> None:
         request = self.load.request.get()
-        backend = request.given or backend_named(*self.manifest.backend)
         wanted, tensors = self.asked.wanted, self.asked.tensors()
-        values = request.reading.rows(self.root, backend, self.manifest, wanted, tensors)
+        values = request.reading.rows(self.root, self.backend, self.manifest, wanted, tensors)
         self.state = self.asked.restored(values)
 
 

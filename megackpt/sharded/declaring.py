@@ -15,6 +15,7 @@ from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import (
     COMMON_KEY,
     ITEMSIZE,
+    NOMINAL_OBJECT,
     OBJECT,
     Declarations,
     ReplicaId,
@@ -25,7 +26,6 @@ from megackpt.planning.manifest import (
 from megackpt.sharded.storable import dtype_name
 from megackpt.sharded.values import ShardedObject, ShardedTensor
 
-NOMINAL_OBJECT = 1024  # bytes; what an object weighs in planning, as its real size is not known yet
 PROBLEMS_SHOWN = 20
 
 Shard = ShardedTensor | ShardedObject

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from megackpt.testing.suite import BackendSuite, MemorySource, MemoryTarget, Whole, World
+from megackpt.testing.suite import BackendSuite
 from megackpt.testing.threads import ThreadedGroup
+from megackpt.testing.watched import WatchedStorage
+from megackpt.testing.worlds import MemorySource, MemoryTarget, Whole, World
 
-__all__ = ["BackendSuite", "MemorySource", "MemoryTarget", "ThreadedGroup", "Whole", "World"]
+__all__ = [
+    "BackendSuite",
+    "MemorySource",
+    "MemoryTarget",
+    "ThreadedGroup",
+    "WatchedStorage",
+    "Whole",
+    "World",
+]

@@ -75,7 +75,7 @@ class Native(Tiny):
     name = "native"
 
 
-def find_backend(storage):
+def find_backend(storage, asked=None):
     if Tiny().recognises(storage):
         return Tiny()
     raise NotACheckpoint(f"{storage.location} is not a distributed checkpoint: no known format")
@@ -85,7 +85,8 @@ def find_backend(storage):
 def tiny_format(monkeypatch):
     monkeypatch.setattr(strategies, "find_backend", find_backend)
     formats = {"tiny": Tiny, "native": Native}
-    monkeypatch.setattr(strategies, "backend_named", lambda name, *_: formats[name]())
+    for function in ("backend_named", "reader_of"):
+        monkeypatch.setattr(strategies, function, lambda name, *_: formats[name]())
 
 
 def planned(size: int, ranks: int = RANKS) -> Manifest:
@@ -109,6 +110,18 @@ class Saves:
     """Saves and loads whole checkpoints that hold one value everywhere."""
 
     size: int = 1000
+
+    def begin(self, directory: Path, save_id: str, **options):
+        """A save that can be resumed, begun."""
+        place = begin(directory, save_id=save_id, resume=True, **options)
+        place.announce(Tiny().files(RANKS, planned(self.size)), scratch=["journal"])
+        return place
+
+    def write(self, place, rank: int, value: int):
+        return Tiny().write(LocalStorage(place.path), rank, bytes([value]) * self.size)
+
+    def commit(self, place, results, **options):
+        commit(place, Tiny(), planned(self.size).located(results), **options)
 
     def save(self, directory: Path, value: int, *, overwrite: bool = True, backend: Backend | None = None):
         backend = backend or Tiny()

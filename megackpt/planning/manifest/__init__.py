@@ -12,11 +12,13 @@ from megackpt.planning.manifest.declarations import (
     Declaration,
     Declarations,
 )
+from megackpt.planning.manifest.listed import listed
 from megackpt.planning.manifest.naming import (
     COMMON_KEY,
     DIGEST_BLOCK,
     DIGEST_SIZE,
     ITEMSIZE,
+    NOMINAL_OBJECT,
     OBJECT,
     Bool,
     Digests,
@@ -48,6 +50,7 @@ __all__ = [
     "DIGEST_BLOCK",
     "DIGEST_SIZE",
     "ITEMSIZE",
+    "NOMINAL_OBJECT",
     "OBJECT",
     "Bool",
     "Chunk",
@@ -69,5 +72,6 @@ __all__ = [
     "WriteItem",
     "WriteResult",
     "is_main_replica",
+    "listed",
     "unique_key",
 ]

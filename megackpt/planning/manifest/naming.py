@@ -13,6 +13,7 @@ from megackpt.planning.box import Box
 
 OBJECT = "object"
 COMMON_KEY = "common_state"
+NOMINAL_OBJECT = 1024  # bytes; what an object weighs in planning, as its real size is not known yet
 DIGEST_BLOCK = 1 << 20  # bytes of a chunk that share one digest
 DIGEST_SIZE = 16  # xxh3-128
 

@@ -81,9 +81,16 @@ class Chunks:
         counts = -(-self.length // DIGEST_BLOCK)
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
+    def blocks(self, rows: Int64, bounds: Int64) -> Int64:
+        """The rows of ``digests`` that belong to these chunks, chunk by chunk; ``bounds`` are ``block_bounds``."""
+        counts = np.diff(bounds)[rows]
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        starts: Int64 = np.repeat(bounds[rows] - (ends - counts), counts)
+        return starts + np.arange(total)
+
     def take(self, rows: Int64, bounds: Int64) -> Chunks:
         """These rows; ``bounds`` are ``block_bounds``."""
-        blocks = [self.digests[bounds[i] : bounds[i + 1]] for i in rows.tolist()] if len(self.digests) else []
         return Chunks(
             self.tensor[rows],
             self.boxes.take(rows),
@@ -91,7 +98,7 @@ class Chunks:
             self.file[rows],
             self.start[rows],
             self.length[rows],
-            np.concatenate(blocks) if blocks else self.digests[:0],
+            self.digests[self.blocks(rows, bounds)] if len(self.digests) else self.digests,
         )
 
 

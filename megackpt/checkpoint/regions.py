@@ -1,0 +1,84 @@
+"""Regions of an open checkpoint's tensors as arrays of numpy, and its objects' blobs, for those who have no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt.checkpoint.opening import Opened
+from megackpt.planning.box import Box
+from megackpt.planning.load_plan import plan_load
+from megackpt.planning.manifest import COMMON_KEY, Declaration, Declarations, ShardId, TensorParts
+
+Region = tuple[int, Box]
+"""The number of a tensor in the manifest, and a box of it."""
+
+
+def carried(itemsize: int) -> np.dtype[Any]:
+    """The numpy dtype under which elements of this many bytes travel, whatever they mean (see backends.base.Source)."""
+    return np.dtype("c16" if itemsize == 16 else f"u{itemsize}")
+
+
+class Regions:
+    """Fetches regions of one checkpoint. ``verify``: check the digests of all blocks that are touched."""
+
+    def __init__(self, opened: Opened, verify: bool = True) -> None:
+        self.opened = opened
+        self._verify = verify
+        self._parts = TensorParts(opened.manifest)
+
+    def arrays(self, regions: Sequence[Region]) -> list[NDArray[Any]]:
+        """One new array of ``carried`` items for each region. All are held at once: ask for few MiB at a time."""
+        tensors = self.opened.manifest.tensors
+        found = [np.empty(box.shape, carried(tensors[number].meta.itemsize)) for number, box in regions]
+        self._read(regions, _Landing(found, [box for _, box in regions], {}))
+        return found
+
+    def blobs(self, regions: Sequence[Region]) -> list[bytes]:
+        """The bytes of one object for each region (a unit box)."""
+        landing = _Landing([], [], {})
+        self._read(regions, landing)
+        return [landing.blobs[row] for row in range(len(regions))]
+
+    def common(self) -> bytes | None:
+        """The blob of the common state, or None where there is none."""
+        number = self.opened.manifest.numbers().get(COMMON_KEY)
+        if number is None or not self.opened.manifest.tensors[number].is_common:
+            return None
+        return self.blobs([(number, Box((), ()))])[0]
+
+    def _read(self, regions: Sequence[Region], landing: _Landing) -> None:
+        manifest = self.opened.manifest
+        numbers = {number for number, _ in regions}
+        if len(numbers) == 1:  # planned in time that depends on this tensor alone
+            manifest = self._parts.part(*numbers)
+        wanted = [self._declared(number, box) for number, box in regions]
+        plan = plan_load(Declarations.of(wanted), manifest)
+        self.opened.backend.read(self.opened.storage, plan, landing, self._verify)
+
+    def _declared(self, number: int, box: Box) -> Declaration:
+        entry = self.opened.manifest.tensors[number]
+        return Declaration(ShardId(entry.key, box), entry.meta, 0, False, box.volume * entry.meta.itemsize, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Landing:
+    """The Target of a fetch: the arrays themselves."""
+
+    arrays: list[NDArray[Any]]
+    holders: list[Box]
+    blobs: dict[int, bytes]
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:
+        inside: tuple[Any, ...] = box.relative_to(self.holders[target]).slices()
+        return self.arrays[target][(*inside, ...)]  # with "...", a view even where there are no dimensions
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
+        """Nothing to do: the array is the place itself."""
+
+    def blob(self, target: int, data: bytes) -> None:
+        self.blobs[target] = data

@@ -1,0 +1,84 @@
+"""A manifest out of a format's own table of contents, of which nothing is believed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Box, Boxes
+from megackpt.planning.manifest.naming import DIGEST_SIZE, ITEMSIZE, TensorEntry
+from megackpt.planning.manifest.stored import Chunks, Location, Manifest
+
+_TOO_MUCH = 1 << 63
+_MOST_DIMENSIONS = 64  # torch's and numpy's limit
+
+
+def listed(
+    tensors: Iterable[TensorEntry], chunks: Iterable[tuple[int, Box, Location]], backend: tuple[str, int]
+) -> Manifest:
+    """What a table of contents tells: of each chunk its tensor's number, its box, and where its raw bytes are.
+
+    It has no digests. Raises CorruptCheckpoint for what cannot be, types included: keys twice, dtypes that are
+    none, shapes beyond 2^63 bytes, boxes beyond their tensor, lengths that are not those of the box.
+    """
+    entries = tuple(tensors)
+    _check_entries(entries)
+    files: dict[str, int] = {}
+    boxes: list[Box] = []
+    rows: list[tuple[int, int, int, int]] = []
+    for number, box, location in chunks:
+        _check_chunk(entries, number, box, location)
+        file = files.setdefault(location.file, len(files))
+        boxes.append(box)
+        rows.append((number, file, location.start, location.length))
+    tensor, file_number, start, length = np.array(rows, np.int64).reshape(-1, 4).T
+    found = Chunks(
+        tensor.astype(np.int32),
+        Boxes.of(boxes),
+        np.full(len(rows), -1, np.int32),
+        file_number.astype(np.int32),
+        start.copy(),
+        length.copy(),
+        np.zeros((0, DIGEST_SIZE), np.uint8),
+    )
+    return Manifest(entries, (None,) * len(entries), found, tuple(files), backend=backend)
+
+
+def _check_entries(entries: Sequence[TensorEntry]) -> None:
+    seen: set[object] = set()
+    for key, (shape, dtype) in entries:
+        if not _is_text(key) or key in seen:
+            raise CorruptCheckpoint(
+                f"the table of contents names {key!r}, which is no key or stands there twice"
+            )
+        seen.add(key)
+        if not _is_text(dtype) or dtype not in ITEMSIZE:
+            raise CorruptCheckpoint(f"the table of contents gives {key!r} the dtype {dtype!r}")
+        counts = _are_counts(shape) and len(shape) <= _MOST_DIMENSIONS
+        if not counts or math.prod(max(n, 1) for n in shape) * max(ITEMSIZE[dtype], 1) >= _TOO_MUCH:
+            raise CorruptCheckpoint(f"the table of contents gives {key!r} the shape {shape!r}")
+
+
+def _check_chunk(entries: Sequence[TensorEntry], number: int, box: Box, location: Location) -> None:
+    if not _are_counts((number, location.start, location.length)) or number >= len(entries):
+        raise CorruptCheckpoint(
+            f"the table of contents has {location} of tensor {number!r} of {len(entries)}"
+        )
+    key, meta = entries[number]
+    inside = _are_counts((*box.offset, *box.shape)) and len(box.shape) == len(meta.shape)
+    if not inside or any(end > n for end, n in zip(box.stop, meta.shape, strict=True)):
+        raise CorruptCheckpoint(f"the table of contents has {box!r} of {key!r}, which is of {meta.shape}")
+    whole = box.volume == 1 if meta.is_object else box.volume * meta.itemsize == location.length
+    if not whole or not _is_text(location.file) or location.start + location.length >= _TOO_MUCH:
+        raise CorruptCheckpoint(f"the table of contents has {key!r} {box} of {meta.dtype} in {location}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_counts(numbers: Iterable[object]) -> bool:
+    return all(type(n) is int and n >= 0 for n in numbers)

@@ -1,0 +1,150 @@
+"""Which backend a name means: the built-in formats, and those that packages register by entry point."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
+
+from megackpt.backends.base import Backend
+from megackpt.errors import BackendError
+
+ENTRY_POINTS = "megackpt.backends"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Format:
+    """One line of the registry: where a backend's class is, and what to say when it cannot be imported."""
+
+    name: str
+    version: int
+    load: Callable[[], type[Backend]]
+    install: str
+
+    def kind(self) -> type[Backend]:
+        """The class. Raises BackendError, whatever a plug-in raises."""
+        try:
+            return self.load()
+        except BackendError:
+            raise
+        except ImportError as error:
+            raise BackendError(
+                f"the format {self.name!r} needs a package that is not installed ({error}): {self.install}"
+            ) from error
+        except Exception as error:  # importing runs the plug-in's own code
+            raise BackendError(
+                f"the format {self.name!r} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _built_in(module: str, attribute: str) -> Callable[[], type[Backend]]:
+    return lambda: cast(type[Backend], getattr(importlib.import_module(module), attribute))
+
+
+# In the order in which a directory without metadata.json is looked at.
+BUILT_IN = (
+    Format("torch_dist", 1, _built_in("megackpt.backends.torch_dist", "TorchDist"), "pip install torch"),
+    Format(
+        "safetensors", 1, _built_in("megackpt.backends.safetensors", "Safetensors"), "pip install safetensors"
+    ),
+    Format("zarr", 2, _built_in("megackpt.backends.zarr", "Zarr"), "pip install tensorstore ml_dtypes"),
+    Format("torch", 1, _built_in("megackpt.backends.torch_file", "TorchFile"), "pip install torch"),
+    Format("safetensors", 1, _built_in("megackpt.backends.safetensors", "Safetensors"), "pip install numpy"),
+    Format("torch", 1, _built_in("megackpt.backends.torch_file", "TorchFile"), "pip install torch"),
+)
+
+
+@functools.cache  # looking through all installed packages takes milliseconds
+def formats() -> tuple[Format, ...]:
+    """Every known format, the built-in ones first. A broken plug-in is told of when it is asked for."""
+    reserved = {entry.name for entry in BUILT_IN}
+    plugged: dict[tuple[str, int], list[EntryPoint]] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        name, _, number = point.name.partition("@")
+        if name in reserved:
+            logger.warning(
+                "the package %s registers a format %r, which is built in: it is left aside "
+                "(pass an object of its class, or use register_default_strategy, to put it in the place)",
+                _package(point),
+                point.name,
+            )
+            continue
+        version = int(number) if number.isdecimal() else 0 if number else 1
+        plugged.setdefault((name, version), []).append(point)
+    return *BUILT_IN, *(_plug_in(name, version, points) for (name, version), points in plugged.items())
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else point.value
+
+
+def _plug_in(name: str, version: int, points: Sequence[EntryPoint]) -> Format:
+    """The format that an entry point ``name`` or ``name@version`` stands for."""
+    packages = " and ".join(map(_package, points))
+
+    def load() -> type[Backend]:
+        where = f"the format {name!r} of {packages} is broken"
+        if len(points) > 1:
+            raise BackendError(
+                f"{where}: all of them register it, so which one is meant? Uninstall the others"
+            )
+        if not version:
+            raise BackendError(
+                f"{where}: in the entry point {points[0].name!r} no version from 1 on follows the @"
+            )
+        kind: object = points[0].load()
+        if not isinstance(kind, type) or not issubclass(kind, Backend):
+            raise BackendError(f"{where}: {points[0].value} is no subclass of megackpt.backends.base.Backend")
+        if inspect.isabstract(kind):
+            raise BackendError(
+                f"{where}: {kind.__name__} lacks {', '.join(sorted(kind.__abstractmethods__))}"
+            )
+        told = getattr(kind, "name", None), getattr(kind, "version", None)
+        if told != (name, version):
+            raise BackendError(
+                f"{where}: the entry point {points[0].name!r} stands for {(name, version)}, and "
+                f"{kind.__name__} calls itself {told}: nobody would find what it saves"
+            )
+        return kind
+
+    return Format(name, version, load, f"pip install {packages}")
+
+
+def kinds(name: str) -> Iterator[type[Backend]]:
+    """The classes of this name, the newest version first, each imported when it is asked for."""
+    named = [entry for entry in formats() if entry.name == name]
+    if not named:
+        known = sorted({entry.name for entry in formats()})
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BackendError(f"unknown format {name!r}: known are {', '.join(known)}{hint}")
+    for entry in sorted(named, key=lambda entry: -entry.version):
+        yield entry.kind()
+
+
+def backend_named(name: str, version: int | None = None, /, **options: Any) -> Backend:
+    """The backend of this name that reads this version (None: its newest)."""
+    for kind in kinds(name):
+        if version is None or version in kind.reads:
+            return made(kind, name, options)
+    reads = sorted({v for kind in kinds(name) for v in kind.reads})
+    raise BackendError(
+        f"version {version} of the format {name!r} is not known to this release: it has {reads}"
+    )
+
+
+def made(kind: type[Backend], name: str, options: Mapping[str, Any]) -> Backend:
+    try:
+        return kind(**options)
+    except (TypeError, ValueError) as error:
+        raise BackendError(
+            f"the format {name!r} does not take the options {dict(options)!r}: {error}"
+        ) from error

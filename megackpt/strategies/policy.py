@@ -1,0 +1,191 @@
+"""What a caller asks for: a format with its options and the policy of a save; and what is meant by its bare name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from megackpt.backends.base import Backend
+from megackpt.errors import BackendError
+from megackpt.strategies.formats import backend_named, formats, kinds, made
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How to save: the format, its options, and who may write what.
+
+    ``options`` go to the backend's constructor (torch_dist: ``files_per_rank``, ``separation_hint``).
+    ``balance`` spreads the writing over all ranks that hold a shard; False = its main replica writes it.
+    ``dedup_group`` is the torch process group within which replicas stand in for one another (None: all ranks).
+    For a load only the format and its options matter.
+    """
+
+    backend: str = "torch_dist"
+    version: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    balance: bool = True
+    dedup_group: Any = None
+
+    def __post_init__(self) -> None:
+        given: object = self.options  # callers without a type checker give anything
+        if not isinstance(given, Mapping):
+            raise BackendError(f"options of a Strategy must be a dict, not {given!r}")
+
+    def make_backend(self) -> Backend:
+        """The format that this names, to save with.
+
+        Raises BackendError where it is unknown, its package is missing, or the version is read but not written.
+        """
+        for kind in kinds(self.backend):
+            if self.version in (None, kind.version):
+                return made(kind, self.backend, self.options)
+        raise BackendError(
+            f"version {self.version} of the format {self.backend!r} is not written by this release: "
+            f"it writes {sorted(kind.version for kind in kinds(self.backend))}"
+        )
+
+    def make_reader(self, version: int | None = None) -> Backend:
+        """The format that this names, to read what was written as ``version`` (None: its newest)."""
+        return backend_named(self.backend, version, **self.options)
+
+
+StrategyLike = str | tuple[str, int] | Strategy | Backend | None
+
+
+@dataclass(frozen=True)
+class _Given(Strategy):
+    """A strategy around a backend object that the caller made."""
+
+    instance: Backend = field(kw_only=True)
+
+    def make_backend(self) -> Backend:
+        return self.instance
+
+    def make_reader(self, version: int | None = None) -> Backend:
+        if version not in (None, *self.instance.reads):
+            raise BackendError(
+                f"{self.instance!r} reads {sorted(self.instance.reads)}, and this is version {version}"
+            )
+        return self.instance
+
+
+def as_strategy(given: StrategyLike) -> Strategy:
+    """What a caller may give (name, (name, version), Strategy, Backend, None) as a Strategy of just that."""
+    match given:
+        case None:
+            return Strategy()
+        case Strategy():
+            return given
+        case str():
+            return Strategy(given)
+        case (str() as name, int() as version):
+            return Strategy(name, version)
+        case Backend():
+            return _Given(given.name, given.version, instance=given)
+    raise BackendError(
+        f"a strategy is a name ('zarr'), a pair (('zarr', 2)), a Strategy or a Backend, not {given!r}"
+    )
+
+
+def resolve(given: StrategyLike) -> Strategy:
+    """The strategy to save with: what was registered for the name that is given, else ``as_strategy``."""
+    strategy = as_strategy(given)
+    if isinstance(given, Strategy | Backend):
+        return strategy
+    default = _registered(StrategyAction.SAVE_SHARDED, strategy.backend, strategy.version)
+    return strategy if default is None else as_strategy(default)
+
+
+def asked_format(given: StrategyLike) -> Strategy | None:
+    """What the caller of a load asks for; None: whatever is found. BackendError where there is no such format."""
+    if given is None:
+        return None
+    asked = as_strategy(given)
+    reader_of(asked.backend, asked.version, asked)
+    return asked
+
+
+class StrategyAction(Enum):
+    """What a strategy can be the default for, by Megatron-Core's names (``strategies/base.py``) and values."""
+
+    LOAD_COMMON = "load_common"
+    LOAD_SHARDED = "load_sharded"
+    SAVE_COMMON = "save_common"
+    SAVE_SHARDED = "save_sharded"
+
+
+default_strategies: defaultdict[str, dict[tuple[str, int], StrategyLike]] = defaultdict(dict)
+"""What callers registered: the value of a StrategyAction -> (name, version) -> strategy. Nothing else is in it."""
+
+
+def register_default_strategy(
+    action: StrategyAction, backend: str, version: int, strategy: StrategyLike
+) -> None:
+    """From now on ``strategy`` is meant by this format and version: Megatron's name, for this process.
+
+    For SAVE_SHARDED, ``save(..., backend)`` uses it, as do None and (backend, version); for LOAD_SHARDED, every
+    load of what was written as (backend, version). Register alike on all ranks. A Strategy or a Backend that a
+    caller passes comes first. NotImplementedError for the other actions: the format keeps the common state itself.
+    """
+    if action not in (StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED):
+        raise NotImplementedError(f"{action}: the format keeps the common state itself")
+    if strategy is None:
+        raise BackendError(f"None is no strategy to register for {(action.value, backend, version)}")
+    as_strategy(strategy)
+    default_strategies[action.value][backend, version] = strategy
+
+
+def get_default_strategy(action: StrategyAction, backend: str, version: int | None = None) -> StrategyLike:
+    """What was registered for this, else the format itself as a Strategy: Megatron's name. None: its newest version.
+
+    Raises BackendError "Cannot import a default strategy for ..." where a package is missing or broken, "Cannot find
+    a default strategy for ..." where there is none.
+    """
+    default = _registered(action, backend, version)
+    if default is not None:
+        return default
+    what = action.value, backend, version
+    if action in (StrategyAction.LOAD_COMMON, StrategyAction.SAVE_COMMON):
+        raise BackendError(
+            f"Cannot find a default strategy for: {what}: the format keeps the common state itself"
+        )
+    strategy = Strategy(backend, version)
+    try:
+        strategy.make_backend() if action is StrategyAction.SAVE_SHARDED else strategy.make_reader(version)
+    except BackendError as error:
+        verb = "find" if error.__cause__ is None else "import"
+        raise BackendError(f"Cannot {verb} a default strategy for: {what}. Error: {error}") from error
+    return strategy
+
+
+def _registered(action: StrategyAction, name: str, version: int | None) -> StrategyLike:
+    table = default_strategies[action.value]
+    if version is None:
+        known = [*table, *((entry.name, entry.version) for entry in formats())]
+        version = max((v for n, v in known if n == name), default=1)
+    return table.get((name, version))
+
+
+def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int | None = None) -> Strategy:
+    """Megatron's name for choosing a format to save in."""
+    return as_strategy(get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version))
+
+
+def reader_of(name: str, version: int | None, asked: Strategy | None = None) -> Backend:
+    """The backend that reads what was written as this format and version (None: its newest).
+
+    That is what the caller ``asked`` for where it is an object or has options, else what was registered for
+    LOAD_SHARDED, else the format itself. BackendError where another format was asked for.
+    """
+    if asked is not None and asked.backend != name:
+        raise BackendError(
+            f"it holds the format {name!r}, not {asked.backend!r}: "
+            "leave sharded_strategy out, and the format is found by itself"
+        )
+    if isinstance(asked, _Given) or (asked is not None and asked.options):
+        return asked.make_reader(version)
+    default = _registered(StrategyAction.LOAD_SHARDED, name, version)
+    return backend_named(name, version) if default is None else as_strategy(default).make_reader()

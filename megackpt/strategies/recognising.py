@@ -1,0 +1,63 @@
+"""Which format a directory is of: by its metadata.json, else by asking the formats."""
+
+from __future__ import annotations
+
+from megackpt.backends.base import CONFIG, Backend, read_config
+from megackpt.errors import BackendError, NotACheckpoint, StorageError
+from megackpt.runtime.storage import Storage
+from megackpt.strategies.formats import formats, made
+from megackpt.strategies.policy import Strategy, reader_of
+
+
+def find_backend(storage: Storage, asked: Strategy | None = None) -> Backend:
+    """The format of the complete checkpoint in this directory.
+
+    ``metadata.json`` says which. Without one the formats are asked whether they recognise it: all of them, or the
+    one that the caller ``asked`` for.
+
+    Raises:
+        NotACheckpoint: none does.
+        BackendError: several do, or it is not the one that was asked for.
+    """
+    config = read_config(storage)
+    if config is not None:
+        try:
+            return reader_of(config.sharded_backend, config.sharded_backend_version, asked)
+        except BackendError as error:
+            raise BackendError(f"{storage.location}: {error}") from error
+    if asked is not None:
+        backend = reader_of(asked.backend, asked.version, asked)
+        if backend.recognises(storage):
+            return backend
+        raise NotACheckpoint(
+            f"{storage.location} is not a distributed checkpoint: the format {asked.backend!r} is not recognised in it"
+        )
+    found, unasked = _recognised(storage)
+    if len(found) > 1:
+        names = " and as ".join(map(repr, found))
+        raise BackendError(
+            f"{storage.location} can be read as {names}, and has no {CONFIG} that says which: choose by "
+            f"sharded_strategy={next(iter(found))!r}, or move away the files that are not the checkpoint's"
+        )
+    if found:
+        return next(iter(found.values()))
+    told = f" (not asked: {'; '.join(unasked)})" if unasked else ""
+    raise NotACheckpoint(
+        f"{storage.location} is not a distributed checkpoint: no known format is recognised in it{told}"
+    )
+
+
+def _recognised(storage: Storage) -> tuple[dict[str, Backend], list[str]]:
+    """The formats that a directory could be of, by name, and why others could not be asked."""
+    found: dict[str, Backend] = {}
+    unasked = []
+    for entry in formats():
+        try:
+            backend = made(entry.kind(), entry.name, {})
+            if backend.recognises(storage):
+                found.setdefault(entry.name, reader_of(entry.name, entry.version))
+        except StorageError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a plug-in that fails must not hide the other formats
+            unasked.append(f"{entry.name}: {error}")
+    return found, unasked
