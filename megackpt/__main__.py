@@ -1,96 +1,284 @@
-"""The command line: arguments in, text out. What is printed is made here; what is known is asked elsewhere."""
+"""The command line: arguments in, an answer and an exit status out. What is answered is known in ``commands``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
-import numpy as np
+from megackpt import __version__, errors
+from megackpt.commands import terminal
+from megackpt.commands.answers import Answer, Progress
 
-from megackpt import __version__
-from megackpt.checkpoint import open_checkpoint, verify
-from megackpt.converter import convert
-from megackpt.errors import CheckpointingException
-from megackpt.planning.manifest import Manifest
+EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_NOTHING, EXIT_CORRUPT, EXIT_FORMAT, EXIT_STORAGE = range(7)
+EXIT_INTERRUPTED, EXIT_PIPE = 130, 141
+_RANKS = 1 << 20  # of a plan
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+STATUS = f"""\
+exit status:
+  {EXIT_OK}    as asked: verified, the same, written
+  {EXIT_NO}    no: damage found (verify), different (diff), refused (the target exists, a save goes on)
+  {EXIT_USAGE}    wrong usage
+  {EXIT_NOTHING}    nothing there: no such directory, no complete checkpoint in it, no such key
+  {EXIT_CORRUPT}    the checkpoint cannot be read: damaged, cut off, contradicting itself, hostile
+  {EXIT_FORMAT}    the format: unknown, not known to this release, its package missing, or unable to hold this
+  {EXIT_STORAGE}    the storage refused: no permission, no space, an input/output error
+  {EXIT_INTERRUPTED}  interrupted"""
+
+_STATUS_OF: tuple[tuple[type[BaseException], int], ...] = (
+    (errors.NotACheckpoint, EXIT_NOTHING),
+    (errors.MismatchError, EXIT_NOTHING),
+    (errors.CorruptCheckpoint, EXIT_CORRUPT),
+    (errors.BackendError, EXIT_FORMAT),
+    (errors.StorageError, EXIT_STORAGE),
+    (OSError, EXIT_STORAGE),
+    (errors.CheckpointingException, EXIT_NO),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0 as asked, 1 the checkpoint (or the disk) says no, 2 wrong usage."""
+    """Run one command; the exit status (see STATUS). Wrong usage leaves through SystemExit."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # keys hold what a terminal's encoding may not
     options = _parser().parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return run(options)
-    except CheckpointingException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return _answer(options)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is told at exit
+        return EXIT_PIPE
+    except (errors.CheckpointingException, OSError) as error:
+        if options.json:
+            facts = {"error": {"kind": type(error).__name__, "message": str(error)}}
+            terminal.tell(Answer(lambda: facts, lambda _pretty: []), as_json=True)
+        terminal.complain(f"{type(error).__name__}: {error}")
+        return next(status for kind, status in _STATUS_OF if isinstance(error, kind))
+    except KeyboardInterrupt:
+        terminal.complain("interrupted")
+        return EXIT_INTERRUPTED
+
+
+def _answer(options: argparse.Namespace) -> int:
+    run: Callable[[argparse.Namespace, Progress], Answer] = options.run
+    with terminal.progress() as progress:
+        answer = run(options, progress)
+    terminal.tell(answer, options.json)
+    return answer.status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megackpt", description="Look at, check and convert checkpoints.")
-    parser.add_argument("--version", action="version", version=f"megackpt {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    show = commands.add_parser("show", help="what a checkpoint holds: tensors, shapes, dtypes, chunks, bytes")
-    show.add_argument("checkpoint")
-    show.set_defaults(run=_show)
-
-    check = commands.add_parser("verify", help="read everything and check every digest")
-    check.add_argument("checkpoint")
-    check.set_defaults(run=_verify)
-
-    change = commands.add_parser("convert", help="rewrite a checkpoint in another format")
-    change.add_argument("source")
-    change.add_argument("target")
-    change.add_argument("--to", required=True, metavar="FORMAT", help="torch_dist or zarr")
-    change.add_argument(
-        "--overwrite", action="store_true", help="replace a complete checkpoint at the target"
+    parser = argparse.ArgumentParser(
+        prog="megackpt",
+        description="Look at, check, compare and convert checkpoints.",
+        epilog=f"{STATUS}\n\nEach command explains itself: megackpt COMMAND --help.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    change.set_defaults(run=_convert)
+    parser.add_argument("--version", action="version", version=f"megackpt {__version__}")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=_Command
+    )
+    for add in (_add_ls, _add_show, _add_verify, _add_diff, _add_plan, _add_convert):
+        add(commands)
     return parser
 
 
-def _show(options: argparse.Namespace) -> int:
-    manifest = open_checkpoint(options.checkpoint).manifest
-    name, version = manifest.backend
-    print(f"{options.checkpoint}: {name} version {version}, save {manifest.save_id or 'unknown (foreign)'}")
-    rows = sorted(_lines(manifest))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    total = _bytes(int(manifest.chunks.length.sum()))
-    print(f"{len(rows)} entries, {len(manifest.chunks)} chunks, {len(manifest.files)} files, {total}")
-    return EXIT_OK
+class _Command(argparse.ArgumentParser):
+    """A command; ``late`` adds arguments that only the converter knows, once they are needed: importing takes time."""
+
+    late: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        late, self.late = self.late, None
+        if late is not None:
+            late(self)
+        return super().parse_known_args(args, namespace)
 
 
-def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str, str]]:
-    count = len(manifest.tensors)
-    chunks = np.bincount(manifest.chunks.tensor, minlength=count)
-    octets = np.bincount(manifest.chunks.tensor, weights=manifest.chunks.length, minlength=count)
-    for (key, meta), pieces, size in zip(manifest.tensors, chunks, octets, strict=True):
-        shape = "x".join(map(str, meta.shape)) or "scalar"
-        yield key, meta.dtype, shape, f"{pieces} chunk{'s' * int(pieces != 1)}, {_bytes(int(size))}"
+_Commands: TypeAlias = "argparse._SubParsersAction[_Command]"  # argparse has no public name for it
 
 
-def _bytes(count: int) -> str:
-    if count < 1024:
-        return f"{count} B"
-    power = min(4, (count.bit_length() - 1) // 10)
-    return f"{count / 1024**power:.1f} {' KMGT'[power]}iB"
+def _command(commands: _Commands, name: str, what: str, more: str = "") -> _Command:
+    command = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}. {more}".strip(),
+        epilog=STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--json", action="store_true", help="print facts for programs, as JSON")
+    return command
 
 
-def _verify(options: argparse.Namespace) -> int:
-    report = verify(options.checkpoint)
-    print(report)
-    return EXIT_FAILED if report.problems else EXIT_OK
+def _add_ls(commands: _Commands) -> None:
+    command = _command(
+        commands, "ls", "the checkpoints of a run: which steps, complete or not, which is the latest"
+    )
+    command.add_argument("directory", metavar="DIR", nargs="?", default=".")
+    command.set_defaults(run=_ls)
 
 
-def _convert(options: argparse.Namespace) -> int:
-    convert(options.source, options.target, options.to, overwrite=options.overwrite)
-    print(f"{options.target}: written as {options.to}")
-    return EXIT_OK
+def _ls(options: argparse.Namespace, _progress: Progress) -> Answer:
+    from megackpt.commands.listing import ls
+
+    return ls(options.directory)
+
+
+def _add_show(commands: _Commands) -> None:
+    command = _command(
+        commands,
+        "show",
+        "what a checkpoint holds: tensors, shapes, dtypes, chunks, bytes",
+        "With the key of one entry: where each of its chunks lies.",
+    )
+    command.add_argument("checkpoint", metavar="CKPT")
+    command.add_argument("key", metavar="KEY", nargs="?", help="one key, or a pattern: 'decoder.*.bias'")
+    command.add_argument("--chunks", action="store_true", help="the layout of every entry shown")
+    command.add_argument(
+        "--all", action="store_true", help="on a terminal: every key in full, no tree, no folding"
+    )
+    command.add_argument("--common", action="store_true", help="the common state; no class of it is imported")
+    command.add_argument("--html", metavar="FILE", help="write the shard map, one page that opens offline")
+    command.set_defaults(run=_show)
+
+
+def _show(options: argparse.Namespace, _progress: Progress) -> Answer:
+    from megackpt.commands.showing import show
+
+    return show(
+        options.checkpoint,
+        options.key,
+        chunks=options.chunks,
+        common=options.common,
+        unfolded=options.all,
+        html=options.html,
+    )
+
+
+def _add_verify(commands: _Commands) -> None:
+    command = _command(commands, "verify", "read everything and check every digest")
+    command.add_argument("checkpoint", metavar="CKPT")
+    command.set_defaults(run=_verify)
+
+
+def _verify(options: argparse.Namespace, progress: Progress) -> Answer:
+    from megackpt.commands.checking import check
+
+    return check(options.checkpoint, progress)
+
+
+def _add_diff(commands: _Commands) -> None:
+    command = _command(
+        commands,
+        "diff",
+        "what differs between two checkpoints, of whatever formats",
+        "Bit for bit, unless a tolerance is given: |a - b| <= ATOL + RTOL * |b|.",
+    )
+    command.add_argument("a", metavar="A")
+    command.add_argument("b", metavar="B")
+    command.add_argument("--rtol", type=_tolerance, metavar="RTOL", help="relative tolerance")
+    command.add_argument("--atol", type=_tolerance, metavar="ATOL", help="absolute tolerance")
+    command.add_argument(
+        "--select", default="*", metavar="PATTERN", help="only the keys that match: 'decoder.*'"
+    )
+    command.set_defaults(run=_diff)
+
+
+def _diff(options: argparse.Namespace, progress: Progress) -> Answer:
+    from megackpt.commands.comparing import diff
+    from megackpt.differences import Tolerance
+
+    given = options.rtol is not None or options.atol is not None
+    tolerance = Tolerance(options.rtol or 0.0, options.atol or 0.0) if given else None
+    return diff(options.a, options.b, progress, select=options.select, tolerance=tolerance)
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no tolerance")
+    return value
+
+
+def _add_plan(commands: _Commands) -> None:
+    command = _command(
+        commands,
+        "plan",
+        "what a save at another parallelism would write: bytes and files of each rank",
+        "Nothing is read but the table of contents; what is cut along which axis is inferred from the chunks.",
+    )
+    command.add_argument("checkpoint", metavar="CKPT")
+    command.add_argument("--tp", type=_degree, default=1, metavar="N", help="tensor-parallel ranks")
+    command.add_argument("--pp", type=_degree, default=1, metavar="N", help="pipeline stages")
+    command.add_argument("--dp", type=_degree, metavar="N", help="data-parallel ranks")
+    command.add_argument(
+        "--ep", type=_degree, default=1, metavar="N", help="expert-parallel groups, a divisor of DP"
+    )
+    command.add_argument("--ranks", type=_degree, metavar="N", help="all ranks: instead of --dp")
+    command.add_argument(
+        "--fsdp", action="store_true", help="data-parallel ranks cut tensors, too (FSDP, ZeRO-3)"
+    )
+    command.add_argument(
+        "--to", metavar="FORMAT", help="the format to save in; the checkpoint's own if left out"
+    )
+    command.set_defaults(run=_plan, usage_error=command.error)
+
+
+def _plan(options: argparse.Namespace, _progress: Progress) -> Answer:
+    from megackpt.commands.rehearsing import plan
+    from megackpt.planning.resharding import Parallelism
+
+    inner = options.tp * options.pp
+    data = options.dp or (options.ranks or inner) // inner
+    if options.ranks is not None and data * inner != options.ranks:
+        options.usage_error(
+            f"{options.ranks} ranks are not TP x PP x DP: {options.tp} x {options.pp} x {data}"
+        )
+    if data * inner > _RANKS:
+        options.usage_error(f"{data * inner} ranks are more than {_RANKS}")
+    if data % options.ep:
+        options.usage_error(f"--ep {options.ep} does not divide the {data} data-parallel ranks")
+    return plan(
+        options.checkpoint,
+        Parallelism(options.tp, options.pp, data, options.ep, options.fsdp),
+        options.to,
+    )
+
+
+def _degree(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= _RANKS:
+        raise argparse.ArgumentTypeError(f"{text} is no number of ranks")
+    return value
+
+
+def _add_convert(commands: _Commands) -> None:
+    command = _command(
+        commands,
+        "convert",
+        "rewrite a checkpoint in another format",
+        "In pieces, within a memory limit, by several processes. The same call goes on where one was cut off.",
+    )
+    command.late = _add_convert_arguments
+    command.set_defaults(run=_convert, usage_error=command.error)
+
+
+def _add_convert_arguments(command: argparse.ArgumentParser) -> None:
+    from megackpt.converter.options import add_arguments
+
+    add_arguments(command)
+
+
+def _convert(options: argparse.Namespace, progress: Progress) -> Answer:
+    from megackpt.commands.converting import convert
+    from megackpt.converter.options import from_options
+
+    try:
+        return convert(from_options(options), progress)
+    except ValueError as error:  # of arguments that contradict each other
+        options.usage_error(str(error))
+        raise
 
 
 if __name__ == "__main__":

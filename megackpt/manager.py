@@ -1,0 +1,245 @@
+"""A run's checkpoints: which steps a directory holds, which of them are complete, and which one is the latest.
+
+The names are those that the field's trainers give: Megatron, torchtitan, transformers, Lightning, NeMo, DeepSpeed,
+composer, orbax, plain numbers. Nothing but names, sizes and the formats' own signs of completeness is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from megackpt import strategies
+from megackpt.checkpoint import absolute, as_read_by, find_storage
+from megackpt.errors import CheckpointingException, NotACheckpoint
+from megackpt.runtime.storage import LocalStorage
+
+_THREADS = 8  # steps that are looked at together: network file systems answer slowly
+_LONGEST = 4096  # bytes of a tracker file
+
+
+class Naming(NamedTuple):
+    """How trainers of one kind name the checkpoint of a step."""
+
+    style: str
+    pattern: re.Pattern[str]
+
+
+NAMINGS = tuple(
+    Naming(style, re.compile(pattern))
+    for style, pattern in (
+        ("megatron", r"iter_(\d+)"),
+        ("deepspeed", r"global_step_?(\d+)"),  # verl, too
+        ("torchtitan", r"step[-_](\d+)"),
+        ("transformers", r"(?:tmp-)?checkpoint[-_](\d+)"),
+        ("composer", r"ep\d+-ba(\d+)(?:[-.].*)?"),
+        ("lightning", r"(?:.*[-_. ])?step=(\d+)(?!\d).*"),  # NeMo, too
+        ("orbax", r"(\d+)\.orbax-checkpoint-tmp.*"),
+        ("plain", r"(\d+)"),
+    )
+)
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
+"""Files that name the latest step: by its number (Megatron, verl), or by its directory (DeepSpeed)."""
+
+_STRANGERS = (
+    ("mp_rank_", "DeepSpeed's or Megatron's own files of each rank"),
+    ("zero_pp_rank_", "DeepSpeed's own files of each rank"),
+    ("_CHECKPOINT_METADATA", "orbax's own layout"),
+    ("manifest.ocdbt", "orbax's own layout"),
+    ("default", "orbax's own layout"),
+)
+"""What entries of formats that are not read here begin with."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One checkpoint of a run. ``complete`` is None where it is of a format that is not read here."""
+
+    name: str  # relative to the run's directory
+    style: str  # of the name; empty where it is in none of the known styles
+    step: int | None
+    complete: bool | None
+    reason: str  # why not; empty if complete
+    format: str = ""
+    version: int = 0
+    bytes: int = 0  # of all files
+    files: int = 0
+    saved: float = 0.0  # when its newest file was written (seconds since 1970)
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A file, or a link, that names the latest step. ``problem`` says what is not true about it, if anything."""
+
+    name: str
+    says: str
+    step: str  # name of the step that is meant; empty where there is none
+    problem: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a directory holds: steps in order, and what its trackers say. ``itself``: it is a checkpoint, too."""
+
+    location: str
+    itself: Step | None
+    steps: tuple[Step, ...]
+    trackers: tuple[Tracker, ...]
+
+    @property
+    def latest(self) -> Step | None:
+        """The complete checkpoint of the highest step."""
+        return next((s for s in reversed(self.steps) if s.complete and s.step is not None), None)
+
+
+def list_run(directory: str | os.PathLike[str]) -> Run:
+    """Look at a run's directory (or at a single checkpoint).
+
+    Raises NotACheckpoint where there is no such directory; one that holds nothing is no error.
+    """
+    location = absolute(directory)
+    try:
+        root = LocalStorage(location)
+    except FileNotFoundError as error:
+        raise NotACheckpoint(f"directory {os.fspath(directory)} does not exist") from error
+    except NotADirectoryError:
+        return Run(location, _looked_at(location, "", ".", None), (), ())
+    entries = root.list()
+    itself = _looked_at(location, "", ".", None)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(partial(_step, root, frozenset(entries)), entries)
+        steps = [step for several in found for step in several]
+    steps.sort(key=lambda s: (s.step is None, s.step or 0, s.name))
+    trackers = tuple(_trackers(root, entries, steps))
+    return Run(location, itself if itself.complete else None, tuple(steps), trackers)
+
+
+def _step(root: LocalStorage, entries: frozenset[str], name: str) -> list[Step]:
+    """The step that an entry is, or those that are in it; none for what is something else."""
+    status = root.stat(name)
+    if (
+        status is None
+        or name.startswith(".")
+        or not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
+    ):
+        return []
+    match = next(((n, m) for n in NAMINGS if (m := n.pattern.fullmatch(name))), None)
+    style, number = (match[0].style, int(match[1][1])) if match else ("", None)
+    if stat.S_ISREG(status.st_mode) and (match is None or name in TRACKERS or name.endswith("-unfinished")):
+        return []
+    found = _looked_at(f"{root.location}/{name}", style, name, number)
+    if f"{name}-unfinished" in entries:
+        return [replace(found, complete=False, reason=f"{name}-unfinished stands beside it")]
+    if found.complete or found.format:
+        return [found]
+    inner = list(_inside(root, name, style, number)) if stat.S_ISDIR(status.st_mode) else []
+    return inner or ([found] if match else [])
+
+
+def _inside(root: LocalStorage, name: str, style: str, number: int | None) -> Iterator[Step]:
+    """Complete checkpoints one level below an entry: "weights" (NeMo), "pytorch_model_fsdp_0" (transformers)."""
+    if number is None:
+        return
+    for below in root.list(name):
+        status = root.stat(f"{name}/{below}")
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            found = _looked_at(f"{root.location}/{name}/{below}", style, f"{name}/{below}", number)
+            if found.complete:
+                yield found
+
+
+def _looked_at(path: str, style: str, name: str, number: int | None) -> Step:
+    step = Step(name, style, number, True, "")
+    try:
+        storage = find_storage(path)
+    except CheckpointingException as error:
+        return _incomplete(path, replace(step, complete=False, reason=_short(error, path)))
+    config = strategies.read_config(storage)
+    if config is not None:
+        step = replace(step, format=config.sharded_backend, version=config.sharded_backend_version)
+    try:
+        backend = strategies.find_backend(storage)
+    except CheckpointingException as error:
+        return _weighed(replace(step, complete=None, reason=_short(error, path)), storage)
+    if config is None:
+        step = replace(step, format=backend.name, version=backend.version)
+    return _weighed(step, as_read_by(backend, storage))
+
+
+def _incomplete(path: str, step: Step) -> Step:
+    """What is known of something that is no checkpoint for us."""
+    try:
+        storage = LocalStorage(path)
+    except (CheckpointingException, OSError):
+        return step
+    if "no known format" not in step.reason:
+        return _weighed(step, storage)
+    entries = storage.list()
+    stranger = next((what for begin, what in _STRANGERS if any(e.startswith(begin) for e in entries)), "")
+    if stranger:
+        step = replace(step, complete=None, reason=f"{stranger}, which megackpt does not read")
+    elif any(entry.endswith(".distcp") for entry in entries):
+        step = replace(step, reason="data files without their table of contents: the save goes on, or died")
+    return _weighed(step, storage)
+
+
+def _short(error: object, path: str) -> str:
+    """A reason without the path, which stands beside it."""
+    return re.sub(
+        rf"^{re.escape(os.path.realpath(path))}(?: is not a distributed checkpoint)?: ", "", str(error)
+    )
+
+
+def _weighed(step: Step, storage: LocalStorage) -> Step:
+    """The step with the bytes, the number and the newest time of all its files."""
+    sizes: list[int] = []
+    times: list[float] = []
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        for entry in storage.list(folder):
+            name = f"{folder}/{entry}" if folder else entry
+            status = storage.stat(name)
+            if status is not None and stat.S_ISDIR(status.st_mode):
+                folders.append(name)
+            elif status is not None:
+                sizes.append(storage.size(name) or 0)
+                times.append(status.st_mtime)
+    return replace(step, bytes=sum(sizes), files=len(sizes), saved=max(times, default=0.0))
+
+
+def _trackers(root: LocalStorage, entries: Sequence[str], steps: Sequence[Step]) -> Iterator[Tracker]:
+    for name in entries:
+        status = root.stat(name)
+        if status is not None and stat.S_ISLNK(status.st_mode):
+            target = os.path.normpath(os.readlink(f"{root.location}/{name}"))
+            if target in entries or re.match("latest|last", name):
+                yield _judged(name, target, steps)
+        elif name in TRACKERS and root.size(name) is not None:
+            try:
+                said = root.get(name, _LONGEST).decode("utf-8", "replace").strip()
+            except CheckpointingException as error:
+                yield Tracker(name, "", "", str(error))
+                continue
+            yield _judged(name, said, steps)
+
+
+def _judged(name: str, said: str, steps: Sequence[Step]) -> Tracker:
+    number = int(said) if said.isdecimal() and len(said) < 20 else None
+    meant = [s for s in steps if s.name.split("/")[0] == said or (number is not None and s.step == number)]
+    if not meant:
+        return Tracker(name, said, "", "there is no such step")
+    step = meant[0]
+    newer = [s for s in steps if s.complete and (s.step or 0) > (step.step or 0)]
+    problem = ""
+    if step.complete is False:
+        problem = f"{step.name} is not complete"
+    elif newer and step.step is not None:
+        problem = f"{newer[-1].name} is newer, and complete"
+    return Tracker(name, said, step.name, problem)
