@@ -1,6 +1,6 @@
 """Where we stand: megackpt beside stock torch DCP and the plain-I/O limit, on the same bytes, in one run.
 
-    python tools/benchmark.py [--gib 1] [--rounds 3] [--dir DIR]
+    python tools/benchmark.py [--gib 1] [--rounds 3] [--dir DIR] [--formats torch_dist zarr safetensors torch]
 
 Every figure is a ratio to the limit: the same bytes written (read) by the same processes with plain
 pwrite + fsync (preadv). Four gloo ranks, TP2 x DP2. Reads are warm (from the page cache).
@@ -48,6 +48,7 @@ class Bench:
     tensors: int
     rounds: int
     rank: int
+    formats: tuple[str, ...]
 
     def race(self, steps: Mapping[str, Step], before: Mapping[str, Step] | None = None) -> dict[str, float]:
         """Each step's seconds over those of the step "limit": the median of so many rounds, taken in turns.
@@ -165,7 +166,7 @@ def measure(bench: Bench) -> Figures:
     stock = bench.root / "dcp"
     saves: dict[str, Step] = {
         "limit": partial(limit_write, bench, tp2),
-        **{name: partial(megackpt.save, tp2, bench.root / name, name) for name in FORMATS},
+        **{name: partial(megackpt.save, tp2, bench.root / name, name) for name in bench.formats},
         "torch DCP": partial(dcp_save, sharded, checkpoint_id=stock),
     }
     folders = {"limit": "limit", "torch DCP": "dcp"}
@@ -178,7 +179,7 @@ def measure(bench: Bench) -> Figures:
         for verify, how in ((False, "unverified"), (True, "verified")):
             loads: dict[str, Step] = {
                 "limit": partial(limit_read, bench, state),
-                **{name: partial(megackpt.load, state, bench.root / name, verify=verify) for name in FORMATS},
+                **{name: partial(megackpt.load, state, bench.root / name, verify=verify) for name in bench.formats},
             }
             if state is tp2 and not verify:
                 loads["torch DCP"] = partial(dcp_load, sharded, checkpoint_id=stock)
@@ -186,19 +187,19 @@ def measure(bench: Bench) -> Figures:
     return figures
 
 
-def run(rank: int, root: Path, tensors: int, rounds: int, rendezvous: str) -> None:
+def run(rank: int, root: Path, tensors: int, rounds: int, formats: tuple[str, ...], rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
-    bench = Bench(root, tensors, rounds, rank)
+    bench = Bench(root, tensors, rounds, rank, formats)
     figures = measure(bench)
     if rank == 0:
-        report(figures, tensors)
+        report(figures, tensors, formats)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def report(figures: Figures, tensors: int) -> None:
-    names = [*FORMATS, "torch DCP"]
+def report(figures: Figures, tensors: int, formats: tuple[str, ...]) -> None:
+    names = [*formats, "torch DCP"]
     gib = tensors * TENSOR_BYTES / 2**30
     print(
         f"\n{gib:.2f} GiB unique, {RANKS} ranks TP2 x DP2, torch {torch.__version__}; ratios to the plain-I/O limit"
@@ -213,17 +214,19 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=1.0, help="unique bytes, in GiB")
     parser.add_argument("--rounds", type=int, default=3, help="the median of so many is printed")
     parser.add_argument("--dir", type=Path, default=None, help="where to write (a disk, not a RAM disk)")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="the formats to compare")
     options = parser.parse_args()
+    formats = tuple(options.formats)
     tensors = max(1, round(options.gib * 2**30 / TENSOR_BYTES))
     root = Path(tempfile.mkdtemp(prefix="megackpt-bench-", dir=options.dir))
     try:
-        arguments = (root, tensors, options.rounds, f"file://{root}/rendezvous")
+        arguments = (root, tensors, options.rounds, formats, f"file://{root}/rendezvous")
         spawn(run, arguments, nprocs=RANKS)  # type: ignore[no-untyped-call]
-        bench = Bench(root, tensors, 1, 0)
+        bench = Bench(root, tensors, 1, 0, formats)
         for verify in (False, True):
-            row = {name: slice_ratio(bench, name, verify) for name in FORMATS}
+            row = {name: slice_ratio(bench, name, verify) for name in formats}
             label = f"P4 bytes read / needed, {'verified' if verify else 'unverified'}"
-            print(f"{label:38}" + "".join(f"{row[n]:12.2f}" for n in FORMATS) + f"{'-':>12}")
+            print(f"{label:38}" + "".join(f"{row[n]:12.2f}" for n in formats) + f"{'-':>12}")
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return 0
