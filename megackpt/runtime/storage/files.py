@@ -132,9 +132,13 @@ class LocalUpdater(FileUpdater):
 
     def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
         try:
+            alone = buffers[0] if len(buffers) == 1 else None  # one of very many, perhaps
+            if alone and alone.nbytes < _BATCH and os.pwrite(self._fd, alone, start) == alone.nbytes:
+                return
             for batch in _batches(buffers):
                 while batch:
                     done = os.pwritev(self._fd, batch, start)
+                    kernel.start_writeback(self._fd, start, done)
                     start += done
                     batch = _after(batch, done)
         except OSError as error:

@@ -1,0 +1,181 @@
+"""safetensors, in Hugging Face's layout: whole tensors in a few files that every tool of that world opens.
+
+    model.safetensors                    all tensors; or, beyond a size,
+    model-00001-of-00003.safetensors     some of them, and
+    model.safetensors.index.json         which file holds which: its appearance is the commit
+    common.pt, <key>.objects/            the common state and objects (see backends/sidecars)
+
+Ranks write their pieces of each tensor to where these belong; the headers come when all have written. Reads any
+directory or file of this kind, also one that has but links to files, as the Hugging Face cache makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from megackpt import objects
+from megackpt.backends import places, sidecars, weight_maps
+from megackpt.backends.base import Backend, Finished, Source, Target
+from megackpt.backends.ranges import read_raw
+from megackpt.backends.safetensors.headers import (
+    METADATA,
+    TensorFile,
+    arranged,
+    looks_right,
+    read_header,
+    refuse_unfit,
+)
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    OBJECT,
+    Bool,
+    LoadPlan,
+    Location,
+    Manifest,
+    SavePlan,
+    TensorEntry,
+    TensorMeta,
+    WriteResult,
+)
+from megackpt.runtime.storage import SingleFile, Storage
+
+STEM = "model"
+INDEX = f"{STEM}.safetensors{weight_maps.ENDING}"
+_COMMON = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
+_TOLD = 20
+
+
+@dataclass(frozen=True)
+class Safetensors(Backend):
+    """Options: ``shards``, how many files of about the same size; or else ``max_shard_bytes``, how many bytes of
+    tensors a file may have (a larger tensor has a file of its own).
+    """
+
+    shards: int | None = None
+    max_shard_bytes: int = 5_000_000_000
+
+    name: ClassVar[str] = "safetensors"
+    version: ClassVar[int] = 1
+    reads: ClassVar[Collection[int]] = frozenset({1})
+    follows_links: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for option, value in (("shards", self.shards), ("max_shard_bytes", self.max_shard_bytes)):
+            if value is not None and value < 1:
+                raise BackendError(f"{option} must be at least 1, not {value}")
+
+    @property
+    def last_file(self) -> str:
+        """Of several files, the index; beside a single one, megackpt's own."""
+        return INDEX if (self.shards or 1) > 1 else "megackpt.index"
+
+    def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - same names for any number
+        beside = [sidecars.folder(entry) for entry in manifest.tensors if entry.meta.is_object]
+        return [*(file.name for file in self._arranged(manifest)), INDEX, *beside]
+
+    def layout(self, manifest: Manifest) -> Mapping[str, Location]:
+        """Raises BackendError naming the tensors that the format cannot hold."""
+        return {key: place for file in self._arranged(manifest) for key, place in file.places.items()}
+
+    def lone_file(self, manifest: Manifest) -> str:
+        """The one file that holds all of this manifest. Raises BackendError where it takes more, naming what."""
+        if beside := [entry.key for entry in manifest.tensors if entry.meta.is_object]:
+            told = ", ".join(map(repr, beside[:_TOLD])) + (", ..." if len(beside) > _TOLD else "")
+            raise BackendError(
+                f"a safetensors file holds tensors only, which these are not: {told}. Write a directory, where "
+                "they go into files beside it, or leave them out"
+            )
+        first, *others = self._arranged(manifest)
+        if others:
+            raise BackendError(
+                f"the tensors take {1 + len(others)} files: ask for shards=1, or write a directory"
+            )
+        return first.name
+
+    def _arranged(self, manifest: Manifest) -> tuple[TensorFile, ...]:
+        refuse_unfit(manifest.tensors)
+        tensors = tuple(entry for entry in manifest.tensors if not entry.meta.is_object)
+        return arranged(tensors, STEM, self.shards, self.max_shard_bytes)
+
+    def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
+        found = places.write_tensors(root, plan, data)
+        for row, number in enumerate(plan.tensor.tolist()):
+            entry = plan.tensors[number]
+            if entry.meta.is_object:
+                box = plan.boxes.row(row, len(entry.meta.shape))
+                found[row] = places.Landed(*sidecars.write_object(root, entry, box, data.blocks(row)))
+        return places.result(plan, found)
+
+    def finish(self, root: Storage, manifest: Manifest) -> Finished:
+        manifest, _ = places.surveyed(root, *places.gathered(manifest, self.layout(manifest)))
+        files = self._arranged(manifest)
+        for file in files:
+            with root.update(file.name) as updater:
+                updater.write_at(0, [memoryview(file.head)])
+        if files[0].name == f"{STEM}.safetensors":
+            return Finished(manifest)
+        found = [place for file in files for place in file.places.items()]
+        total = sum(place.length for _, place in found)
+        return Finished(manifest, {INDEX: weight_maps.emit(total, {key: place.file for key, place in found})})
+
+    def raw_chunks(self, manifest: Manifest) -> Bool:
+        # What an author noted in a header is no blob: it becomes one when it is read.
+        noted = [entry.is_common and manifest.encoding != "raw" for entry in manifest.tensors]
+        return ~np.array(noted, np.bool_)[manifest.chunks.tensor]
+
+    def recognises(self, root: Storage) -> bool:
+        root = root.following()
+        index, files = _files_in(root)
+        if index:
+            return root.get(index, weight_maps.LIMIT)[:1] == b"{"
+        try:
+            with root.open(files[0]) as reader:
+                return looks_right(reader)
+        except (IndexError, CorruptCheckpoint, FileNotFoundError):
+            return False
+
+    def read_manifest(self, root: Storage) -> Manifest:
+        root = root.following()
+        index, files = _files_in(root)
+        if not index and not files:
+            raise NotACheckpoint(f"{root.location} has no safetensors file, or several and no index of them")
+        told = weight_maps.read(root, index) if index else {}
+        contents = {file: read_header(root, file) for file in files or dict.fromkeys(told.values())}
+        tensors = [found for content in contents.values() for found in content.tensors]
+        if index:
+            weight_maps.check(f"{root.location}/{index}", told, [(e.key, place.file) for e, place in tensors])
+        found = [(entry, Box.whole(entry.meta.shape), place) for entry, place in tensors]
+        found += [] if isinstance(root, SingleFile) else list(sidecars.objects_in(root))
+        # What else an author noted is kept as common state, unless there is one.
+        noted = [file for file, content in contents.items() if set(content.metadata) - {"format"}][:1]
+        noted = [] if any(entry.is_common for entry, _, _ in found) else noted
+        found += [(_COMMON, Box((), ()), Location(file, 0, 0)) for file in noted]
+        manifest = places.told(root, found, (self.name, self.version))
+        return replace(manifest, encoding="native") if noted else manifest
+
+    def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
+        root = root.following()
+        raw = self.raw_chunks(plan.manifest)[plan.chunk]
+        read_raw(root, plan.take(raw), into, verify)
+        for item in plan.take(~raw).rows():
+            noted = read_header(root, item.chunk.location.file).metadata
+            into.blob(item.target, objects.dump({METADATA: noted}))
+
+
+def _files_in(root: Storage) -> tuple[str, list[str]]:
+    """The index of several files, or else the one file that is meant (in a list; or none)."""
+    names = root.list()
+    if isinstance(root, SingleFile):
+        return "", names
+    indices = [name for name in names if name.endswith(f".safetensors{weight_maps.ENDING}")]
+    files = [name for name in names if name.endswith(".safetensors")]
+    whole = f"{STEM}.safetensors"
+    if indices:
+        return (indices[0], []) if len(indices) == 1 else ("", [])
+    return "", [whole] if whole in files else files if len(files) == 1 else []

@@ -1,0 +1,156 @@
+"""Objects and the common state as files of their own, beside the tensors of formats that hold nothing else.
+
+====================================  ===========================================================
+``common.pt``                         the blob of the common state
+``<key>.objects/shard_0.1_1.2.pt``    the blob of an object's shard at (0, 1) of global shape (1, 2)
+``<key>.objects/key``                 the key in UTF-8, where it is too long to be the folder's name
+====================================  ===========================================================
+
+Shards are named in Megatron-Core's manner. Keys are percent-encoded, so that each is a name on any file system.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
+
+import xxhash
+
+from megackpt.backends.base import CONFIG
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import COMMON_KEY, OBJECT, Location, TensorEntry, TensorMeta
+from megackpt.runtime.storage import Storage, digest_blocks
+
+COMMON = "common.pt"
+OBJECTS = ".objects"
+"""The folder of an object's shards: the encoded key with this at its end, as no other name has."""
+
+_KEY = "key"
+_RESERVED = frozenset(("zarr.json", COMMON, CONFIG, "megackpt.index"))
+_LONGEST = 200  # file systems take 255 bytes, of which endings and temporary names need some
+_KEPT = 150  # what remains of a longer name, for people to read
+_SHORTENED = "%~"  # followed by a hash; "%" is otherwise followed by two hexadecimal digits
+_EMPTY = "%"
+_KEY_BYTES = 1 << 20
+
+# The zarr specification forbids "/", names of dots only and names that begin with "__"; tensorstore keeps
+# ".__lock" for itself; characters that a file system may fold, refuse or hide are not trusted either.
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.+=,@()\[\]-]|^\.|^_(?=_)|\.(?=(?:objects|__lock)$)")
+_SHARD = re.compile(r"shard_([0-9.]*)_([0-9.]*)\.pt")
+
+
+def encode_key(key: str) -> str:
+    """The key as a name: percent-encoded, no two alike; shortened with a hash where it is too long."""
+    name = _UNSAFE.sub(lambda match: _escape(match.group()), key) or _EMPTY
+    if name in _RESERVED:
+        name = _escape(name[0]) + name[1:]
+    if len(name) <= _LONGEST:
+        return name
+    mark = xxhash.xxh3_128(key.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{name[:_KEPT]}{_SHORTENED}{mark}"
+
+
+def decode_key(name: str) -> str | None:
+    """The key that ``encode_key`` made a name of; None where the name was shortened, or is none of its names."""
+    if _SHORTENED in name:
+        return None
+    try:
+        return "" if name == _EMPTY else unquote_to_bytes(name).decode("utf-8", "surrogatepass")
+    except UnicodeError:
+        return None
+
+
+def _escape(text: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
+
+
+def folder(entry: TensorEntry) -> str:
+    """The name in the root under which all shards of this object (or the common state) are kept."""
+    return COMMON if entry.is_common else encode_key(entry.key) + OBJECTS
+
+
+def shard_file(entry: TensorEntry, box: Box) -> str:
+    """The file of one shard of an object: its offset, then the global shape."""
+    if entry.is_common:
+        return COMMON
+    offset, shape = (".".join(map(str, numbers)) for numbers in (box.offset, entry.meta.shape))
+    return f"{folder(entry)}/shard_{offset}_{shape}.pt"
+
+
+def parse_shard(file: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Offset and global shape told by the last part of a shard file's name; None if it is no such name."""
+    match = _SHARD.fullmatch(file)
+    if match is None:
+        return None
+    try:
+        offset, shape = (tuple(map(int, part.split("."))) if part else () for part in match.groups())
+    except ValueError:
+        return None
+    if len(offset) != len(shape) or not all(o < s < 1 << 31 for o, s in zip(offset, shape, strict=True)):
+        return None
+    return offset, shape
+
+
+def write_object(
+    root: Storage, entry: TensorEntry, box: Box, blocks: Iterator[memoryview]
+) -> tuple[Location, bytes]:
+    """Write the blob of one shard durably. Returns where it is, and the digests of its blocks."""
+    file, digests = shard_file(entry, box), []
+    with root.create(file) as writer:
+        for block in blocks:
+            digests.append(digest_blocks(block))
+            writer.write([block])
+        length = writer.position
+    if not entry.is_common and decode_key(encode_key(entry.key)) is None:
+        root.put(f"{folder(entry)}/{_KEY}", entry.key.encode("utf-8", "surrogatepass"))
+    return Location(file, 0, length), b"".join(digests)
+
+
+class Sidecar(NamedTuple):
+    """One shard of an object, found on disk."""
+
+    entry: TensorEntry
+    box: Box
+    location: Location
+
+
+def objects_in(root: Storage) -> Iterator[Sidecar]:
+    """The objects beside the tensors. Raises CorruptCheckpoint for folders that are no object's."""
+    for name in root.list():
+        size = root.size(name)
+        if name == COMMON and size is not None:
+            entry = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
+            yield Sidecar(entry, Box((), ()), Location(name, 0, size))
+        elif name.endswith(OBJECTS) and size is None:
+            yield from _shards_in(root, name)
+
+
+def _shards_in(root: Storage, name: str) -> Iterator[Sidecar]:
+    files = [file for file in root.list(name) if file != _KEY]
+    shards = {file: shard for file in files if (shard := parse_shard(file)) is not None}
+    key = _key_of(root, name)
+    shapes = {shape for _, shape in shards.values()}
+    if key is None or len(shapes) != 1 or len(shards) != len(files):
+        raise CorruptCheckpoint(
+            f"{root.location}/{name} is no folder of one object's shards: it holds {files[:20]}"
+        )
+    entry = TensorEntry(key, TensorMeta(shapes.pop(), OBJECT))
+    for file, (offset, _) in shards.items():
+        size = root.size(f"{name}/{file}")
+        if size is None:
+            raise CorruptCheckpoint(f"{root.location}/{name}/{file} is no regular file")
+        yield Sidecar(entry, Box(offset, (1,) * len(offset)), Location(f"{name}/{file}", 0, size))
+
+
+def _key_of(root: Storage, name: str) -> str | None:
+    encoded = name.removesuffix(OBJECTS)
+    if _SHORTENED not in encoded or root.size(f"{name}/{_KEY}") is None:
+        return decode_key(encoded)
+    try:
+        key = root.get(f"{name}/{_KEY}", _KEY_BYTES).decode("utf-8", "surrogatepass")
+    except UnicodeError:
+        return None
+    return key if encode_key(key) == encoded else None  # the hash in the name was made of the key

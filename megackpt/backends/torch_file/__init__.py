@@ -1,0 +1,201 @@
+"""One torch.save file: whole tensors, objects and the common state, as plain ``torch.load`` opens them.
+
+    model.pt    {key: tensor, ..., "megackpt.state": {name: blob as a uint8 tensor}}; see sealing.py
+
+Ranks write their pieces of each tensor to where these belong; what makes an archive of the file comes when all have
+written. Reads any file of torch.save's, by its path, also nested states and views; and the ``pytorch_model.bin`` of
+Hugging Face's directories. No pickle is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from megackpt.backends import places, sidecars, weight_maps
+from megackpt.backends.archives import Checked
+from megackpt.backends.base import Backend, Finished, Source, Target
+from megackpt.backends.ranges import read_raw
+from megackpt.backends.torch_file import contents, sealing
+from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint, NotACheckpoint
+from megackpt.planning.box import Box, Int64
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    OBJECT,
+    Bool,
+    LoadPlan,
+    Location,
+    Manifest,
+    SavePlan,
+    TensorEntry,
+    TensorMeta,
+    WriteResult,
+)
+from megackpt.runtime.storage import SingleFile, Storage, digest_blocks
+
+_BIN = "pytorch_model.bin"
+_COMMON = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
+
+
+class TorchFile(Backend):
+    """No options."""
+
+    name: ClassVar[str] = "torch"
+    version: ClassVar[int] = 1
+    reads: ClassVar[Collection[int]] = frozenset({1})
+    last_file = "megackpt.index"
+
+    def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - any rank may hold objects
+        return [sealing.NAME, *map(_fragment, range(ranks))]
+
+    def layout(self, manifest: Manifest) -> Mapping[str, Location]:
+        """Raises BackendError for names that the file could not tell apart."""
+        sealing.object_names(manifest)
+        return sealing.places(manifest)
+
+    def lone_file(self, manifest: Manifest) -> str:  # noqa: ARG002 - it is always the same
+        """The one file that holds all of this manifest."""
+        return sealing.NAME
+
+    def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
+        found = places.write_tensors(root, plan, data)
+        blobs = [
+            row for row, number in enumerate(plan.tensor.tolist()) if plan.tensors[number].meta.is_object
+        ]
+        if blobs:
+            # How long blobs are nobody knows beforehand: they wait in a file of their own.
+            with root.create(_fragment(plan.rank)) as writer:
+                for row in blobs:
+                    start, digests = writer.position, []
+                    for block in data.blocks(row):
+                        digests.append(digest_blocks(block))
+                        writer.write([block])
+                    place = Location(_fragment(plan.rank), start, writer.position - start)
+                    found[row] = places.Landed(place, b"".join(digests))
+        return places.result(plan, found)
+
+    def finish(self, root: Storage, manifest: Manifest) -> Finished:
+        fragments = [name for name in manifest.files if name != sealing.NAME]
+        manifest, _ = places.gathered(manifest, sealing.places(manifest))
+        manifest, members = sealing.adopt(root, manifest)
+        every = np.arange(len(manifest.chunks), dtype=np.int64)
+        manifest, checksums = places.surveyed(root, manifest, every, crc=True)
+        sealing.seal(root, manifest, sealing.with_checksums(members, checksums))
+        return Finished(manifest, scratch=fragments)
+
+    def raw_chunks(self, manifest: Manifest) -> Bool:
+        # What lies otherwise than in C order, or is no blob yet, has no bytes of its own in the manifest.
+        chunks = manifest.chunks
+        is_object = np.array([entry.meta.is_object for entry in manifest.tensors], np.bool_)[chunks.tensor]
+        made: Bool = (chunks.length == 0) & (is_object | (chunks.boxes.volume > 0))
+        return ~made if manifest.encoding == "native" else np.ones_like(made)
+
+    def decoded(self, manifest: Manifest) -> Int64:
+        itemsize = np.array([entry.meta.itemsize for entry in manifest.tensors], np.int64)
+        sizes: Int64 = manifest.chunks.boxes.volume * itemsize[manifest.chunks.tensor]
+        return np.where(self.raw_chunks(manifest), 0, sizes)
+
+    def recognises(self, root: Storage) -> bool:
+        index, files = _files_in(root)
+        if index:
+            return root.get(index, weight_maps.LIMIT)[:1] == b"{"
+        try:
+            with root.open(files[0]) as reader:
+                return contents.looks_right(reader)
+        except (IndexError, CorruptCheckpoint, FileNotFoundError):
+            return False
+
+    def read_manifest(self, root: Storage) -> Manifest:
+        index, files = _files_in(root)
+        if not index and not files:
+            raise NotACheckpoint(f"{root.location} has no torch.save file of a name that is known")
+        told = weight_maps.read(root, index) if index else {}
+        held = {file: contents.held_in(root, file) for file in files or dict.fromkeys(told.values())}
+        if index:
+            keys = [(key, file) for file, part in held.items() for key in part.tensors]
+            weight_maps.check(f"{root.location}/{index}", told, keys)
+        return self._manifest(root, held)
+
+    def _manifest(self, root: Storage, held: Mapping[str, contents.Held]) -> Manifest:
+        found = [shard for file, part in held.items() for shard in _shards(file, part)]
+        rests = [file for file, part in held.items() if part.rest]
+        if len(rests) + sum(entry.is_common for entry, _, _, _ in found) > 1:
+            raise BackendError(
+                f"{root.location}: {' and '.join(rests)} hold more than tensors, and there is one common state only: "
+                "save what is no tensor in one place"
+            )
+        # What is no tensor becomes a blob when it is read.
+        found += [(_COMMON, Box((), ()), Location(file, held[file].pickle, 0), True) for file in rests]
+        manifest = places.told(
+            root, [(entry, box, place) for entry, box, place, _ in found], (self.name, self.version)
+        )
+        made = np.array([made for _, _, _, made in found], np.bool_)
+        length = np.where(made, 0, manifest.chunks.length)
+        encoding = "native" if made.any() else "raw"
+        return replace(manifest, chunks=replace(manifest.chunks, length=length), encoding=encoding)
+
+    def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
+        raw = self.raw_chunks(plan.manifest)[plan.chunk]
+        read_raw(root, plan.take(raw), into, verify)
+        for item in plan.take(~raw).rows():
+            if item.entry.meta.is_object:
+                into.blob(item.target, contents.common_blob(root, item.chunk.location.file))
+            else:
+                contents.read_view(root, item, into)
+
+    def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
+        problems, unchecked = [], False
+        for name in manifest.files:
+            try:
+                with root.open(name) as reader:
+                    whole = Checked(reader, 0, reader.size)
+                    problems += [f"{problem}: {root.location}/{name}" for problem in whole.damage()]
+                    unchecked = unchecked or whole.unchecked
+            except (CheckpointingException, FileNotFoundError) as error:
+                problems.append(f"{root.location}/{name}: {error}")
+        return None if unchecked and not problems else problems
+
+
+def _shards(file: str, held: contents.Held) -> Iterator[tuple[TensorEntry, Box, Location, bool]]:
+    """The tensors and objects of one file. True: there are no bytes that are just this; the place is its pickle's."""
+    for key, found in held.tensors.items():
+        meta, place = TensorMeta(found.shape, found.dtype), held.places[key]
+        size = math.prod(meta.shape) * meta.itemsize
+        yield (
+            TensorEntry(key, meta),
+            Box.whole(meta.shape),
+            place or Location(file, held.pickle, size),
+            place is None,
+        )
+    for name, place in held.objects.items():
+        entry, box = _named(name)
+        yield entry, box, place, False
+
+
+def _named(name: str) -> tuple[TensorEntry, Box]:
+    """The object that ``unique_key`` calls so, and which shard of it this is."""
+    key, _, cell = name.rpartition("/")
+    offset, shape = sidecars.parse_shard(f"{cell}.pt") or ((), ())
+    return TensorEntry(key if shape else name, TensorMeta(shape, OBJECT)), Box(offset, (1,) * len(offset))
+
+
+def _fragment(rank: int) -> str:
+    return f"{sealing.NAME}.objects-{rank}"
+
+
+def _files_in(root: Storage) -> tuple[str, list[str]]:
+    """The index of several files, or else the one file that is meant (in a list; or none)."""
+    names = root.list()
+    if isinstance(root, SingleFile):
+        return "", names
+    if sealing.NAME in names:
+        return "", [sealing.NAME]
+    # Where the same weights are there as safetensors, too, they are read from these.
+    if any(name.endswith(".safetensors") for name in names):
+        return "", []
+    index = _BIN + weight_maps.ENDING
+    return (index, []) if index in names else ("", [_BIN] if _BIN in names else [])
