@@ -214,6 +214,26 @@ def group_equal(owner: NDArray[Any], boxes: Boxes) -> Groups:
     return Groups(order.astype(np.int64), bounds.astype(np.int64))
 
 
+def cut(boxes: Boxes, pieces: Int64, origin: Int64) -> tuple[Int64, Boxes]:
+    """Each box as the pieces that a grid cuts it into, in C order; and for each piece the row of its box.
+
+    ``pieces`` and ``origin``, (n, width), are for each box the extents of the grid's cells and a corner of one.
+    """
+    lead = (boxes.offset - origin) % pieces
+    counts = np.maximum(1, -(-(lead + boxes.shape) // pieces))
+    totals = np.prod(counts, axis=1, dtype=np.int64)
+    row = np.repeat(np.arange(len(totals)), totals)
+    place = np.arange(len(row)) - np.repeat(np.cumsum(totals) - totals, totals)
+    offset, shape = boxes.offset[row], boxes.shape[row]
+    for axis in reversed(range(boxes.width)):
+        place, number = np.divmod(place, counts[row, axis])
+        start = number * pieces[row, axis] - lead[row, axis]
+        stop = np.minimum(start + pieces[row, axis], shape[:, axis])
+        offset[:, axis] += np.maximum(start, 0)
+        shape[:, axis] = stop - np.maximum(start, 0)
+    return row, Boxes(offset, shape)
+
+
 def _sorting_key(owner: NDArray[Any], boxes: Boxes) -> Int64:
     bits = max(1, int(owner.max()).bit_length())
     mixed = np.zeros(len(owner), np.uint64)
@@ -233,6 +253,12 @@ def _differs_from_previous(boxes: Boxes, order: Int64) -> NDArray[np.bool_]:
         values = column[order]
         changed[1:] |= values[1:] != values[:-1]
     return changed
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a positive number that is at most ``limit`` (at least 1)."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return max(n for n in (*small, *(number // n for n in small)) if n <= limit)
 
 
 def regular_grids(boxes: Boxes, bounds: Int64, whole: Int64) -> tuple[Int64, NDArray[np.bool_]]:

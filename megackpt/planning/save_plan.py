@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.errors import BackendError
-from megackpt.planning.box import Box, Boxes, Int64, regular_grids, runs
+from megackpt.planning.box import Boxes, Int64, cut, largest_divisor, regular_grids, runs
 from megackpt.planning.coverage import check, shapes_table
 from megackpt.planning.dedup import assign
 from megackpt.planning.manifest import (
@@ -16,13 +15,16 @@ from megackpt.planning.manifest import (
     Bool,
     Chunks,
     Declarations,
-    Int32,
     Manifest,
     SavePlan,
 )
 
 Grid = tuple[int, ...] | None
-_TOLD = 8  # tensors and boxes named in an error
+_CELLS_OF_A_SHARD = (
+    8  # along an axis, where shards form no grid: about so much of them lies in cells of several
+)
+_SMALLER_CELLS = 16  # they are as much smaller than cell_bytes at the most, or tiny shards made tiny files
+_USEFUL = 4  # a divisor that cuts into so many more pieces than needed is none
 _UNBOUNDED = 1 << 62
 
 
@@ -31,17 +33,20 @@ class SavePolicy:
     """How a save is planned.
 
     ``balance``: spread the writing over the holders of each shard, by bytes; otherwise main replicas write.
-    ``gridded``: the format stores whole cells of a regular grid, chosen here for each tensor.
+    ``gridded``: the format stores the cells of a regular grid, chosen here for each tensor: the shards, where they
+    are such cells. Where they are not, an item is a whole cell, or a piece of one that several shards share.
     ``max_item_bytes``: cut tensors' items into pieces no larger than this (one element at the least).
+    ``cell_bytes``: the most that a cell holds where it is not a shard.
     """
 
     balance: bool = True
     gridded: bool = False
     max_item_bytes: int | None = None
+    cell_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
-        if self.max_item_bytes is not None and self.max_item_bytes < 1:
-            raise ValueError(f"max_item_bytes must be positive, not {self.max_item_bytes}")
+        if min(self.cell_bytes, 1 if self.max_item_bytes is None else self.max_item_bytes) < 1:
+            raise ValueError(f"max_item_bytes and cell_bytes must be positive: {self}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +71,7 @@ def plan_save(
     yet located: file -1, lengths as the raw bytes will be (0 for objects).
 
     Raises CoverageError where the declarations are not an exact tiling; without ``validate`` only where a key
-    would be lost or ambiguous. Raises BackendError where a gridded format meets shards that form no grid.
+    would be lost or ambiguous.
     """
     policy = SavePolicy() if policy is None else policy
     declared = Declarations.merge(parts)
@@ -75,27 +80,16 @@ def plan_save(
     rows = _without_empty(declared, assign(declared, policy.balance, shards))
     items = _Items(rows, declared.boxes.take(rows))
     grids: list[Grid] = [None] * len(declared.tensors)
-    pieces = None
-    if policy.max_item_bytes is not None:
-        pieces = _piece_shapes(declared, items, policy.max_item_bytes)
     if policy.gridded:
-        grids, pieces = _grids(declared, items, policy.max_item_bytes)
-    if pieces is not None:
-        items = _cut(items, pieces)
+        grids, cells = _grids(declared, items, policy)
+        if cells is not None:
+            items = _cut(items, cells, np.zeros_like(cells))
+    elif policy.max_item_bytes is not None:
+        pieces = _piece_shapes(declared, items, policy.max_item_bytes)
+        items = _cut(items, pieces, items.boxes.offset)
     part = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
     items = items.take(_plan_order(declared, items, part[items.row]))
     return _plans(parts, declared, items, grids), _manifest(declared, items, part[items.row], grids)
-
-
-def regular_grid(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, ...] | None:
-    """The cell of the regular grid over a tensor of this global shape whose cells the boxes are, or None."""
-    column = Boxes.of(boxes, len(shape))
-    solid = Boxes(column.offset, np.maximum(1, column.shape))
-    whole = np.maximum(1, np.array([shape], np.int64).reshape(1, len(shape)))
-    if not len(solid) or column.width > len(shape):
-        return None
-    cells, regular = regular_grids(solid, np.array([0, len(solid)]), whole)
-    return tuple(cells[0].tolist()) if regular[0] else None
 
 
 def _without_empty(declared: Declarations, rows: Int64) -> Int64:
@@ -178,70 +172,63 @@ def _within(shape: Int64, budget: Int64) -> Int64:
     return pieces
 
 
-def _cut(items: _Items, pieces: Int64) -> _Items:
-    """Each item as its pieces, in C order."""
-    counts = np.maximum(1, -(-items.boxes.shape // pieces))
-    totals = np.prod(counts, axis=1, dtype=np.int64)
-    item = np.repeat(np.arange(len(totals)), totals)
-    place = np.arange(len(item)) - np.repeat(np.cumsum(totals) - totals, totals)
-    offset, shape = items.boxes.offset[item], items.boxes.shape[item]
-    for axis in reversed(range(offset.shape[1])):
-        place, within = np.divmod(place, counts[item, axis])
-        skipped = within * pieces[item, axis]
-        offset[:, axis] += skipped
-        shape[:, axis] = np.minimum(pieces[item, axis], shape[:, axis] - skipped)
-    return _Items(items.row[item], Boxes(offset, shape))
+def _cut(items: _Items, pieces: Int64, origin: Int64) -> _Items:
+    row, boxes = cut(items.boxes, pieces, origin)
+    return _Items(items.row[row], boxes)
 
 
-def _grids(declared: Declarations, items: _Items, limit: int | None) -> tuple[list[Grid], Int64 | None]:
-    """A grid for each tensor (None for objects), and the shape of the items' pieces where they are cut."""
+def _grids(declared: Declarations, items: _Items, policy: SavePolicy) -> tuple[list[Grid], Int64 | None]:
+    """A grid for each tensor (None for objects), and each item's cell where items are not all cells already."""
     tensor = declared.tensor[items.row]
     order = np.argsort(tensor, kind="stable")
     bounds = runs(tensor[order])
     numbers = tensor[order][bounds[:-1]]
+    metas = [declared.tensors[n].meta for n in numbers]
+    itemsize = np.array([meta.itemsize or 1 for meta in metas], np.int64)
     whole = np.maximum(1, shapes_table([declared.tensors[n] for n in numbers], items.boxes.width))
     boxes = items.boxes.take(order).widened(whole.shape[1])
     boxes = Boxes(boxes.offset, np.maximum(1, boxes.shape))
-    cells, regular = regular_grids(boxes, bounds, whole)
+    own, regular = regular_grids(boxes, bounds, whole)
     regular |= _is_object(declared)[numbers]
-    if not regular.all():
-        raise BackendError(_irregular(declared, boxes, bounds, numbers, np.flatnonzero(~regular)))
-    if limit is not None:
-        cells = _divided(declared, cells, numbers, whole, limit)
+    cells = own.copy()
+    if policy.max_item_bytes is not None:
+        cells = _smaller(own, whole, policy.max_item_bytes // itemsize, own < whole)
+    for run in np.flatnonzero(~regular).tolist():
+        part = boxes.take(slice(bounds[run], bounds[run + 1]))
+        cells[run] = _free_cell(part, whole[run], int(itemsize[run]), policy)
     grids: list[Grid] = [None] * len(declared.tensors)
     row_cells = np.ones((len(declared.tensors), boxes.width), np.int64)
-    for number, cell in zip(numbers.tolist(), cells, strict=True):
-        meta = declared.tensors[number].meta
+    for number, meta, cell in zip(numbers.tolist(), metas, cells, strict=True):
         row_cells[number] = cell
         if not meta.is_object:
             grids[number] = tuple(cell[: len(meta.shape)].tolist())
-    return grids, None if limit is None else row_cells[tensor, : items.boxes.width]
+    are_cells = regular.all() and (cells == own).all()
+    return grids, None if are_cells else row_cells[tensor, : items.boxes.width]
 
 
-def _divided(declared: Declarations, cells: Int64, numbers: Int32, whole: Int64, limit: int) -> Int64:
-    """Smaller cells within the limit, of which the given ones are made up."""
-    itemsize = np.array([declared.tensors[n].meta.itemsize or 1 for n in numbers], np.int64)
-    pieces = _within(cells, np.maximum(1, limit // itemsize))
-    # Of several cells along an axis the smaller ones must be divisors; a single one may end anywhere.
-    for i, axis in np.argwhere((pieces < cells) & (cells < whole)).tolist():
-        piece = int(pieces[i, axis])
-        while cells[i, axis] % piece:
-            piece -= 1
-        pieces[i, axis] = piece
+def _smaller(cells: Int64, whole: Int64, budget: Int64, divided: Bool) -> Int64:
+    """Cells of at most ``budget`` elements; where an axis is ``divided`` the larger ones are made up of them.
+
+    They are not where an extent has no useful divisor: then the cells at the borders are shared.
+    """
+    pieces = _within(cells, np.maximum(1, budget))
+    for i, axis in np.argwhere((pieces < cells) & (cells < whole) & divided).tolist():
+        divisor = largest_divisor(int(cells[i, axis]), int(pieces[i, axis]))
+        if divisor * _USEFUL >= pieces[i, axis]:
+            pieces[i, axis] = divisor
     return pieces
 
 
-def _irregular(declared: Declarations, boxes: Boxes, bounds: Int64, numbers: Int32, wrong: Int64) -> str:
-    told = []
-    for run in wrong[:_TOLD].tolist():
-        key, meta = declared.tensors[numbers[run]]
-        rows = range(int(bounds[run]), int(bounds[run + 1]))
-        some = ", ".join(str(boxes.row(i, len(meta.shape))) for i in rows[:_TOLD])
-        told.append(f"{key!r} of {meta.shape}: {some}" + (", ..." if len(rows) > _TOLD else ""))
-    if len(wrong) > _TOLD:
-        told.append(f"and {len(wrong) - _TOLD} more tensors")
-    return (
-        "this format stores regular grids, and the shards of these tensors form none:\n  "
-        + "\n  ".join(told)
-        + "\n  hint: save them as torch_dist, which holds any sharding"
-    )
+def _free_cell(boxes: Boxes, whole: Int64, itemsize: int, policy: SavePolicy) -> Int64:
+    """The cell for a tensor whose shards form no grid: theirs along the axes on which they do, else one that
+    ignores the cuts, small enough that most of each shard consists of whole cells."""
+    largest = boxes.shape.max(axis=0)
+    rest = np.minimum(largest, whole - boxes.offset)
+    free = ((boxes.offset % largest != 0) | (boxes.shape != rest)).any(axis=0)
+    mean = np.maximum(1, boxes.shape.mean(axis=0).astype(np.int64) // _CELLS_OF_A_SHARD)
+    cell = np.where(free, mean, largest)
+    for axis in np.flatnonzero(free).tolist():
+        least = -(-policy.cell_bytes // (_SMALLER_CELLS * itemsize * int(np.prod(cell))))
+        cell[axis] = min(int(whole[axis]), int(cell[axis]) * max(1, least))
+    limit = min(policy.cell_bytes, policy.max_item_bytes or policy.cell_bytes)
+    return _smaller(cell[None], whole[None], np.array([limit // itemsize]), ~free[None]).ravel()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from megackpt.planning import box as box_module
-from megackpt.planning.box import Box, Boxes, group_equal, regular_grids, runs
+from megackpt.planning.box import Box, Boxes, cut, group_equal, largest_divisor, regular_grids, runs
 
 boxes_2d = st.builds(
     lambda a, b, c, d: Box((a, b), (c, d)), *(st.integers(0, 5),) * 2, *(st.integers(0, 4),) * 2
@@ -108,3 +108,23 @@ def test_regular_grids() -> None:
     )
     assert fits.tolist() == [True, False]
     assert cells[0].tolist() == [2, 3]
+
+
+def test_boxes_are_cut_at_the_borders_of_a_grid() -> None:
+    boxes = Boxes.of([Box((1, 0), (5, 3)), Box((4, 0), (2, 0)), Box((), ())])
+    pieces = np.array([[3, 2], [3, 2], [3, 2]])
+    row, found = cut(boxes, pieces, np.zeros_like(pieces))
+    assert row.tolist() == [0, 0, 0, 0, 1, 2]
+    assert [found.row(i, 2) for i in range(5)] == [
+        *(Box((1, 0), (2, 2)), Box((1, 2), (2, 1)), Box((3, 0), (3, 2)), Box((3, 2), (3, 1))),
+        Box((4, 0), (2, 0)),
+    ]
+    _, shifted = cut(boxes.take([0]), pieces[:1], boxes.offset[:1])
+    assert [shifted.row(i, 2).offset for i in range(4)] == [(1, 0), (1, 2), (4, 0), (4, 2)]
+
+
+@given(st.integers(1, 5000), st.integers(1, 6000))
+def test_largest_divisor(number: int, limit: int) -> None:
+    assert largest_divisor(number, limit) == max(
+        n for n in range(1, number + 1) if number % n == 0 and n <= limit
+    )

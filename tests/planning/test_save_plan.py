@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
-from megackpt.errors import BackendError, CoverageError
+from megackpt.errors import CoverageError
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON_KEY,
@@ -18,7 +20,7 @@ from megackpt.planning.manifest import (
     ShardId,
     TensorMeta,
 )
-from megackpt.planning.save_plan import SavePolicy, plan_save, regular_grid
+from megackpt.planning.save_plan import SavePolicy, plan_save
 
 Shard = tuple[str, tuple[int, ...], Box, ReplicaId, str]
 
@@ -172,17 +174,104 @@ def test_smaller_cells_divide_the_writers_boxes() -> None:
     assert [item.shard.box.offset[0] for plan in plans for item in plan.rows()] == [0, 3, 6, 9]
 
 
-def test_irregular_shards_have_no_grid() -> None:
-    given = parts([w("a", (8,), Box((0,), (3,)))], [w("a", (8,), Box((3,), (5,)))])
-    plans, manifest = plan_save(given)
+def test_larger_cells_without_a_useful_divisor_are_shared() -> None:
+    given = parts([w("a", (202,), Box((0,), (101,)))], [w("a", (202,), Box((101,), (101,)))])
+    plans, manifest = plan_save(given, SavePolicy(gridded=True, max_item_bytes=50 * 4))
     agree(given, plans, manifest)
-    with pytest.raises(BackendError, match=r"'a' of \(8,\): \[0:3\], \[3:8\]\n.*torch_dist"):
-        plan_save(given, SavePolicy(gridded=True))
+    assert manifest.grids == ((50,),)
+    assert [(rank, box.offset[0], box.shape[0]) for rank, box in written(plans)["a"]] == [
+        *((0, 0, 50), (0, 50, 50), (0, 100, 1)),
+        *((1, 150, 50), (1, 101, 49), (1, 200, 2)),
+    ]
 
 
-def test_regular_grid_of_single_boxes() -> None:
-    assert regular_grid((8, 5), [Box((0, 0), (8, 3)), Box((0, 3), (8, 2))]) == (8, 3)
-    assert regular_grid((8,), [Box((0,), (3,)), Box((3,), (5,))]) is None
-    assert regular_grid((), [Box((), ())]) == ()
-    assert regular_grid((0, 4), [Box((0, 0), (0, 4))]) == (1, 4)
-    assert regular_grid((8,), []) is None
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A tensor's shape, and boxes that tile it in any way: halved again and again, anywhere."""
+    shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
+    boxes = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, box.shape[axis]))
+        for low, high in ((0, at), (at, box.shape[axis])):
+            offset, extent = list(box.offset), list(box.shape)
+            offset[axis] += low
+            extent[axis] = high - low
+            boxes.append(Box(tuple(offset), tuple(extent)))
+    return shape, boxes
+
+
+@settings(deadline=None)
+@given(tilings(), st.integers(1, 400), st.none() | st.integers(1, 400), st.integers(1, 3))
+def test_any_shards_are_written_as_cells_and_pieces_of_cells(
+    tiling: tuple[tuple[int, ...], list[Box]], cell_bytes: int, limit: int | None, ranks: int
+) -> None:
+    shape, boxes = tiling
+    given = parts(*([w("a", shape, box) for box in boxes[rank::ranks]] for rank in range(ranks)))
+    policy = SavePolicy(gridded=True, cell_bytes=cell_bytes, max_item_bytes=limit)
+    plans, manifest = plan_save(given, policy)
+    agree(given, plans, manifest)
+    (grid,) = manifest.grids
+    assert grid is not None
+    assert limit is None or np.prod(grid) * 4 <= max(limit, 4)
+    count = np.zeros(shape, int)
+    for _, box in written(plans)["a"]:
+        count[box.slices()] += 1
+        lows = [o // g for o, g in zip(box.offset, grid, strict=True)]
+        assert lows == [(e - 1) // g for e, g in zip(box.stop, grid, strict=True)]  # in one cell
+    assert (count == 1).all()
+    whole = {box for _, box in written(plans)["a"]}
+    for index in np.ndindex(*(-(-n // g) for n, g in zip(shape, grid, strict=True))):
+        offset = tuple(i * g for i, g in zip(index, grid, strict=True))
+        cell = Box(offset, tuple(min(g, n - o) for g, n, o in zip(grid, shape, offset, strict=True)))
+        assert cell in whole or not any(box.contains(cell) for box in boxes)
+
+
+def uneven(total: int, ranks: int) -> list[int]:
+    """Borders of shards that are of about one size."""
+    return [total * i // ranks + 3 * i % 7 for i in range(ranks)] + [total]
+
+
+def shared_bytes(plans: list[SavePlan], grid: tuple[int, ...]) -> int:
+    whole = int(np.prod(grid)) * 4
+    last = max((item.shard.box.stop for plan in plans for item in plan.rows()), default=())
+    return sum(
+        item.nbytes
+        for plan in plans
+        for item in plan.rows()
+        if item.nbytes != whole and item.shard.box.stop != last
+    )
+
+
+@pytest.mark.parametrize(("total", "ranks"), [(100_000_000, 8), (100_000_000, 64), (1_000_000, 8)])
+def test_of_irregular_buckets_little_is_shared(total: int, ranks: int) -> None:
+    borders = uneven(total, ranks)
+    given = parts(*([w("b", (total,), Box((a,), (b - a,)))] for a, b in pairwise(borders)))
+    plans, manifest = plan_save(given, SavePolicy(gridded=True))
+    (grid,) = manifest.grids
+    assert grid is not None
+    assert grid[0] * 4 <= 4 << 20
+    assert grid[0] * 4 >= min(256 << 10, total * 4)
+    assert sum(map(len, plans)) <= ranks * 10 + total * 4 // (4 << 20)
+    if total == 100_000_000:
+        assert shared_bytes(plans, grid) <= total * 4 // 7
+
+
+def test_axes_on_which_shards_form_a_grid_keep_it() -> None:
+    rows = [0, 600, 1300, 2000]
+    boxes = [Box((a, c), (b - a, 1000)) for a, b in pairwise(rows) for c in (0, 1000)]
+    given = parts(*([w("a", (2000, 2000), box)] for box in boxes))
+    plans, manifest = plan_save(given, SavePolicy(gridded=True))
+    assert manifest.grids == ((83, 1000),)  # an eighth of the mean shard
+    assert len(written(plans)["a"]) == 2 * (25 + 2)
+    flipped = parts(*([w("a", (2000, 2000), Box(b.offset[::-1], b.shape[::-1]))] for b in boxes))
+    assert plan_save(flipped, SavePolicy(gridded=True))[1].grids == ((1000, 83),)
+
+
+def test_small_irregular_tensors_are_one_cell() -> None:
+    given = parts([w("a", (8,), Box((0,), (3,)))], [w("a", (8,), Box((3,), (5,)))])
+    plans, manifest = plan_save(given, SavePolicy(gridded=True))
+    agree(given, plans, manifest)
+    assert manifest.grids == ((8,),)
+    assert written(plans)["a"] == [(0, Box((0,), (3,))), (1, Box((3,), (5,)))]

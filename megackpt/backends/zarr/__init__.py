@@ -2,69 +2,102 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends.base import Backend, Finished, Source, Target
-from megackpt.backends.zarr import listing
-from megackpt.backends.zarr.cells import raw_rows, read_rows, write_rows
-from megackpt.backends.zarr.layout import refuse_unfit
-from megackpt.backends.zarr.names import ARRAY, METADATA, folder
+from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target, read_config
+from megackpt.backends.zarr.assembling import assembled, fragment_names
+from megackpt.backends.zarr.documents import Packing, refuse_unfit
+from megackpt.backends.zarr.finding import discover, holds
+from megackpt.backends.zarr.layout import Cells, grid_of, inner_of
+from megackpt.backends.zarr.listing import contents
+from megackpt.backends.zarr.names import ARRAY, MEGATRON, VERSION, ZARRAY, entry_name
+from megackpt.backends.zarr.reading import damage, raw_rows, read_rows
+from megackpt.backends.zarr.writing import write_rows
+from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Bool, LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.runtime.storage import Storage
 
 
 class Zarr(Backend):
-    """A directory that is a zarr group: any zarr reader opens it.
+    """A directory that is a zarr group: any zarr reader opens it. Byte by byte: docs/zarr.md.
 
-    ====================================  =========================================================
+    ====================================  ==========================================================
     ``zarr.json``                         the group, with consolidated metadata where all can read it
     ``<key>/zarr.json``                   an array; attribute ``key``: the tensor's key, unencoded
-    ``<key>/c/0/1``                       one cell of the grid: little-endian bytes in C order
+    ``<key>/c/0/1``                       one cell of the grid, which is a shard where it is large
     ``<key>.objects/shard_0.1_1.2.pt``    the blob of an object's shard at (0, 1) of global shape (1, 2)
     ``common.pt``                         the blob of the common state
     ``metadata.json``                     last: which format this is
-    ====================================  =========================================================
+    ``__fragments_3``                     while a save goes on: rank 3's pieces of cells that ranks share
+    ====================================  ==========================================================
 
-    Keys are percent-encoded (see names.py). Cells are neither compressed nor sharded; those at the end of a
-    tensor are padded to full size, as zarr demands. Their locations tell the length of the tensor's own
-    bytes; these begin the file unless padding stands between them (``Cells.prefix``), and then only this
-    backend can read them: digests of such cells are checked through ``read``.
+    Keys are percent-encoded, objects and common state kept as sidecars.py has it. The chunks of the manifest are zarr's
+    own (inner) chunks. Those at the end of a tensor are padded to full size, as zarr demands. Their locations tell the
+    length of the tensor's own bytes; these begin at the location unless padding stands between them
+    (``Cells.prefix``), and then only this backend can read them: digests of such chunks are checked through ``read``.
+
+    Version 1 is the format that Megatron-Core called so up to 0.15 (finding.py): read, not written.
+
+    ``compression`` is None, "zstd", "blosc", or one of these with a level ("zstd:5"). Digests are those of what was
+    compressed. ``checksum``: a crc32c ends each chunk, for readers that do not know our digests. A load needs neither.
     """
 
-    name: ClassVar[str] = listing.NAME
-    version: ClassVar[int] = listing.VERSION
-    reads: ClassVar[Collection[int]] = frozenset((listing.VERSION,))
+    name: ClassVar[str] = "zarr"
+    version: ClassVar[int] = VERSION
+    reads: ClassVar[Collection[int]] = frozenset((MEGATRON, VERSION))
     gridded: ClassVar[bool] = True
+    max_item_bytes: ClassVar[int | None] = 128 << 20
 
-    def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 (same names for any number)
+    def __init__(self, compression: str | None = None, checksum: bool = True) -> None:
+        """Raises BackendError for a compression that is unknown."""
+        self.packing = Packing(compression, checksum)
+        self.encoding = "raw" if compression is None else "native"
+
+    def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 (the manifest knows the ranks)
         """Raises BackendError where an array cannot hold a tensor, before anything is written."""
         refuse_unfit(manifest.tensors, manifest.grids)
-        return [*map(folder, manifest.tensors), ARRAY, METADATA]
+        return [*map(entry_name, manifest.tensors), *fragment_names(manifest), ARRAY, CONFIG]
+
+    def count_files(self, plan: SavePlan) -> int:
+        whole = Cells.of(plan.tensors, plan.grids, plan.tensor, plan.boxes).whole
+        return int(whole.sum()) + (not whole.all())
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
-        return write_rows(root, plan, data)
+        return write_rows(root, plan, data, self.packing)
 
-    def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002 (cells are whole)
-        return Finished(manifest, listing.contents(manifest))
+    def finish(self, root: Storage, manifest: Manifest) -> Finished:
+        """The table of contents, once the cells that ranks share are assembled."""
+        manifest = assembled(root, manifest, self.packing)
+        return Finished(manifest, contents(manifest, self.packing) | self.config())
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
         return raw_rows(manifest, np.arange(len(manifest.chunks), dtype=np.int64))
 
+    def decoded(self, manifest: Manifest) -> Int64:
+        chunks = manifest.chunks
+        sizes = np.zeros(len(manifest.tensors), np.int64)
+        for number, ((_, meta), grid) in enumerate(zip(manifest.tensors, manifest.grids, strict=True)):
+            cell = grid_of(meta.shape, grid)
+            if not meta.is_object:
+                inner = cell if manifest.backend[1] == MEGATRON else inner_of(cell, meta.itemsize)
+                sizes[number] = min(float(np.prod(inner, dtype=np.float64)) * meta.itemsize, 1 << 62)
+        return np.where(self.raw_chunks(manifest), 0, np.maximum(sizes[chunks.tensor], chunks.length))
+
     def recognises(self, root: Storage) -> bool:
-        if root.size(METADATA) is None:
-            return False
-        try:
-            config = json.loads(root.get(METADATA, 1 << 20))
-            return config["sharded_backend"] == self.name and config["sharded_backend_version"] in self.reads
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return False
+        """Does metadata.json say so? Directories of Megatron's without one are known by an array in them."""
+        if super().recognises(root):
+            return True
+        return root.size(CONFIG) is None and any(holds(root, name, ZARRAY) for name in root.list())
 
     def read_manifest(self, root: Storage) -> Manifest:
-        return listing.discover(root)
+        config = read_config(root)
+        return discover(root, MEGATRON if config is None else config.sharded_backend_version)
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         read_rows(root, plan, into, verify)
+
+    def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
+        return damage(root, manifest)

@@ -1,64 +1,25 @@
-"""What things are called on disk: keys as folder names, cells as chunk files, objects as shard files."""
+"""What files of arrays are called; what lies beside them has the names of sidecars.py."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from urllib.parse import unquote_to_bytes
 
-import xxhash
-
-from megackpt.planning.box import Box
+from megackpt.backends.sidecars import encode_key, folder
 from megackpt.planning.manifest import TensorEntry
 
 ARRAY = "zarr.json"
-COMMON = "common.pt"
-METADATA = "metadata.json"
-OBJECTS = ".objects"
-"""The folder of an object's shards: the encoded key with this at its end, as no array's name has."""
+ZARRAY = ".zarray"
+"""What describes an array in zarr's version 2, in which Megatron's old format kept it."""
 
-_RESERVED = frozenset((ARRAY, COMMON, METADATA, "megackpt.index"))
-_LONGEST = 200  # file systems take 255 bytes, of which endings and temporary names need some
-_KEPT = 150  # what remains of a longer name, for people to read
-_SHORTENED = "%~"  # followed by a hash; "%" is otherwise followed by two hexadecimal digits
-_EMPTY = "%"
-
-# The zarr specification forbids "/", names of dots only and names that begin with "__"; tensorstore keeps
-# ".__lock" for itself; characters that a file system may fold, refuse or hide are not trusted either.
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.+=,@()\[\]-]|^\.|^_(?=_)|\.(?=(?:objects|__lock)$)")
-_SHARD = re.compile(r"shard_([0-9.]*)_([0-9.]*)\.pt")
+VERSION = 2
+"""Of this format: ours."""
+MEGATRON = 1
+"""The version of this format that Megatron-Core wrote up to 0.15: read, not written."""
 
 
-def encode_key(key: str) -> str:
-    """The folder of a tensor: percent-encoded, no two alike; shortened with a hash where it is too long."""
-    name = _UNSAFE.sub(lambda match: _escape(match.group()), key) or _EMPTY
-    if name in _RESERVED:
-        name = _escape(name[0]) + name[1:]
-    if len(name) <= _LONGEST:
-        return name
-    mark = xxhash.xxh3_128(key.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{name[:_KEPT]}{_SHORTENED}{mark}"
-
-
-def decode_key(name: str) -> str | None:
-    """The key that ``encode_key`` made a name of; None where the name was shortened."""
-    if _SHORTENED in name:
-        return None
-    if name == _EMPTY:
-        return ""
-    return unquote_to_bytes(name).decode("utf-8", "surrogatepass")
-
-
-def _escape(text: str) -> str:
-    return "".join(f"%{byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
-
-
-def folder(entry: TensorEntry) -> str:
+def entry_name(entry: TensorEntry) -> str:
     """The name in the root under which everything of this entry is kept."""
-    if entry.is_common:
-        return COMMON
-    name = encode_key(entry.key)
-    return name + OBJECTS if entry.meta.is_object else name
+    return folder(entry) if entry.meta.is_object else encode_key(entry.key)
 
 
 def cell_file(name: str, index: Sequence[int]) -> str:
@@ -66,23 +27,11 @@ def cell_file(name: str, index: Sequence[int]) -> str:
     return "/".join([name, "c", *map(str, index)])
 
 
-def shard_file(entry: TensorEntry, box: Box) -> str:
-    """The file of one shard of an object, in Megatron-Core's manner: its offset, then the global shape."""
-    if entry.is_common:
-        return COMMON
-    offset, shape = (".".join(map(str, numbers)) for numbers in (box.offset, entry.meta.shape))
-    return f"{folder(entry)}/shard_{offset}_{shape}.pt"
+def array_folder(version: int, file: str, entry: TensorEntry) -> str:
+    """The folder of the array that a cell's file belongs to."""
+    return entry.key if version == MEGATRON else file.partition("/")[0]
 
 
-def parse_shard(file: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offset and global shape told by the last part of a shard file's name; None if it is no such name."""
-    match = _SHARD.fullmatch(file)
-    if match is None:
-        return None
-    try:
-        offset, shape = (tuple(map(int, part.split("."))) if part else () for part in match.groups())
-    except ValueError:
-        return None
-    if len(offset) != len(shape) or not all(o < s < 1 << 31 for o, s in zip(offset, shape, strict=True)):
-        return None
-    return offset, shape
+def fragments_file(rank: int) -> str:
+    """The file in which a rank leaves its pieces of shared cells to be assembled; no array's name begins like it."""
+    return f"__fragments_{rank}"

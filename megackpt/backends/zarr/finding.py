@@ -1,0 +1,191 @@
+"""What a directory holds by its own account: arrays by their metadata, chunks by their files and shards' indexes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+
+import numpy as np
+
+from megackpt.backends.sidecars import COMMON, OBJECTS, decode_key, objects_in, parse_shard
+from megackpt.backends.zarr.layout import ArrayLayout, Grid, chunk_numbers
+from megackpt.backends.zarr.names import ARRAY, MEGATRON, ZARRAY
+from megackpt.backends.zarr.stores import MISSING, layout_in, shard_index
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Box, Boxes, cut
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    ITEMSIZE,
+    OBJECT,
+    Location,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+    listed,
+)
+from megackpt.runtime.storage import Storage
+
+_NAMED = 5  # missing chunks that an error names for each tensor
+_DEEPEST = 32  # folders in folders, for keys with "/" in version 1
+
+
+def holds(root: Storage, folder: str, name: str) -> bool:
+    """Is there a file of this name in a folder of this name?"""
+    try:
+        return root.size(folder) is None and root.size(f"{folder}/{name}") is not None
+    except CorruptCheckpoint:  # the folder is a link to somewhere
+        return False
+
+
+def discover(root: Storage, version: int) -> Manifest:
+    """What the files themselves tell. CorruptCheckpoint naming all chunks missing or of a wrong size."""
+    found = _Found(root)
+    if version == MEGATRON:
+        if root.size(COMMON) is not None:
+            found.entry(COMMON_KEY, TensorMeta((), OBJECT))
+            found.chunk(Box((), ()), COMMON, 0, root.size(COMMON) or 0)
+        _walk(found, "", 0)
+    else:
+        _look_through(found)
+    if found.problems:
+        raise CorruptCheckpoint(
+            f"{root.location} is damaged: " + "; ".join(found.problems) + ". hint: every chunk of an array "
+            "must be there (zarr would give its fill value for a lost one)"
+        )
+    manifest = listed(found.entries, found.chunks, ("zarr", version))
+    return replace(manifest, grids=tuple(found.grids), encoding="raw" if found.raw else "native")
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was found in a directory so far, and everything that is wrong with it."""
+
+    root: Storage
+    entries: list[TensorEntry] = field(default_factory=list)
+    grids: list[Grid | None] = field(default_factory=list)
+    chunks: list[tuple[int, Box, Location]] = field(default_factory=list)
+    raw: bool = True
+    problems: list[str] = field(default_factory=list)
+
+    def entry(self, key: str, meta: TensorMeta, grid: Grid | None = None) -> None:
+        self.entries.append(TensorEntry(key, meta))
+        self.grids.append(grid)
+
+    def chunk(self, box: Box, file: str, start: int, length: int) -> None:
+        self.chunks.append((len(self.entries) - 1, box, Location(file, start, length)))
+
+    def object(self, folder: str, files: list[str]) -> None:
+        """The shards of one object of version 1."""
+        shards = {file: parse_shard(file) for file in files}
+        shapes = {shard[1] for shard in shards.values() if shard is not None}
+        if None in shards.values() or len(shapes) != 1:
+            self.problems.append(f"{folder} is no folder of one object's shards: it holds {files}")
+            return
+        self.entry(folder, TensorMeta(shapes.pop(), OBJECT))
+        for file, shard in shards.items():
+            offset = shard[0] if shard else ()
+            size = self.root.size(f"{folder}/{file}")
+            if size is None:
+                self.problems.append(f"{folder}/{file} is no file")
+            self.chunk(Box(offset, (1,) * len(offset)), f"{folder}/{file}", 0, size or 0)
+
+    def array(self, folder: str, key: str, layout: ArrayLayout) -> None:
+        """An array, whose chunks must all be there."""
+        self.entry(key, TensorMeta(layout.shape, layout.dtype), layout.cell)
+        self.raw &= layout.raw
+        if 0 in layout.shape:
+            origin = (0,) * len(layout.shape)
+            self.chunk(Box.whole(layout.shape), f"{folder}/{layout.file(origin)}", 0, 0)
+            return
+        missing = _missing(self.root, folder, layout)
+        if missing:
+            self.problems.append(f"tensor {key!r} ({folder}) lacks the chunk {', '.join(missing)}")
+            return
+        for index in layout.indices():
+            file = f"{folder}/{layout.file(index)}"
+            if layout.index is None:
+                self._cell(layout, layout.box(index), file)
+            else:
+                self._shard(layout, layout.box(index), file)
+
+    def _cell(self, layout: ArrayLayout, box: Box, file: str) -> None:
+        size, stored = self.root.size(file), layout.stored_bytes
+        if size is None or stored not in (None, size):
+            what = "is no file" if size is None else f"has {size} bytes instead of {stored}"
+            self.problems.append(f"{file} {what}")
+        self.chunk(box, file, 0, box.volume * ITEMSIZE[layout.dtype])
+
+    def _shard(self, layout: ArrayLayout, box: Box, file: str) -> None:
+        """The chunks in one shard, but for those that lie beyond the tensor's end."""
+        counts = np.array(layout.cell, np.int64) // layout.inner
+        if 16 * float(np.prod(counts, dtype=np.float64)) > (self.root.size(file) or 0):
+            self.problems.append(f"{file} is too short for the index of a shard of {counts.tolist()} chunks")
+            return
+        starts, lengths = shard_index(self.root, file, int(counts.prod()), layout.index or ("end", True))
+        inner = np.array([layout.inner], np.int64)
+        _, boxes = cut(Boxes.of([box]), inner, np.zeros_like(inner))
+        numbers = chunk_numbers(boxes, layout.cell, layout.inner).tolist()
+        for row, number in enumerate(numbers):
+            part = boxes.row(row, len(layout.shape))
+            if starts[number] == MISSING or layout.stored_bytes not in (None, lengths[number]):
+                self.problems.append(f"{file} has {lengths[number]} bytes of chunk {number}, {part}")
+                return
+            self.chunk(part, file, int(starts[number]), part.volume * ITEMSIZE[layout.dtype])
+
+
+def _look_through(found: _Found) -> None:
+    """Version 2: every array and every object's folder stands in the root."""
+    root = found.root
+    for entry, shards in groupby(objects_in(root), lambda sidecar: sidecar.entry):
+        found.entry(*entry)
+        for _, box, place in shards:
+            found.chunk(box, place.file, 0, place.length)
+    for name in root.list():
+        if name.endswith(OBJECTS) or not holds(root, name, ARRAY):
+            continue
+        layout = layout_in(root, name)
+        key = layout.key if layout and layout.key is not None else decode_key(name)
+        if layout is not None and key is not None:
+            found.array(name, key, layout)
+        else:
+            found.problems.append(f"{name}/{ARRAY} does not tell the tensor's key, which was shortened")
+
+
+def _walk(found: _Found, folder: str, depth: int) -> None:
+    """Version 1: keys stand as they are, so that "/" in them makes folders in folders."""
+    if depth > _DEEPEST:
+        raise CorruptCheckpoint(f"{found.root.location}/{folder}: folders in folders, {depth} deep")
+    try:
+        names = found.root.list(folder)
+    except CorruptCheckpoint:  # a link to somewhere
+        return
+    layout = layout_in(found.root, folder) if ZARRAY in names else None
+    shards = [name for name in names if name.startswith("shard_") and name.endswith(".pt")]
+    if layout is not None:
+        found.array(folder, folder, layout)
+    elif folder and shards:
+        found.object(folder, shards)
+    if layout is not None and layout.separator == "/":
+        return  # the folders in this one are numbers of chunks
+    for name in names:
+        below = f"{folder}/{name}" if folder else name
+        is_chunk = layout is not None and name.replace(".", "").isdigit()
+        if not is_chunk and name not in shards and found.root.size(below) is None:
+            _walk(found, below, depth + 1)
+
+
+def _missing(root: Storage, name: str, layout: ArrayLayout) -> list[str]:
+    """Some of the chunk files that are not there, without ever listing more than are."""
+    levels = layout.file([0] * len(layout.shape)).count("/")
+    there = set(_below(root, name, levels))
+    expected = (f"{name}/{layout.file(index)}" for index in layout.indices())
+    return list(islice((file for file in expected if file not in there), _NAMED))
+
+
+def _below(root: Storage, name: str, levels: int) -> Iterator[str]:
+    for entry in root.list(name):
+        if levels and entry not in (ARRAY, ZARRAY):
+            yield from _below(root, f"{name}/{entry}", levels - 1)
+        else:
+            yield f"{name}/{entry}"

@@ -1,0 +1,203 @@
+"""Planned regions fetched: byte ranges where a chunk's bytes lie as they are, all others through tensorstore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from numpy.typing import NDArray
+
+from megackpt.backends.base import Target
+from megackpt.backends.ranges import read_raw
+from megackpt.backends.zarr.layout import ArrayLayout, Cells, chunk_numbers
+from megackpt.backends.zarr.names import MEGATRON, array_folder
+from megackpt.backends.zarr.stores import (
+    THREADS,
+    context,
+    latest,
+    layout_in,
+    meaning,
+    shard_index,
+    share,
+    to_read,
+)
+from megackpt.errors import CheckpointingException, CorruptCheckpoint
+from megackpt.objects.wrapping import wrapped
+from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    DIGEST_SIZE,
+    Bool,
+    Chunk,
+    Digests,
+    LoadPlan,
+    Manifest,
+    ReadItem,
+    ShardId,
+    TensorEntry,
+)
+from megackpt.runtime.storage import Storage, digest_blocks
+
+
+def read_rows(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
+    """Fetch regions. Chunks without digests of ours are read by tensorstore if asked to verify: it checks crc32c."""
+    ranged = raw_rows(plan.manifest, plan.chunk)
+    if plan.manifest.backend[1] == MEGATRON:
+        into = _Wrapping(into, plan)
+    elif verify and not len(plan.manifest.chunks.digests):
+        ranged &= _is_object(plan.manifest)[plan.manifest.chunks.tensor[plan.chunk]]
+    if ranged.any():
+        read_raw(root, plan.take(ranged), into, verify, threads=THREADS)
+    if not ranged.all():
+        _read_chunks(root, plan.take(~ranged), into, verify)
+
+
+def raw_rows(manifest: Manifest, rows: Int64) -> Bool:
+    """For each of these chunks: are the bytes at its location those of its box?"""
+    chunks = manifest.chunks
+    cells = Cells.of(manifest.tensors, manifest.grids, chunks.tensor[rows], chunks.boxes.take(rows))
+    return cells.is_object | (cells.prefix & (manifest.encoding == "raw"))
+
+
+def damage(root: Storage, manifest: Manifest) -> list[str] | None:
+    """What tensorstore finds wrong, by the chunks' crc32c; None where there are arrays without."""
+    reader = _Reader(root, manifest.backend[1], context())
+    bounds = manifest.chunks.block_bounds
+    problems = []
+    for row in np.flatnonzero(~_is_object(manifest)[manifest.chunks.tensor]).tolist():
+        entry = manifest.tensors[manifest.chunks.tensor[row]]
+        chunk = manifest.chunk(row, bounds)
+        try:
+            checked = reader.checks(entry, chunk)
+            if checked:
+                reader.values(entry, chunk, [chunk.box])
+        except CheckpointingException as error:
+            problems.append(str(error))
+            continue
+        if not checked:
+            return None
+    return problems
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    """A Target that is handed Megatron's objects in the form that ours have: in a list of one."""
+
+    into: Target
+    plan: LoadPlan
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:
+        return self.into.open(target, box)
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
+        self.into.close(target, box, filled)
+
+    def blob(self, target: int, data: bytes) -> None:
+        row = int(np.flatnonzero(self.plan.target == target)[0])
+        manifest = self.plan.manifest
+        entry = manifest.tensors[manifest.chunks.tensor[self.plan.chunk[row]]]
+        self.into.blob(target, data if entry.is_common else wrapped(data))
+
+
+def _is_object(manifest: Manifest) -> Bool:
+    return np.array([entry.meta.is_object for entry in manifest.tensors], np.bool_)
+
+
+def _read_chunks(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
+    order = np.argsort(plan.chunk, kind="stable")
+    starts = np.flatnonzero(np.diff(plan.chunk[order], prepend=-1))
+    groups = np.split(order, starts[1:])
+    within = context()
+
+    def work(numbers: Iterator[int]) -> None:
+        reader = _Reader(root, plan.manifest.backend[1], within)
+        for number in numbers:
+            reader.read(list(plan.take(groups[number]).rows()), into, verify)
+
+    share(len(groups), work)
+
+
+class _Reader:
+    """Fetches chunks through tensorstore, one after the other. One for each thread."""
+
+    def __init__(self, root: Storage, version: int, within: ts.Context) -> None:
+        self.root = root
+        self.version = version
+        self.within = within
+        self._opened = latest(self._open)
+
+    def read(self, items: list[ReadItem], into: Target, verify: bool) -> None:
+        """Fetch regions of one chunk."""
+        entry, chunk = items[0].entry, items[0].chunk
+        checked = verify and len(chunk.digests) > 0
+        values = self.values(entry, chunk, [chunk.box] if checked else [item.box for item in items])
+        if checked:
+            octets = np.ascontiguousarray(values[0]).reshape(-1).view(np.uint8).data
+            _check(octets, chunk.digests, self._where(entry, chunk))
+            values = [values[0][item.box.relative_to(chunk.box).slices()] for item in items]
+        for item, found in zip(items, values, strict=True):
+            filled = into.open(item.target, item.box)
+            filled[...] = found.view(filled.dtype)
+            into.close(item.target, item.box, filled)
+
+    def values(self, entry: TensorEntry, chunk: Chunk, boxes: list[Box]) -> list[NDArray[Any]]:
+        """The elements of regions of one chunk. CorruptCheckpoint where it cannot be read."""
+        where = self._where(entry, chunk)
+        with meaning(CorruptCheckpoint, f"{where} cannot be read"):
+            layout, store = self._opened(entry, array_folder(self.version, chunk.location.file, entry))
+            _check_stored(self.root, chunk.location.file, layout, chunk.box, where)
+            return [store[box.slices()].read().result() for box in boxes]
+
+    def checks(self, entry: TensorEntry, chunk: Chunk) -> bool:
+        """Do the chunks of this array bear a crc32c?"""
+        layout, _ = self._opened(entry, array_folder(self.version, chunk.location.file, entry))
+        return layout.checksum
+
+    def _where(self, entry: TensorEntry, chunk: Chunk) -> str:
+        return f"{ShardId(entry.key, chunk.box)} in {self.root.location}/{chunk.location.file}"
+
+    def _open(self, entry: TensorEntry, folder: str) -> tuple[ArrayLayout, ts.TensorStore]:
+        where = f"{self.root.location}/{folder}"
+        layout = layout_in(self.root, folder)
+        if layout is None:
+            raise CorruptCheckpoint(f"{where} tells of no array: its description is missing")
+        if (layout.shape, layout.dtype) != entry.meta:
+            raise CorruptCheckpoint(f"{where} tells of {layout.dtype} {layout.shape}, not of {entry.meta}")
+        with meaning(CorruptCheckpoint, f"{where} describes no array that can be read"):
+            return layout, to_read(self.root, folder, layout, self.within)
+
+
+def _check_stored(root: Storage, file: str, layout: ArrayLayout, box: Box, where: str) -> None:
+    """Is the chunk there? tensorstore would give zeros for it, and blosc as much memory as its header asks for."""
+    if root.size(file) is None:
+        raise CorruptCheckpoint(f"{where}: the file is missing, or no regular file")
+    start = 0
+    if layout.index is not None:
+        count = int(np.prod(np.array(layout.cell, np.float64) // layout.inner))
+        starts, _ = shard_index(root, file, count, layout.index)
+        start = int(starts[chunk_numbers(Boxes.of([box]), layout.cell, layout.inner)[0]])
+        if start < 0:
+            raise CorruptCheckpoint(f"{where}: the index of the shard has no such chunk")
+    if layout.blosc:
+        header = bytearray(16)
+        with root.open(file) as reader:
+            reader.read_into(start, [memoryview(header)])
+        told = int.from_bytes(header[4:8], "little")
+        if told != layout.chunk_bytes:
+            raise CorruptCheckpoint(
+                f"{where}: blosc tells of {told} bytes in a chunk of {layout.chunk_bytes}"
+            )
+
+
+def _check(octets: memoryview, digests: Digests, where: str) -> None:
+    found = np.frombuffer(digest_blocks(octets), np.uint8).reshape(-1, DIGEST_SIZE)
+    if found.shape != digests.shape:
+        raise CorruptCheckpoint(f"{where}: {len(octets)} bytes do not fit {len(digests)} digests")
+    damaged = np.flatnonzero((found != digests).any(axis=1)).tolist()
+    if damaged:
+        bounds = [(b * DIGEST_BLOCK, min((b + 1) * DIGEST_BLOCK, len(octets))) for b in damaged]
+        told = ", ".join(f"{block} (bytes {a}:{b})" for block, (a, b) in zip(damaged, bounds, strict=True))
+        raise CorruptCheckpoint(f"{where}: the bytes are not those that were saved; damaged blocks: {told}")
