@@ -13,8 +13,8 @@ from megackpt.converter import Converted, convert as rewrite
 def convert(arguments: Mapping[str, Any], progress: Progress) -> Answer:
     """Rewrite a checkpoint as another format's: arguments and errors are those of ``megackpt.convert``."""
     done = rewrite(**arguments, progress=_told(progress))
-    facts = {"source": arguments["source"], "format": arguments["to"], **asdict(done)}
-    return Answer(lambda: facts, lambda _pretty: _blocks(done, arguments["to"]))
+    facts = {"source": arguments["source"], **asdict(done)}
+    return Answer(lambda: facts, lambda _pretty: _blocks(done))
 
 
 def _told(progress: Progress) -> Any:
@@ -31,10 +31,10 @@ def _told(progress: Progress) -> Any:
     return tell
 
 
-def _blocks(done: Converted, to: str) -> Iterator[Block]:
+def _blocks(done: Converted) -> Iterator[Block]:
     held = f"{counted(done.tensors, 'tensor')}, {counted(done.objects, 'object')}, {size(done.bytes)}"
     earlier = f", {size(done.resumed)} of it by an earlier run" if done.resumed else ""
-    yield Line.of(Cell(done.target, "bold"), f": written as {to}: {held}{earlier}")
+    yield Line.of(Cell(done.target, "bold"), f": written as {done.format}: {held}{earlier}")
     for key, count in done.overflows.items():
-        told = f"{key}: {number(count)} finite values became infinite by the cast"
+        told = f"{key}: {number(count)} finite values are beyond the range of what they were cast to"
         yield Line.of(Cell(told, "yellow"))

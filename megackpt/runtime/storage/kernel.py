@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
 _ABSENT = frozenset((errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBUSY, errno.EPERM))
@@ -31,6 +34,36 @@ def start_writeback(fd: int, start: int, length: int) -> None:
     call = _function("sync_file_range", ctypes.c_int, int64, int64, ctypes.c_uint)
     if call is not None:
         call(fd, start, length, _SYNC_FILE_RANGE_WRITE)
+
+
+def rename_new(name: str, to: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+    """Like os.rename for files, but FileExistsError, and nothing done, where the new name is taken."""
+    try:
+        os.link(name, to, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        # No links here, so only a look can tell.
+        if os.path.lexists(f"/proc/self/fd/{dst_dir_fd}/{to}"):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), to) from error
+        os.rename(name, to, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+    else:
+        os.unlink(name, dir_fd=src_dir_fd)
+
+
+def lock(fd: int) -> bool:
+    """Lock an open file or directory; False if somebody else has. Where there are no locks, nobody is kept out."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def die_with_parent() -> bool:
+    """Have this process killed when its parent dies; False where that cannot be had."""
+    call = _function("prctl", ctypes.c_int, ctypes.c_ulong)
+    return call is not None and call(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
 
 
 def exchange(folder: int, one: str, other: str) -> bool:

@@ -199,6 +199,10 @@ class LocalStorage(Storage):
         below.location = self._path(name) if name else self.location
         return below
 
+    def lock(self) -> bool:
+        """Hold the directory against others that ask for this, until ``close``; False if somebody holds it."""
+        return kernel.lock(self._fd)
+
     def make_folder(self, name: str, mode: int = 0o777) -> bool:
         """Make a folder, durably; False if the name is taken."""
         with self._refusals("make the directory", name):
@@ -221,12 +225,13 @@ class LocalStorage(Storage):
             os.fsync(self._fd)
             return True
 
-    def rename(self, name: str, to: str) -> None:
-        """Move an entry within this root, durably, replacing a file that is there."""
+    def rename(self, name: str, to: str, replace: bool = True) -> None:
+        """Move an entry within this root, durably; a file that is there is replaced, or in the way (StorageError)."""
         (source, last), (target, new) = self._parent(name), self._parent(to)
         try:
             with self._refusals("rename", name):
-                os.rename(last, new, src_dir_fd=source, dst_dir_fd=target)
+                move = os.rename if replace else kernel.rename_new
+                move(last, new, src_dir_fd=source, dst_dir_fd=target)
                 os.fsync(target)
                 os.fsync(source)
         finally:

@@ -1,0 +1,210 @@
+"""The order of a conversion, and nothing but the order: open, choose, cut, plan, begin, do the tasks, commit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from megackpt.backends.base import Backend, plan_in_format
+from megackpt.checkpoint import Opened, Place, begin, commit, encode_index
+from megackpt.checkpoint.committing import completed
+from megackpt.converter.budget import DEFAULT, worker_bytes, workers_within
+from megackpt.converter.crew import run_tasks
+from megackpt.converter.cutting import Excerpts, Task, declared, parts_of, shared_out, task_count
+from megackpt.converter.journal import JOURNAL, Done, Journal
+from megackpt.converter.working import Assignment, Bench
+from megackpt.errors import RankLost, StorageError
+from megackpt.planning.manifest import Manifest, SavePlan, TensorEntry
+from megackpt.planning.save_plan import SavePolicy
+
+logger = logging.getLogger("megackpt.converter")
+
+_CUTTING = 1  # changes when the same wishes lead to other bytes
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion has done. Sizes in bytes of the target's raw data.
+
+    ``resumed``: bytes that an earlier run had written. ``overflows``: key -> finite values beyond the range of the
+    dtype that they were cast to.
+    """
+
+    target: str
+    format: str
+    tensors: int
+    objects: int
+    bytes: int
+    resumed: int = 0
+    overflows: Mapping[str, int] = field(default_factory=dict)
+
+    def at(self, target: str) -> Converted:
+        return replace(self, target=target)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How a conversion runs; what comes out does not depend on it."""
+
+    verify: bool = True
+    reread: bool = False
+    max_memory: int = DEFAULT
+    workers: int | None = None
+    progress: Progress = lambda done, total: None  # noqa: ARG005
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, not {self.workers}")
+
+
+class Conversion:
+    """One checkpoint on its way into another, planned; ``run`` does it."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        source: str,
+        carried: Mapping[int, TensorEntry],
+        backend: Backend,
+        tasks: int | None,
+        limits: Limits,
+    ) -> None:
+        self.opened = opened
+        self.source = source
+        self.backend = backend
+        self.limits = limits
+        self.excerpts = Excerpts(opened.manifest)
+        self.numbers = {entry.key: number for number, entry in carried.items()}
+        taken = self.excerpts.of([*carried])
+        decoded = opened.backend.decoded(taken)
+        self.casts = any(opened.manifest.tensors[n].meta != entry.meta for n, entry in carried.items())
+        copying = backend.gridded or self.casts
+        self.each = worker_bytes(taken, decoded, copying, limits.max_memory)
+        # A format that keeps whole tensors shows it when it is asked for places.
+        contiguous = type(backend).layout is not Backend.layout
+        rows = declared(opened.manifest, carried, opened.backend.decoded(opened.manifest), contiguous)
+        self.total = int(rows.nbytes.sum())
+        shares = shared_out(rows, tasks or task_count(self.total))
+        self.bytes = [int(rows.nbytes[own].sum()) for own in shares]
+        self.plans: list[SavePlan]
+        self.manifest: Manifest
+        self.plans, self.manifest = plan_in_format(backend, parts_of(rows, shares), SavePolicy(balance=False))
+
+    def save_id(self) -> str:
+        """What this conversion is called: the same whenever the same is to be made of the same source."""
+        opened, manifest = self.opened, self.opened.manifest
+        told: list[object] = [_CUTTING, self.numbers]
+        if not len(manifest.chunks.digests):  # then nothing else tells one content from another
+            stats = ((name, opened.storage.stat(name)) for name in manifest.files)
+            told += [(name, s.st_size, s.st_mtime_ns) for name, s in stats if s is not None]
+        told += [
+            self.backend.name,
+            self.backend.version,
+            repr(getattr(self.backend, "__dict__", self.backend)),
+        ]
+        parts = [json.dumps(told).encode(), encode_index(manifest, {})]
+        parts += [json.dumps(plan.tensors).encode() for plan in self.plans]
+        parts += [
+            column.tobytes() for p in self.plans for column in (p.tensor, p.boxes.offset, p.boxes.shape)
+        ]
+        digest = blake2b(digest_size=16)
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
+
+    def run(self, target: str, overwrite: bool) -> Converted:
+        """Write the target, or go on with writing it, and commit it."""
+        save_id = self.save_id()
+        if self.limits.resume and completed(target, save_id):
+            return self.outcome(target, {}, self.total)
+        place = begin(target, save_id=save_id, overwrite=overwrite, resume=self.limits.resume)
+        journal = None
+        try:
+            place.announce(self.backend.files(len(self.plans), self.manifest), scratch=[JOURNAL])
+            journal = Journal(place.storage)
+            journal.done = {n: done for n, done in journal.done.items() if n < len(self.plans)}
+            if place.resumed:
+                place.keep_only(journal.files())
+            resumed = sum(self.bytes[number] for number in journal.done)
+            self.work(place, journal, resumed)
+            results = [journal.done[number].result for number in range(len(self.plans))]
+            commit(place, self.backend, self.manifest.located(results), self.limits.reread)
+        except BaseException as error:
+            self.end(place, journal, error)
+            raise
+        return self.outcome(target, journal.done, resumed)
+
+    def work(self, place: Place, journal: Journal, resumed: int) -> None:
+        """Do all tasks that are not done yet, here or in processes of their own."""
+        limits, opened = self.limits, self.opened
+        moved = _Moved(limits.progress, resumed, self.total)
+        left = [n for n in range(len(self.plans)) if n not in journal.done]
+        todo = sum(self.bytes[number] for number in left)
+        workers = workers_within(limits.max_memory, limits.workers, len(left), todo, self.each)
+        tasks = self.tasks(left)
+        if workers > 1:
+            save_id = opened.manifest.save_id
+            about = (
+                self.source,
+                save_id,
+                opened.backend,
+                place.path,
+                self.backend,
+                limits.verify,
+                self.casts,
+            )
+            run_tasks(Assignment(*about), workers, tasks, journal.add, moved)
+            return
+        bench = Bench(opened.storage, opened.backend, place.storage, self.backend, limits.verify, self.casts)
+        for task in tasks:
+            journal.add(bench.perform(task, moved))
+
+    def tasks(self, numbers: list[int]) -> Iterator[Task]:
+        for number in numbers:
+            plan = self.plans[number]
+            yield Task(number, plan, self.excerpts.of([self.numbers[entry.key] for entry in plan.tensors]))
+
+    def end(self, place: Place, journal: Journal | None, error: BaseException) -> None:
+        """Of a run that failed keep what is worth going on with, where the cause may be gone the next time."""
+        passing = isinstance(error, StorageError | RankLost) or not isinstance(error, Exception)
+        if not (self.limits.resume and passing and journal is not None and journal.done):
+            place.abort()
+            return
+        place.abandon()
+        logger.warning(
+            "%d of %d parts are written, in %s: the same call (or command) goes on from there, and any other save "
+            "to this place removes them", len(journal.done), len(self.plans), place.path,
+        )  # fmt: skip
+
+    def outcome(self, target: str, done: Mapping[int, Done], resumed: int) -> Converted:
+        overflows: Counter[str] = Counter()
+        for one in done.values():
+            overflows.update(one.overflows)
+        told = ", ".join(f"{key!r} {count}" for key, count in overflows.most_common(8))
+        if overflows:
+            logger.warning(
+                "%d values are beyond the range of the dtype that they were cast to: %s%s",
+                overflows.total(), told, ", ..." if len(overflows) > 8 else "",
+            )  # fmt: skip
+        objects = sum(entry.meta.is_object for entry in self.manifest.tensors)
+        tensors = len(self.manifest.tensors) - objects
+        return Converted(target, self.backend.name, tensors, objects, self.total, resumed, dict(overflows))
+
+
+class _Moved:
+    """Tells a caller how far a conversion is."""
+
+    def __init__(self, progress: Progress, done: int, total: int) -> None:
+        self._progress, self._done, self._total = progress, done, total
+        progress(done, total)
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        self._progress(self._done, self._total)

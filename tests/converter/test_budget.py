@@ -1,0 +1,55 @@
+"""Sizes as people write them, and how many workers a bound of memory allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import megackpt
+from megackpt import ShardedObject
+from megackpt.converter.budget import ALONE, parse_size, workers_within
+from megackpt.converter.order import Limits
+from megackpt.errors import BackendError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (5, 5), ("5", 5), ("64MiB", 64 << 20), ("1GB", 10**9), ("1.5 GiB", 3 << 29), ("512k", 512_000), ("2ki", 2048),
+        ("1TiB", 1 << 40), (" 7 mb ", 7_000_000), ("0.5M", 500_000), ("100B", 100),
+    ],
+)  # fmt: skip
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-5", "1e9", "5XiB", "64 MiB!", "1,5GB", "i5", "5i"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="no number of bytes"):
+        parse_size(text)
+
+
+def test_workers() -> None:
+    large, many, each = 10 * ALONE, 100, 32 << 20
+    assert workers_within(1 << 40, 7, many, large, each) == 7
+    assert workers_within(1 << 40, 7, 3, large, each) == 3
+    assert workers_within(1 << 40, 7, 0, 0, each) == 1
+    assert workers_within(1 << 40, None, many, ALONE, each) == 1
+    assert workers_within(64 << 20, 7, many, large, each) == 2
+    assert workers_within(64 << 20, 7, many, large, each + 1) == 1
+    with pytest.raises(ValueError, match="at least 1"):
+        Limits(workers=0)
+
+
+def test_what_does_not_fit_is_refused_with_what_would_do(tmp_path: Path) -> None:
+    megackpt.save({"o": ShardedObject("blob", b"x" * (40 << 20), (1,), (0,)), "n": 1}, tmp_path / "a")
+    with pytest.raises(
+        BackendError, match=r"'blob' \[0:1\] is an object of 4194\d+ bytes.*64MiB.* Give 1\d\dMiB"
+    ) as told:
+        megackpt.convert(tmp_path / "a", tmp_path / "b", "zarr", max_memory="64MiB")
+    assert not (tmp_path / "b").exists()
+    megackpt.convert(tmp_path / "a", tmp_path / "b", "torch_dist", max_memory=str(told.value).split()[-1])
+    megackpt.convert(tmp_path / "a", tmp_path / "c", "torch_dist", max_memory="64MiB", exclude="blob")
+    with pytest.raises(BackendError, match="at least max_memory=32MiB"):
+        megackpt.convert(tmp_path / "a", tmp_path / "d", "torch_dist", max_memory="1MiB")

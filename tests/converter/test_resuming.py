@@ -1,0 +1,239 @@
+"""Conversions that die, anywhere: the next one goes on, and what comes out is the same, byte for byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import megackpt
+from megackpt.checkpoint import open_checkpoint
+from megackpt.converter import cutting, order
+from megackpt.converter.journal import JOURNAL
+from megackpt.errors import CheckpointExists, NotACheckpoint
+from megackpt.runtime.storage import kernel
+
+STEPS = ("fsync", "rename", "link", "unlink", "mkdir", "writev", "pwritev", "chmod")
+LIMIT = 1000
+
+pytestmark = pytest.mark.usefixtures("small_tasks")
+
+
+def die_at(step: int) -> None:
+    """From here on, end this process without a word before its ``step``-th change of the disk."""
+    left = [step]
+
+    def counting(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in STEPS:
+        setattr(os, name, counting(getattr(os, name)))
+    kernel.exchange = counting(kernel.exchange)  # type: ignore[assignment]
+
+
+def in_a_child(work: Callable[[], object]) -> bool:
+    """Run this in a process that ends by itself (True: it died) or when it is done."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, 9)
+    return code == 9
+
+
+def dying(step: int, source: Path, target: Path, to: str, overwrite: bool) -> bool:
+    def work() -> None:
+        die_at(step)
+        megackpt.convert(source, target, to, overwrite=overwrite)
+
+    return in_a_child(work)
+
+
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("to", "before"),
+    [
+        ("torch_dist", "nothing"), ("torch_dist", "foreign"), ("torch_dist", "checkpoint"), ("safetensors", "nothing"),
+        ("safetensors", "checkpoint"), ("torch", "checkpoint"),
+    ],
+)  # fmt: skip
+def test_a_death_at_any_step(tmp_path, source, files, monkeypatch, to, before, stride) -> None:
+    """Once before each change of the disk (or some of them); then the same call again."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    target, held = tmp_path / "run" / "target", {}
+    performed: list[int] = []
+    perform = order.Bench.perform
+    monkeypatch.setattr(
+        order.Bench, "perform", lambda self, task, moved: performed.append(1) or perform(self, task, moved)
+    )
+
+    def prepared() -> None:
+        os.makedirs(tmp_path / "run")
+        if before == "checkpoint":
+            megackpt.save({"old": 1}, target)
+        if before != "nothing":
+            target.mkdir(exist_ok=True)
+            (target / "notes.txt").write_text("mine")
+            held.update({"notes.txt": b"mine"})
+
+    prepared()
+    megackpt.convert(source, target, to, overwrite=True)
+    whole, tasks = files(target), len(performed)
+    assert tasks > 4
+    saved = 0
+    for step in range(1, LIMIT, stride):
+        os.rename(tmp_path / "run", tmp_path / f"run{step}")
+        prepared()
+        died = dying(step, source, target, to, before == "checkpoint")
+        if before == "checkpoint":
+            assert megackpt.load_common_state_dict(target) in (
+                {"old": 1},
+                megackpt.load_common_state_dict(source),
+            )
+        performed.clear()
+        try:
+            megackpt.convert(source, target, to, overwrite=before == "checkpoint")
+        except CheckpointExists:  # it died when it was done, or not at all
+            assert not performed
+        assert files(target) == whole, step
+        assert os.listdir(tmp_path / "run") == ["target"], step
+        saved = max(saved, tasks - len(performed))
+        if not died:
+            break
+    assert step > 50
+    assert saved == tasks  # some run died when nothing but the commit was left
+
+
+def test_a_run_goes_on_after_each_task(tmp_path, source, files, monkeypatch) -> None:
+    """No task is done twice: neither those before the death nor those after it."""
+    target = tmp_path / "target"
+    megackpt.convert(source, tmp_path / "whole", "torch_dist")
+    performed: list[int] = []
+    perform = order.Bench.perform
+
+    def one_and_no_more(self, task, moved):
+        if performed:
+            raise KeyboardInterrupt
+        performed.append(task.number)
+        return perform(self, task, moved)
+
+    monkeypatch.setattr(order.Bench, "perform", one_and_no_more)
+    finished: list[int] = []
+    while True:
+        try:
+            done = megackpt.convert(source, target, "torch_dist")
+        except KeyboardInterrupt:
+            with pytest.raises(NotACheckpoint):
+                megackpt.load({}, target)
+            assert (target / JOURNAL).exists()
+            finished += performed
+            performed.clear()
+        else:
+            finished += performed
+            break
+    assert finished == list(range(len(finished)))
+    assert done.resumed > 0
+    assert files(target) == files(tmp_path / "whole")
+
+
+@pytest.fixture
+def cut_off(tmp_path, source, monkeypatch) -> Path:
+    """A target of which three tasks are done."""
+    count = [0]
+    perform = order.Bench.perform
+
+    def thrice(self, task, moved):
+        count[0] += 1
+        if count[0] > 3:
+            raise KeyboardInterrupt
+        return perform(self, task, moved)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(order.Bench, "perform", thrice)
+        with pytest.raises(KeyboardInterrupt):
+            megackpt.convert(source, tmp_path / "target", "torch_dist")
+    return tmp_path / "target"
+
+
+def test_a_torn_line_and_a_shorter_file_are_done_again(cut_off, source, assert_same) -> None:
+    journal = cut_off / JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3
+    journal.write_bytes(b"".join(lines)[:-10])
+    first = next(cut_off.glob("__0_0.distcp"))
+    os.truncate(first, first.stat().st_size - 1)
+    done = megackpt.convert(source, cut_off, "torch_dist")
+    assert 0 < done.resumed < 17 << 10  # the second task alone was kept
+    assert_same(source, cut_off)
+    assert megackpt.verify(cut_off).ok
+
+
+def test_a_journal_that_lies_is_not_believed(cut_off, source, assert_same) -> None:
+    (cut_off / JOURNAL).write_bytes(b"0" * 32 + b' {"task": 0}\n')
+    assert megackpt.convert(source, cut_off, "torch_dist").resumed == 0
+    assert_same(source, cut_off)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"resume": False},
+        {"rename": "model.*=*"},
+        {"cast": "bf16"},
+        {"exclude": "flag"},
+        {"shards": 3},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_another_conversion_begins_anew(cut_off, source, options) -> None:
+    assert megackpt.convert(source, cut_off, "torch_dist", **options).resumed == 0
+    assert not (cut_off / JOURNAL).exists()
+    assert megackpt.verify(cut_off).ok
+    assert not megackpt.verify(cut_off).foreign
+
+
+def test_another_source_begins_anew(cut_off, source, tmp_path, assert_same) -> None:
+    state = {"w": megackpt.ShardedTensor.from_rank_offsets("w", torch.ones(9))}
+    megackpt.save(state, source)
+    assert megackpt.convert(source, cut_off, "torch_dist").resumed == 0
+    assert_same(source, cut_off)
+
+
+def test_a_save_clears_up_what_nobody_goes_on_with(cut_off) -> None:
+    megackpt.save({"n": 1}, cut_off)
+    assert set(os.listdir(cut_off)) == {".metadata", "common.pt", "megackpt.index", "metadata.json"}
+
+
+def test_what_cannot_get_better_leaves_nothing_behind(tmp_path, source) -> None:
+    """A damaged source: going on would end in the same place."""
+    place = open_checkpoint(source).manifest.chunks_of("model.tall")[0].location
+    data = bytearray((source / place.file).read_bytes())
+    data[place.start + 5] ^= 1
+    (source / place.file).write_bytes(data)
+    with pytest.raises(megackpt.CorruptCheckpoint):
+        megackpt.convert(source, tmp_path / "target", "torch_dist")
+    assert not (tmp_path / "target").exists()
+
+
+def test_tasks_do_not_depend_on_workers_or_memory(tmp_path, source, files) -> None:
+    megackpt.convert(source, tmp_path / "target", "torch_dist", workers=1, max_memory="1GiB")
+    first = files(tmp_path / "target")
+    megackpt.convert(
+        source, tmp_path / "target", "torch_dist", workers=2, max_memory="128MiB", overwrite=True
+    )
+    assert files(tmp_path / "target") == first
+    assert len(first) > cutting.task_count(100 << 10)
