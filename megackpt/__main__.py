@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -195,10 +196,10 @@ def _diff(options: argparse.Namespace, progress: Progress) -> Answer:
 
 
 def _tolerance(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no tolerance")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no tolerance")
 
 
 def _add_plan(commands: _Commands) -> None:
@@ -247,10 +248,10 @@ def _plan(options: argparse.Namespace, _progress: Progress) -> Answer:
 
 
 def _degree(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= _RANKS:
-        raise argparse.ArgumentTypeError(f"{text} is no number of ranks")
-    return value
+    with contextlib.suppress(ValueError):
+        if 1 <= (value := int(text)) <= _RANKS:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks from 1 to {_RANKS}")
 
 
 def _add_convert(commands: _Commands) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megackpt import strategies
 from megackpt.checkpoint import absolute, as_read_by, find_storage
-from megackpt.errors import CheckpointingException, NotACheckpoint
+from megackpt.errors import CheckpointingException, NotACheckpoint, StorageError
 from megackpt.runtime.storage import LocalStorage
 
 _THREADS = 8  # steps that are looked at together: network file systems answer slowly
@@ -48,13 +48,11 @@ TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 """Files that name the latest step: by its number (Megatron, verl), or by its directory (DeepSpeed)."""
 
 _STRANGERS = (
-    ("mp_rank_", "DeepSpeed's or Megatron's own files of each rank"),
-    ("zero_pp_rank_", "DeepSpeed's own files of each rank"),
-    ("_CHECKPOINT_METADATA", "orbax's own layout"),
-    ("manifest.ocdbt", "orbax's own layout"),
-    ("default", "orbax's own layout"),
+    (re.compile(r"mp_rank_.*"), "DeepSpeed's or Megatron's own files of each rank"),
+    (re.compile(r"zero_pp_rank_.*"), "DeepSpeed's own files of each rank"),
+    (re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt|default"), "orbax's own layout"),
 )
-"""What entries of formats that are not read here begin with."""
+"""Entries of formats that are not read here."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +107,19 @@ def list_run(directory: str | os.PathLike[str]) -> Run:
     except FileNotFoundError as error:
         raise NotACheckpoint(f"directory {os.fspath(directory)} does not exist") from error
     except NotADirectoryError:
-        return Run(location, _looked_at(location, "", ".", None), (), ())
+        return Run(location, _itself(location), (), ())
     entries = root.list()
-    itself = _looked_at(location, "", ".", None)
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(partial(_step, root, frozenset(entries)), entries)
         steps = [step for several in found for step in several]
     steps.sort(key=lambda s: (s.step is None, s.step or 0, s.name))
     trackers = tuple(_trackers(root, entries, steps))
-    return Run(location, itself if itself.complete else None, tuple(steps), trackers)
+    return Run(location, _itself(location), tuple(steps), trackers)
+
+
+def _itself(location: str) -> Step | None:
+    step, storage = _looked_at(location, Step(".", "", None, True, ""))
+    return _weighed(step, storage) if step.complete else None
 
 
 def _step(root: LocalStorage, entries: frozenset[str], name: str) -> list[Step]:
@@ -133,13 +135,15 @@ def _step(root: LocalStorage, entries: frozenset[str], name: str) -> list[Step]:
     style, number = (match[0].style, int(match[1][1])) if match else ("", None)
     if stat.S_ISREG(status.st_mode) and (match is None or name in TRACKERS or name.endswith("-unfinished")):
         return []
-    found = _looked_at(f"{root.location}/{name}", style, name, number)
+    found, storage = _looked_at(f"{root.location}/{name}", Step(name, style, number, True, ""))
     if f"{name}-unfinished" in entries:
-        return [replace(found, complete=False, reason=f"{name}-unfinished stands beside it")]
-    if found.complete or found.format:
-        return [found]
-    inner = list(_inside(root, name, style, number)) if stat.S_ISDIR(status.st_mode) else []
-    return inner or ([found] if match else [])
+        found = replace(found, complete=False, reason=f"{name}-unfinished stands beside it")
+    elif not found.complete and not found.format:
+        look_inside = storage is not None and stat.S_ISDIR(status.st_mode)
+        inner = list(_inside(root, name, style, number)) if look_inside else []
+        if inner or match is None:
+            return inner
+    return [_weighed(found, storage)]
 
 
 def _inside(root: LocalStorage, name: str, style: str, number: int | None) -> Iterator[Step]:
@@ -149,44 +153,45 @@ def _inside(root: LocalStorage, name: str, style: str, number: int | None) -> It
     for below in root.list(name):
         status = root.stat(f"{name}/{below}")
         if status is not None and stat.S_ISDIR(status.st_mode):
-            found = _looked_at(f"{root.location}/{name}/{below}", style, f"{name}/{below}", number)
+            path, below = f"{root.location}/{name}/{below}", f"{name}/{below}"
+            found, storage = _looked_at(path, Step(below, style, number, True, ""))
             if found.complete:
-                yield found
+                yield _weighed(found, storage)
 
 
-def _looked_at(path: str, style: str, name: str, number: int | None) -> Step:
-    step = Step(name, style, number, True, "")
+def _looked_at(path: str, step: Step) -> tuple[Step, LocalStorage | None]:
+    """The step with what is known of it but for its weight, and where its files are."""
+    storage = None
     try:
         storage = find_storage(path)
-    except CheckpointingException as error:
-        return _incomplete(path, replace(step, complete=False, reason=_short(error, path)))
-    config = strategies.read_config(storage)
-    if config is not None:
-        step = replace(step, format=config.sharded_backend, version=config.sharded_backend_version)
-    try:
+        config = strategies.read_config(storage)
+        if config is not None:
+            step = replace(step, format=config.sharded_backend, version=config.sharded_backend_version)
         backend = strategies.find_backend(storage)
     except CheckpointingException as error:
-        return _weighed(replace(step, complete=None, reason=_short(error, path)), storage)
+        known = False if isinstance(error, NotACheckpoint) else None
+        step = replace(step, complete=known, reason=_short(error, path))
+        return (step, storage) if known is None else _incomplete(path, step)
     if config is None:
         step = replace(step, format=backend.name, version=backend.version)
-    return _weighed(step, as_read_by(backend, storage))
+    return step, as_read_by(backend, storage)
 
 
-def _incomplete(path: str, step: Step) -> Step:
+def _incomplete(path: str, step: Step) -> tuple[Step, LocalStorage | None]:
     """What is known of something that is no checkpoint for us."""
     try:
         storage = LocalStorage(path)
+        entries = storage.list()
     except (CheckpointingException, OSError):
-        return step
+        return step, None
     if "no known format" not in step.reason:
-        return _weighed(step, storage)
-    entries = storage.list()
-    stranger = next((what for begin, what in _STRANGERS if any(e.startswith(begin) for e in entries)), "")
+        return step, storage
+    stranger = next((what for name, what in _STRANGERS if any(map(name.fullmatch, entries))), "")
     if stranger:
         step = replace(step, complete=None, reason=f"{stranger}, which megackpt does not read")
     elif any(entry.endswith(".distcp") for entry in entries):
         step = replace(step, reason="data files without their table of contents: the save goes on, or died")
-    return _weighed(step, storage)
+    return step, storage
 
 
 def _short(error: object, path: str) -> str:
@@ -196,14 +201,20 @@ def _short(error: object, path: str) -> str:
     )
 
 
-def _weighed(step: Step, storage: LocalStorage) -> Step:
+def _weighed(step: Step, storage: LocalStorage | None) -> Step:
     """The step with the bytes, the number and the newest time of all its files."""
+    if storage is None:
+        return step
     sizes: list[int] = []
     times: list[float] = []
     folders = [""]
     while folders:
         folder = folders.pop()
-        for entry in storage.list(folder):
+        try:
+            entries = storage.list(folder)
+        except StorageError as error:
+            return replace(step, complete=None, reason=str(error))
+        for entry in entries:
             name = f"{folder}/{entry}" if folder else entry
             status = storage.stat(name)
             if status is not None and stat.S_ISDIR(status.st_mode):
@@ -219,7 +230,7 @@ def _trackers(root: LocalStorage, entries: Sequence[str], steps: Sequence[Step])
         status = root.stat(name)
         if status is not None and stat.S_ISLNK(status.st_mode):
             target = os.path.normpath(os.readlink(f"{root.location}/{name}"))
-            if target in entries or re.match("latest|last", name):
+            if re.match("latest|last", name):
                 yield _judged(name, target, steps)
         elif name in TRACKERS and root.size(name) is not None:
             try:

@@ -25,6 +25,7 @@ import megackpt
 from megackpt import ShardedObject, ShardedTensor, errors
 from megackpt.__main__ import main
 from megackpt.commands import listing
+from megackpt.commands.trees import Item, folded
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -251,6 +252,8 @@ def test_ls_of_a_checkpoint_and_of_nothing(
     (tmp_path / "empty").mkdir()
     plain("ls", tmp_path / "empty", status=3)
     plain("ls", tmp_path / "no", status=3)
+    (checkpoint / "metadata.json").write_text("{")
+    plain("ls", checkpoint, status=4)
 
 
 # diff
@@ -279,6 +282,11 @@ def test_diff(checkpoint: Path, tmp_path: Path, plain: Callable[..., str], asked
     assert asked("diff", checkpoint, tmp_path / "b", "--select", "s*")["same"]
     assert asked("diff", checkpoint, tmp_path / "b", "--select", "w", "--atol", "1")["same"]
     assert plain("diff", checkpoint, tmp_path / "no", status=3) == ""
+
+
+def test_a_selection_of_nothing_is_told(checkpoint: Path, plain: Callable[..., str]) -> None:
+    plain("diff", checkpoint, checkpoint, "--select", "common*")
+    plain("diff", checkpoint, checkpoint, "--select", "nosuch", status=3)
 
 
 # plan
@@ -310,10 +318,11 @@ def test_plan(plain: Callable[..., str], asked: Callable[..., Any]) -> None:
         "--ranks 8 --dp 9",
     ],
 )
-def test_plans_that_make_no_sense(wrong: str) -> None:
+def test_plans_that_make_no_sense(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["plan", str(NEW), *wrong.split()])
     assert left.value.code == 2
+    assert " _" not in capsys.readouterr().err.rpartition("error: ")[2]  # no names of ours
 
 
 # convert
@@ -453,6 +462,14 @@ def test_interrupted(tmp_path: Path) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_numbers_in_keys_that_count_no_layers(tmp_path: Path, plain: Callable[..., str]) -> None:
+    keys = [f"layers.{'9' * 5000}.w", "layers.0.w"]
+    parts = [ShardedTensor.from_rank_offsets(key, torch.zeros(4)) for key in keys]
+    megackpt.save({"parts": parts}, tmp_path / "ckpt")
+    assert [row.item for row in folded([Item(key, "float32", (4,), 1, 16) for key in keys])].count(None) == 1
+    plain("plan", tmp_path / "ckpt", "--pp", "2")
 
 
 def test_on_a_terminal_keys_are_a_tree() -> None:

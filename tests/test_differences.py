@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from megackpt import ShardedObject, ShardedTensor
 from megackpt.checkpoint import open_checkpoint
 from megackpt.differences import Comparison, Tolerance, compare
 from megackpt.differences.elements import Tally
+from megackpt.differences.parts import changes
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.runtime.staging import host_array
@@ -185,6 +188,49 @@ def test_objects_and_the_common_state(tmp_path: Path) -> None:
         (("only", "a1"), 1, ...),
         (("only", "a2"), ..., 1),
     }
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (0.0, -0.0),
+        (1, True),
+        (1, 1.0),
+        (torch.tensor([1], dtype=torch.int32), torch.tensor([1])),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (np.arange(2, dtype=np.int32), np.arange(2)),
+        (torch.eye(2).to_sparse(), torch.eye(2)),
+        (io.BytesIO(b"a"), io.BytesIO(b"b")),
+        ([1, 2], [1]),
+    ],
+)
+def test_parts_of_objects_differ_bit_for_bit(tmp_path: Path, a: Any, b: Any) -> None:
+    told = found(saved(tmp_path, "a", {"x": a}), saved(tmp_path, "b", {"x": b}))
+    assert [len(one.changes) for one in told.objects] == [1]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda: io.BytesIO(b"a"),
+        lambda: torch.tensor([float("nan"), 1.0]),
+        lambda: torch.tensor(1.0, dtype=torch.bfloat16),
+        lambda: torch.arange(6).reshape(2, 3).t(),
+        lambda: torch.eye(2).to_sparse(),
+        lambda: np.array([np.nan]),
+        lambda: 10**5000,
+        lambda: np.longdouble(1.5),
+    ],
+)
+def test_parts_that_are_the_same_are_not_told(tmp_path: Path, same: Callable[[], Any]) -> None:
+    a, b = ({"x": same(), "step": n} for n in (1, 2))
+    (one,) = found(saved(tmp_path, "a", a), saved(tmp_path, "b", b)).objects
+    assert one.changes == ((("step",), 1, 2),)
+
+
+def test_a_tensor_that_claims_more_than_it_has_is_not_written_out() -> None:
+    vast = torch.zeros(1).expand(1 << 50)
+    assert len(list(changes({"x": vast}, {"x": torch.ones(1).expand(1 << 50)}))) == 1
 
 
 class Unheard:

@@ -157,6 +157,7 @@ def test_links_are_trackers_too(tmp_path: Path, checkpoint: Path) -> None:
     made(tmp_path, checkpoint, "step-1", "step-2")
     (tmp_path / "latest").symlink_to("step-2")
     (tmp_path / "last").symlink_to("step-9")
+    (tmp_path / "best").symlink_to("step-1")  # does not claim to be the latest
     run = list_run(tmp_path)
     assert [step.name for step in run.steps] == ["step-1", "step-2"]
     assert {t.name: (t.step, t.problem) for t in run.trackers} == {
@@ -179,6 +180,43 @@ def test_nothing(tmp_path: Path) -> None:
     assert list_run(tmp_path) == Run(str(tmp_path), None, (), ())
     with pytest.raises(megackpt.NotACheckpoint, match="does not exist"):
         list_run(tmp_path / "no")
+
+
+def test_what_is_no_directory_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("hi")
+    os.mkfifo(tmp_path / "fifo")
+    assert [list_run(tmp_path / name).itself for name in ("file", "fifo")] == [None, None]
+
+
+def test_a_damaged_step_does_not_hide_the_others(tmp_path: Path, checkpoint: Path) -> None:
+    made(tmp_path, checkpoint, "step-1", "step-2")
+    (tmp_path / "step-2" / "metadata.json").write_text("{")
+    steps = named(list_run(tmp_path))
+    assert [step.complete for step in steps.values()] == [True, None]
+    assert "metadata.json is damaged" in steps["step-2"].reason
+
+
+def test_what_is_no_step_is_not_walked_through(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    (tmp_path / "etc" / "default").mkdir(parents=True)
+    looked: list[str] = []
+    real = LocalStorage.list
+    monkeypatch.setattr(
+        LocalStorage,
+        "list",
+        lambda self, name="": looked.append(f"{self.location}/{name}") or real(self, name),
+    )
+    assert [step.name for step in made(tmp_path, checkpoint, "step-1").steps] == ["step-1"]
+    assert not any("deep" in name for name in looked)
+
+
+def test_files_that_only_begin_like_those_of_others(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "default_config.yaml").touch()
+    (step,) = list_run(tmp_path).steps
+    assert step.complete is False
 
 
 def test_a_tracker_that_is_no_tracker(tmp_path: Path, checkpoint: Path) -> None:

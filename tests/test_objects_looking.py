@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import io
 from collections import OrderedDict, deque
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from megackpt import CorruptCheckpoint, UntrustedClass, objects
-from megackpt.objects.looking import look
+from megackpt.objects.looking import UNSEEN, look
 
 
 class Colour(enum.Enum):
@@ -61,6 +62,21 @@ def test_known_containers_are_opened() -> None:
     assert torch.equal(look(objects.dump(torch.arange(3))), torch.arange(3))
 
 
+def test_what_has_no_text_of_its_own_is_taken_apart() -> None:
+    told = look(objects.dump({"b": io.BytesIO(b"abc"), "s": torch.tensor([0.0, 2.0]).to_sparse()}))
+    assert told["b"] == b"abc"
+    assert (told["s"]["<class>"], told["s"]["shape"]) == ("torch.sparse_coo", [2])
+    assert (told["s"]["indices"].tolist(), told["s"]["values"].tolist()) == ([[1]], [2.0])
+
+
+def test_numbers_that_python_does_not_write() -> None:
+    long = 10**5000
+    told = look(objects.dump({long: {long}, "range": range(long), "in a key": {(long,): 1}}))
+    assert told[hex(long)] == [hex(long)]
+    assert told["range"] == "<range of numbers too long to tell>"
+    assert repr(told)
+
+
 def test_it_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     loop: list[Any] = [1]
     loop.append(loop)
@@ -72,9 +88,9 @@ def test_it_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     levels = 0
     while isinstance(told, list):
         told, levels = told[0], levels + 1
-    assert (told, levels) == ("...", 101)
+    assert (told, levels) == (UNSEEN, 101)
     monkeypatch.setattr("megackpt.objects.looking._PARTS", 10)
-    assert look(objects.dump(list(range(20)))) == [*range(9), *["..."] * 11]
+    assert look(objects.dump(list(range(20)))) == [*range(9), *[UNSEEN] * 11]
 
 
 def test_damage_is_told() -> None:

@@ -45,6 +45,11 @@ class Reader(Newer):
 """
 
 
+def with_line(line: str) -> str:
+    """The same, in which ``Mine`` has one line more."""
+    return BACKEND.replace("    name", f"    {line}\n    name")
+
+
 def state(value: float = 1.0, size: int = 4):
     return {"w": ShardedTensor.from_rank_offsets("w", torch.full((size,), value))}
 
@@ -188,6 +193,9 @@ BROKEN = [
         "Half lacks files, finish, read, read_manifest, write",
     ),
     ({"mine": "Newer"}, BACKEND, r"stands for \('mine', 1\), and Newer calls itself \('mine', 2\)"),
+    ({"mine": "Mine"}, "raise SystemExit(7)", "'mine' cannot be imported: SystemExit: 7"),
+    ({"mine": "Mine"}, with_line("reads = None"), "Mine.reads does not hold its own version, 1"),
+    ({"mine": "Mine"}, with_line("__init__ = lambda self: 1 / 0"), "does not take the options .*by zero"),
     ({"mine@two": "Mine"}, BACKEND, "in the entry point 'mine@two' no version from 1 on follows the @"),
     ({"mine@0": "Mine"}, BACKEND, "no version from 1 on"),
 ]  # fmt: skip

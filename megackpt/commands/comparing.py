@@ -21,6 +21,7 @@ from megackpt.commands.answers import (
     size,
 )
 from megackpt.differences import Comparison, TensorDifference, Tolerance, compare
+from megackpt.errors import MismatchError
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import TensorMeta
 
@@ -30,7 +31,7 @@ DIFFERENT = 1
 def diff(
     a: str, b: str, progress: Progress, *, select: str = "*", tolerance: Tolerance | None = None
 ) -> Answer:
-    """Compare two checkpoints. Raises NotACheckpoint, CorruptCheckpoint."""
+    """Compare two checkpoints. Raises MismatchError where no key matches, NotACheckpoint, CorruptCheckpoint."""
     found = compare(
         open_checkpoint(a),
         open_checkpoint(b),
@@ -39,6 +40,8 @@ def diff(
         start=lambda total: progress.start("comparing", total),
         advance=progress.advance,
     )
+    if select != "*" and not (found.compared or found.only_a or found.only_b):
+        raise MismatchError(f"neither {a} nor {b} holds a key that matches {select!r}")
     status = 0 if found.same else DIFFERENT
     return Answer(lambda: _facts(a, b, found), lambda _pretty: _blocks(a, b, found), status)
 

@@ -6,16 +6,20 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from megackpt.checkpoint import open_checkpoint
 from megackpt.commands.answers import Answer, Block, Cell, Line, Table, age, counted, number, size
 from megackpt.errors import NotACheckpoint
 from megackpt.manager import Run, Step, Tracker, list_run
 
 
 def ls(directory: str) -> Answer:
-    """Which steps a directory holds. Raises NotACheckpoint where it holds none and is none."""
+    """Which steps a directory holds. Where it holds none and is none, raises what keeps it from being one."""
     run = list_run(directory)
     if not run.steps and run.itself is None:
-        raise NotACheckpoint(f"{run.location} is no checkpoint, and there is none in it")
+        try:
+            open_checkpoint(directory)
+        except NotACheckpoint as error:
+            raise NotACheckpoint(f"{error}; nor does it hold one") from error
     return Answer(lambda: _facts(run), lambda _pretty: _blocks(run))
 
 

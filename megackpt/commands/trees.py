@@ -78,10 +78,8 @@ def _joined(node: _Node) -> _Node:
 
 def _merged(siblings: Sequence[_Node]) -> list[_Node]:
     """Runs of numbered siblings that are alike as one node each: ``0-31``."""
-    if not any(node.label.isdecimal() for node in siblings):
-        return list(siblings)
-    numbered = sorted((n for n in siblings if n.label.isdecimal()), key=lambda n: int(n.label))
-    found = [node for node in siblings if not node.label.isdecimal()]
+    numbered = sorted((n for n in siblings if _is_number(n.label)), key=lambda n: int(n.label))
+    found = [node for node in siblings if not _is_number(node.label)]
     likeness = None
     for node in numbered:
         own = node.likeness()
@@ -92,3 +90,7 @@ def _merged(siblings: Sequence[_Node]) -> list[_Node]:
             found.append(node)
         likeness = own
     return found
+
+
+def _is_number(label: str) -> bool:
+    return label.isdecimal() and len(label) < 10  # longer ones count no layers, and int() refuses the longest

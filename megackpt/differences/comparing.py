@@ -209,16 +209,7 @@ def _blob(side: Regions, region: Region | None) -> bytes | None:
 def _changes(
     a: bytes | None, b: bytes | None, where_a: str, where_b: str
 ) -> Iterator[tuple[tree.Path, Any, Any]]:
-    from megackpt.objects.looking import look  # brings torch
+    from megackpt.differences.parts import changes  # brings torch
+    from megackpt.objects.looking import look
 
-    if a is None or b is None:
-        yield (), (... if a is None else look(a, where_a)), (... if b is None else look(b, where_b))
-        return
-    mine, yours = look(a, where_a), look(b, where_b)
-    left, right, unequal = tree.diff(mine, yours)
-    yield from ((path, tree.lookup(mine, path), ...) for path in left)
-    yield from ((path, ..., tree.lookup(yours, path)) for path in right)
-    for path, _, _ in unequal:
-        x, y = tree.lookup(mine, path), tree.lookup(yours, path)
-        if not (isinstance(x, float) and isinstance(y, float) and math.isnan(x) and math.isnan(y)):
-            yield path, x, y
+    yield from changes(... if a is None else look(a, where_a), ... if b is None else look(b, where_b))

@@ -36,8 +36,8 @@ from megackpt.planning.manifest import (
     TensorParts,
 )
 
-_NUMBERED = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)\.")
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+_NUMBERED = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d{1,9})\.")
+_EXPERT = re.compile(r"(?:^|\.)experts\.(\d{1,9})\.")
 _LAST = ("output_layer", "lm_head", "final")
 _ANY = -1
 _MOST = 8

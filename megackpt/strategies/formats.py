@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
@@ -39,7 +39,7 @@ class Format:
             raise BackendError(
                 f"the format {self.name!r} needs a package that is not installed ({error}): {self.install}"
             ) from error
-        except Exception as error:  # importing runs the plug-in's own code
+        except (Exception, SystemExit) as error:  # importing runs the plug-in's own code
             raise BackendError(
                 f"the format {self.name!r} cannot be imported: {type(error).__name__}: {error}"
             ) from error
@@ -52,12 +52,8 @@ def _built_in(module: str, attribute: str) -> Callable[[], type[Backend]]:
 # In the order in which a directory without metadata.json is looked at.
 BUILT_IN = (
     Format("torch_dist", 1, _built_in("megackpt.backends.torch_dist", "TorchDist"), "pip install torch"),
-    Format(
-        "safetensors", 1, _built_in("megackpt.backends.safetensors", "Safetensors"), "pip install safetensors"
-    ),
-    Format("zarr", 2, _built_in("megackpt.backends.zarr", "Zarr"), "pip install tensorstore ml_dtypes"),
-    Format("torch", 1, _built_in("megackpt.backends.torch_file", "TorchFile"), "pip install torch"),
     Format("safetensors", 1, _built_in("megackpt.backends.safetensors", "Safetensors"), "pip install numpy"),
+    Format("zarr", 2, _built_in("megackpt.backends.zarr", "Zarr"), "pip install tensorstore ml_dtypes"),
     Format("torch", 1, _built_in("megackpt.backends.torch_file", "TorchFile"), "pip install torch"),
 )
 
@@ -113,6 +109,8 @@ def _plug_in(name: str, version: int, points: Sequence[EntryPoint]) -> Format:
                 f"{where}: the entry point {points[0].name!r} stands for {(name, version)}, and "
                 f"{kind.__name__} calls itself {told}: nobody would find what it saves"
             )
+        if not isinstance(getattr(kind, "reads", None), Collection) or version not in kind.reads:
+            raise BackendError(f"{where}: {kind.__name__}.reads does not hold its own version, {version}")
         return kind
 
     return Format(name, version, load, f"pip install {packages}")
@@ -144,7 +142,9 @@ def backend_named(name: str, version: int | None = None, /, **options: Any) -> B
 def made(kind: type[Backend], name: str, options: Mapping[str, Any]) -> Backend:
     try:
         return kind(**options)
-    except (TypeError, ValueError) as error:
+    except BackendError:
+        raise
+    except (Exception, SystemExit) as error:  # a plug-in's own code
         raise BackendError(
             f"the format {name!r} does not take the options {dict(options)!r}: {error}"
         ) from error

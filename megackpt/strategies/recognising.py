@@ -58,6 +58,6 @@ def _recognised(storage: Storage) -> tuple[dict[str, Backend], list[str]]:
                 found.setdefault(entry.name, reader_of(entry.name, entry.version))
         except StorageError:
             raise
-        except Exception as error:  # noqa: BLE001 - a plug-in that fails must not hide the other formats
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in that fails must not hide the other formats
             unasked.append(f"{entry.name}: {error}")
     return found, unasked

@@ -163,6 +163,15 @@ def test_a_common_state_that_is_none(folder: Path, read: Read, value: Any) -> No
         read(folder)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_a_common_state_that_is_no_file(folder: Path, make: Callable[[Path], None]) -> None:
+    (folder / "common.pt").unlink()
+    make(folder / "common.pt")
+    assert not megackpt.verify(folder).ok
+    with pytest.raises(megackpt.CorruptCheckpoint, match=r"common\.pt"):
+        megackpt.load_common_state_dict(folder)
+
+
 @pytest.mark.parametrize("name", [".metadata", "megackpt.index", "common.pt"])
 def test_files_that_are_nothing_but_a_hole(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have more bytes than there is memory."""

@@ -59,11 +59,10 @@ def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifes
         raise UntrustedClass(f"{root.location}/{name}: {error}") from None
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{root.location}/{name}: {error}") from error
-    common = root.size(COMMON_FILE)
-    if common is not None:
+    if COMMON_FILE in root.list():
         # Where there are both, common.pt counts: Megatron-Core, too, looks for it first.
         found = [item for item in found if not item.entry.is_common]
-        found.append(_Stored(COMMON, Box((), ()), COMMON_FILE, 0, common))
+        found.append(_Stored(COMMON, Box((), ()), COMMON_FILE, 0, root.size(COMMON_FILE) or 0))
     _check_files(root, found)
     return _manifest(found, backend)
 
@@ -93,7 +92,9 @@ def _check_files(root: Storage, found: list[_Stored]) -> None:
         if item.file not in sizes:
             sizes[item.file] = root.size(item.file)
             if sizes[item.file] is None:
-                problems.append(f"the file {item.file!r} is missing")
+                problems.append(
+                    f"the file {item.file!r} is missing, or is no file of its own (a link, a folder)"
+                )
         size = sizes[item.file]
         if size is not None and item.start + item.length > size:
             problems.append(
