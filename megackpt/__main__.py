@@ -15,7 +15,7 @@ from megackpt.commands.answers import Answer, Progress
 
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_NOTHING, EXIT_CORRUPT, EXIT_FORMAT, EXIT_STORAGE = range(7)
 EXIT_INTERRUPTED, EXIT_PIPE = 130, 141
-_RANKS = 1 << 20  # of a plan
+_RANKS = 1 << 16  # of a plan: some seconds for hundreds of tensors
 
 STATUS = f"""\
 exit status:

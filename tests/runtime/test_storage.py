@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -336,12 +337,12 @@ def test_several_writers_fill_one_file(tmp_path):
     with root.update("sub/x") as again:  # as it is, not emptied
         again.write_at(5, [memoryview(b" ")])
     assert root.get("sub/x") == b"hello world"
-    with pytest.raises(ZeroDivisionError), root.update("sub/x") as failing:
-        failing.write_at(0, [memoryview(b"J")])
-        raise ZeroDivisionError
+    failing = root.update("sub/x")
+    failing.write_at(0, [memoryview(b"J")])
+    failing.abort()
     assert root.get("sub/x") == b"Jello world"  # what others wrote there is not thrown away
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match="cannot write .*link"):
+    with pytest.raises(StorageError, match=r"cannot write .*link"):
         root.update("link")
     assert not (tmp_path / "elsewhere").exists()
 
@@ -397,3 +398,64 @@ def test_a_single_file_sees_itself_only(tmp_path):
         SingleFile(tmp_path / "x")
     with pytest.raises(CorruptCheckpoint, match="no regular file"):
         SingleFile(tmp_path)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_renaming_where_nothing_may_be_replaced(root, tmp_path, monkeypatch, links):
+    def refuse(*args, **options):
+        raise OSError(errno.EPERM, "no links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    root.put("folder/a", b"new")
+    root.put("b", b"old")
+    with pytest.raises(StorageError, match=r"rename .*folder/a: File exists"):
+        root.rename("folder/a", "b", replace=False)
+    assert (root.get("folder/a"), root.get("b")) == (b"new", b"old")
+    root.rename("folder/a", "c", replace=False)
+    assert root.get("c") == b"new"
+    assert os.listdir(tmp_path / "folder") == []
+    root.rename("c", "b")
+    assert root.get("b") == b"new"
+
+
+def test_a_lock_on_a_directory(tmp_path, monkeypatch):
+    first, second = LocalStorage(tmp_path), LocalStorage(tmp_path)
+    assert first.lock()
+    assert first.lock()  # its own
+    assert not second.lock()
+    first.close()
+    assert second.lock()
+
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert LocalStorage(tmp_path).lock()  # then nobody is kept out
+
+
+def test_a_process_that_dies_with_its_parent(tmp_path):
+    child = (
+        "from megackpt.runtime.storage import kernel; print(kernel.die_with_parent(), flush=True); input()"
+    )
+    parent = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "print(child.stdout.readline().decode().strip(), child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
+        done, pid = process.stdout.readline().split()
+        assert done == "True"
+        process.kill()
+    while _runs(pid):  # if it does not die, the timeout of all tests tells
+        time.sleep(0.01)
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
