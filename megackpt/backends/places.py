@@ -27,6 +27,7 @@ from megackpt.planning.manifest import (
     Location,
     Manifest,
     SavePlan,
+    ShardId,
     TensorEntry,
     TensorMeta,
     WriteResult,
@@ -189,15 +190,24 @@ def _refuse_holes(keys: list[str]) -> None:
 def surveyed(
     root: Storage, manifest: Manifest, rows: Int64, crc: bool = False
 ) -> tuple[Manifest, dict[int, int]]:
-    """The manifest with digests of what stands at the places of these chunks, read once; their CRC-32 (or 0)."""
+    """The manifest with digests of what stands at the places of these chunks, read once; their CRC-32 (or 0).
+
+    Raises CorruptCheckpoint where one rank wrote all of a chunk, and this is not what stands there.
+    """
     chunks = manifest.chunks
     digests, bounds = chunks.digests.copy(), chunks.block_bounds
     checksums: dict[int, int] = {}
     with ThreadPoolExecutor(THREADS, "megackpt-survey") as pool:
         for share in pool.map(lambda part: list(_seen(root, manifest, part, crc)), _shares(chunks, rows)):
             for row, found, checksums[row] in share:
-                table = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_SIZE)
-                digests[bounds[row] : bounds[row + 1]] = table
+                known = digests[bounds[row] : bounds[row + 1]]
+                if chunks.writer[row] >= 0 and known.tobytes() != found:
+                    chunk, key = manifest.chunk(row, bounds), manifest.tensors[chunks.tensor[row]].key
+                    raise CorruptCheckpoint(
+                        f"{ShardId(key, chunk.box)}: what was written is not what is read again from "
+                        f"{root.location}/{chunk.location.file}; write it anew"
+                    )
+                known[:] = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_SIZE)
     return replace(manifest, chunks=replace(chunks, digests=digests)), checksums
 
 

@@ -87,7 +87,7 @@ def open_same(directory: Directory, save_id: str, asked: Strategy | None = None)
     found = _save_id(storage)
     if found != save_id:
         raise CheckpointReplaced(
-            f"{storage.location} was replaced while it was being read: opened as save "
+            f"{storage.called} was replaced while it was being read: opened as save "
             f"{save_id or '(foreign)'}, now it is {found or '(foreign)'}; load again"
         )
     return storage
@@ -117,7 +117,7 @@ def incomplete(storage: LocalStorage, own: str = "", asked: Strategy | None = No
 
     The marker of the save ``own`` is not looked at.
     """
-    what = f"{storage.location} is not a distributed checkpoint"
+    what = f"{storage.called} is not a distributed checkpoint"
     for marker in markers(storage):
         if marker.save_id != own and not marker.finished(storage):
             state = "goes on" if marker.lives(storage) else "died before it was complete"
@@ -163,7 +163,7 @@ def backend_of(storage: LocalStorage, manifest: Manifest, asked: Strategy | None
     try:
         return strategies.reader_of(*manifest.backend, asked)
     except BackendError as error:
-        raise BackendError(f"{storage.location}: {error}") from error
+        raise BackendError(f"{storage.called}: {error}") from error
 
 
 def small_file_problems(storage: LocalStorage, small: Mapping[str, tuple[int, bytes]]) -> list[str]:

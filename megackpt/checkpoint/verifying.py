@@ -97,7 +97,7 @@ def verify(
     except NotACheckpoint:
         raise
     except CheckpointingException as error:
-        return Report(storage.location, 0, 0, 0, False, (str(error),))
+        return Report(storage.called, 0, 0, 0, False, (str(error),))
     storage = as_read_by(backend, storage)
     work = _Work(storage, backend, manifest, advance)
     problems = small_file_problems(storage, small)
@@ -115,7 +115,7 @@ def verify(
     own = {*own_names(storage), INDEX}
     foreign = tuple(entry for entry in storage.list() if entry not in own)
     files = len(manifest.files) + len(small)
-    return Report(storage.location, files, len(manifest.tensors), total, checked, tuple(problems), foreign)
+    return Report(storage.called, files, len(manifest.tensors), total, checked, tuple(problems), foreign)
 
 
 def damage(storage: LocalStorage, backend: Backend, manifest: Manifest, threads: int = 2) -> list[str]:

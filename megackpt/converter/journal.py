@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from megackpt.planning.box import Boxes
-from megackpt.planning.manifest import DIGEST_SIZE, WriteResult
-from megackpt.runtime.storage import Storage, digest
+from megackpt.planning.manifest import DIGEST_BLOCK, DIGEST_SIZE, WriteResult
+from megackpt.runtime.storage import Storage, digest, digest_blocks
 
 JOURNAL = "megackpt.journal"
 
@@ -31,9 +31,13 @@ class Done:
 
 
 class Journal:
-    """The finished tasks of the conversion in this place; those of an earlier run whose files are all here."""
+    """The finished tasks of the conversion in this place; those of an earlier run whose files are all here.
 
-    def __init__(self, storage: Storage) -> None:
+    ``reread``: what an earlier run has written is compared with its digests, too. For formats that take new ones in
+    ``finish``: they would vouch for whatever has become of the bytes since.
+    """
+
+    def __init__(self, storage: Storage, reread: bool = False) -> None:
         self._storage = storage
         self.done: dict[int, Done] = {}
         text = storage.get(JOURNAL) if storage.size(JOURNAL) is not None else b""
@@ -42,7 +46,8 @@ class Journal:
             done, sizes = _parsed(line)
             if done is None:
                 break
-            if all((storage.size(name) or 0) >= size for name, size in sizes.items()):
+            there = all((storage.size(name) or 0) >= size for name, size in sizes.items())
+            if there and (not reread or _intact(storage, done.result)):
                 self.done[done.task] = done
                 kept += line
         storage.put(JOURNAL, kept)
@@ -60,6 +65,18 @@ class Journal:
             updater.write_at(self._length, [memoryview(line)])
         self._length += len(line)
         self.done[done.task] = done
+
+
+def _intact(storage: Storage, result: WriteResult) -> bool:
+    """Are the bytes of each piece those that its digests were taken of?"""
+    taken = []
+    for number, start, length in zip(result.file, result.start.tolist(), result.length.tolist(), strict=True):
+        with storage.open(result.files[number]) as reader:
+            for at in range(0, length, DIGEST_BLOCK):
+                block = memoryview(bytearray(min(DIGEST_BLOCK, length - at)))
+                reader.read_into(start + at, [block])
+                taken.append(digest_blocks(block))
+    return b"".join(taken) == result.digests.tobytes()
 
 
 def _line(done: Done, sizes: Mapping[str, int]) -> bytes:
@@ -88,12 +105,12 @@ def _parsed(line: bytes) -> tuple[Done | None, dict[str, int]]:
         return None, {}
     try:
         told = json.loads(text)
-        return _done(told), told["sizes"]
-    except (ValueError, TypeError, KeyError, RecursionError):  # somebody else's idea of a journal
-        return None, {}
+        return _done(told)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None, {}  # somebody else's idea of a journal
 
 
-def _done(told: dict[str, Any]) -> Done:
+def _done(told: dict[str, Any]) -> tuple[Done, dict[str, int]]:
     rows, width = len(told["item"]), told["width"]
     boxes = Boxes(*(np.array(told[name], np.int64).reshape(rows, width) for name in ("offset", "shape")))
     result = WriteResult(
@@ -105,4 +122,10 @@ def _done(told: dict[str, Any]) -> Done:
         np.array(told["length"], np.int64),
         np.frombuffer(bytes.fromhex(told["digests"]), np.uint8).reshape(-1, DIGEST_SIZE),
     )
-    return Done(told["task"], result, told["overflows"])
+    places = np.concatenate([result.item, result.file, result.start, result.length])
+    blocks = (-(-result.length // DIGEST_BLOCK)).sum()
+    sound = type(told["task"]) is int and not (places < 0).any() and len(places) == 4 * rows
+    if not sound or (result.file >= len(result.files)).any() or len(result.digests) != blocks:
+        raise ValueError("a line tells of no pieces that can be")
+    sizes = {str(name): int(size) for name, size in told["sizes"].items()}
+    return Done(told["task"], result, dict(told["overflows"])), sizes

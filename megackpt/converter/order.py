@@ -88,8 +88,8 @@ class Conversion:
         copying = backend.gridded or self.casts
         self.each = worker_bytes(taken, decoded, copying, limits.max_memory)
         # A format that keeps whole tensors shows it when it is asked for places.
-        contiguous = type(backend).layout is not Backend.layout
-        rows = declared(opened.manifest, carried, opened.backend.decoded(opened.manifest), contiguous)
+        self.whole = type(backend).layout is not Backend.layout
+        rows = declared(opened.manifest, carried, opened.backend.decoded(opened.manifest), self.whole)
         self.total = int(rows.nbytes.sum())
         shares = shared_out(rows, tasks or task_count(self.total))
         self.bytes = [int(rows.nbytes[own].sum()) for own in shares]
@@ -128,8 +128,8 @@ class Conversion:
         journal = None
         try:
             place.announce(self.backend.files(len(self.plans), self.manifest), scratch=[JOURNAL])
-            journal = Journal(place.storage)
-            journal.done = {n: done for n, done in journal.done.items() if n < len(self.plans)}
+            journal = Journal(place.storage, reread=self.whole)
+            journal.done = {n: done for n, done in journal.done.items() if 0 <= n < len(self.plans)}
             if place.resumed:
                 place.keep_only(journal.files())
             resumed = sum(self.bytes[number] for number in journal.done)

@@ -24,26 +24,26 @@ def find_backend(storage: Storage, asked: Strategy | None = None) -> Backend:
         try:
             return reader_of(config.sharded_backend, config.sharded_backend_version, asked)
         except BackendError as error:
-            raise BackendError(f"{storage.location}: {error}") from error
+            raise BackendError(f"{storage.called}: {error}") from error
     if asked is not None:
         backend = reader_of(asked.backend, asked.version, asked)
         if backend.recognises(storage):
             return backend
         raise NotACheckpoint(
-            f"{storage.location} is not a distributed checkpoint: the format {asked.backend!r} is not recognised in it"
+            f"{storage.called} is not a distributed checkpoint: the format {asked.backend!r} is not recognised in it"
         )
     found, unasked = _recognised(storage)
     if len(found) > 1:
         names = " and as ".join(map(repr, found))
         raise BackendError(
-            f"{storage.location} can be read as {names}, and has no {CONFIG} that says which: choose by "
+            f"{storage.called} can be read as {names}, and has no {CONFIG} that says which: choose by "
             f"sharded_strategy={next(iter(found))!r}, or move away the files that are not the checkpoint's"
         )
     if found:
         return next(iter(found.values()))
     told = f" (not asked: {'; '.join(unasked)})" if unasked else ""
     raise NotACheckpoint(
-        f"{storage.location} is not a distributed checkpoint: no known format is recognised in it{told}"
+        f"{storage.called} is not a distributed checkpoint: no known format is recognised in it{told}"
     )
 
 

@@ -133,14 +133,15 @@ def test_every_dtype_is_torchs_too(tmp_path: Path, name: str) -> None:
 def test_large_sizes_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (writing, sealing):  # what begins at 4 GiB otherwise
         monkeypatch.setattr(module, "LIMIT", 100)
-    save(whole(TENSORS) | {"step": 7}, tmp_path / "c", "torch")
+    state = TENSORS | {"large": torch.ones(40)}  # nobody else's, as plans with these places are kept
+    save(whole(state) | {"step": 7}, tmp_path / "c", "torch")
     with zipfile.ZipFile(tmp_path / "c/model.pt") as archive:
         assert archive.testzip() is None
     found = torch.load(tmp_path / "c/model.pt", weights_only=True)
     del found[STATE]
-    same(found, TENSORS)
+    same(found, state)
     (tmp_path / "c/megackpt.index").unlink()
-    same(load_plain_tensors(tmp_path / "c"), TENSORS)
+    same(load_plain_tensors(tmp_path / "c"), state)
 
 
 @pytest.mark.slow
@@ -203,6 +204,28 @@ def test_without_our_index_checksums_tell(tmp_path: Path) -> None:
     data[64] ^= 1
     (tmp_path / "c/model.pt").write_bytes(data)
     assert "data/0 does not match its checksum" in str(verify(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("at", ["tensor", "object"])
+def test_what_changes_before_the_file_is_sealed_is_noticed(tmp_path, monkeypatch, at) -> None:
+    sealed = sealing.adopt
+
+    def damaged(root, manifest):
+        adopted, members = sealed(root, manifest)
+        row = next(
+            n
+            for n, t in enumerate(adopted.chunks.tensor)
+            if adopted.tensors[t].meta.is_object == (at == "object")
+        )
+        with root.update(adopted.files[0]) as updater:
+            updater.write_at(int(adopted.chunks.start[row]) + 1, [memoryview(b"\xaa")])
+        return adopted, members
+
+    monkeypatch.setattr(sealing, "adopt", damaged)
+    with pytest.raises(CorruptCheckpoint, match=r"is not what is read again from .*model\.pt"):
+        save(whole(TENSORS) | {"step": 7}, tmp_path / "ckpt", TorchFile())
+    with pytest.raises(NotACheckpoint):
+        load_plain_tensors(tmp_path / "ckpt")
 
 
 def test_names_that_would_mean_two_things_are_refused(tmp_path: Path) -> None:

@@ -235,6 +235,8 @@ def test_compressed_arrays_of_others_are_read(tmp_path: Path, chunk_key: str) ->
         {"data_type": "string"},
         {"data_type": ["float32"]},
         {"codecs": None},
+        {"storage_transformers": [{"name": "odd"}]},
+        {"an_extension": {"must_understand": True}},
     ],
 )
 def test_a_description_that_lies_is_an_error(tmp_path: Path, change: dict[str, object]) -> None:
@@ -242,6 +244,28 @@ def test_a_description_that_lies_is_an_error(tmp_path: Path, change: dict[str, o
     path = tmp_path / "c/edge/zarr.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises((CorruptCheckpoint, BackendError), match="edge"):
+        Zarr().read_manifest(root)
+
+
+def test_what_may_be_passed_over_is(tmp_path: Path) -> None:
+    root, manifest = suite.save(tmp_path / "c", small_world())
+    path = tmp_path / "c/edge/zarr.json"
+    more = {"storage_transformers": [], "an_extension": {"must_understand": False}, "dimension_names": None}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    assert set(Zarr().read_manifest(root).tensors) == set(manifest.tensors)
+
+
+@pytest.mark.parametrize("how", ["folder", "link", "description"])
+def test_a_lost_array_is_missed(tmp_path: Path, how: str) -> None:
+    """Without our index: the group counts its arrays."""
+    root, _ = suite.save(tmp_path / "c", small_world())
+    if how == "description":
+        (tmp_path / "c/edge/zarr.json").unlink()
+    else:
+        (tmp_path / "c/edge").rename(tmp_path / "elsewhere")
+    if how == "link":
+        (tmp_path / "c/edge").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptCheckpoint, match="tells of 3 arrays, and 2 are there"):
         Zarr().read_manifest(root)
 
 

@@ -78,7 +78,7 @@ class Native(Tiny):
 def find_backend(storage, asked=None):
     if Tiny().recognises(storage):
         return Tiny()
-    raise NotACheckpoint(f"{storage.location} is not a distributed checkpoint: no known format")
+    raise NotACheckpoint(f"{storage.called} is not a distributed checkpoint: no known format")
 
 
 @pytest.fixture(autouse=True)

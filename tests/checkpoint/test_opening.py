@@ -23,7 +23,7 @@ def test_empty_file_and_unknown(tmp_path):
     (tmp_path / "f").touch()
     with pytest.raises(NotACheckpoint, match="is not a distributed checkpoint"):
         open_checkpoint(tmp_path)
-    with pytest.raises(NotACheckpoint, match="is not a distributed checkpoint: no known format"):
+    with pytest.raises(NotACheckpoint, match="/f is not a distributed checkpoint: no known format"):
         open_checkpoint(tmp_path / "f")
 
 

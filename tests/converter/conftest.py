@@ -11,7 +11,10 @@ import torch
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
+from megackpt.checkpoint import open_checkpoint
+from megackpt.checkpoint.regions import Regions
 from megackpt.converter import cutting, passing
+from megackpt.planning.box import Box
 
 
 @pytest.fixture
@@ -86,8 +89,19 @@ def _assert_same(one: Path, other: Path, state: bool = True) -> None:
         assert tensor.shape == second[key].shape, key
         assert torch.equal(octets(tensor), octets(second[key])), key
     if state:
-        assert megackpt.load_common_state_dict(one) == megackpt.load_common_state_dict(other)
-        assert megackpt.load_sharded_metadata(one).keys() == megackpt.load_sharded_metadata(other).keys()
+        assert blobs(one) == blobs(other)
+
+
+def blobs(folder: Path) -> dict[tuple[str, Box], bytes]:
+    """Every object and the common state, as they are stored."""
+    opened = open_checkpoint(folder)
+    manifest, found = opened.manifest, {}
+    for row, number in enumerate(manifest.chunks.tensor.tolist()):
+        key, meta = manifest.tensors[number]
+        if meta.is_object:
+            box = manifest.chunks.boxes.row(row, len(meta.shape))
+            (found[key, box],) = Regions(opened).blobs([(number, box)])
+    return found
 
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:

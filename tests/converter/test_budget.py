@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import zarr
 
 import megackpt
 from megackpt import ShardedObject
+from megackpt.checkpoint import open_checkpoint
 from megackpt.converter.budget import ALONE, parse_size, workers_within
 from megackpt.converter.order import Limits
 from megackpt.errors import BackendError
@@ -53,3 +57,20 @@ def test_what_does_not_fit_is_refused_with_what_would_do(tmp_path: Path) -> None
     megackpt.convert(tmp_path / "a", tmp_path / "c", "torch_dist", max_memory="64MiB", exclude="blob")
     with pytest.raises(BackendError, match="at least max_memory=32MiB"):
         megackpt.convert(tmp_path / "a", tmp_path / "d", "torch_dist", max_memory="1MiB")
+
+
+def test_a_chunk_that_is_compressed_in_one_piece(tmp_path: Path) -> None:
+    """16 MiB in one chunk, as Megatron's zarr had it, but compressed: refused, or decoded once."""
+    values = np.arange(1 << 22, dtype="f4").reshape(2048, 2048) % 1000
+    array = zarr.create_array(
+        tmp_path / "a" / "w", shape=values.shape, chunks=values.shape, dtype="f4", zarr_format=2
+    )
+    array[:] = values
+    torch.save({}, tmp_path / "a" / "common.pt")
+    with pytest.raises(
+        BackendError, match=r"'w' .* is a chunk that is decoded whole, of 16777216 bytes.* Give 56MiB"
+    ):
+        megackpt.convert(tmp_path / "a", tmp_path / "b", "torch_dist", max_memory="40MiB")
+    megackpt.convert(tmp_path / "a", tmp_path / "b", "torch_dist", max_memory="56MiB")
+    assert (megackpt.load_plain_tensors(tmp_path / "b")["w"].numpy() == values).all()
+    assert len(open_checkpoint(tmp_path / "b").manifest.chunks_of("w")) == 1

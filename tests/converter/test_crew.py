@@ -144,8 +144,13 @@ def lines(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("to", ["torch_dist", "zarr", "safetensors", "torch"])
+@pytest.mark.parametrize(
+    ("to", "stop"),
+    [
+        ("torch_dist", signal.SIGKILL), ("torch_dist", signal.SIGINT), ("zarr", signal.SIGKILL),
+        ("safetensors", signal.SIGTERM), ("torch", signal.SIGINT),
+    ],
+)  # fmt: skip
 def test_the_command_is_stopped_after_every_task(tmp_path, large, files, to, stop) -> None:
     """Killed when 0, 1, 2, ... tasks are done, in one target; workers die with it, and nothing is lost."""
     megackpt.convert(large, tmp_path / "whole", to, workers=1)

@@ -20,7 +20,7 @@ from megackpt.errors import (
 
 FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
 GOLDEN = Path(__file__).parent.parent / "golden"
-GENERATIONS = sorted(path.name for path in GOLDEN.iterdir() if (GOLDEN / f"{path.name}.expected.pt").exists())
+GENERATIONS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name != "index-v1")
 
 
 @pytest.mark.parametrize("second", FORMATS)
@@ -43,7 +43,9 @@ def test_every_generation(tmp_path, assert_same, generation, to) -> None:
     megackpt.convert(GOLDEN / generation, tmp_path / "new", to)
     assert_same(GOLDEN / generation, tmp_path / "new")
     found = megackpt.load_plain_tensors(tmp_path / "new")
-    for key, tensor in torch.load(GOLDEN / f"{generation}.expected.pt", weights_only=True).items():
+    expected = GOLDEN / f"{generation}.expected.pt"
+    tensors = torch.load(expected, weights_only=True) if expected.exists() else {}
+    for key, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and key in found:
             assert torch.equal(found[key], tensor), key
 

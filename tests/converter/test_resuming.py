@@ -63,12 +63,14 @@ def dying(step: int, source: Path, target: Path, to: str, overwrite: bool) -> bo
     return in_a_child(work)
 
 
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("to", "before"),
+    ("to", "before", "stride"),
     [
-        ("torch_dist", "nothing"), ("torch_dist", "foreign"), ("torch_dist", "checkpoint"), ("safetensors", "nothing"),
-        ("safetensors", "checkpoint"), ("torch", "checkpoint"),
+        ("torch_dist", "nothing", 11), ("torch_dist", "foreign", 7), ("torch_dist", "checkpoint", 11),
+        ("safetensors", "nothing", 11), ("torch", "checkpoint", 11),
+        pytest.param("torch_dist", "nothing", 1, marks=pytest.mark.slow),
+        pytest.param("torch_dist", "checkpoint", 1, marks=pytest.mark.slow),
+        pytest.param("safetensors", "checkpoint", 2, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_death_at_any_step(tmp_path, source, files, monkeypatch, to, before, stride) -> None:

@@ -20,6 +20,12 @@ DESCRIPTION_LIMIT = 1 << 24  # bytes that the description of an array or group m
 EXOTIC = frozenset(d for d in ITEMSIZE if "float8" in d or d == "bfloat16")
 """Data types that zarr-python knows only once megackpt.zarr_dtypes is imported."""
 
+_MEMBERS = frozenset(
+    (
+        "zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs",
+        "attributes", "dimension_names", "consolidated_metadata",
+    )
+)  # fmt: skip
 _MOST_DIMENSIONS = 32  # tensorstore's limit
 _SEPARATORS = ("/", ".")
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -64,9 +70,9 @@ class Packing:
         how: dict[str, Any] = {"level": level, "checksum": False}
         if name == "blosc":
             how = {
-                "cname": "zstd",
+                "cname": "lz4",
                 "clevel": level,
-                "shuffle": "shuffle",
+                "shuffle": "bitshuffle",
                 "typesize": itemsize,
                 "blocksize": 0,
             }
@@ -141,6 +147,11 @@ def _knows(dtype: str) -> bool:
     return True
 
 
+def _is_understood(member: str, value: Any) -> bool:
+    """A member that the specification knows and we heed, or one that it allows to pass over."""
+    return member in _MEMBERS or (isinstance(value, dict) and value.get("must_understand") is False)
+
+
 def parse_array(text: bytes, where: str) -> ArrayLayout:
     """What a zarr.json says. CorruptCheckpoint if it is none, BackendError for what we cannot hold or read."""
     try:
@@ -155,6 +166,8 @@ def parse_array(text: bytes, where: str) -> ArrayLayout:
         raise CorruptCheckpoint(f"{where} does not describe a zarr array: {error!r}") from error
     _check(where, shape, cell, dtype, sound)
     _check_numbers(where, cell, inner)
+    if strange := [name for name, value in document.items() if value and not _is_understood(name, value)]:
+        raise BackendError(f"{where}: the array cannot be read without understanding {', '.join(strange)}")
     if any(extent % step for extent, step in zip(cell, inner, strict=True)):
         raise CorruptCheckpoint(f"{where}: chunks of {inner} do not make up a shard of {cell}")
     known = set(names) <= {"bytes", "crc32c", "transpose", "zstd", "gzip", "blosc"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -9,6 +10,7 @@ from itertools import groupby, islice
 import numpy as np
 
 from megackpt.backends.sidecars import COMMON, OBJECTS, decode_key, objects_in, parse_shard
+from megackpt.backends.zarr.documents import DESCRIPTION_LIMIT
 from megackpt.backends.zarr.layout import ArrayLayout, Grid, chunk_numbers
 from megackpt.backends.zarr.names import ARRAY, MEGATRON, ZARRAY
 from megackpt.backends.zarr.stores import MISSING, layout_in, shard_index
@@ -141,15 +143,25 @@ def _look_through(found: _Found) -> None:
         found.entry(*entry)
         for _, box, place in shards:
             found.chunk(box, place.file, 0, place.length)
-    for name in root.list():
-        if name.endswith(OBJECTS) or not holds(root, name, ARRAY):
-            continue
+    arrays = [name for name in root.list() if not name.endswith(OBJECTS) and holds(root, name, ARRAY)]
+    told = _arrays_told(root)
+    if told not in (None, len(arrays)):
+        found.problems.append(f"{ARRAY} tells of {told} arrays, and {len(arrays)} are there")
+    for name in arrays:
         layout = layout_in(root, name)
         key = layout.key if layout and layout.key is not None else decode_key(name)
         if layout is not None and key is not None:
             found.array(name, key, layout)
         else:
             found.problems.append(f"{name}/{ARRAY} does not tell the tensor's key, which was shortened")
+
+
+def _arrays_told(root: Storage) -> object:
+    """How many arrays the group's own description counts; None where it does not tell."""
+    try:
+        return json.loads(root.get(ARRAY, DESCRIPTION_LIMIT))["attributes"]["megackpt"]["arrays"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _walk(found: _Found, folder: str, depth: int) -> None:

@@ -35,7 +35,7 @@ def _group(manifest: Manifest, documents: dict[str, Any]) -> dict[str, Any]:
     Consolidated metadata lets zarr-python list the arrays without stumbling over our other files. It would keep
     zarr-python from opening the group at all where an array's data type is not known to it.
     """
-    about: dict[str, Any] = {"version": VERSION}
+    about: dict[str, Any] = {"version": VERSION, "arrays": len(documents)}
     group: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {"megackpt": about}}
     if not EXOTIC.isdisjoint(entry.meta.dtype for entry in manifest.tensors):
         about["zarr-python"] = _LINE

@@ -48,10 +48,12 @@ class CellWriter:
     def write(self, entry: TensorEntry, grid: Grid | None, box: Box, values: NDArray[Any]) -> Written:
         """``values``: the elements of ``box``, which is a whole cell (up to the end of the tensor)."""
         cell = grid_of(entry.meta.shape, grid)
+        inner = inner_of(cell, entry.meta.itemsize)
         index = [offset // extent for offset, extent in zip(box.offset, cell, strict=True)]
         file = cell_file(encode_key(entry.key), index)
         values = np.ascontiguousarray(values).reshape(box.shape)
-        boxes, sizes = self._chunks(box, cell, entry.meta.itemsize)
+        boxes = _chunks(box, inner) if inner != cell else Boxes.of([box])
+        sizes = boxes.volume * entry.meta.itemsize
         with meaning(StorageError, f"cannot write {entry.key!r} {box} to {self.root.location}/{file}"):
             store = self._opened(entry, cell)
             # The memory may be referred to, instead of copied, because nothing reads through this handle later.
@@ -62,22 +64,18 @@ class CellWriter:
             parts = zip([0, *ends[:-1]], ends, strict=True)
             digests = b"".join(digest_blocks(octets[begin:end]) for begin, end in parts)
             written.result()
-        return Written(boxes, file, self._starts(file, boxes, cell, entry.meta.itemsize), sizes, digests)
+        starts = np.zeros(1, np.int64)
+        if inner != cell:  # tensorstore puts the chunks where it likes: the shard's own index tells
+            count = int(np.prod(np.array(cell) // inner))
+            starts, _ = shard_index(self.root, file, count, ("end", True))
+            starts = starts[chunk_numbers(boxes, cell, inner)]
+        return Written(boxes, file, starts, sizes, digests)
 
-    def _chunks(self, box: Box, cell: Grid, itemsize: int) -> tuple[Boxes, Int64]:
-        """The chunks that tensorstore cuts the cell into: runs of its bytes, one after the other."""
-        inner = np.array([inner_of(cell, itemsize)], np.int64).reshape(1, len(cell))
-        _, boxes = cut(Boxes.of([box]), inner, np.zeros_like(inner))
-        return boxes, boxes.volume * itemsize
 
-    def _starts(self, file: str, boxes: Boxes, cell: Grid, itemsize: int) -> Int64:
-        """Where in the file the chunks are: as the shard's own index has it."""
-        inner = inner_of(cell, itemsize)
-        if inner == cell:
-            return np.zeros(len(boxes), np.int64)
-        count = int(np.prod(np.array(cell) // inner))
-        starts, _ = shard_index(self.root, file, count, ("end", True))
-        return starts[chunk_numbers(boxes, cell, inner)]
+def _chunks(box: Box, inner: Grid) -> Boxes:
+    """The chunks that tensorstore cuts a cell into: runs of its bytes, one after the other."""
+    extents = np.array([inner], np.int64)
+    return cut(Boxes.of([box]), extents, np.zeros_like(extents))[1]
 
 
 def write_rows(root: Storage, plan: SavePlan, data: Source, packing: Packing) -> WriteResult:

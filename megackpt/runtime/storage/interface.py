@@ -120,6 +120,11 @@ class Storage(ABC):
     location: str
     """Where the root is, for messages."""
 
+    @property
+    def called(self) -> str:
+        """What somebody who opened it calls it: the root, or the one file in it that is meant."""
+        return self.location
+
     @abstractmethod
     def kvstore(self, folder: str) -> dict[str, Any]:
         """A folder of this root as a key-value store of tensorstore's, for formats that it reads and writes."""

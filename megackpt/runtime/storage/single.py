@@ -22,7 +22,11 @@ class SingleFile(LocalStorage):
         self._file = super().open(self.only)
 
     def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:
-        return SingleFile, (os.path.join(self.location, self.only),)
+        return SingleFile, (self.called,)
+
+    @property
+    def called(self) -> str:
+        return os.path.join(self.location, self.only)
 
     def following(self) -> LocalStorage:
         return self  # the file itself, where every link to it ends
@@ -46,6 +50,6 @@ class SingleFile(LocalStorage):
 
     def is_current(self) -> bool:
         try:
-            return os.path.samestat(os.stat(os.path.join(self.location, self.only)), self._file.status())
+            return os.path.samestat(os.stat(self.called), self._file.status())
         except FileNotFoundError:
             return False

@@ -1,0 +1,83 @@
+"""The journal of a conversion believes neither its own lines nor the bytes that they tell of without looking."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import ShardedTensor
+from megackpt.converter.journal import JOURNAL, Journal
+from megackpt.converter.working import Bench
+from megackpt.runtime.storage import LocalStorage, digest
+
+pytestmark = pytest.mark.usefixtures("small_tasks")
+
+
+class Stop(BaseException):
+    """As an interruption."""
+
+
+@pytest.fixture
+def weight(tmp_path: Path) -> torch.Tensor:
+    weight = torch.randn(1 << 18)
+    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", weight)}, tmp_path / "source")
+    return weight
+
+
+def interrupted(folder: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A conversion that ends after its first part; what the journal says of that part."""
+    parts = iter(range(1))
+    real = Bench.perform
+
+    def perform(self: Bench, *task: Any) -> Any:
+        if next(parts, None) is None:
+            raise Stop
+        return real(self, *task)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bench, "perform", perform)
+        with pytest.raises(Stop):
+            megackpt.convert(folder / "source", folder / "target", to, workers=1)
+    (line,) = (folder / "target" / JOURNAL).read_bytes().splitlines()
+    told: dict[str, Any] = json.loads(line.partition(b" ")[2])
+    return told
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_changed_since_is_written_again(
+    tmp_path: Path, weight: torch.Tensor, to: str, damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These formats take their digests at the end, from what is there."""
+    told = interrupted(tmp_path, to, monkeypatch)
+    path = tmp_path / "target" / told["files"][0]
+    if damaged:
+        whole = bytearray(path.read_bytes())
+        whole[told["start"][0] + 5] ^= 1
+        path.write_bytes(whole)
+    done = megackpt.convert(tmp_path / "source", tmp_path / "target", to, workers=1)
+    assert bool(done.resumed) is not damaged
+    assert torch.equal(megackpt.load_plain_tensors(tmp_path / "target")["w"], weight)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"task": "x"}, {"task": [1]}, {"sizes": 5}, {"sizes": {"a": "b"}}, {"file": [99]}, {"start": [2**70]},
+        {"digests": ""}, {"overflows": 3}, {"item": [-1]}, {"files": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_line_that_cannot_be_ends_the_journal(
+    tmp_path: Path, weight: torch.Tensor, forged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = interrupted(tmp_path, "safetensors", monkeypatch)
+    for changes, kept in (({}, 1), (forged, 0)):
+        text = json.dumps(told | changes).encode()
+        (tmp_path / "target" / JOURNAL).write_bytes(digest(text).hex().encode() + b" " + text + b"\n")
+        assert len(Journal(LocalStorage(tmp_path / "target")).done) == kept

@@ -1,0 +1,85 @@
+"""The options of a conversion on a command line, and progress as lines of text."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import io
+
+import pytest
+
+import megackpt
+from megackpt.converter.options import add_arguments, from_options
+from megackpt.converter.progress import Lines
+from megackpt.strategies import Strategy
+
+
+def given(*words: str) -> dict[str, object]:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    return from_options(parser.parse_args(["a", "b", "--to", "zarr", *words]))
+
+
+def test_without_options_the_defaults_of_the_function_hold() -> None:
+    parameters = inspect.signature(megackpt.convert).parameters
+    arguments = given()
+    assert (arguments.pop("source"), arguments.pop("target"), arguments.pop("to")) == ("a", "b", "zarr")
+    assert set(arguments) == set(parameters) - {"source", "target", "to", "progress"}
+    for name, value in arguments.items():
+        default = parameters[name].default
+        assert value == (list(default) if isinstance(default, tuple) else default), name
+
+
+def test_every_option() -> None:
+    arguments = given(
+        "--overwrite", "--verify", "--trust-source", "--no-resume", "--no-state", "--select", "x*", "--select", "y",
+        "--exclude", "z", "--rename", "a.*=b.*", "--cast", "bf16", "--max-memory", "64MiB", "--workers", "3",
+        "--shards", "4", "--option", "compression=zstd:3", "--option", "level=5",
+    )  # fmt: skip
+    assert arguments == {
+        "source": "a", "target": "b",
+        "to": Strategy("zarr", options={"compression": "zstd:3", "level": 5}),
+        "overwrite": True, "verify": False, "verify_target": True, "max_memory": 64 << 20, "workers": 3,
+        "select": ["x*", "y"], "exclude": ["z"], "rename": [("a.*", "b.*")], "cast": "bfloat16", "state": False,
+        "shards": 4, "resume": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--rename", "a"), "OLD=NEW"),
+        (("--rename", "a*=b"), "same number"),
+        (("--cast", "int8"), "can be cast to"),
+        (("--max-memory", "much"), "no number of bytes"),
+        (("--workers", "0"), "no number from 1 on"),
+        (("--shards", "-1"), "no number from 1 on"),
+        (("--option", "fast"), "NAME=VALUE"),
+    ],
+)
+def test_wrong_usage_is_explained(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match=told):
+        given(*words)
+
+
+def test_lines_every_few_seconds() -> None:
+    now, mib = [0.0], 1 << 20
+    stream = io.StringIO()
+    tell = Lines(stream, pause=5, clock=lambda: now[0])
+    for second in range(21):
+        now[0] = float(second)
+        tell(100 * mib + 45 * mib * second, 1000 * mib)
+    assert stream.getvalue().splitlines() == [
+        " 32%  325 of 1000 MiB, 45 MiB/s, 15 s left",
+        " 55%  550 of 1000 MiB, 45 MiB/s, 10 s left",
+        " 77%  775 of 1000 MiB, 45 MiB/s, 5 s left",
+        "100%  1000 of 1000 MiB, 45 MiB/s",
+    ]
+
+
+def test_what_is_done_at_once_says_nothing() -> None:
+    stream = io.StringIO()
+    tell = Lines(stream, clock=lambda: 0.0)
+    tell(0, 10)
+    tell(10, 10)
+    assert not stream.getvalue()
