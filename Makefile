@@ -5,17 +5,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .peers/.ready
-MARKED := slow strace browser megatron transformers root
+MARKED := campaign slow strace browser megatron transformers root
 EMPTY :=
 EXPRESSION := not ($(subst $(EMPTY) , or ,$(MARKED)))
 
-.PHONY: help demo test check bench lint types layers cover peers system clean
+.PHONY: help demo test check campaign bench lint types layers cover peers system clean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train, kill, resume at another parallelism, convert: the main job, told step by step"
 	@echo "make test    the tests that need nothing but pip"
 	@echo "make check   format, lint, types, layers and all tests, with what they need"
+	@echo "make campaign    the long tests: conversions killed at every step, memory of every pair of formats"
 	@echo "make bench   speed beside the plain-I/O limit and the peers"
 	@echo "also: lint, types, layers, cover, peers, clean"
 
@@ -48,7 +49,10 @@ test: $(READY)
 	@$(BIN)/python -m pytest -m '$(EXPRESSION)'
 
 check: lint types layers peers system
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -m 'not campaign'
+
+campaign: peers
+	@$(BIN)/python -m pytest -m campaign
 
 bench: $(READY)
 	@$(BIN)/python tools/benchmark.py

@@ -39,15 +39,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     for item in items:
-        left_out.update({mark.name for mark in item.iter_markers()} & {"slow", *NEEDS})
+        marks = {mark.name for mark in item.iter_markers()}
+        left_out.update({"campaign"} & marks or {"slow", *NEEDS} & marks)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if left_out:
         terminalreporter.section("left out")
         for name, count in sorted(left_out.items()):
-            terminalreporter.line(f"{count:5} marked {name}")
-        terminalreporter.line("make check runs them as well, and installs what they need")
+            how = "make campaign" if name == "campaign" else "make check"
+            terminalreporter.line(f"{count:5} marked {name}: {how} runs them, and installs what they need")
 
 
 class Ranks:

@@ -53,7 +53,12 @@ def _built_in(module: str, attribute: str) -> Callable[[], type[Backend]]:
 BUILT_IN = (
     Format("torch_dist", 1, _built_in("megackpt.backends.torch_dist", "TorchDist"), "pip install torch"),
     Format("safetensors", 1, _built_in("megackpt.backends.safetensors", "Safetensors"), "pip install numpy"),
-    Format("zarr", 2, _built_in("megackpt.backends.zarr", "Zarr"), "pip install tensorstore ml_dtypes"),
+    Format(
+        "zarr",
+        2,
+        _built_in("megackpt.backends.zarr", "Zarr"),
+        "pip install tensorstore ml_dtypes google-crc32c",
+    ),
     Format("torch", 1, _built_in("megackpt.backends.torch_file", "TorchFile"), "pip install torch"),
 )
 

@@ -284,3 +284,9 @@ def test_a_description_is_what_it_was_made_of() -> None:
     assert (layout.shape, layout.dtype, layout.cell, layout.raw) == ((7, 5), "bfloat16", (3, 2), True)
     assert layout.counts == (3, 3)
     assert layout.file((1, 2)) == "c/1/2"
+
+
+def test_other_zarr_groups_are_no_checkpoints(tmp_path: Path) -> None:
+    group = zarr.create_group(tmp_path / "g")
+    group.create_array("a", shape=(4,), dtype="float32")
+    assert not Zarr().recognises(LocalStorage(tmp_path / "g"))

@@ -139,6 +139,20 @@ def test_stock_readers_read_every_element(tmp_path: Path) -> None:
         assert store.chunk_layout.read_chunk.shape == inner_of(whole.shard, ITEMSIZE[whole.dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("tiny_chunks")
+def test_stock_readers_read_every_data_type(tmp_path: Path, dtype: str) -> None:
+    world = World({"w": Whole.random(dtype, (30, 7), (20, 7)), "s": Whole.random(dtype, (), ())})
+    suite.save(tmp_path / "c", world)
+    for key, whole in world.tensors.items():
+        array = zarr.open_array(tmp_path / "c" / key, mode="r")
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/c/{key}/"}}
+        store = ts.open(spec, open=True).result()
+        assert str(array.dtype) == store.dtype.name == dtype
+        for found in (array[...], store.read().result()):
+            assert np.asarray(found).tobytes() == whole.values.tobytes()
+
+
 @pytest.mark.usefixtures("tiny_chunks")
 def test_other_readers_notice_a_flipped_bit_and_so_do_we_without_an_index(tmp_path: Path) -> None:
     world = shards()
@@ -273,3 +287,18 @@ def test_a_sharding_that_makes_no_sense_is_an_error(
     path.write_text(json.dumps(document))
     with pytest.raises(kind, match=r"rows/zarr\.json"):
         Zarr().read_manifest(root)
+
+
+@pytest.mark.usefixtures("tiny_chunks")
+def test_absurd_shards_are_errors_and_take_no_memory(tmp_path: Path) -> None:
+    root, manifest = suite.save(tmp_path / "c", shards())
+    path = tmp_path / "c/padded.columns/zarr.json"
+    document = json.loads(path.read_text())
+    document["chunk_grid"]["configuration"]["chunk_shape"] = [1 << 62, 1 << 62]
+    document["codecs"][0]["configuration"]["chunk_shape"] = [1, 1]
+    path.write_text(json.dumps(document))
+    with pytest.raises(CorruptCheckpoint, match="its index alone should have"):
+        Zarr().read_manifest(root)
+    columns = shards().declared([ShardId("padded.columns", Box((0, 6), (8, 4)))])
+    with pytest.raises(CorruptCheckpoint, match=r"padded\.columns"):
+        suite.load(root, manifest, columns)

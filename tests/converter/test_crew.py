@@ -147,10 +147,13 @@ def lines(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("to", "stop"),
     [
-        ("torch_dist", signal.SIGKILL), ("torch_dist", signal.SIGINT), ("zarr", signal.SIGKILL),
-        ("safetensors", signal.SIGTERM), ("torch", signal.SIGINT),
+        ("safetensors", signal.SIGTERM),
+        pytest.param("torch_dist", signal.SIGKILL, marks=pytest.mark.campaign),
+        pytest.param("torch_dist", signal.SIGINT, marks=pytest.mark.campaign),
+        pytest.param("zarr", signal.SIGKILL, marks=pytest.mark.campaign),
+        pytest.param("torch", signal.SIGINT, marks=pytest.mark.campaign),
     ],
-)  # fmt: skip
+)
 def test_the_command_is_stopped_after_every_task(tmp_path, large, files, to, stop) -> None:
     """Killed when 0, 1, 2, ... tasks are done, in one target; workers die with it, and nothing is lost."""
     megackpt.convert(large, tmp_path / "whole", to, workers=1)
@@ -180,7 +183,7 @@ def test_the_command_is_stopped_after_every_task(tmp_path, large, files, to, sto
     assert files(target) == files(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("to", ["torch_dist", "zarr", "safetensors", "torch"])
 def test_the_command_is_killed_at_any_time(tmp_path, large, files, to) -> None:
     """In the middle of whatever it does, again and again, replacing a checkpoint, until it gets through."""
@@ -223,8 +226,9 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("to", ["torch_dist", "zarr", "safetensors", "torch"])
+@pytest.mark.parametrize(
+    ("to", "workers"), [("torch_dist", 2), ("zarr", 1), ("safetensors", 2), ("torch", 1)]
+)
 def test_a_full_disk(tmp_path, large, files, to, workers) -> None:
     """A file system of 200 MiB; then room is made, and the same call goes on."""
     disk = tmp_path / "disk"

@@ -116,9 +116,15 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+PAIRS = [(source, to) for source in FORMATS for to in FORMATS]
+SAMPLE = {("torch_dist", "zarr"), ("zarr", "safetensors")}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize(
+    ("source", "to"),
+    [pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.campaign) for pair in PAIRS],
+)
 def test_no_pair_of_formats_takes_more_than_allowed(tmp_path, sources, source, to) -> None:
     """A checkpoint ten times the cap."""
     taken = peak(sources / source, tmp_path / "out", to)
@@ -126,7 +132,7 @@ def test_no_pair_of_formats_takes_more_than_allowed(tmp_path, sources, source, t
     assert taken <= 1.1 * CAP, f"{taken / CAP:.2f} x the cap"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("to", FORMATS)
 def test_casting_takes_no_more(tmp_path, sources, to) -> None:
     taken = peak(sources / "torch_dist", tmp_path / "out", to, cast="bf16")

@@ -68,9 +68,9 @@ def dying(step: int, source: Path, target: Path, to: str, overwrite: bool) -> bo
     [
         ("torch_dist", "nothing", 11), ("torch_dist", "foreign", 7), ("torch_dist", "checkpoint", 11),
         ("safetensors", "nothing", 11), ("torch", "checkpoint", 11),
-        pytest.param("torch_dist", "nothing", 1, marks=pytest.mark.slow),
-        pytest.param("torch_dist", "checkpoint", 1, marks=pytest.mark.slow),
-        pytest.param("safetensors", "checkpoint", 2, marks=pytest.mark.slow),
+        pytest.param("torch_dist", "nothing", 1, marks=pytest.mark.campaign),
+        pytest.param("torch_dist", "checkpoint", 1, marks=pytest.mark.campaign),
+        pytest.param("safetensors", "checkpoint", 2, marks=pytest.mark.campaign),
     ],
 )  # fmt: skip
 def test_a_death_at_any_step(tmp_path, source, files, monkeypatch, to, before, stride) -> None:

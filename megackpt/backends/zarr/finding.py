@@ -120,11 +120,13 @@ class _Found:
 
     def _shard(self, layout: ArrayLayout, box: Box, file: str) -> None:
         """The chunks in one shard, but for those that lie beyond the tensor's end."""
-        counts = np.array(layout.cell, np.int64) // layout.inner
-        if 16 * float(np.prod(counts, dtype=np.float64)) > (self.root.size(file) or 0):
-            self.problems.append(f"{file} is too short for the index of a shard of {counts.tolist()} chunks")
+        try:
+            starts, lengths = shard_index(
+                self.root, file, layout.chunks_in_a_cell, layout.index or ("end", True)
+            )
+        except CorruptCheckpoint as error:
+            self.problems.append(str(error))
             return
-        starts, lengths = shard_index(self.root, file, int(counts.prod()), layout.index or ("end", True))
         inner = np.array([layout.inner], np.int64)
         _, boxes = cut(Boxes.of([box]), inner, np.zeros_like(inner))
         numbers = chunk_numbers(boxes, layout.cell, layout.inner).tolist()

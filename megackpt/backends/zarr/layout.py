@@ -66,6 +66,10 @@ class ArrayLayout:
         return tuple(-(-extent // cell) for extent, cell in zip(self.shape, self.cell, strict=True))
 
     @property
+    def chunks_in_a_cell(self) -> int:
+        return math.prod(extent // step for extent, step in zip(self.cell, self.inner, strict=True))
+
+    @property
     def chunk_bytes(self) -> int:
         """Bytes of the elements of one chunk, padding included."""
         return math.prod(self.inner) * ITEMSIZE[self.dtype]

@@ -176,8 +176,7 @@ def _check_stored(root: Storage, file: str, layout: ArrayLayout, box: Box, where
         raise CorruptCheckpoint(f"{where}: the file is missing, or no regular file")
     start = 0
     if layout.index is not None:
-        count = int(np.prod(np.array(layout.cell, np.float64) // layout.inner))
-        starts, _ = shard_index(root, file, count, layout.index)
+        starts, _ = shard_index(root, file, layout.chunks_in_a_cell, layout.index)
         start = int(starts[chunk_numbers(Boxes.of([box]), layout.cell, layout.inner)[0]])
         if start < 0:
             raise CorruptCheckpoint(f"{where}: the index of the shard has no such chunk")
