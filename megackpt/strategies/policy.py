@@ -17,7 +17,8 @@ from megackpt.strategies.formats import backend_named, formats, kinds, made
 class Strategy:
     """How to save: the format, its options, and who may write what.
 
-    ``options`` go to the backend's constructor (torch_dist: ``files_per_rank``, ``separation_hint``; zarr: ``compression``, ``checksum``).
+    ``options`` go to the backend's constructor (torch_dist: ``files_per_rank``, ``separation_hint``; zarr:
+    ``compression``, ``checksum``; safetensors: ``shards``, ``max_shard_bytes``).
     ``balance`` spreads the writing over all ranks that hold a shard; False = its main replica writes it.
     ``dedup_group`` is the torch process group within which replicas stand in for one another (None: all ranks).
     For a load only the format and its options matter.
