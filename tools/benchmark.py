@@ -179,7 +179,10 @@ def measure(bench: Bench) -> Figures:
         for verify, how in ((False, "unverified"), (True, "verified")):
             loads: dict[str, Step] = {
                 "limit": partial(limit_read, bench, state),
-                **{name: partial(megackpt.load, state, bench.root / name, verify=verify) for name in bench.formats},
+                **{
+                    name: partial(megackpt.load, state, bench.root / name, verify=verify)
+                    for name in bench.formats
+                },
             }
             if state is tp2 and not verify:
                 loads["torch DCP"] = partial(dcp_load, sharded, checkpoint_id=stock)
