@@ -455,6 +455,7 @@ def test_interrupted(tmp_path: Path) -> None:
     """A real SIGINT, while a command waits."""
     script = (
         "import os, signal, sys; from megackpt.commands import listing; from megackpt.__main__ import main;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # background jobs begin by ignoring it
         "listing.ls = lambda directory: os.kill(os.getpid(), signal.SIGINT) or signal.pause();"
         "sys.exit(main(['ls']))"
     )

@@ -84,7 +84,7 @@ class Place:
             active.discard(save_id)
             raise
         # A place that is dropped without a word is a dead save too.
-        self._ended = weakref.finalize(self, _end, beat, save_id)
+        self._ended = weakref.finalize(self, _end, beat, self.storage, save_id)
 
     def _inherited(self) -> tuple[str, ...]:
         """The names that the dead save may have made. Of several that would go on with it, one gets the lock."""
@@ -196,8 +196,9 @@ class Place:
         self.marker.put(self.storage)
 
 
-def _end(beat: Heartbeat, save_id: str) -> bool:
+def _end(beat: Heartbeat, storage: LocalStorage, save_id: str) -> bool:
     beat.stop()
+    storage.unlock()  # the thread of the heart may keep the directory open for another moment
     active.discard(save_id)
     return True
 

@@ -187,3 +187,26 @@ def test_pieces_of_odd_dtypes_and_column_cuts(tmp_path: Path) -> None:
     for found in (manifest, Zarr().read_manifest(root)):
         suite.expect(world, suite.load(root, found, everything(world)))
     assert np.unique(manifest.chunks.writer).tolist() == [0]  # small tensors are one cell each
+
+
+def test_a_save_that_fails_while_assembling_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in a new place nor beside a checkpoint that stands."""
+
+    def refuse(*_: object) -> None:
+        raise CorruptCheckpoint("no")
+
+    borders = [[(0, 100_001)], [(100_001, 350_000)]]
+    with monkeypatch.context() as patch:
+        patch.setattr("megackpt.backends.zarr.assembled", refuse)
+        with pytest.raises(megackpt.CheckpointingException, match="no"):
+            run_save(tmp_path / "c", 350_000, borders)
+    assert os.listdir(tmp_path) == []
+    run_save(tmp_path / "c", 350_000, borders)
+    with monkeypatch.context() as patch:
+        patch.setattr("megackpt.backends.zarr.assembled", refuse)
+        with pytest.raises(megackpt.CheckpointingException, match="no"):
+            run_save(tmp_path / "c", 350_000, borders)
+    assert os.listdir(tmp_path) == ["c"]
+    assert megackpt.verify(tmp_path / "c").ok

@@ -60,6 +60,14 @@ def lock(fd: int) -> bool:
     return True
 
 
+def unlock(fd: int) -> None:
+    """Let go of what ``lock`` has locked; nothing happens where that is nothing."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except (OSError, ValueError):
+        return  # closed already, or a file system without locks
+
+
 def die_with_parent() -> bool:
     """Have this process killed when its parent dies; False where that cannot be had."""
     call = _function("prctl", ctypes.c_int, ctypes.c_ulong)

@@ -200,8 +200,11 @@ class LocalStorage(Storage):
         return below
 
     def lock(self) -> bool:
-        """Hold the directory against others that ask for this, until ``close``; False if somebody holds it."""
+        """Hold the directory against others that ask for this, until ``unlock`` or ``close``; False if it is held."""
         return kernel.lock(self._fd)
+
+    def unlock(self) -> None:
+        kernel.unlock(self._fd)
 
     def make_folder(self, name: str, mode: int = 0o777) -> bool:
         """Make a folder, durably; False if the name is taken."""
