@@ -1,4 +1,4 @@
-"""tensorstore: arrays opened to be written and read, what its errors mean here, work shared out to threads."""
+"""tensorstore: arrays opened to be written and read, what its errors mean here; the indexes of shards; threads."""
 
 from __future__ import annotations
 
