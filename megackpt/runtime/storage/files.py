@@ -54,7 +54,32 @@ def _after(batch: list[memoryview], done: int) -> list[memoryview]:
     return []
 
 
-class LocalWriter(FileWriter):
+class _Open:
+    """A file being written, and the folder that its name is in; both are ours to close."""
+
+    _fd: int
+    _folder: int
+    _path: str
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        try:
+            os.fsync(self._fd)
+            os.fsync(self._folder)
+        except OSError as error:
+            raise failure("make durable", self._path, error) from error
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+            os.close(self._folder)
+
+
+class LocalWriter(_Open, FileWriter):
     """A new file, held by descriptor; see LocalStorage.create."""
 
     def __init__(self, folder: int, name: str, path: str) -> None:
@@ -89,17 +114,6 @@ class LocalWriter(FileWriter):
     def position(self) -> int:
         return self._written
 
-    def close(self) -> None:
-        if self._fd < 0:
-            return
-        try:
-            os.fsync(self._fd)
-            os.fsync(self._folder)
-        except OSError as error:
-            raise failure("make durable", self._path, error) from error
-        finally:
-            self._release()
-
     def abort(self) -> None:
         if self._fd < 0:
             return
@@ -112,13 +126,8 @@ class LocalWriter(FileWriter):
         finally:
             self._release()
 
-    def _release(self) -> None:
-        fd, self._fd = self._fd, -1
-        os.close(fd)
-        os.close(self._folder)
 
-
-class LocalUpdater(FileUpdater):
+class LocalUpdater(_Open, FileUpdater):
     """A file that others may be writing into, too, held by descriptor; see LocalStorage.update."""
 
     def __init__(self, folder: int, name: str, path: str) -> None:
@@ -144,22 +153,8 @@ class LocalUpdater(FileUpdater):
         except OSError as error:
             raise failure("write", self._path, error) from error
 
-    def close(self) -> None:
-        if self._fd < 0:
-            return
-        try:
-            os.fsync(self._fd)
-            os.fsync(self._folder)
-        except OSError as error:
-            raise failure("make durable", self._path, error) from error
-        finally:
-            self.abort()
-
     def abort(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-            os.close(self._folder)
+        self._release()
 
 
 class LocalReader(FileReader):
