@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from megackpt.bars import progress as progress
     from megackpt.checkpoint import verify as verify
     from megackpt.converter import convert as convert, remove_sharded_tensors as remove_sharded_tensors
     from megackpt.errors import (
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         StorageError as StorageError,
         UntrustedClass as UntrustedClass,
     )
+    from megackpt.events import Event as Event, watching as watching
     from megackpt.loader import (
         check_is_distributed_checkpoint as check_is_distributed_checkpoint,
         get_default_load_sharded_strategy as get_default_load_sharded_strategy,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "bars": ("progress",),
     "checkpoint": ("verify",),
     "converter": ("convert", "remove_sharded_tensors"),
     "errors": (
@@ -71,6 +74,7 @@ _HOMES = {
         "StorageError",
         "UntrustedClass",
     ),
+    "events": ("Event", "watching"),
     "loader": (
         "check_is_distributed_checkpoint",
         "get_default_load_sharded_strategy",

@@ -6,7 +6,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megackpt import objects, tree
+from megackpt import collector, events, objects, tree
 from megackpt.backends.base import Backend, plan_in_format
 from megackpt.checkpoint import Place, absolute, begin, commit, place_of
 from megackpt.errors import CorruptCheckpoint, RankLost, ShardingError
@@ -23,6 +23,8 @@ from megackpt.planning.cache import PlanCache, fingerprint
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.planning.save_plan import SavePolicy
 from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, domain_of, group_over
+from megackpt.runtime.collectives.failures import name_ranks
+from megackpt.runtime.counting import counted_source
 from megackpt.runtime.staging import Staged, settle
 from megackpt.sharded import (
     Extracted,
@@ -33,6 +35,7 @@ from megackpt.sharded import (
     declare,
     extract,
     object_groups,
+    pickled,
 )
 from megackpt.strategies import Strategy, StrategyLike, resolve
 
@@ -92,20 +95,23 @@ def save(
     if async_sharded_save:
         raise NotImplementedError("this release saves synchronously only: leave async_sharded_save=False")
     group = group_over(process_group, timeout)
-    request = attempt(
-        lambda: Request.of(
+    compare = preprocess_common_before_consistancy_check or _itself
+
+    @events.stage("declare")
+    @collector.held_off()
+    def request() -> Request:
+        return Request.of(
             extract(sharded_state_dict),
             absolute(checkpoint_dir),
             resolve(sharded_strategy),
             group,
             content_metadata=content_metadata,
-            compare=(preprocess_common_before_consistancy_check or _itself)
-            if validate_access_integrity
-            else None,
+            compare=compare if validate_access_integrity else None,
             overwrite=overwrite,
         )
-    )
-    _Save(group, request).run()
+
+    with group, events.operation("save", checkpoint_dir, group.rank, group.size) as running:
+        running.bytes = _Save(group, attempt(request)).run()
 
 
 def _compact(leaf: Any) -> Any:
@@ -188,13 +194,13 @@ class Request:
         """For each row of ``declared``: its tensor, or what makes its blob."""
         groups = object_groups(self.shards)
         rows = [self._holder(shard, groups.get(i, [])) for i, shard in enumerate(self.shards)]
-        return [*rows, lambda: _dumped(_COMMON, dict(self.common))]
+        return [*rows, lambda: pickled(_COMMON, dict(self.common))]
 
     def _holder(self, shard: ShardedTensor | ShardedObject, group: Sequence[int]) -> Held:
         if isinstance(shard, ShardedTensor):
             return cast(torch.Tensor, shard.data)
         values = [self.shards[i].data for i in group]
-        return lambda: _dumped(f"the object {shard.unique_key!r}", bundled(shard, values))
+        return lambda: pickled(f"the object {shard.unique_key!r}", bundled(shard, values))
 
     def blobs(self) -> Iterator[bytes]:
         """The objects of which this rank holds the main replica; on the coordinator also the common state."""
@@ -235,12 +241,13 @@ class _Save:
         self.place: Attempt[Place] = Attempt(None)
         self.manifest: Manifest | None = None
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """The bytes that all ranks have written."""
         try:
             held = self.ticket_held()
             agreed = self.group.all_agree(self.vote(held))
             ticket = held if held and agreed else self.planned()
-            self.group.reduce_broadcast("write", lambda: self.write(ticket), self.commit)
+            return self.group.reduce_broadcast("write", lambda: self.write(ticket), self.commit)
         except RankLost:
             if self.place.value is not None:
                 self.place.value.abandon()
@@ -269,8 +276,10 @@ class _Save:
         named = held.save_id.encode() + os.fsencode(held.directory)
         return int.from_bytes(blake2b(named, digest_size=7).digest())
 
+    @events.stage("begin")
     def begin(self, save_id: str) -> Place:
         request = self.request.get()
+        events.here().operation.id = save_id
         place = begin(request.directory, save_id=save_id, overwrite=request.overwrite)
         try:
             if self.manifest is not None:
@@ -282,15 +291,19 @@ class _Save:
 
     def planned(self) -> _Ticket:
         ticket = self.group.reduce_scatter("plan", self.declared, self.plan)
-        self.cache.put(self.request.get().fingerprint, ticket.plan_id, ticket.plan, self.manifest)
+        request = self.request.get()
+        ticket = replace(ticket, plan=replace(ticket.plan, tensors=request.declared.tensors))
+        self.cache.put(request.fingerprint, ticket.plan_id, ticket.plan, self.manifest)
         return ticket
 
     def declared(self) -> _Declared:
         request = self.request.get()
-        view = b"" if request.compared is None else _dumped(_COMMON, request.compared)
+        view = b"" if request.compared is None else pickled(_COMMON, request.compared)
         _warn_of_untrusted(request.blobs())
         return _Declared(request.directory, request.format, request.declared, blake2b(view).digest())
 
+    @events.stage("plan")
+    @collector.held_off()
     def plan(self, parts: Sequence[_Declared]) -> list[_Ticket]:
         """On the coordinator: who writes what."""
         request, place = self.request.get(), self.place.get()
@@ -304,50 +317,45 @@ class _Save:
         own = parts[0].common
         return [
             _Ticket(
-                place.save_id, request.directory, plan_id, plan, None if p.common == own else request.compared
+                place.save_id,
+                request.directory,
+                plan_id,
+                replace(plan, tensors=()),  # each rank knows its own table
+                None if p.common == own else request.compared,
             )
             for plan, p in zip(plans, parts, strict=True)
         ]
 
+    @events.stage("write")
     def write(self, ticket: _Ticket) -> WriteResult:
+        events.here().operation.id = ticket.save_id
         request = self.request.get()
         if ticket.common is not None:
             _warn_of_difference(self.group.rank, ticket.common, request.compared)
         held = request.held()
         settle(held)
-        staged = Staged(ticket.plan, held, request.declared.held())
+        staged = Staged(ticket.plan, held, request.declared.boxes)
         root = place_of(ticket.directory, ticket.save_id)
-        return request.backend.write(root, ticket.plan, staged)
+        result = request.backend.write(root, ticket.plan, counted_source(staged))
+        events.here().done = int(result.length.sum())
+        return result
 
-    def commit(self, results: Sequence[WriteResult]) -> None:
-        """On the coordinator: all ranks have written."""
+    @events.stage("commit")
+    def commit(self, results: Sequence[WriteResult]) -> int:
+        """On the coordinator: all ranks have written. How many bytes?"""
         manifest = cast(Manifest, self.manifest).located(results)
-        commit(self.place.get(), self.request.get().backend, manifest)
+        commit(self.place.get(), self.request.get().backend, manifest, confirm=self.group.confirm)
+        return sum(int(result.length.sum()) for result in results)
 
 
 def _check_same(what: str, said: Sequence[str]) -> None:
-    first = {word: rank for rank, word in reversed(list(enumerate(said)))}
-    if len(first) > 1:
-        named = "; ".join(f"rank {rank}: {word}" for word, rank in sorted(first.items(), key=lambda x: x[1]))
-        raise ShardingError(f"the ranks of one save {what}: {named}")
-
-
-def _dumped(what: str, value: Any) -> bytes:
-    try:
-        return objects.dump(value)
-    except Exception as error:  # pickling calls the values' own code, which may raise anything
-        where = f", at {_unpicklable(value)}" if isinstance(value, dict) else ""
-        raise ShardingError(f"{what} cannot be pickled{where}: {type(error).__name__}: {error}") from error
-
-
-def _unpicklable(state: dict[Any, Any]) -> str:
-    """Where in a state the first value stands that cannot be pickled."""
-    for path, leaf in tree.walk(state):
-        try:
-            objects.dump(leaf)
-        except Exception:  # noqa: BLE001 - this is the one
-            return tree.show(path)
-    return "one of its keys"
+    ranks: dict[str, list[int]] = {}
+    for rank, word in enumerate(said):
+        ranks.setdefault(word, []).append(rank)
+    if len(ranks) > 1:
+        named = [f"{name_ranks(those)}: {word}" for word, those in ranks.items()][:4]
+        more = f"; and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        raise ShardingError(f"the ranks of one save {what}: {'; '.join(named)}{more} (all must agree)")
 
 
 def _warn_of_untrusted(blobs: Iterable[bytes]) -> None:
@@ -370,4 +378,12 @@ def _warn_of_difference(rank: int, coordinators: Any, own: Any) -> None:
             rank,
             only_own,
             mismatched,
+        )
+    tensors = [path for path, *kinds in mismatched if any(issubclass(kind, torch.Tensor) for kind in kinds)]
+    if tensors:
+        logger.warning(
+            "only rank 0's values of %s and %d more tensors are saved: what differs between ranks belongs in a "
+            "ShardedTensor (sharded_state_dict(), not state_dict())",
+            tree.show(tensors[0]),
+            len(tensors) - 1,
         )

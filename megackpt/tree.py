@@ -39,21 +39,26 @@ def walk(tree: Any, *, empties: bool = False) -> Iterator[tuple[Path, Any]]:
     With ``empties``, an empty container below the root counts as a leaf.
     Raises ShardingError where the nesting is deeper than ``MAX_DEPTH`` (a container that holds itself).
     """
-    todo: list[tuple[Path, Any]] = [((), tree)]
+    if not is_branch(tree):
+        yield (), tree
+        return
+    todo: list[tuple[Path, Iterator[tuple[Any, Any]]]] = [((), iter(items(tree)))]
     while todo:
-        path, node = todo.pop()
-        if not is_branch(node):
-            yield path, node
-            continue
-        if len(path) > MAX_DEPTH:
-            raise ShardingError(
-                f"nested deeper than {MAX_DEPTH} levels at {show(path[:3])}: does it hold itself?"
-            )
-        if empties and path and not node:
-            yield path, node
-        children = [((*path, key), value) for key, value in items(node)]
-        children.reverse()
-        todo += children
+        path, rest = todo[-1]
+        for key, node in rest:
+            if not isinstance(node, (dict, list)):
+                yield (*path, key), node
+            elif len(path) >= MAX_DEPTH:
+                raise ShardingError(
+                    f"nested deeper than {MAX_DEPTH} levels at {show(path[:3])}: does it hold itself?"
+                )
+            elif node:
+                todo.append(((*path, key), iter(items(node))))
+                break
+            elif empties:
+                yield (*path, key), node
+        else:
+            todo.pop()
 
 
 def lookup(tree: Any, path: Path) -> Any:

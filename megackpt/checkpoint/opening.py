@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import numpy as np
 
 from megackpt import strategies
-from megackpt.backends.base import Backend
+from megackpt.backends.base import CONFIG, Backend
 from megackpt.checkpoint.index import INDEX, START, decode_index, head_length
 from megackpt.checkpoint.marker import PREFIX, markers, siblings
 from megackpt.checkpoint.unpacking import parse_head
@@ -108,8 +109,34 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> LocalSt
             return storage
     aside = set_aside(target)
     if aside is None:
-        raise NotACheckpoint(reason)
+        raise NotACheckpoint(reason + _elsewhere(target))
     return aside
+
+
+def _elsewhere(target: str) -> str:
+    """The hint where checkpoints are in this directory, or near by under a similar name."""
+    missing = ""
+    while not os.path.isdir(target) and target != os.path.dirname(target):
+        target, missing = os.path.split(target)
+    try:
+        near = LocalStorage(target)
+        names = near.list()
+        if missing:
+            found = get_close_matches(missing, names, 3)
+            return (
+                f"; in {target} there is {' and '.join(map(repr, found))}: is one of them meant?"
+                if found
+                else ""
+            )
+        within = [
+            n
+            for n in names
+            if near.size(f"{n}/{CONFIG}") is not None or near.size(f"{n}/.metadata") is not None
+        ]
+    except (CheckpointingException, OSError):
+        return ""  # what went wrong first tells more
+    more = f" (the last of {len(within)})" if len(within) > 1 else ""
+    return f"; a checkpoint is in {os.path.join(target, within[-1])}{more}: is that meant?" if within else ""
 
 
 def incomplete(storage: LocalStorage, own: str = "", asked: Strategy | None = None) -> str | None:
@@ -153,9 +180,21 @@ def stored_manifest(
     """What the checkpoint here says that it holds: its format, its contents, its small files (unchecked)."""
     if storage.size(INDEX) is None:
         backend = strategies.find_backend(storage, asked)
-        return backend, backend.read_manifest(storage), {}
+        return backend, _by_its_own_account(backend, storage), {}
     manifest, small = decode_index(storage.get(INDEX), f"{storage.location}/{INDEX}")
     return backend_of(storage, manifest, asked), manifest, small
+
+
+def _by_its_own_account(backend: Backend, storage: LocalStorage) -> Manifest:
+    try:
+        return backend.read_manifest(storage)
+    except (CheckpointingException, FileNotFoundError):
+        raise
+    except Exception as error:  # a plug-in's own code
+        raise BackendError(
+            f"{storage.called}: the format {backend.name!r} failed at reading what is there: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def backend_of(storage: LocalStorage, manifest: Manifest, asked: Strategy | None = None) -> Backend:

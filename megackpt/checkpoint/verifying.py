@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt import events
 from megackpt.backends.base import Backend
 from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.opening import (
@@ -72,6 +73,9 @@ class Report:
         return "\n".join(lines)
 
 
+_Told = Callable[[int], None]
+
+
 def _nobody(_nbytes: int) -> None:
     """Nobody wants to know how far it is."""
 
@@ -80,8 +84,8 @@ def verify(
     directory: Directory,
     threads: int = 2,
     *,
-    start: Callable[[int], None] = _nobody,
-    advance: Callable[[int], None] = _nobody,
+    start: _Told = _nobody,
+    advance: _Told = _nobody,
 ) -> Report:
     """Check all bytes of a checkpoint that has digests, in parallel, and all sizes.
 
@@ -91,31 +95,37 @@ def verify(
 
     Raises NotACheckpoint where there is none; what is wrong with one is reported, not raised.
     """
+    with events.operation("verify", directory) as running:
+        report = _verified(directory, running, threads, start, advance)
+        running.bytes = report.bytes
+        if not report.ok:
+            running.problem = f"{len(report.problems)} problems: {report.problems[0]}"
+        return report
+
+
+def _verified(
+    directory: Directory, running: events.Operation, threads: int, start: _Told, advance: _Told
+) -> Report:
     storage = find_storage(directory)
     try:
-        backend, manifest, small = stored_manifest(storage)
+        with events.stage("open"):
+            backend, manifest, small = stored_manifest(storage)
+            running.id = manifest.save_id
     except NotACheckpoint:
         raise
     except CheckpointingException as error:
         return Report(storage.called, 0, 0, 0, False, (str(error),))
-    storage = as_read_by(backend, storage)
-    work = _Work(storage, backend, manifest, advance)
-    problems = small_file_problems(storage, small)
-    problems += [f"{storage.location}/{short}" for short in shortfalls(storage, manifest)]
-    problems += _uncovered(manifest)
-    total = int(manifest.chunks.length.sum())
-    checked = len(manifest.chunks.digests) > 0 or total == 0
-    if checked:
-        start(total)
-        problems += work.run(threads)
-    else:
-        native = backend.verify_native(storage, manifest)
-        checked = native is not None
-        problems += native or []
-    own = {*own_names(storage), INDEX}
-    foreign = tuple(entry for entry in storage.list() if entry not in own)
-    files = len(manifest.files) + len(small)
-    return Report(storage.called, files, len(manifest.tensors), total, checked, tuple(problems), foreign)
+    with events.stage("read") as reading:
+
+        def moved(count: int) -> None:
+            reading.advance(count)
+            advance(count)
+
+        work = _Work(as_read_by(backend, storage), backend, manifest, moved)
+        reading.todo = int(manifest.chunks.length.sum())
+        report = work.report(small, threads, start)
+        reading.done = report.bytes
+        return report
 
 
 def damage(storage: LocalStorage, backend: Backend, manifest: Manifest, threads: int = 2) -> list[str]:
@@ -153,6 +163,26 @@ class _Work:
         self.manifest = manifest
         self.bounds = manifest.chunks.block_bounds
         self.parts = TensorParts(manifest)
+
+    def report(self, small: Mapping[str, tuple[int, bytes]], threads: int, start: _Told) -> Report:
+        """Compare everything that there is to compare; ``small`` are the small files of the index."""
+        storage, backend, manifest = self.storage, self.backend, self.manifest
+        problems = small_file_problems(storage, small)
+        problems += [f"{storage.location}/{short}" for short in shortfalls(storage, manifest)]
+        problems += _uncovered(manifest)
+        total = int(manifest.chunks.length.sum())
+        checked = len(manifest.chunks.digests) > 0 or total == 0
+        if checked:
+            start(total)
+            problems += self.run(threads)
+        else:
+            native = backend.verify_native(storage, manifest)
+            checked = native is not None
+            problems += native or []
+        own = {*own_names(storage), INDEX}
+        foreign = tuple(entry for entry in storage.list() if entry not in own)
+        files = len(manifest.files) + len(small)
+        return Report(storage.called, files, len(manifest.tensors), total, checked, tuple(problems), foreign)
 
     def run(self, threads: int) -> list[str]:
         chunks = self.manifest.chunks

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megackpt.events import size as size  # noqa: PLC0414 - all commands take it from here
+
 
 class Cell(NamedTuple):
     """A piece of text, and a style for terminals (rich's words: "bold", "red", "dim cyan")."""
@@ -71,14 +73,6 @@ def clean(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def size(count: float) -> str:
-    """Bytes as people read them: 1.5 KiB, 64.0 MiB."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    power = min(5, (int(count).bit_length() - 1) // 10)
-    return f"{count / 1024**power:.1f} {' KMGTP'[power]}iB"
 
 
 def number(count: int) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from megackpt.bars import bars, is_terminal
 from megackpt.commands.answers import (
     BAR,
     GAP,
@@ -22,7 +22,6 @@ from megackpt.commands.answers import (
     Table,
     clean,
     jsonable,
-    size,
 )
 
 if TYPE_CHECKING:
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _GAP = "  "
-
-
-def is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def tell(answer: Answer, as_json: bool) -> None:
@@ -150,14 +145,14 @@ def _draw(console: Console, table: Table) -> None:
 def progress() -> Iterator[Progress]:
     """A bar with bytes and rate on stderr, once a command tells of bytes; where stderr is no terminal, plain lines."""
     with ExitStack() as shown:
-        bars: list[Bars] = []
+        drawn: list[Bars] = []
 
         def start(label: str, total: int) -> None:
-            bars.append(shown.enter_context(_bars()))
-            bars[0].add_task(clean(label), total=total)
+            drawn.append(shown.enter_context(bars(sys.stderr)))
+            drawn[0].add_task(clean(label), total=total)
 
         def advance(done: int) -> None:
-            bars[0].advance(bars[0].task_ids[0], done)
+            drawn[0].advance(drawn[0].task_ids[0], done)
 
         yield Progress(start, advance) if is_terminal(sys.stderr) else _plain_progress()
 
@@ -179,36 +174,6 @@ def _plain_progress() -> Progress:
             told[0](*counts)
 
     return Progress(start, advance)
-
-
-def _bars() -> Bars:
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress as Bars,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    class Rate(ProgressColumn):
-        """Bytes a second, in the units of the bytes beside it."""
-
-        def render(self, task: Task) -> Text:
-            rate = task.finished_speed or task.speed
-            return Text(f"{size(rate)}/s" if rate else "", "cyan")
-
-    return Bars(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        Rate(),
-        TimeRemainingColumn(),
-        console=_console(sys.stderr),
-        transient=True,
-    )
 
 
 def guides(depths: Sequence[int], ascii_only: bool = False) -> list[str]:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megackpt.errors import MismatchError, ShardingError
+from megackpt import tree
+from megackpt.errors import CoverageError, MismatchError, ShardingError
 from megackpt.loader.reading import common_row, destination
 from megackpt.planning import coverage, strict
 from megackpt.planning.box import Int64
-from megackpt.planning.manifest import Bool, Declarations, Manifest, TensorEntry
+from megackpt.planning.manifest import COMMON_KEY, Bool, Declarations, Manifest, TensorEntry
 from megackpt.planning.strict import StrictHandling
 from megackpt.sharded import (
     ABSENT,
@@ -96,11 +97,12 @@ class Asked:
         extracted = extract(state)
         declared = terms.renamed(declare(extracted.shards, rank=rank))
         _refuse_shared_memory(extracted.shards)
+        _warn_of_undeclared(extracted, manifest)
         unexpected = strict.unexpected(declared, manifest)
         if unexpected and terms.strict in _RAISING:
-            raise MismatchError(strict.describe(unexpected, (), manifest))
+            raise MismatchError(strict.describe(unexpected, (), manifest, strict.requested(declared)))
         if unexpected and StrictHandling.requires_logging(terms.strict):
-            logger.warning("%s", strict.describe(unexpected, (), manifest))
+            logger.warning("%s", strict.describe(unexpected, (), manifest, strict.requested(declared)))
         strict.check_shapes(declared, manifest, terms.dtype_policy)
         kept = np.flatnonzero(~_bearing(declared, unexpected))
         wanted = Declarations.merge([declared.take(kept), common_row(manifest, rank)])
@@ -133,15 +135,44 @@ class Asked:
 def judge(parts: Sequence[Told], terms: Terms, manifest: Manifest) -> set[str]:
     """On the coordinator: is everything asked for exactly once? Returns what is stored and nobody asks for."""
     if terms.validate:
-        coverage.check(Declarations.merge([p.declared for p in parts if p.declared is not None]))
+        try:
+            coverage.check(Declarations.merge([p.declared for p in parts if p.declared is not None]))
+        except CoverageError as error:
+            raise CoverageError(
+                f"{error}\n(To load a part, or one twice: validate_access_integrity=False.)"
+            ) from None
     if not StrictHandling.requires_global_app_metadata(terms.strict):
         return set()
     missing = strict.missing([p.names for p in parts], manifest)
     if missing and StrictHandling.requires_raising(terms.strict):
-        raise MismatchError(strict.describe((), missing, manifest))
+        text = strict.describe((), missing, manifest)
+        if not any(p.names for p in parts):
+            text += (
+                "\n  hint: no rank asks for anything: the state holds no ShardedTensor and no ShardedObject. "
+            )
+            text += "Is it a state_dict(), or a list of names, where a sharded_state_dict() belongs?"
+        raise MismatchError(text)
     if missing and StrictHandling.requires_logging(terms.strict):
         logger.warning("%s", strict.describe((), missing, manifest))
     return missing
+
+
+def _warn_of_undeclared(extracted: Extracted, manifest: Manifest) -> None:
+    """Say that plain tensors, or texts, under the names of stored tensors are no way of asking for them."""
+    known = manifest.numbers()
+    found = [
+        next((n for n in (".".join(map(str, path)), leaf) if isinstance(n, str) and n in known), None)
+        for path, leaf in tree.walk(extracted.common)
+        if isinstance(leaf, (str, torch.Tensor))
+    ]
+    names = [repr(name) for name in found if name is not None and name != COMMON_KEY]
+    if names:
+        logger.warning(
+            "%s and %d more are not loaded: the state asks for them by a plain tensor or text, and only a "
+            "ShardedTensor is filled (sharded_state_dict(), not state_dict())",
+            ", ".join(names[:3]),
+            max(0, len(names) - 3),
+        )
 
 
 def _refuse_shared_memory(shards: Sequence[ShardedTensor | ShardedObject]) -> None:

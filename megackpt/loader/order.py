@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megackpt import collector, events
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import absolute, as_read_by, backend_of, open_checkpoint, open_same
 from megackpt.errors import CheckpointReplaced, ShardingError
@@ -83,13 +84,14 @@ def load(
     )
     if group.size == 1:
         request.get()  # nobody else has to hear of a wrong argument
-    step = _Load(group, request)
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return step.run()
-        except CheckpointReplaced:
-            logger.warning("%s was replaced while it was being loaded: loading again", checkpoint_dir)
-    return step.run()
+    with group, events.operation("load", checkpoint_dir, group.rank, group.size):
+        step = _Load(group, request)
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return step.run()
+            except CheckpointReplaced:
+                logger.warning("%s was replaced while it was being loaded: loading again", checkpoint_dir)
+        return step.run()
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,14 +115,17 @@ class _Load:
     def run(self) -> Any:
         part = _Part(self, *self.group.broadcast("open", self.open))
         missing = self.group.reduce_broadcast("compare", part.compare, part.judge)
-        self.group.reduce_broadcast("read", part.read, _nothing)
+        events.here().operation.bytes = self.group.reduce_broadcast("read", part.read, _total)
         if StrictHandling.requires_returning_mismatch_keys(self.request.get().terms.strict):
             return part.state, missing, part.asked.unexpected
         return part.state
 
+    @events.stage("open")
     def open(self) -> tuple[str, Manifest]:
         request = self.request.get()
-        return request.directory, open_checkpoint(request.directory, request.asked).manifest
+        manifest = open_checkpoint(request.directory, request.asked).manifest
+        events.here().operation.id = manifest.save_id
+        return request.directory, manifest
 
 
 class _Part:
@@ -136,12 +141,15 @@ class _Part:
         self.directory = directory
         self.manifest = manifest
 
+    @events.stage("compare")
+    @collector.held_off()
     def compare(self) -> Told:
+        events.here().operation.id = self.manifest.save_id
         request = self.load.request.get()
         if request.directory != self.directory:
             raise ShardingError(
-                f"the ranks of one load name different directories: rank {self.load.group.rank} "
-                f"{request.directory}, rank 0 {self.directory}"
+                f"the ranks of one load name different directories, all must agree: here {request.directory}, "
+                f"on rank 0 {self.directory}"
             )
         # Opened as early as can be: what is read through it belongs to one checkpoint.
         root = open_same(request.directory, self.manifest.save_id, request.asked)
@@ -150,15 +158,21 @@ class _Part:
         self.asked = Asked.of(request.state, request.terms, self.manifest, self.load.group.rank)
         return self.asked.told(request.terms)
 
+    @collector.held_off()
     def judge(self, parts: Sequence[Told]) -> set[str]:
         return judge(parts, self.load.request.get().terms, self.manifest)
 
-    def read(self) -> None:
+    @events.stage("read")
+    def read(self) -> int:
         request = self.load.request.get()
-        wanted, tensors = self.asked.wanted, self.asked.tensors()
+        with collector.held_off():
+            wanted, tensors = self.asked.wanted, self.asked.tensors()
         values = request.reading.rows(self.root, self.backend, self.manifest, wanted, tensors)
-        self.state = self.asked.restored(values)
+        with collector.held_off():
+            self.state = self.asked.restored(values)
+        return events.here().done
 
 
-def _nothing(_: object) -> None:
-    """There is nothing to decide: that all ranks came here is the outcome."""
+def _total(landed: Sequence[int]) -> int:
+    """Bytes on all ranks. There is nothing else to decide: that all came here is the outcome."""
+    return sum(landed)

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from megackpt import objects
+from megackpt import collector, events, objects
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import open_same
 from megackpt.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import COMMON_KEY, Declaration, Declarations, Manifest, ShardId
+from megackpt.runtime.counting import counted_target
 from megackpt.runtime.staging import Landing, settle
 from megackpt.runtime.storage import Storage
 from megackpt.sharded import ShardedTensor, dtype_named
@@ -42,16 +43,20 @@ class Reading:
         tensors: Sequence[torch.Tensor | None],
     ) -> list[Any]:
         """Fetch every wanted row: into ``tensors[i]``, or (where that is None) the content of an object's blob."""
-        landing = Landing(tensors, wanted.held(), _stored(wanted, manifest), {})
+        with collector.held_off():
+            landing = Landing(tensors, wanted.held(), _stored(wanted, manifest), {})
+            plan = plan_load(wanted, manifest)
         settle(tensors)
+        todo = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         try:
-            backend.read(root, plan_load(wanted, manifest), landing, self.verify)
+            backend.read(root, plan, counted_target(landing, todo), self.verify)
         except (CheckpointingException, OSError) as error:
             replaced = _replaced(root, manifest)
             if replaced is not None:
                 raise replaced from error
             raise
         settle(tensors)
+        events.here().done = todo + sum(map(len, landing.blobs.values()))
         values: list[Any] = list(tensors)
         for row, blob in landing.blobs.items():
             where = f"{root.location}: {wanted.row(row).shard}"

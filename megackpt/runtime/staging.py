@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megackpt.planning.box import Box
+from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import DIGEST_BLOCK, SavePlan
 
 PIECE = 16 * DIGEST_BLOCK
@@ -59,19 +60,30 @@ class Staged:
 
     Contiguous CPU tensors are handed on as they are, everything else through a bounded buffer (``array``: whole).
     ``held[i]`` is the tensor of row i of the rank's declarations, or a function that makes an object's blob;
-    ``holders[i]`` the box that it fills.
+    row i of ``holders`` the box that it fills.
     """
 
     plan: SavePlan
     held: Sequence[torch.Tensor | Callable[[], bytes]]
-    holders: Sequence[Box]
+    holders: Boxes
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, bool]]:
+        """For each row of the plan the one of ``held`` that has it, and whether it is all of that."""
+        width = max(self.plan.boxes.width, self.holders.width)
+        boxes, holders = self.plan.boxes.widened(width), self.holders.take(self.plan.source).widened(width)
+        whole = ((boxes.offset == holders.offset) & (boxes.shape == holders.shape)).all(axis=1)
+        return list(zip(self.plan.source.tolist(), whole.tolist(), strict=True))
 
     def _tensor(self, row: int) -> torch.Tensor | bytes:
-        item = self.plan.row(row)
-        value = self.held[item.source]
+        source, whole = self._rows[row]
+        value = self.held[source]
         if not isinstance(value, torch.Tensor):
             return value()
-        return region(plain(value), self.holders[item.source], item.shard.box)
+        if whole:
+            return plain(value)
+        item = self.plan.row(row)
+        return region(plain(value), self.holders.row(source, len(item.meta.shape)), item.shard.box)
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         value = self._tensor(row)
@@ -86,7 +98,7 @@ class Staged:
         value = self._tensor(row)
         if isinstance(value, bytes):
             return np.frombuffer(value, np.uint8)
-        return host_array(value.cpu().contiguous())
+        return host_array(value.cpu().contiguous()).reshape(self.plan.row(row).shard.box.shape)
 
 
 def _copied(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -122,25 +134,27 @@ class Landing:
             raise TypeError(f"row {target} is an object: it has no region {box}")
         return region(tensor, self.holders[target], box)
 
-    def _direct(self, target: int) -> bool:
-        tensor = self.tensors[target]
-        return (
+    @cached_property
+    def _direct(self) -> list[bool]:
+        """Tensors whose memory takes the stored bytes as they are."""
+        return [
             tensor is not None
+            and tensor.dtype == stored
             and tensor.device.type == "cpu"
-            and tensor.dtype == self.stored[target]
             and not tensor.is_conj()
             and not tensor.is_neg()
-        )
+            for tensor, stored in zip(self.tensors, self.stored, strict=True)
+        ]
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
-        if self._direct(target):
+        if self._direct[target]:
             return host_array(self._place(target, box))
         stored = self.stored[target]
         return np.empty(box.shape, carried_dtype(stored.itemsize if stored else 1))
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
         stored = self.stored[target]
-        if stored is None or self._direct(target):
+        if stored is None or self._direct[target]:
             return
         octets = torch.from_numpy(filled.reshape(-1).view(np.uint8))
         self._place(target, box).copy_(octets.view(stored).reshape(box.shape))

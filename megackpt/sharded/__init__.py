@@ -13,7 +13,7 @@ from megackpt.sharded.states import (
     extract,
     restore,
 )
-from megackpt.sharded.storable import dtype_name, dtype_named
+from megackpt.sharded.storable import dtype_name, dtype_named, pickled
 from megackpt.sharded.values import (
     CommonStateDict,
     FactoryBuildFn,
@@ -52,6 +52,7 @@ __all__ = [
     "extract",
     "is_main_replica",
     "object_groups",
+    "pickled",
     "restore",
     "unbundled",
 ]

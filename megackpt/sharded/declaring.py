@@ -9,6 +9,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from megackpt.errors import CorruptCheckpoint, ShardingError
 from megackpt.planning.box import Boxes, Int64
@@ -33,9 +34,8 @@ Shape = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """One shard, frozen: plain ints, the prepended axes included in ``shape``."""
+    """What is declared under a key, frozen: plain ints, the prepended axes included in ``shape``."""
 
-    key: str
     whole: Shape
     dtype: str
     offset: Shape
@@ -62,25 +62,39 @@ def declare(
     key go into one blob (see ``object_groups``): one of their rows is the main replica at most.
     Raises ShardingError with the problems of all shards.
     """
-    rows = _frozen(shards, saving)
+    keys: list[str] = [shard.key for shard in shards]
+    rows, kinds = _frozen(shards, saving)
     for group in object_groups(shards).values():
-        mains = [i for i in group if is_main_replica(rows[i].replica)]
+        mains = [i for i in group if is_main_replica(rows[kinds[i]].replica)]
         for i in mains[1:]:
-            rows[i] = rows[i]._replace(replica=1)
+            rows[kinds[i]] = rows[kinds[i]]._replace(replica=1)
     if common:
-        rows.append(_Row(COMMON_KEY, (), OBJECT, (), (), _replica(common_replica), False, NOMINAL_OBJECT))
-    return _columns(rows, rank, domain)
+        keys.append(COMMON_KEY)
+        kinds.append(len(rows))
+        rows.append(_Row((), OBJECT, (), (), _replica(common_replica), False, NOMINAL_OBJECT))
+    return _columns(keys, rows, np.array(kinds, np.int64), rank, domain)
 
 
-def _frozen(shards: Sequence[Shard], saving: bool) -> list[_Row]:
+def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int]]:
+    """Rows, and for each shard the number of its own. Tensors that differ in their keys alone share one: of the
+    very many of a model the first of each kind is looked at closely. An object's row is its own."""
     rows: list[_Row] = []
+    kinds: list[int] = []
+    known: dict[Any, int] = {}
     problems: list[str] = []
     for shard in shards:
         try:
-            shard.validate_metadata_integrity()
-            if saving:
-                _check_readable(shard)
-            rows.append(_tensor_row(shard) if isinstance(shard, ShardedTensor) else _object_row(shard))
+            traits = _traits(shard)
+            kind = known.get(traits, -1)
+            if kind < 0:
+                shard.validate_metadata_integrity()
+                if saving:
+                    _check_readable(shard)
+                kind = len(rows)
+                rows.append(_tensor_row(shard) if isinstance(shard, ShardedTensor) else _object_row(shard))
+                if traits is not None:
+                    known[traits] = kind
+            kinds.append(kind)
         except ShardingError as error:
             problems.append(str(error))
         except TypeError as error:  # sizes, offsets, replica ids of a wrong type fail in arithmetic
@@ -94,7 +108,30 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> list[_Row]:
             else []
         )
         raise ShardingError("\n".join(problems[:PROBLEMS_SHOWN] + more))
-    return rows
+    return rows, kinds
+
+
+def _traits(shard: Shard) -> tuple[Any, ...] | None:
+    """All that decides whether a tensor's declaration is sound, and its row, but for the key; None where it is not
+    so simple."""
+    data = shard.data
+    if not isinstance(shard, ShardedTensor) or type(shard.key) is not str or not shard.key:
+        return None
+    if data is None:
+        held: tuple[Any, ...] = ()
+    elif type(data) not in (torch.Tensor, torch.nn.Parameter) or data.is_nested:
+        return None
+    else:
+        held = (data.dtype, data.shape, data.layout, data.is_meta)
+    traits = (
+        held, shard.dtype, shard.local_shape, shard.global_shape, shard.global_offset, shard.axis_fragmentations,
+        shard.replica_id, shard.prepend_axis_num, shard.allow_shape_mismatch, shard.flattened_range,
+    )  # fmt: skip
+    try:
+        hash(traits)
+    except TypeError:
+        return None
+    return traits
 
 
 def _check_readable(shard: Shard) -> None:
@@ -113,7 +150,6 @@ def _tensor_row(shard: ShardedTensor) -> _Row:
     dtype = dtype_name(shard.dtype)
     shape = (1,) * shard.prepend_axis_num + _ints(shard.local_shape)
     return _Row(
-        shard.key,
         _ints(shard.global_shape),
         dtype,
         _ints(shard.global_offset),
@@ -127,7 +163,7 @@ def _tensor_row(shard: ShardedTensor) -> _Row:
 def _object_row(shard: ShardedObject) -> _Row:
     whole, offset = _ints(shard.global_shape), _ints(shard.global_offset)
     replica = _replica(shard.replica_id)
-    return _Row(shard.key, whole, OBJECT, offset, (1,) * len(whole), replica, False, _weight(shard.data))
+    return _Row(whole, OBJECT, offset, (1,) * len(whole), replica, False, _weight(shard.data))
 
 
 def _ints(values: Sequence[int]) -> Shape:
@@ -146,20 +182,26 @@ def _weight(data: Any) -> int:
     return data.getbuffer().nbytes if isinstance(data, io.BytesIO) and not data.closed else NOMINAL_OBJECT
 
 
-def _columns(rows: list[_Row], rank: int, domain: int) -> Declarations:
-    tensors: dict[tuple[str, Shape, str], int] = {}
+def _columns(keys: list[str], rows: list[_Row], kinds: Int64, rank: int, domain: int) -> Declarations:
+    """The rows that ``kinds`` numbers, one for each key."""
+    metas: dict[TensorMeta, int] = {}
+    tensors: dict[tuple[str, int], int] = {}
     replicas: dict[ReplicaId, int] = {}
-    number = [tensors.setdefault(row[:3], len(tensors)) for row in rows]
+    meta = [metas.setdefault(TensorMeta(row.whole, row.dtype), len(metas)) for row in rows]
     replica = [replicas.setdefault(row.replica, len(replicas)) for row in rows]
+    named = zip(keys, np.array(meta, np.int64)[kinds].tolist(), strict=True)
+    number = [tensors.setdefault(name, len(tensors)) for name in named]
+    listed = tuple(metas)
+    boxes = Boxes(_padded([row.offset for row in rows], 0), _padded([row.shape for row in rows], 1))
     return Declarations(
-        tuple(TensorEntry(key, TensorMeta(whole, dtype)) for key, whole, dtype in tensors),
+        tuple(TensorEntry(key, listed[number]) for key, number in tensors),
         np.array(number, np.int32),
-        Boxes(_padded([row.offset for row in rows], 0), _padded([row.shape for row in rows], 1)),
+        boxes.take(kinds),
         tuple(replicas),
-        np.array(replica, np.int32),
-        np.array([row.flexible for row in rows], np.bool_),
-        np.array([row.nbytes for row in rows], np.int64),
-        np.full(len(rows), rank, np.int32),
+        np.array(replica, np.int32)[kinds],
+        np.array([row.flexible for row in rows], np.bool_)[kinds],
+        np.array([row.nbytes for row in rows], np.int64)[kinds],
+        np.full(len(kinds), rank, np.int32),
         (domain,),
     )
 
@@ -178,7 +220,7 @@ def object_groups(shards: Sequence[Shard]) -> dict[int, list[int]]:
     """
     rows: dict[str, list[int]] = {}
     for i, shard in enumerate(shards):
-        if isinstance(shard, ShardedObject):
+        if not isinstance(shard, ShardedTensor):
             rows.setdefault(shard.unique_key, []).append(i)
     return {i: group for group in rows.values() for i in group}
 

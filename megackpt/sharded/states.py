@@ -13,7 +13,6 @@ from megackpt.errors import MismatchError, ShardingError
 from megackpt.planning.manifest import COMMON_KEY
 from megackpt.sharded.values import (
     LocalNonpersistentObject,
-    ShardedBase,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
@@ -60,7 +59,10 @@ def extract(state: dict[Any, Any]) -> Extracted:
     sets, as keys), for shards of a foreign kind and for the reserved key "common_state"; all at once.
     """
     if not isinstance(state, dict):
-        raise ShardingError(f"a sharded state dict must be a dict, not a {type(state).__name__}")
+        raise ShardingError(
+            f"a sharded state dict must be a dict, not a {type(state).__name__}"
+            + (": put it into one, under a key" if isinstance(state, (list, tuple)) else "")
+        )
     built, factories = _built(state)
     shards: list[ShardedTensor | ShardedObject] = []
     paths: list[Path] = []
@@ -108,6 +110,12 @@ def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
         yield
     except Exception as error:
         error.add_note(f"in the {function} of the factory {factory.key!r}")
+        if isinstance(error, (TypeError, ValueError)):
+            arguments = "key, data, replica_id, flattened_range"
+            got = (
+                f"({arguments})" if function == "build_fn" else "what build_fn gave, with tensors for shards"
+            )
+            error.add_note(f"which is called with {got}")
         raise
 
 
@@ -123,20 +131,21 @@ def _planted(leaves: Leaves, like: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _misplaced(path: Path, leaf: Any) -> list[str]:
-    if isinstance(leaf, ShardedBase):
-        return [f"{tree.show(path)}: do not know how to save a {type(leaf).__name__}"]
+    if _is_declared(leaf):
+        kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+        return [f"{tree.show(path)}: {kind} is not one of the classes of megackpt: import it from there"]
     hidden = next((x for x in _inside(leaf) if _is_declared(x)), None)
     if hidden is None:
         return []
     what, where = type(hidden).__name__, type(leaf).__name__
     name = getattr(hidden, "key", "")
-    return [
-        f"{tree.show(path)}: a {what} ({name!r}) in a {where} is lost; only dicts and lists are walked into"
-    ]
+    lost = f"a {what} ({name!r}) in a {where} is lost"
+    return [f"{tree.show(path)}: {lost}; only dicts and lists are walked into: make it one of these"]
 
 
 def _is_declared(x: Any) -> bool:
-    return isinstance(x, (ShardedBase, LocalNonpersistentObject))
+    """By name, for Megatron-Core's own would be taken for common state, of which one rank's value is kept."""
+    return any(base.__name__ in ("ShardedBase", "LocalNonpersistentObject") for base in type(x).__mro__)
 
 
 def _inside(leaf: Any) -> Iterable[Any]:
@@ -157,7 +166,9 @@ def _sharded_keys(state: dict[Any, Any]) -> list[str]:
         branch = todo.pop()
         if isinstance(branch, dict):
             problems += [
-                f"a {type(key).__name__} stands as a dict key: {key!r}" for key in branch if _is_declared(key)
+                f"a {type(key).__name__} stands as a dict key: {key!r}"
+                for key in branch
+                if type(key) is not str and _is_declared(key)
             ]
         todo += [value for _, value in tree.items(branch) if tree.is_branch(value)]
     return problems

@@ -1,4 +1,4 @@
-"""Which tensors can be stored: the dtypes by name, and what to do about the others."""
+"""Which tensors and objects can be stored: the dtypes by name, blobs, and what to do about the others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megackpt import objects, tree
 from megackpt.errors import ShardingError
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 
@@ -79,3 +80,25 @@ def _foreign_tensor(data: torch.Tensor) -> str:
     if hasattr(data, "__tensor_flatten__"):
         return f"data is a {kind.__name__}, which wraps other tensors; declare these one by one"
     return ""
+
+
+def pickled(what: str, value: Any) -> bytes:
+    """The blob of an object. Raises ShardingError, which says where in a dict or list, for what cannot be pickled."""
+    try:
+        return objects.dump(value)
+    except Exception as error:  # pickling calls the values' own code, which may raise anything
+        where = f", at {_unpicklable(value)}" if isinstance(value, (dict, list)) else ""
+        raise ShardingError(
+            f"{what} cannot be pickled{where}: {type(error).__name__}: {error} (leave it out, or wrap it in a "
+            "LocalNonpersistentObject, and it is not saved)"
+        ) from error
+
+
+def _unpicklable(state: Any) -> str:
+    """Where in a state the first value stands that cannot be pickled."""
+    for path, leaf in tree.walk(state):
+        try:
+            objects.dump(leaf)
+        except Exception:  # noqa: BLE001 - this is the one
+            return tree.show(path)
+    return "one of its keys"

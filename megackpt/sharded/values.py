@@ -117,7 +117,7 @@ class ShardedTensor(ShardedBase):
                 raise ShardingError(
                     f"Invalid rank offsets: {rank_offsets} for key {key!r} of {len(local)} axes, "
                     f"{prepend_axis_num} of them prepended: each must be (axis, rank, fragments) with "
-                    "0 <= rank < fragments, whole numbers, one for an axis"
+                    "0 <= rank < fragments (ranks count from 0), whole numbers, one for an axis"
                 )
             offset[axis], fragments[axis] = rank * local[axis], count
         return cls(
@@ -235,9 +235,11 @@ class ShardedTensor(ShardedBase):
                 f"Global offset dimensions should be equal to global shape dimensions ({offset} and {whole})"
             )
         if len(local) + n != len(whole):
+            fits = len(whole) - len(local)
             found.append(
                 "Local shape together with `prepend_axis_num` dimensions should be equal to global shape "
                 f"dimensions ({local}, {n} prepended, and {whole})"
+                + (f": prepend_axis_num={fits} would fit" if fits >= 0 else "")
             )
         if self.axis_fragmentations is not None and len(self.axis_fragmentations) != len(whole):
             found.append(
@@ -246,6 +248,7 @@ class ShardedTensor(ShardedBase):
         if n < 0 or min(*local, *whole, *offset, 0, 0) < 0:
             found.append(
                 f"sizes and offsets must not be negative ({local}, {whole}, {offset}, {n} prepended)"
+                " (is a rank of -1 in them, of somebody who is not in the group?)"
             )
         regular = not found and self.axis_fragmentations is not None
         if regular and any(o % s for o, s in zip(offset[n:], local, strict=True) if s):

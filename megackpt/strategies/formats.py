@@ -150,6 +150,10 @@ def made(kind: type[Backend], name: str, options: Mapping[str, Any]) -> Backend:
     except BackendError:
         raise
     except (Exception, SystemExit) as error:  # a plug-in's own code
+        taken = [word for word in inspect.signature(kind).parameters if word != "self"]
+        unknown = [repr(word) for word in options if word not in taken]
+        why = f"it has no option {', '.join(unknown)}" if unknown and isinstance(error, TypeError) else error
         raise BackendError(
-            f"the format {name!r} does not take the options {dict(options)!r}: {error}"
+            f"the format {name!r} does not take the options {dict(options)!r}: {why} "
+            f"(it takes {', '.join(taken) or 'none'})"
         ) from error

@@ -26,7 +26,7 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.naming import parse_name
 from megackpt.backends.torch_dist.records import frame, frame_lengths
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass
-from megackpt.planning.box import Box
+from megackpt.planning.box import Box, Boxes
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
     COMMON_KEY,
@@ -84,7 +84,7 @@ def save(path: Path, ranks: Sequence[Sequence[Held]], backend: TorchDist | None 
     plans, manifest = plan_save([Declarations.of([d for d, _ in held]) for held in ranks])
     results = []
     for plan, held in zip(plans, ranks, strict=True):
-        source = Staged(plan, [value for _, value in held], [d.shard.box for d, _ in held])  # type: ignore[misc]
+        source = Staged(plan, [value for _, value in held], Boxes.of(d.shard.box for d, _ in held))  # type: ignore[misc]
         results.append(backend.write(root, plan, source))
     manifest = replace(manifest.located(results), save_id=SAVE_ID, backend=(backend.name, backend.version))
     for name, data in backend.finish(root, manifest).files.items():

@@ -228,6 +228,10 @@ def test_absent_values_are_left_out_with_the_factories_around_them():
     assert result == {"l": [None, 1]}
 
 
+# A class as Megatron-Core's own, which is no common state either.
+MEGATRONS = type("ShardedTensor", (type("ShardedBase", (), {}),), {"__module__": "mapping"})
+
+
 @pytest.mark.parametrize(
     ("state", "text"),
     [
@@ -239,8 +243,10 @@ def test_absent_values_are_left_out_with_the_factories_around_them():
             r"\['a'\]\[0\]: the key 'common_state' is reserved",
         ),
         ({"a": {LocalNonpersistentObject(1): 2}}, "LocalNonpersistentObject stands as a dict key"),
+        ({"a": [MEGATRONS()]}, r"\['a'\]\[0\]: mapping.ShardedTensor is not one of the classes of megackpt"),
+        ({"a": (MEGATRONS(),)}, r"a ShardedTensor \(''\) in a tuple is lost"),
     ],
-    ids=["list", "none", "tuple", "reserved", "key"],
+    ids=["list", "none", "tuple", "reserved", "key", "foreign", "foreign in a tuple"],
 )
 def test_wrong_input(state, text):
     with pytest.raises(ShardingError, match=text):

@@ -40,7 +40,7 @@ def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool, threads:
     pieces = Pieces.of(plan, np.flatnonzero(~objects).astype(np.int64))
     with ThreadPoolExecutor(threads, "megackpt-read") as pool:
         jobs = [pool.submit(job.read_objects, rows) for rows in _by_file(plan, np.flatnonzero(objects))]
-        jobs += [pool.submit(Share(job, part).read) for part in pieces.shares(threads)]
+        jobs += [pool.submit(Share(job, *share).read) for share in pieces.shares(threads, job.checked)]
     _raise_all([error for j in jobs if (error := j.exception())])
 
 

@@ -19,6 +19,8 @@ SMALL = 256 << 10
 """Pieces up to this size are fetched together with their neighbours."""
 TOGETHER = 1 << 20
 """Bytes fetched by one call for small pieces: few enough to be still in the cache when they are hashed."""
+CALL = 512
+"""Pieces that one call fetches at most: with what is skipped between them, so many vectors are a call's limit."""
 SKIP = 4 << 10
 """Between small pieces, up to so many unwanted bytes are read and dropped rather than making another call."""
 
@@ -72,34 +74,36 @@ class Pieces:
         )  # fmt: skip
         return Pieces(self.row[rows], self.boxes.take(rows), *(column[rows] for column in columns))
 
-    def shares(self, threads: int) -> Iterator[Pieces]:
-        """Consecutive pieces of about equal bytes: several shares a thread, so that all end together."""
+    def shares(self, threads: int, checked: bool) -> Iterator[tuple[Pieces, list[slice]]]:
+        """Consecutive pieces of about equal bytes: several shares a thread, so that all end together.
+
+        With each share its groups: the pieces that one call fetches, all of one file.
+        """
         if not len(self):
             return
-        share = min(PIECE, max(TOGETHER, int(self.nbytes.sum()) // (4 * threads) + 1))
-        yield from map(self.take, _slices(np.cumsum(self.nbytes) // share))
+        before = np.cumsum(self.nbytes) - self.nbytes
+        first = np.flatnonzero(self._begins_group(checked, before))
+        size = min(PIECE, max(TOGETHER, int(self.nbytes.sum()) // (4 * threads) + 1))
+        new = np.flatnonzero(np.diff(before[first] // size, prepend=-1))
+        for part in np.split(first, new[1:]):
+            begin = int(part[0])
+            after = int(np.searchsorted(first, part[-1], "right"))
+            end = int(first[after]) if after < len(first) else len(self)
+            bounds = [*(part - begin).tolist(), end - begin]
+            yield self.take(slice(begin, end)), [slice(a, b) for a, b in pairwise(bounds)]
 
-    def by_file(self) -> Iterator[Pieces]:
-        yield from map(self.take, _slices(self.file))
-
-    def groups(self, checked: bool) -> list[slice]:
-        """Pieces of one file to be fetched by one call; what is not small and simple is a group by itself."""
+    def _begins_group(self, checked: bool, before: Int64) -> Bool:
+        """Where a group begins: what is not small and simple, or does not follow closely, is a group by itself."""
         simple: Bool = (self.high - self.low == self.nbytes) & (self.nbytes <= SMALL)
         if checked:  # only whole blocks can be hashed where they land
             ends = (self.high % DIGEST_BLOCK == 0) | (self.high == self.length)
             simple = simple & (self.low % DIGEST_BLOCK == 0) & ends
         begin, end = self.base + self.low, self.base + self.high
         gap = begin[1:] - end[:-1]
-        together = simple[1:] & simple[:-1] & (gap >= 0) & (gap <= SKIP)
-        number = np.concatenate([np.zeros(1, np.int64), np.cumsum(~together)])
-        return _slices(number, (np.cumsum(self.nbytes) - self.nbytes) // TOGETHER)
-
-
-def _slices(*columns: Int64) -> list[slice]:
-    """The runs of rows on which all these columns stay the same."""
-    changes = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(columns[0])]
-    return [slice(a, b) for a, b in pairwise(bounds)]
+        filled = before // TOGETHER + np.arange(len(self)) // CALL
+        follows = simple[1:] & simple[:-1] & (gap >= 0) & (gap <= SKIP)
+        follows &= (self.file[1:] == self.file[:-1]) & (filled[1:] == filled[:-1])
+        return np.concatenate([np.ones(1, np.bool_), ~follows])
 
 
 def _cut(boxes: Boxes, itemsize: Int64) -> tuple[Boxes, Int64]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import groupby, islice, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from megackpt.backends.ranges.pieces import SKIP, Pieces, name_of
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan
-from megackpt.runtime.storage import FileReader, Storage, allocate, digest
+from megackpt.runtime.storage import FileReader, Storage, allocate, digest, read_digested
 
 GAP = 16 << 10
 """Between the runs of one region, up to so many unwanted bytes are read along: what a call of its own costs."""
@@ -55,10 +55,10 @@ class Job:
                 f"{self.root.location}: the file {name!r} of the checkpoint is missing"
             ) from error
 
-    def check(self, row: int, block: int, data: memoryview) -> None:
-        """Compare one digest block of the chunk that a plan's row is in."""
+    def check(self, row: int, block: int, found: bytes) -> None:
+        """Compare the digest of one block of the chunk that a plan's row is in."""
         chunks, chunk = self.plan.manifest.chunks, self.plan.chunk[row]
-        if digest(data) != chunks.digests[self.first_digest[chunk] + block].tobytes():
+        if found != chunks.digests[self.first_digest[chunk] + block].tobytes():
             start = int(chunks.start[chunk]) + block * DIGEST_BLOCK
             raise CorruptCheckpoint(
                 f"{self.root.location}: {name_of(self.plan, row)} is damaged: the bytes of block {block} "
@@ -80,26 +80,13 @@ class Job:
                 data = allocate(length, f"{self.root.location}: {name_of(self.plan, row)}")
                 reader.read_into(start, [memoryview(data)])
                 for block, first in enumerate(range(0, length if self.checked else 0, DIGEST_BLOCK)):
-                    self.check(row, block, memoryview(data)[first : first + DIGEST_BLOCK])
+                    self.check(row, block, digest(memoryview(data)[first : first + DIGEST_BLOCK]))
                 self.into.blob(int(self.plan.target[row]), bytes(data))
 
 
 def octets(array: Array) -> memoryview:
     """The memory of a C-contiguous array."""
     return array.reshape(-1).view(np.uint8).data
-
-
-class Share:
-    """Consecutive pieces, read by one thread."""
-
-    def __init__(self, job: Job, pieces: Pieces) -> None:
-        self.job = job
-        self.pieces = pieces
-
-    def read(self) -> None:
-        for part in self.pieces.by_file():
-            with self.job.open(int(part.file[0])) as reader:
-                _FilePart(self.job, part, reader).read()
 
 
 class _Piece(NamedTuple):
@@ -112,43 +99,57 @@ class _Piece(NamedTuple):
     base: int
     length: int
     low: int
+    strides: list[int]
+
+
+class Share:
+    """Consecutive pieces and their groups, read by one thread."""
+
+    def __init__(self, job: Job, pieces: Pieces, groups: list[slice]) -> None:
+        self.job = job
+        self.pieces = pieces
+        self.groups = groups
+
+    def read(self) -> None:
+        files = self.pieces.file.tolist()
+        opened = self._opened()
+        for file, groups in groupby(self.groups, lambda group: files[group.start]):
+            with self.job.open(file) as reader:
+                part = _FilePart(self.job, reader)
+                for group in groups:
+                    part.fetch(list(islice(opened, group.stop - group.start)))
+
+    def _opened(self) -> Iterator[_Piece]:
+        """Ask the target for the memory of each piece, as its turn comes."""
+        pieces, open_ = self.pieces, self.job.into.open
+        rows, targets = pieces.row.tolist(), self.job.plan.target[pieces.row].tolist()
+        boxes = zip(
+            pieces.ndim.tolist(), pieces.boxes.offset.tolist(), pieces.boxes.shape.tolist(), strict=True
+        )
+        columns = (pieces.base.tolist(), pieces.length.tolist(), pieces.low.tolist(), pieces.strides.tolist())
+        for row, target, (ndim, offset, shape), *place in zip(rows, targets, boxes, *columns, strict=True):
+            box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
+            yield _Piece(row, target, box, open_(target, box), *place)
 
 
 class _FilePart:
-    """Pieces of one file."""
+    """Pieces of one file, on their way into memory."""
 
-    def __init__(self, job: Job, pieces: Pieces, reader: FileReader) -> None:
+    def __init__(self, job: Job, reader: FileReader) -> None:
         self.job = job
-        self.pieces = pieces
         self.reader = reader
-        self._dropped = memoryview(bytearray(SKIP))
+        self._dropped = memoryview(b"")
         self._window = memoryview(b"")
         self._block = memoryview(b"")  # the bytes of the digest block that was read last
         self._block_of = (-1, -1)  # chunk's start, number
 
-    def read(self) -> None:
-        for group in self.pieces.groups(self.job.checked):
-            opened = self._opened(self.pieces.take(group))
-            if len(opened) > 1:
-                self._together(opened)
-            else:
-                strides = self.pieces.strides[group.start].tolist()
-                self._fill(opened[0], opened[0].low, opened[0].array, strides)
-            for piece in opened:
-                self.job.into.close(piece.target, piece.box, piece.array)
-
-    def _opened(self, pieces: Pieces) -> list[_Piece]:
-        """Ask the target for the memory of each piece."""
-        row, open_ = pieces.row.tolist(), self.job.into.open
-        target, ndim = self.job.plan.target[pieces.row].tolist(), pieces.ndim.tolist()
-        offset, shape = pieces.boxes.offset.tolist(), pieces.boxes.shape.tolist()
-        base, length, low = pieces.base.tolist(), pieces.length.tolist(), pieces.low.tolist()
-        opened = []
-        for i, n in enumerate(ndim):
-            box = Box(tuple(offset[i][:n]), tuple(shape[i][:n]))
-            array = open_(target[i], box)
-            opened.append(_Piece(row[i], target[i], box, array, base[i], length[i], low[i]))
-        return opened
+    def fetch(self, group: list[_Piece]) -> None:
+        if len(group) > 1:
+            self._together(group)
+        else:
+            self._fill(group[0], group[0].low, group[0].array, group[0].strides)
+        for piece in group:
+            self.job.into.close(piece.target, piece.box, piece.array)
 
     def _together(self, pieces: list[_Piece]) -> None:
         """Fetch small neighbours by one call, dropping what lies between them."""
@@ -160,13 +161,14 @@ class _FilePart:
         for piece, place in zip(pieces, landed, strict=True):
             start = piece.base + piece.low
             if start > position:
+                self._dropped = self._dropped or memoryview(bytearray(SKIP))
                 buffers.append(self._dropped[: start - position])
             buffers.append(octets(place))
             position = start + place.nbytes
         self.reader.read_into(begin, buffers)
         for piece, place in zip(pieces, landed, strict=True):
             if self.job.checked:
-                self.job.check(piece.row, piece.low // DIGEST_BLOCK, octets(place))
+                self.job.check(piece.row, piece.low // DIGEST_BLOCK, digest(octets(place)))
             if place is not piece.array:
                 piece.array[...] = place
 
@@ -219,8 +221,7 @@ class _FilePart:
             last = min(first + DIGEST_BLOCK, piece.length)
             part = place[position - low : min(last, stop) - low]
             if position == first and last <= stop:
-                self.reader.read_into(piece.base + first, [part])
-                self.job.check(piece.row, block, part)
+                self.job.check(piece.row, block, read_digested(self.reader, piece.base + first, part))
             else:
                 part[:] = self._edge(piece, block)[position - first :][: len(part)]
             position = last
@@ -232,8 +233,8 @@ class _FilePart:
             if not self._block:
                 self._block = memoryview(bytearray(DIGEST_BLOCK))
             self._block_of = (-1, -1)
-            self.reader.read_into(piece.base + block * DIGEST_BLOCK, [self._block[:size]])
-            self.job.check(piece.row, block, self._block[:size])
+            found = read_digested(self.reader, piece.base + block * DIGEST_BLOCK, self._block[:size])
+            self.job.check(piece.row, block, found)
             self._block_of = (piece.base, block)
         return self._block[:size]
 

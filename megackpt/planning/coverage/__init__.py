@@ -12,9 +12,16 @@ import numpy as np
 
 from megackpt.errors import CoverageError
 from megackpt.planning.box import Groups, Int64, runs
-from megackpt.planning.coverage.explain import Problem, explain_conflict, explain_tensor, summary
+from megackpt.planning.coverage.explain import (
+    Problem,
+    explain_conflict,
+    explain_tensor,
+    summary,
+    telling,
+    together,
+)
 from megackpt.planning.coverage.tiling import miscounted, tile_exactly
-from megackpt.planning.manifest import Bool, Declarations, TensorEntry
+from megackpt.planning.manifest import Bool, Declarations, Int32, TensorEntry
 
 __all__ = ["Problem", "check", "miscounted", "shapes_table", "tile_exactly", "uncovered", "unsaved"]
 
@@ -33,30 +40,17 @@ def uncovered(declared: Declarations, shards: Groups | None = None) -> list[Prob
     conflicts = _conflicts(declared.tensors)
     suspects = _suspects(declared, shards)
     suspects[[number for numbers in conflicts.values() for number in numbers]] = False
-    problems = [explain_conflict(declared, numbers) for numbers in list(conflicts.values())[:EXPLAINED]]
-    problems += [
-        Problem(key, f"{key!r} is declared with different shapes or dtypes")
-        for key in list(conflicts)[EXPLAINED:]
-    ]
-    room = max(0, EXPLAINED - len(conflicts))
-    for i, number in enumerate(np.flatnonzero(suspects).tolist()):
-        explain = explain_tensor if i < room else summary
-        problems.append(explain(declared, number))
-    return problems
+    return _explained(declared, conflicts, np.flatnonzero(suspects).tolist())
 
 
 def unsaved(declared: Declarations, shards: Groups | None = None) -> list[Problem]:
     """The problems that would lose a whole key, or make it mean two things: what no save may pass over."""
     shards = declared.shards() if shards is None else shards
     conflicts = _conflicts(declared.tensors)
-    lost = _lost(declared, shards)
+    tensor, volume = declared.tensor[shards.first], declared.boxes.take(shards.first).volume
+    lost = _lost(declared, tensor, volume, _mains(declared, shards))
     lost[[number for numbers in conflicts.values() for number in numbers]] = False
-    return [
-        *(explain_conflict(declared, numbers) for numbers in list(conflicts.values())[:EXPLAINED]),
-        *(Problem(k, f"{k!r} is declared in several ways") for k in list(conflicts)[EXPLAINED:]),
-        *(explain_tensor(declared, n) for n in np.flatnonzero(lost)[:EXPLAINED].tolist()),
-        *(summary(declared, n) for n in np.flatnonzero(lost)[EXPLAINED:].tolist()),
-    ]
+    return _explained(declared, conflicts, np.flatnonzero(lost).tolist())
 
 
 def check(declared: Declarations, shards: Groups | None = None, thorough: bool = True) -> None:
@@ -64,12 +58,23 @@ def check(declared: Declarations, shards: Groups | None = None, thorough: bool =
     problems = uncovered(declared, shards) if thorough else unsaved(declared, shards)
     if not problems:
         return
-    told = [str(problem) for problem in problems[:EXPLAINED]]
-    rest = problems[EXPLAINED:]
-    if rest:
-        names = ", ".join(repr(p.key) for p in rest[:EXPLAINED])
-        told.append(f"and {len(rest)} more: {names}" + (", ..." if len(rest) > EXPLAINED else ""))
-    raise CoverageError("\n".join(told))
+    raise CoverageError(together(problems, EXPLAINED))
+
+
+def _explained(
+    declared: Declarations, conflicts: dict[str, list[int]], wrong: Sequence[int]
+) -> list[Problem]:
+    """A problem for each conflict and each wrong tensor, of which EXPLAINED are looked into."""
+    chosen = telling(list(conflicts), EXPLAINED)
+    problems = [
+        explain_conflict(declared, numbers)
+        if i in chosen
+        else Problem(key, f"{key!r} is declared in several ways")
+        for i, (key, numbers) in enumerate(conflicts.items())
+    ]
+    chosen = telling([declared.tensors[n].key for n in wrong], EXPLAINED - len(chosen))
+    explain = [explain_tensor if i in chosen else summary for i in range(len(wrong))]
+    return problems + [tell(declared, n) for tell, n in zip(explain, wrong, strict=True)]
 
 
 def shapes_table(tensors: Sequence[TensorEntry], width: int) -> Int64:
@@ -95,12 +100,13 @@ def _suspects(declared: Declarations, shards: Groups) -> Bool:
     boxes = declared.boxes.take(shards.first).widened(whole.shape[1])
     tensor = declared.tensor[shards.first]
     volume = boxes.volume
+    mains = _mains(declared, shards)
+    suspects = _lost(declared, tensor, volume, mains)
+    extents = whole[tensor]
     outside = np.zeros(len(boxes), np.bool_)
     for axis in range(boxes.width):
         offset, shape = boxes.offset[:, axis], boxes.shape[:, axis]
-        outside |= (offset < 0) | (shape < 0) | (offset + shape > whole[tensor, axis])
-    mains = _mains(declared, shards)
-    suspects = _lost(declared, shards)
+        outside |= (offset < 0) | (shape < 0) | (offset + shape > extents[:, axis])
     suspects[tensor[outside | ((mains > 1) & (volume != 0))]] = True
     held = np.flatnonzero((mains > 0) & (volume > 0) & ~suspects[tensor])
     bounds = runs(tensor[held])
@@ -109,14 +115,15 @@ def _suspects(declared: Declarations, shards: Groups) -> Bool:
     return suspects
 
 
-def _lost(declared: Declarations, shards: Groups) -> Bool:
-    """Tensors that are declared, but of which no main replica holds anything that could be written."""
+def _lost(declared: Declarations, tensor: Int32, volume: Int64, mains: Int64) -> Bool:
+    """Tensors that are declared, but of which no main replica holds anything that could be written.
+
+    ``tensor``, ``volume`` and ``mains`` (the number of main replicas) tell of each shard.
+    """
     lost = np.zeros(len(declared.tensors), np.bool_)
-    lost[declared.tensor] = True
+    lost[tensor] = True
     empty = np.array([0 in entry.meta.shape for entry in declared.tensors], np.bool_)
-    tensor = declared.tensor[shards.first]
-    volume = declared.boxes.take(shards.first).volume
-    useful = (_mains(declared, shards) > 0) & ((volume > 0) | empty[tensor])
+    useful = (mains > 0) & ((volume > 0) | empty[tensor])
     lost[tensor[useful]] = False
     return lost
 

@@ -25,11 +25,11 @@ def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]
     """
     if len(bounds) < 2:
         return np.zeros(0, np.bool_)
-    number = np.repeat(np.arange(len(whole)), np.diff(bounds))
+    counts = np.diff(bounds)
     inside = np.ones(len(boxes), np.bool_)
     for axis in range(boxes.width):
         offset = boxes.offset[:, axis]
-        inside &= (offset >= 0) & (offset + boxes.shape[:, axis] <= whole[number, axis])
+        inside &= (offset >= 0) & (offset + boxes.shape[:, axis] <= np.repeat(whole[:, axis], counts))
     exact = np.logical_and.reduceat(inside, bounds[:-1])
     # In bounds and of the right volume in sum: now holes and overlaps can only come together.
     exact &= np.add.reduceat(boxes.volume, bounds[:-1]) == np.prod(whole, axis=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megackpt.runtime.storage.digests import digest, digest_blocks
+from megackpt.runtime.storage.digests import digest, digest_blocks, read_digested
 from megackpt.runtime.storage.interface import (
     FileReader,
     FileUpdater,
@@ -25,5 +25,6 @@ __all__ = [
     "allocate",
     "digest",
     "digest_blocks",
+    "read_digested",
     "unsafe_names",
 ]

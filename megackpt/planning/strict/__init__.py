@@ -6,7 +6,6 @@ common state is never counted.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from enum import Enum
@@ -24,10 +23,9 @@ from megackpt.planning.manifest import (
     TensorMeta,
     unique_key,
 )
+from megackpt.planning.strict.advice import ADVISED, Difference, Stored, shape_hints
 
 _TOLD = 50  # keys named in a message
-_ADVISED = 10  # keys of a message for which a similar stored one is looked for
-_NEIGHBOURS = 40  # stored keys that are compared in earnest, on each side of the alphabet
 
 
 class StrictHandling(Enum):
@@ -81,9 +79,14 @@ def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
         return StrictHandling.RAISE_ALL if strict else StrictHandling.LOG_ALL
     try:
         return StrictHandling(strict)
-    except ValueError as e:
-        flags = ", ".join(repr(flag.value) for flag in StrictHandling)
-        raise ValueError(f"Invalid strict flag: {strict!r}; one of {flags}, True or False is expected") from e
+    except ValueError:
+        values = [flag.value for flag in StrictHandling]
+        near = get_close_matches(str(strict), values, 1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        flags = ", ".join(map(repr, values))
+        raise ValueError(
+            f"Invalid strict flag: {strict!r}{meant}; one of {flags}, True or False is expected"
+        ) from None
 
 
 def name_of(shard: ShardId, meta: TensorMeta) -> str:
@@ -111,19 +114,25 @@ def missing(requested_by_ranks: Iterable[Collection[str]], manifest: Manifest) -
     return stored(manifest).difference(*requested_by_ranks)
 
 
-def describe(unexpected: Collection[str], missing: Collection[str], manifest: Manifest) -> str:
-    """What differs, in words, with similar stored names for unexpected ones; empty where nothing does."""
+def describe(
+    unexpected: Collection[str], missing: Collection[str], manifest: Manifest, asked: Collection[str] = ()
+) -> str:
+    """What differs, in words, with what could have been meant; empty where nothing does.
+
+    ``asked`` are the names that are asked for where they are known: none of them can be meant by another.
+    """
     paragraphs = []
     if unexpected:
-        paragraphs.append(
-            f"Unexpected keys: asked for, but not in the checkpoint ({len(unexpected)}):\n  "
-            + "\n  ".join(_listed(unexpected, sorted(stored(manifest))))
-        )
+        names, known = sorted(unexpected), Stored(stored(manifest), manifest)
+        notes = [known.note(name, asked) for name in names[:ADVISED]]
+        paragraphs += [
+            f"Unexpected keys: asked for, but not in the checkpoint ({len(names)}):",
+            *_listed(names, notes),
+            *(f"  hint: {hint}" for hint in known.hints(names, asked)),
+        ]
     if missing:
-        paragraphs.append(
-            f"Missing keys: in the checkpoint, but asked for by no rank ({len(missing)}):\n  "
-            + "\n  ".join(_listed(missing, []))
-        )
+        paragraphs.append(f"Missing keys: in the checkpoint, but asked for by no rank ({len(missing)}):")
+        paragraphs += _listed(sorted(missing), [])
     return "\n".join(paragraphs)
 
 
@@ -138,15 +147,23 @@ def check_shapes(wanted: Declarations, manifest: Manifest, dtype_policy: str = "
     rigid = np.zeros(len(wanted.tensors), np.bool_)
     rigid[wanted.tensor[~wanted.flexible]] = True
     numbers = manifest.numbers()
-    problems = []
-    for i in np.unique(wanted.tensor).tolist():
+    problems: list[str] = []
+    shapes: list[Difference] = []
+    for i, row in zip(*(c.tolist() for c in np.unique(wanted.tensor, return_index=True)), strict=True):
         entry = wanted.tensors[i]
         number = numbers.get(entry.key)
-        if number is not None:
-            problems += _differences(entry, manifest.tensors[number], bool(rigid[i]), dtype_policy == "error")
+        if number is None:
+            continue
+        there = manifest.tensors[number]
+        found = _differences(entry, there, bool(rigid[i]), dtype_policy == "error")
+        problems += found
+        if found and entry.meta.shape != there.meta.shape and not there.meta.is_object:
+            piece = wanted.boxes.row(row, len(entry.meta.shape)).shape
+            shapes.append(Difference(entry.key, entry.meta.shape, there.meta.shape, piece))
     if problems:
         more = [f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else []
-        raise MismatchError("\n".join(problems[:_TOLD] + more))
+        hints = [f"  hint: {hint}" for hint in shape_hints(shapes)]
+        raise MismatchError("\n".join(problems[:_TOLD] + more + hints))
 
 
 def _differences(asked: TensorEntry, there: TensorEntry, rigid: bool, dtype: bool) -> list[str]:
@@ -159,10 +176,9 @@ def _differences(asked: TensorEntry, there: TensorEntry, rigid: bool, dtype: boo
         return []
     problems = []
     if len(meta.shape) != len(held.shape) or (rigid and meta.shape != held.shape):
-        text = f"Global shape mismatch for loaded {held.shape} and expected {meta.shape} tensor for key {key}"
-        if len(meta.shape) == len(held.shape):
-            text += " (allow_shape_mismatch=True would load what overlaps)"
-        problems.append(text)
+        problems.append(
+            f"Global shape mismatch for loaded {held.shape} and expected {meta.shape} tensor for key {key}"
+        )
     if dtype and meta.dtype != held.dtype:
         problems.append(
             f"dtype mismatch for loaded {held.dtype} and expected {meta.dtype} tensor for key {key} "
@@ -184,26 +200,9 @@ def _names(tensors: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> set[s
     return names
 
 
-def _listed(names: Collection[str], known: list[str]) -> list[str]:
-    """The first names in alphabetical order, each with the most similar one of ``known`` (sorted)."""
-    lines = [repr(name) for name in sorted(names)[:_TOLD]]
-    if known:
-        backwards = sorted(name[::-1] for name in known)
-        for i, name in enumerate(sorted(names)[:_ADVISED]):
-            near = _nearest(name, known, backwards)
-            lines[i] += f" (did you mean {near!r}?)" if near else ""
-    if len(names) > _TOLD:
-        lines.append(f"and {len(names) - _TOLD} more")
-    return lines
-
-
-def _nearest(name: str, known: list[str], backwards: list[str]) -> str | None:
-    """The most similar known name among those that share the longest beginnings and endings with this one."""
-    candidates = set(_around(known, name))
-    candidates.update(other[::-1] for other in _around(backwards, name[::-1]))
-    return next(iter(get_close_matches(name, sorted(candidates), 1, 0.7)), None)
-
-
-def _around(names: list[str], name: str) -> list[str]:
-    place = bisect_left(names, name)
-    return names[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS]
+def _listed(names: Sequence[str], notes: Sequence[str]) -> list[str]:
+    """The first names, a line each, with the notes that there are behind them."""
+    lines = [f"  {name!r}" for name in names[:_TOLD]]
+    for i, note in enumerate(notes):
+        lines[i] += note
+    return [*lines, f"  and {len(names) - _TOLD} more"] if len(names) > _TOLD else lines

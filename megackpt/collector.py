@@ -1,0 +1,32 @@
+"""Python's garbage collector, held off while a step makes very many small values that stay for long.
+
+Each value counts towards the next full collection, which looks at every object of the process: with a trainer's
+heap beside it, a plan of 20,000 shards spends a third of its time there, and nothing of it is garbage.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_lock = threading.Lock()
+_holders = [0, False]  # how many hold it off (ranks may be threads), and whether it was on before
+
+
+@contextmanager
+def held_off() -> Iterator[None]:
+    """No collections in the whole process meanwhile; for steps that neither wait nor move data."""
+    with _lock:
+        if not _holders[0]:
+            _holders[1] = gc.isenabled()
+            gc.disable()
+        _holders[0] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _holders[0] -= 1
+            if not _holders[0] and _holders[1]:
+                gc.enable()

@@ -1,0 +1,606 @@
+"""Mistakes in declarations and saves, as people make them, and what everybody must be told about each.
+
+To read all messages as a stranger would: ``pytest -s tests/mistakes``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megackpt.errors import BackendError, CoverageError, RankFailure, RankLost, ShardingError
+from megackpt.testing import ThreadedGroup
+
+piece = ShardedTensor.from_rank_offsets
+
+MISTAKES: dict[Callable[[Any], Any], tuple[type[Exception], tuple[str, ...]]] = {}
+
+
+def mistake(error: type[Exception], *told: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """A function that every rank calls, the error that all must raise, and what its message must hold."""
+
+    def add(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        MISTAKES[function] = error, told
+        return function
+
+    return add
+
+
+@pytest.mark.parametrize("made", MISTAKES, ids=lambda made: made.__name__)
+def test_gallery(made: Callable[[Any], Any], stranger: Any) -> None:
+    error, told = MISTAKES[made]
+    message = stranger.reads(made, error)
+    assert [part for part in told if part not in message] == []
+
+
+def rows(key: str, start: int, stop: int, whole: int, replica_id: Any = 0) -> ShardedTensor:
+    """Elements of a flat tensor, as optimizers shard it."""
+    data = torch.zeros(max(0, stop - start))
+    return ShardedTensor(key, data, data.dtype, (stop - start,), (whole,), (start,), None, replica_id)
+
+
+# --- which piece it is ---
+
+
+@mistake(
+    CoverageError,
+    "'mlp.fc1.weight' is not covered: [0:8, 0:4] of (8, 4) has 2 main replicas",
+    "declared: ranks 0, 1 [0:8, 0:4]",
+    "lacks the tensor-parallel rank",
+    "If they hold different parts, that rank is missing from rank_offsets",
+)
+def the_tensor_parallel_rank_is_forgotten(r):
+    r.save({"fc1": piece("mlp.fc1.weight", torch.zeros(8, 4), replica_id=(r.pp, 0, r.dp))})
+
+
+@mistake(
+    CoverageError,
+    "[8:16, 0:4] of (16, 4) has no main replica; [0:8, 0:4] of (16, 4) has 2 main replicas",
+    "declared: ranks 0, 1 [0:8, 0:4]",
+    "is the tensor-parallel rank missing from rank_offsets?",
+)
+def the_tensor_parallel_rank_is_forgotten_in_the_offset(r):
+    half = torch.zeros(8, 4)
+    r.save(
+        {
+            "fc1": ShardedTensor(
+                "mlp.fc1.weight", half, half.dtype, (8, 4), (16, 4), (0, 0), (2, 1), (r.pp, 0, r.dp)
+            )
+        }
+    )
+
+
+@mistake(
+    CoverageError,
+    "'mlp.fc1.weight' is declared in 2 ways",
+    "ranks 0-5, 7 (16, 8) float32; rank 6 (8, 16) float32",
+    "cut along another axis on rank 6; is the axis in rank_offsets wrong there?",
+)
+def one_rank_cuts_the_wrong_axis(r):
+    axis = 1 if r.rank == 6 else 0
+    r.save({"fc1": piece("mlp.fc1.weight", torch.zeros(8, 8), (axis, r.tp, 2), replica_id=(r.pp, 0, r.dp))})
+
+
+@mistake(
+    CoverageError,
+    "ranks 0-4, 6, 7 (16, 4) float32; rank 5 (32, 4) float32",
+    "on rank 5 there are 4 pieces along axis 0 instead of 2",
+    "is the number of fragments (the tensor-parallel size) in rank_offsets wrong there",
+)
+def one_rank_believes_in_another_tensor_parallel_size(r):
+    size = 4 if r.rank == 5 else 2
+    r.save({"fc1": piece("mlp.fc1.weight", torch.zeros(8, 4), (0, r.tp, size), replica_id=(r.pp, 0, r.dp))})
+
+
+@mistake(
+    CoverageError,
+    "[16:24, 0:4] lies outside of (16, 4)",
+    "rank 2 [16:24, 0:4]; rank 3 [24:32, 0:4]",
+    "is the global rank given where the rank within its tensor-parallel (or other) group belongs?",
+)
+def the_global_rank_stands_for_the_tensor_parallel_rank(r):
+    data = torch.zeros(8, 4)
+    r.save(
+        {"fc1": ShardedTensor("mlp.fc1.weight", data, data.dtype, (8, 4), (16, 4), (8 * r.rank, 0), (2, 1))}
+    )
+
+
+@mistake(
+    CoverageError,
+    "'embedding.weight'",
+    "ranks 0-6 (56, 4) float32; rank 7 (8, 4) float32",
+    "1 instead of 7 along axis 0 on rank 7",
+    "axis_fragmentations=None",
+)
+def a_vocabulary_that_does_not_divide_is_cut_as_if_it_did(r):
+    mine = len(torch.arange(50).chunk(8)[r.rank]) if r.rank < 8 else 0
+    r.save({"embedding": piece("embedding.weight", torch.zeros(mine, 4), (0, r.rank, 8))})
+
+
+@mistake(
+    CoverageError,
+    "ranks 0-3 (32, 4) float32; ranks 4-7 (40, 4) float32",
+    "20 instead of 16 along axis 0 on ranks 4-7",
+    "is one padded (a vocabulary)",
+)
+def the_vocabulary_is_padded_differently_on_the_last_stage(r):
+    padded = 40 if r.pp else 32
+    rows = torch.zeros(padded // 2, 4)
+    r.save({"embedding": piece("embedding.weight", rows, (0, r.tp, 2), replica_id=(r.pp, 0, r.dp))})
+
+
+@mistake(
+    CoverageError,
+    "ranks 0-2, 4-7 (4, 12) float32; rank 3 (12, 4) float32",
+    "is the weight transposed on rank 3?",
+)
+def the_weight_is_transposed_on_one_rank(r):
+    weight = torch.zeros(4, 12).T if r.rank == 3 else torch.zeros(4, 12)
+    r.save({"proj": piece("proj.weight", weight, replica_id=r.rank)})
+
+
+@mistake(
+    CoverageError,
+    "ranks 0-2, 4-7 (4,) bfloat16; rank 3 (4,) float32",
+    "is the tensor cast on rank 3 only?",
+)
+def one_rank_casts_to_another_dtype(r):
+    dtype = torch.float32 if r.rank == 3 else torch.bfloat16
+    r.save({"norm": piece("norm.weight", torch.ones(4, dtype=dtype), replica_id=r.rank)})
+
+
+@mistake(
+    CoverageError,
+    "ranks 0, 1, 3-7 (2, 8, 4) float32; rank 2 (8, 4) float32",
+    "does prepend_axis_num differ on rank 2?",
+)
+def one_rank_forgets_to_prepend_the_layer(r):
+    if r.rank == 2:
+        return r.save({"fc1": piece("layers.fc1.weight", torch.zeros(8, 4), replica_id=(0, r.tp, r.dp))})
+    layer = torch.zeros(8, 4)
+    return r.save(
+        {
+            "fc1": piece(
+                "layers.fc1.weight", layer, (0, r.pp, 2), replica_id=(0, r.tp, r.dp), prepend_axis_num=1
+            )
+        }
+    )
+
+
+@mistake(
+    ShardingError,
+    "ranks 0-3: 'layers.fc1.weight'",
+    "((8, 4), 0 prepended, and (2, 8, 4)): prepend_axis_num=1 would fit",
+)
+def the_layer_is_prepended_but_not_counted(r):
+    layer = torch.zeros(8, 4)
+    whole, offset = (2, 8, 4), (r.pp, 0, 0)
+    r.save({"fc1": ShardedTensor("layers.fc1.weight", layer, layer.dtype, (8, 4), whole, offset, (2, 1, 1))})
+
+
+@mistake(
+    CoverageError,
+    "[1:2, 0:8] of (4, 8) has 2 main replicas",
+    "declared: ranks 0, 4 [1:2, 0:8]",
+    "do two pipeline stages both claim number 1 of axis 0 (a layer)",
+)
+def both_stages_claim_the_layer_between_them(r):
+    first = 2 * r.pp - r.pp  # stage 1 begins one layer too early
+    r.save(layers(r, range(first, 2 + 2 * r.pp)))
+
+
+@mistake(
+    CoverageError,
+    "[3:4, 0:8] of (4, 8) has no main replica",
+    "exactly one cell of (1, 8) elements",
+    "is a pipeline stage missing, or does none claim number 3?",
+)
+def no_stage_claims_a_layer(r):
+    r.save(layers(r, range(2 * r.pp, 2 + r.pp)))
+
+
+def layers(r, numbers):
+    at = {"replica_id": (0, r.tp, r.dp), "prepend_axis_num": 1}
+    return {f"{n}": piece("layers.norm.weight", torch.ones(8), (0, n, 4), **at) for n in numbers}
+
+
+@mistake(
+    CoverageError,
+    "[2:4, 0:8] of (4, 8) has no main replica; [0:2, 0:8] of (4, 8) has 2 main replicas",
+    "ranks 0, 4 [0:1, 0:8]; ranks 0, 4 [1:2, 0:8]",
+    "do ranks 0, 4 count them from 0 each",
+    "first layer of the pipeline stage",
+)
+def every_stage_numbers_its_layers_from_zero(r):
+    r.save(layers(r, range(2)))
+
+
+@mistake(
+    CoverageError,
+    "[8:12, 0:4] lies outside of (8, 4); [0:4, 0:4] of (8, 4) has no main replica",
+    "rank 2 [8:12, 0:4]; rank 0 [4:8, 0:4]",
+    "is a rank or an index (of an expert, of a layer) counted from 1?",
+)
+def the_expert_index_is_off_by_one(r):
+    local = torch.zeros(4, 4)
+    offset = 4 * (r.dp + 1)
+    r.save(
+        {
+            "e": ShardedTensor(
+                "experts.weight", local, local.dtype, (4, 4), (8, 4), (offset, 0), (2, 1), (r.pp, r.tp, 0)
+            )
+        }
+    )
+
+
+@mistake(
+    CoverageError,
+    "[2:4, 0:4] of (4, 4) has no main replica",
+    "do ranks 0, 2 count them from 0 each",
+    "first expert of the expert-parallel rank",
+)
+def the_expert_parallel_rank_is_forgotten(r):
+    experts = [
+        piece("experts.weight", torch.zeros(4), (0, local, 4), replica_id=(r.pp, r.tp, 0), prepend_axis_num=1)
+        for local in range(2)  # of 4 experts, 2 on each ep rank
+    ]
+    r.save({"experts": experts})
+
+
+# --- which copy it is ---
+
+
+@mistake(
+    CoverageError,
+    "[0:16, 0:4] of (16, 4) has no main replica",
+    "ranks 0, 2, 4, 6 [0:8, 0:4] (replica_id (0, 0, 1)",
+    "no rank declares replica id 0",
+    "At the lowest, number 2 of the replica_id is 1: are copies counted from 1?",
+)
+def no_replica_id_is_zero(r):
+    r.save({"fc1": piece("mlp.fc1.weight", torch.zeros(8, 4), (0, r.tp, 2), replica_id=(0, r.pp, r.dp + 1))})
+
+
+@mistake(
+    CoverageError,
+    "[0:8] of (8,) has no main replica",
+    "ranks 0-7 [0:8] (replica_id 1, 2, 3, and 5 more)",
+    "At the lowest, the replica_id is 1: are copies counted from 1?",
+)
+def replicas_are_counted_from_one(r):
+    r.save({"norm": piece("norm.weight", torch.zeros(8), replica_id=r.rank + 1)})
+
+
+@mistake(
+    CoverageError,
+    "[0:16, 0:4] of (16, 4) has 2 main replicas",
+    "ranks 0, 2 [0:8, 0:4]; ranks 1, 3 [8:16, 0:4]",
+    "is the replica_id forgotten?",
+    "Ranks that are 2 apart are mostly data-parallel copies",
+)
+def the_replica_id_is_forgotten_on_data_parallel_copies(r):
+    r.save({"fc1": piece("mlp.fc1.weight", torch.zeros(8, 4), (0, r.tp, 2), replica_id=(r.pp, 0, 0))})
+
+
+@mistake(
+    CoverageError,
+    "[0:8] of (8,) has 8 main replicas",
+    "ranks 0-7 [0:8]",
+    "8 ranks declare the same box as main replica; is the replica_id forgotten?",
+)
+def the_replica_id_is_forgotten_altogether(r):
+    r.save({"norm": piece("norm.weight", torch.zeros(8))})
+
+
+@mistake(
+    CoverageError,
+    "[0:8] of (8,) has 2 main replicas",
+    "ranks 0, 1 [0:8]",
+    "lacks the tensor-parallel rank",
+)
+def the_replica_id_of_a_norm_lacks_the_tensor_parallel_rank(r):
+    r.save({"norm": piece("norm.weight", torch.zeros(8), replica_id=(r.pp, 0, r.dp))})
+
+
+@mistake(
+    CoverageError,
+    "[0:32, 0:4] of (32, 4) has 2 main replicas",
+    "ranks 0, 4 [0:16, 0:4]; ranks 1, 5 [16:32, 0:4]",
+    "or pipeline stages with one tied weight",
+)
+def tied_embeddings_are_main_on_both_stages(r):
+    rows = torch.zeros(16, 4)
+    r.save({"embedding": piece("embedding.weight", rows, (0, r.tp, 2), replica_id=(0, 0, r.dp))})
+
+
+@mistake(
+    CoverageError,
+    "rank 0 declares the same box more than once",
+    "(two models with one prefix)?",
+)
+def two_models_have_one_prefix(r):
+    actor, critic = (piece("model.norm.weight", torch.zeros(8), replica_id=r.rank) for _ in range(2))
+    r.save({"actor": actor, "critic": critic})
+
+
+@mistake(
+    CoverageError,
+    "ranks 0-7 (8,) float32; ranks 0-7 (12,) float32",
+    "share one prefix? Give each its own (add_prefix_for_sharding)",
+)
+def two_models_of_different_size_have_one_prefix(r):
+    actor, critic = (piece("model.norm.weight", torch.zeros(n), replica_id=r.rank) for n in (8, 12))
+    r.save({"actor": actor, "critic": critic})
+
+
+# --- flat shards of an optimizer, and objects ---
+
+
+@mistake(
+    CoverageError,
+    "[29:30] of (80,) has 2 main replicas",
+    "[20:30] of rank 2 and [29:40] of rank 3",
+)
+def ranges_of_the_optimizer_overlap(r):
+    r.save({"exp_avg": rows("optimizer.exp_avg", 10 * r.rank - (r.rank == 3), 10 * r.rank + 10, 80)})
+
+
+@mistake(
+    CoverageError,
+    "[49:50] of (80,) has no main replica",
+    "between [40:49] of rank 4 and [50:60] of rank 5",
+)
+def ranges_of_the_optimizer_leave_a_gap(r):
+    r.save({"exp_avg": rows("optimizer.exp_avg", 10 * r.rank, 10 * r.rank + 10 - (r.rank == 4), 80)})
+
+
+@mistake(
+    CoverageError,
+    "[70:80] lies outside of (77,)",
+    "[70:80] of rank 7 ends 3 behind the end of axis 0; do the pieces hold padding",
+)
+def the_optimizer_is_declared_without_its_padding(r):
+    r.save({"exp_avg": rows("optimizer.exp_avg", 10 * r.rank, 10 * r.rank + 10, 77)})
+
+
+@mistake(
+    CoverageError,
+    "'rng_state' is not covered: [0:2] of objects (2,) has 2 main replicas",
+    "ranks 0, 4 [0:1]; ranks 2, 6 [1:2]",
+    "is the replica_id forgotten?",
+)
+def an_object_has_two_mains(r):
+    r.save({"rng": ShardedObject("rng_state", [0], (2,), (r.dp,), (0, r.tp, 0))})
+
+
+@mistake(
+    CoverageError,
+    "[0:2, 3:4] of objects (2, 4) has no main replica",
+    "2 objects are missing",
+)
+def an_object_is_missing(r):
+    r.save({"rng": ShardedObject("rng_state", [0], (2, 4), (r.tp, r.dp + r.pp), (0, 0, r.pp and not r.dp))})
+
+
+@mistake(
+    CoverageError,
+    "ranks 0, 2, 4, 6 objects (2,) object; ranks 1, 3, 5, 7 objects (4,) object",
+    "the grids of objects differ",
+)
+def the_grid_of_an_object_differs(r):
+    r.save({"rng": ShardedObject("rng_state", [0], (4 if r.tp else 2,), (r.dp,), r.rank)})
+
+
+@mistake(
+    CoverageError,
+    "ranks 0-6 (1,) float32; rank 7 objects (1,) object",
+    "an object on rank 7 only; rename one of them",
+)
+def a_key_is_a_tensor_here_and_an_object_there(r):
+    scale = ShardedObject("scale", 1.0, (1,), (0,), r.rank)
+    r.save({"scale": scale if r.rank == 7 else piece("scale", torch.ones(1), replica_id=r.rank)})
+
+
+@mistake(
+    ShardingError,
+    "rank 0: the object 'dataloader/shard_0_8' cannot be pickled, at [0]['lock']",
+    "LocalNonpersistentObject",
+    "ranks 1-7: the same, but for the numbers",
+)
+def an_object_cannot_be_pickled(r):
+    r.save({"lock": ShardedObject("dataloader", {"lock": threading.Lock()}, (8,), (r.rank,))})
+
+
+@mistake(
+    ShardingError,
+    "ranks 0-7: the common state cannot be pickled, at ['args']['activation']",
+    "LocalNonpersistentObject",
+)
+def the_common_state_cannot_be_pickled(r):
+    r.save({"args": {"activation": lambda x: x}})
+
+
+# --- a declaration that contradicts itself ---
+
+
+@mistake(
+    ShardingError,
+    "ranks 0-7: 'fc1': Data shape should match `local_shape` attribute ((8, 4) and (8, 8))",
+)
+def the_local_shape_is_that_of_other_data(r):
+    r.save({"fc1": ShardedTensor("fc1", torch.zeros(8, 4), torch.float32, (8, 8), (8, 8), (0, 0), (1, 1))})
+
+
+@mistake(
+    ShardingError,
+    "rank 0: 'w': sizes and offsets must not be negative ((4,), (32,), (-4,)",
+    "is a rank of -1 in them",
+)
+def an_offset_is_negative(r):
+    data = torch.zeros(4)
+    r.save({"w": ShardedTensor("w", data, data.dtype, (4,), (32,), (4 * (r.rank - 1),), (8,))})
+
+
+@mistake(
+    CoverageError,
+    "[32:36] lies outside of (32,); [0:4] of (32,) has no main replica",
+    "rank 7 [32:36]",
+    "counted from 1?",
+)
+def an_offset_is_out_of_bounds(r):
+    data = torch.zeros(4)
+    r.save({"w": ShardedTensor("w", data, data.dtype, (4,), (32,), (4 * (r.rank + 1),), (8,))})
+
+
+@mistake(
+    ShardingError,
+    "rank 7: Invalid rank offsets: ((0, 8, 8),) for key 'w'",
+    "ranks count from 0",
+    "in the build_fn of the factory 'w'",
+)
+def the_rank_reaches_the_number_of_fragments(r):
+    r.save(
+        {
+            "w": ShardedTensorFactory(
+                "w", torch.zeros(4), lambda k, d, *_: piece(k, d, (0, r.rank + 1, 8)), sum
+            )
+        }
+    )
+
+
+@mistake(
+    ShardingError,
+    "ranks 0-7: ['weights']: a ShardedTensor ('w') in a tuple is lost",
+    "make it one of these",
+)
+def a_shard_hides_in_a_tuple(r):
+    r.save({"weights": (piece("w", torch.zeros(4), replica_id=r.rank), 1)})
+
+
+@mistake(
+    ShardingError,
+    "'w': data on the meta device has no values to save; materialise it first",
+)
+def the_model_is_still_on_the_meta_device(r):
+    r.save({"w": piece("w", torch.zeros(4, device="meta"), replica_id=r.rank)})
+
+
+@mistake(
+    ShardingError,
+    "rank 0: 'w': data must be a torch.Tensor, not list; other values go into a ShardedObject",
+    "ranks 1-7: the same",
+)
+def the_data_are_no_tensor(r):
+    r.save({"w": ShardedTensor("w", [1.0], torch.float32, (1,), (1,), (0,), (1,), r.rank)})
+
+
+@mistake(
+    ShardingError,
+    "a sharded state dict must be a dict, not a list: put it into one",
+)
+def the_state_is_a_list(r):
+    r.save([piece("w", torch.zeros(4), replica_id=r.rank)])
+
+
+@mistake(
+    RankFailure,
+    "8 of 8 ranks failed",
+    "in the build_fn of the factory 'swiglu'",
+    "called with (key, data, replica_id, flattened_range)",
+)
+def a_factory_builds_with_another_signature(r):
+    r.save({"w": ShardedTensorFactory("swiglu", torch.zeros(4), lambda _key, _data: [], sum)})
+
+
+# --- the call ---
+
+
+@mistake(
+    ShardingError,
+    "name different directories: rank 0: ",
+    "iter_0000099; ranks 1-7: ",
+)
+def the_ranks_name_different_directories(r):
+    r.save(r.model(), step=f"iter_{99 + (r.rank > 0):07}")
+
+
+@mistake(
+    ShardingError,
+    "ask for different formats: ranks 0, 2, 4, 6: torch_dist 1; ranks 1, 3, 5, 7: zarr 2",
+)
+def the_ranks_choose_different_formats(r):
+    r.save(r.model(), "zarr" if r.tp else "torch_dist")
+
+
+@mistake(
+    BackendError,
+    "unknown format 'torch-dist': known are",
+    "did you mean 'torch_dist'?",
+)
+def the_format_is_misspelt(r):
+    r.save(r.model(), "torch-dist")
+
+
+@mistake(
+    BackendError,
+    "does not take the options {'files_per_ranks': 2}",
+    "it takes files_per_rank, separation_hint",
+)
+def an_option_of_the_format_is_misspelt(r):
+    r.save(r.model(), megackpt.Strategy("torch_dist", options={"files_per_ranks": 2}))
+
+
+@mistake(
+    ShardingError,
+    "name different directories: ranks 0-4, 6-7: ",
+    "; rank 5: ",
+)
+def only_one_rank_forgets_the_iteration_directory(r):
+    r.save(r.model(), step="." if r.rank == 5 else "iter_0000100")
+
+
+# --- what is no error, or not everybody's ---
+
+
+def test_plain_tensors_that_differ_between_ranks_are_told(tmp_path, caplog):
+    """A state_dict() where a sharded_state_dict() belongs: only rank 0's values are saved."""
+
+    def save(group):
+        plain = {"model": {"fc1.weight": torch.full((4,), group.rank), "norm": torch.ones(4)}, "iteration": 3}
+        megackpt.save(plain, tmp_path / "plain", process_group=group)
+
+    ThreadedGroup.run(4, save)
+    told = [record.getMessage() for record in caplog.records if "only rank 0's values" in record.getMessage()]
+    assert len(told) == 3
+    assert told[0].startswith("only rank 0's values of ['model']['fc1.weight'] and 0 more tensors are saved")
+    assert "belongs in a ShardedTensor (sharded_state_dict(), not state_dict())" in told[0]
+
+
+def test_a_rank_that_calls_alone_is_told_who_is_missing(tmp_path):
+    def save(group):
+        if group.rank == 0:  # as one does with torch.save
+            megackpt.save({"n": 1}, tmp_path / "alone", process_group=group)
+
+    first, *others = ThreadedGroup.outcomes(4, save)
+    assert others == [None] * 3
+    assert isinstance(first, RankLost)
+    assert "rank 1 has finished" in str(first)
+    assert not megackpt.check_is_distributed_checkpoint(tmp_path / "alone")
+
+
+def test_a_message_stays_short_however_many_ranks_make_the_mistake(tmp_path):
+    def save(group):
+        wrong = ShardedTensor("w", torch.zeros(4), torch.float32, (5,), (5 * 16,), (5 * group.rank,), (16,))
+        megackpt.save({"w": wrong, "odd": "x" * group.rank}, tmp_path / "wrong", process_group=group)
+
+    stories = {str(outcome) for outcome in ThreadedGroup.outcomes(16, save)}
+    assert len(stories) == 1
+    (story,) = stories
+    assert "ranks 1-15: the same, but for the numbers" in story
+    assert len(story) < 600
