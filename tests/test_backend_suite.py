@@ -222,6 +222,16 @@ def test_the_laws_hold_for_who_keeps_them(tmp_path):
         getattr(suite, law)(tmp_path / law)
 
 
+def test_a_watched_storage_knows_when_a_batch_is_durable(tmp_path):
+    root = WatchedStorage(tmp_path)
+    with root.batch() as batch:
+        for name in ("one", "of/many"):
+            with batch.create(name) as file:
+                file.write([memoryview(b"abc")])
+        assert list(root.lost()) == ["of/many", "one"]
+    assert not list(root.lost())
+
+
 def test_a_watched_storage_tells_what_a_power_cut_would_take(tmp_path):
     root = WatchedStorage(tmp_path)
     root.put("whole", b"x")

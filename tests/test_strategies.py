@@ -254,6 +254,21 @@ def test_an_object_that_cannot_read_the_version_says_so(tmp_path, plug):
         megackpt.load(state(), tmp_path / "c", module.Newer())
 
 
+def test_what_a_plug_in_raises_while_it_reads_is_told_as_its_own(tmp_path, plug, monkeypatch):
+    mine = importlib.import_module(plug({})).Mine()
+    megackpt.save(state(), tmp_path / "c", mine)
+    bare(tmp_path / "c")
+
+    def read_manifest(self, root):
+        raise ValueError("what is this")
+
+    monkeypatch.setattr(type(mine), "read_manifest", read_manifest)
+    with pytest.raises(
+        BackendError, match=r"/c: the format 'mine' failed at reading .*: ValueError: what is this"
+    ):
+        megackpt.load(state(), tmp_path / "c", mine)
+
+
 # -- which format a directory is of
 
 

@@ -147,9 +147,9 @@ class Backend(ABC):
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """On the coordinator, when all ranks have written: the format's own table of contents.
 
-        The caller puts the small files that this returns, atomically and in their order. What only the
-        coordinator can do to the data (assemble what several ranks wrote pieces of) is done here; the returned
-        manifest tells of the chunks as they are then.
+        The caller puts the small files that this returns: those in folders first, together, then the others,
+        atomically and in their order. What only the coordinator can do to the data (assemble what several ranks
+        wrote pieces of) is done here; the returned manifest tells of the chunks as they are then.
         """
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
@@ -162,6 +162,13 @@ class Backend(ABC):
     def count_files(self, plan: SavePlan) -> int:
         """To how many files a rank with this plan writes, about: for rehearsals. By default, one for each row."""
         return len(plan) if plan.places is None else len({place.file for place in plan.places if place})
+
+    def foretold(self, plan: SavePlan, blobs: Int64) -> WriteResult | None:  # noqa: ARG002
+        """What ``write`` would tell of this plan, without digests, for rehearsals; None: nobody can know.
+
+        ``blobs`` tells for each row of an object its bytes.
+        """
+        return None
 
     def lone_file(self, manifest: Manifest) -> str:  # noqa: ARG002
         """The name of the one file that holds all of this manifest, for formats whose files need no directory.

@@ -22,7 +22,7 @@ from megackpt.backends.base import CONFIG
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import COMMON_KEY, OBJECT, Location, TensorEntry, TensorMeta
-from megackpt.runtime.storage import Storage, digest_blocks
+from megackpt.runtime.storage import Batch, Storage, digest_blocks
 
 COMMON = "common.pt"
 OBJECTS = ".objects"
@@ -95,11 +95,11 @@ def parse_shard(file: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def write_object(
-    root: Storage, entry: TensorEntry, box: Box, blocks: Iterator[memoryview]
+    root: Storage, entry: TensorEntry, box: Box, blocks: Iterator[memoryview], batch: Batch | None = None
 ) -> tuple[Location, bytes]:
-    """Write the blob of one shard durably. Returns where it is, and the digests of its blocks."""
+    """Write the blob of one shard, durable with its batch if it has one. Returns where it is, and its digests."""
     file, digests = shard_file(entry, box), []
-    with root.create(file) as writer:
+    with (batch or root).create(file) as writer:
         for block in blocks:
             digests.append(digest_blocks(block))
             writer.write([block])
@@ -121,7 +121,9 @@ def objects_in(root: Storage) -> Iterator[Sidecar]:
     """The objects beside the tensors. Raises CorruptCheckpoint for folders that are no object's."""
     for name in root.list():
         size = root.size(name)
-        if name == COMMON and size is not None:
+        if name == COMMON:
+            if size is None:
+                raise CorruptCheckpoint(f"{root.location}/{name} is no regular file (a link, a folder)")
             entry = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
             yield Sidecar(entry, Box((), ()), Location(name, 0, size))
         elif name.endswith(OBJECTS) and size is None:

@@ -11,13 +11,12 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from megackpt.backends.base import Backend
 from megackpt.checkpoint.index import INDEX, encode_index
 from megackpt.checkpoint.marker import (
-    LONGEST,
     PREFIX,
     Heartbeat,
     Marker,
@@ -25,9 +24,12 @@ from megackpt.checkpoint.marker import (
     markers,
     siblings,
     staging_name,
+    turn,
 )
 from megackpt.checkpoint.opening import Directory, absolute, incomplete, shortfalls
 from megackpt.checkpoint.replacing import (
+    check_name,
+    check_replaceable,
     clean_up,
     discard,
     folder_of,
@@ -39,7 +41,6 @@ from megackpt.checkpoint.replacing import (
 )
 from megackpt.checkpoint.verifying import damage
 from megackpt.errors import (
-    CheckpointExists,
     CheckpointingException,
     CorruptCheckpoint,
     SaveInProgress,
@@ -132,6 +133,10 @@ class Place:
         """Remove what this save made, and nothing else. What cannot be removed is left to the next save."""
         if self._committed or not self._ended():
             return
+        with turn(self.outer):
+            self._clear()
+
+    def _clear(self) -> None:
         try:
             if self.staged:
                 staging = staging_name(self.name, self.save_id)
@@ -151,7 +156,7 @@ class Place:
         """End without touching a file, for ranks that were lost may still write: the next save clears up."""
         self._ended()
 
-    def fill(self, small: dict[str, bytes], manifest: Manifest) -> None:
+    def fill(self, small: dict[str, bytes], manifest: Manifest, confirm: Callable[[], None]) -> None:
         """Write the small files and the index; the last one completes the directory."""
         self.announce(small)
         index = encode_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
@@ -159,25 +164,34 @@ class Place:
         ordered.insert(max(len(ordered) - 1, 0), (INDEX, index))
         *first, last = ordered
         self._mark(last=last[0])
+        self.storage.put_new({name: data for name, data in first if "/" in name})
         for name, data in first:
-            self.storage.put(name, data)
+            if "/" not in name:
+                self.storage.put(name, data)
         for name in self._scratch:
             self.storage.delete(name)
+        if not self.staged:
+            self._confirm(confirm)
         self.storage.put(*last)
 
-    def publish(self) -> None:
+    def publish(self, confirm: Callable[[], None]) -> None:
         """Make the complete directory the one that readers find, and leave nothing behind."""
         if self.staged:
             self._mark(retire=self._replaced())
+            self._confirm(confirm)
             logger.warning("replacing the checkpoint in %s/%s", self.outer.location, self.name)
-            publish(self.outer, self.name, self.marker)
-        self._committed = True
-        try:
+        with turn(self.outer):
             if self.staged:
-                retire(self.outer, self.name, self.marker)
-            self.storage.delete(self.marker.name)
-        except CheckpointingException as error:
-            logger.warning("the new checkpoint stands, but clearing up is left to the next save: %s", error)
+                publish(self.outer, self.name, self.marker)
+            self._committed = True
+            try:
+                if self.staged:
+                    retire(self.outer, self.name, self.marker)
+                self.storage.delete(self.marker.name)
+            except (CheckpointingException, FileNotFoundError) as error:
+                logger.warning(
+                    "the new checkpoint stands, but clearing up is left to the next save: %s", error
+                )
         self._ended()
 
     def _replaced(self) -> tuple[str, ...]:
@@ -186,14 +200,23 @@ class Place:
         except FileNotFoundError:  # somebody removed the old checkpoint meanwhile
             return ()
 
+    def _confirm(self, confirm: Callable[[], None]) -> None:
+        """The last look before the step that readers see: this process may have been stopped for long."""
+        self._check_marker()
+        confirm()
+
     def _mark(self, **changes: object) -> None:
+        self._check_marker()
+        self.marker = replace(self.marker, **changes)  # type: ignore[arg-type]
+        self.marker.put(self.storage)
+
+    def _check_marker(self) -> None:
         if self.storage.size(self.marker.name) is None:
+            _refuse_rivals(self.outer, self.name, self.save_id)
             raise StorageError(
                 f"the marker {self.path}/{self.marker.name} of this save has been removed: "
                 "another job took the save for dead, or the directory was cleaned; nothing was committed"
             )
-        self.marker = replace(self.marker, **changes)  # type: ignore[arg-type]
-        self.marker.put(self.storage)
 
 
 def _end(beat: Heartbeat, storage: LocalStorage, save_id: str) -> bool:
@@ -216,15 +239,15 @@ def begin(directory: Directory, *, save_id: str, overwrite: bool = True, resume:
     """
     target = os.path.realpath(absolute(directory))
     above, name = os.path.split(target)
-    _check_name(target, above, name, save_id)
+    check_name(target, above, name, save_id)
     outer = LocalStorage(above, create=True)
     if outer.size(name) is not None:
         raise StorageError(f"cannot save to {target}: a file is in the way")
-    try:
-        return _begun(outer, name, save_id, overwrite, resume)
-    except (StorageError, FileNotFoundError):
-        _refuse_rivals(outer, name, save_id)  # two that begin at once trip over one another's steps
-        raise
+    place = None
+    while place is None:
+        with turn(outer):
+            place = _tried(outer, name, save_id, overwrite, resume)
+    return place
 
 
 def completed(directory: Directory, save_id: str) -> bool:
@@ -237,12 +260,27 @@ def completed(directory: Directory, save_id: str) -> bool:
         return False
     if not any(m.save_id == save_id and m.finished(target) and not m.lives(target) for m in markers(target)):
         return False
-    _refuse_rivals(outer, name)
-    clean_up(outer, name)
+    with turn(outer):
+        _refuse_rivals(outer, name)
+        clean_up(outer, name)
     return True
 
 
-def _begun(outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume: bool) -> Place:
+def _tried(outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume: bool) -> Place | None:
+    """As ``_begun``; without locks, two that begin at once trip over one another's steps."""
+    try:
+        return _begun(outer, name, save_id, overwrite, resume)
+    except (StorageError, FileNotFoundError) as error:
+        _refuse_rivals(outer, name, save_id)
+        if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
+            raise SaveInProgress(
+                f"another process is at work on {outer.location}/{name} at this very moment: {error}"
+            ) from error
+        raise
+
+
+def _begun(outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume: bool) -> Place | None:
+    """The place; None if a checkpoint was completed since we looked, which is to be replaced, not written into."""
     target = f"{outer.location.rstrip('/')}/{name}"
     _refuse_rivals(outer, name)
     clean_up(outer, name, spared=save_id if resume else "")
@@ -251,24 +289,18 @@ def _begun(outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume
     made = outer.make_folder(name)
     staged = not made and incomplete(outer.folder(name)) is None
     if staged:
-        _check_replaceable(target, overwrite)
+        check_replaceable(target, overwrite)
         if not outer.make_folder(staging_name(name, save_id), 0o700):
             raise SaveInProgress(f"a save of id {save_id} is at work in {outer.location}")
-    try:
-        place = Place(outer, name, save_id, staged=staged, made=made)
-    except (FileNotFoundError, StorageError) as error:
-        if isinstance(error, StorageError) and not isinstance(error.__cause__, FileNotFoundError):
-            raise
-        # Without a marker yet, the folder was taken for a leftover.
-        raise SaveInProgress(f"another save to {target} has begun at the same moment") from error
+    place = Place(outer, name, save_id, staged=staged, made=made)
     try:
         _refuse_rivals(outer, name, save_id)
     except BaseException:
         place.abort()
         raise
     if not staged and incomplete(place.storage, save_id) is None:
-        place.abort()  # a rival has completed one since we looked: it is replaced, not written into
-        return _begun(outer, name, save_id, overwrite, resume)
+        place.abort()
+        return None
     return place
 
 
@@ -280,7 +312,7 @@ def _taken_over(outer: LocalStorage, name: str, save_id: str, overwrite: bool) -
             continue
         staged = entry != name
         if staged and target is not None and incomplete(target) is None:
-            _check_replaceable(f"{outer.location.rstrip('/')}/{name}", overwrite)
+            check_replaceable(f"{outer.location.rstrip('/')}/{name}", overwrite)
         return Place(outer, name, save_id, staged=staged, resumed=True)
     return None
 
@@ -307,41 +339,6 @@ def place_of(directory: Directory, save_id: str) -> LocalStorage:
     )
 
 
-def _check_name(target: str, above: str, name: str, save_id: str) -> None:
-    if not name:
-        raise StorageError(f"cannot save to {target}: name a directory below it")
-    spare = LONGEST - len(os.fsencode(staging_name(name, save_id))) - len(".old")
-    if spare < 0:
-        raise StorageError(
-            f"cannot save to {target}: the last part of the path is {-spare} bytes too long, as it has to leave "
-            f"room for the name of the directory in {above} in which a replacement grows"
-        )
-
-
-def _check_replaceable(target: str, overwrite: bool) -> None:
-    if not overwrite:
-        raise CheckpointExists(
-            f"{target} holds a complete checkpoint: pass overwrite=True to replace it, or save elsewhere"
-        )
-    if target == _working_directory():
-        raise StorageError(
-            f"{target} holds a checkpoint and is the working directory of this process, from under which a "
-            "replacement would take it: change to another directory first"
-        )
-    if os.path.ismount(target):
-        raise StorageError(
-            f"{target} holds a checkpoint and is a mount point, which cannot be replaced atomically: "
-            "save to a directory below it"
-        )
-
-
-def _working_directory() -> str | None:
-    try:
-        return os.path.realpath(os.getcwd())
-    except FileNotFoundError:  # somebody has removed it
-        return None
-
-
 def _refuse_rivals(outer: LocalStorage, name: str, own: str = "") -> None:
     """SaveInProgress if another save to this directory is alive."""
     for entry in (name, *siblings(outer, name)):
@@ -357,12 +354,19 @@ def _refuse_rivals(outer: LocalStorage, name: str, own: str = "") -> None:
                 )
 
 
-def commit(place: Place, backend: Backend, manifest: Manifest, reread: bool = False) -> None:
+def commit(
+    place: Place,
+    backend: Backend,
+    manifest: Manifest,
+    reread: bool = False,
+    confirm: Callable[[], None] = lambda: None,
+) -> None:
     """All ranks have written: make it a checkpoint, in one atomic step.
 
     ``manifest`` has the locations that the ranks reported. When this raises, nothing is committed, and
     ``place.abort()`` is the caller's next call; when it returns, the checkpoint is complete and durable.
-    With ``reread`` all that was written is read once more before, and compared with its digests.
+    With ``reread`` all that was written is read once more before, and compared with its digests. ``confirm`` is
+    called last of all before the atomic step, and stops the commit by raising.
 
     Raises:
         StorageError: the disk refused, or files that ranks wrote are not to be seen from here.
@@ -376,8 +380,8 @@ def commit(place: Place, backend: Backend, manifest: Manifest, reread: bool = Fa
         raise CorruptCheckpoint("what was written is not what is read again:\n" + "\n".join(problems))
     if finished.scratch:
         place.announce((), scratch=finished.scratch)
-    place.fill(dict(finished.files), finished.manifest)
-    place.publish()
+    place.fill(dict(finished.files), finished.manifest, confirm)
+    place.publish(confirm)
 
 
 def _check_files(storage: LocalStorage, manifest: Manifest) -> None:

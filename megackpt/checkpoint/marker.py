@@ -16,6 +16,8 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from megackpt.errors import CorruptCheckpoint
@@ -28,6 +30,9 @@ HEARTBEAT = 20.0
 """Seconds between two signs of life of a save."""
 SILENCE = 300.0
 """Seconds without one after which a save is taken for dead, where its process cannot be looked at."""
+
+PATIENCE = 2.0
+"""Seconds that a save waits at most for its ``turn``."""
 
 LONGEST = 255
 """Bytes that a name may have on any file system that we know."""
@@ -169,6 +174,22 @@ def _parsed(fields: object, unknown: Marker) -> Marker:
 def _is_entry(name: str) -> bool:
     """Markers are read back to remove what they name: only entries of the directory itself can be meant."""
     return "/" not in name and not unsafe_names([name]) and len(os.fsencode(name)) <= LONGEST
+
+
+@contextmanager
+def turn(outer: LocalStorage) -> Iterator[None]:
+    """One after the other, the saves to directories of ``outer`` begin, are published, and are cleared away.
+
+    Thus one of several that meet wins. Where nobody can be kept out (a file system without locks) or somebody
+    clears up for long, their markers still keep saves apart, but all those that meet may lose.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not outer.lock() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        outer.unlock()
 
 
 class Heartbeat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,14 +83,22 @@ def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Open
 def open_same(directory: Directory, save_id: str, asked: Strategy | None = None) -> LocalStorage:
     """The storage of a checkpoint that another rank has opened, on this rank.
 
-    ``save_id`` is its manifest's. Raises CheckpointReplaced if the directory bears another one by now.
+    ``save_id`` is its manifest's. Raises CheckpointReplaced if the directory bears another one by now,
+    NotACheckpoint if there is none to be seen from here.
     """
-    storage = find_storage(directory, asked)
+    try:
+        storage = find_storage(directory, asked)
+    except NotACheckpoint as error:
+        raise NotACheckpoint(
+            f"{error}; but rank 0 has opened a checkpoint there, which cannot be seen on host "
+            f"{socket.gethostname()!r}: is the directory shared between all hosts?"
+        ) from error
     found = _save_id(storage)
     if found != save_id:
         raise CheckpointReplaced(
             f"{storage.called} was replaced while it was being read: opened as save "
-            f"{save_id or '(foreign)'}, now it is {found or '(foreign)'}; load again"
+            f"{save_id or '(foreign)'}, now it is {found or '(foreign)'} on host {socket.gethostname()!r}; load "
+            "again, and where that does not help: is the directory shared between all hosts?"
         )
     return storage
 

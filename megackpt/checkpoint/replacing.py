@@ -14,12 +14,13 @@ sibling without it, NAME holds it     it is the old directory: its foreign entri
 from __future__ import annotations
 
 import logging
+import os
 import re
 
 from megackpt.checkpoint.index import INDEX
-from megackpt.checkpoint.marker import PREFIX, Marker, markers, siblings, staging_name
+from megackpt.checkpoint.marker import LONGEST, PREFIX, Marker, markers, siblings, staging_name
 from megackpt.checkpoint.opening import incomplete, stored_manifest
-from megackpt.errors import CheckpointingException, StorageError
+from megackpt.errors import CheckpointExists, CheckpointingException, SaveInProgress, StorageError
 from megackpt.runtime.storage import TEMPORARY, LocalStorage
 
 logger = logging.getLogger("megackpt.checkpoint")
@@ -28,6 +29,43 @@ _FIXED = frozenset((INDEX, "metadata.json", ".metadata", "common.pt", "integrity
 _DATA = re.compile(r".*__\d+_\d+\.distcp")
 _OURS = (PREFIX, TEMPORARY)
 _PASSES = 5  # over a directory that others still put files into
+
+
+def check_name(target: str, above: str, name: str, save_id: str) -> None:
+    """StorageError where a directory of this name could not be replaced later."""
+    if not name:
+        raise StorageError(f"cannot save to {target}: name a directory below it")
+    spare = LONGEST - len(os.fsencode(staging_name(name, save_id))) - len(".old")
+    if spare < 0:
+        raise StorageError(
+            f"cannot save to {target}: the last part of the path is {-spare} bytes too long, as it has to leave "
+            f"room for the name of the directory in {above} in which a replacement grows"
+        )
+
+
+def check_replaceable(target: str, overwrite: bool) -> None:
+    """Raises where the complete checkpoint in this directory may not, or cannot, be replaced."""
+    if not overwrite:
+        raise CheckpointExists(
+            f"{target} holds a complete checkpoint: pass overwrite=True to replace it, or save elsewhere"
+        )
+    if target == _working_directory():
+        raise StorageError(
+            f"{target} holds a checkpoint and is the working directory of this process, from under which a "
+            "replacement would take it: change to another directory first"
+        )
+    if os.path.ismount(target):
+        raise StorageError(
+            f"{target} holds a checkpoint and is a mount point, which cannot be replaced atomically: "
+            "save to a directory below it"
+        )
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.path.realpath(os.getcwd())
+    except FileNotFoundError:  # somebody has removed it
+        return None
 
 
 def own_names(storage: LocalStorage) -> tuple[str, ...]:
@@ -179,13 +217,16 @@ def _settle(outer: LocalStorage, name: str, sibling: str, folder: LocalStorage) 
 
 def _clean_folder(target: LocalStorage, spared: str = "") -> None:
     """Remove what dead saves left in the directory itself; of a finished one only its marker is left."""
+    # Listed before the markers: whoever has begun since then is seen by its marker, or has none to lose yet.
+    torn = [entry for entry in target.list() if entry.startswith(TEMPORARY)]
     for marker in markers(target):
+        if marker.lives(target):
+            raise SaveInProgress(f"{target.location} is being written by {marker}, which has just begun")
         if not marker.finished(target):
             if marker.save_id == spared:
                 continue
             for entry in marker.names:
                 target.delete(entry)
         target.delete(marker.name)
-    for entry in target.list():
-        if entry.startswith(TEMPORARY):
-            target.delete(entry)
+    for entry in torn:
+        target.delete(entry)

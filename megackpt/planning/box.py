@@ -139,7 +139,9 @@ class Boxes:
 
     @property
     def volume(self) -> Int64:
-        volume: Int64 = np.prod(self.shape, axis=1, dtype=np.int64)
+        volume = np.ones(len(self), np.int64)
+        for axis in range(self.width):  # a few long columns: far quicker than many short rows
+            volume *= self.shape[:, axis]
         return volume
 
     def widened(self, width: int) -> Boxes:
@@ -152,6 +154,8 @@ class Boxes:
 
     def take(self, rows: Any) -> Boxes:
         """The boxes of these rows (an index array, mask or slice)."""
+        if isinstance(rows, np.ndarray) and rows.dtype != np.bool_:
+            return Boxes(self.offset.take(rows, axis=0), self.shape.take(rows, axis=0))
         return Boxes(self.offset[rows], self.shape[rows])
 
     def row(self, i: int, ndim: int) -> Box:
@@ -269,12 +273,13 @@ def regular_grids(boxes: Boxes, bounds: Int64, whole: Int64) -> tuple[Int64, NDA
     """
     if len(bounds) < 2:
         return np.ones((0, boxes.width), np.int64), np.zeros(0, np.bool_)
-    number = np.repeat(np.arange(len(whole)), np.diff(bounds))
+    counts = np.diff(bounds)
     cells = np.ones_like(whole)
     fits = np.ones(len(boxes), np.bool_)
     for axis in range(boxes.width):
         offset, shape = boxes.offset[:, axis], boxes.shape[:, axis]
         cells[:, axis] = np.maximum.reduceat(shape, bounds[:-1])
-        cell = cells[number, axis]
-        fits &= (offset % cell == 0) & (shape == np.minimum(cell, whole[number, axis] - offset))
+        cell = np.repeat(cells[:, axis], counts)
+        rest = np.repeat(whole[:, axis], counts) - offset
+        fits &= (offset % cell == 0) & (shape == np.minimum(cell, rest))
     return cells, np.logical_and.reduceat(fits, bounds[:-1])

@@ -7,11 +7,14 @@ leave no choice), among these the largest first, and each to its least loaded ho
 from __future__ import annotations
 
 from heapq import heapify, heapreplace
+from itertools import pairwise
 
 import numpy as np
 
-from megackpt.planning.box import Groups, Int64
-from megackpt.planning.manifest import Declarations
+from megackpt.planning.box import Groups, Int64, runs
+from megackpt.planning.manifest import Declarations, Int32
+
+_MANY = 16  # sets of ranks from which on numpy is faster than a loop
 
 
 def assign(declared: Declarations, balance: bool = True, shards: Groups | None = None) -> Int64:
@@ -26,8 +29,8 @@ def assign(declared: Declarations, balance: bool = True, shards: Groups | None =
     rows, shard = shards.order, shards.number
     main = declared.main[rows]
     first = np.flatnonzero(main)
-    first = first[np.unique(shard[first], return_index=True)[1]]
-    if not balance:
+    first = first[runs(shard[first])[:-1]]
+    if not balance or len(shards) == len(rows):  # or nobody holds what another one holds
         return np.sort(rows[first])
     holders, bounds = _candidates(declared, rows, shard, first)
     return np.sort(holders[_balanced(declared, holders, bounds)])
@@ -60,37 +63,70 @@ def _balanced(declared: Declarations, holders: Int64, bounds: Int64) -> Int64:
     if not len(several):
         return chosen
     alone = count == 1
-    load = np.bincount(rank[chosen[alone]], weights=nbytes[alone], minlength=int(rank.max()) + 1)
-    loads: list[int] = load.astype(np.int64).tolist()
+    loads = np.bincount(rank[chosen[alone]], nbytes[alone], int(rank.max()) + 1).astype(np.int64)
     order = several[_precedence(declared, holders[chosen[several]], count[several], nbytes[several])]
+    limits = runs(count[order])
+    for begin, end in pairwise(limits.tolist()):  # those with equally many holders
+        shards = order[begin:end]
+        members = rank[bounds[shards][:, None] + np.arange(count[shards[0]])]
+        chosen[shards] += _given_away(members, nbytes[shards], loads)
+    return chosen
+
+
+def _given_away(members: Int32, nbytes: Int64, loads: Int64) -> Int64:
+    """Which of its ``members`` (n, k) gets each shard, one after the other; ``loads`` grow accordingly."""
+    _, first, group = np.unique(members[:, 0], return_index=True, return_inverse=True)
+    sets = members[first]
+    apart = len(np.unique(sets)) == sets.size and bool((members == sets[group]).all())
+    # Sets of ranks that have no rank in common do not care for one another's turns.
+    given = _by_turns if apart and len(sets) >= _MANY else _one_by_one
+    return given(members, group, nbytes, loads)
+
+
+def _by_turns(members: Int32, group: Int64, nbytes: Int64, loads: Int64) -> Int64:
+    """All sets of ranks at once: each gives away its first shard, then its second, ..."""
+    order = np.argsort(group, kind="stable")
+    limits = runs(group[order])
+    turn = np.arange(len(order)) - np.repeat(limits[:-1], np.diff(limits))
+    order = order[np.argsort(turn, kind="stable")]
+    winner = np.empty(len(group), np.int64)
+    for begin, end in pairwise(runs(np.sort(turn)).tolist()):
+        shards = order[begin:end]
+        candidates = members[shards]
+        best = loads[candidates].argmin(axis=1)
+        loads[candidates[np.arange(len(shards)), best]] += nbytes[shards]
+        winner[shards] = best
+    return winner
+
+
+def _one_by_one(members: Int32, _: Int64, nbytes: Int64, loads: Int64) -> Int64:
     heaps: dict[bytes, list[tuple[int, int, int]]] = {}
+    load: list[int] = loads.tolist()
     winners: list[int] = []
-    for start, stop, size in zip(
-        bounds[order].tolist(), bounds[order + 1].tolist(), nbytes[order].tolist(), strict=True
-    ):
-        members = rank[start:stop]
-        name = members.tobytes()
+    for mine, size in zip(members, nbytes.tolist(), strict=True):
+        name = mine.tobytes()
         heap = heaps.get(name)
         if heap is None:
-            heap = [(loads[r], r, i) for i, r in enumerate(members.tolist())]
+            heap = [(load[r], r, i) for i, r in enumerate(mine.tolist())]
             heapify(heap)
             heaps[name] = heap
         load_then, winner, place = heap[0]
         # Loads only grow: an entry that another set of holders made stale sinks to where it belongs.
-        while load_then != loads[winner]:
-            heapreplace(heap, (loads[winner], winner, place))
+        while load_then != load[winner]:
+            heapreplace(heap, (load[winner], winner, place))
             load_then, winner, place = heap[0]
-        loads[winner] = load_then + size
+        load[winner] = load_then + size
         heapreplace(heap, (load_then + size, winner, place))
-        winners.append(start + place)
-    chosen[order] = winners
-    return chosen
+        winners.append(place)
+    loads[:] = load
+    return np.array(winners, np.int64)
 
 
 def _precedence(declared: Declarations, rows: Int64, count: Int64, nbytes: Int64) -> Int64:
     """The order in which shards are given away; the last criteria, key and box, only make it definite."""
     alphabetical = np.empty(len(declared.tensors), np.int64)
-    by_key = sorted(range(len(declared.tensors)), key=declared.tensors.__getitem__)
+    keys = [entry.key for entry in declared.tensors]
+    by_key = sorted(range(len(keys)), key=keys.__getitem__)
     alphabetical[by_key] = np.arange(len(by_key))
     offsets = declared.boxes.offset[rows].T[::-1]
     return np.lexsort([*offsets, alphabetical[declared.tensor[rows]], -nbytes, count])

@@ -55,6 +55,8 @@ def _stored_numbers(wanted: Declarations, manifest: Manifest) -> Int64:
             continue
         table[i] = number
         there = manifest.tensors[number].meta
+        if there == meta:
+            continue
         if there.is_object != meta.is_object:
             kinds = ("an object", "a tensor") if there.is_object else ("a tensor", "an object")
             problems.append(f"{key!r} is stored as {kinds[0]} and asked for as {kinds[1]}")

@@ -22,6 +22,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ from megackpt.planning.manifest import (
 _NUMBERED = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d{1,9})\.")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d{1,9})\.")
 _LAST = ("output_layer", "lm_head", "final")
-_ANY = -1
+ANY = -1
 _MOST = 8
 """Pieces that a rank may have of one tensor; where there are more, they have another reason."""
 
@@ -144,83 +145,108 @@ def _numbered(tensors: Sequence[TensorEntry]) -> dict[str, int]:
     return counts
 
 
-class _Rows:
-    """Columns of boxes, and where each lives: stage, expert group, tensor rank, data rank; _ANY = on all of them."""
+class Places:
+    """Columns of boxes, and on which ranks each is held: those of one stage, expert group, tensor rank, data rank.
+
+    What is held on several ranks is replicas there; ``ANY`` = on all of them.
+    """
 
     def __init__(self, job: Parallelism) -> None:
-        self._job = job
+        self.job = job
         self._boxes: list[Boxes] = []
         self._columns: list[Int64] = []  # (n, 6): tensor, nbytes, stage, expert group, tensor rank, data rank
+
+    def add(
+        self,
+        number: int | Int64,
+        boxes: Boxes,
+        nbytes: int | Int64,
+        *,
+        stage: int | Int64 = ANY,
+        expert: int | Int64 = ANY,
+        tensor: int | Int64 = ANY,
+        data: int | Int64 = ANY,
+    ) -> None:
+        """Boxes of the tensors with these numbers; each argument one number for all boxes, or a column."""
+        columns = np.empty((len(boxes), 6), np.int64)
+        for i, column in enumerate((number, nbytes, stage, expert, tensor, data)):
+            columns[:, i] = column
+        self._boxes.append(boxes)
+        self._columns.append(columns)
+
+    def parts(self, tensors: Sequence[TensorEntry]) -> list[Declarations]:
+        """The declarations of every rank. What ranks have in common is worked out once, and is the same object."""
+        job = self.job
+        boxes, columns = Boxes.concat(self._boxes), np.concatenate(self._columns)
+        by_stage = [_living(columns, np.arange(len(columns)), 2, stage) for stage in range(job.pipeline)]
+        tables: dict[bytes, tuple[TensorEntry, ...]] = {}
+        shared: dict[tuple[int, int, int], list[Declarations]] = {}
+        found = []
+        for rank, (stage, data, cut) in enumerate(job.places()):
+            group = (stage, data % job.expert, cut)
+            if group not in shared:
+                rows = _living(columns, by_stage[stage], 4, cut)
+                rows = _living(columns, rows, 3, data % job.expert)
+                split = _by_data(columns, rows, job.data)
+                shared[group] = [_declared(tensors, boxes, columns, some, tables) for some in split]
+            several = shared[group]
+            found.append(_of_rank(several[data % len(several)], rank, (stage, cut, data), job))
+        return found
+
+
+class _Rows(Places):
+    """Places of the tensors and objects of a checkpoint."""
 
     def add_tensor(
         self, number: int, entry: TensorEntry, axes: Axes, multiple: int, counts: dict[str, int]
     ) -> bool:
         """All pieces of one tensor. False where the cut axis does not divide evenly."""
-        job, shape = self._job, entry.meta.shape
+        job, shape = self.job, entry.meta.shape
         counted = [axis for axis in (axes.layers, axes.experts) if axis is not None]
         pieces = [extent if axis in counted else 1 for axis, extent in enumerate(shape)]
         wanted = job.tensor * (job.data if job.fully_sharded else 1) * multiple
         if axes.cut is not None:
             pieces[axes.cut] = min(wanted, shape[axes.cut])
-        which = np.indices(pieces, np.int64).reshape(len(shape), math.prod(pieces))
-        boxes = _grid(shape, pieces, which)
-        columns = np.full((len(boxes), 6), _ANY, np.int64)
-        columns[:, 0] = number
-        columns[:, 1] = boxes.volume * entry.meta.itemsize
-        columns[:, 2] = _dealt(which, axes.layers, shape, _NUMBERED, entry.key, counts, job.pipeline)
-        columns[:, 3] = _dealt(which, axes.experts, shape, _EXPERT, entry.key, counts, job.expert)
-        if (columns[:, 2] == _ANY).all():
-            columns[:, 2] = self._stage(entry.key)
+        boxes, which = grid_pieces(shape, pieces)
+        stage = _dealt(which, axes.layers, shape, _NUMBERED, entry.key, counts, job.pipeline)
+        tensor = data = np.full(len(boxes), ANY)
         if axes.cut is not None:
-            columns[:, 4] = which[axes.cut] % job.tensor
-            if job.fully_sharded:
-                columns[:, 5] = which[axes.cut] // job.tensor % job.data
-        self._boxes.append(boxes)
-        self._columns.append(columns)
+            tensor = which[axes.cut] % job.tensor
+            data = which[axes.cut] // job.tensor % job.data if job.fully_sharded else data
+        self.add(
+            number,
+            boxes,
+            boxes.volume * entry.meta.itemsize,
+            stage=self._stage(entry.key) if isinstance(stage, int) and stage == ANY else stage,
+            expert=_dealt(which, axes.experts, shape, _EXPERT, entry.key, counts, job.expert),
+            tensor=tensor,
+            data=data,
+        )
         return axes.cut is None or shape[axes.cut] % wanted == 0
 
     def _stage(self, key: str) -> int:
         if "embed" in key:
             return 0
-        return self._job.pipeline - 1 if any(word in key for word in _LAST) else _ANY
+        return self.job.pipeline - 1 if any(word in key for word in _LAST) else ANY
 
     def add_objects(self, manifest: Manifest, chunks: Int64) -> None:
         """The stored shards of objects, dealt out over the ranks; the common state goes to rank 0."""
-        job = self._job
+        job = self.job
         tensor = manifest.chunks.tensor[chunks].astype(np.int64)
         common = np.array([manifest.tensors[n].is_common for n in tensor], np.bool_)
         rank = np.where(common, 0, np.arange(len(chunks)) * job.ranks // max(1, len(chunks)))
         stage, inner = np.divmod(rank, job.data * job.tensor)
         data, cut = np.divmod(inner, job.tensor)
-        nowhere = np.full(len(chunks), _ANY, np.int64)
-        self._boxes.append(manifest.chunks.boxes.take(chunks))
-        self._columns.append(
-            np.stack([tensor, np.full(len(chunks), NOMINAL_OBJECT), stage, nowhere, cut, data], axis=1)
-        )
-
-    def parts(self, tensors: Sequence[TensorEntry]) -> list[Declarations]:
-        """The declarations of every rank. What ranks have in common is worked out once."""
-        job = self._job
-        boxes, columns = Boxes.concat(self._boxes), np.concatenate(self._columns)
-        by_stage = [_living(columns, np.arange(len(columns)), 2, stage) for stage in range(job.pipeline)]
-        shared: dict[tuple[int, int, int], Declarations] = {}
-        single = bool((columns[:, 5] != _ANY).any())  # data ranks are not all alike
-        found = []
-        for rank, (stage, data, cut) in enumerate(job.places()):
-            group = (stage, data if single else data % job.expert, cut)
-            if group not in shared:
-                rows = _living(columns, by_stage[stage], 4, cut)
-                rows = _living(columns, rows, 3, data % job.expert)
-                shared[group] = _declared(tensors, boxes, columns, _living(columns, rows, 5, data))
-            found.append(_of_rank(shared[group], rank, (stage, cut, data), job))
-        return found
+        boxes = manifest.chunks.boxes.take(chunks)
+        self.add(tensor, boxes, NOMINAL_OBJECT, stage=stage, tensor=cut, data=data)
 
 
-def _grid(shape: Sequence[int], pieces: Sequence[int], which: Int64) -> Boxes:
-    """The pieces with these numbers (a row an axis) of a tensor cut into ``pieces`` that differ by one at most."""
+def grid_pieces(shape: Sequence[int], pieces: Sequence[int]) -> tuple[Boxes, Int64]:
+    """A tensor cut into ``pieces`` along each axis, which differ by one at most; and their numbers, a row an axis."""
+    which = np.indices(pieces, np.int64).reshape(len(shape), math.prod(pieces))
     extents, counts = np.array(shape, np.int64)[:, None], np.array(pieces, np.int64)[:, None]
     low, high = which * extents // counts, (which + 1) * extents // counts
-    return Boxes(low.T, (high - low).T)
+    return Boxes(low.T, (high - low).T), which
 
 
 def _dealt(
@@ -232,31 +258,52 @@ def _dealt(
     counts: dict[str, int],
     groups: int,
 ) -> Int64 | int:
-    """To which of the groups each piece belongs: by its number on this axis, or the one in its key; else _ANY."""
+    """To which of the groups each piece belongs: by its number on this axis, or the one in its key; else ANY."""
     if axis is not None:
         group: Int64 = which[axis] * groups // shape[axis]
         return group
     match = pattern.search(key)
-    return int(match[1]) * groups // counts[key[: match.start(1)]] if match else _ANY
+    return int(match[1]) * groups // counts[key[: match.start(1)]] if match else ANY
 
 
 def _living(columns: Int64, rows: Int64, column: int, place: int) -> Int64:
     there = columns[rows, column]
-    found: Int64 = rows[(there == place) | (there == _ANY)]
+    found: Int64 = rows[(there == place) | (there == ANY)]
     return found
 
 
-def _declared(tensors: Sequence[TensorEntry], boxes: Boxes, columns: Int64, rows: Int64) -> Declarations:
-    """Rows as some rank declares them; the bits of ``replica`` tell over what they are copied (see _of_rank)."""
+def _by_data(columns: Int64, rows: Int64, ranks: int) -> list[Int64]:
+    """The rows of each data rank; once, where these are all alike."""
+    data = columns[rows, 5]
+    everywhere, own = rows[data == ANY], rows[data != ANY]
+    if not len(own):
+        return [rows]
+    own = own[np.argsort(columns[own, 5], kind="stable")]
+    bounds = np.searchsorted(columns[own, 5], np.arange(ranks + 1)).tolist()
+    return [np.sort(np.concatenate([everywhere, own[low:high]])) for low, high in pairwise(bounds)]
+
+
+def _declared(
+    tensors: Sequence[TensorEntry],
+    boxes: Boxes,
+    columns: Int64,
+    rows: Int64,
+    tables: dict[bytes, tuple[TensorEntry, ...]],
+) -> Declarations:
+    """Rows as some rank declares them; its replica ids are bits that tell over what there are copies (see _of_rank)."""
     mine = columns[rows]
     used, tensor = np.unique(mine[:, 0], return_inverse=True)
-    everywhere = mine[:, 2:] == _ANY  # stage, expert group, tensor rank, data rank
-    replica = 4 * everywhere[:, 0] + 2 * everywhere[:, 2] + everywhere[:, 3] + 8 * ~everywhere[:, 1]
+    table = tables.get(used.tobytes())
+    if table is None:
+        table = tables.setdefault(used.tobytes(), tuple(tensors[n] for n in used.tolist()))
+    everywhere = mine[:, 2:] == ANY  # stage, expert group, tensor rank, data rank
+    bits = 4 * everywhere[:, 0] + 2 * everywhere[:, 2] + everywhere[:, 3] + 8 * ~everywhere[:, 1]
+    copied, replica = np.unique(bits, return_inverse=True)
     return Declarations(
-        tuple(tensors[n] for n in used.tolist()),
+        table,
         tensor.astype(np.int32),
         boxes.take(rows),
-        (),
+        tuple(copied.tolist()),
         replica.astype(np.int32),
         np.zeros(len(rows), np.bool_),
         mine[:, 1],
@@ -273,6 +320,7 @@ def _of_rank(shared: Declarations, rank: int, place: tuple[int, int, int], job: 
             cut * bool(bits & 2),
             (data // job.expert if bits & 8 else data) * (bits & 1),
         )
-        for bits in range(16)
+        for bits in shared.replica_ids
+        if isinstance(bits, int)
     ]
     return replace(shared, replica_ids=tuple(table), rank=np.full(len(shared), rank, np.int32))

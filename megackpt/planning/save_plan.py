@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,7 +89,8 @@ def plan_save(
         items = _cut(items, pieces, items.boxes.offset)
     part = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
     items = items.take(_plan_order(declared, items, part[items.row]))
-    return _plans(parts, declared, items, grids), _manifest(declared, items, part[items.row], grids)
+    writer = part[items.row]
+    return _plans(parts, declared, items, writer, grids), _manifest(declared, items, writer, grids)
 
 
 def _without_empty(declared: Declarations, rows: Int64) -> Int64:
@@ -114,21 +115,30 @@ def _plan_order(declared: Declarations, items: _Items, part: Int64) -> Int64:
 
 
 def _plans(
-    parts: Sequence[Declarations], declared: Declarations, items: _Items, grids: Sequence[Grid]
+    parts: Sequence[Declarations],
+    declared: Declarations,
+    items: _Items,
+    part: Int64,
+    grids: Sequence[Grid],
 ) -> list[SavePlan]:
     """The plans speak in each rank's own table of tensors and its own rows."""
     first = np.cumsum([0, *map(len, parts)])
-    part = np.searchsorted(first, items.row, side="right") - 1
     bounds = np.searchsorted(part, np.arange(len(parts) + 1)).tolist()
     tensor = np.concatenate([p.tensor for p in parts])[items.row] if parts else items.row.astype(np.int32)
     source = (items.row - first[part]).astype(np.int32)
     chosen = {e: g for e, g in zip(declared.tensors, grids, strict=True) if g is not None}
+    cells = {id(own.tensors): tuple(map(chosen.get, own.tensors)) for own in _different(parts)}
     plans = []
     for rank, own in enumerate(parts):
         mine = slice(bounds[rank], bounds[rank + 1])
-        cells = tuple(map(chosen.get, own.tensors)) if chosen else (None,) * len(own.tensors)
-        plans.append(SavePlan(rank, own.tensors, cells, tensor[mine], items.boxes.take(mine), source[mine]))
+        boxes = items.boxes.take(mine)
+        plans.append(SavePlan(rank, own.tensors, cells[id(own.tensors)], tensor[mine], boxes, source[mine]))
     return plans
+
+
+def _different(parts: Sequence[Declarations]) -> Collection[Declarations]:
+    """One of each lot of ranks that have the very same table of tensors (the same object)."""
+    return {id(part.tensors): part for part in parts}.values()
 
 
 def _manifest(declared: Declarations, items: _Items, part: Int64, grids: Sequence[Grid]) -> Manifest:

@@ -38,7 +38,7 @@ def region(tensor: torch.Tensor, holder: Box, box: Box) -> torch.Tensor:
     """The view of ``tensor`` (which fills ``holder``; leading axes of extent 1 may be left out) that is ``box``."""
     missing = len(holder.shape) - tensor.dim()
     wide = tensor[(None,) * missing] if missing else tensor
-    return wide if box == holder else wide[box.relative_to(holder).slices()]
+    return wide if box.shape == holder.shape else wide[box.relative_to(holder).slices()]
 
 
 def settle(tensors: Iterable[object]) -> None:

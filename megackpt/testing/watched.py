@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megackpt.runtime.storage import FileReader, FileUpdater, FileWriter, LocalStorage
+from megackpt.runtime.storage import Batch, FileReader, FileUpdater, FileWriter, LocalStorage
 
 
 class WatchedStorage(LocalStorage):
-    """``durable``: files that were closed, or put whole; ``synced``: folders whose entries were; ``read``: bytes.
+    """``durable``: files that were closed (those of a batch: with it), or put whole; ``synced``: folders whose entries
+    were; ``read``: bytes.
 
     What tensorstore writes through ``kvstore`` is not seen. It makes each file durable with its name in its folder,
     and leaves the names of new folders to ``sync``.
@@ -41,10 +42,13 @@ class WatchedStorage(LocalStorage):
         return super().kvstore(folder)
 
     def create(self, name: str) -> FileWriter:
-        return _Writer(super().create(name), self, name)
+        return _Writer(super().create(name), self.durable, name)
+
+    def batch(self) -> Batch:
+        return _Batch(super().batch(), self.durable)
 
     def update(self, name: str) -> FileUpdater:
-        return _Updater(super().update(name), self, name)
+        return _Updater(super().update(name), self.durable, name)
 
     def put(self, name: str, data: bytes) -> None:
         super().put(name, data)
@@ -60,8 +64,8 @@ class WatchedStorage(LocalStorage):
 
 
 class _Writer(FileWriter):
-    def __init__(self, file: FileWriter, root: WatchedStorage, name: str) -> None:
-        self._file, self._root, self._name = file, root, name
+    def __init__(self, file: FileWriter, durable: set[str], name: str) -> None:
+        self._file, self._durable, self._name = file, durable, name
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         self._file.write(buffers)
@@ -72,22 +76,40 @@ class _Writer(FileWriter):
 
     def close(self) -> None:
         self._file.close()
-        self._root.durable.add(self._name)
+        self._durable.add(self._name)
 
     def abort(self) -> None:
         self._file.abort()
 
 
+class _Batch(Batch):
+    """Its files are durable when it is closed, and not before."""
+
+    def __init__(self, batch: Batch, durable: set[str]) -> None:
+        self._batch, self._durable = batch, durable
+        self._written: set[str] = set()
+
+    def create(self, name: str) -> FileWriter:
+        return _Writer(self._batch.create(name), self._written, name)
+
+    def close(self) -> None:
+        self._batch.close()
+        self._durable |= self._written
+
+    def abort(self) -> None:
+        self._batch.abort()
+
+
 class _Updater(FileUpdater):
-    def __init__(self, file: FileUpdater, root: WatchedStorage, name: str) -> None:
-        self._file, self._root, self._name = file, root, name
+    def __init__(self, file: FileUpdater, durable: set[str], name: str) -> None:
+        self._file, self._durable, self._name = file, durable, name
 
     def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
         self._file.write_at(start, buffers)
 
     def close(self) -> None:
         self._file.close()
-        self._root.durable.add(self._name)
+        self._durable.add(self._name)
 
     def abort(self) -> None:
         self._file.abort()

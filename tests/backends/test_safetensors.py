@@ -327,9 +327,11 @@ def test_the_one_file_that_holds_everything() -> None:
         Safetensors().lone_file(manifest)
 
 
-@pytest.mark.parametrize("options", [{"shards": 0}, {"max_shard_bytes": 0}])
-def test_options_that_make_no_sense(options: dict[str, int]) -> None:
-    with pytest.raises(BackendError, match="at least 1"):
+@pytest.mark.parametrize(
+    "options", [{"shards": 0}, {"max_shard_bytes": 0}, {"shards": 1.5}, {"shards": True}, {"shards": "x"}]
+)
+def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
+    with pytest.raises(BackendError, match="whole number from 1 on"):
         Safetensors(**options)
 
 

@@ -99,7 +99,7 @@ def test_metadata_json_is_megatrons(tmp_path: Path) -> None:
 
 def test_cells_of_zeros_are_files_too(tmp_path: Path) -> None:
     suite.save(tmp_path / "c", small_world())
-    assert sorted(os.listdir(tmp_path / "c/zeros/c")) == ["0", "1"]
+    assert sorted(os.listdir(tmp_path / "c/zeros")) == ["c.0.0", "c.1.0", "zarr.json"]
 
 
 def test_only_padding_behind_the_bytes_leaves_a_prefix() -> None:
@@ -165,16 +165,16 @@ def test_new_folders_are_made_durable(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "fsync", recording)
     suite.save(tmp_path / "c", small_world())
-    assert {".", "edge", "edge/c", "zeros", "rng.objects"} <= synced  # edge/c/0 by tensorstore itself
+    assert {".", "edge", "zeros", "rng.objects"} <= synced
 
 
 def test_a_write_that_fails_tells_what_and_where(tmp_path: Path) -> None:
-    (tmp_path / "c/edge").mkdir(parents=True)
-    (tmp_path / "c/edge/c").write_text("in the way")
     world = small_world()
     (plan,), _ = suite.planned(world, 1)
-    with pytest.raises(StorageError, match=r"'edge' \[.*/c/edge/c/"):
-        suite.write(tmp_path / "c", world, plan)
+    for i, (backend, told) in enumerate(((Zarr(), "cannot create .*"), (Zarr("zstd"), r"'edge' \[.*"))):
+        (tmp_path / f"{i}/edge/c.0.1").mkdir(parents=True)
+        with pytest.raises(StorageError, match=rf"{told}/{i}/edge/c\.0\.1"):
+            backend.write(LocalStorage(tmp_path / str(i)), plan, MemorySource(world, plan))
 
 
 # -- reading without an index
@@ -182,18 +182,18 @@ def test_a_write_that_fails_tells_what_and_where(tmp_path: Path) -> None:
 
 def test_every_missing_or_cut_chunk_is_named(tmp_path: Path) -> None:
     root, _ = suite.save(tmp_path / "c", small_world())
-    (tmp_path / "c/edge/c/1/2").unlink()
-    (tmp_path / "c/a%2Fweight/c/1/0").write_bytes(b"short")
+    (tmp_path / "c/edge/c.1.2").unlink()
+    (tmp_path / "c/a%2Fweight/c.1.0").write_bytes(b"short")
     with pytest.raises(CorruptCheckpoint) as caught:
         Zarr().read_manifest(root)
-    assert "edge/c/1/2" in str(caught.value)
-    assert "a%2Fweight/c/1/0 has 5 bytes instead of 100" in str(caught.value)
+    assert "edge/c.1.2" in str(caught.value)
+    assert "a%2Fweight/c.1.0 has 5 bytes instead of 100" in str(caught.value)
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
     world = small_world()
     root, manifest = suite.save(tmp_path / "c", world)
-    for file in ("edge/c/2/2", "zeros/c/0/0"):  # padded, and plain
+    for file in ("edge/c.2.2", "zeros/c.0.0"):  # padded, and plain
         (tmp_path / "c" / file).rename(tmp_path / "elsewhere")
         (tmp_path / "c" / file).symlink_to(tmp_path / "elsewhere")
         with pytest.raises(CorruptCheckpoint):
@@ -283,7 +283,7 @@ def test_a_description_is_what_it_was_made_of() -> None:
     layout = parse_array(text.encode(), "here")
     assert (layout.shape, layout.dtype, layout.cell, layout.raw) == ((7, 5), "bfloat16", (3, 2), True)
     assert layout.counts == (3, 3)
-    assert layout.file((1, 2)) == "c/1/2"
+    assert layout.file((1, 2)) == "c.1.2"
 
 
 def test_other_zarr_groups_are_no_checkpoints(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_strategy_says_so_and_a_load_needs_not(tmp_path: Path) -> None:
         assert report.ok, report
         assert report.checked
         sizes[name] = sum(f.stat().st_size for f in (path / "w").rglob("*"))
-        chunk = path / "w/c/0/0"
+        chunk = path / "w/c.0.0"
         data = bytearray(chunk.read_bytes())
         data[len(data) // 2] ^= 1
         chunk.write_bytes(data)
@@ -122,7 +122,7 @@ def bomb(tmp_path: Path, codec: str) -> tuple[LocalStorage, World]:
     large = np.zeros(1 << 30, np.uint8)
     packed = Zstd(1).encode(large) if codec == "zstd" else Blosc("zstd", 1).encode(large)
     assert len(packed) < 1 << 20
-    (tmp_path / "c/t/c/0/0").write_bytes(packed)
+    (tmp_path / "c/t/c.0.0").write_bytes(packed)
     return root, world
 
 

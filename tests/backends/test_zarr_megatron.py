@@ -106,9 +106,11 @@ def test_keys_stand_as_they_are(folder: Path) -> None:
     (folder / "a.b.sync/0.lock").write_text("")
     (folder / "logs").mkdir()
     (folder / "logs/today").write_text("not ours")
-    (folder / "loop").symlink_to(folder)
     found = megackpt.load_plain_tensors(folder)
     assert {key: int(t) for key, t in found.items()} == {key: i for i, key in enumerate(keys)}
+    (folder / "loop").symlink_to(folder)  # it could be a tensor's
+    with pytest.raises(CorruptCheckpoint, match="loop is no directory"):
+        megackpt.load_plain_tensors(folder)
 
 
 def test_objects_are_handed_over_in_the_form_of_ours(folder: Path) -> None:

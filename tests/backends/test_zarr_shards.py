@@ -85,7 +85,7 @@ def test_one_file_a_cell_many_chunks_in_it(tmp_path: Path) -> None:
     world = shards()
     _, manifest = suite.save(tmp_path / "c", world, ranks=2)
     chunks = manifest.chunks_of("rows")
-    assert {c.location.file for c in chunks} == {"rows/c/0/0", "rows/c/1/0"}
+    assert {c.location.file for c in chunks} == {"rows/c.0.0", "rows/c.1.0"}
     assert {c.box.shape for c in chunks} == {(4, 5)}
     document = json.loads((tmp_path / "c/rows/zarr.json").read_text())
     (sharding,) = document["codecs"]
@@ -114,8 +114,8 @@ def test_the_bytes_of_a_shard(tmp_path: Path) -> None:
         assert length == len(expected)
         if raw[i]:
             assert data[start : start + length] == expected
-    data = (tmp_path / "c/rows/c/1/0").read_bytes()
-    starts, lengths = shard_index(root, "rows/c/1/0", 2, ("end", True))
+    data = (tmp_path / "c/rows/c.1.0").read_bytes()
+    starts, lengths = shard_index(root, "rows/c.1.0", 2, ("end", True))
     assert lengths.tolist() == [44, 44]
     assert len(data) == 2 * 44 + 2 * 16 + 4
     for start in starts.tolist():
@@ -124,6 +124,44 @@ def test_the_bytes_of_a_shard(tmp_path: Path) -> None:
     assert (
         raw.tolist().count(False) == 2
     )  # the second shard of padded.columns, in which padding parts the rows
+
+
+def expect_bytes_of_tensorstore(folder: Path, world: World, checksum: bool) -> None:
+    """Save a world; every cell's file is what tensorstore writes of the same array."""
+    suite_of = BackendSuite()
+    suite_of.backend = Zarr(checksum=checksum)
+    suite_of.save(folder / "c", world, ranks=2)
+    for key, whole in world.tensors.items():
+        metadata = json.loads((folder / "c" / key / "zarr.json").read_text())
+        place = {"driver": "file", "path": f"{folder}/theirs/{key}/"}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": place,
+            "metadata": metadata,
+            "store_data_equal_to_fill_value": True,
+        }
+        store = ts.open(spec, create=True).result()
+        store[...] = whole.values.view(store.dtype.numpy_dtype)
+        theirs = {path.name: path.read_bytes() for path in (folder / "theirs" / key).glob("c*")}
+        assert theirs == {path.name: path.read_bytes() for path in (folder / "c" / key).glob("c*")}
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.usefixtures("tiny_chunks")
+def test_our_bytes_are_those_of_tensorstore(tmp_path: Path, checksum: bool) -> None:
+    whole = {f"all.{d}": Whole.random(d, (9, 7), (6, 4), i) for i, d in enumerate(DTYPES)}
+    beyond = {
+        "beyond": Whole.random("float32", (13, 3), (8, 3), 1),  # a chunk of which nothing is in the tensor
+        "between": Whole.random("float32", (3, 7, 5), (2, 4, 5), 2),
+        "scalar": Whole.random("float64", (), (), 3),
+    }
+    expect_bytes_of_tensorstore(tmp_path, World(shards().tensors | whole | beyond), checksum)
+
+
+def test_our_bytes_are_those_of_tensorstore_where_chunks_end_anywhere(tmp_path: Path) -> None:
+    """Chunks of 3 MB, so that digest blocks and the pieces that a source gives end in the middle of them."""
+    world = World({"w": Whole.random("float16", (4000, 1000), (3000, 1000))})
+    expect_bytes_of_tensorstore(tmp_path, world, checksum=True)
 
 
 @pytest.mark.usefixtures("tiny_chunks")
@@ -157,7 +195,7 @@ def test_stock_readers_read_every_data_type(tmp_path: Path, dtype: str) -> None:
 def test_other_readers_notice_a_flipped_bit_and_so_do_we_without_an_index(tmp_path: Path) -> None:
     world = shards()
     root, manifest = suite.save(tmp_path / "c", world)
-    path = tmp_path / "c/rows/c/0/0"
+    path = tmp_path / "c/rows/c.0.0"
     data = bytearray(path.read_bytes())
     data[manifest.chunks_of("rows")[0].location.start] ^= 1
     path.write_bytes(data)
@@ -252,10 +290,10 @@ def test_an_index_that_is_damaged_or_cut_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("tiny_chunks")
 def test_a_chunk_that_its_shard_lacks_is_named(tmp_path: Path) -> None:
     root, manifest = suite.save(tmp_path / "c", shards())
-    put_shard(tmp_path / "c/rows/c/0/0", [0, -1], [44, -1])
-    with pytest.raises(CorruptCheckpoint, match=r"rows/c/0/0 has -1 bytes of chunk 1, \[4:8, 0:5\]"):
+    put_shard(tmp_path / "c/rows/c.0.0", [0, -1], [44, -1])
+    with pytest.raises(CorruptCheckpoint, match=r"rows/c.0.0 has -1 bytes of chunk 1, \[4:8, 0:5\]"):
         Zarr().read_manifest(root)
-    put_shard(tmp_path / "c/padded.columns/c/0/1", [0, -1], [52, -1])
+    put_shard(tmp_path / "c/padded.columns/c.0.1", [0, -1], [52, -1])
     columns = shards().declared([ShardId("padded.columns", Box((2, 6), (2, 4)))])
     with pytest.raises(CorruptCheckpoint, match=r"padded\.columns"):
         suite.load(root, manifest, columns, verify=False)

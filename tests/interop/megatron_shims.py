@@ -1,4 +1,4 @@
-"""Lets Megatron-Core 0.16 run where there is no GPU: what it asks of CUDA is answered by the CPU."""
+"""Lets Megatron-Core 0.16 and 0.12 run where there is no GPU: what they ask of CUDA is answered by the CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 CPU = torch.device("cpu")
@@ -15,6 +16,7 @@ MAKERS = ("tensor", "empty", "zeros", "ones", "full", "empty_like", "zeros_like"
 
 def dist_checkpointing() -> types.ModuleType:
     """Megatron-Core's own ``dist_checkpointing``, on the CPU. Only for a process of its own: torch is changed."""
+    np.product = np.prod  # which numpy 2 has no more, and 0.12 asks for
     from megatron.core import (
         dist_checkpointing,
     )  # before the changes, which its use of torch.compile would notice

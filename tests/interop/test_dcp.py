@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,18 +117,49 @@ def stock_reads(folder: str, out: str) -> None:
 def stock_saves(folder: str) -> None:
     """On 4 ranks: state dicts of each kind, and what they hold, whole, by DCP's flat names."""
     import torch.distributed.checkpoint as dcp
+
+    for name in (*KINDS, "overwritten"):
+        held = made(name)
+        dcp.save(held, checkpoint_id=Path(folder) / name)
+        flat = unsharded(held)
+        if dist.get_rank() == 0:
+            torch.save(flat, Path(folder) / f"{name}.pt")
+
+
+def stock_reads_again(ours: str, stock: str) -> None:
+    """On 2 ranks, where 4 had saved: what we loaded and saved, into state dicts of each kind."""
+    import torch.distributed.checkpoint as dcp
+
+    for kind in KINDS:
+        held = blank(made(kind))
+        dcp.load(held, checkpoint_id=Path(ours) / kind)
+        found, (tensors, values) = unsharded(held), expected(Path(stock), kind)
+        assert {key: value for key, value in found.items() if key not in tensors} == values
+        for key, tensor in tensors.items():
+            assert_same(found[key], tensor.resolve_conj(), f"{kind}: {key}")
+    dist.barrier()
+
+
+def made(kind: str) -> dict[str, Any]:
+    return {"nested": nested, "dtensor": dtensor, "fsdp2": fsdp2, "overwritten": nested}[kind]()
+
+
+def unsharded(held: dict[str, Any]) -> dict[str, Any]:
+    """By DCP's flat names, DTensors whole."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.tensor import DTensor
 
-    def unsharded(value: Any) -> Any:
-        return value.full_tensor() if isinstance(value, DTensor) else value
+    flat = flatten_state_dict(held)[0]
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in flat.items()}
 
-    for name, kind in {"nested": nested, "dtensor": dtensor, "fsdp2": fsdp2, "overwritten": nested}.items():
-        held = kind()
-        dcp.save(held, checkpoint_id=Path(folder) / name)
-        flat = {key: unsharded(value) for key, value in flatten_state_dict(held)[0].items()}
-        if dist.get_rank() == 0:
-            torch.save(flat, Path(folder) / f"{name}.pt")
+
+def blank(value: Any) -> Any:
+    """The same structure, without anything in it that could be taken for loaded."""
+    if isinstance(value, dict):
+        return {key: blank(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [blank(item) for item in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
 def nested() -> dict[str, Any]:
@@ -158,21 +190,22 @@ def dtensor() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    size = dist.get_world_size()
+    line = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    square = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(0)
 
-    def made(mesh: Any, *placements: Any, shape: tuple[int, ...] = (7, 10)) -> Any:
+    def cut(mesh: Any, *placements: Any, shape: tuple[int, ...] = (7, 10)) -> Any:
         return distribute_tensor(torch.rand(shape, generator=generator), mesh, placements)
 
     return {
-        "rows": made(line, Shard(0)),  # 2, 2, 2 and 1
-        "columns": made(line, Shard(1)),
-        "few": made(line, Shard(0), shape=(2, 3)),  # nothing on half of the ranks
-        "same": made(line, Replicate()),
-        "square": made(square, Shard(0), Shard(1)),
-        "half": made(square, Replicate(), Shard(1)),
-        "twice": made(square, Shard(0), Shard(0), shape=(9, 2)),
+        "rows": cut(line, Shard(0)),  # of 4 ranks: 2, 2, 2 and 1
+        "columns": cut(line, Shard(1)),
+        "few": cut(line, Shard(0), shape=(2, 3)),  # nothing on half of 4 ranks
+        "same": cut(line, Replicate()),
+        "square": cut(square, Shard(0), Shard(1)),
+        "half": cut(square, Replicate(), Shard(1)),
+        "twice": cut(square, Shard(0), Shard(0), shape=(9, 2)),
     }
 
 
@@ -185,7 +218,7 @@ def fsdp2() -> dict[str, Any]:
     model = torch.nn.Sequential(
         torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=False), torch.nn.LayerNorm(3)
     )
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
@@ -210,7 +243,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory, ours: Path, ranks: Any) -> P
     """A directory of each kind; "overwritten" was ours before."""
     folder = tmp_path_factory.mktemp("stock")
     shutil.copytree(ours, folder / "overwritten")
-    ranks(stock_saves, 4, folder, timeout=120)
+    ranks(stock_saves, 4, folder, timeout=240)
     return folder
 
 
@@ -235,7 +268,7 @@ def objects_of(folder: Path) -> dict[str, Any]:
 
 
 def test_stock_dcp_reads_what_we_save(ours: Path, tmp_path: Path, ranks: Any) -> None:
-    ranks(stock_reads, 2, ours, tmp_path / "whole.pt", timeout=120)
+    ranks(stock_reads, 2, ours, tmp_path / "whole.pt", timeout=240)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -250,30 +283,49 @@ def test_the_whole_of_what_stock_dcp_saves(stock: Path, kind: str) -> None:
     assert not report.foreign
 
 
+def columns_of(
+    tensors: dict[str, torch.Tensor], group: ThreadedGroup
+) -> tuple[dict[str, ShardedTensor], dict[str, torch.Tensor]]:
+    """Blank, and full: this rank's share of each tensor along its last axis, where it was not cut before."""
+    asked, pieces = {}, {}
+    for key, tensor in tensors.items():
+        if not tensor.dim():
+            blank = torch.zeros_like(tensor)
+            asked[key] = ShardedTensor.from_rank_offsets(key, blank, replica_id=group.rank)
+            pieces[key] = tensor
+            continue
+        start, stop = (tensor.shape[-1] * i // group.size for i in (group.rank, group.rank + 1))
+        pieces[key] = tensor[..., start:stop].resolve_conj()
+        shape, begin = tuple(pieces[key].shape), (*(0,) * (tensor.dim() - 1), start)
+        blank = torch.empty(shape, dtype=tensor.dtype)
+        asked[key] = ShardedTensor(key, blank, tensor.dtype, shape, tuple(tensor.shape), begin, None)
+    return asked, pieces
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_it_is_resharded(stock: Path, kind: str, size: int) -> None:
-    """Each tensor cut along its last axis, at places where it was not cut before."""
     tensors, _ = expected(stock, kind)
 
     def run(group: ThreadedGroup) -> None:
-        asked, pieces = {}, {}
-        for key, tensor in tensors.items():
-            if not tensor.dim():
-                blank = torch.zeros_like(tensor)
-                asked[key] = ShardedTensor.from_rank_offsets(key, blank, replica_id=group.rank)
-                pieces[key] = tensor
-                continue
-            cuts = [tensor.shape[-1] * i // size for i in range(size + 1)]
-            start, stop = cuts[group.rank : group.rank + 2]
-            pieces[key] = tensor[..., start:stop].resolve_conj()
-            shape, begin = tuple(pieces[key].shape), (*(0,) * (tensor.dim() - 1), start)
-            blank = torch.empty(shape, dtype=tensor.dtype)
-            asked[key] = ShardedTensor(key, blank, tensor.dtype, shape, tuple(tensor.shape), begin, None)
+        asked, pieces = columns_of(tensors, group)
         found = megackpt.load(asked, stock / kind, process_group=group, dtype_policy="error")
         assert_all_same(found, pieces)
 
     ThreadedGroup.run(size, run)
+
+
+def test_stock_dcp_reads_what_we_make_of_its_own(stock: Path, tmp_path: Path, ranks: Any) -> None:
+    def run(kind: str, group: ThreadedGroup) -> None:
+        tensors, values = expected(stock, kind)
+        asked, _ = columns_of(tensors, group)
+        megackpt.load(asked, stock / kind, process_group=group)
+        objects = {key: ShardedObject(key, value, (), (), group.rank) for key, value in values.items()}
+        megackpt.save({**asked, **objects}, tmp_path / kind, process_group=group)
+
+    for kind in KINDS:
+        ThreadedGroup.run(3, partial(run, kind))
+    ranks(stock_reads_again, 2, tmp_path, stock, timeout=240)
 
 
 @pytest.mark.parametrize("kind", KINDS)

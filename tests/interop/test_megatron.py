@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -21,9 +24,15 @@ from megackpt.testing import ThreadedGroup
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
 
+GUIDE = Path(__file__).parent.parent.parent / "docs" / "from-megatron.md"
 DTYPES = [name for name in ITEMSIZE if name != OBJECT]
 UNEVEN = {1: (11,), 2: (7, 4), 4: (5, 0, 4, 2)}
 BUCKETS = (0, 3, 4, 9, 15, 20)
+TPS = (1, 2, 4)  # on 4 ranks: times DP 4, 2, 1
+SAVED = ("tp4", "tp2", "tp2 shared", "tp1 shared", "tp2 hinted")
+# What Megatron's wrapper for loading cannot carry from rank to rank over gloo, broadcast or pickled.
+NOT_SHARED = [name for name in DTYPES if name.startswith(("float8", "uint16", "uint32", "uint64"))]
+NOT_SHARED += ["int16", "complex32"]
 CONTENT = {"singleton_local_shards": False, "kinds": ["a", "b"]}
 
 
@@ -163,28 +172,90 @@ def octets(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
 
 
-def loaded_equals(load: Callable[[dict[Any, Any]], Any], lib: Any, rank: int, tp: int, saved_tp: int) -> None:
-    """``load`` fills this rank's blank state at TP = ``tp``; objects that belong to a TP rank only at their own."""
+def loaded_equals(
+    load: Callable[[dict[Any, Any]], Any],
+    lib: Any,
+    rank: int,
+    tp: int,
+    saved_tp: int,
+    without: Sequence[str] = (),
+) -> None:
+    """``load`` fills this rank's blank state at TP = ``tp``; objects that belong to a TP rank only at their own.
+
+    ``without``: dtypes that are not asked for.
+    """
     asked, expected = state(lib, rank, tp, blank=True), state(lib, rank, tp)
-    if tp != saved_tp:
-        del asked["rng"], expected["rng"]
+    for either in (asked, expected):
+        if tp != saved_tp:
+            del either["rng"]
+        for name in without:
+            del either["model"][f"dtype.{name}"]
     assert_same(load(asked), {**expected, "content_metadata": CONTENT}, f"TP {tp} rank {rank}")
 
 
 # ---- what Megatron's processes do
 
 
+def data_parallel(tp: int) -> dist.ProcessGroup:
+    """The group of the ranks that hold copies of what this rank holds."""
+    size = dist.get_world_size()
+    mine, _ = dist.new_subgroups_by_enumeration([list(range(t, size, tp)) for t in range(tp)])
+    return mine
+
+
 def megatron_reads(folder: str) -> None:
-    """On 2 ranks: all of what we saved at TP 2 x DP 2."""
+    """On 4 ranks: all of what we saved, at each parallelism; each rank by itself, and shared among copies."""
     from interop.megatron_shims import dist_checkpointing
 
     peer = dist_checkpointing()
-    from megatron.core.dist_checkpointing import mapping, serialization
+    from megatron.core.dist_checkpointing import mapping
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     rank = dist.get_rank()
-    for tp in (2, 1):
-        loaded_equals(lambda asked: peer.load(asked, folder), mapping, rank, tp, saved_tp=2)
-    full, stored = whole(), {**common(), "content_metadata": CONTENT}
+    for tp in TPS:
+        copies = data_parallel(tp)
+        strategies = {
+            "each by itself": TorchDistLoadShardedStrategy(),
+            **{
+                exchange: FullyParallelLoadStrategyWrapper(
+                    TorchDistLoadShardedStrategy(), copies, exchange_algo=exchange
+                )
+                for exchange in ("broadcast", "gather_object")
+                if copies.size() > 1
+            },
+        }
+        for saved_tp, (name, strategy) in product(TPS, strategies.items()):
+            load = partial(peer.load, checkpoint_dir=f"{folder}/tp{saved_tp}", sharded_strategy=strategy)
+            without = () if name == "each by itself" else NOT_SHARED
+            loaded_equals(load, mapping, rank, tp, saved_tp, without)
+    megatron_asks_around(peer, f"{folder}/tp2")
+    we_take_what_megatron_declares(f"{folder}/again")
+    dist.barrier()
+
+
+def we_take_what_megatron_declares(folder: str) -> None:
+    """By the lines that the documentation gives for it; without them it is refused."""
+    from megatron.core.dist_checkpointing import mapping
+
+    given = state(mapping, dist.get_rank(), 2)
+    with pytest.raises(megackpt.ShardingError, match=r"mapping\.ShardedTensor is not one of the classes"):
+        megackpt.save(given, folder)
+    (lines,) = (
+        b for b in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "def ours" in b
+    )
+    page = {name: getattr(megackpt, name) for name in megackpt.__all__}
+    exec(lines, page)  # noqa: S102 - the code of our own page
+    page["save_megatrons"](given, folder, content_metadata=CONTENT)
+    load = partial(page["load_megatrons"], checkpoint_dir=folder)
+    loaded_equals(load, mapping, dist.get_rank(), 1, 2)
+
+
+def megatron_asks_around(peer: Any, folder: str) -> None:
+    """The other ways to read a checkpoint."""
+    from megatron.core.dist_checkpointing import mapping, serialization
+
+    rank, full, stored = dist.get_rank(), whole(), {**common(), "content_metadata": CONTENT}
     assert_same(peer.load_common_state_dict(folder), stored)
     assert_same(peer.load_content_metadata(folder), CONTENT)
     assert_same(peer.load_plain_tensors(folder), {**full, **stored})
@@ -198,13 +269,12 @@ def megatron_reads(folder: str) -> None:
         assert {key: description(value) for key, value in found.items()} == described
     wider = mapping.ShardedTensor.from_rank_offsets(
         "vocab",
-        torch.ones(8, 2, dtype=torch.float16),
-        (0, rank, 2),
+        torch.ones(4, 2, dtype=torch.float16),
+        (0, rank, 4),
         allow_shape_mismatch=True,
     )
     padded = torch.cat([full["vocab"], torch.zeros(4, 2, dtype=torch.float16)])
-    assert_same(peer.load({"vocab": wider}, folder)["vocab"], padded[8 * rank : 8 * rank + 8])
-    dist.barrier()
+    assert_same(peer.load({"vocab": wider}, folder)["vocab"], padded[4 * rank : 4 * rank + 4])
 
 
 def description(declared: Any) -> tuple[Any, ...]:
@@ -214,7 +284,7 @@ def description(declared: Any) -> tuple[Any, ...]:
 
 
 def megatron_saves(folder: str) -> None:
-    """On 2 ranks: at TP 2, at DP 2 with the work shared, and with files of their own for the layers."""
+    """On 4 ranks: each by itself, with the work shared among copies, and with files of their own for the layers."""
     from interop.megatron_shims import dist_checkpointing
 
     peer = dist_checkpointing()
@@ -222,13 +292,18 @@ def megatron_saves(folder: str) -> None:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+    def plain(**options: Any) -> Any:
+        return TorchDistSaveShardedStrategy("torch_dist", 1, **options)
+
     strategies = {
-        "tp2": TorchDistSaveShardedStrategy("torch_dist", 1),
-        "dp2": FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1)),
-        "hinted": TorchDistSaveShardedStrategy("torch_dist", 1, separation_hint="layers"),
+        "tp4": plain(),
+        "tp2": plain(),
+        "tp2 shared": FullyParallelSaveStrategyWrapper(plain(), data_parallel(2), True),
+        "tp1 shared": FullyParallelSaveStrategyWrapper(plain()),
+        "tp2 hinted": plain(separation_hint="layers"),
     }
     for name, strategy in strategies.items():
-        declared = state(mapping, dist.get_rank(), 1 if name == "dp2" else 2)
+        declared = state(mapping, dist.get_rank(), int(name[2]))
         where = Path(folder) / name
         where.mkdir(exist_ok=True)
         dist.barrier()
@@ -246,12 +321,13 @@ def megatron_saves(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saved by us at TP 2 x DP 2."""
+    """Saved by us at each TP on 4 ranks."""
     folder = tmp_path_factory.mktemp("ours")
 
     def run(group: ThreadedGroup) -> None:
-        declared = {**state(megackpt, group.rank, 2), **pair(megackpt, group.rank, "one", "two")}
-        megackpt.save(declared, folder, content_metadata=CONTENT, process_group=group)
+        for tp in TPS:
+            declared = {**state(megackpt, group.rank, tp), **pair(megackpt, group.rank, "one", "two")}
+            megackpt.save(declared, folder / f"tp{tp}", content_metadata=CONTENT, process_group=group)
 
     ThreadedGroup.run(4, run)
     return folder
@@ -260,30 +336,30 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory, ranks: Any, peers: dict[str, str]) -> Path:
     folder = tmp_path_factory.mktemp("theirs")
-    ranks(megatron_saves, 2, folder, env=peers, timeout=120)
+    ranks(megatron_saves, 4, folder, env=peers, timeout=240)
     return folder
 
 
 def test_megatron_reads_what_we_save(ours: Path, ranks: Any, peers: dict[str, str]) -> None:
-    ranks(megatron_reads, 2, ours, env=peers, timeout=120)
+    ranks(megatron_reads, 4, ours, env=peers, timeout=240)
 
 
-@pytest.mark.parametrize(("name", "saved_tp"), [("tp2", 2), ("dp2", 1), ("hinted", 2)])
+@pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 1), (4, 1), (2, 2)])
-def test_we_read_what_megatron_saves(theirs: Path, name: str, saved_tp: int, tp: int, dp: int) -> None:
+def test_we_read_what_megatron_saves(theirs: Path, name: str, tp: int, dp: int) -> None:
     def run(group: ThreadedGroup) -> None:
         loaded_equals(
             lambda asked: megackpt.load(asked, theirs / name, process_group=group, dtype_policy="error"),
             megackpt,
             group.rank,
             tp,
-            saved_tp,
+            int(name[2]),
         )
 
     ThreadedGroup.run(tp * dp, run)
 
 
-@pytest.mark.parametrize("name", ["tp2", "dp2", "hinted"])
+@pytest.mark.parametrize("name", SAVED)
 def test_the_whole_of_what_megatron_saves(theirs: Path, name: str) -> None:
     assert_same(megackpt.load_plain_tensors(theirs / name), whole())
     assert_same(megackpt.load_common_state_dict(theirs / name), {**common(), "content_metadata": CONTENT})

@@ -130,6 +130,57 @@ def test_everything_is_durable(root, monkeypatch):
     assert synced == ["/"]
 
 
+def test_a_batch_is_durable_when_it_is_closed_and_folders_are_synced_once(root, system, monkeypatch):
+    synced = []
+    real = os.fsync
+
+    def fsync(fd):
+        synced.append(os.readlink(f"/proc/self/fd/{fd}").removeprefix(root.location) or "/")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    names = [f"a/{i % 3}/{i}" for i in range(300)]
+    before = len(os.listdir("/proc/self/fd"))
+    most = 0
+    with root.batch() as batch:
+        for name in names:
+            with batch.create(name) as writer:
+                writer.write(views(name.encode()))
+                most = max(most, len(os.listdir("/proc/self/fd")) - before)
+        assert 1 < most <= 128
+        assert not {"/", "/a", "/a/0"}.intersection(synced)
+        with root.create("a/1/alone"):
+            pass
+        assert synced[-1] == "/a/1"
+        synced.remove("/a/1")
+        synced.remove("/a/1/alone")
+    assert sorted(synced) == sorted(["/", "/a", "/a/0", "/a/1", "/a/2", *(f"/{name}" for name in names)])
+    assert [root.get(name) for name in names] == [name.encode() for name in names]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_batch_that_is_given_up_or_cannot_be_made_durable(root, monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match=r"cannot create .*/f: File exists"), root.batch() as batch:
+        for _ in range(2):
+            with batch.create("f") as writer:
+                writer.write(views(b"1"))
+    with pytest.raises(ZeroDivisionError), root.batch() as batch, batch.create("g"):
+        raise ZeroDivisionError
+    assert root.list() == ["f"]
+    refused = []
+
+    def refuse(fd):
+        refused.append(os.readlink(f"/proc/self/fd/{fd}"))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StorageError, match=r"cannot make durable .*/a/f: Input/output error"):
+        root.put_new({"a/f": b"1", "a/g": b"2"})
+    assert refused == [f"{root.location}/a/f"]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["writev", "fsync"])
 def test_a_disk_that_refuses(root, monkeypatch, number, call):

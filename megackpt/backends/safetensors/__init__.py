@@ -67,8 +67,8 @@ class Safetensors(Backend):
 
     def __post_init__(self) -> None:
         for option, value in (("shards", self.shards), ("max_shard_bytes", self.max_shard_bytes)):
-            if value is not None and value < 1:
-                raise BackendError(f"{option} must be at least 1, not {value}")
+            if value is not None and (type(value) is not int or value < 1):
+                raise BackendError(f"{option} is a whole number from 1 on, not {value!r}")
 
     @property
     def last_file(self) -> str:

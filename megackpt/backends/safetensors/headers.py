@@ -189,12 +189,12 @@ def read_header(root: Storage, name: str) -> Contents:
             reader.read_into(0, [memoryview(length)])
             text = bytearray(int.from_bytes(length, "little"))
             reader.read_into(_PREFIX, [memoryview(text)])
-            return _parsed(bytes(text), name, reader.size)
+            return _parsed(text, name, reader.size)
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{root.location}/{name}: {error}") from error
 
 
-def _parsed(text: bytes, name: str, size: int) -> Contents:
+def _parsed(text: bytearray, name: str, size: int) -> Contents:
     try:
         header = json.loads(text, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:

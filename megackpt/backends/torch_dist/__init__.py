@@ -22,6 +22,7 @@ from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_dist import checksums, foreign, table, writing
 from megackpt.errors import BackendError
+from megackpt.planning.box import Int64
 from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.runtime.storage import Storage
 
@@ -42,8 +43,8 @@ class TorchDist(Backend):
     reads: ClassVar[Collection[int]] = frozenset({1})
 
     def __post_init__(self) -> None:
-        if self.files_per_rank < 1:
-            raise BackendError(f"files_per_rank must be at least 1, not {self.files_per_rank}")
+        if type(self.files_per_rank) is not int or self.files_per_rank < 1:
+            raise BackendError(f"files_per_rank is a whole number from 1 on, not {self.files_per_rank!r}")
         hint = self.separation_hint
         if hint is not None and (not hint or "/" in hint or "\0" in hint or len(hint) > 200):
             raise BackendError(f"separation_hint becomes part of file names, which {hint!r} cannot")
@@ -65,6 +66,10 @@ class TorchDist(Backend):
     def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002 - all data is in place
         common = np.array([entry.is_common for entry in manifest.tensors], np.bool_)
         return Finished(manifest, {METADATA: table.emit(manifest, common), **self.config()})
+
+    def foretold(self, plan: SavePlan, blobs: Int64) -> WriteResult:
+        parts = writing.distribute(plan, self.files_per_rank, self.separation_hint)
+        return writing.foretold(plan, parts, blobs)
 
     def count_files(self, plan: SavePlan) -> int:
         common = sum(bool(plan.tensors[number].is_common) for number in plan.tensor.tolist())

@@ -153,6 +153,8 @@ class _Listing:
             raise CorruptCheckpoint(f"{name!r} has no size or no chunks")
         listed = tuple(size)
         _check_volume(name, listed, dtype)
+        if not chunks and 0 not in listed:
+            raise CorruptCheckpoint(f"it lists no chunk of {name!r}, which has the shape {listed}")
         shape = self.flattened.get(name, listed)
         cells = flattened.Cells(name, listed, shape) if name in self.flattened else None
         entry, whole = TensorEntry(name, TensorMeta(shape, dtype)), Box.whole(listed)

@@ -7,16 +7,20 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megackpt.backends.archives import ALIGNMENT
 from megackpt.backends.base import Source
-from megackpt.backends.torch_dist.records import frame
+from megackpt.backends.torch_dist.records import frame, frame_lengths
 from megackpt.errors import BackendError
+from megackpt.planning.box import Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
+    ITEMSIZE,
+    OBJECT,
     SavePlan,
     TensorEntry,
     WriteResult,
@@ -26,6 +30,8 @@ from megackpt.runtime.storage import FileWriter, Storage, digest
 COMMON_FILE = "common.pt"
 BATCH = 8 << 20
 """Bytes of small records that are gathered into one write."""
+VIEWS = 1024
+"""Pieces of memory that one write takes."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,7 @@ class FilePart:
     rows: list[int]
 
 
-@dataclass(frozen=True)
-class Landed:
+class Landed(NamedTuple):
     """Where one row landed: its raw bytes, and the digests of their blocks."""
 
     start: int
@@ -58,7 +63,7 @@ def distribute(plan: SavePlan, files: int, hint: str | None) -> list[FilePart]:
     common = [i for i, number in enumerate(plan.tensor.tolist()) if plan.tensors[number].is_common]
     parts = [FilePart(COMMON_FILE, common)] if common else []
     named = _matching(plan.tensors, plan.tensor.tolist(), hint)
-    for group, prefix in ((False, ""), (True, hint or "")):
+    for group, prefix in ((False, ""),) if hint is None else ((False, ""), (True, hint)):
         rows = [i for i, match in enumerate(named) if match is group and i not in common]
         bins = _bins(plan, rows, files)
         parts += [FilePart(file_name(plan.rank, n, prefix), mine) for n, mine in enumerate(bins) if mine]
@@ -108,28 +113,66 @@ def write_parts(root: Storage, plan: SavePlan, data: Source, parts: list[FilePar
     )
 
 
+def foretold(plan: SavePlan, parts: list[FilePart], blobs: Int64) -> WriteResult:
+    """What ``write_parts`` would tell, but for the digests; ``blobs``: for each row of an object its bytes."""
+    size, head, tail = _frames(plan, blobs)
+    file = np.zeros(len(plan), np.int32)
+    start = np.zeros(len(plan), np.int64)
+    for number, part in enumerate(parts):
+        # Records begin and payloads lie at multiples of ALIGNMENT; blobs have no frame and begin anywhere.
+        position, starts = 0, []
+        for octets, front, end in zip(
+            size[part.rows].tolist(), head[part.rows].tolist(), tail[part.rows].tolist(), strict=True
+        ):
+            starts.append(position + (-position % ALIGNMENT if front else 0) + front)
+            position = starts[-1] + octets + end
+        file[part.rows] = number
+        start[part.rows] = starts
+    names, none = [part.name for part in parts], np.zeros((0, DIGEST_SIZE), np.uint8)
+    return WriteResult.of_rows(plan.boxes, names, file, start, size, none)
+
+
+def _frames(plan: SavePlan, blobs: Int64) -> tuple[Int64, Int64, Int64]:
+    """For each row the bytes of its payload, and of its record's head and tail (none around blobs)."""
+    size, head, tail = blobs.copy(), np.zeros_like(blobs), np.zeros_like(blobs)
+    kinds = [(entry.meta.dtype, len(entry.meta.shape)) for entry in plan.tensors]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    kind_of = np.array([numbers[kind] for kind in kinds], np.int64)[plan.tensor]
+    for (dtype, ndim), number in numbers.items():
+        rows = np.flatnonzero(kind_of == number)
+        if dtype != OBJECT and len(rows):
+            head[rows], tail[rows] = frame_lengths(dtype, plan.boxes.shape[rows, :ndim])
+            size[rows] = plan.boxes.take(rows).volume * ITEMSIZE[dtype]
+    return size, head, tail
+
+
 def _write_file(root: Storage, part: FilePart, plan: SavePlan, data: Source) -> list[Landed]:
     metas = [plan.tensors[number].meta for number in plan.tensor[part.rows].tolist()]
     extents = plan.boxes.shape[part.rows].tolist()
-    landed = []
+    landed: list[Landed] = []
+    tail = b""  # of the record before: written in one piece with the next one's head
     with root.create(part.name) as writer:
         batch = _Batch(writer)
         for row, meta, extent in zip(part.rows, metas, extents, strict=True):
             if meta.is_object:
+                batch.add(memoryview(tail))
+                tail = b""
                 landed.append(_write_payload(batch, data.blocks(row), -1))
                 continue
             shape = tuple(extent[: len(meta.shape)])
             size = math.prod(shape) * meta.itemsize
-            head, tail = frame(meta.dtype, shape)
-            batch.add(memoryview(bytes(-batch.position % ALIGNMENT) + head))
+            padding = bytes(-(batch.position + len(tail)) % ALIGNMENT)
+            head, ending = frame(meta.dtype, shape)
+            batch.add(memoryview(tail + padding + head))
+            tail = ending
             place = _write_payload(batch, data.blocks(row), size)
-            batch.add(memoryview(tail))
             if place.length != size:
                 shard = plan.row(row).shard
                 raise BackendError(
                     f"{shard} should have {size} bytes, but {place.length} came from the model"
                 )
             landed.append(place)
+        batch.add(memoryview(tail))
         batch.flush()
     return landed
 
@@ -141,15 +184,13 @@ class _Batch:
         self._writer = writer
         self._waiting: list[memoryview] = []
         self._size = 0
-
-    @property
-    def position(self) -> int:
-        return self._writer.position + self._size
+        self.position = writer.position
 
     def add(self, data: memoryview) -> None:
         self._waiting.append(data)
         self._size += len(data)
-        if self._size >= BATCH:
+        self.position += len(data)
+        if self._size >= BATCH or len(self._waiting) == VIEWS:
             self.flush()
 
     def flush(self) -> None:

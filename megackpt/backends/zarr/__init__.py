@@ -1,4 +1,4 @@
-"""zarr v3 through tensorstore: one array per tensor; objects and the common state beside the arrays."""
+"""zarr v3: one array per tensor; objects and the common state beside the arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megackpt.backends.zarr.layout import Cells, grid_of, inner_of
 from megackpt.backends.zarr.listing import contents
 from megackpt.backends.zarr.names import ARRAY, MEGATRON, VERSION, ZARRAY, entry_name
 from megackpt.backends.zarr.reading import damage, raw_rows, read_rows
-from megackpt.backends.zarr.writing import write_rows
+from megackpt.backends.zarr.writing import foretold, write_rows
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Bool, LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.runtime.storage import Storage
@@ -27,7 +27,7 @@ class Zarr(Backend):
     ====================================  ==========================================================
     ``zarr.json``                         the group, with consolidated metadata where all can read it
     ``<key>/zarr.json``                   an array; attribute ``key``: the tensor's key, unencoded
-    ``<key>/c/0/1``                       one cell of the grid, which is a shard where it is large
+    ``<key>/c.0.1``                       one cell of the grid, which is a shard where it is large
     ``<key>.objects/shard_0.1_1.2.pt``    the blob of an object's shard at (0, 1) of global shape (1, 2)
     ``common.pt``                         the blob of the common state
     ``metadata.json``                     last: which format this is
@@ -64,6 +64,9 @@ class Zarr(Backend):
     def count_files(self, plan: SavePlan) -> int:
         whole = Cells.of(plan.tensors, plan.grids, plan.tensor, plan.boxes).whole
         return int(whole.sum()) + (not whole.all())
+
+    def foretold(self, plan: SavePlan, blobs: Int64) -> WriteResult | None:
+        return foretold(plan, blobs, self.packing) if self.packing.compression is None else None
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         return write_rows(root, plan, data, self.packing)

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from megackpt.backends.zarr.cells import Cell, CellWriter, Written, cell_writer
 from megackpt.backends.zarr.documents import Packing
 from megackpt.backends.zarr.layout import Cells
 from megackpt.backends.zarr.names import fragments_file
 from megackpt.backends.zarr.stores import share
-from megackpt.backends.zarr.writing import CellWriter, Written, result_of, sync_folders
+from megackpt.backends.zarr.writing import result_of, sync_folders
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import Chunk, Chunks, Int32, Manifest, ShardId
@@ -43,15 +44,16 @@ def assembled(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
     bounds = manifest.chunks.block_bounds
 
     def work(numbers: Iterator[int]) -> None:
-        writer = CellWriter(root, packing)
-        for number in numbers:
-            tensor = int(manifest.chunks.tensor[groups[number][0]])
-            pieces = [manifest.chunk(row, bounds) for row in groups[number].tolist()]
-            found[number] = _write(root, writer, manifest, tensor, pieces)
+        with root.batch() as batch:
+            write_cell = cell_writer(root, batch, packing)
+            for number in numbers:
+                tensor = int(manifest.chunks.tensor[groups[number][0]])
+                pieces = [manifest.chunk(row, bounds) for row in groups[number].tolist()]
+                found[number] = _write(root, write_cell, manifest, tensor, pieces)
 
     share(len(groups), work)
     rows = [found[number] for number in range(len(groups))]
-    sync_folders(root, [row.file for row in rows])
+    sync_folders(root, rows, packing)
     for name in sorted(temporary):
         root.delete(name)
     tensors = np.array([manifest.chunks.tensor[group[0]] for group in groups], np.int32)
@@ -69,7 +71,7 @@ def _by_cell(manifest: Manifest, rows: Int64) -> list[Int64]:
 
 
 def _write(
-    root: Storage, writer: CellWriter, manifest: Manifest, tensor: int, pieces: list[Chunk]
+    root: Storage, write_cell: CellWriter, manifest: Manifest, tensor: int, pieces: list[Chunk]
 ) -> Written:
     entry, grid = manifest.tensors[tensor], manifest.grids[tensor] or ()
     offset = tuple(o // g * g for o, g in zip(pieces[0].box.offset, grid, strict=True))
@@ -85,8 +87,7 @@ def _write(
         values[piece.box.relative_to(cell).slices()] = _fetched(root, piece, told).reshape(
             *piece.box.shape, -1
         )
-    carried = np.dtype("c16" if entry.meta.itemsize == 16 else f"u{entry.meta.itemsize}")
-    return writer.write(entry, grid, cell, values.reshape(-1).view(carried).reshape(cell.shape))
+    return write_cell(Cell.of(entry, grid, cell), iter([values.reshape(-1).data]))
 
 
 def _fetched(root: Storage, piece: Chunk, told: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorstore as ts
 
 from megackpt.backends.zarr.layout import ArrayLayout, Grid, inner_of
-from megackpt.backends.zarr.names import ARRAY
+from megackpt.backends.zarr.names import ARRAY, SEPARATOR
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorEntry
 
@@ -99,7 +99,7 @@ def array_document(shape: Grid, dtype: str, cell: Grid, packing: Packing = PLAIN
         "shape": shape,
         "data_type": dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": cell}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": SEPARATOR}},
         "codecs": codecs,
     }
     memory = {"driver": "memory"}

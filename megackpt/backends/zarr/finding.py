@@ -44,9 +44,11 @@ def discover(root: Storage, version: int) -> Manifest:
     """What the files themselves tell. CorruptCheckpoint naming all chunks missing or of a wrong size."""
     found = _Found(root)
     if version == MEGATRON:
-        if root.size(COMMON) is not None:
+        if COMMON in root.list():
+            if (size := root.size(COMMON)) is None:
+                found.problems.append(f"{COMMON} is no regular file (a link, a folder)")
             found.entry(COMMON_KEY, TensorMeta((), OBJECT))
-            found.chunk(Box((), ()), COMMON, 0, root.size(COMMON) or 0)
+            found.chunk(Box((), ()), COMMON, 0, size or 0)
         _walk(found, "", 0)
     else:
         _look_through(found)
@@ -146,6 +148,8 @@ def _look_through(found: _Found) -> None:
         for _, box, place in shards:
             found.chunk(box, place.file, 0, place.length)
     arrays = [name for name in root.list() if not name.endswith(OBJECTS) and holds(root, name, ARRAY)]
+    if root.size(ARRAY) is None:
+        found.problems.append(f"it lacks the {ARRAY} of the group")
     told = _arrays_told(root)
     if told not in (None, len(arrays)):
         found.problems.append(f"{ARRAY} tells of {told} arrays, and {len(arrays)} are there")
@@ -172,9 +176,12 @@ def _walk(found: _Found, folder: str, depth: int) -> None:
         raise CorruptCheckpoint(f"{found.root.location}/{folder}: folders in folders, {depth} deep")
     try:
         names = found.root.list(folder)
-    except CorruptCheckpoint:  # a link to somewhere
+    except CorruptCheckpoint as error:  # what is in there may belong to it
+        found.problems.append(str(error))
         return
     layout = layout_in(found.root, folder) if ZARRAY in names else None
+    if layout is None and ZARRAY in names:
+        found.problems.append(f"{folder}/{ZARRAY} is no regular file")
     shards = [name for name in names if name.startswith("shard_") and name.endswith(".pt")]
     if layout is not None:
         found.array(folder, folder, layout)

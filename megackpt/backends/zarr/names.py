@@ -11,6 +11,9 @@ ARRAY = "zarr.json"
 ZARRAY = ".zarray"
 """What describes an array in zarr's version 2, in which Megatron's old format kept it."""
 
+SEPARATOR = "."
+"""What stands between the numbers of a cell in the name of its file."""
+
 VERSION = 2
 """Of this format: ours."""
 MEGATRON = 1
@@ -23,8 +26,8 @@ def entry_name(entry: TensorEntry) -> str:
 
 
 def cell_file(name: str, index: Sequence[int]) -> str:
-    """The file of one cell of an array: zarr's default chunk keys with "/" between the numbers."""
-    return "/".join([name, "c", *map(str, index)])
+    """The file of one cell of an array: zarr's default chunk keys, with dots: folders cost as much as files."""
+    return f"{name}/{SEPARATOR.join(['c', *map(str, index)])}"
 
 
 def array_folder(version: int, file: str, entry: TensorEntry) -> str:

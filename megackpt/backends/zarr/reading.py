@@ -41,12 +41,15 @@ from megackpt.planning.manifest import (
 )
 from megackpt.runtime.storage import Storage, digest_blocks
 
+_OVERHEAD = 1 << 16
+"""Bytes that any codec may add to those of a chunk that it makes larger, beside as many again."""
+
 
 def read_rows(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     """Fetch regions. Chunks without digests of ours are read by tensorstore if asked to verify: it checks crc32c."""
     ranged = raw_rows(plan.manifest, plan.chunk)
     if plan.manifest.backend[1] == MEGATRON:
-        into = _Wrapping(into, plan)
+        into = _Wrapping(into, plan, root.location)
     elif verify and not len(plan.manifest.chunks.digests):
         ranged &= _is_object(plan.manifest)[plan.manifest.chunks.tensor[plan.chunk]]
     if ranged.any():
@@ -88,6 +91,7 @@ class _Wrapping:
 
     into: Target
     plan: LoadPlan
+    where: str
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
         return self.into.open(target, box)
@@ -99,7 +103,13 @@ class _Wrapping:
         row = int(np.flatnonzero(self.plan.target == target)[0])
         manifest = self.plan.manifest
         entry = manifest.tensors[manifest.chunks.tensor[self.plan.chunk[row]]]
-        self.into.blob(target, data if entry.is_common else wrapped(data))
+        if not entry.is_common:
+            try:
+                data = wrapped(data)
+            except CorruptCheckpoint as error:
+                file = manifest.files[manifest.chunks.file[self.plan.chunk[row]]]
+                raise CorruptCheckpoint(f"{entry.key!r} in {self.where}/{file}: {error}") from error
+        self.into.blob(target, data)
 
 
 def _is_object(manifest: Manifest) -> Bool:
@@ -171,15 +181,20 @@ class _Reader:
 
 
 def _check_stored(root: Storage, file: str, layout: ArrayLayout, box: Box, where: str) -> None:
-    """Is the chunk there? tensorstore would give zeros for it, and blosc as much memory as its header asks for."""
-    if root.size(file) is None:
+    """Is the chunk there, and of a size that can be? tensorstore would give zeros for it, end the process where it
+    has no memory for the file, and have blosc take as much as its header asks for.
+    """
+    start, length = 0, root.size(file)
+    if length is None:
         raise CorruptCheckpoint(f"{where}: the file is missing, or no regular file")
-    start = 0
     if layout.index is not None:
-        starts, _ = shard_index(root, file, layout.chunks_in_a_cell, layout.index)
-        start = int(starts[chunk_numbers(Boxes.of([box]), layout.cell, layout.inner)[0]])
+        starts, lengths = shard_index(root, file, layout.chunks_in_a_cell, layout.index)
+        number = chunk_numbers(Boxes.of([box]), layout.cell, layout.inner)[0]
+        start, length = int(starts[number]), int(lengths[number])
         if start < 0:
             raise CorruptCheckpoint(f"{where}: the index of the shard has no such chunk")
+    if length > 2 * layout.chunk_bytes + _OVERHEAD:
+        raise CorruptCheckpoint(f"{where}: {length} bytes are stored of a chunk of {layout.chunk_bytes}")
     if layout.blosc:
         header = bytearray(16)
         with root.open(file) as reader:

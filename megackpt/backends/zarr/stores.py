@@ -33,9 +33,10 @@ T = TypeVar("T")
 
 THREADS = 2
 MISSING = -1
+ABSENT = (1 << 64) - 1
+"""How an index tells of a chunk that is not there: its start and its length."""
 
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-_NONE = (1 << 64) - 1  # how an index tells of a chunk that is not there
 
 
 def context() -> ts.Context:
@@ -106,7 +107,7 @@ def shard_index(root: Storage, file: str, count: int, index: tuple[str, bool]) -
     table = np.frombuffer(data, "<u8", 2 * count).reshape(count, 2)
     if checked and google_crc32c.value(bytes(data[:size])).to_bytes(4, "little") != data[size:]:
         raise CorruptCheckpoint(f"{where}: the index of the shard does not match its crc32c")
-    absent = (table == _NONE).all(axis=1)
+    absent = (table == ABSENT).all(axis=1)
     starts, lengths = table[:, 0], table[:, 1]
     astray = ~absent & ((starts > end) | (lengths > end - np.minimum(starts, end)))
     if astray.any():
@@ -115,7 +116,7 @@ def shard_index(root: Storage, file: str, count: int, index: tuple[str, bool]) -
             f"{where}: by its index, chunk {number} is at byte {starts[number]}, {lengths[number]} bytes long, and "
             f"the file has {end}"
         )
-    found = np.where(absent[:, None], np.uint64(_NONE), table).astype(np.int64)
+    found = np.where(absent[:, None], np.uint64(ABSENT), table).astype(np.int64)
     return found[:, 0], found[:, 1]
 
 

@@ -1,81 +1,25 @@
-"""A rank's rows written: whole cells through tensorstore, objects beside them, pieces of shared cells in one file."""
+"""A rank's rows written: whole cells, objects beside them, pieces of shared cells in one file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import PurePosixPath
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megackpt.backends.base import Source
-from megackpt.backends.sidecars import encode_key, write_object
+from megackpt.backends.sidecars import shard_file, write_object
+from megackpt.backends.zarr.cells import Cell, Written, cell_writer
 from megackpt.backends.zarr.documents import Packing, refuse_unfit
-from megackpt.backends.zarr.layout import Cells, Grid, chunk_numbers, grid_of, inner_of
-from megackpt.backends.zarr.names import cell_file, fragments_file
-from megackpt.backends.zarr.stores import context, latest, meaning, shard_index, share, to_write
-from megackpt.errors import BackendError, StorageError
-from megackpt.planning.box import Box, Boxes, Int64, cut
-from megackpt.planning.manifest import DIGEST_SIZE, Digests, SavePlan, TensorEntry, WriteResult
-from megackpt.runtime.storage import Storage, digest_blocks
+from megackpt.backends.zarr.layout import Cells
+from megackpt.backends.zarr.names import fragments_file
+from megackpt.backends.zarr.stores import share
+from megackpt.errors import BackendError
+from megackpt.planning.box import Boxes, Int64
+from megackpt.planning.manifest import DIGEST_SIZE, SavePlan, WriteResult
+from megackpt.runtime.storage import Batch, Storage, digest_blocks
 
-
-@dataclass(frozen=True, eq=False)
-class Written:
-    """Where one row landed: its pieces, all in one file. ``length`` counts the bytes of the pieces' own elements."""
-
-    boxes: Boxes
-    file: str
-    start: Int64
-    length: Int64
-    digests: bytes
-
-    @property
-    def table(self) -> Digests:
-        return np.frombuffer(self.digests, np.uint8).reshape(-1, DIGEST_SIZE)
-
-
-class CellWriter:
-    """Writes whole cells of arrays, one after the other. One for each thread."""
-
-    def __init__(self, root: Storage, packing: Packing) -> None:
-        within = context()
-        self.root = root
-        self.packing = packing
-        self._opened = latest(lambda entry, cell: to_write(root, entry, cell, packing, within))
-
-    def write(self, entry: TensorEntry, grid: Grid | None, box: Box, values: NDArray[Any]) -> Written:
-        """``values``: the elements of ``box``, which is a whole cell (up to the end of the tensor)."""
-        cell = grid_of(entry.meta.shape, grid)
-        inner = inner_of(cell, entry.meta.itemsize)
-        index = [offset // extent for offset, extent in zip(box.offset, cell, strict=True)]
-        file = cell_file(encode_key(entry.key), index)
-        values = np.ascontiguousarray(values).reshape(box.shape)
-        boxes = _chunks(box, inner) if inner != cell else Boxes.of([box])
-        sizes = boxes.volume * entry.meta.itemsize
-        with meaning(StorageError, f"cannot write {entry.key!r} {box} to {self.root.location}/{file}"):
-            store = self._opened(entry, cell)
-            # The memory may be referred to, instead of copied, because nothing reads through this handle later.
-            written = store[box.slices()].write(
-                values.view(store.dtype.numpy_dtype), can_reference_source_data_indefinitely=True
-            )
-            octets, ends = values.reshape(-1).view(np.uint8).data, np.cumsum(sizes).tolist()
-            parts = zip([0, *ends[:-1]], ends, strict=True)
-            digests = b"".join(digest_blocks(octets[begin:end]) for begin, end in parts)
-            written.result()
-        starts = np.zeros(1, np.int64)
-        if inner != cell:  # tensorstore puts the chunks where it likes: the shard's own index tells
-            count = int(np.prod(np.array(cell) // inner))
-            starts, _ = shard_index(self.root, file, count, ("end", True))
-            starts = starts[chunk_numbers(boxes, cell, inner)]
-        return Written(boxes, file, starts, sizes, digests)
-
-
-def _chunks(box: Box, inner: Grid) -> Boxes:
-    """The chunks that tensorstore cuts a cell into: runs of its bytes, one after the other."""
-    extents = np.array([inner], np.int64)
-    return cut(Boxes.of([box]), extents, np.zeros_like(extents))[1]
+_AT_FRONT = np.zeros(1, np.int64)
 
 
 def write_rows(root: Storage, plan: SavePlan, data: Source, packing: Packing) -> WriteResult:
@@ -86,24 +30,46 @@ def write_rows(root: Storage, plan: SavePlan, data: Source, packing: Packing) ->
     found: dict[int, Written] = {}
 
     def work(numbers: Iterator[int]) -> None:
-        writer = CellWriter(root, packing)
-        for number in numbers:
-            if number == len(singles):
-                found.update(_write_fragments(root, plan, data, fragments))
-                continue
-            row = singles[number]
-            item = plan.row(row)
-            if item.meta.is_object:
-                found[row] = _write_object(root, plan, row, data)
-            elif not item.nbytes:
-                found[row] = _write_empty(root, plan, row)
-            else:
+        with root.batch() as batch:
+            write_cell = cell_writer(root, batch, packing)
+            for number in numbers:
+                if number == len(singles):
+                    found.update(_write_fragments(batch, plan, data, fragments))
+                    continue
+                row = singles[number]
+                item = plan.row(row)
                 entry = plan.tensors[plan.tensor[row]]
-                found[row] = writer.write(entry, item.grid, item.shard.box, data.array(row))
+                if item.meta.is_object:
+                    place, digests = write_object(root, entry, item.shard.box, data.blocks(row), batch)
+                    length = np.array([place.length], np.int64)
+                    found[row] = Written(plan.boxes.take([row]), place.file, _AT_FRONT, length, digests)
+                elif not item.nbytes:
+                    found[row] = _write_empty(batch, Cell.of(entry, item.grid, item.shard.box))
+                else:
+                    found[row] = write_cell(Cell.of(entry, item.grid, item.shard.box), data.blocks(row))
 
     share(len(singles) + (len(fragments) > 0), work)
     rows = [found[row] for row in range(len(plan))]
-    sync_folders(root, [row.file for row in rows])
+    sync_folders(root, rows, packing)
+    return result_of(rows, plan.boxes.width)
+
+
+def foretold(plan: SavePlan, blobs: Int64, packing: Packing) -> WriteResult:
+    """What ``write_rows`` would tell, but for the digests, of what is not compressed; ``blobs``: bytes of objects."""
+    fragments, position = set(_fragments(plan).tolist()), 0
+    rows = []
+    for row, item in enumerate(plan.rows()):
+        entry, box, one = plan.tensors[plan.tensor[row]], item.shard.box, Boxes.of([item.shard.box])
+        if row in fragments:
+            file, start = fragments_file(plan.rank), np.array([position])
+            position += item.nbytes
+        elif item.meta.is_object:
+            file, start = shard_file(entry, box), _AT_FRONT
+        else:
+            cell = Cell.of(entry, item.grid, box)
+            one, file, start = cell.boxes, cell.file, cell.starts(packing.checksum)
+        length = blobs[[row]] if item.meta.is_object else one.volume * item.meta.itemsize
+        rows.append(Written(one, file, start, length, b""))
     return result_of(rows, plan.boxes.width)
 
 
@@ -136,10 +102,10 @@ def _fragments(plan: SavePlan) -> Int64:
 
 
 def _write_fragments(
-    root: Storage, plan: SavePlan, data: Source, rows: Int64
+    batch: Batch, plan: SavePlan, data: Source, rows: Int64
 ) -> Iterator[tuple[int, Written]]:
     name = fragments_file(plan.rank)
-    with root.create(name) as writer:
+    with batch.create(name) as writer:
         for row in rows.tolist():
             start, digests = writer.position, []
             for block in data.blocks(row):
@@ -149,29 +115,15 @@ def _write_fragments(
             yield row, Written(plan.boxes.take([row]), name, np.array([start]), size, b"".join(digests))
 
 
-def _write_empty(root: Storage, plan: SavePlan, row: int) -> Written:
+def _write_empty(batch: Batch, cell: Cell) -> Written:
     """The mark of a tensor without elements: an empty file, where its first cell would be."""
-    entry = plan.tensors[plan.tensor[row]]
-    file = cell_file(encode_key(entry.key), [0] * len(entry.meta.shape))
-    with root.create(file):
+    with batch.create(cell.file):
         pass
-    return Written(plan.boxes.take([row]), file, np.zeros(1, np.int64), np.zeros(1, np.int64), b"")
+    return Written(cell.boxes, cell.file, _AT_FRONT, cell.lengths, b"")
 
 
-def _write_object(root: Storage, plan: SavePlan, row: int, data: Source) -> Written:
-    entry = plan.tensors[plan.tensor[row]]
-    box = plan.boxes.row(row, len(entry.meta.shape))
-    place, digests = write_object(root, entry, box, data.blocks(row))
-    length = np.array([place.length], np.int64)
-    return Written(plan.boxes.take([row]), place.file, np.zeros(1, np.int64), length, digests)
-
-
-def sync_folders(root: Storage, files: Sequence[str]) -> None:
-    """Make the entries of new folders durable. The folder that a file is in was synced with the file."""
-    folders = {""}
-    for file in files:
-        above = file.rpartition("/")[0].rpartition("/")[0]
-        while above not in folders:
-            folders.add(above)
-            above = above.rpartition("/")[0]
-    root.sync(folders)
+def sync_folders(root: Storage, rows: Sequence[Written], packing: Packing) -> None:
+    """Make durable what neither a batch nor tensorstore does: the names of the folders that the latter made."""
+    if packing.compression is not None:
+        folders = (above.as_posix() for row in rows for above in [*PurePosixPath(row.file).parents][1:])
+        root.sync(dict.fromkeys("" if folder == "." else folder for folder in folders))

@@ -1,22 +1,78 @@
-"""Columns joined: those of several ranks into one, with one table behind them."""
+"""Columns of several ranks joined to one, with one table behind them; and columns on their way between ranks."""
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.planning.manifest.naming import Int32
+from megackpt.planning.manifest.naming import Int32, TensorEntry, TensorMeta
+
+T = TypeVar("T")
+_TABLES = 64  # received ones that are kept: ranks of one pipeline stage have the same
 
 
 def renumbered(column: Int32, names: Sequence[Any], table: dict[Any, int]) -> Int32:
+    return _numbers(names, table)[column]
+
+
+def _numbers(names: Sequence[Any], table: dict[Any, int]) -> Int32:
     numbers = list(map(table.get, names))
     if None in numbers:  # seldom: most ranks bring names that another one brought
         numbers = [table.setdefault(name, len(table)) for name in names]
-    return np.array(numbers, np.int32)[column]
+    return np.array(numbers, np.int32)
+
+
+def merged_tables(tables: Sequence[tuple[T, ...]], columns: Sequence[Int32]) -> tuple[tuple[T, ...], Int32]:
+    """One table of all that stands in these, each thing once, and one column of numbers in it.
+
+    Of ranks that have the very same table (the same object) it is looked at once.
+    """
+    whole: dict[T, int] = {}
+    starts: dict[int, int] = {}  # by a table's identity: where its numbers begin in ``numbers``
+    numbers: list[Int32] = []
+    count = 0
+    for table in tables:
+        if id(table) not in starts:
+            starts[id(table)] = count
+            numbers.append(_numbers(table, whole))
+            count += len(table)
+    start = np.array([starts[id(table)] for table in tables], np.int64)
+    own = joined(columns, np.int32)
+    merged: Int32 = joined(numbers, np.int32)[own + np.repeat(start, [len(column) for column in columns])]
+    return tuple(whole), merged
 
 
 def joined(columns: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(columns) if columns else np.zeros(0, dtype)
+
+
+def pack(*columns: NDArray[Any]) -> tuple[str, bytes]:
+    """Columns of integers, (n) or (n, m), side by side: rows of 4-byte numbers, or 8-byte where one needs it."""
+    wide = np.column_stack([column.astype(np.int64) for column in columns])
+    small = wide.astype(np.int32)
+    rows = small if (small == wide).all() else wide
+    return rows.dtype.str, rows.tobytes()
+
+
+def unpack(packed: tuple[str, bytes], width: int) -> NDArray[Any]:
+    """The rows (n, width) of what ``pack`` gave, not to be written to."""
+    dtype, data = packed
+    return np.frombuffer(data, dtype).reshape(-1, width)
+
+
+def pack_table(tensors: Sequence[TensorEntry]) -> bytes:
+    """Equal tables give equal bytes."""
+    return zlib.compress(json.dumps(tensors, separators=(",", ":")).encode(), 1)
+
+
+@lru_cache(maxsize=_TABLES)
+def unpack_table(packed: bytes) -> tuple[TensorEntry, ...]:
+    """The same object for the same bytes, most of the time: a coordinator gets as many tables as there are ranks."""
+    rows = json.loads(zlib.decompress(packed))
+    return tuple(TensorEntry(key, TensorMeta(tuple(shape), dtype)) for key, (shape, dtype) in rows)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.planning.box import Box, Boxes, Groups, Int64, group_equal
-from megackpt.planning.manifest.columns import joined, renumbered
+from megackpt.planning.manifest.columns import joined, merged_tables, pack, pack_table, unpack, unpack_table
 from megackpt.planning.manifest.naming import (
     Bool,
     Int32,
@@ -119,24 +119,49 @@ class Declarations:
             (domain,),
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it travels to the coordinator, which gets one from every rank: columns in one piece."""
+        boxes = self.boxes
+        columns = pack(
+            self.tensor, self.replica, self.flexible, self.nbytes, self.rank, boxes.offset, boxes.shape
+        )
+        return _received, (pack_table(self.tensors), columns, boxes.width, self.replica_ids, self.domains)
+
     @classmethod
     def merge(cls, parts: Sequence[Declarations]) -> Declarations:
         """All ranks' declarations in one: ``parts[i]`` are those of rank i. Tables are joined."""
-        tensors: dict[TensorEntry, int] = {}
-        replicas: dict[ReplicaId, int] = {}
-        number: list[Int32] = []
-        replica: list[Int32] = []
-        for part in parts:
-            number.append(renumbered(part.tensor, part.tensors, tensors))
-            replica.append(renumbered(part.replica, part.replica_ids, replicas))
+        tensors, number = merged_tables([p.tensors for p in parts], [p.tensor for p in parts])
+        replicas, replica = merged_tables([p.replica_ids for p in parts], [p.replica for p in parts])
         return cls(
-            tuple(tensors),
-            joined(number, np.int32),
+            tensors,
+            number,
             Boxes.concat([p.boxes for p in parts]),
-            tuple(replicas),
-            joined(replica, np.int32),
+            replicas,
+            replica,
             joined([p.flexible for p in parts], np.bool_),
             joined([p.nbytes for p in parts], np.int64),
             joined([p.rank for p in parts], np.int32),
             tuple(d for p in parts for d in p.domains),
         )
+
+
+def _received(
+    table: bytes,
+    columns: tuple[str, bytes],
+    width: int,
+    replica_ids: tuple[ReplicaId, ...],
+    domains: tuple[int, ...],
+) -> Declarations:
+    """What ``Declarations.__reduce__`` sent."""
+    rows = unpack(columns, 5 + 2 * width)
+    return Declarations(
+        unpack_table(table),
+        rows[:, 0].astype(np.int32),
+        Boxes(rows[:, 5 : 5 + width].astype(np.int64), rows[:, 5 + width :].astype(np.int64)),
+        replica_ids,
+        rows[:, 1].astype(np.int32),
+        rows[:, 2].astype(np.bool_),
+        rows[:, 3].astype(np.int64),
+        rows[:, 4].astype(np.int32),
+        domains,
+    )

@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.manifest.columns import pack, unpack
 from megackpt.planning.manifest.naming import Int32, ShardId, TensorEntry, TensorMeta
 from megackpt.planning.manifest.stored import Chunk, Location, Manifest
 
@@ -48,6 +51,12 @@ class SavePlan:
     def __len__(self) -> int:
         return len(self.tensor)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it travels to its rank: columns in one piece."""
+        columns = pack(self.tensor, self.source, self.boxes.offset, self.boxes.shape)
+        cells = self.grids if any(self.grids) else len(self.grids)
+        return _received, (self.rank, self.tensors, cells, columns, self.boxes.width, self.places)
+
     def placed(self, places: Mapping[str, Location]) -> SavePlan:
         """This plan with the places of its tensors, given by key."""
         return replace(self, places=tuple(places.get(entry.key) for entry in self.tensors))
@@ -60,6 +69,22 @@ class SavePlan:
 
     def rows(self) -> Iterator[WriteItem]:
         return map(self.row, range(len(self)))
+
+
+def _received(
+    rank: int,
+    tensors: tuple[TensorEntry, ...],
+    grids: tuple[tuple[int, ...] | None, ...] | int,
+    columns: tuple[str, bytes],
+    width: int,
+    places: tuple[Location | None, ...] | None,
+) -> SavePlan:
+    """What ``SavePlan.__reduce__`` sent."""
+    rows = unpack(columns, 2 + 2 * width)
+    boxes = Boxes(rows[:, 2 : 2 + width].astype(np.int64), rows[:, 2 + width :].astype(np.int64))
+    cells = (None,) * grids if isinstance(grids, int) else grids
+    tensor, source = rows[:, 0].astype(np.int32), rows[:, 1].astype(np.int32)
+    return SavePlan(rank, tensors, cells, tensor, boxes, source, places)
 
 
 @dataclass(frozen=True, slots=True)

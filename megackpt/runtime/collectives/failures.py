@@ -7,6 +7,7 @@ its class where that is one of ours, its text and its formatted traceback.
 from __future__ import annotations
 
 import pickle
+import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -70,8 +71,11 @@ def everybodys(stage: str, failures: Sequence[Failure], size: int) -> Checkpoint
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None or kind is RankFailure:
         return _rank_failure(stage, failures, size)
-    told = [text for text, _ in _by_text(failures, size)]
-    return kind("\n".join(told))
+    told = _by_likeness(failures, size)
+    more = len(told) - STORIES_TOLD
+    return kind(
+        "\n".join([*told[:STORIES_TOLD], *([f"and {more} more such texts of other ranks"] * (more > 0))])
+    )
 
 
 def coordinators(stage: str, error: BaseException) -> CheckpointingException:
@@ -126,6 +130,21 @@ def _by_text(failures: Sequence[Failure], size: int) -> list[tuple[str, Failure]
         (text if size == 1 else f"{name_ranks(f.rank for f in those)}: {text}", those[0])
         for text, those in same.items()
     ]
+
+
+def _by_likeness(failures: Sequence[Failure], size: int) -> list[str]:
+    """Each different text once; of three and more that differ in numbers only (offsets, ranks), the first."""
+    alike: dict[str, list[tuple[str, Failure]]] = {}
+    for text, first in _by_text(failures, size):
+        alike.setdefault(re.sub("[0-9]+", "", first.text), []).append((text, first))
+    told = []
+    for texts in alike.values():
+        if len(texts) < 3:
+            told += [text for text, _ in texts]
+            continue
+        others = [f.rank for f in failures if f.text in {first.text for _, first in texts[1:]}]
+        told += [texts[0][0], f"{name_ranks(others)}: the same, but for the numbers"]
+    return told
 
 
 def _what_failed(stage: str) -> str:

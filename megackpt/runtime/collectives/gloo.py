@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+FIRST = 4096
+"""Bytes of the first, and mostly only, message that carries a value: a short one takes no second round."""
 ROLL_CALL = 10.0
 """Seconds that the coordinator waits at most, after a failure, for the others to say that they are there."""
 
@@ -35,7 +38,13 @@ ADVICE = (
     "The trainer's own process groups are as they were, and the next save or load connects afresh. "
     "Where a rank is only slow, give a longer timeout."
 )
+BUSY = (
+    "another thread of this process is saving or loading over the same process group: let it finish first, or "
+    "give each thread a process group of its own (torch.distributed.new_group, in the same order on all ranks)"
+)
 LAST_ADVICE = "The control group could not be made anew; the job must restart."
+
+_LENGTH = 8
 
 _ALONE = SingleGroup()
 _groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
@@ -143,7 +152,7 @@ class Line:
         try:
             self._sign("here")
             patience = min(ROLL_CALL, timeout.total_seconds())
-            story = self._call_the_roll(patience) if self.rank == 0 else self._story(self.call, patience)
+            story = self._call_the_roll(patience) if self.rank == 0 else self._story(self.call, 2 * patience)
         except RuntimeError as lost:  # the store's server is gone too, as when rank 0 held it and died
             story = {"text": f"the job's store cannot be reached either ({_first_line(lost)})", "missing": {}}
         missing = {int(rank): str(word) for rank, word in story["missing"].items()}
@@ -157,6 +166,15 @@ class Line:
 
     def _globally(self, rank: int) -> str:
         return "" if self.global_ranks[rank] == rank else f" (global rank {self.global_ranks[rank]})"
+
+    def confirm(self, timeout: timedelta) -> None:
+        """RankLost if any rank has given this call up, as after this process was stopped for long."""
+        try:
+            failed = int(self.store.compare_set("failed", "", "-1"))
+        except RuntimeError as error:
+            raise self.broken("commit", timeout, error) from error
+        if failed >= self.call:
+            raise self._late(failed)
 
     def leave(self, reason: BaseException) -> None:
         """Give the connection up because this process ends; the others notice at once."""
@@ -190,7 +208,7 @@ class Line:
 
     def _late(self, failed: int) -> RankLost:
         self.gloo = None
-        missing = self._story(failed)["missing"]
+        missing = self._story(failed, ROLL_CALL if self.rank else 0)["missing"]  # rank 0 itself tells it
         told = f"{name_ranks(map(int, missing))} did not answer them" if missing else "a connection was lost"
         return RankLost(
             f"rank {self.rank} comes too late: the other ranks have given this save or load up, as {told}. "
@@ -205,10 +223,24 @@ class ProcessGroup(RankGroup):
     def __init__(self, line: Line) -> None:
         self.rank, self.size = line.rank, line.size
         self._line = line
+        self._taken = threading.Lock()
         self._timeout = DEFAULT_TIMEOUT
+
+    def __enter__(self) -> Group:
+        if not self._taken.acquire(blocking=False):
+            raise CheckpointingException(BUSY)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._taken.release()
+
+    def confirm(self) -> None:
+        self._line.confirm(self._timeout)
 
     def begin(self, timeout: timedelta) -> None:
         """Make sure of the connection for one save or load. Raises RankLost."""
+        if self._taken.locked():
+            raise CheckpointingException(BUSY)
         self._timeout = timeout
         self._line.open(timeout)
 
@@ -250,18 +282,18 @@ class ProcessGroup(RankGroup):
         return packed[0]
 
     def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
-        import torch
         import torch.distributed as dist
 
         def spread(gloo: Any) -> Packed:
             options = dist.BroadcastOptions()
             options.rootRank = 0
             options.timeout = 2 * self._timeout
-            length = torch.tensor([0 if packed is None else len(packed)])
-            gloo.broadcast([length], options).wait()
-            message = torch.empty(int(length), dtype=torch.uint8) if packed is None else _tensor(packed)
-            gloo.broadcast([message], options).wait()
-            return message.numpy().data
+            first, rest = _parted(packed) if packed is not None else (_space(FIRST), None)
+            gloo.broadcast([first], options).wait()
+            message, missing = _begun(first)
+            if missing is not None:
+                gloo.broadcast([missing if rest is None else rest], options).wait()
+            return message if packed is None else packed
 
         return self._over_line(stage, spread)
 
@@ -277,34 +309,59 @@ class ProcessGroup(RankGroup):
             raise self._line.broken(stage, self._timeout, error) from error
 
     def _send(self, gloo: Any, messages: dict[int, Packed]) -> None:
-        import torch
 
         tensors: list[tuple[int, torch.Tensor]] = []
         for rank, packed in messages.items():
-            tensors += [(rank, torch.tensor([len(packed)])), (rank, _tensor(packed))]
+            tensors += [(rank, part) for part in _parted(packed) if part is not None]
         for work in [gloo.send([tensor], rank, 0) for rank, tensor in tensors]:
             work.wait(self._timeout)
 
     def _receive(self, gloo: Any, ranks: Sequence[int], timeout: timedelta) -> list[Packed]:
-        import torch
 
         deadline = time.monotonic() + timeout.total_seconds()
 
-        def receive(tensors: list[torch.Tensor]) -> None:
+        def receive(ranks: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
             for work in [gloo.recv([t], rank, 0) for rank, t in zip(ranks, tensors, strict=True)]:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
-        lengths = [torch.empty(1, dtype=torch.int64) for _ in ranks]
-        receive(lengths)
-        messages = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
-        receive(messages)
-        return [message.numpy().data for message in messages]
+        firsts = [_space(FIRST) for _ in ranks]
+        receive(ranks, firsts)
+        begun = [_begun(first) for first in firsts]
+        long = [
+            (rank, missing) for rank, (_, missing) in zip(ranks, begun, strict=True) if missing is not None
+        ]
+        receive([rank for rank, _ in long], [missing for _, missing in long])
+        return [message for message, _ in begun]
 
 
-def _tensor(packed: Packed) -> torch.Tensor:
+def _space(size: int) -> torch.Tensor:
     import torch
 
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _parted(packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A message as it travels: its length and its beginning in FIRST bytes, and what does not fit into them."""
+    import torch
+
+    first = bytearray(FIRST)
+    first[:_LENGTH] = len(packed).to_bytes(_LENGTH, "little")
+    begin = packed[: FIRST - _LENGTH]
+    first[_LENGTH : _LENGTH + len(begin)] = begin
+    rest = bytearray(packed[FIRST - _LENGTH :])
+    return torch.frombuffer(first, dtype=torch.uint8), torch.frombuffer(
+        rest, dtype=torch.uint8
+    ) if rest else None
+
+
+def _begun(first: torch.Tensor) -> tuple[memoryview, torch.Tensor | None]:
+    """The message that begins so, and the part of its memory that is still to be filled."""
+    length = int.from_bytes(bytes(first[:_LENGTH].numpy().data), "little")
+    if length <= FIRST - _LENGTH:
+        return first.numpy().data[_LENGTH : _LENGTH + length], None
+    message = _space(length)
+    message[: FIRST - _LENGTH] = first[_LENGTH:]
+    return message.numpy().data, message[FIRST - _LENGTH :]
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from megackpt.errors import CheckpointingException
+from megackpt.errors import CheckpointingException, RankLost
 from megackpt.runtime.collectives.failures import DEPARTURES, Failure, alone, coordinators, everybodys
 
 T = TypeVar("T")
@@ -37,6 +37,16 @@ class Group(ABC):
     @property
     def is_coordinator(self) -> bool:
         return self.rank == 0
+
+    def __enter__(self) -> Group:
+        """One save or load of one thread; of another thread none can begin meanwhile where ranks are processes."""
+        return self
+
+    def __exit__(self, *_: object) -> None:  # noqa: B027 - threads and single processes keep no order
+        """It is over."""
+
+    def confirm(self) -> None:  # noqa: B027 - threads and single processes are not stopped apart
+        """Before a step that cannot be undone: raises RankLost if the other ranks have given this call up."""
 
     @abstractmethod
     def all_agree(self, token: int | None) -> bool:
@@ -216,7 +226,7 @@ def _decided(stage: str, decide: Callable[[], U], pack: Callable[[U], bytes] = _
     try:
         value = decide()
         return _Done(pack(value), value)
-    except DEPARTURES:
+    except (RankLost, *DEPARTURES):  # of a RankLost, the others know already
         raise
     except BaseException as error:  # noqa: BLE001  # as above; the caller raises it once all ranks are told
         verdict = coordinators(stage, error)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megackpt.runtime.storage.digests import digest, digest_blocks, read_digested
+from megackpt.runtime.storage.files import TEMPORARY
 from megackpt.runtime.storage.interface import (
+    Batch,
     FileReader,
     FileUpdater,
     FileWriter,
@@ -11,11 +13,12 @@ from megackpt.runtime.storage.interface import (
     allocate,
     unsafe_names,
 )
-from megackpt.runtime.storage.local import TEMPORARY, LocalStorage
+from megackpt.runtime.storage.local import LocalStorage
 from megackpt.runtime.storage.single import SingleFile
 
 __all__ = [
     "TEMPORARY",
+    "Batch",
     "FileReader",
     "FileUpdater",
     "FileWriter",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.runtime.storage import kernel
@@ -12,8 +13,12 @@ from megackpt.runtime.storage.interface import FileReader, FileUpdater, FileWrit
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
+TEMPORARY = ".megackpt-put-"
+"""How names of temporary files begin. One that is left over belongs to a process that died."""
+
 _BATCH = 16 << 20  # bytes handed to one writev, and to early write-back
 _VECTORS = min(1024, os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16)
+_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -29,9 +34,13 @@ def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
 
 def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """The same bytes in lists that one writev should take: not too many vectors, not too many bytes."""
+    views = list(_flat(buffers))
+    if len(views) <= _VECTORS and sum(map(len, views)) <= _BATCH:
+        yield views
+        return
     batch: list[memoryview] = []
     room = _BATCH
-    for view in _flat(buffers):
+    for view in views:
         while len(view) > room:
             batch.append(view[:room])
             yield batch
@@ -47,6 +56,8 @@ def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def _after(batch: list[memoryview], done: int) -> list[memoryview]:
     """What remains of the batch when its first ``done`` bytes are dealt with."""
+    if done == sum(map(len, batch)):
+        return []
     for i, view in enumerate(batch):
         if done < len(view):
             return [view[done:], *batch[i + 1 :]]
@@ -82,10 +93,14 @@ class _Open:
 class LocalWriter(_Open, FileWriter):
     """A new file, held by descriptor; see LocalStorage.create."""
 
-    def __init__(self, folder: int, name: str, path: str) -> None:
+    def __init__(
+        self, folder: int, name: str, path: str, later: Callable[[int, str], None] | None = None
+    ) -> None:
+        """``later``: who makes the file durable, and closes it, instead of ``close``; the folder is theirs, too."""
         self._folder = folder  # ours to close
         self._name = name
         self._path = path
+        self._later = later
         self._written = self._started = 0
         try:
             self._fd = os.open(name, NEW, 0o666, dir_fd=folder)
@@ -100,13 +115,22 @@ class LocalWriter(_Open, FileWriter):
                     done = os.writev(self._fd, batch)
                     self._written += done
                     batch = _after(batch, done)
-                self._start_writeback()
+                self._start_writeback(_BATCH)
         except OSError as error:
             raise failure("write", self._path, error) from error
 
-    def _start_writeback(self) -> None:
+    def close(self) -> None:
+        if self._later is None:
+            super().close()
+        elif self._fd >= 0:
+            self._start_writeback(1)
+            os.close(self._folder)
+            fd, self._fd = self._fd, -1
+            self._later(fd, self._path)
+
+    def _start_writeback(self, least: int) -> None:
         pending = self._written - self._started
-        if pending >= _BATCH:
+        if pending >= least:
             kernel.start_writeback(self._fd, self._started, pending)
             self._started = self._written
 
@@ -207,9 +231,45 @@ def _preadv(fd: int, batch: list[memoryview], start: int) -> int:
     return len(data)
 
 
-def write_all(fd: int, data: bytes) -> None:
+def _write_all(fd: int, data: bytes) -> None:
     """Write a small file's content and make it durable."""
     for batch in _batches([memoryview(data)]):
         while batch:
             batch = _after(batch, os.writev(fd, batch))
     os.fsync(fd)
+
+
+def write_temporary(folder: int, data: bytes) -> str:
+    """A new durable file beside the one that it is for; its name."""
+    name = f"{TEMPORARY}{uuid.uuid4().hex}"
+    fd = os.open(name, NEW, 0o666, dir_fd=folder)
+    try:
+        _write_all(fd, data)
+    except BaseException:
+        os.unlink(name, dir_fd=folder)
+        raise
+    finally:
+        os.close(fd)
+    return name
+
+
+def link_new(folder: int, temporary: str, name: str, data: bytes) -> bool:
+    """Give the temporary file its name if that is free. Where links cannot be made, write the file anew."""
+    try:
+        os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        return True
+    except FileExistsError:
+        # Over NFS a link may succeed, its answer get lost, and the repeated request fail.
+        return os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink == 2
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    try:
+        fd = os.open(name, NEW, 0o666, dir_fd=folder)
+    except FileExistsError:
+        return False
+    try:
+        _write_all(fd, data)
+    finally:
+        os.close(fd)
+    return True

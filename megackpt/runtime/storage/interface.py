@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from megackpt.errors import CorruptCheckpoint
+
+_SAFE = re.compile(r"(?!\.\.?(?:/|\Z))[^/\0]+(?:/(?!\.\.?(?:/|\Z))[^/\0]+)*")
+"""Parts that are neither empty nor ``.`` nor ``..``, without NUL."""
 
 
 def unsafe_names(names: Iterable[str]) -> list[str]:
@@ -18,12 +22,10 @@ def unsafe_names(names: Iterable[str]) -> list[str]:
 
 def _is_safe(name: str) -> bool:
     try:
-        encoded = os.fsencode(name)
+        os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    if b"/" not in encoded:
-        return b"\0" not in encoded and encoded not in (b"", b".", b"..")
-    return b"\0" not in encoded and not {b"", b".", b".."}.intersection(encoded.split(b"/"))
+    return _SAFE.fullmatch(name) is not None
 
 
 def allocate(size: int, where: str) -> bytearray:
@@ -34,8 +36,28 @@ def allocate(size: int, where: str) -> bytearray:
         raise CorruptCheckpoint(f"{where} has {size} bytes, more than there is memory for") from error
 
 
-class FileWriter(ABC):
-    """One new file, written from front to back. Leaving the ``with`` block without error makes it durable."""
+class Durable(ABC):
+    """What is being written. Leaving the ``with`` block without error makes it durable."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make what was written durable (fsync). A failure here is a failed save: never retried."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give up."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close() if error is None else self.abort()
+
+
+class FileWriter(Durable):
+    """One new file, written from front to back; ``abort`` removes it if it can be."""
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview]) -> None:
@@ -46,45 +68,24 @@ class FileWriter(ABC):
     def position(self) -> int:
         """Bytes written so far."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Make the file durable (fsync). A failure here is a failed save: never retried."""
 
-    @abstractmethod
-    def abort(self) -> None:
-        """Give up and remove the file if it can be."""
-
-    def __enter__(self) -> FileWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close() if error is None else self.abort()
-
-
-class FileUpdater(ABC):
-    """One file of which several writers fill disjoint parts. Leaving the ``with`` block well makes it durable."""
+class FileUpdater(Durable):
+    """One file of which several writers fill disjoint parts; ``abort`` lets it stay."""
 
     @abstractmethod
     def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
         """Put these bytes, one buffer after the other, at ``start`` and on; the file grows as needed."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Make what was written durable (fsync). A failure here is a failed save: never retried."""
+
+class Batch(Durable):
+    """Many new files, written one after the other by one thread, and made durable together; ``abort`` lets them stay.
+
+    A file costs more to be waited for than to be written. Here the disk works on many at a time.
+    """
 
     @abstractmethod
-    def abort(self) -> None:
-        """Give up; the file stays."""
-
-    def __enter__(self) -> FileUpdater:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close() if error is None else self.abort()
+    def create(self, name: str) -> FileWriter:
+        """As ``Storage.create``, but that what is closed is durable only when the batch is."""
 
 
 class FileReader(ABC):
@@ -138,6 +139,10 @@ class Storage(ABC):
         """A new file; StorageError if one of that name exists. Parents are made."""
 
     @abstractmethod
+    def batch(self) -> Batch:
+        """Many small files to be made durable together."""
+
+    @abstractmethod
     def update(self, name: str) -> FileUpdater:
         """A file to fill at any place, made where it is absent, else as it is.
 
@@ -151,6 +156,13 @@ class Storage(ABC):
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
         """Write a small file durably and atomically, replacing one of that name."""
+
+    def put_new(self, files: Mapping[str, bytes]) -> None:
+        """Write many small files, none of which is there yet, all durable when this returns."""
+        with self.batch() as batch:
+            for name, data in files.items():
+                with batch.create(name) as writer:
+                    writer.write([memoryview(data)])
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> bool:

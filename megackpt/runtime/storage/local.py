@@ -5,23 +5,26 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.runtime.storage import kernel
-from megackpt.runtime.storage.files import NEW, LocalReader, LocalUpdater, LocalWriter, failure, write_all
-from megackpt.runtime.storage.interface import FileUpdater, FileWriter, Storage, unsafe_names
-
-TEMPORARY = ".megackpt-put-"
-"""How names of temporary files begin. One that is left over belongs to a process that died."""
+from megackpt.runtime.storage.batches import LocalBatch
+from megackpt.runtime.storage.files import (
+    LocalReader,
+    LocalUpdater,
+    LocalWriter,
+    failure,
+    link_new,
+    write_temporary,
+)
+from megackpt.runtime.storage.interface import Batch, FileUpdater, FileWriter, Storage, unsafe_names
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _BELOW = _FOLDER | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO must not hang us
-_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
 
 
 def _checked(name: str) -> list[str]:
@@ -91,6 +94,13 @@ class LocalStorage(Storage):
         folder, last = self._parent(name, make=True)
         return LocalWriter(folder, last, self._path(name))
 
+    def batch(self) -> Batch:
+        def open_folder(name: str) -> tuple[int, str, str]:
+            folder, last = self._parent(name, make=True, durably=False)
+            return folder, last, self._path(name)
+
+        return LocalBatch(open_folder, self.sync)
+
     def update(self, name: str) -> FileUpdater:
         folder, last = self._parent(name, make=True)
         return LocalUpdater(folder, last, self._path(name))
@@ -103,7 +113,7 @@ class LocalStorage(Storage):
     def put(self, name: str, data: bytes) -> None:
         folder, last = self._parent(name, make=True)
         try:
-            temporary = _write_temporary(folder, data)
+            temporary = write_temporary(folder, data)
             os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)
         except OSError as error:
@@ -114,9 +124,9 @@ class LocalStorage(Storage):
     def put_if_absent(self, name: str, data: bytes) -> bool:
         folder, last = self._parent(name, make=True)
         try:
-            temporary = _write_temporary(folder, data)
+            temporary = write_temporary(folder, data)
             try:
-                won = _link(folder, temporary, last, data)
+                won = link_new(folder, temporary, last, data)
             finally:
                 os.unlink(temporary, dir_fd=folder)
             os.fsync(folder)
@@ -268,7 +278,7 @@ class LocalStorage(Storage):
     def now(self) -> float:
         """What time it is by the clock that dates the files of this root (seconds since 1970)."""
         with self._refusals("write in", ""):
-            temporary = _write_temporary(self._fd, b"")
+            temporary = write_temporary(self._fd, b"")
             status = os.stat(temporary, dir_fd=self._fd)
             os.unlink(temporary, dir_fd=self._fd)
             return status.st_mtime
@@ -290,16 +300,18 @@ class LocalStorage(Storage):
     def _path(self, name: str) -> str:
         return os.path.join(self.location, name)
 
-    def _parent(self, name: str, make: bool = False) -> tuple[int, str]:
+    def _parent(self, name: str, make: bool = False, durably: bool = True) -> tuple[int, str]:
         """A descriptor of the folder that an entry is in (the caller's to close), and its last part."""
         *folders, last = _checked(name)
-        return self._descend(folders, make), last
+        return self._descend(folders, make, durably), last
 
-    def _descend(self, folders: Sequence[str], make: bool = False) -> int:
-        fd = os.open(".", _FOLDER, dir_fd=self._fd)
+    def _descend(self, folders: Sequence[str], make: bool = False, durably: bool = True) -> int:
+        if not folders:
+            return os.open(".", _FOLDER, dir_fd=self._fd)
+        fd = self._fd
         for i, part in enumerate(folders):
             try:
-                below = _enter(fd, part, make)
+                below = _enter(fd, part, make, durably)
             except FileNotFoundError:
                 raise FileNotFoundError(
                     errno.ENOENT, os.strerror(errno.ENOENT), self._path("/".join(folders))
@@ -310,7 +322,8 @@ class LocalStorage(Storage):
                     raise CorruptCheckpoint(f"{path} is no directory (a file, or a link)") from error
                 raise failure("enter", path, error) from error
             finally:
-                os.close(fd)
+                if fd != self._fd:
+                    os.close(fd)
             fd = below
         return fd
 
@@ -328,58 +341,23 @@ def make_folders(path: str) -> None:
         os.close(fd)
 
 
-def _make_folder(fd: int, name: str) -> None:
+def _make_folder(fd: int, name: str, durably: bool = True) -> None:
     try:
         os.mkdir(name, dir_fd=fd)
-        os.fsync(fd)
+        if durably:
+            os.fsync(fd)
     except FileExistsError:
         return  # another rank was faster, or a file is in the way: opening it will tell
 
 
-def _enter(fd: int, part: str, make: bool) -> int:
+def _enter(fd: int, part: str, make: bool, durably: bool) -> int:
     try:
         return os.open(part, _BELOW, dir_fd=fd)
     except FileNotFoundError:
         if not make:
             raise
-    _make_folder(fd, part)
+    _make_folder(fd, part, durably)
     return os.open(part, _BELOW, dir_fd=fd)
-
-
-def _write_temporary(folder: int, data: bytes) -> str:
-    """A new durable file beside the one that it is for; its name."""
-    name = f"{TEMPORARY}{uuid.uuid4().hex}"
-    fd = os.open(name, NEW, 0o666, dir_fd=folder)
-    try:
-        write_all(fd, data)
-    except BaseException:
-        os.unlink(name, dir_fd=folder)
-        raise
-    finally:
-        os.close(fd)
-    return name
-
-
-def _link(folder: int, temporary: str, name: str, data: bytes) -> bool:
-    """Give the temporary file its name if that is free. Where links cannot be made, write the file anew."""
-    try:
-        os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-        return True
-    except FileExistsError:
-        # Over NFS a link may succeed, its answer get lost, and the repeated request fail.
-        return os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink == 2
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-    try:
-        fd = os.open(name, NEW, 0o666, dir_fd=folder)
-    except FileExistsError:
-        return False
-    try:
-        write_all(fd, data)
-    finally:
-        os.close(fd)
-    return True
 
 
 def _remove(folder: int, name: str) -> None:

@@ -1,0 +1,221 @@
+"""Saving jobs killed before each system call that changes a file: readers see the old or the new, bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megackpt
+
+pytestmark = pytest.mark.slow
+
+OLD, NEW, NEXT = 1, 2, 3
+NOTES = "what somebody else has put there"
+FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+MAIN = FORMATS[:2]
+
+
+@dataclass
+class Killing:
+    """Saves of one kind, each killed somewhere."""
+
+    jobs: Any
+    nursery: Any
+    states: Any
+    folder: Path
+    format: str
+    before: str
+    """What is in the directory before: "nothing", "foreign", "checkpoint", "without index"."""
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.prepare(self.folder / "old")
+        megackpt.save(self.states.declared(NEXT), self.folder / "clean", self.format)
+        self.expected = _files(self.folder / "clean")
+        if self.before != "nothing":
+            self.expected.add("notes.txt")
+
+    @property
+    def overwrites(self) -> bool:
+        return self.before in ("checkpoint", "without index")
+
+    def prepare(self, where: Path) -> None:
+        if self.overwrites:
+            megackpt.save(self.states.declared(OLD), where, self.format)
+        if self.before == "without index":
+            (where / "megackpt.index").unlink()
+        if self.before != "nothing":
+            where.mkdir(exist_ok=True)
+            (where / "notes.txt").write_text(NOTES)
+
+    def order(self, where: Path, **more: Any) -> Any:
+        told = self.options | more
+        return self.nursery.Order(str(where), self.format, NEW, str(where.parent), **told)
+
+    def calls(self) -> list[tuple[str, str]]:
+        """What a save that nobody disturbs does."""
+        outcome = self.jobs(self.order(self.place("whole")))
+        assert set(outcome.codes) == {0}, outcome.story
+        return list(outcome.calls)
+
+    def place(self, name: str) -> Path:
+        where = self.folder / name / "ckpt"
+        where.parent.mkdir()
+        if self.before != "nothing":
+            shutil.copytree(self.folder / "old", where)
+        return where
+
+    def at(self, point: int, *, name: str = "", **more: Any) -> str:
+        """Kill one save; what a reader then finds. The next save must clear up."""
+        where = self.place(name or str(point))
+        outcome = self.jobs(self.order(where, at=point, **more))
+        found = self.states.seen(where)
+        told = (point, more, outcome, found)
+        if self.overwrites:
+            assert found in (OLD, NEW), told
+        else:
+            assert found in (None, NEW), told
+        assert found == NEW or set(outcome.codes) != {0}, told
+        megackpt.save(self.states.declared(NEXT), where, self.format)
+        assert self.states.seen(where) == NEXT, told
+        assert _files(where) == self.expected, told
+        assert os.listdir(where.parent) == ["ckpt"], told
+        if self.before != "nothing":
+            assert (where / "notes.txt").read_text() == NOTES, told
+        shutil.rmtree(where.parent)
+        if not outcome.died:
+            return "alive"
+        return "old" if found == OLD else "new" if found == NEW else "none"
+
+
+def _files(where: Path) -> set[str]:
+    """All names below; of a folder that is empty its own."""
+    return {
+        str(path.relative_to(where))
+        for path in where.rglob("*")
+        if not path.is_dir() or not any(path.iterdir())
+    }
+
+
+@pytest.fixture
+def killing(jobs, nursery, states, tmp_path):
+    def begin(name: str, before: str, **options: Any) -> Killing:
+        return Killing(jobs, nursery, states, tmp_path, name, before, options)
+
+    return begin
+
+
+HEAD = ("killed by SIGKILL", "points", "old", "none", "new")
+
+
+def counted(kind: str, outcomes: list[str]) -> tuple[object, ...]:
+    count = Counter(outcomes)
+    return kind, len(outcomes) - count["alive"], count["old"], count["none"], count["new"]
+
+
+def tried(
+    killing: Killing, kind: str, note: Any, *, stride: int = 1, syncs: bool = True, at_once: int = 2
+) -> None:
+    """Kill at every call (or some), and keep the figures. Without ``syncs`` not at those that show in no file."""
+    calls = killing.calls()
+    points = [n for n, (name, _) in enumerate(calls, 1) if syncs or name not in SYNCS][::stride]
+    outcomes = killing.jobs.each(killing.at, points, at_once)
+    note(HEAD, *counted(f"{killing.format}, {kind}", outcomes))
+    assert outcomes.count("old" if killing.overwrites else "none") > 10 // stride
+
+
+SYNCS = ("fsync", "fdatasync", "syncfs", "sync_file_range")
+NO_EXCHANGE = {"answers": {"renameat2": errno.ENOSYS}}
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "options"),
+    [
+        ("torch_dist", "foreign", {}), ("torch_dist", "checkpoint", {}), ("torch_dist", "checkpoint", NO_EXCHANGE),
+        ("zarr", "nothing", {}), ("zarr", "checkpoint", {}),
+    ],
+)  # fmt: skip
+def test_one_rank_before_every_change(killing, note, name, before, options) -> None:
+    kind = f"1 rank, {before}{', no exchange' if options else ''}"
+    # zarr has three times as many: every second here, all in the campaign.
+    tried(killing(name, before, **options), kind, note, syncs=False, stride=2 if name == "zarr" else 1)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("name", "before", "options"),
+    [(name, before, {}) for name in FORMATS for before in ("nothing", "checkpoint")]
+    + [(name, "checkpoint", NO_EXCHANGE) for name in MAIN]
+    + [("torch_dist", "foreign", {}), ("torch_dist", "without index", {})],
+)
+def test_one_rank_at_every_call(killing, note, name, before, options) -> None:
+    kind = f"1 rank, {before}{', no exchange' if options else ''}"
+    tried(killing(name, before, **options), kind, note)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("before", ["nothing", "checkpoint"])
+def test_all_of_two_ranks_at_every_call(killing, note, name, before) -> None:
+    tried(killing(name, before, ranks=2, victims=(0, 1)), f"2 ranks, {before}, all die", note)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("before", ["nothing", "checkpoint"])
+def test_all_of_four_ranks_at_every_third_call(killing, note, name, before) -> None:
+    doomed = killing(name, before, ranks=4, victims=(0, 1, 2, 3))
+    tried(doomed, f"4 ranks, {before}, all die", note, stride=3)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("before", ["nothing", "checkpoint"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_ranks_at_every_call(killing, note, name, before, victim) -> None:
+    """The other one is told, clears up where it is the coordinator, and leaves."""
+    doomed = killing(name, before, ranks=2, victims=(victim,), timeout=2)
+    who = "the coordinator dies" if victim == 0 else "the other rank dies"
+    tried(doomed, f"2 ranks, {before}, {who}", note, at_once=8)
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", MAIN)
+def test_a_sample_of_several_ranks(killing, note, name, count) -> None:
+    """All ranks, the coordinator or another one; at any call."""
+    doomed = killing(name, "checkpoint", ranks=2, timeout=2)
+    total, dice = len(doomed.calls()), random.Random(count)
+    points = dice.sample(range(1, total + 1), count)
+
+    def work(point: int) -> str:
+        return doomed.at(point, victims=dice.choice([(0, 1), (0,), (1,)]))
+
+    outcomes = doomed.jobs.each(work, points, 4)
+    note(HEAD, *counted(f"{name}, sample of 2 ranks", outcomes))
+    assert outcomes.count("alive") < count
+
+
+@pytest.mark.strace
+@pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", MAIN)
+def test_a_sample_killed_by_strace(killing, note, name, count) -> None:
+    """Another way of doing the same, which counts the calls of each thread by itself."""
+    doomed = killing(name, "checkpoint", ranks=2, timeout=2)
+    totals, dice = Counter(name for name, _ in doomed.calls()), random.Random(count)
+
+    def work(point: int) -> str:
+        syscall = dice.choice(sorted(set(totals) - {"openat"}))
+        number = dice.randint(1, -(-totals[syscall] // 2))
+        return doomed.at(0, victims=(dice.choice([0, 0, 1]),), strace=f"{syscall}:{number}", name=f"s{point}")
+
+    outcomes = doomed.jobs.each(work, range(count), 4)
+    note(HEAD, *counted(f"{name}, strace, sample of 2 ranks", outcomes))
+    assert outcomes.count("alive") < count

@@ -1,0 +1,82 @@
+"""The benchmark, tiny: every figure of every contestant that is installed, as text and as JSON; failures end it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FORMATS = ["torch_dist", "zarr"]
+ALONE = ["safetensors", "tensorstore", "zarr-python"]
+
+
+def benchmark(folder: Path, *options: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    tiny = ("--quick", "--gib", "0.004", "--ranks", "64", "--dir", str(folder))
+    command = [sys.executable, str(root / "tools" / "benchmark.py"), *tiny, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def figures(report: dict[str, Any]) -> list[tuple[str, str, set[str]]]:
+    """Section by section: the figure, what it is, who has one."""
+    rows = [row for section in report["sections"] for row in section["rows"]]
+    for row in rows:
+        for value in row["values"].values():
+            assert 0 <= value["low"] <= value["median"] <= value["high"], row
+    return [(row["figure"], row["what"], set(row["values"])) for row in rows]
+
+
+def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    done = benchmark(tmp_path, "--markdown", "--json", str(told), "--peers", "torch DCP", *ALONE)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(told.read_text())
+    team, alone, desk = (section["columns"] for section in report["sections"])
+    assert (team, alone, desk) == ([*FORMATS, "torch DCP"], [*FORMATS, *ALONE], [*FORMATS, "torch DCP"])
+    found = figures(report)
+    assert [figure for figure, _, _ in found] == (
+        ["P1", *["P2"] * 2, *["P3"] * 4, *["P4"] * 2]
+        + ["P5", *["P6"] * 4] * 2
+        + ["P14"] * 2
+        + ["P1", *["P2"] * 2]
+        + ["P9"] * 6
+        + ["P10"] * 2
+        + ["P13"]
+    )
+    for figure, what, who in found:
+        assert "torch_dist" in who, (figure, what)
+        assert f"| {figure} | {what} |" in done.stdout
+    everybody = {*FORMATS, "torch DCP"}
+    assert all(
+        who == everybody for f, what, who in found[:9] if "verified" not in what.replace("unverified", "")
+    )
+    assert all(who == {*FORMATS, *ALONE} for f, what, who in found[21:23])
+    assert list(tmp_path.iterdir()) == [told]
+
+
+def test_a_rank_that_fails_ends_the_run_and_a_missing_peer_is_named(tmp_path: Path) -> None:
+    """A format that there is not; Megatron, in a tree that has no .peers."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "tools", tree / "tools")
+    names = ("--formats", "no_such_format", "--peers", "Megatron")
+    done = benchmark(tmp_path, "--only", "P1", *names, root=tree)
+    assert done.returncode == 1
+    assert 'Megatron takes no part: megatron-core is missing: "make peers" installs it' in done.stderr
+    assert "team ours: rank" in done.stderr
+    assert "no_such_format" in done.stderr
+    assert list(tmp_path.iterdir()) == [tree]
+
+
+@pytest.mark.megatron
+def test_megatron_takes_part(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    peers = ("--peers", "Megatron FP", "--formats", "torch_dist")
+    done = benchmark(tmp_path, "--only", "P1,P2", "--json", str(told), *peers)
+    assert done.returncode == 0, done.stderr
+    (_, _, saves), (_, _, loads), *_ = figures(json.loads(told.read_text()))
+    assert saves == loads == {"torch_dist", "Megatron FP"}

@@ -1,0 +1,226 @@
+"""The simulator: what it says of plans, files and bytes is what real saves and loads do."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megackpt
+from megackpt import ShardedTensor
+from megackpt.backends.zarr import Zarr
+from megackpt.checkpoint import open_checkpoint
+from megackpt.errors import CheckpointingException
+from megackpt.planning.manifest import Declarations, Manifest
+from megackpt.planning.resharding import Parallelism
+from megackpt.runtime.storage import FileReader, LocalStorage
+from megackpt.sharded import dtype_named
+from megackpt.strategies import backend_named
+from megackpt.testing import ThreadedGroup
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+from simulation import course  # noqa: E402 - beside the tool, as it finds them itself
+from simulation.model import Model  # noqa: E402
+
+sys.path.remove(str(TOOLS))
+
+DENSE = Model(layers=4, hidden=64, ffn=96, heads=8, groups=4, vocabulary=500)
+LARGE = Model(layers=1, hidden=1024, ffn=2048, heads=8, groups=4, vocabulary=3000, optimizer="none")
+MIXED = Model(layers=2, hidden=48, ffn=64, heads=4, groups=2, vocabulary=300, experts=4, dtype="float16")
+CASES = [
+    (DENSE, Parallelism(2, 2, 2), Parallelism(4, 1, 1)),
+    (DENSE, Parallelism(1, 1, 4), Parallelism(1, 2, 2)),
+    (MIXED, Parallelism(1, 2, 4, 2), Parallelism(2, 1, 4, 4)),
+    (Model(layers=2, hidden=64, ffn=96, heads=8, groups=4, distributed=False), Parallelism(2, 1, 2), None),
+    (LARGE, Parallelism(2, 1, 1), Parallelism(1, 1, 2)),
+]
+IDS = ["TP2 PP2 DP2", "ZeRO over DP4", "experts", "replicated optimizer", "cells that are shards"]
+
+
+def state_of(part: Declarations) -> dict[str, Any]:
+    """The state dict of a rank that declares this, but for the common state."""
+    state: dict[str, Any] = {"iteration": 7}
+    for i, row in enumerate(part.rows()):
+        if row.meta.is_object:
+            continue
+        box, dtype = row.shard.box, dtype_named(row.meta.dtype)
+        data = torch.arange(box.volume, dtype=torch.float32).to(dtype).reshape(box.shape)
+        whole = row.meta.shape
+        cuts = tuple(max(1, n // max(1, s)) for n, s in zip(whole, box.shape, strict=True))
+        state[f"{i}"] = ShardedTensor(
+            row.shard.key, data, dtype, box.shape, whole, box.offset, cuts, row.replica_id
+        )
+    return state
+
+
+def really_saved(parts: Sequence[Declarations], folder: Path, to: str) -> list[list[str]]:
+    def save(group: ThreadedGroup) -> list[str]:
+        megackpt.save(state_of(parts[group.rank]), folder, to, process_group=group)
+        return group.log
+
+    return ThreadedGroup.run(len(parts), save)
+
+
+def places(manifest: Manifest) -> dict[tuple[str, str], tuple[str, int, int, int]]:
+    """Of each chunk, by key and box: file, start, length, writer."""
+    bounds = np.zeros(len(manifest.chunks) + 1, np.int64)
+    found = {}
+    for row, number in enumerate(manifest.chunks.tensor.tolist()):
+        chunk = manifest.chunk(row, bounds)
+        at = chunk.location
+        found[manifest.tensors[number].key, str(chunk.box)] = at.file, at.start, at.length, chunk.writer
+    return found
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """The bytes of every read, by the name of the file."""
+    done: dict[str, list[int]] = {}
+    lock = threading.Lock()
+    opened = LocalStorage.open
+
+    class Watched(FileReader):
+        def __init__(self, inner: FileReader, name: str) -> None:
+            self.inner, self.name, self.size = inner, name, inner.size
+
+        def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
+            self.inner.read_into(start, buffers)
+            with lock:
+                done.setdefault(self.name, []).append(sum(map(len, buffers)))
+
+        def close(self) -> None:
+            self.inner.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    monkeypatch.setattr(LocalStorage, "open", lambda self, name: Watched(opened(self, name), name))
+    return done
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "zarr"])
+@pytest.mark.parametrize(("model", "job", "target"), CASES, ids=IDS)
+def test_a_simulated_save_and_load_are_the_real_ones(
+    tmp_path: Path,
+    reads: dict[str, list[int]],
+    model: Model,
+    job: Parallelism,
+    target: Parallelism | None,
+    to: str,
+) -> None:
+    model = model.padded(job.tensor)
+    logs = really_saved(model.declared(job), tmp_path / "real", to)
+    real = open_checkpoint(tmp_path / "real").manifest
+    common = real.chunks_of("common_state")[0].location.length
+    foretold = course.simulate_save(model, job, backend_named(to), common)
+    assert foretold.manifest is not None
+    assert places(foretold.manifest) == places(real)
+    written = np.bincount(real.chunks.writer, real.chunks.length, job.ranks)
+    assert foretold.written.tolist() == written.tolist()
+    assert foretold.all_files == len(real.files)
+    for name, size in foretold.small.items():
+        assert (tmp_path / "real" / name).stat().st_size == size, name
+    assert (tmp_path / "real" / "megackpt.index").stat().st_size == foretold.index
+    stored = {
+        p.relative_to(tmp_path / "real").as_posix() for p in (tmp_path / "real").rglob("*") if p.is_file()
+    }
+    assert stored == {*real.files, *foretold.small, "megackpt.index"}
+    assert logs == [list(course.SAVE_COLLECTIVES)] * job.ranks
+    if target is not None:
+        check_load(model, target, foretold, tmp_path / "real", reads)
+
+
+def check_load(
+    model: Model, job: Parallelism, save: course.Save, folder: Path, reads: dict[str, list[int]]
+) -> None:
+    foretold = course.simulate_load(model, job, save)
+    parts = model.declared(job)
+    reads.clear()
+
+    def load(group: ThreadedGroup) -> list[str]:
+        megackpt.load(state_of(parts[group.rank]), folder, process_group=group, verify=False)
+        return group.log
+
+    assert ThreadedGroup.run(job.ranks, load) == [list(course.LOAD_COLLECTIVES)] * job.ranks
+    data = {name: sizes for name, sizes in reads.items() if name.endswith(".distcp") or "/c/" in name}
+    assert sum(map(sum, data.values())) == foretold.read.sum()
+    assert sum(map(len, data.values())) == foretold.requests.sum()
+
+
+def test_what_ranks_send_is_what_is_counted() -> None:
+    save = course.simulate_save(DENSE.padded(2), Parallelism(2, 1, 2), backend_named("torch_dist"))
+    parts = DENSE.padded(2).declared(Parallelism(2, 1, 2))
+    assert save.gathered.tolist() == [len(pickle.dumps(part, protocol=5)) for part in parts]
+    assert save.rows == sum(map(len, parts))
+
+
+def test_every_step_is_told() -> None:
+    command = [
+        sys.executable,
+        str(TOOLS / "simulate.py"),
+        "--tp=2",
+        "--dp=2",
+        "--ep=2",
+        "--experts=2",
+        "--layers=2",
+    ]
+    sizes = ["--hidden=64", "--ffn=64", "--heads=4", "--groups=2", "--vocabulary=100", "--load-pp=2"]
+    told = subprocess.run([*command, *sizes, "--json"], check=True, capture_output=True, text=True)
+    facts = json.loads(told.stdout)["simulations"]
+    assert [fact["format"] for fact in facts] == ["torch_dist", "zarr"]
+    assert all(fact["load"]["read_over_needed"] >= 1 for fact in facts)
+    text = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True).stdout
+    assert "A save by 4 ranks (TP 2 x PP 1 x DP 2, EP 2) as torch_dist" in text
+    assert "A load by 2 ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--dp=3", "--ep=2"], "does not divide"),
+        (["--heads=3"], "heads must divide"),
+        (["--dp=16385"], "more than the 16384"),
+        (["--dtype=float1"], "unknown dtype"),
+        (["--format=nothing"], "nothing"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(asked: list[str], told: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOLS / "simulate.py"), *asked], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert told in done.stderr
+
+
+def test_compressed_chunks_are_not_foretold() -> None:
+    job = Parallelism(2, 1, 1)
+    save = course.simulate_save(DENSE.padded(2), job, Zarr("zstd"))
+    assert save.manifest is None
+    assert save.index is None
+    assert save.written.sum() > 0
+    with pytest.raises(CheckpointingException, match="not known before"):
+        course.simulate_load(DENSE.padded(2), job, save)
+
+
+def test_many_ranks_in_seconds_of_memory_that_columns_take() -> None:
+    model = Model(layers=8, hidden=1024, ffn=4096, heads=16, groups=8, vocabulary=32_000).padded(8)
+    save = course.simulate_save(model, Parallelism(8, 4, 64), backend_named("torch_dist"))
+    assert save.job.ranks == 2048
+    assert save.written.sum() == model_bytes(model) + 4096
+    assert save.plain_index is not None
+    assert save.plain_index <= 32 * save.chunks
+
+
+def model_bytes(model: Model) -> int:
+    elements = sum(int(np.prod(weight.shape)) for weight in model.weights())
+    return elements * (2 + 3 * 4)

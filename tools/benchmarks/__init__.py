@@ -1,0 +1,1 @@
+"""What tools/benchmark.py is made of: contestants, the processes that they run in, and the figures."""

@@ -1,0 +1,225 @@
+"""What one process can tell: planning and indexes of thousands of ranks (P9, P10), and what digests cost (P13).
+
+Everything here is CPU time of one thread. P13 takes the write pass as it is, with one file and so one thread, on
+tensors that are in no cache: a save's own ``Backend.write`` into files that keep nothing. What is left of it is the
+digests (and the framing, some microseconds a MiB), and that is compared with one copy of the same bytes into memory
+that was touched before.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    SavePlan as DcpPlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from benchmarks.states import Spec, pieces
+from megackpt.backends.base import plan_in_format
+from megackpt.backends.torch_dist import METADATA, TorchDist
+from megackpt.checkpoint.index import INDEX, decode_index, encode_index
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import (
+    DIGEST_SIZE,
+    Declaration,
+    Declarations,
+    Manifest,
+    SavePlan,
+    ShardId,
+    TensorMeta,
+    WriteResult,
+)
+from megackpt.planning.save_plan import SavePolicy
+from megackpt.runtime.staging import Staged
+from megackpt.runtime.storage import FileWriter, LocalStorage
+from megackpt.strategies import backend_named
+
+SHARDS = 64  # that each rank holds
+CUT = 8  # ranks that share the tensors of a stage
+ROWS, COLUMNS = 1024, 512  # of a shard: 2 MiB
+RANKS_OF_A_FILE = 2
+
+
+def plan_and_emit(format_name: str, ranks: int, copies: int, rounds: int) -> dict[str, list[float]]:
+    """CPU microseconds a shard: ``plan`` (merge, coverage, dedup) and, for torch_dist, ``emit`` (``.metadata``)."""
+    backend = backend_named(format_name.removeprefix("megackpt "))
+    parts = [pickle.loads(pickle.dumps(part)) for part in _world(ranks, copies)]
+    shards = ranks * SHARDS
+    taken: dict[str, list[float]] = {"plan": []}
+    for _ in range(rounds):
+        start = time.process_time()
+        plans, manifest = plan_in_format(backend, parts, SavePolicy())
+        taken["plan"].append((time.process_time() - start) / shards * 1e6)
+        if isinstance(backend, TorchDist):
+            located = _located(plans, manifest)
+            start = time.process_time()
+            backend.finish(LocalStorage("/"), located)
+            taken.setdefault("emit", []).append((time.process_time() - start) / shards * 1e6)
+    return taken
+
+
+def index(folder: str, ranks: int, rounds: int) -> dict[str, list[float]]:
+    """P10: ``bytes`` a shard, ``open`` in CPU seconds; ``DCP bytes`` and ``DCP open`` of the same, as .metadata."""
+    manifest = _located(*plan_in_format(TorchDist(), list(_world(ranks, 1)), SavePolicy()))
+    storage = LocalStorage(folder)
+    storage.put(INDEX, encode_index(manifest, {}))
+    stock = TorchDist().finish(storage, manifest).files[METADATA]
+    storage.put(METADATA, stock)
+    shards = len(manifest.chunks)
+    size = Path(folder, INDEX).stat().st_size
+    return {
+        "bytes": [size / shards],
+        "open": _seconds(lambda: decode_index(storage.get(INDEX)), rounds),
+        "DCP bytes": [len(stock) / shards],
+        "DCP open": _seconds(lambda: pickle.loads(Path(folder, METADATA).read_bytes()), rounds),
+    }
+
+
+def stock_plan(ranks: int, rounds: int) -> dict[str, list[float]]:
+    """The same of torch DCP's default planner, without copies: ``plan`` and ``emit`` in CPU microseconds a shard."""
+    plans = [
+        DcpPlan(
+            [_dcp_item(row) for row in part.rows()],
+            planner_data={entry.key: (entry.key,) for entry in part.tensors},
+        )
+        for part in _world(ranks, 1)
+    ]
+    shards = ranks * SHARDS
+    taken: dict[str, list[float]] = {"plan": [], "emit": []}
+    for _ in range(rounds):
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({}, None, is_coordinator=True)
+        start = time.process_time()
+        planned, metadata = planner.create_global_plan(plans)
+        middle = time.process_time()
+        metadata.storage_data = {
+            item.index: _StorageInfo(f"__{rank}_0.distcp", i << 22, 1 << 21)
+            for rank, plan in enumerate(planned)
+            for i, item in enumerate(plan.items)
+        }
+        pickle.dumps(metadata)
+        taken["plan"].append((middle - start) / shards * 1e6)
+        taken["emit"].append((time.process_time() - middle) / shards * 1e6)
+    return taken
+
+
+def digests(folder: str, nbytes: int, rounds: int) -> list[float]:
+    """P13: CPU seconds of a write pass that goes nowhere, over those of a copy."""
+    held = pieces(Spec.large(nbytes), 0, 1, 0)
+    rows = [
+        Declaration(
+            ShardId(p.key, Box.whole(p.shape)), TensorMeta(p.shape, "float32"), 0, False, p.data.nbytes, 0
+        )
+        for p in held
+    ]
+    backend = TorchDist(files_per_rank=1)
+    declared = Declarations.of(rows)
+    (plan,), _ = plan_in_format(backend, [declared], SavePolicy())
+    staged = Staged(plan, [p.data for p in held], declared.boxes)
+    copies = [torch.zeros_like(p.data) for p in held]
+    ratios = []
+    for _ in range(rounds + 1):
+        start = time.process_time()
+        backend.write(_Nowhere(folder), plan, staged)
+        middle = time.process_time()
+        for copy, p in zip(copies, held, strict=True):
+            copy.copy_(p.data)
+        ratios.append((middle - start) / (time.process_time() - middle))
+    return ratios[1:]
+
+
+class _Nowhere(LocalStorage):
+    """Files that keep nothing."""
+
+    def create(self, name: str) -> FileWriter:  # noqa: ARG002
+        return _Lost()
+
+
+class _Lost(FileWriter):
+    def __init__(self) -> None:
+        self._written = 0
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        self._written += sum(buffer.nbytes for buffer in buffers)
+
+    @property
+    def position(self) -> int:
+        return self._written
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+def _world(ranks: int, copies: int) -> list[Declarations]:
+    """So many ranks with 64 shards each; a stage is cut over 8 ranks, and the whole stands there ``copies`` times."""
+    cut = min(CUT, ranks // copies)
+    meta = TensorMeta((ROWS * cut, COLUMNS), "bfloat16")
+    return [_declared(rank, ranks // copies, cut, meta) for rank in range(ranks)]
+
+
+def _declared(rank: int, distinct: int, cut: int, meta: TensorMeta) -> Declarations:
+    copy, number = divmod(rank, distinct)
+    stage, part = divmod(number, cut)
+    box = Box((part * ROWS, 0), (ROWS, COLUMNS))
+    size = box.volume * meta.itemsize
+    return Declarations.of(
+        [
+            Declaration(
+                ShardId(f"stages.{stage}.layers.{i}.weight", box), meta, (0, 0, copy), False, size, rank
+            )
+            for i in range(SHARDS)
+        ]
+    )
+
+
+def _located(plans: Sequence[SavePlan], manifest: Manifest) -> Manifest:
+    """As if all ranks had written: two files each, payloads one after the other."""
+    return manifest.located([_landed(plan) for plan in plans])
+
+
+def _landed(plan: SavePlan) -> WriteResult:
+    rows = np.arange(len(plan))
+    length = plan.boxes.volume * 2
+    return replace(
+        WriteResult.of_rows(
+            plan.boxes,
+            [f"__{plan.rank}_{n}.distcp" for n in range(RANKS_OF_A_FILE)],
+            (rows % RANKS_OF_A_FILE).astype(np.int32),
+            1024 + (rows // RANKS_OF_A_FILE) * (length + 704),
+            length,
+            np.zeros((0, DIGEST_SIZE), np.uint8),
+        )
+    )
+
+
+def _dcp_item(row: Declaration) -> WriteItem:
+    offset, shape = torch.Size(row.shard.box.offset), torch.Size(row.shard.box.shape)
+    data = TensorWriteData(
+        ChunkStorageMetadata(offset, shape),
+        TensorProperties(torch.bfloat16),
+        torch.Size(row.meta.shape),
+    )
+    return WriteItem(MetadataIndex(row.shard.key, offset), WriteItemType.SHARD, tensor_data=data)
+
+
+def _seconds(step: Callable[[], object], rounds: int) -> list[float]:
+    """Of the CPU, each time; the process has nothing else to do."""
+    taken = []
+    for _ in range(rounds):
+        start = time.process_time()
+        step()
+        taken.append(time.process_time() - start)
+    return taken

@@ -1,0 +1,232 @@
+"""A save and a load of thousands of ranks in one process, with the library's own planner: times, bytes, files."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from megackpt.backends.base import Backend, plan_in_format
+from megackpt.backends.ranges import read_raw
+from megackpt.checkpoint import decode_index, encode_index
+from megackpt.errors import CheckpointingException
+from megackpt.planning.box import Box, Int64
+from megackpt.planning.load_plan import plan_load
+from megackpt.planning.manifest import Declarations, Manifest, SavePlan
+from megackpt.planning.resharding import Parallelism
+from megackpt.planning.save_plan import SavePolicy
+from megackpt.rehearsal import index_size, located
+from megackpt.runtime.storage import FileReader, LocalStorage, Storage, digest
+from simulation.model import Model
+
+SAVE_COLLECTIVES = ("all_agree", "gather", "scatter", "gather", "broadcast")
+AGAIN_COLLECTIVES = ("all_agree", "gather", "broadcast")
+LOAD_COLLECTIVES = ("broadcast", "gather", "broadcast", "gather", "broadcast")
+MOST_RANKS = 16_384
+
+
+@dataclass
+class Clock:
+    """CPU seconds of this process by what they went into."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        start = time.process_time()
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.process_time() - start
+
+
+@dataclass(frozen=True, eq=False)
+class Save:
+    """A save as it would be. Bytes are of the data, without what frames it in files."""
+
+    job: Parallelism
+    format: str
+    rows: int  # shards that ranks declare, replicas counted
+    seconds: dict[str, float]
+    gathered: Int64  # bytes of each rank's declarations, as they travel
+    scattered: Int64  # bytes of each rank's plan
+    written: Int64  # bytes that each rank writes
+    files: Int64  # to how many files each rank writes
+    manifest: Manifest | None  # what will be stored and where; None: only the save itself can tell
+    small: dict[str, int]  # bytes of the small files of the table of contents; empty: as above
+    index: int | None  # bytes of megackpt.index
+    plain_index: int | None  # the same without digests
+    chunks: int
+
+    @property
+    def imbalance(self) -> float:
+        return float(self.written.max() / max(1.0, self.written.mean()))
+
+    @property
+    def all_files(self) -> int:
+        return len(self.manifest.files) if self.manifest else int(self.files.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """A load as it would be, of the ranks that were looked at."""
+
+    job: Parallelism
+    ranks: tuple[int, ...]
+    seconds: Int64 | Any  # CPU seconds of each rank's planning
+    needed: Int64  # bytes of each rank's tensors
+    read: Int64  # bytes that each rank reads, digests not checked; as needed where the format's own reader reads
+    requests: Int64  # calls that read them
+
+
+def simulate_save(
+    model: Model, job: Parallelism, backend: Backend, common: int = 4096, validate: bool = True
+) -> Save:
+    """Plan a save with the common state of ``common`` bytes, as the coordinator does, from what the ranks send it."""
+    clock = Clock()
+    with clock("declare"):
+        parts = model.declared(job)
+    with clock("send"):
+        sent = [pickle.dumps(part, protocol=5) for part in parts]
+    del parts
+    with clock("receive"):
+        received: list[Declarations] = [pickle.loads(message) for message in sent]
+    gathered = np.array(list(map(len, sent)), np.int64)
+    del sent
+    with clock("plan"):
+        plans, planned = plan_in_format(backend, received, SavePolicy(), validate)
+    with clock("tell"):
+        scattered = np.array([len(pickle.dumps(replace(p, tensors=()), protocol=5)) for p in plans], np.int64)
+    planned = _with_common(planned, common)
+    with clock("locate"):
+        manifest = located(backend, plans, planned)
+    small, index, plain = _contents(clock, backend, manifest)
+    written = np.zeros(job.ranks, np.int64)
+    np.add.at(written, planned.chunks.writer, planned.chunks.length)
+    return Save(
+        job=job,
+        format=backend.name,
+        rows=sum(map(len, received)),
+        seconds=clock.seconds,
+        gathered=gathered,
+        scattered=scattered,
+        written=written,
+        files=_files(backend, plans, manifest),
+        manifest=manifest,
+        small=small,
+        index=index,
+        plain_index=plain,
+        chunks=len(planned.chunks) if manifest is None else len(manifest.chunks),
+    )
+
+
+def _with_common(planned: Manifest, size: int) -> Manifest:
+    length = planned.chunks.length.copy()
+    is_common = np.array([entry.is_common for entry in planned.tensors], np.bool_)
+    length[is_common[planned.chunks.tensor]] = size
+    return replace(planned, chunks=replace(planned.chunks, length=length))
+
+
+def _files(backend: Backend, plans: Sequence[SavePlan], manifest: Manifest | None) -> Int64:
+    if manifest is None:
+        return np.array([backend.count_files(plan) for plan in plans], np.int64)
+    pairs = np.unique(manifest.chunks.writer.astype(np.int64) << 32 | manifest.chunks.file)
+    return np.bincount(pairs >> 32, minlength=len(plans)).astype(np.int64)
+
+
+def _contents(
+    clock: Clock, backend: Backend, manifest: Manifest | None
+) -> tuple[dict[str, int], int | None, int | None]:
+    """Sizes of the small files, and of the index with and without digests; none where cells have to be assembled."""
+    if manifest is None or any(name.startswith("__fragments_") for name in manifest.files):
+        return {}, None, None
+    with clock("emit"):
+        files = backend.finish(cast(Storage, LocalStorage("/")), manifest).files  # looks at no storage then
+    small = {name: (len(data), digest(data)) for name, data in files.items()}
+    with clock("index"):
+        encoded = encode_index(manifest, small)
+    with clock("open"):
+        decode_index(encoded)
+    sizes = {name: size for name, (size, _) in small.items()}
+    return sizes, index_size(manifest, small), len(encoded)
+
+
+def simulate_load(model: Model, job: Parallelism, save: Save, sample: int = 64) -> Load:
+    """Plan a load of the model by the ranks of this job; of more than ``sample``, by so many that lie evenly apart."""
+    manifest = save.manifest
+    if manifest is None:
+        raise CheckpointingException("what this format writes, and so what a load reads, is not known before")
+    parts = model.declared(job)
+    ranks = tuple(np.unique(np.linspace(0, job.ranks - 1, min(sample, job.ranks)).astype(int)).tolist())
+    rows = [_one_rank(parts[rank], manifest) for rank in ranks]
+    seconds, needed, read, requests = zip(*rows, strict=True)
+    counts = (np.array(column, np.int64) for column in (needed, read, requests))
+    return Load(job, ranks, np.array(seconds), *counts)
+
+
+def _one_rank(part: Declarations, manifest: Manifest) -> tuple[float, int, int, int]:
+    is_object = np.array([entry.meta.is_object for entry in part.tensors], np.bool_)
+    wanted = part.take(~is_object[part.tensor])
+    start = time.process_time()
+    plan = plan_load(wanted, manifest)
+    seconds = time.process_time() - start
+    needed = int(wanted.nbytes.sum())
+    storage = CountingStorage()
+    read_raw(cast(Storage, storage), plan, Nowhere(wanted), verify=False)
+    return seconds, needed, storage.bytes, storage.requests
+
+
+class CountingStorage:
+    """Files of any length that are read without being there."""
+
+    location = "a simulated checkpoint"
+    called = location
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.requests = 0
+
+    def open(self, _: str) -> FileReader:
+        return _CountingReader(self)
+
+
+class _CountingReader(FileReader):
+    size = 1 << 62
+
+    def __init__(self, storage: CountingStorage) -> None:
+        self._storage = storage
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:  # noqa: ARG002 - nothing is anywhere
+        self._storage.bytes += sum(map(len, buffers))
+        self._storage.requests += 1
+
+    def close(self) -> None:
+        pass
+
+
+class Nowhere:
+    """A target of which no byte is touched: memory that was never used takes none."""
+
+    def __init__(self, wanted: Declarations) -> None:
+        self._wanted = wanted
+
+    def open(self, target: int, box: Box) -> np.ndarray[Any, Any]:
+        row = self._wanted.row(target)
+        size = row.meta.itemsize
+        whole = np.empty(row.shard.box.shape, np.complex128 if size == 16 else f"u{size}")
+        place: tuple[Any, ...] = box.relative_to(row.shard.box).slices()
+        return whole[(*place, ...)]
+
+    def close(self, target: int, box: Box, filled: np.ndarray[Any, Any]) -> None:
+        pass
+
+    def blob(self, target: int, data: bytes) -> None:
+        pass
+
+
+def per_shard(save: Save) -> dict[str, float]:
+    """CPU microseconds a declared shard of the coordinator's steps."""
+    return {what: seconds / save.rows * 1e6 for what, seconds in save.seconds.items()}
