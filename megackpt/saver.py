@@ -98,7 +98,6 @@ def save(
     compare = preprocess_common_before_consistancy_check or _itself
 
     @events.stage("declare")
-    @collector.held_off()
     def request() -> Request:
         return Request.of(
             extract(sharded_state_dict),
@@ -110,7 +109,11 @@ def save(
             overwrite=overwrite,
         )
 
-    with group, events.operation("save", checkpoint_dir, group.rank, group.size) as running:
+    with (
+        group,
+        collector.held_off(),
+        events.operation("save", checkpoint_dir, group.rank, group.size) as running,
+    ):
         running.bytes = _Save(group, attempt(request)).run()
 
 
@@ -303,7 +306,6 @@ class _Save:
         return _Declared(request.directory, request.format, request.declared, blake2b(view).digest())
 
     @events.stage("plan")
-    @collector.held_off()
     def plan(self, parts: Sequence[_Declared]) -> list[_Ticket]:
         """On the coordinator: who writes what."""
         request, place = self.request.get(), self.place.get()

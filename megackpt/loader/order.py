@@ -84,7 +84,7 @@ def load(
     )
     if group.size == 1:
         request.get()  # nobody else has to hear of a wrong argument
-    with group, events.operation("load", checkpoint_dir, group.rank, group.size):
+    with group, collector.held_off(), events.operation("load", checkpoint_dir, group.rank, group.size):
         step = _Load(group, request)
         for _ in range(ATTEMPTS - 1):
             try:
@@ -142,7 +142,6 @@ class _Part:
         self.manifest = manifest
 
     @events.stage("compare")
-    @collector.held_off()
     def compare(self) -> Told:
         events.here().operation.id = self.manifest.save_id
         request = self.load.request.get()
@@ -158,18 +157,15 @@ class _Part:
         self.asked = Asked.of(request.state, request.terms, self.manifest, self.load.group.rank)
         return self.asked.told(request.terms)
 
-    @collector.held_off()
     def judge(self, parts: Sequence[Told]) -> set[str]:
         return judge(parts, self.load.request.get().terms, self.manifest)
 
     @events.stage("read")
     def read(self) -> int:
         request = self.load.request.get()
-        with collector.held_off():
-            wanted, tensors = self.asked.wanted, self.asked.tensors()
+        wanted, tensors = self.asked.wanted, self.asked.tensors()
         values = request.reading.rows(self.root, self.backend, self.manifest, wanted, tensors)
-        with collector.held_off():
-            self.state = self.asked.restored(values)
+        self.state = self.asked.restored(values)
         return events.here().done
 
 

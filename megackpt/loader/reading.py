@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from megackpt import collector, events, objects
+from megackpt import events, objects
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import open_same
 from megackpt.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import COMMON_KEY, Declaration, Declarations, Manifest, ShardId
+from megackpt.planning.manifest import COMMON_KEY, OBJECT, Declaration, Declarations, Manifest, ShardId
 from megackpt.runtime.counting import counted_target
 from megackpt.runtime.staging import Landing, settle
 from megackpt.runtime.storage import Storage
@@ -43,9 +43,8 @@ class Reading:
         tensors: Sequence[torch.Tensor | None],
     ) -> list[Any]:
         """Fetch every wanted row: into ``tensors[i]``, or (where that is None) the content of an object's blob."""
-        with collector.held_off():
-            landing = Landing(tensors, wanted.held(), _stored(wanted, manifest), {})
-            plan = plan_load(wanted, manifest)
+        landing = Landing(tensors, wanted.boxes, _stored(wanted, manifest), {})
+        plan = plan_load(wanted, manifest)
         settle(tensors)
         todo = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         try:
@@ -81,9 +80,11 @@ def _replaced(root: Storage, manifest: Manifest) -> CheckpointReplaced | None:
 def _stored(wanted: Declarations, manifest: Manifest) -> list[torch.dtype | None]:
     """For each wanted row the dtype that is stored (None for objects)."""
     numbers = manifest.numbers()
-    metas = {e.key: manifest.tensors[numbers[e.key]].meta for e in wanted.tensors if e.key in numbers}
-    dtypes = {key: None if meta.is_object else dtype_named(meta.dtype) for key, meta in metas.items()}
-    return [dtypes[wanted.tensors[number].key] for number in wanted.tensor]
+    rows = (numbers.get(entry.key) for entry in wanted.tensors)
+    names = ["" if row is None else manifest.tensors[row].meta.dtype for row in rows]
+    dtypes = {name: None if name in ("", OBJECT) else dtype_named(name) for name in set(names)}
+    table = [dtypes[name] for name in names]
+    return [table[number] for number in wanted.tensor.tolist()]
 
 
 def common_row(manifest: Manifest, rank: int = 0) -> Declarations:

@@ -18,6 +18,7 @@ PIECE = 16 * DIGEST_BLOCK
 """Bytes that are copied to the host at a time where a tensor's memory cannot be written as it stands."""
 
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY = frozenset((torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8))
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
@@ -29,7 +30,7 @@ def carried_dtype(itemsize: int) -> np.dtype[Any]:
 def host_array(tensor: torch.Tensor) -> NDArray[Any]:
     """The memory of a CPU tensor as an array of ``carried_dtype``, with the same shape and strides; no copy."""
     size = tensor.element_size()
-    carrier = _CARRIER.get(size)
+    carrier = None if tensor.dtype in _NUMPY else _CARRIER.get(size)
     array: NDArray[Any] = (tensor if carrier is None else tensor.view(carrier)).numpy()
     return array.view(_UNSIGNED[size])
 
@@ -119,12 +120,12 @@ def _copied(tensor: torch.Tensor) -> Iterator[memoryview]:
 class Landing:
     """The Target of a load: regions of the tensors asked for, and the blobs of objects.
 
-    ``tensors[i]`` is the tensor of wanted row i (None for objects), ``holders[i]`` its box,
+    ``tensors[i]`` is the tensor of wanted row i (None for objects), row i of ``holders`` its box,
     ``stored[i]`` the dtype that the checkpoint holds; where it differs the values are converted.
     """
 
     tensors: Sequence[torch.Tensor | None]
-    holders: Sequence[Box]
+    holders: Boxes
     stored: Sequence[torch.dtype | None]
     blobs: dict[int, bytes]
 
@@ -132,7 +133,9 @@ class Landing:
         tensor = self.tensors[target]
         if tensor is None:
             raise TypeError(f"row {target} is an object: it has no region {box}")
-        return region(tensor, self.holders[target], box)
+        if tensor.dim() == len(box.shape) and tensor.numel() == box.volume:
+            return tensor
+        return region(tensor, self.holders.row(target, len(box.shape)), box)
 
     @cached_property
     def _direct(self) -> list[bool]:

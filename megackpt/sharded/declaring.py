@@ -114,9 +114,9 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int
 def _traits(shard: Shard) -> tuple[Any, ...] | None:
     """All that decides whether a tensor's declaration is sound, and its row, but for the key; None where it is not
     so simple."""
+    if type(shard) is not ShardedTensor or type(shard.key) is not str or not shard.key:
+        return None  # a class of the caller's own may have its own idea of what is sound
     data = shard.data
-    if not isinstance(shard, ShardedTensor) or type(shard.key) is not str or not shard.key:
-        return None
     if data is None:
         held: tuple[Any, ...] = ()
     elif type(data) not in (torch.Tensor, torch.nn.Parameter) or data.is_nested:

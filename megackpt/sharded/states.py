@@ -89,8 +89,15 @@ def extract(state: dict[Any, Any]) -> Extracted:
 
 def _built(state: dict[Any, Any]) -> tuple[dict[Any, Any], list[tuple[Path, ShardedTensorFactory]]]:
     """The state with every factory replaced by what it builds, to the last one; and the factories."""
-    built = tree.copied(state)
-    todo = [(0, path, factory) for path, factory in _factories(built)]
+    seen: list[Any] = []
+
+    def kept(leaf: Any) -> Any:
+        if type(leaf) is not ShardedTensor and isinstance(leaf, ShardedTensorFactory):
+            seen.append(leaf)
+        return leaf
+
+    built = tree.dict_list_map_outplace(kept, state)
+    todo = [(0, path, factory) for path, factory in _factories(built)] if seen else []
     for level, path, factory in todo:  # grows on the way: a build may hold further factories
         if level > MAX_NESTED_FACTORIES:
             raise ShardingError(

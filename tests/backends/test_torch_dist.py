@@ -96,7 +96,7 @@ def load(saved: Saved, wanted: Sequence[Held], verify: bool = True) -> dict[int,
     declared = Declarations.of([d for d, _ in wanted])
     stored = [None if d.meta.is_object else getattr(torch, d.meta.dtype) for d, _ in wanted]
     tensors = [value if isinstance(value, torch.Tensor) else None for _, value in wanted]
-    landing = Landing(tensors, [d.shard.box for d, _ in wanted], stored, {})
+    landing = Landing(tensors, Boxes.of(d.shard.box for d, _ in wanted), stored, {})
     TorchDist().read(saved.root, plan_load(declared, saved.manifest), landing, verify)
     return landing.blobs
 

@@ -79,10 +79,11 @@ def _explained(
 
 def shapes_table(tensors: Sequence[TensorEntry], width: int) -> Int64:
     """The global shapes of a table of tensors, (n, width or more), padded with 1 as boxes are."""
-    width = max([width, *(len(entry.meta.shape) for entry in tensors)])
-    return np.array(
-        [entry.meta.shape + (1,) * (width - len(entry.meta.shape)) for entry in tensors], np.int64
-    ).reshape(len(tensors), width)
+    shapes = [entry.meta.shape for entry in tensors]
+    width = max([width, *map(len, shapes)])
+    pads = [(1,) * (width - ndim) for ndim in range(width + 1)]
+    flat = [shape + pads[len(shape)] for shape in shapes]
+    return np.array(flat, np.int64).reshape(len(tensors), width)
 
 
 def _conflicts(tensors: Sequence[TensorEntry]) -> dict[str, list[int]]:
