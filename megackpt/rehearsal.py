@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from uuid import uuid4
 
 import numpy as np
@@ -37,7 +38,7 @@ class Rehearsal:
 
 
 def rehearse(manifest: Manifest, job: Parallelism, backend: Backend) -> Rehearsal:
-    """Plan a save of what this manifest tells of. Reads nothing; 8,192 ranks take about a second.
+    """Plan a save of what this manifest tells of. Reads nothing; 8,192 ranks take a few seconds.
 
     Raises BackendError where the format cannot hold it.
     """
@@ -88,7 +89,7 @@ def located(backend: Backend, plans: Sequence[SavePlan], planned: Manifest) -> M
     chunks = planned.chunks
     bounds = np.searchsorted(chunks.writer, np.arange(len(plans) + 1)).tolist()
     results: list[WriteResult] = []
-    for plan, low, high in zip(plans, bounds, bounds[1:], strict=False):
+    for plan, (low, high) in zip(plans, pairwise(bounds), strict=True):
         result = backend.foretold(plan, chunks.length[low:high])
         if result is None:
             return None

@@ -32,6 +32,18 @@ def test_walk_is_depth_first_in_order_and_tuples_are_leaves():
     assert list(tree.walk({}, empties=True)) == []
 
 
+def plainly(path: tuple, node: object, empties: bool) -> list:
+    if not tree.is_branch(node):
+        return [(path, node)]
+    below = [leaf for key, value in tree.items(node) for leaf in plainly((*path, key), value, empties)]
+    return [(path, node)] if empties and path and not node else below
+
+
+@given(trees, st.booleans())
+def test_walk_is_the_plain_recursion(state, empties):
+    assert list(tree.walk(state, empties=empties)) == plainly((), state, empties)
+
+
 @given(roots)
 def test_grafting_all_leaves_rebuilds_the_tree(state):
     root: dict = {}

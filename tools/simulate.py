@@ -26,6 +26,8 @@ from megackpt.errors import CheckpointingException
 from megackpt.planning.resharding import Parallelism
 from megackpt.strategies import backend_named
 
+LARGEST = 10_000_000  # of anything; their products have to fit into 64 bits, too
+
 
 def main(arguments: list[str] | None = None) -> int:
     options = asked(arguments)
@@ -72,20 +74,32 @@ def simulate(options: argparse.Namespace) -> tuple[list[Save], list[Load | None]
     return saves, loads
 
 
+def count(text: str) -> int:
+    """A number of something that has to be there, on the command line."""
+    if not 1 <= int(text) <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not from 1 to {LARGEST:,}")
+    return int(text)
+
+
+def count_or_none(text: str) -> int:
+    return 0 if text == "0" else count(text)
+
+
 def asked(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for prefix, what in (("", "the save"), ("load-", "the load")):
         for name, long in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"), ("ep", "expert")):
             default = 0 if prefix else 1
             parser.add_argument(
-                f"--{prefix}{name}", type=int, default=default, help=f"{long} ranks of {what}"
+                f"--{prefix}{name}", type=count, default=default, help=f"{long} ranks of {what}"
             )
     parser.add_argument("--format", action="append", help="default: torch_dist and zarr")
     model = Model()
-    for name in ("layers", "hidden", "ffn", "heads", "groups", "vocabulary", "experts"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(model, name))
+    for name in ("layers", "hidden", "ffn", "heads", "groups", "vocabulary"):
+        parser.add_argument(f"--{name}", type=count, default=getattr(model, name))
+    parser.add_argument("--experts", type=count_or_none, default=model.experts, help="0: a dense model")
     parser.add_argument(
-        "--vocabulary-multiple", type=int, default=128, help="padded to a multiple of this times TP"
+        "--vocabulary-multiple", type=count, default=128, help="padded to a multiple of this times TP"
     )
     parser.add_argument("--plain-mlp", action="store_true", help="no gate: linear_fc1 is one matrix, not two")
     parser.add_argument("--dtype", default=model.dtype, help="of the model; the optimizer's state is float32")
@@ -93,8 +107,8 @@ def asked(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--replicated-optimizer", action="store_true", help="its state is not cut over the data ranks"
     )
-    parser.add_argument("--common-bytes", type=int, default=4096, help="size of the common state")
-    parser.add_argument("--load-ranks", type=int, default=8, help="so many ranks of the load are looked at")
+    parser.add_argument("--common-bytes", type=count, default=4096, help="size of the common state")
+    parser.add_argument("--load-ranks", type=count, default=8, help="so many ranks of the load are looked at")
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="run the sweeps of docs/scaling.md and draw"

@@ -181,7 +181,8 @@ def turn(outer: LocalStorage) -> Iterator[None]:
     """One after the other, the saves to directories of ``outer`` begin, are published, and are cleared away.
 
     Thus one of several that meet wins. Where nobody can be kept out (a file system without locks) or somebody
-    clears up for long, their markers still keep saves apart, but all those that meet may lose.
+    clears up for long, their markers still keep saves apart, but all those that meet may lose. Turns do not nest:
+    the end of an inner one (of ``Place.abort``) ends the outer one, too.
     """
     deadline = time.monotonic() + PATIENCE
     while not outer.lock() and time.monotonic() < deadline:

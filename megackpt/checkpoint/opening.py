@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from megackpt.strategies import Strategy
 
 Directory = str | os.PathLike[str]
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path has made one slash of two
 _ATTEMPTS = 3  # at a directory that is replaced at the very moment
 
 
@@ -47,9 +49,16 @@ def absolute(directory: Directory) -> str:
     """The directory that a caller names. Raises StorageError for what is no path at all."""
     path: object = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(path, str):
-        raise StorageError(f"a checkpoint's directory must be a str or a Path, not {directory!r}")
+        told = repr(path) if path is None else f"a {type(path).__name__}"  # it may be a whole state
+        raise StorageError(f"a checkpoint's directory must be a str or a Path, not {told}")
     if not path or "\0" in path:
         raise StorageError(f"{path!r} names no directory (the current one is '.')")
+    if _URL.match(path):
+        raise StorageError(f"{path!r} is a URL: checkpoints are kept in directories; mount it")
+    if path == "~" or path.startswith("~/"):
+        raise StorageError(
+            f"{path!r}: shells expand the ~, Python does not: give os.path.expanduser({path!r})"
+        )
     return os.path.abspath(path)
 
 
@@ -107,8 +116,11 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> LocalSt
     """The directory (or file) itself, or what an interrupted replacement set aside; else NotACheckpoint."""
     target = os.path.realpath(absolute(directory))
     try:
-        storage = SingleFile(target) if os.path.isfile(target) else LocalStorage(target)
+        one = os.path.isfile(target)
+        storage = SingleFile(target) if one else LocalStorage(target)
         reason = incomplete(storage, asked=asked)
+        if one and os.path.basename(target) in (CONFIG, ".metadata"):
+            reason = f"{os.fspath(directory)} is not a distributed checkpoint, but one of its files"
     except FileNotFoundError:
         reason = f"directory {os.fspath(directory)} does not exist"
     except NotADirectoryError:
@@ -125,6 +137,9 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> LocalSt
 def _elsewhere(target: str) -> str:
     """The hint where checkpoints are in this directory, or near by under a similar name."""
     missing = ""
+    if os.path.isfile(target):
+        above = os.path.dirname(target)
+        return f"; it lies in the checkpoint {above}: is that meant?" if _is_complete(above) else ""
     while not os.path.isdir(target) and target != os.path.dirname(target):
         target, missing = os.path.split(target)
     try:
@@ -146,6 +161,13 @@ def _elsewhere(target: str) -> str:
         return ""  # what went wrong first tells more
     more = f" (the last of {len(within)})" if len(within) > 1 else ""
     return f"; a checkpoint is in {os.path.join(target, within[-1])}{more}: is that meant?" if within else ""
+
+
+def _is_complete(directory: str) -> bool:
+    try:
+        return incomplete(LocalStorage(directory)) is None
+    except (CheckpointingException, OSError):
+        return False  # what went wrong first tells more
 
 
 def incomplete(storage: LocalStorage, own: str = "", asked: Strategy | None = None) -> str | None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -131,8 +132,11 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
         damaged("a key stands twice")
     _check_below(columns["meta"], len(metas))
     digests = np.frombuffer(body, np.uint8, offset=digests_at).reshape(-1, DIGEST_SIZE)
+    entries = zip(keys, map(metas.__getitem__, columns["meta"].tolist()), strict=True)
     return Manifest(
-        tuple(map(TensorEntry, keys, map(metas.__getitem__, columns["meta"].tolist()))),
+        tuple(
+            map(partial(tuple.__new__, TensorEntry), entries)
+        ),  # as its own constructor does, without Python
         _grids(columns),
         _chunks(head, columns, len(files), digests),
         tuple(files),
@@ -219,7 +223,7 @@ def _grids(columns: Columns) -> tuple[Dims | None, ...]:
     gridded = numbers > 0
     if (ndims[numbers[gridded] - 1] != columns["meta_ndim"][columns["meta"][gridded]]).any():
         damaged("a grid has other dimensions than its tensor")
-    return tuple(grids[i] for i in numbers.tolist())
+    return tuple(map(grids.__getitem__, numbers.tolist()))
 
 
 def _chunks(head: Head, columns: Columns, files: int, digests: Any) -> Chunks:

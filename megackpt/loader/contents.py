@@ -32,7 +32,7 @@ def load_common_state_dict(
     """The common state of a checkpoint: all that was not sharded; {} where none is stored."""
     opened = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy))
     wanted = common_row(opened.manifest)
-    reading = Reading(trusted=tuple(trusted))
+    reading = Reading(trusted=trusted)
     values = reading.rows(opened.storage, opened.backend, opened.manifest, wanted, [None] * len(wanted))
     return dict(values[0]) if values else {}
 

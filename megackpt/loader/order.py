@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Any
 from megackpt import collector, events
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import absolute, as_read_by, backend_of, open_checkpoint, open_same
-from megackpt.errors import CheckpointReplaced, ShardingError
+from megackpt.errors import CheckpointReplaced, NotACheckpoint, ShardingError
 from megackpt.loader.asking import Asked, KeyMap, Terms, Told, judge
 from megackpt.loader.reading import Reading
 from megackpt.planning.manifest import Manifest
@@ -79,7 +80,7 @@ def load(
             asked_format(sharded_strategy),
             sharded_state_dict,
             Terms(parse_strict_flag(strict), validate_access_integrity, dtype_policy, key_map),
-            Reading(verify, tuple(trusted)),
+            Reading(verify, trusted),
         )
     )
     if group.size == 1:
@@ -123,7 +124,15 @@ class _Load:
     @events.stage("open")
     def open(self) -> tuple[str, Manifest]:
         request = self.request.get()
-        manifest = open_checkpoint(request.directory, request.asked).manifest
+        try:
+            manifest = open_checkpoint(request.directory, request.asked).manifest
+        except NotACheckpoint as error:
+            if self.group.size == 1:
+                raise
+            raise NotACheckpoint(
+                f"{error}\n(So rank 0 sees it on host {socket.gethostname()!r}: where other ranks see a checkpoint, "
+                "is the directory shared between all hosts?)"
+            ) from error
         events.here().operation.id = manifest.save_id
         return request.directory, manifest
 

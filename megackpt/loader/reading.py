@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,14 @@ class Reading:
     """How bytes are read (``verify``: against their digests) and objects opened (``trusted`` classes)."""
 
     verify: bool = True
-    trusted: tuple[type, ...] = ()
+    trusted: Sequence[type] = ()
 
     def __post_init__(self) -> None:
-        given: tuple[object, ...] = self.trusted  # callers without a type checker give anything
-        wrong = [one for one in given if not callable(one) and not isinstance(one, tuple)]
+        given: object = self.trusted  # callers without a type checker give anything
+        if isinstance(given, str | type) or not isinstance(given, Iterable):
+            raise ValueError(f"trusted takes a tuple of classes, not {given!r}")
+        object.__setattr__(self, "trusted", tuple(given))
+        wrong = [one for one in self.trusted if not callable(one) and not isinstance(one, tuple)]
         if wrong:
             raise ValueError(f"trusted takes classes, not {wrong[0]!r}")
 

@@ -14,7 +14,7 @@ import numpy as np
 from megackpt.planning.box import Groups, Int64, runs
 from megackpt.planning.manifest import Declarations, Int32
 
-_MANY = 16  # sets of ranks from which on numpy is faster than a loop
+_MANY = 16  # shards given away in one turn from which on numpy is faster than a loop
 
 
 def assign(declared: Declarations, balance: bool = True, shards: Groups | None = None) -> Int64:
@@ -79,7 +79,7 @@ def _given_away(members: Int32, nbytes: Int64, loads: Int64) -> Int64:
     sets = members[first]
     apart = len(np.unique(sets)) == sets.size and bool((members == sets[group]).all())
     # Sets of ranks that have no rank in common do not care for one another's turns.
-    given = _by_turns if apart and len(sets) >= _MANY else _one_by_one
+    given = _by_turns if apart and len(group) >= _MANY * np.bincount(group).max() else _one_by_one
     return given(members, group, nbytes, loads)
 
 

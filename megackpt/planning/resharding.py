@@ -178,16 +178,16 @@ class Places:
         """The declarations of every rank. What ranks have in common is worked out once, and is the same object."""
         job = self.job
         boxes, columns = Boxes.concat(self._boxes), np.concatenate(self._columns)
-        by_stage = [_living(columns, np.arange(len(columns)), 2, stage) for stage in range(job.pipeline)]
+        by_stage = _by(2, columns, np.arange(len(columns)), job.pipeline)
         tables: dict[bytes, tuple[TensorEntry, ...]] = {}
         shared: dict[tuple[int, int, int], list[Declarations]] = {}
         found = []
         for rank, (stage, data, cut) in enumerate(job.places()):
             group = (stage, data % job.expert, cut)
             if group not in shared:
-                rows = _living(columns, by_stage[stage], 4, cut)
+                rows = _living(columns, by_stage[stage % len(by_stage)], 4, cut)
                 rows = _living(columns, rows, 3, data % job.expert)
-                split = _by_data(columns, rows, job.data)
+                split = _by(5, columns, rows, job.data)
                 shared[group] = [_declared(tensors, boxes, columns, some, tables) for some in split]
             several = shared[group]
             found.append(_of_rank(several[data % len(several)], rank, (stage, cut, data), job))
@@ -246,7 +246,8 @@ def grid_pieces(shape: Sequence[int], pieces: Sequence[int]) -> tuple[Boxes, Int
     which = np.indices(pieces, np.int64).reshape(len(shape), math.prod(pieces))
     extents, counts = np.array(shape, np.int64)[:, None], np.array(pieces, np.int64)[:, None]
     low, high = which * extents // counts, (which + 1) * extents // counts
-    return Boxes(low.T, (high - low).T), which
+    # Rows that lie together: of others, Boxes.take would copy all to give a few.
+    return Boxes(np.ascontiguousarray(low.T), np.ascontiguousarray((high - low).T)), which
 
 
 def _dealt(
@@ -272,14 +273,14 @@ def _living(columns: Int64, rows: Int64, column: int, place: int) -> Int64:
     return found
 
 
-def _by_data(columns: Int64, rows: Int64, ranks: int) -> list[Int64]:
-    """The rows of each data rank; once, where these are all alike."""
-    data = columns[rows, 5]
-    everywhere, own = rows[data == ANY], rows[data != ANY]
+def _by(column: int, columns: Int64, rows: Int64, places: int) -> list[Int64]:
+    """The rows of each of the places that this column tells; once, where these are all alike."""
+    place = columns[rows, column]
+    everywhere, own = rows[place == ANY], rows[place != ANY]
     if not len(own):
         return [rows]
-    own = own[np.argsort(columns[own, 5], kind="stable")]
-    bounds = np.searchsorted(columns[own, 5], np.arange(ranks + 1)).tolist()
+    own = own[np.argsort(columns[own, column], kind="stable")]
+    bounds = np.searchsorted(columns[own, column], np.arange(places + 1)).tolist()
     return [np.sort(np.concatenate([everywhere, own[low:high]])) for low, high in pairwise(bounds)]
 
 

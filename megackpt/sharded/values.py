@@ -39,6 +39,8 @@ ShardedStateDict = dict[str, Any]
 FactoryBuildFn = Callable[[str, Any, ReplicaId, "slice | None"], Any]
 FactoryMergeFn = Callable[[Any], Any]
 
+_LARGEST = 1 << 62  # what files keep of a number
+
 
 class ShardedBase(ABC):
     """One declared piece of state: a key, data, and which copy of the data this is."""
@@ -117,7 +119,8 @@ class ShardedTensor(ShardedBase):
                 raise ShardingError(
                     f"Invalid rank offsets: {rank_offsets} for key {key!r} of {len(local)} axes, "
                     f"{prepend_axis_num} of them prepended: each must be (axis, rank, fragments) with "
-                    "0 <= rank < fragments (ranks count from 0), whole numbers, one for an axis"
+                    f"0 <= axis < {len(local)} and 0 <= rank < fragments (ranks count from 0), whole numbers, "
+                    "one for an axis"
                 )
             offset[axis], fragments[axis] = rank * local[axis], count
         return cls(
@@ -250,6 +253,8 @@ class ShardedTensor(ShardedBase):
                 f"sizes and offsets must not be negative ({local}, {whole}, {offset}, {n} prepended)"
                 " (is a rank of -1 in them, of somebody who is not in the group?)"
             )
+        if max(*local, *whole, *offset, 0, 0) > _LARGEST:
+            found.append(f"sizes and offsets must not exceed 2^62 ({local}, {whole}, {offset})")
         regular = not found and self.axis_fragmentations is not None
         if regular and any(o % s for o, s in zip(offset[n:], local, strict=True) if s):
             found.append(self._indivisible())
@@ -317,6 +322,8 @@ class ShardedObject(ShardedBase):
             problems.append(
                 f"offset {self.global_offset} is not a cell of the global shape {self.global_shape}"
             )
+        if max(*self.global_shape, 0, 0) > _LARGEST:
+            problems.append(f"sizes must not exceed 2^62 ({self.global_shape})")
         if problems:
             raise ShardingError(f"{self.key!r}: {'; '.join(problems)}\n  declared: {self!r}")
 

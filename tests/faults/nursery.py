@@ -32,8 +32,9 @@ class Order:
 
     ``at``: before this call (counted from 1) over all victims together; 0: never. ``answers``: errnos of calls that
     are not to be carried out ("renameat2": ENOSYS, "fsync": 0). ``strace``: SYSCALL:NUMBER, kills the first victim
-    by strace instead. ``timeout``: seconds that a rank waits for the others. ``copy``: a file that is
-    copied into a folder, as N.img, before the N-th call.
+    by strace instead. ``of``: the names of the calls that ``at`` counts, if not all. ``refuse``: at that call nobody
+    dies, this errno is its answer. ``short``: every write is carried out by half. ``timeout``: seconds that a rank
+    waits for the others. ``copy``: a file that is copied into a folder, as N.img, before the N-th call.
     """
 
     directory: str
@@ -45,6 +46,9 @@ class Order:
     at: int = 0
     answers: dict[str, int] = field(default_factory=dict)
     strace: str = ""
+    refuse: int = 0
+    of: tuple[str, ...] = ()
+    short: bool = False
     timeout: float = 30
     copy: tuple[str, ...] = ()
     scratch: str = ""
@@ -144,6 +148,7 @@ class Job:
         self.calls: list[tuple[str, str]] = []
         self.listeners: dict[int, socket.socket] = {}
         self.codes: dict[int, int] = {}
+        self.counted = 0
         self.tracer: subprocess.Popen[bytes] | None = None
 
     def run(self) -> Outcome:
@@ -214,10 +219,16 @@ class Job:
             image, folder = self.order.copy
             copy = f"{folder}/{len(self.calls)}.img"
             subprocess.run(["cp", "--sparse=always", image, copy], check=True, stdin=subprocess.DEVNULL)
-        if len(self.calls) == self.order.at:
+        counts = not self.order.of or call.name in self.order.of
+        self.counted += counts
+        if counts and self.counted == self.order.at and self.order.refuse:
+            call.answer(self.order.refuse)
+        elif counts and self.counted == self.order.at:
             self.kill([self.pids[victim] for victim in self.order.victims])
         elif call.name in self.order.answers:
             call.answer(self.order.answers[call.name])
+        elif self.order.short and call.name in watching.WRITES:
+            call.cut_short()
         else:
             call.go_on()
 

@@ -32,13 +32,12 @@ def test_a_directory_that_is_not_shared(tmp_path: Path, worlds: Any) -> None:
         for told in report["told"]:
             assert told["error"], report
             assert "/disk/c" in told["text"], report
+            blind = "ranks 1-2" if asked["victim"] == 0 else "rank 2"
             if (
                 asked["job"] == "load" and asked["victim"] == 0
             ):  # where the coordinator looks there is nothing
-                assert told["error"] == "NotACheckpoint", report
-                continue
+                blind = "So rank 0 sees it"
             assert "is the directory shared between all hosts?" in told["text"], report
             assert repr(socket.gethostname()) in told["text"], report
-            blind = "ranks 1-2" if asked["victim"] == 0 else "rank 2"
             assert blind in told["text"], report
         assert report["after"] == [{"ones": 2, "found": 3.0}] * 2, report

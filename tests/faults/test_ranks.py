@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+import megackpt
+from megackpt import ShardedTensor
+from megackpt.errors import CheckpointingException, RankLost
 
 STEPS = {
     "save": ["declare", "vote", "gather plan", "scatter plan", "write", "written", "gather write", "broadcast write"],
@@ -14,15 +22,8 @@ STEPS = {
         "broadcast open", "compare", "gather compare", "broadcast compare", "read", "gather read", "broadcast read",
     ],
 }  # fmt: skip
-OWN_WORK = {
-    "declare",
-    "begin",
-    "write",
-    "written",
-    "commit",
-    "compare",
-    "read",
-}  # where an error can be raised
+OWN_WORK = {"declare", "begin", "write", "written", "commit", "compare", "read"}
+"""Where an error can be raised."""
 COORDINATORS = ["begin", "commit"]
 TOLD = {("save", "broadcast write"), ("load", "broadcast read")}
 """Here the outcome stands already, and all that is left is to hear of it."""
@@ -35,13 +36,11 @@ def order(
     return {**told, "before": True, **more}
 
 
-def every_order(strategy: str, actions: tuple[str, ...] = ("raise", "die", "stop")) -> list[dict[str, Any]]:
-    found = []
-    for action in actions:
-        for job, points in STEPS.items():
-            found += [order(action, job, point, victim, strategy) for point in points for victim in (0, 2)]
-        found += [order(action, "save", point, 0, strategy) for point in COORDINATORS]
-    return [one for one in found if one["action"] != "raise" or one["point"] in OWN_WORK]
+def every_order(strategy: str, action: str) -> list[dict[str, Any]]:
+    found = [order(action, "save", point, 0, strategy) for point in COORDINATORS]
+    for job, points in STEPS.items():
+        found += [order(action, job, point, victim, strategy) for point in points for victim in (0, 2)]
+    return [one for one in found if action != "raise" or one["point"] in OWN_WORK]
 
 
 def check(report: dict[str, Any]) -> None:
@@ -92,17 +91,96 @@ def test_the_others_are_told_and_go_on(tmp_path: Path, worlds: Any) -> None:
         check(report)
 
 
+def state(value: float) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    w = ShardedTensor.from_rank_offsets("w", torch.full((8,), value), (0, rank, size))
+    return {"w": w, "value": value}
+
+
+def tried(directory: str, value: float, seconds: float = 2) -> str:
+    try:
+        megackpt.save(state(value), directory, timeout=timedelta(seconds=seconds))
+        return "saved"
+    except RankLost as error:
+        return str(error)
+
+
+def one_never_calls(directory: str) -> None:
+    """Rank 2 leaves a save out, and goes on with the next ones."""
+    rank = dist.get_rank()
+    assert tried(directory, 1.0, 60) == "saved"
+    told = [] if rank == 2 else [tried(directory, 2.0)]
+    dist.barrier()
+    while "saved" not in told:
+        assert len(told) < 4, told
+        told.append(tried(directory, 3.0))
+        dist.barrier()  # as a trainer's steps do
+    assert megackpt.load(state(0.0), directory)["value"] == 3.0
+    if rank == 2:
+        assert all("rank 2 comes too late" in text for text in told[:-1]), told
+    else:
+        assert "rank 2 did not answer" in told[0], told
+        assert "(timeout 2 s)" in told[0], told
+
+
+def test_a_rank_that_never_calls_is_named_and_finds_its_way_back(ranks: Any, tmp_path: Path) -> None:
+    ranks(one_never_calls, 3, tmp_path / "c", timeout=120)
+
+
+def two_threads(directory: str, refusing: list[int]) -> None:
+    """A thread saves; on some ranks another one wants to meanwhile, on the others only when it is done."""
+    rank, wait = dist.get_rank(), timedelta(seconds=60)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def held(common: Any) -> Any:
+        inside.set()
+        go_on.wait()
+        return common
+
+    def first() -> None:
+        view = {"preprocess_common_before_consistancy_check": held}
+        megackpt.save(state(1.0), directory, timeout=wait, **view)
+
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(first)
+        inside.wait()
+        if rank in refusing:
+            with pytest.raises(CheckpointingException, match="another thread of this process is saving"):
+                megackpt.save(state(2.0), directory, timeout=wait)
+        go_on.set()
+        saving.result()
+    if rank not in refusing:
+        assert "rank 1 began one while another thread of its process was at work" in tried(directory, 2.0, 60)
+    assert megackpt.load(state(0.0), directory, timeout=wait)["value"] == 1.0
+    assert tried(directory, 3.0, 60) == "saved"
+    assert megackpt.load(state(0.0), directory, timeout=wait)["value"] == 3.0
+
+
+def second_threads(directory: str) -> None:
+    two_threads(f"{directory}/both", [0, 1])
+    two_threads(f"{directory}/one", [1])
+
+
+def test_a_second_thread_over_one_group_is_refused(ranks: Any, tmp_path: Path) -> None:
+    """Where only some ranks refuse, the others are told as soon as these go on, and within the timeout else."""
+    ranks(second_threads, 2, tmp_path, timeout=120)
+
+
 @pytest.mark.campaign
+@pytest.mark.parametrize("action", ["raise", "die", "stop"])
 @pytest.mark.parametrize("strategy", ["torch_dist", "zarr"])
-def test_in_every_phase(tmp_path: Path, worlds: Any, note: Callable[[str], None], strategy: str) -> None:
-    orders = every_order(strategy)
-    orders += [
-        order("stop", "save", point, victim, strategy, before=before, meanwhile=True)
-        for before in (True, False)
-        for point, victim in (("write", 2), ("written", 2))
-    ]
+def test_in_every_phase(tmp_path: Path, worlds: Any, note: Any, strategy: str, action: str) -> None:
+    orders = every_order(strategy, action)
+    if action == "stop":
+        orders += [
+            order("stop", "save", point, victim, strategy, before=before, meanwhile=True)
+            for before in (True, False)
+            for point, victim in (("write", 2), ("written", 2))
+        ]
     reports = worlds(orders, tmp_path)
     assert len(reports) == len(orders)
     for report in reports:
         check(report)
-    note(f"{strategy}: {len(reports)} worlds of 3 ranks in which one raised, died or stopped")
+    note(
+        ("one rank of three", "format", "phases of saves and loads, all told"), action, strategy, len(reports)
+    )

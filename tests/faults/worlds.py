@@ -18,12 +18,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -38,7 +36,7 @@ from megackpt.loader import order as loading
 from megackpt.runtime.collectives.gloo import ProcessGroup
 
 SIZE = 3
-AT_ONCE = 4  # worlds, for they mostly wait
+AT_ONCE = 8  # worlds, for they mostly wait
 SHORT = timedelta(seconds=3)  # how long the ranks wait for the one that fails
 LONG = timedelta(seconds=60)
 PATIENCE = 90.0  # of this parent, for one report
@@ -156,11 +154,8 @@ def run_rank(rank: int, order: dict[str, Any], folder: str, parent: Connection) 
         fill(1.0, directory, strategy)
     dist.barrier()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if order["action"] == "disk":
-        parent.send("ready")
-        parent.recv()
-        if order["fault"] == "EFBIG" and rank == victim:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    if rank == victim and order["action"] == "disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     elif rank == victim and order["action"] != "hosts":
         Fault(order["point"], order["action"])
     patience = SHORT if order["action"] in ("die", "stop") else LONG
@@ -231,11 +226,7 @@ class World:
     def run(self) -> dict[str, Any]:
         action, everyone, victim = self.order["action"], list(range(SIZE)), self.pids[self.victim]
         report = self.heard
-        if action == "disk":
-            self.hear(everyone)
-            with self.broken_disk():
-                report["told"] = self.do("go", everyone)
-        elif action in ("raise", "hosts"):
+        if action in ("raise", "hosts", "disk"):
             report["told"] = self.hear(everyone)
         else:
             _await_end_or_stop(victim)
@@ -257,21 +248,6 @@ class World:
         report["after"] = self.do("save", everyone)
         return report
 
-    @contextmanager
-    def broken_disk(self) -> Iterator[None]:
-        """``fault``: EFBIG (a limit that the victim gives itself), or what strace is to inject into the victim."""
-        if self.order["fault"] == "EFBIG":
-            yield
-            return
-        command = ["strace", "-f", "-qq", "-e", "signal=none", "-o", f"{self.folder}/strace", "-p"]
-        command += [str(self.pids[self.victim]), "-e", f"inject={self.order['fault']}"]
-        with subprocess.Popen(command) as tracer:
-            while not _traced(self.pids[self.victim]):
-                time.sleep(0.01)
-            yield
-            tracer.terminate()
-        os.unlink(f"{self.folder}/strace")
-
     def end(self) -> None:
         """Nothing of it is needed any more, and gloo has no way to part in order from ranks that are gone."""
         for pid in self.pids:
@@ -288,12 +264,6 @@ class World:
             return self.heard | {"hung": repr(error)}
         finally:
             self.end()
-
-
-def _traced(pid: int) -> bool:
-    """All threads of it?"""
-    tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    return all("TracerPid:\t0\n" not in (task / "status").read_text() for task in tasks)
 
 
 def _await_end_or_stop(pid: int) -> None:

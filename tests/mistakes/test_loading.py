@@ -20,6 +20,7 @@ from megackpt.errors import (
     NotACheckpoint,
     RankFailure,
     ShardingError,
+    StorageError,
 )
 
 piece = ShardedTensor.from_rank_offsets
@@ -319,6 +320,39 @@ def the_state_holds_names_instead_of_shards(r):
 
 
 # --- the call ---
+
+
+@mistake(
+    NotACheckpoint,
+    "metadata.json is not a distributed checkpoint, but one of its files; it lies in the checkpoint ",
+    "iter_0000100: is that meant?",
+)
+def a_file_of_the_checkpoint_is_named(r):
+    r.load(r.model(), step="iter_0000100/metadata.json")
+
+
+@mistake(
+    NotACheckpoint,
+    ".metadata is not a distributed checkpoint, but one of its files",
+    "iter_0000100: is that meant?",
+)
+def the_table_of_contents_is_named(r):
+    r.load(r.model(), step="iter_0000100/.metadata")
+
+
+@mistake(MismatchError, "nothing but common state is stored: was the sharded state saved at all?")
+def the_common_state_is_named(r):
+    r.load(r.model(), step="iter_0000100/common.pt")
+
+
+@mistake(StorageError, "a checkpoint's directory must be a str or a Path, not a dict")
+def the_arguments_are_swapped(r):
+    megackpt.load(r.run / "iter_0000100", r.model(), process_group=r.group)
+
+
+@mistake(RankFailure, "trusted takes a tuple of classes, not <class 'complex'>")
+def one_class_is_trusted_and_not_a_tuple_of_it(r):
+    r.load(r.model(), trusted=complex)
 
 
 @mistake(

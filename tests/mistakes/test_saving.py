@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megackpt.errors import BackendError, CoverageError, RankFailure, RankLost, ShardingError
+from megackpt.errors import BackendError, CoverageError, RankFailure, RankLost, ShardingError, StorageError
 from megackpt.testing import ThreadedGroup
 
 piece = ShardedTensor.from_rank_offsets
@@ -563,6 +564,37 @@ def an_option_of_the_format_is_misspelt(r):
 )
 def only_one_rank_forgets_the_iteration_directory(r):
     r.save(r.model(), step="." if r.rank == 5 else "iter_0000100")
+
+
+@mistake(StorageError, "'s3://bucket/run' is a URL: checkpoints are kept in directories")
+def the_directory_is_a_bucket(r):
+    megackpt.save(r.model(), "s3://bucket/run", process_group=r.group)
+
+
+@mistake(StorageError, "shells expand the ~, Python does not: give os.path.expanduser('~/run')")
+def the_directory_begins_with_a_tilde(r):
+    megackpt.save(r.model(), Path("~/run"), process_group=r.group)
+
+
+@mistake(ShardingError, "a sharded state dict must be a dict, not a ", "Path")
+def the_arguments_are_swapped(r):
+    megackpt.save(r.run / "iter_0000100", r.model(), process_group=r.group)
+
+
+@mistake(ShardingError, "'fc1.weight' of 2 axes", "0 <= axis < 2 and 0 <= rank < fragments")
+def the_axis_is_counted_from_the_end(r):
+    r.save({"fc1": piece("fc1.weight", torch.zeros(8, 4), (-1, 0, 2), replica_id=r.rank)})
+
+
+@mistake(ShardingError, "sizes and offsets must not exceed 2^62", "1180591620717411303424")
+def the_global_shape_is_a_product_gone_wild(r):
+    local = torch.zeros(4)
+    r.save({"m": ShardedTensor("exp_avg", local, local.dtype, (4,), (2**70,), (0,), None, r.rank)})
+
+
+@mistake(ShardingError, "sizes must not exceed 2^62")
+def the_grid_of_an_object_is_a_product_gone_wild(r):
+    r.save({"rng": ShardedObject("rng_state", 7, (2**70,), (0,), r.rank)})
 
 
 # --- what is no error, or not everybody's ---

@@ -71,15 +71,37 @@ def test_the_order_of_declaration_does_not_matter(
     assert writers(world(held, [0] * 8)) == writers(world({k: held[k] for k in keys}, [0] * 8))
 
 
+def plain(held: Holders, ranks: int) -> dict[str, int]:
+    """The rule, one shard after the other."""
+    load = [0] * ranks
+    expected = {}
+    for key, (size, mine) in sorted(held.items(), key=lambda x: (len(x[1][1]), -x[1][0], x[0])):
+        expected[key] = min(mine, key=lambda r: (load[r], r))
+        load[expected[key]] += size
+    return expected
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.sets(st.integers(0, 4), min_size=1)), max_size=20))
 def test_it_is_the_plain_greedy_rule(shards: list[tuple[int, set[int]]]) -> None:
     held = {f"k{i:02}": (size, sorted(ranks)) for i, (size, ranks) in enumerate(shards)}
-    load = [0] * 5
-    expected = {}
-    for key, (size, ranks) in sorted(held.items(), key=lambda x: (len(x[1][1]), -x[1][0], x[0])):
-        expected[key] = min(ranks, key=lambda r: (load[r], r))
-        load[expected[key]] += size
-    assert writers(world(held, [0] * 5)) == expected
+    assert writers(world(held, [0] * 5)) == plain(held, 5)
+
+
+@given(
+    st.integers(2, 3),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 23)), max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_it_is_so_where_many_sets_of_ranks_have_none_in_common(
+    width: int, turns: int, alone: list[tuple[int, int]], rng: random.Random
+) -> None:
+    """Then all sets choose at once. Shards with one holder come before."""
+    sets = [list(range(start, start + width)) for start in range(0, 24 * width, width)]
+    shards = [(rng.randrange(10), rng.sample(ranks, width)) for ranks in sets * turns]
+    shards += [(size, sets[number][:1]) for size, number in alone]
+    held = {f"k{i:02}": shard for i, shard in enumerate(shards)}
+    assert writers(world(held, [0] * 24 * width)) == plain(held, 24 * width)
 
 
 def test_only_the_main_replicas_domain_writes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from megackpt.planning.manifest import (
     Declaration,
     Declarations,
     Manifest,
+    SavePlan,
     ShardId,
     TensorEntry,
     TensorMeta,
@@ -53,6 +56,29 @@ def test_merging_joins_tables_and_keeps_rank_order() -> None:
     assert merged.domains == (0, 1, 2)
     assert merged.main.tolist() == [True, True, False, True]
     assert len(Declarations.merge([])) == 0
+
+
+@pytest.mark.parametrize("rows", RANKS)
+def test_declarations_arrive_as_they_were_sent(rows: list[Declaration]) -> None:
+    sent = Declarations.of(rows, domain=3)
+    came: Declarations = pickle.loads(pickle.dumps(sent))
+    assert list(came.rows()) == rows
+    assert (came.tensors, came.replica_ids, came.domains) == (sent.tensors, sent.replica_ids, sent.domains)
+
+
+def test_numbers_that_need_eight_bytes_arrive() -> None:
+    far = row("a", Box((1 << 40, 0), (1 << 33, 4)), (1 << 50, 4), 0)
+    assert list(pickle.loads(pickle.dumps(Declarations.of([far]))).rows()) == [far]
+
+
+@pytest.mark.parametrize("grids", [((2, 4), ()), (None, ()), (None, None)])
+def test_a_plan_arrives_as_it_was_sent(grids: tuple[tuple[int, ...] | None, ...]) -> None:
+    """A grid of no axes, that of a tensor of no axes, is a grid, too."""
+    own = Declarations.of(RANKS[0])
+    sent = SavePlan(5, own.tensors, grids, own.tensor, own.boxes, np.arange(2, dtype=np.int32))
+    came: SavePlan = pickle.loads(pickle.dumps(sent))
+    assert list(came.rows()) == list(sent.rows())
+    assert (came.rank, came.grids) == (5, grids)
 
 
 def test_shards_are_the_distinct_boxes() -> None:

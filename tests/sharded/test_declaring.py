@@ -7,6 +7,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from megackpt.errors import CorruptCheckpoint, ShardingError
 from megackpt.planning.box import Box
@@ -105,6 +106,57 @@ def test_an_object_without_a_grid_is_its_own_blob():
     assert unbundled(bare, 7, 0) == 7
     with pytest.raises(CorruptCheckpoint, match=r"'o/shard_0_1'.*list of at least 1"):
         unbundled(ShardedObject("o", None, (1,), (0,)), {"not": "a list"}, 0)
+
+
+TRAITS = {
+    "key": st.sampled_from(["a", "b", "c", "", 7]),
+    "data": st.sampled_from(
+        [None, torch.zeros(2), torch.zeros(2, device="meta"), torch.zeros(4)[:2], [0, 0]]
+    ),
+    "dtype": st.sampled_from([torch.float32, torch.int8, "float32"]),
+    "local_shape": st.sampled_from([(2,), [2], (3,), ("2",)]),
+    "global_shape": st.sampled_from([(4,), (4, 2), (-4,)]),
+    "global_offset": st.sampled_from([(2,), (0,), (1,), None]),
+    "axis_fragmentations": st.sampled_from([(2,), None]),
+    "replica_id": st.sampled_from([0, (0, 1), [0, 1], "main"]),
+}
+SOUND = {
+    "key": "a",
+    "data": torch.zeros(2),
+    "dtype": torch.float32,
+    "local_shape": (2,),
+    "global_shape": (4,),
+}
+SOUND |= {"global_offset": (2,), "axis_fragmentations": (2,), "replica_id": 0}
+changes = st.one_of(st.just({}), *(st.fixed_dictionaries({name: of}) for name, of in TRAITS.items()))
+
+
+@given(st.lists(st.tuples(changes, changes), max_size=12), st.booleans())
+def test_many_shards_are_declared_as_each_by_itself(changed, saving):
+    """Of those that are alike only the first is looked at closely; that must not be seen."""
+    rows, problems = [], []
+    shards = [ShardedTensor(**{**SOUND, **one, **other}) for one, other in changed]
+    for shard in shards:
+        try:
+            rows += declare([shard], rank=3, saving=saving).rows()
+        except ShardingError as error:
+            problems.append(str(error))
+    if problems:
+        with pytest.raises(ShardingError) as info:
+            declare(shards, rank=3, saving=saving)
+        assert str(info.value) == "\n".join(problems)
+    else:
+        assert list(declare(shards, rank=3, saving=saving).rows()) == rows
+
+
+def test_what_a_class_of_the_callers_own_refuses_is_refused():
+    class Even(ShardedTensor):
+        def validate_metadata_integrity(self):
+            if self.key == "odd":
+                raise ShardingError("odd one")
+
+    with pytest.raises(ShardingError, match="odd one"):
+        declare([Even(**{**SOUND, "key": key}) for key in ("even", "odd")], rank=0)
 
 
 def test_declaring_changes_nothing():

@@ -11,10 +11,10 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import cast
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -32,16 +32,17 @@ from megackpt.backends.torch_dist import METADATA, TorchDist
 from megackpt.checkpoint.index import INDEX, decode_index, encode_index
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
-    DIGEST_SIZE,
     Declaration,
     Declarations,
     Manifest,
     SavePlan,
     ShardId,
+    TensorEntry,
     TensorMeta,
-    WriteResult,
 )
+from megackpt.planning.resharding import Parallelism, Places, grid_pieces
 from megackpt.planning.save_plan import SavePolicy
+from megackpt.rehearsal import located
 from megackpt.runtime.staging import Staged
 from megackpt.runtime.storage import FileWriter, LocalStorage
 from megackpt.strategies import backend_named
@@ -49,30 +50,29 @@ from megackpt.strategies import backend_named
 SHARDS = 64  # that each rank holds
 CUT = 8  # ranks that share the tensors of a stage
 ROWS, COLUMNS = 1024, 512  # of a shard: 2 MiB
-RANKS_OF_A_FILE = 2
 
 
 def plan_and_emit(format_name: str, ranks: int, copies: int, rounds: int) -> dict[str, list[float]]:
     """CPU microseconds a shard: ``plan`` (merge, coverage, dedup) and, for torch_dist, ``emit`` (``.metadata``)."""
     backend = backend_named(format_name.removeprefix("megackpt "))
     parts = [pickle.loads(pickle.dumps(part)) for part in _world(ranks, copies)]
-    shards = ranks * SHARDS
+    shards = sum(map(len, parts))
     taken: dict[str, list[float]] = {"plan": []}
     for _ in range(rounds):
         start = time.process_time()
         plans, manifest = plan_in_format(backend, parts, SavePolicy())
         taken["plan"].append((time.process_time() - start) / shards * 1e6)
         if isinstance(backend, TorchDist):
-            located = _located(plans, manifest)
+            landed = _located(plans, manifest)
             start = time.process_time()
-            backend.finish(LocalStorage("/"), located)
+            backend.finish(LocalStorage("/"), landed)
             taken.setdefault("emit", []).append((time.process_time() - start) / shards * 1e6)
     return taken
 
 
 def index(folder: str, ranks: int, rounds: int) -> dict[str, list[float]]:
     """P10: ``bytes`` a shard, ``open`` in CPU seconds; ``DCP bytes`` and ``DCP open`` of the same, as .metadata."""
-    manifest = _located(*plan_in_format(TorchDist(), list(_world(ranks, 1)), SavePolicy()))
+    manifest = _located(*plan_in_format(TorchDist(), _world(ranks, 1), SavePolicy()))
     storage = LocalStorage(folder)
     storage.put(INDEX, encode_index(manifest, {}))
     stock = TorchDist().finish(storage, manifest).files[METADATA]
@@ -89,14 +89,15 @@ def index(folder: str, ranks: int, rounds: int) -> dict[str, list[float]]:
 
 def stock_plan(ranks: int, rounds: int) -> dict[str, list[float]]:
     """The same of torch DCP's default planner, without copies: ``plan`` and ``emit`` in CPU microseconds a shard."""
+    parts = _world(ranks, 1)
     plans = [
         DcpPlan(
             [_dcp_item(row) for row in part.rows()],
             planner_data={entry.key: (entry.key,) for entry in part.tensors},
         )
-        for part in _world(ranks, 1)
+        for part in parts
     ]
-    shards = ranks * SHARDS
+    shards = sum(map(len, parts))
     taken: dict[str, list[float]] = {"plan": [], "emit": []}
     for _ in range(rounds):
         planner = DefaultSavePlanner()
@@ -166,43 +167,19 @@ class _Lost(FileWriter):
 def _world(ranks: int, copies: int) -> list[Declarations]:
     """So many ranks with 64 shards each; a stage is cut over 8 ranks, and the whole stands there ``copies`` times."""
     cut = min(CUT, ranks // copies)
-    meta = TensorMeta((ROWS * cut, COLUMNS), "bfloat16")
-    return [_declared(rank, ranks // copies, cut, meta) for rank in range(ranks)]
-
-
-def _declared(rank: int, distinct: int, cut: int, meta: TensorMeta) -> Declarations:
-    copy, number = divmod(rank, distinct)
-    stage, part = divmod(number, cut)
-    box = Box((part * ROWS, 0), (ROWS, COLUMNS))
-    size = box.volume * meta.itemsize
-    return Declarations.of(
-        [
-            Declaration(
-                ShardId(f"stages.{stage}.layers.{i}.weight", box), meta, (0, 0, copy), False, size, rank
-            )
-            for i in range(SHARDS)
-        ]
-    )
+    job = Parallelism(tensor=cut, pipeline=ranks // copies // cut, data=copies)
+    meta, places = TensorMeta((ROWS * cut, COLUMNS), "bfloat16"), Places(job)
+    boxes, which = grid_pieces(meta.shape, (cut, 1))
+    tensors: list[TensorEntry] = []
+    for stage, layer in product(range(job.pipeline), range(SHARDS)):
+        places.add(len(tensors), boxes, boxes.volume * meta.itemsize, stage=stage, tensor=which[0])
+        tensors.append(TensorEntry(f"stages.{stage}.layers.{layer}.weight", meta))
+    return places.parts(tensors)
 
 
 def _located(plans: Sequence[SavePlan], manifest: Manifest) -> Manifest:
-    """As if all ranks had written: two files each, payloads one after the other."""
-    return manifest.located([_landed(plan) for plan in plans])
-
-
-def _landed(plan: SavePlan) -> WriteResult:
-    rows = np.arange(len(plan))
-    length = plan.boxes.volume * 2
-    return replace(
-        WriteResult.of_rows(
-            plan.boxes,
-            [f"__{plan.rank}_{n}.distcp" for n in range(RANKS_OF_A_FILE)],
-            (rows % RANKS_OF_A_FILE).astype(np.int32),
-            1024 + (rows // RANKS_OF_A_FILE) * (length + 704),
-            length,
-            np.zeros((0, DIGEST_SIZE), np.uint8),
-        )
-    )
+    """As torch_dist would have written it."""
+    return cast(Manifest, located(TorchDist(), plans, manifest))
 
 
 def _dcp_item(row: Declaration) -> WriteItem:

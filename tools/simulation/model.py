@@ -55,11 +55,13 @@ class Model:
     def __post_init__(self) -> None:
         sizes = (self.layers, self.hidden, self.ffn, self.heads, self.groups, self.vocabulary)
         if min(sizes) < 1 or self.experts < 0:
-            raise ValueError(f"sizes must be positive: {self}")
+            raise ValueError("sizes must be positive")
         if self.hidden % self.heads or self.heads % self.groups:
             raise ValueError("heads must divide the hidden size, and query groups the heads")
         if self.dtype not in ITEMSIZE or self.dtype == OBJECT:
-            raise ValueError(f"unknown dtype {self.dtype!r}; one of {', '.join(sorted(ITEMSIZE))}")
+            raise ValueError(
+                f"unknown dtype {self.dtype!r}; one of {', '.join(sorted({*ITEMSIZE} - {OBJECT}))}"
+            )
         if self.optimizer not in ("adam", "none"):
             raise ValueError(f"unknown optimizer {self.optimizer!r}; adam or none")
 

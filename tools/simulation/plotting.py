@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -49,6 +50,8 @@ def plot(file: Path) -> list[Point]:
         raise CheckpointingException(
             "drawing needs matplotlib: pip install 'megackpt[docs]', or pip install matplotlib"
         ) from error
+    if not os.path.isdir(file.parent) or file.suffix[1:] not in pyplot.gcf().canvas.get_supported_filetypes():
+        raise CheckpointingException(f"cannot draw to {file}: is it a .png in a folder that is there?")
     points = []
     for point in sweeps():
         points.append(point)

@@ -118,7 +118,7 @@ def _save(save: Save) -> Iterator[Block]:
         f"{counted(save.all_files, 'file')} of data, {counted(save.chunks, 'chunk')}",
     ]
     if save.index is None or save.plain_index is None:
-        facts.append("the index is known only once the cells that ranks share are put together")
+        facts.append("where all of it lands, and so the index, only the save itself can tell")
     else:
         each = save.plain_index / max(1, save.chunks)
         facts.append(

@@ -54,7 +54,7 @@ class SavePlan:
     def __reduce__(self) -> tuple[Any, ...]:
         """As it travels to its rank: columns in one piece."""
         columns = pack(self.tensor, self.source, self.boxes.offset, self.boxes.shape)
-        cells = self.grids if any(self.grids) else len(self.grids)
+        cells = len(self.grids) if set(self.grids) <= {None} else self.grids
         return _received, (self.rank, self.tensors, cells, columns, self.boxes.width, self.places)
 
     def placed(self, places: Mapping[str, Location]) -> SavePlan:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from megackpt.errors import CheckpointingException, RankLost
-from megackpt.runtime.collectives.failures import name_ranks
 from megackpt.runtime.collectives.group import Group, Packed, RankGroup, SingleGroup
 
 if TYPE_CHECKING:
@@ -42,12 +41,14 @@ BUSY = (
     "another thread of this process is saving or loading over the same process group: let it finish first, or "
     "give each thread a process group of its own (torch.distributed.new_group, in the same order on all ranks)"
 )
+REFUSED = "began one while another thread of its process was at work over the same group, and was refused"
 LAST_ADVICE = "The control group could not be made anew; the job must restart."
 
 _LENGTH = 8
 
 _ALONE = SingleGroup()
 _groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
+_finding = threading.Lock()
 _made: Counter[str] = Counter()
 
 
@@ -81,9 +82,10 @@ def group_over(
         )
     if over.size() == 1:
         return _ALONE
-    group = _groups.get(over)
-    if group is None:
-        group = _groups[over] = ProcessGroup(Line(over))
+    with _finding:
+        group = _groups.get(over)
+        if group is None:
+            group = _groups[over] = ProcessGroup(Line(over))
     group.begin(timeout)
     return group
 
@@ -127,14 +129,19 @@ class Line:
         self.global_ranks = get_process_group_ranks(process_group)
         self.call = 0
         self.made_in = 0
+        self._late_before = False
         self.gloo: Any = None  # a ProcessGroupGloo, whose messages torch does not describe to type checkers
 
-    def open(self, timeout: timedelta) -> None:
-        """Begin a call: connected to all ranks, or a RankFailure."""
+    def open(self, timeout: timedelta, refused: int = 0) -> None:
+        """Begin a call: connected to all ranks, or a RankFailure. ``refused`` calls before it never came here."""
         from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-        self.call += 1
+        self.call += refused
         try:
+            if refused:  # other ranks may be waiting in them
+                self.gloo = None
+                self._sign(REFUSED)
+            self.call += 1
             failed = int(self.store.compare_set("failed", "", "-1"))
             if failed < self.call and (self.gloo is None or failed >= self.made_in):
                 store = distributed_c10d.PrefixStore(f"gloo/{self.call}", self.store)
@@ -143,8 +150,13 @@ class Line:
                 self.made_in = self.call
         except RuntimeError as error:
             raise self.broken("connect", timeout, error) from error
-        if failed >= self.call:
-            raise self._late(failed)
+        if failed < self.call:
+            self._late_before = False
+            return
+        if self._late_before:  # twice running: this rank has left a call out, and would be behind for ever
+            self.call = failed + 1
+        self._late_before = not self._late_before
+        raise self._late(failed)
 
     def broken(self, stage: str, timeout: timedelta, error: Exception) -> RankLost:
         """Give the connection up, find out who is missing, and say so."""
@@ -152,7 +164,8 @@ class Line:
         try:
             self._sign("here")
             patience = min(ROLL_CALL, timeout.total_seconds())
-            story = self._call_the_roll(patience) if self.rank == 0 else self._story(self.call, 2 * patience)
+            told = self._call_the_roll if self.rank == 0 else self._story
+            story = told(self.call, patience)
         except RuntimeError as lost:  # the store's server is gone too, as when rank 0 held it and died
             story = {"text": f"the job's store cannot be reached either ({_first_line(lost)})", "missing": {}}
         missing = {int(rank): str(word) for rank, word in story["missing"].items()}
@@ -188,8 +201,8 @@ class Line:
         self.store.set(f"here/{self.call}/{self.rank}", word)
         self.store.set("failed", str(self.call))
 
-    def _call_the_roll(self, patience: float) -> dict[str, Any]:
-        keys = [f"here/{self.call}/{rank}" for rank in range(self.size)]
+    def _call_the_roll(self, call: int, patience: float) -> dict[str, Any]:
+        keys = [f"here/{call}/{rank}" for rank in range(self.size)]
         _until(lambda: self.store.check(keys), patience)
         missing: dict[int, str] = {}
         for rank, key in enumerate(keys):
@@ -197,21 +210,24 @@ class Line:
             if word != "here":
                 missing[rank] = word
         story = {"text": "every rank is there, but a connection broke", "missing": missing}
-        self.store.set(f"story/{self.call}", json.dumps(story))
+        self.store.set(f"story/{call}", json.dumps(story))
         return story
 
-    def _story(self, call: int, patience: float = ROLL_CALL) -> dict[str, Any]:
+    def _story(self, call: int, patience: float) -> dict[str, Any]:
         key = f"story/{call}"
-        if _until(lambda: self.store.check([key]), patience + 2):
+        if _until(lambda: self.store.check([key]), 2 * patience + 2):  # who tells it waits as well
             return dict(json.loads(self.store.get(key)))
         return {"text": "", "missing": {0: "did not answer"}}
 
     def _late(self, failed: int) -> RankLost:
         self.gloo = None
-        missing = self._story(failed, ROLL_CALL if self.rank else 0)["missing"]  # rank 0 itself tells it
-        told = f"{name_ranks(map(int, missing))} did not answer them" if missing else "a connection was lost"
+        if self.rank == 0 and not self.store.check([f"story/{failed}"]):  # it is itself who tells it
+            missing = self._call_the_roll(failed, 0)["missing"]
+        else:
+            missing = self._story(failed, ROLL_CALL / 2)["missing"]
+        told = "; ".join(f"rank {rank} {word}" for rank, word in missing.items()) or "a connection was lost"
         return RankLost(
-            f"rank {self.rank} comes too late: the other ranks have given this save or load up, as {told}. "
+            f"rank {self.rank} comes too late: the other ranks have given this save or load up ({told}). "
             "They were told so too; the next one begins afresh.",
             {int(rank): word for rank, word in missing.items()},
         )
@@ -223,26 +239,36 @@ class ProcessGroup(RankGroup):
     def __init__(self, line: Line) -> None:
         self.rank, self.size = line.rank, line.size
         self._line = line
-        self._taken = threading.Lock()
+        self._taking = threading.Lock()
+        self._thread: int | None = None  # which has begun a save or load
+        self._entered = False
+        self._refused = 0
         self._timeout = DEFAULT_TIMEOUT
 
     def __enter__(self) -> Group:
-        if not self._taken.acquire(blocking=False):
-            raise CheckpointingException(BUSY)
+        self._entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._taken.release()
+        with self._taking:
+            self._entered, self._thread = False, None
 
     def confirm(self) -> None:
         self._line.confirm(self._timeout)
 
     def begin(self, timeout: timedelta) -> None:
-        """Make sure of the connection for one save or load. Raises RankLost."""
-        if self._taken.locked():
-            raise CheckpointingException(BUSY)
+        """Make sure of the connection for one save or load of this thread. Raises RankLost."""
+        with self._taking:
+            if self._entered or self._thread not in (None, threading.get_ident()):
+                self._refused += 1
+                raise CheckpointingException(BUSY)
+            self._thread, refused, self._refused = threading.get_ident(), self._refused, 0
         self._timeout = timeout
-        self._line.open(timeout)
+        try:
+            self._line.open(timeout, refused)
+        except BaseException:
+            self._thread = None
+            raise
 
     def close(self) -> None:
         """Close the connection, and wait for its threads."""
@@ -309,7 +335,6 @@ class ProcessGroup(RankGroup):
             raise self._line.broken(stage, self._timeout, error) from error
 
     def _send(self, gloo: Any, messages: dict[int, Packed]) -> None:
-
         tensors: list[tuple[int, torch.Tensor]] = []
         for rank, packed in messages.items():
             tensors += [(rank, part) for part in _parted(packed) if part is not None]
@@ -317,7 +342,6 @@ class ProcessGroup(RankGroup):
             work.wait(self._timeout)
 
     def _receive(self, gloo: Any, ranks: Sequence[int], timeout: timedelta) -> list[Packed]:
-
         deadline = time.monotonic() + timeout.total_seconds()
 
         def receive(ranks: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
@@ -348,10 +372,9 @@ def _parted(packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]:
     first[:_LENGTH] = len(packed).to_bytes(_LENGTH, "little")
     begin = packed[: FIRST - _LENGTH]
     first[_LENGTH : _LENGTH + len(begin)] = begin
-    rest = bytearray(packed[FIRST - _LENGTH :])
-    return torch.frombuffer(first, dtype=torch.uint8), torch.frombuffer(
-        rest, dtype=torch.uint8
-    ) if rest else None
+    rest = bytearray(memoryview(packed)[FIRST - _LENGTH :])  # the one copy
+    tail = torch.frombuffer(rest, dtype=torch.uint8) if rest else None
+    return torch.frombuffer(first, dtype=torch.uint8), tail
 
 
 def _begun(first: torch.Tensor) -> tuple[memoryview, torch.Tensor | None]:

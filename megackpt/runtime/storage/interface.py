@@ -21,10 +21,11 @@ def unsafe_names(names: Iterable[str]) -> list[str]:
 
 
 def _is_safe(name: str) -> bool:
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:
-        return False
+    if not name.isascii():
+        try:
+            os.fsencode(name)
+        except UnicodeEncodeError:
+            return False
     return _SAFE.fullmatch(name) is not None
 
 
