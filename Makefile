@@ -57,7 +57,7 @@ campaign: peers
 	@$(BIN)/python -m pytest -m campaign --ignore tests/faults
 
 faults: $(READY) system
-	@$(BIN)/python -m pytest tests/faults
+	@$(BIN)/python -m pytest tests/faults -o faulthandler_timeout=3000
 
 bench: $(READY)
 	@$(BIN)/python tools/benchmark.py

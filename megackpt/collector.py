@@ -8,6 +8,7 @@ of, reference counts see to it.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,20 @@ def held_off() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _holders[0] -= 1
-            if not _holders[0] and _holders[1]:
-                gc.enable()
+            _let_go(max(_holders[0] - 1, 0))
+
+
+def _let_go(holders: int) -> None:
+    _holders[0] = holders
+    if not holders and _holders[1]:
+        gc.enable()
+
+
+def _forked() -> None:
+    if _holders[0]:
+        _let_go(0)
+    _lock.release()
+
+
+# A process that is forked meanwhile has its own heap to see to.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forked)

@@ -55,7 +55,11 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, help="where to write (a disk, not a RAM disk)")
     parser.add_argument("--only", default="", help="figures, such as P1,P5 (all)")
     parser.add_argument(
-        "--formats", nargs="+", default=["torch_dist", "zarr"], help="megackpt's formats to compare"
+        "--formats",
+        nargs="+",
+        default=["torch_dist", "zarr"],
+        choices=("torch_dist", "zarr", "safetensors", "torch"),
+        help="megackpt's formats to compare",
     )
     parser.add_argument(
         "--peers", nargs="*", default=[*TEAM, *ALONE], help="of " + ", ".join((*TEAM, *ALONE))
@@ -69,6 +73,11 @@ def asked() -> argparse.Namespace:
     strange = set(filter(None, options.only.split(","))).difference(FIGURES)
     if strange:
         parser.error(f"no such figure: {', '.join(sorted(strange))} (of {', '.join(FIGURES)})")
+    for folder in (options.dir, options.json and options.json.parent):
+        if folder and not folder.is_dir():
+            parser.error(f"no such directory: {folder}")
+    if min(options.gib or 1, options.rounds or 1, options.ranks or 1) <= 0:
+        parser.error("--gib, --rounds and --ranks are more than 0")
     # Ours have the same names as some peers.
     options.formats = [f"megackpt {name}" if name in ALONE else name for name in options.formats]
     options.gib = options.gib or (1 / 8 if options.quick else 1)

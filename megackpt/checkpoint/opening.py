@@ -115,23 +115,29 @@ def open_same(directory: Directory, save_id: str, asked: Strategy | None = None)
 def find_storage(directory: Directory, asked: Strategy | None = None) -> LocalStorage:
     """The directory (or file) itself, or what an interrupted replacement set aside; else NotACheckpoint."""
     target = os.path.realpath(absolute(directory))
-    try:
-        one = os.path.isfile(target)
-        storage = SingleFile(target) if one else LocalStorage(target)
-        reason = incomplete(storage, asked=asked)
-        if one and os.path.basename(target) in (CONFIG, ".metadata"):
-            reason = f"{os.fspath(directory)} is not a distributed checkpoint, but one of its files"
-    except FileNotFoundError:
-        reason = f"directory {os.fspath(directory)} does not exist"
-    except NotADirectoryError:
-        reason = f"{os.fspath(directory)} is not a distributed checkpoint: it is neither directory nor file"
-    else:
-        if reason is None:
+    for _ in range(_ATTEMPTS):
+        storage = None
+        try:
+            one = os.path.isfile(target)
+            storage = SingleFile(target) if one else LocalStorage(target)
+            reason = incomplete(storage, asked=asked)
+            if one and os.path.basename(target) in (CONFIG, ".metadata"):
+                reason = f"{os.fspath(directory)} is not a distributed checkpoint, but one of its files"
+        except FileNotFoundError:
+            reason = f"directory {os.fspath(directory)} does not exist"
+        except NotADirectoryError:
+            reason = (
+                f"{os.fspath(directory)} is not a distributed checkpoint: it is neither directory nor file"
+            )
+        if storage is not None and reason is None:
             return storage
-    aside = set_aside(target)
-    if aside is None:
-        raise NotACheckpoint(reason + _elsewhere(target))
-    return aside
+        if storage is not None and not storage.is_current():
+            continue  # replaced at this very moment, and the old one is being cleared away
+        if aside := set_aside(target):
+            return aside
+        if storage is not None or not os.path.isdir(target):
+            raise NotACheckpoint(f"{reason}{_elsewhere(target)}")
+    raise CheckpointReplaced(f"{os.fspath(directory)} is being replaced again and again")
 
 
 def _elsewhere(target: str) -> str:

@@ -32,8 +32,9 @@ class Reading:
         given: object = self.trusted  # callers without a type checker give anything
         if isinstance(given, str | type) or not isinstance(given, Iterable):
             raise ValueError(f"trusted takes a tuple of classes, not {given!r}")
-        object.__setattr__(self, "trusted", tuple(given))
-        wrong = [one for one in self.trusted if not callable(one) and not isinstance(one, tuple)]
+        classes = tuple(given)
+        object.__setattr__(self, "trusted", classes)
+        wrong = [one for one in classes if not callable(one) and not isinstance(one, tuple)]
         if wrong:
             raise ValueError(f"trusted takes classes, not {wrong[0]!r}")
 

@@ -144,7 +144,7 @@ SYNCS = ("fsync", "fdatasync")
 REFUSABLE = ("write", "writev", "pwrite64", "pwritev", *SYNCS)
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(0, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("count", [2, pytest.param(0, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("name", FORMATS[:2])
 def test_a_disk_that_refuses_a_write_or_an_fsync_of_one_of_two_ranks(
@@ -167,6 +167,7 @@ def _counted(heard: Counter[str]) -> tuple[int, ...]:
     return heard.total(), heard["told"], heard["clearing up"]
 
 
+@pytest.mark.campaign
 def test_a_file_that_may_not_grow_on_one_rank_of_three(tmp_path: Path, worlds: Any) -> None:
     """A limit of the kernel's own (EFBIG); and the trainer's groups work on."""
     orders = [

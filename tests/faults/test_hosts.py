@@ -16,7 +16,6 @@ def order(job: str, victim: int, *, before: bool = False, strategy: str = "torch
 ORDERS = [
     order("save", 2),
     order("save", 0, strategy="zarr"),
-    order("load", 2),
     order("load", 2, before=True),
     order("load", 0),
 ]

@@ -130,8 +130,8 @@ def met(meetings: Meetings, before: str, seed: int) -> Counter[str]:
 
 @pytest.mark.parametrize("before", BEFORE)
 def test_of_jobs_that_begin_in_one_instant_one_saves_and_the_others_are_told(tmp_path, before):
-    heard = met(Meetings(3, 25, tmp_path), before, seed=1)
-    assert heard == {"SaveInProgress": 50}
+    heard = met(Meetings(3, 10, tmp_path), before, seed=1)
+    assert heard == {"SaveInProgress": 20}
 
 
 HEAD = ("jobs that begin at once", "over", "locks", "meetings", "nobody saved", "losers told SaveInProgress")
@@ -197,7 +197,7 @@ def overwritten(where: Path, rounds: int, readers: int) -> tuple[int, int, int]:
 
 
 def test_loads_under_overwriting_saves_see_one_whole_checkpoint(tmp_path):
-    loads, told, different = overwritten(tmp_path / "c", rounds=60, readers=2)
+    loads, told, different = overwritten(tmp_path / "c", rounds=40, readers=2)
     assert different > 1, "the readers never met a replacement"
     assert loads + told > 2
 

@@ -74,13 +74,11 @@ def check(report: dict[str, Any]) -> None:
 
 SAMPLE = [
     order("raise", "save", "commit", 0),
-    order("die", "save", "scatter plan", 2),
     order("die", "save", "written", 0, "zarr"),
     order("stop", "save", "commit", 0),
     order("stop", "save", "write", 2, "zarr", before=False, meanwhile=True),
     order("die", "load", "read", 2),
     order("stop", "load", "gather compare", 0),
-    order("raise", "load", "read", 2),
 ]
 
 

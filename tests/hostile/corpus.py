@@ -717,6 +717,7 @@ for _name, _fields in {
     "a shape of booleans": {"shape": [True, 4]},
     "a shape of one dimension more": {"shape": [8, 4, 1]},
     "a shape of 4 TiB": {"shape": [1 << 38, 4]},
+    "100,000 axes": {"shape": [1] * 100_000, "chunk_grid": grid(*[1] * 100_000)},
     "a trillion chunks": {"shape": [1 << 40, 4], "chunk_grid": grid(1, 4)},
     "chunks of nothing": {"chunk_grid": grid(0, 4)},
     "chunks of minus one": {"chunk_grid": grid(-1, 4)},

@@ -127,6 +127,7 @@ def test_broken_checkpoints(name: str, outcomes: dict[str, Outcome]) -> None:
         assert "foreign" not in reading, f"{reader}: {reading['message']}"
         if "error" in reading:
             assert TOLD.search(reading["message"]), f"{reader}: {reading['message']}"
+            assert len(reading["message"]) < 10_000, f"{reader}: {reading['message'][:2000]}"
             assert "failed at reading" not in reading["message"], "this is not said of formats of our own"
         elif not (reader in METADATA and "error" in readers["load_plain_tensors"]):
             # What a table of contents lists is what it lists, even where the data are not what it says.

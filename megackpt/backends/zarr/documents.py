@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -224,7 +225,8 @@ def _check_numbers(where: str, shape: Sequence[Any], cell: Sequence[Any]) -> Non
     numbers_fit = all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, *cell))
     if not numbers_fit or len(shape) != len(cell) or len(shape) > _MOST_DIMENSIONS or 0 in cell:
         raise CorruptCheckpoint(
-            f"{where}: shape {tuple(shape)} and chunk shape {tuple(cell)} make no zarr array"
+            f"{where}: shape {reprlib.repr(tuple(shape))} and chunk shape {reprlib.repr(tuple(cell))} "
+            "make no zarr array"
         )
 
 
