@@ -55,11 +55,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, help="where to write (a disk, not a RAM disk)")
     parser.add_argument("--only", default="", help="figures, such as P1,P5 (all)")
     parser.add_argument(
-        "--formats",
-        nargs="+",
-        default=["torch_dist", "zarr"],
-        choices=("torch_dist", "zarr", "safetensors", "torch"),
-        help="megackpt's formats to compare",
+        "--formats", nargs="+", default=["torch_dist", "zarr"], help="megackpt's formats to compare"
     )
     parser.add_argument(
         "--peers", nargs="*", default=[*TEAM, *ALONE], help="of " + ", ".join((*TEAM, *ALONE))

@@ -197,7 +197,7 @@ def overwritten(where: Path, rounds: int, readers: int) -> tuple[int, int, int]:
 
 
 def test_loads_under_overwriting_saves_see_one_whole_checkpoint(tmp_path):
-    loads, told, different = overwritten(tmp_path / "c", rounds=40, readers=2)
+    loads, told, different = overwritten(tmp_path / "c", rounds=20, readers=2)
     assert different > 1, "the readers never met a replacement"
     assert loads + told > 2
 

@@ -95,7 +95,7 @@ def state(value: float) -> dict[str, Any]:
     return {"w": w, "value": value}
 
 
-def tried(directory: str, value: float, seconds: float = 2) -> str:
+def tried(directory: str, value: float, seconds: float = 1.5) -> str:
     try:
         megackpt.save(state(value), directory, timeout=timedelta(seconds=seconds))
         return "saved"
@@ -118,7 +118,7 @@ def one_never_calls(directory: str) -> None:
         assert all("rank 2 comes too late" in text for text in told[:-1]), told
     else:
         assert "rank 2 did not answer" in told[0], told
-        assert "(timeout 2 s)" in told[0], told
+        assert "(timeout 1.5 s)" in told[0], told
 
 
 def test_a_rank_that_never_calls_is_named_and_finds_its_way_back(ranks: Any, tmp_path: Path) -> None:

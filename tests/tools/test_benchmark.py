@@ -80,3 +80,15 @@ def test_megatron_takes_part(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (_, _, saves), (_, _, loads), *_ = figures(json.loads(told.read_text()))
     assert saves == loads == {"torch_dist", "Megatron FP"}
+
+
+def test_wrong_options_are_told_before_anything_is_measured(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    for wrong, told in {
+        ("--peers", "tar"): "no such peer: tar",
+        ("--json", f"{nowhere}/figures.json"): f"no such directory: {nowhere}",
+        ("--rounds", "-1"): "--rounds and --ranks are more than 0",
+    }.items():
+        done = benchmark(tmp_path, *wrong)
+        assert done.returncode == 2
+        assert told in done.stderr
