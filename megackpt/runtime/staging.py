@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from mmap import MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
@@ -106,8 +107,9 @@ def _copied(tensor: torch.Tensor) -> Iterator[memoryview]:
     size = tensor.element_size()
     whole = Box.whole(tensor.shape)
     step = PIECE // size
-    buffer = torch.empty(min(step, tensor.numel()), dtype=tensor.dtype)
-    octets = buffer.view(torch.uint8).numpy()
+    # Memory of its own, given back at once: malloc would keep it, and put small things into it, row after row.
+    octets = np.frombuffer(mmap(-1, max(1, min(step, tensor.numel()) * size), flags=MAP_PRIVATE), np.uint8)
+    buffer = torch.from_numpy(octets[: len(octets) // size * size]).view(tensor.dtype)
     for start in range(0, tensor.numel(), step):
         filled = 0
         for run in whole.runs(start, min(start + step, tensor.numel())):
