@@ -188,6 +188,12 @@ def test_any_damage_is_an_error_or_changes_nothing_else(protocol: int) -> None:
             ) is CorruptCheckpoint
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_odd_escape_in_a_name_is_damage() -> None:
+    with pytest.raises(CorruptCheckpoint, match="damaged"):
+        objects.wrapped(archive(b"\x80\x04c\\posix\nsystem\n(X\x04\x00\x00\x00truetR."))
+
+
 def outcome(blob: bytes) -> Any:
     try:
         return objects.load(blob)
