@@ -122,14 +122,24 @@ def counted(kind: str, outcomes: list[str]) -> tuple[object, ...]:
 
 
 def tried(
-    killing: Killing, kind: str, note: Any, *, stride: int = 1, syncs: bool = True, at_once: int = 2
+    killing: Killing,
+    kind: str,
+    note: Any,
+    *,
+    stride: int = 1,
+    syncs: bool = True,
+    at_once: int = 2,
+    fewest: int = 11,
 ) -> None:
-    """Kill at every call (or some), and keep the figures. Without ``syncs`` not at those that show in no file."""
+    """Kill at every call (or some), and keep the figures. Without ``syncs`` not at those that show in no file.
+
+    ``fewest``: points before the commit that there must be, or the calls have not been seen.
+    """
     calls = killing.calls()
     points = [n for n, (name, _) in enumerate(calls, 1) if syncs or name not in SYNCS][::stride]
     outcomes = killing.jobs.each(killing.at, points, at_once)
     note(HEAD, *counted(f"{killing.format}, {kind}", outcomes))
-    assert outcomes.count("old" if killing.overwrites else "none") > 10 // stride
+    assert outcomes.count("old" if killing.overwrites else "none") > (fewest - 1) // stride
 
 
 SYNCS = ("fsync", "fdatasync", "syncfs", "sync_file_range")
@@ -183,7 +193,8 @@ def test_one_of_two_ranks_at_every_call(killing, note, name, before, victim) -> 
     """The other one is told, clears up where it is the coordinator, and leaves."""
     doomed = killing(name, before, ranks=2, victims=(victim,), timeout=2)
     who = "the coordinator dies" if victim == 0 else "the other rank dies"
-    tried(doomed, f"2 ranks, {before}, {who}", note, at_once=8)
+    # A rank that only writes its two files asks the kernel for nine changes in torch_dist.
+    tried(doomed, f"2 ranks, {before}, {who}", note, at_once=8, fewest=9)
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.campaign)])
