@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.planning.box import Box, Boxes, Groups, Int64, group_equal
+from megackpt.planning.box import Boxes, Groups, Int64, group_equal
 from megackpt.planning.manifest.columns import joined, merged_tables, pack, pack_table, unpack, unpack_table
 from megackpt.planning.manifest.naming import (
     Bool,
@@ -81,12 +81,6 @@ class Declarations:
 
     def rows(self) -> Iterator[Declaration]:
         return map(self.row, range(len(self)))
-
-    def held(self) -> list[Box]:
-        """The box of each row."""
-        ndims = [len(entry.meta.shape) for entry in self.tensors]
-        rows = zip(self.tensor.tolist(), self.boxes.offset.tolist(), self.boxes.shape.tolist(), strict=True)
-        return [Box(tuple(offset[: ndims[i]]), tuple(shape[: ndims[i]])) for i, offset, shape in rows]
 
     def take(self, rows: Any) -> Declarations:
         """These rows (an index array or mask) with the same tables."""
