@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.buckets import bucket, line, s3_server  # noqa: F401  the fixtures
+
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".peers"
 

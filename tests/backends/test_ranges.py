@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from megackpt.backends.ranges import read_raw
+from megackpt.backends.ranges.pieces import SKIP, Pieces
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import (
@@ -48,10 +49,21 @@ class Counting(LocalStorage):
 class _CountingReader(FileReader):
     def __init__(self, owner: Counting, inner: FileReader) -> None:
         self.owner, self.inner, self.size = owner, inner, inner.size
+        self.expected: list[tuple[int, int]] = []
+
+    def expect(self, spans: Iterable[tuple[int, int]]) -> None:
+        self.expected = list(spans)
+        assert all(0 <= start < stop for start, stop in self.expected)
+        assert self.expected == sorted(self.expected, key=lambda span: span[0])
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
         self.owner.calls += 1
         self.owner.bytes += sum(b.nbytes for b in buffers)
+        if self.expected:  # what is read was foretold, but for what is skipped between neighbours
+            at = start
+            for low, high in self.expected:
+                at = max(at, high) if low <= at + SKIP else at
+            assert at >= start + sum(b.nbytes for b in buffers)
         self.inner.read_into(start, buffers)
 
     def close(self) -> None:
@@ -218,6 +230,17 @@ def test_an_eighth_along_the_last_axis_skips_large_gaps(tmp_path: Path) -> None:
     stored.read([(0, eighth)], verify=False)
     assert stored.root.bytes == eighth.volume * 4
     assert stored.root.calls == 64
+
+
+def test_runs_that_are_far_apart_are_not_foretold(tmp_path: Path) -> None:
+    """An object store would fetch what lies between them along: asked for one by one they cost less."""
+    whole = filled((3, 3 << 20), 4)
+    stored = Stored(tmp_path, [("w", whole, [Box.whole(whole.shape)])])
+    for width, foretold in ((1 << 18, False), (5 << 18, False), (2 << 20, True)):
+        plan = stored.plan([(0, Box((0, 0), (3, width)))])
+        pieces = Pieces.of(plan, np.arange(len(plan)))
+        assert len(list(pieces.spans(slice(None), checked=False))) == (len(pieces) if foretold else 0)
+        assert len(list(pieces.spans(slice(None), checked=True))) == len(pieces)
 
 
 def test_short_rows_are_read_with_their_gaps_by_few_calls(tmp_path: Path) -> None:

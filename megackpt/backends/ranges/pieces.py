@@ -24,6 +24,9 @@ CALL = 512
 SKIP = 4 << 10
 """Between small pieces, up to so many unwanted bytes are read and dropped rather than making another call."""
 
+FAR = 4 << 20
+"""Between the runs of one region, from so many unwanted bytes on, a request for each run is better than one for all."""
+
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
@@ -73,6 +76,31 @@ class Pieces:
             self.ndim, self.file, self.base, self.length, self.low, self.high, self.nbytes, self.strides
         )  # fmt: skip
         return Pieces(self.row[rows], self.boxes.take(rows), *(column[rows] for column in columns))
+
+    def spans(self, rows: slice, checked: bool) -> Iterator[tuple[int, int]]:
+        """Starts and stops in the file of what will be read for these pieces; computed when asked for.
+
+        Left out are those whose runs lie so far apart that what is between them is better left alone.
+        """
+        mine = self.take(rows)
+        low, high = mine.low, mine.high
+        if checked:
+            low = low // DIGEST_BLOCK * DIGEST_BLOCK
+            high = np.minimum(-(-high // DIGEST_BLOCK) * DIGEST_BLOCK, mine.length)
+            dense = np.ones(len(mine), np.bool_)
+        else:
+            dense = high - low - mine.nbytes <= FAR * (mine.nbytes // mine._run() - 1)
+        yield from zip((mine.base + low)[dense].tolist(), (mine.base + high)[dense].tolist(), strict=True)
+
+    def _run(self) -> Int64:
+        """Bytes of each piece that lie together in its chunk, at least."""
+        run = self.nbytes // self.boxes.volume
+        together = np.ones(len(self), np.bool_)
+        for axis in reversed(range(self.strides.shape[1])):
+            extent = self.boxes.shape[:, axis]
+            together &= (extent == 1) | (self.strides[:, axis] == run)
+            run = np.where(together, run * extent, run)
+        return run
 
     def shares(self, threads: int, checked: bool) -> Iterator[tuple[Pieces, list[slice]]]:
         """Consecutive pieces of about equal bytes: several shares a thread, so that all end together.

@@ -114,9 +114,11 @@ class Share:
         files = self.pieces.file.tolist()
         opened = self._opened()
         for file, groups in groupby(self.groups, lambda group: files[group.start]):
+            mine = list(groups)
             with self.job.open(file) as reader:
+                reader.expect(self.pieces.spans(slice(mine[0].start, mine[-1].stop), self.job.checked))
                 part = _FilePart(self.job, reader)
-                for group in groups:
+                for group in mine:
                     part.fetch(list(islice(opened, group.stop - group.start)))
 
     def _opened(self) -> Iterator[_Piece]:

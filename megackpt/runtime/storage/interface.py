@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -69,6 +69,9 @@ class FileWriter(Durable):
     def position(self) -> int:
         """Bytes written so far."""
 
+    def expect(self, size: int) -> None:
+        """About so many bytes will come: asked before the first, it lets an object store choose its parts."""
+
 
 class FileUpdater(Durable):
     """One file of which several writers fill disjoint parts; ``abort`` lets it stay."""
@@ -99,6 +102,11 @@ class FileReader(ABC):
         """Fill the buffers, one after the other, with the bytes from ``start`` on.
 
         Raises CorruptCheckpoint if the file ends before they are full.
+        """
+
+    def expect(self, spans: Iterable[tuple[int, int]]) -> None:  # noqa: B027  nothing, unless it is of use
+        """These bytes (starts and stops) will be read, about in this order, in whatever small pieces: an object store
+        fetches them ahead, by few large requests. Where reading costs nothing, nobody looks at them.
         """
 
     @abstractmethod
@@ -180,6 +188,22 @@ class Storage(ABC):
     def size(self, name: str) -> int | None:
         """Size in bytes of a regular file, or None if there is none."""
 
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Of each of these files, what ``size`` tells."""
+        return [self.size(name) for name in names]
+
+    @abstractmethod
+    def modified(self, name: str) -> float | None:
+        """When a regular file was written (seconds since 1970, by the storage's clock), or None if there is none."""
+
+    def is_remote(self) -> bool:
+        """Does each reader fetch the bytes over a network? (False: from a disk and a page cache of its machine.)"""
+        return True
+
+    def is_current(self) -> bool:
+        """Does what this was opened by still lead to the same? Object stores open nothing: True."""
+        return True
+
     @abstractmethod
     def list(self, name: str = "") -> list[str]:
         """Sorted names of the entries of the root, or of this folder in it (none if it is absent)."""
@@ -187,6 +211,10 @@ class Storage(ABC):
     @abstractmethod
     def delete(self, name: str) -> None:
         """Remove a file, or a folder with all that is in it; no error if absent."""
+
+    def contents(self, names: Sequence[str]) -> Iterator[bytes]:
+        """Of each of these small files, what ``get`` gives."""
+        return map(self.get, names)
 
     def get(self, name: str, limit: int = 1 << 32) -> bytes:
         """The whole of a small file.

@@ -159,6 +159,13 @@ class LocalStorage(Storage):
         status = self.stat(name)
         return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
+    def is_remote(self) -> bool:
+        return kernel.is_networked(self._fd)
+
+    def modified(self, name: str) -> float | None:
+        status = self.stat(name)
+        return status.st_mtime if status is not None else None
+
     def stat(self, name: str) -> os.stat_result | None:
         """The state of an entry (of a link itself, but for ``following``), or None if there is none."""
         try:

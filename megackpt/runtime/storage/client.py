@@ -1,0 +1,190 @@
+"""One bucket, asked through obstore: where it is, who asks, how often, and what refusals are called."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from threading import Lock
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megackpt.errors import BackendError, StorageError
+
+if TYPE_CHECKING:
+    from obstore.store import AzureStore, GCSStore, RetryConfig, S3Store
+
+    Store = S3Store | GCSStore | AzureStore
+
+AMAZON = frozenset(("s3", "s3a"))
+GOOGLE = frozenset(("gs",))
+AZURE = frozenset(("az", "azure", "abfs", "abfss"))
+
+PART = 8 << 20
+"""Bytes of one request where many are asked or sent; an object of no more is sent by one request."""
+TRIES = 10
+"""How often one thing is asked before it has failed: for about half a minute, with the pauses below."""
+PAUSE, LONGEST_PAUSE = 0.1, 10.0
+"""Seconds before the second try, doubled for each further one, and the most; up to half of it is left to chance."""
+AT_ONCE = 16
+"""Requests of one process at the same time, beside those of uploads in parts."""
+
+_FOREVER = re.compile(r"status code: 4(?!08|09|25|29)\d\d")
+"""Answers that would come again: the request itself is wrong, or may not be made."""
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """An answer that is not whole, or decides nothing: to be asked again."""
+
+
+class Traffic:
+    """What was asked and moved, counted once for each try; what obstore repeats by itself is not seen."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.read = 0
+        self.written = 0
+        self._lock = Lock()
+
+    def count(self, requests: int, read: int = 0, written: int = 0) -> None:
+        with self._lock:
+            self.requests += requests
+            self.read += read
+            self.written += written
+
+
+class Client:
+    """How a storage asks its bucket. ``bucket`` is a URL without a path."""
+
+    def __init__(self, bucket: str) -> None:
+        self.obstore = _obstore()
+        self.traffic = Traffic()
+        self.store, self.uploads = _stores(bucket, _settings())
+
+    def ask(self, doing: str, url: str, request: Callable[[], T]) -> T:
+        """Do this, again and again if need be. Raises StorageError when that was in vain, and lets through
+        FileNotFoundError and what obstore says of objects that are there already or have changed.
+        """
+        refused = self.obstore.exceptions
+        for attempt in range(1, TRIES + 1):
+            self.traffic.count(1)
+            try:
+                return request()
+            except (FileNotFoundError, refused.AlreadyExistsError, refused.PreconditionError):
+                raise
+            except (refused.BaseError, OSError, ValueError, Interrupted) as error:
+                if attempt == TRIES or not passing(error, refused):
+                    raise failure(doing, url, error, attempt) from error
+            time.sleep(min(PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.5, 1))
+        raise StorageError(f"cannot {doing} {url}: it may not be tried at all")
+
+
+def passing(error: Exception, refused: ModuleType) -> bool:
+    """Whether the same request may succeed a little later."""
+    if isinstance(error, Interrupted | OSError):
+        return True
+    return isinstance(error, refused.GenericError) and not _FOREVER.search(str(error))
+
+
+def failure(doing: str, url: str, error: Exception, tries: int = 1) -> StorageError:
+    """What to tell the user when the object store refuses."""
+    told = str(error).partition("\n\nDebug source")[0].strip()[:800]
+    often = f" (tried {tries} times)" if tries > 1 else ""
+    return StorageError(f"cannot {doing} {url}{often}: {told}")
+
+
+@functools.cache
+def pool() -> ThreadPoolExecutor:
+    """Threads for requests, each of which is one: nothing in here waits for others in here."""
+    return ThreadPoolExecutor(AT_ONCE, "megackpt-bucket")
+
+
+def endpoint() -> str | None:
+    """Where S3 is, if the environment says that it is not Amazon's."""
+    return next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
+
+
+def _obstore() -> ModuleType:
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError as error:
+        raise BackendError(
+            "checkpoints in buckets need the package obstore: pip install 'megackpt[objectstore]'"
+        ) from error
+    return obstore
+
+
+def _settings() -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(_SETTINGS)))
+
+
+@functools.lru_cache(maxsize=16)
+def _stores(bucket: str, settings: tuple[tuple[str, str], ...]) -> tuple[Store, Store]:
+    """The bucket twice, by what the environment says now: for single requests, which we repeat ourselves, and for
+    uploads in parts, which obstore repeats. They are kept, for they hold open connections.
+    """
+    repeated: RetryConfig = {
+        "max_retries": TRIES - 1,
+        "backoff": {
+            "init_backoff": timedelta(seconds=PAUSE),
+            "max_backoff": timedelta(seconds=LONGEST_PAUSE),
+            "base": 2,
+        },
+    }
+    return _store(bucket, settings, {"max_retries": 0}), _store(bucket, settings, repeated)
+
+
+def _store(bucket: str, settings: tuple[tuple[str, str], ...], retries: RetryConfig) -> Store:
+    scheme = bucket.partition("://")[0]
+    plain = any(
+        value.startswith("http://") for name, value in settings if "ENDPOINT" in name or "URL" in name
+    )
+    options: dict[str, Any] = {
+        # A part may be large and a link slow; an end that says nothing for a minute is dead.
+        "client_options": {"allow_http": plain, "timeout": "10m", "read_timeout": "60s"},
+        "retry_config": retries,
+    }
+    if scheme in AMAZON:
+        options |= _profile(dict(settings))
+    try:
+        store: Any = _obstore().store.from_url(bucket, **options)
+    except Exception as error:
+        raise failure("open", bucket, error) from error
+    return store  # type: ignore[no-any-return]
+
+
+def _profile(settings: dict[str, str]) -> dict[str, Any]:
+    """Credentials from Amazon's files (profiles, single sign-on), which boto3 reads and obstore does not."""
+    told = [os.path.expanduser(f"~/.aws/{name}") for name in ("credentials", "config")]
+    told += [
+        settings[name] for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE") if name in settings
+    ]
+    by_name = "AWS_PROFILE" in settings
+    if "AWS_ACCESS_KEY_ID" in settings or not (by_name or any(map(os.path.exists, told))):
+        return {}  # the environment, or what the machine itself is allowed to
+    if importlib.util.find_spec("boto3") is None:
+        if by_name:
+            raise StorageError(
+                "AWS_PROFILE is set, and the files of profiles are read by boto3: pip install boto3"
+            )
+        return {}
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except Exception as error:
+        if by_name:
+            raise failure("use", f"the profile {settings['AWS_PROFILE']!r}", error) from error
+        return {}  # files without credentials
