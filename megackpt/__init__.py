@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         load_tensors_metadata as load_tensors_metadata,
     )
     from megackpt.planning.strict import StrictHandling as StrictHandling
+    from megackpt.runtime.async_calls import AsyncCallsQueue as AsyncCallsQueue, AsyncRequest as AsyncRequest
     from megackpt.saver import save as save
     from megackpt.sharded import (
         LocalNonpersistentObject as LocalNonpersistentObject,
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
         ShardedTensorFactory as ShardedTensorFactory,
     )
     from megackpt.strategies import (
+        FullyParallelLoadStrategyWrapper as FullyParallelLoadStrategyWrapper,
+        FullyParallelSaveStrategyWrapper as FullyParallelSaveStrategyWrapper,
         Strategy as Strategy,
         get_default_save_sharded_strategy as get_default_save_sharded_strategy,
     )
@@ -86,9 +89,15 @@ _HOMES = {
         "load_tensors_metadata",
     ),
     "planning.strict": ("StrictHandling",),
+    "runtime.async_calls": ("AsyncCallsQueue", "AsyncRequest"),
     "saver": ("save",),
     "sharded": ("LocalNonpersistentObject", "ShardedObject", "ShardedTensor", "ShardedTensorFactory"),
-    "strategies": ("Strategy", "get_default_save_sharded_strategy"),
+    "strategies": (
+        "FullyParallelLoadStrategyWrapper",
+        "FullyParallelSaveStrategyWrapper",
+        "Strategy",
+        "get_default_save_sharded_strategy",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -27,7 +27,7 @@ class Event:
     operation: str
     """"save", "load" or "verify"."""
     stage: str
-    """declare, begin, plan, write, commit; open, compare, read; total."""
+    """declare, begin, plan, write, commit; open, compare, share, read, exchange; total."""
     id: str
     """Of the save that made the checkpoint; "" where this rank does not know it (yet), or there is none."""
     rank: int
@@ -57,10 +57,11 @@ class Stage:
     operation: Operation
     todo: int = 0
     done: int = 0
-    viewed: bool = False
-    """Does anybody look while it goes on? If not, only the outcome has to be told."""
+    viewers: tuple[Viewer, ...] = ()
+    """Who looks while it goes on. If nobody does, only the outcome has to be told."""
     ended: str = ""
     """"done" or "failed", once it has ended."""
+    began: float = field(default_factory=time.perf_counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def advance(self, count: int) -> None:
@@ -160,16 +161,16 @@ def viewing(viewer: Viewer) -> Iterator[None]:
 @contextmanager
 def operation(name: str, path: object, rank: int = 0, ranks: int = 1) -> Iterator[Operation]:
     """All that this thread does within belongs to one operation."""
-    running = Operation(name, str(path), rank, ranks)
-    with _timed(Stage(TOTAL, running)) as whole:
-        yield running
-        whole.done = running.bytes
+    whole = begun(TOTAL, Operation(name, str(path), rank, ranks))
+    with _ending(whole), within(whole):
+        yield whole.operation
 
 
 @contextmanager
 def stage(name: str) -> Iterator[Stage]:
     """One stage of the operation of this thread. Also a decorator: of the function that is the stage."""
-    with _timed(Stage(name, here().operation)) as step:
+    step = begun(name, here().operation)
+    with _ending(step), within(step):
         yield step
 
 
@@ -178,27 +179,47 @@ def here() -> Stage:
     return _current.get(None) or Stage(TOTAL, Operation("", ""))
 
 
-@contextmanager
-def _timed(step: Stage) -> Iterator[Stage]:
-    viewers = _viewers if step.operation.name else ()
-    step.viewed = bool(viewers)
-    for viewer in viewers:
+def begun(name: str, operation: Operation) -> Stage:
+    """A stage that may go on on other threads, and for a while on none; whoever began it calls ``over``."""
+    step = Stage(name, operation, viewers=_viewers if operation.name else ())
+    for viewer in step.viewers:
         _safely(viewer.began, step)
+    return step
+
+
+@contextmanager
+def within(step: Stage) -> Iterator[None]:
+    """What this thread does within belongs to this stage."""
     token = _current.set(step)
-    began = time.perf_counter()
-    error: str | None = None
     try:
-        yield step
-        error = step.operation.problem if step.name == TOTAL else None
-    except BaseException as raised:
-        error = f"{type(raised).__name__}: {raised}".rstrip(": ")
-        raise
+        yield
     finally:
         _current.reset(token)
-        step.ended = "done" if error is None else "failed"
-        for viewer in viewers:
-            _safely(viewer.ended, step)
-        _tell(step, time.perf_counter() - began, error)
+
+
+def over(step: Stage, raised: BaseException | None = None) -> None:
+    """The stage has ended, here or with what was raised; only the first such word counts."""
+    if step.ended:
+        return
+    whole = step.name == TOTAL
+    error = None if raised is None else f"{type(raised).__name__}: {raised}".rstrip(": ")
+    if whole:
+        step.done = step.operation.bytes
+        error = error or step.operation.problem
+    step.ended = "done" if error is None else "failed"
+    for viewer in step.viewers:
+        _safely(viewer.ended, step)
+    _tell(step, time.perf_counter() - step.began, error)
+
+
+@contextmanager
+def _ending(step: Stage) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as raised:
+        over(step, raised)
+        raise
+    over(step)
 
 
 def _tell(step: Stage, seconds: float, error: str | None) -> None:

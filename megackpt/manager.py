@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megackpt import strategies
 from megackpt.checkpoint import absolute, as_read_by, find_storage
 from megackpt.errors import CheckpointingException, NotACheckpoint, StorageError
-from megackpt.runtime.storage import LocalStorage
+from megackpt.runtime.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
 
 _THREADS = 8  # steps that are looked at together: network file systems answer slowly
 _LONGEST = 4096  # bytes of a tracker file
@@ -97,18 +97,20 @@ class Run:
 
 
 def list_run(directory: str | os.PathLike[str]) -> Run:
-    """Look at a run's directory (or at a single checkpoint).
+    """Look at a run's directory (or at a single checkpoint), or at what is below a URL.
 
     Raises NotACheckpoint where there is no such directory; one that holds nothing is no error.
     """
     location = absolute(directory)
     try:
-        root = LocalStorage(location)
+        root = root_at(location)
     except FileNotFoundError as error:
         raise NotACheckpoint(f"directory {os.fspath(directory)} does not exist") from error
     except NotADirectoryError:
         return Run(location, _itself(location), (), ())
     entries = root.list()
+    if is_url(location) and not entries:
+        raise NotACheckpoint(f"{location} does not exist: no object is there")
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(partial(_step, root, frozenset(entries)), entries)
         steps = [step for several in found for step in several]
@@ -122,44 +124,46 @@ def _itself(location: str) -> Step | None:
     return _weighed(step, storage) if step.complete else None
 
 
-def _step(root: LocalStorage, entries: frozenset[str], name: str) -> list[Step]:
-    """The step that an entry is, or those that are in it; none for what is something else."""
+def _kind(root: Storage, name: str) -> int:
+    """What an entry is: stat's S_IFDIR, S_IFREG, S_IFLNK and others; 0 if it is gone."""
+    if not isinstance(root, LocalStorage):
+        return stat.S_IFDIR if root.size(name) is None else stat.S_IFREG
     status = root.stat(name)
-    if (
-        status is None
-        or name.startswith(".")
-        or not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
-    ):
+    return stat.S_IFMT(status.st_mode) if status else 0
+
+
+def _step(root: Storage, entries: frozenset[str], name: str) -> list[Step]:
+    """The step that an entry is, or those that are in it; none for what is something else."""
+    if name.startswith(".") or (kind := _kind(root, name)) not in (stat.S_IFDIR, stat.S_IFREG):
         return []
     match = next(((n, m) for n in NAMINGS if (m := n.pattern.fullmatch(name))), None)
     style, number = (match[0].style, int(match[1][1])) if match else ("", None)
-    if stat.S_ISREG(status.st_mode) and (match is None or name in TRACKERS or name.endswith("-unfinished")):
+    if kind == stat.S_IFREG and (match is None or name in TRACKERS or name.endswith("-unfinished")):
         return []
     found, storage = _looked_at(f"{root.location}/{name}", Step(name, style, number, True, ""))
     if f"{name}-unfinished" in entries:
         found = replace(found, complete=False, reason=f"{name}-unfinished stands beside it")
     elif not found.complete and not found.format:
-        look_inside = storage is not None and stat.S_ISDIR(status.st_mode)
+        look_inside = storage is not None and kind == stat.S_IFDIR
         inner = list(_inside(root, name, style, number)) if look_inside else []
         if inner or match is None:
             return inner
     return [_weighed(found, storage)]
 
 
-def _inside(root: LocalStorage, name: str, style: str, number: int | None) -> Iterator[Step]:
+def _inside(root: Storage, name: str, style: str, number: int | None) -> Iterator[Step]:
     """Complete checkpoints one level below an entry: "weights" (NeMo), "pytorch_model_fsdp_0" (transformers)."""
     if number is None:
         return
     for below in root.list(name):
-        status = root.stat(f"{name}/{below}")
-        if status is not None and stat.S_ISDIR(status.st_mode):
+        if _kind(root, f"{name}/{below}") == stat.S_IFDIR:
             path, below = f"{root.location}/{name}/{below}", f"{name}/{below}"
             found, storage = _looked_at(path, Step(below, style, number, True, ""))
             if found.complete:
                 yield _weighed(found, storage)
 
 
-def _looked_at(path: str, step: Step) -> tuple[Step, LocalStorage | None]:
+def _looked_at(path: str, step: Step) -> tuple[Step, Storage | None]:
     """The step with what is known of it but for its weight, and where its files are."""
     storage = None
     try:
@@ -177,10 +181,10 @@ def _looked_at(path: str, step: Step) -> tuple[Step, LocalStorage | None]:
     return step, as_read_by(backend, storage)
 
 
-def _incomplete(path: str, step: Step) -> tuple[Step, LocalStorage | None]:
+def _incomplete(path: str, step: Step) -> tuple[Step, Storage | None]:
     """What is known of something that is no checkpoint for us."""
     try:
-        storage = LocalStorage(path)
+        storage = root_at(path)
         entries = storage.list()
     except (CheckpointingException, OSError):
         return step, None
@@ -196,39 +200,41 @@ def _incomplete(path: str, step: Step) -> tuple[Step, LocalStorage | None]:
 
 def _short(error: object, path: str) -> str:
     """A reason without the path, which stands beside it."""
-    return re.sub(
-        rf"^{re.escape(os.path.realpath(path))}(?: is not a distributed checkpoint)?: ", "", str(error)
-    )
+    place = path if is_url(path) else os.path.realpath(path)
+    return re.sub(rf"^{re.escape(place)}(?: is not a distributed checkpoint)?: ", "", str(error))
 
 
-def _weighed(step: Step, storage: LocalStorage | None) -> Step:
+def _weighed(step: Step, storage: Storage | None) -> Step:
     """The step with the bytes, the number and the newest time of all its files."""
-    if storage is None:
-        return step
-    sizes: list[int] = []
-    times: list[float] = []
+    weights: list[tuple[int, float]] = []
+    try:
+        if isinstance(storage, BucketStorage):
+            weights = list(storage.objects().values())
+        elif isinstance(storage, LocalStorage):
+            weights = list(_files(storage))
+    except StorageError as error:
+        return replace(step, complete=None, reason=str(error))
+    newest = max((moment for _, moment in weights), default=0.0)
+    return replace(step, bytes=sum(size for size, _ in weights), files=len(weights), saved=newest)
+
+
+def _files(storage: LocalStorage) -> Iterator[tuple[int, float]]:
+    """The size and the time of each file, and of what else is no folder."""
     folders = [""]
     while folders:
         folder = folders.pop()
-        try:
-            entries = storage.list(folder)
-        except StorageError as error:
-            return replace(step, complete=None, reason=str(error))
-        for entry in entries:
+        for entry in storage.list(folder):
             name = f"{folder}/{entry}" if folder else entry
             status = storage.stat(name)
             if status is not None and stat.S_ISDIR(status.st_mode):
                 folders.append(name)
             elif status is not None:
-                sizes.append(storage.size(name) or 0)
-                times.append(status.st_mtime)
-    return replace(step, bytes=sum(sizes), files=len(sizes), saved=max(times, default=0.0))
+                yield storage.size(name) or 0, status.st_mtime
 
 
-def _trackers(root: LocalStorage, entries: Sequence[str], steps: Sequence[Step]) -> Iterator[Tracker]:
+def _trackers(root: Storage, entries: Sequence[str], steps: Sequence[Step]) -> Iterator[Tracker]:
     for name in entries:
-        status = root.stat(name)
-        if status is not None and stat.S_ISLNK(status.st_mode):
+        if isinstance(root, LocalStorage) and _kind(root, name) == stat.S_IFLNK:
             target = os.path.normpath(os.readlink(f"{root.location}/{name}"))
             if re.match("latest|last", name):
                 yield _judged(name, target, steps)

@@ -1,4 +1,4 @@
-"""The face of the package: its lists agree, it is light to import, and everything that it names is there."""
+"""The faces of the package and of its rooms: lists agree, they are light to import, and what they name is there."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import megackpt
+from megackpt import dcp
 
 ROOT = Path(__file__).resolve().parent.parent
-FACE = ROOT / "megackpt" / "__init__.py"
+FACES = (megackpt, dcp)
 
 MEGATRON = {
     "LocalNonpersistentObject",
@@ -35,39 +37,43 @@ def is_for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def imported(module: ast.Module) -> dict[str, tuple[str, ...]]:
+def imported(module: ast.Module, package: str) -> dict[str, tuple[str, ...]]:
     """Home -> names, as the imports under TYPE_CHECKING have it."""
     homes: dict[str, list[str]] = {}
     for branch in filter(is_for_type_checkers, module.body):
         for node in ast.walk(branch):
             if isinstance(node, ast.ImportFrom):
-                home = str(node.module).removeprefix("megackpt.")
+                home = str(node.module).removeprefix(f"{package}.")
                 for alias in node.names:
                     assert alias.asname == alias.name, f"{alias.name} is not exported again for type checkers"
                     homes.setdefault(home, []).append(alias.name)
     return {home: tuple(names) for home, names in homes.items()}
 
 
-def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
-    assert imported(ast.parse(FACE.read_text(encoding="utf-8"))) == megackpt._HOMES
+@pytest.mark.parametrize("face", FACES)
+def test_type_checkers_and_the_interpreter_see_the_same_names(face: ModuleType) -> None:
+    module = ast.parse(Path(str(face.__file__)).read_text(encoding="utf-8"))
+    assert imported(module, face.__name__) == face._HOMES
 
 
-@pytest.mark.parametrize("name", megackpt.__all__)
-def test_every_public_name_resolves_to_what_its_home_has(name: str) -> None:
-    value = getattr(megackpt, name)
-    home = megackpt._HOME_OF.get(name)
+@pytest.mark.parametrize(("face", "name"), [(face, name) for face in FACES for name in face.__all__])
+def test_every_public_name_resolves_to_what_its_home_has(face: ModuleType, name: str) -> None:
+    value = getattr(face, name)
+    home = face._HOME_OF.get(name)
     assert value is not None
-    assert home is None or value is getattr(import_module(f"megackpt.{home}"), name)
-    assert name in dir(megackpt)
+    assert home is None or value is getattr(import_module(f"{face.__name__}.{home}"), name)
+    assert name in dir(face)
 
 
-def test_names_stand_once() -> None:
-    assert len(set(megackpt.__all__)) == len(megackpt.__all__)
+@pytest.mark.parametrize("face", FACES)
+def test_names_stand_once(face: ModuleType) -> None:
+    assert len(set(face.__all__)) == len(face.__all__)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+@pytest.mark.parametrize("face", FACES)
+def test_an_unknown_name_is_an_attribute_error(face: ModuleType) -> None:
     with pytest.raises(AttributeError, match="has no attribute 'sav'"):
-        megackpt.sav  # type: ignore[attr-defined] # noqa: B018
+        face.sav  # noqa: B018
 
 
 def test_all_that_megatron_exports_is_there() -> None:
@@ -85,6 +91,7 @@ def test_megatron_exports_what_we_think() -> None:
     "statement",
     [
         "import megackpt; dir(megackpt)",
+        "import megackpt.dcp; dir(megackpt.dcp)",
         "import megackpt.planning",
         "import megackpt.planning.save_plan, megackpt.planning.load_plan, megackpt.planning.cache",
         "from megackpt import CheckpointingException, StrictHandling",

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import ShardedTensor
+from megackpt import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+    ShardedObject,
+    ShardedTensor,
+)
 
 SIZE = 1 << 16
 
@@ -56,6 +61,53 @@ def save_and_reshard(directory: str) -> None:
 
 def test_resharding_over_processes_and_subgroups(ranks: Any, tmp_path: Path) -> None:
     ranks(save_and_reshard, 4, tmp_path, timeout=120)
+
+
+def read_once_in_each_group(directory: str) -> None:
+    """TP2 x DP2: ranks 0, 2 and ranks 1, 3 hold the same."""
+    from megackpt.runtime.storage.files import LocalReader
+
+    rank, read, counted = dist.get_rank(), LocalReader.read_into, 0
+
+    def read_into(self: Any, start: int, buffers: Any) -> None:
+        nonlocal counted
+        counted += sum(buffer.nbytes for buffer in buffers)
+        read(self, start, buffers)
+
+    def held(dtype: torch.dtype, value: float) -> dict[str, Any]:
+        data = torch.full((SIZE,), value).to(dtype)
+        shards = [
+            ShardedTensor.from_rank_offsets(f"w{i}", data.clone(), (0, rank % 2, 2), replica_id=rank // 2)
+            for i in range(40)
+        ]
+        return {
+            "shards": shards,
+            "object": ShardedObject("o", {"of": rank % 2}, (2,), (rank % 2,), rank // 2),
+        }
+
+    LocalReader.read_into = read_into  # type: ignore[method-assign]
+    pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    for dtype, strategy in ((torch.float8_e4m3fn, "torch_dist"), (torch.complex64, "zarr")):
+        path = Path(directory) / strategy
+        megackpt.save(held(dtype, 0.5), path, FullyParallelSaveStrategyWrapper(strategy, pair))
+        expected = held(dtype, 0.5)["shards"][0].data.view(torch.uint8)
+        for group in (pair, None):
+            counted = 0
+            wrapper = FullyParallelLoadStrategyWrapper(None, group, exchange_algo="always")
+            loaded = megackpt.load(held(dtype, 0), path, wrapper)
+            assert all(torch.equal(found.view(torch.uint8), expected) for found in loaded["shards"])
+            assert loaded["object"] == {"of": rank % 2}
+            total = torch.tensor(counted)
+            dist.all_reduce(total)
+            nbytes = 2 * 40 * expected.nbytes
+            assert nbytes <= int(total) < nbytes * 1.1, (int(total), nbytes)  # tables of contents, beside
+    with pytest.raises(megackpt.CheckpointingException, match="load_group must be a process group that"):
+        megackpt.load({}, path, FullyParallelLoadStrategyWrapper(None, dist.GroupMember.NON_GROUP_MEMBER))
+    trainer_still_works()
+
+
+def test_ranks_of_a_group_read_each_byte_once(ranks: Any, tmp_path: Path) -> None:
+    ranks(read_once_in_each_group, 4, tmp_path, timeout=120)
 
 
 def one_rank_fails(directory: str) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
+from megackpt.planning.cache import Resumed
 from megackpt.planning.manifest import (
     Bool,
     Declarations,
@@ -22,7 +23,7 @@ from megackpt.planning.manifest import (
     SavePlan,
     WriteResult,
 )
-from megackpt.planning.save_plan import SavePolicy, plan_save
+from megackpt.planning.save_plan import SavePolicy, plan_again, plan_save, tiled
 from megackpt.runtime.storage import Storage
 
 CONFIG = "metadata.json"
@@ -152,6 +153,14 @@ class Backend(ABC):
         wrote pieces of) is done here; the returned manifest tells of the chunks as they are then.
         """
 
+    def renewed(self, files: Mapping[str, bytes], before: str, now: str) -> Mapping[str, bytes] | None:  # noqa: ARG002
+        """The small files of the save ``before``, for the save ``now`` with the same plan, whose chunks lie just there.
+
+        For formats whose ``finish`` depends on nothing else (but for the save's id) and, where it has left a manifest
+        as it was, does nothing else. None: ``finish`` has to be called again.
+        """
+        return None
+
     def raw_chunks(self, manifest: Manifest) -> Bool:
         """For each chunk of a manifest of this format: are the bytes at its location those of its box?
 
@@ -222,9 +231,26 @@ def plan_in_format(
     backend: Backend, parts: Sequence[Declarations], policy: SavePolicy, validate: bool = True
 ) -> tuple[list[SavePlan], Manifest]:
     """``plan_save`` as this format needs it: on its grid, with the places that it knows beforehand."""
-    asked = replace(
-        policy, gridded=backend.gridded, max_item_bytes=policy.max_item_bytes or backend.max_item_bytes
-    )
-    plans, manifest = plan_save(parts, asked, validate)
+    plans, manifest = plan_save(parts, _in_format(backend, policy), validate)
     places = backend.layout(manifest)
     return plans if places is None else [plan.placed(places) for plan in plans], manifest
+
+
+def plan_of_stored(
+    backend: Backend, declared: Declarations, resumed: Resumed, policy: SavePolicy, ranks: int, validate: bool
+) -> SavePlan | None:
+    """What ``plan_in_format`` gave a rank whose declarations were these when it wrote what it has loaded since.
+
+    None where this cannot be told; ``planning.save_plan.plan_again`` says why.
+    """
+    if type(backend).layout is not Backend.layout:
+        return None  # it chooses places, with all tensors in view
+    if resumed.manifest is not None and not tiled(resumed.manifest, ranks, validate):
+        return None
+    return plan_again(declared, resumed.wrote, _in_format(backend, policy))
+
+
+def _in_format(backend: Backend, policy: SavePolicy) -> SavePolicy:
+    return replace(
+        policy, gridded=backend.gridded, max_item_bytes=policy.max_item_bytes or backend.max_item_bytes
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megackpt.checkpoint.committing import Place, begin, commit, place_of
+from megackpt.checkpoint.committing import begin, place_of
 from megackpt.checkpoint.index import INDEX, decode_index, encode_index
 from megackpt.checkpoint.opening import (
     Opened,
@@ -13,6 +13,7 @@ from megackpt.checkpoint.opening import (
     open_checkpoint,
     open_same,
 )
+from megackpt.checkpoint.place import Place, commit
 from megackpt.checkpoint.verifying import Report, verify
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The protocol of a save on a file system: begin, announce, commit or abort. On the coordinator only.
+"""The protocol of a save on a file system (in a bucket: see ``buckets``), by the coordinator: begin to abort.
 
 A directory that holds no checkpoint is written in place: it is none until its last file stands there. A
 complete checkpoint is left alone, and the new one grows in a sibling until both are exchanged. So a reader
@@ -13,8 +13,9 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
 
-from megackpt.backends.base import Backend
+from megackpt.checkpoint import buckets
 from megackpt.checkpoint.index import INDEX, encode_index
 from megackpt.checkpoint.marker import (
     PREFIX,
@@ -24,9 +25,11 @@ from megackpt.checkpoint.marker import (
     markers,
     siblings,
     staging_name,
+    touched,
     turn,
 )
-from megackpt.checkpoint.opening import Directory, absolute, incomplete, shortfalls
+from megackpt.checkpoint.opening import Directory, absolute, incomplete
+from megackpt.checkpoint.place import Place
 from megackpt.checkpoint.replacing import (
     check_name,
     check_replaceable,
@@ -39,7 +42,6 @@ from megackpt.checkpoint.replacing import (
     publish,
     retire,
 )
-from megackpt.checkpoint.verifying import damage
 from megackpt.errors import (
     CheckpointingException,
     CorruptCheckpoint,
@@ -47,14 +49,13 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import TEMPORARY, LocalStorage, digest
+from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage, digest, is_url
 
-_NAMED = 5  # missing files that a message names
 _PAUSES = (0.0, 0.2, 1.0, 3.0)  # seconds; a network file system may show a new file a little later
 
 
-class Place:
-    """Where one save writes, from its beginning to its commit. Ranks write below ``path``."""
+class DirectoryPlace(Place):
+    """A directory, or the sibling of one."""
 
     def __init__(
         self,
@@ -71,16 +72,15 @@ class Place:
         self.outer = outer
         self.staged = staged
         self.resumed = resumed
-        """A dead save of this id is gone on with: what it has written is there (see ``keep_only``)."""
         self._made = made
         self._committed = False
         self._scratch: tuple[str, ...] = ()
-        self.storage = outer.folder(staging_name(name, save_id) if staged else name)
+        self.storage: LocalStorage = outer.folder(staging_name(name, save_id) if staged else name)
         self.marker = Marker(save_id, names=self._inherited() if resumed else ())
         active.add(save_id)
         try:
             self.marker.put(self.storage)
-            beat = Heartbeat(self.storage, self.marker.name)
+            beat = Heartbeat(self.path, partial(touched, self.storage, self.marker.name))
         except BaseException:  # or this process would take its own failed save for a live one
             active.discard(save_id)
             raise
@@ -95,17 +95,8 @@ class Place:
             raise SaveInProgress(f"another process goes on with the save {self.save_id} in {self.path}")
         return dead.names
 
-    @property
-    def path(self) -> str:
-        """The directory that ranks write to."""
-        return self.storage.location
-
     def announce(self, names: Iterable[str], scratch: Iterable[str] = ()) -> None:
-        """Note the top-level names that this save may make, before any is made.
-
-        What bears such a name already, in a directory that holds no checkpoint, is moved to ``NAME.old``.
-        ``scratch`` are files for the time of the save only: the commit removes them.
-        """
+        """What bears such a name already, in a directory that holds no checkpoint, is moved to ``NAME.old``."""
         self._scratch = (*self._scratch, *scratch)
         new = {name.partition("/")[0] for name in (*names, *self._scratch, INDEX)} - set(self.marker.names)
         for name in sorted(new.intersection(self.storage.list())):
@@ -115,7 +106,6 @@ class Place:
         self._mark(names=(*self.marker.names, *sorted(new)))
 
     def keep_only(self, files: Collection[str]) -> None:
-        """Of all that this save has made so far (being a resumed one), keep these files and its scratch."""
         kept = {*files, *self._scratch}
         folders = {
             "/".join(parts[:i]) for name in kept for parts in [name.split("/")] for i in range(1, len(parts))
@@ -130,7 +120,6 @@ class Place:
                 self.storage.delete(name)
 
     def abort(self) -> None:
-        """Remove what this save made, and nothing else. What cannot be removed is left to the next save."""
         if self._committed or not self._ended():
             return
         with turn(self.outer):
@@ -153,11 +142,9 @@ class Place:
             logger.warning("the failed save in %s is not cleared up, the next one will: %s", self.path, error)
 
     def abandon(self) -> None:
-        """End without touching a file, for ranks that were lost may still write: the next save clears up."""
         self._ended()
 
     def fill(self, small: dict[str, bytes], manifest: Manifest, confirm: Callable[[], None]) -> None:
-        """Write the small files and the index; the last one completes the directory."""
         self.announce(small)
         index = encode_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
         ordered = list(small.items())
@@ -175,7 +162,6 @@ class Place:
         self.storage.put(*last)
 
     def publish(self, confirm: Callable[[], None]) -> None:
-        """Make the complete directory the one that readers find, and leave nothing behind."""
         if self.staged:
             self._mark(retire=self._replaced())
             self._confirm(confirm)
@@ -237,7 +223,10 @@ def begin(directory: Directory, *, save_id: str, overwrite: bool = True, resume:
         CheckpointExists: a complete checkpoint is there, and ``overwrite`` is False.
         StorageError: the directory cannot be made or written, or (to replace a checkpoint) not exchanged.
     """
-    target = os.path.realpath(absolute(directory))
+    target = absolute(directory)
+    if is_url(target):
+        return buckets.begin(target, save_id, overwrite)
+    target = os.path.realpath(target)
     above, name = os.path.split(target)
     check_name(target, above, name, save_id)
     outer = LocalStorage(above, create=True)
@@ -252,7 +241,10 @@ def begin(directory: Directory, *, save_id: str, overwrite: bool = True, resume:
 
 def completed(directory: Directory, save_id: str) -> bool:
     """Has a save of this id that died since completed this directory? What it left to be cleared up is cleared up."""
-    above, name = os.path.split(os.path.realpath(absolute(directory)))
+    where = absolute(directory)
+    if is_url(where):
+        return False  # no save in a bucket is gone on with
+    above, name = os.path.split(os.path.realpath(where))
     try:
         outer = LocalStorage(above)
         target = outer.folder(name)
@@ -266,7 +258,9 @@ def completed(directory: Directory, save_id: str) -> bool:
     return True
 
 
-def _tried(outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume: bool) -> Place | None:
+def _tried(
+    outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume: bool
+) -> DirectoryPlace | None:
     """As ``_begun``; without locks, two that begin at once trip over one another's steps."""
     try:
         return _begun(outer, name, save_id, overwrite, resume)
@@ -279,7 +273,9 @@ def _tried(outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume
         raise
 
 
-def _begun(outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume: bool) -> Place | None:
+def _begun(
+    outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume: bool
+) -> DirectoryPlace | None:
     """The place; None if a checkpoint was completed since we looked, which is to be replaced, not written into."""
     target = f"{outer.location.rstrip('/')}/{name}"
     _refuse_rivals(outer, name)
@@ -292,7 +288,7 @@ def _begun(outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume
         check_replaceable(target, overwrite)
         if not outer.make_folder(staging_name(name, save_id), 0o700):
             raise SaveInProgress(f"a save of id {save_id} is at work in {outer.location}")
-    place = Place(outer, name, save_id, staged=staged, made=made)
+    place = DirectoryPlace(outer, name, save_id, staged=staged, made=made)
     try:
         _refuse_rivals(outer, name, save_id)
     except BaseException:
@@ -304,7 +300,7 @@ def _begun(outer: LocalStorage, name: str, save_id: str, overwrite: bool, resume
     return place
 
 
-def _taken_over(outer: LocalStorage, name: str, save_id: str, overwrite: bool) -> Place | None:
+def _taken_over(outer: LocalStorage, name: str, save_id: str, overwrite: bool) -> DirectoryPlace | None:
     """The place of a dead save of this id, if there is one."""
     for entry in (staging_name(name, save_id), name):
         folder, target = folder_of(outer, entry), folder_of(outer, name)
@@ -313,15 +309,17 @@ def _taken_over(outer: LocalStorage, name: str, save_id: str, overwrite: bool) -
         staged = entry != name
         if staged and target is not None and incomplete(target) is None:
             check_replaceable(f"{outer.location.rstrip('/')}/{name}", overwrite)
-        return Place(outer, name, save_id, staged=staged, resumed=True)
+        return DirectoryPlace(outer, name, save_id, staged=staged, resumed=True)
     return None
 
 
-def place_of(directory: Directory, save_id: str) -> LocalStorage:
+def place_of(directory: Directory, save_id: str) -> Storage:
     """On any rank, once the coordinator has begun the save of this id: where its files go.
 
     The save's marker tells. Raises StorageError where it is not to be seen.
     """
+    if is_url(directory):
+        return buckets.place_of(os.fspath(directory), save_id)
     target = os.path.realpath(directory)
     above, name = os.path.split(target)
     for pause in _PAUSES:
@@ -352,45 +350,3 @@ def _refuse_rivals(outer: LocalStorage, name: str, own: str = "") -> None:
                     f"{outer.location}/{name} is being written by {marker}: wait for it, or save elsewhere. "
                     f"If that job is gone for good, remove {folder.location}/{marker.name}"
                 )
-
-
-def commit(
-    place: Place,
-    backend: Backend,
-    manifest: Manifest,
-    reread: bool = False,
-    confirm: Callable[[], None] = lambda: None,
-) -> None:
-    """All ranks have written: make it a checkpoint, in one atomic step.
-
-    ``manifest`` has the locations that the ranks reported. When this raises, nothing is committed, and
-    ``place.abort()`` is the caller's next call; when it returns, the checkpoint is complete and durable.
-    With ``reread`` all that was written is read once more before, and compared with its digests. ``confirm`` is
-    called last of all before the atomic step, and stops the commit by raising.
-
-    Raises:
-        StorageError: the disk refused, or files that ranks wrote are not to be seen from here.
-        CorruptCheckpoint: what is read again is not what was written.
-    """
-    written_by = backend.name, backend.version
-    manifest = replace(manifest, backend=written_by, encoding=backend.encoding, save_id=place.save_id)
-    _check_files(place.storage, manifest)
-    finished = backend.finish(place.storage, manifest)
-    if reread and (problems := damage(place.storage, backend, finished.manifest)):
-        raise CorruptCheckpoint("what was written is not what is read again:\n" + "\n".join(problems))
-    if finished.scratch:
-        place.announce((), scratch=finished.scratch)
-    place.fill(dict(finished.files), finished.manifest, confirm)
-    place.publish(confirm)
-
-
-def _check_files(storage: LocalStorage, manifest: Manifest) -> None:
-    """Are the files that the ranks report here, in full?"""
-    missing = shortfalls(storage, manifest)
-    if missing:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        raise StorageError(
-            f"{len(missing)} of {len(manifest.files)} files that ranks wrote cannot be seen by the "
-            f"coordinator in {storage.location}: {'; '.join(map(str, missing[:_NAMED]))}{more}. "
-            "Is the directory shared between all hosts?"
-        )

@@ -16,16 +16,18 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
-from megackpt.errors import CorruptCheckpoint
+from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.runtime.storage import LocalStorage, unsafe_names
 
 logger = logging.getLogger("megackpt.checkpoint")
 
 PREFIX = ".megackpt-saving-"
+LOCK = ".megackpt-saving"
+"""What a marker is called in a bucket: there one save at a time can have it."""
 HEARTBEAT = 20.0
 """Seconds between two signs of life of a save."""
 SILENCE = 300.0
@@ -124,12 +126,19 @@ class Marker:
         Certain where the process belongs to this boot and namespace. Elsewhere (another host or container) a
         save lives as long as it touches its marker, by the clock of the file system.
         """
-        if self.boot == boot() != "" and self.namespace == namespace():
-            if self.pid == os.getpid():
-                return self.save_id in active
-            return started(self.pid) == self.started != 0
+        certain = self.runs()
+        if certain is not None:
+            return certain
         status = storage.stat(self.name)
         return status is not None and storage.now() - status.st_mtime < SILENCE
+
+    def runs(self) -> bool | None:
+        """Does the process go on with this save? None if it cannot be looked at from here."""
+        if self.boot != boot() or not self.boot or self.namespace != namespace():
+            return None
+        if self.pid == os.getpid():
+            return self.save_id in active
+        return started(self.pid) == self.started != 0
 
     def __str__(self) -> str:
         try:
@@ -146,29 +155,30 @@ def markers(storage: LocalStorage) -> list[Marker]:
 
 
 def _read(storage: LocalStorage, name: str) -> Marker | None:
-    unknown = Marker(name.removeprefix(PREFIX), "unknown", 0, 0, "", "", 0.0)
+    save_id = name.removeprefix(PREFIX)
     try:
-        fields = json.loads(storage.get(name, limit=1 << 28))
+        return parsed(storage.get(name, limit=1 << 28), save_id)
     except FileNotFoundError:
         return None  # it was removed since we saw its name
-    except (ValueError, RecursionError, CorruptCheckpoint):
-        return unknown
-    return _parsed(fields, unknown)
+    except CorruptCheckpoint:
+        return parsed(b"", save_id)
 
 
-def _parsed(fields: object, unknown: Marker) -> Marker:
-    """The marker in these fields, as far as they are of the kinds that they should be."""
-    if not isinstance(fields, dict):
-        return unknown
-    given = asdict(unknown)
-    for key, default in given.items():
-        value = fields.get(key)
+def parsed(data: bytes, save_id: str | None = None) -> Marker:
+    """The marker in these bytes, as far as they tell what they should. ``save_id``: known by the file's name."""
+    given = asdict(Marker(save_id or "", "unknown", 0, 0, "", "", 0.0))
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        fields = None
+    for key, value in fields.items() if isinstance(fields, dict) else ():
+        default = given.get(key)
         if isinstance(default, tuple) and isinstance(value, list):
             given[key] = tuple(entry for entry in value if isinstance(entry, str) and _is_entry(entry))
         elif type(value) is type(default):
             given[key] = value
     last = given["last"] if _is_entry(given["last"]) else ""
-    return Marker(**{**given, "save_id": unknown.save_id, "last": last})
+    return Marker(**{**given, "save_id": given["save_id"] if save_id is None else save_id, "last": last})
 
 
 def _is_entry(name: str) -> bool:
@@ -194,11 +204,11 @@ def turn(outer: LocalStorage) -> Iterator[None]:
 
 
 class Heartbeat:
-    """Touches a marker now and then, from a thread of its own, until stopped."""
+    """A sign of life now and then, from a thread of its own, until stopped. ``beat``: whether to go on."""
 
-    def __init__(self, storage: LocalStorage, marker: str) -> None:
+    def __init__(self, where: str, beat: Callable[[], bool]) -> None:
         self._stopped = threading.Event()
-        work = functools.partial(_beat, self._stopped, storage, marker)
+        work = functools.partial(_beat, self._stopped, where, beat)
         self._thread = threading.Thread(target=work, name="megackpt-heartbeat", daemon=True)
         self._thread.start()
 
@@ -206,11 +216,19 @@ class Heartbeat:
         self._stopped.set()
 
 
-def _beat(stopped: threading.Event, storage: LocalStorage, marker: str) -> None:
+def _beat(stopped: threading.Event, where: str, beat: Callable[[], bool]) -> None:
     while not stopped.wait(HEARTBEAT):
         try:
-            storage.touch(marker)
-        except FileNotFoundError:
-            return  # the marker is gone; the save will find out by itself
-        except OSError as error:
-            logger.warning("no sign of life could be left for the save in %s: %s", storage.location, error)
+            if not beat():
+                return  # the save will find out by itself
+        except (OSError, StorageError) as error:
+            logger.warning("no sign of life could be left for the save in %s: %s", where, error)
+
+
+def touched(storage: LocalStorage, marker: str) -> bool:
+    """A sign of life of a save in a directory; False if its marker is gone."""
+    try:
+        storage.touch(marker)
+    except FileNotFoundError:
+        return False
+    return True

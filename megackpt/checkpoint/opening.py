@@ -15,7 +15,8 @@ import numpy as np
 from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
 from megackpt.checkpoint.index import INDEX, START, decode_index, head_length
-from megackpt.checkpoint.marker import PREFIX, markers, siblings
+from megackpt.checkpoint.marker import LOCK, PREFIX, markers, parsed, siblings
+from megackpt.checkpoint.records import Committed, read_record
 from megackpt.checkpoint.unpacking import parse_head
 from megackpt.errors import (
     BackendError,
@@ -26,12 +27,12 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import LocalStorage, SingleFile, digest
+from megackpt.runtime.storage import BucketStorage, LocalStorage, SingleFile, Storage, digest, is_url
 from megackpt.strategies import Strategy
 
 Directory = str | os.PathLike[str]
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path has made one slash of two
+_BROKEN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")  # a Path has made one slash of two
 _ATTEMPTS = 3  # at a directory that is replaced at the very moment
 
 
@@ -39,22 +40,24 @@ _ATTEMPTS = 3  # at a directory that is replaced at the very moment
 class Opened:
     """An open checkpoint. ``small`` is what its index says of the small files (empty without an index)."""
 
-    storage: LocalStorage
+    storage: Storage
     backend: Backend
     manifest: Manifest
     small: Mapping[str, tuple[int, bytes]]
 
 
 def absolute(directory: Directory) -> str:
-    """The directory that a caller names. Raises StorageError for what is no path at all."""
+    """The directory, or the URL, that a caller names. Raises StorageError for what is neither."""
     path: object = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(path, str):
         told = repr(path) if path is None else f"a {type(path).__name__}"  # it may be a whole state
         raise StorageError(f"a checkpoint's directory must be a str or a Path, not {told}")
     if not path or "\0" in path:
         raise StorageError(f"{path!r} names no directory (the current one is '.')")
-    if _URL.match(path):
-        raise StorageError(f"{path!r} is a URL: checkpoints are kept in directories; mount it")
+    if is_url(path):
+        return BucketStorage(path).location
+    if _BROKEN.match(path):
+        raise StorageError(f"{path!r} was a URL, and a Path has made one slash of two: give it as a str")
     if path == "~" or path.startswith("~/"):
         raise StorageError(
             f"{path!r}: shells expand the ~, Python does not: give os.path.expanduser({path!r})"
@@ -89,7 +92,7 @@ def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Open
     raise CheckpointReplaced(f"{os.fspath(directory)} is being replaced again and again")
 
 
-def open_same(directory: Directory, save_id: str, asked: Strategy | None = None) -> LocalStorage:
+def open_same(directory: Directory, save_id: str, asked: Strategy | None = None) -> Storage:
     """The storage of a checkpoint that another rank has opened, on this rank.
 
     ``save_id`` is its manifest's. Raises CheckpointReplaced if the directory bears another one by now,
@@ -112,9 +115,15 @@ def open_same(directory: Directory, save_id: str, asked: Strategy | None = None)
     return storage
 
 
-def find_storage(directory: Directory, asked: Strategy | None = None) -> LocalStorage:
-    """The directory (or file) itself, or what an interrupted replacement set aside; else NotACheckpoint."""
-    target = os.path.realpath(absolute(directory))
+def find_storage(directory: Directory, asked: Strategy | None = None) -> Storage:
+    """The directory (or file) itself, or what an interrupted replacement set aside; else NotACheckpoint.
+
+    In a bucket: the save that the record names, or what somebody uploaded as it is.
+    """
+    where = absolute(directory)
+    if is_url(where):
+        return _in_bucket(where, asked)
+    target = os.path.realpath(where)
     for _ in range(_ATTEMPTS):
         storage = None
         try:
@@ -138,6 +147,28 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> LocalSt
         if storage is not None or not os.path.isdir(target):
             raise NotACheckpoint(f"{reason}{_elsewhere(target)}")
     raise CheckpointReplaced(f"{os.fspath(directory)} is being replaced again and again")
+
+
+def _in_bucket(url: str, asked: Strategy | None) -> Storage:
+    outer = BucketStorage(url)
+    record, _ = read_record(outer)
+    if record is not None:
+        return Committed(url, record)
+    names = outer.list()
+    if not names:
+        raise NotACheckpoint(f"{url} does not exist: no object is there")
+    try:
+        strategies.find_backend(outer, asked)
+    except NotACheckpoint as error:
+        if LOCK not in names:
+            raise
+        marker = parsed(outer.get(LOCK))
+        raise NotACheckpoint(
+            f"{url} is not a distributed checkpoint: {marker} goes on, or died before it was complete"
+        ) from error
+    except CheckpointingException:
+        return outer  # there is one; opening it will tell what is wrong with it
+    return outer
 
 
 def _elsewhere(target: str) -> str:
@@ -212,7 +243,7 @@ def set_aside(target: str) -> LocalStorage | None:
 
 
 def stored_manifest(
-    storage: LocalStorage, asked: Strategy | None = None
+    storage: Storage, asked: Strategy | None = None
 ) -> tuple[Backend, Manifest, dict[str, tuple[int, bytes]]]:
     """What the checkpoint here says that it holds: its format, its contents, its small files (unchecked)."""
     if storage.size(INDEX) is None:
@@ -222,7 +253,7 @@ def stored_manifest(
     return backend_of(storage, manifest, asked), manifest, small
 
 
-def _by_its_own_account(backend: Backend, storage: LocalStorage) -> Manifest:
+def _by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
     try:
         return backend.read_manifest(storage)
     except (CheckpointingException, FileNotFoundError):
@@ -234,7 +265,7 @@ def _by_its_own_account(backend: Backend, storage: LocalStorage) -> Manifest:
         ) from error
 
 
-def backend_of(storage: LocalStorage, manifest: Manifest, asked: Strategy | None = None) -> Backend:
+def backend_of(storage: Storage, manifest: Manifest, asked: Strategy | None = None) -> Backend:
     """The backend that reads what this manifest tells of. BackendError where it cannot, or another was asked for."""
     try:
         return strategies.reader_of(*manifest.backend, asked)
@@ -242,10 +273,16 @@ def backend_of(storage: LocalStorage, manifest: Manifest, asked: Strategy | None
         raise BackendError(f"{storage.called}: {error}") from error
 
 
-def small_file_problems(storage: LocalStorage, small: Mapping[str, tuple[int, bytes]]) -> list[str]:
+def small_file_problems(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> list[str]:
     """What is wrong with the small files that an index names."""
-    found = (_small_file_problem(storage, name, *expected) for name, expected in small.items())
-    return [problem for problem in found if problem]
+    sizes = dict(zip(small, storage.sizes([*small]), strict=True))
+    whole = [name for name, (size, _) in small.items() if sizes[name] == size]
+    digests = dict(zip(whole, map(digest, storage.contents(whole)), strict=True))
+    return [
+        _small_file_problem(storage, name, sizes[name], size)
+        for name, (size, checksum) in small.items()
+        if digests.get(name) != checksum
+    ]
 
 
 @dataclass(frozen=True)
@@ -262,7 +299,7 @@ class Shortfall:
         return f"{self.name}, written by rank {self.writer}, is {state}"
 
 
-def shortfalls(storage: LocalStorage, manifest: Manifest) -> list[Shortfall]:
+def shortfalls(storage: Storage, manifest: Manifest) -> list[Shortfall]:
     """The files of a manifest that are missing, or end before the chunks that should be in them."""
     chunks = manifest.chunks
     placed = chunks.file >= 0
@@ -271,12 +308,12 @@ def shortfalls(storage: LocalStorage, manifest: Manifest) -> list[Shortfall]:
     writers[chunks.file[placed]] = chunks.writer[placed]
     if manifest.encoding == "raw":
         np.maximum.at(ends, chunks.file[placed], (chunks.start + chunks.length)[placed])
-    rows = zip(manifest.files, writers.tolist(), ends.tolist(), strict=True)
-    found = (Shortfall(name, writer, storage.size(name), end) for name, writer, end in rows)
+    rows = zip(manifest.files, writers.tolist(), storage.sizes(manifest.files), ends.tolist(), strict=True)
+    found = (Shortfall(*row) for row in rows)
     return [short for short in found if short.size is None or short.size < short.needed]
 
 
-def _read(storage: LocalStorage, asked: Strategy | None = None) -> Opened:
+def _read(storage: Storage, asked: Strategy | None = None) -> Opened:
     backend, manifest, small = stored_manifest(storage, asked)
     problems = small_file_problems(storage, small)
     if problems:
@@ -284,18 +321,15 @@ def _read(storage: LocalStorage, asked: Strategy | None = None) -> Opened:
     return Opened(as_read_by(backend, storage), backend, manifest, small)
 
 
-def as_read_by(backend: Backend, storage: LocalStorage) -> LocalStorage:
+def as_read_by(backend: Backend, storage: Storage) -> Storage:
     """The storage, with links where the format may have them."""
     return storage.following() if backend.follows_links else storage
 
 
-def _small_file_problem(storage: LocalStorage, name: str, size: int, checksum: bytes) -> str | None:
+def _small_file_problem(storage: Storage, name: str, found: int | None, size: int) -> str:
     path = f"{storage.location}/{name}"
-    found = storage.size(name)
     if found is None:
         return f"{path} is missing: the checkpoint's index names it"
-    if found == size and digest(storage.get(name)) == checksum:
-        return None
     what = f"has {found} bytes instead of {size}" if found != size else "does not match its digest"
     return (
         f"{path} {what}: it is damaged, or was written by somebody else ({_compared(storage, name)}). "
@@ -303,17 +337,19 @@ def _small_file_problem(storage: LocalStorage, name: str, size: int, checksum: b
     )
 
 
-def _compared(storage: LocalStorage, name: str) -> str:
-    own, other = storage.stat(name), storage.stat(INDEX)
+def _compared(storage: Storage, name: str) -> str:
+    own, other = storage.modified(name), storage.modified(INDEX)
     if own is None or other is None:
         return "one of the two is gone"
-    newer = name if own.st_mtime > other.st_mtime else INDEX
-    times = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.st_mtime)) for s in (own, other)]
+    newer = name if own > other else INDEX
+    times = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) for moment in (own, other)]
     return f"{newer} is newer: {name} {times[0]}, {INDEX} {times[1]}"
 
 
-def _save_id(storage: LocalStorage) -> str:
-    """The id in the index's head, or empty where there is no index."""
+def _save_id(storage: Storage) -> str:
+    """The id in the commit record or the index's head, or empty where there is neither."""
+    if isinstance(storage, Committed):
+        return storage.record.save_id
     try:
         reader = storage.open(INDEX)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.marker import LONGEST, PREFIX, Marker, markers, siblings, staging_name
 from megackpt.checkpoint.opening import incomplete, stored_manifest
 from megackpt.errors import CheckpointExists, CheckpointingException, SaveInProgress, StorageError
-from megackpt.runtime.storage import TEMPORARY, LocalStorage
+from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage
 
 logger = logging.getLogger("megackpt.checkpoint")
 
@@ -68,7 +68,7 @@ def _working_directory() -> str | None:
         return None
 
 
-def own_names(storage: LocalStorage) -> tuple[str, ...]:
+def own_names(storage: Storage) -> tuple[str, ...]:
     """The entries of a directory that belong to the checkpoint in it; all others are foreign."""
     entries = storage.list()
     try:

@@ -37,7 +37,7 @@ from megackpt.planning.manifest import (
     ShardId,
     TensorParts,
 )
-from megackpt.runtime.storage import FileReader, LocalStorage, digest_blocks
+from megackpt.runtime.storage import FileReader, Storage, digest_blocks
 
 _READ = 8 * DIGEST_BLOCK  # bytes read at once by one thread
 _SHARE = 64  # chunks that one thread takes at a time
@@ -128,7 +128,7 @@ def _verified(
         return report
 
 
-def damage(storage: LocalStorage, backend: Backend, manifest: Manifest, threads: int = 2) -> list[str]:
+def damage(storage: Storage, backend: Backend, manifest: Manifest, threads: int = 2) -> list[str]:
     """Read all chunks of a manifest with digests: what is wrong with any of them."""
     return _Work(storage, backend, manifest).run(threads)
 
@@ -152,7 +152,7 @@ class _Work:
 
     def __init__(
         self,
-        storage: LocalStorage,
+        storage: Storage,
         backend: Backend,
         manifest: Manifest,
         advance: Callable[[int], None] = _nobody,

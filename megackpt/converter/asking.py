@@ -14,6 +14,7 @@ from megackpt.converter.landing import LoneFile, is_lone
 from megackpt.converter.order import Conversion, Converted, Limits, Progress
 from megackpt.converter.selecting import Choice, Renames
 from megackpt.errors import BackendError, StorageError
+from megackpt.runtime.storage import is_url
 from megackpt.strategies import Strategy, StrategyLike, resolve
 
 
@@ -71,7 +72,7 @@ def convert(
     """
     choice = Choice.of(select, exclude, rename, cast, state)
     limits = Limits(verify, verify_target, parse_size(max_memory), workers, progress or _nowhere, resume)
-    origin, place = (os.path.realpath(absolute(path)) for path in (source, target))
+    origin, place = _real(source), _real(target)
     _refuse_nested(origin, place)
     lone = LoneFile(place) if is_lone(place, resolve(to).backend) else None
     if lone:
@@ -95,7 +96,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     kept = {n: e for n, e in entries.items() if e.is_common or not e.key.startswith(key_prefix)}
     if len(kept) == len(entries):
         return
-    where = os.path.realpath(absolute(checkpoint_dir))
+    where = _real(checkpoint_dir)
     backend, tasks = _target(opened.backend.name, None)
     Conversion(opened, where, kept, backend, tasks, Limits()).run(where, overwrite=True)
 
@@ -104,9 +105,14 @@ def _nowhere(done: int, total: int) -> None:
     """Progress that nobody wants to hear of."""
 
 
+def _real(path: str | Path) -> str:
+    where = absolute(path)
+    return where if is_url(where) else os.path.realpath(where)
+
+
 def _refuse_nested(source: str, target: str) -> None:
     for inner, outer in ((source, target), (target, source)):
-        if os.path.commonpath([inner, outer]) == outer:
+        if f"{inner}/".startswith(f"{outer.rstrip('/')}/"):
             raise StorageError(
                 f"cannot convert {source} to {target}: one is (in) the other; choose another target"
             )

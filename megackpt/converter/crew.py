@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -14,21 +10,17 @@ from megackpt.converter.cutting import Task
 from megackpt.converter.journal import Done
 from megackpt.converter.working import Assignment, Failed
 from megackpt.errors import RankLost
-
-_CODE = "import sys; sys.path[:] = {path!r}; from megackpt.converter.working import main; main({fd}, {pid})"
+from megackpt.runtime import children
 
 
 class _Worker:
-    """One process. It is started by name, so that it never runs the caller's main module."""
+    """One process."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.task: int | None = None
         self.pipe, theirs = Pipe()
         with theirs:
-            code = _CODE.format(path=sys.path, fd=theirs.fileno(), pid=os.getpid())
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()]
-            )
+            self.process = children.start("megackpt.converter.working", theirs.fileno())
         self.send(assignment)
 
     def send(self, message: object) -> None:
@@ -45,11 +37,7 @@ class _Worker:
 
     def lost(self) -> RankLost:
         self.process.kill()
-        code = self.process.wait()
-        how = f"ended with status {code}"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            how += " (out of memory, perhaps)" if code == -signal.SIGKILL else ""
+        how = children.how_ended(self.process.wait())
         doing = "as it began" if self.task is None else f"at task {self.task}"
         story = f"the worker process {self.process.pid} {how} {doing}"
         return RankLost(f"{story}; nothing is committed", {} if self.task is None else {self.task: story})

@@ -33,13 +33,18 @@ class Done:
 class Journal:
     """The finished tasks of the conversion in this place; those of an earlier run whose files are all here.
 
-    ``reread``: what an earlier run has written is compared with its digests, too. For formats that take new ones in
+    ``storage`` is None where no file can grow (in a bucket): then only this run knows of them. ``reread``: what an
+    earlier run has written is compared with its digests, too. For formats that take new ones in
     ``finish``: they would vouch for whatever has become of the bytes since.
     """
 
-    def __init__(self, storage: Storage, reread: bool = False) -> None:
+    def __init__(self, storage: Storage | None, reread: bool = False) -> None:
         self._storage = storage
         self.done: dict[int, Done] = {}
+        self._length = 0 if storage is None else self._resume(storage, reread)
+
+    def _resume(self, storage: Storage, reread: bool) -> int:
+        """The bytes of the journal that hold."""
         text = storage.get(JOURNAL) if storage.size(JOURNAL) is not None else b""
         kept = b""
         for line in text.splitlines(keepends=True):
@@ -51,7 +56,7 @@ class Journal:
                 self.done[done.task] = done
                 kept += line
         storage.put(JOURNAL, kept)
-        self._length = len(kept)
+        return len(kept)
 
     def files(self) -> set[str]:
         """All files of finished tasks."""
@@ -59,11 +64,12 @@ class Journal:
 
     def add(self, done: Done) -> None:
         """Note, durably, that a task is finished."""
-        sizes = {name: self._storage.size(name) or 0 for name in done.result.files}
-        line = _line(done, sizes)
-        with self._storage.update(JOURNAL) as updater:
-            updater.write_at(self._length, [memoryview(line)])
-        self._length += len(line)
+        if self._storage is not None:
+            sizes = {name: self._storage.size(name) or 0 for name in done.result.files}
+            line = _line(done, sizes)
+            with self._storage.update(JOURNAL) as updater:
+                updater.write_at(self._length, [memoryview(line)])
+            self._length += len(line)
         self.done[done.task] = done
 
 

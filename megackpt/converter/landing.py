@@ -18,7 +18,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import LocalStorage
+from megackpt.runtime.storage import LocalStorage, is_url
 
 _ENDINGS = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",
@@ -33,6 +33,10 @@ def is_lone(target: str, name: str) -> bool:
         return False
     if meant != name:
         raise BackendError(f"{target} is what a file of the format {meant!r} is called, not one of {name!r}")
+    if is_url(target):
+        raise BackendError(
+            f"{target}: one file alone is written on file systems only: write it there and copy it, or name a folder"
+        )
     return True
 
 

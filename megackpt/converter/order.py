@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from megackpt.converter.working import Assignment, Bench
 from megackpt.errors import RankLost, StorageError
 from megackpt.planning.manifest import Manifest, SavePlan, TensorEntry
 from megackpt.planning.save_plan import SavePolicy
+from megackpt.runtime.storage import is_url
 
 logger = logging.getLogger("megackpt.converter")
 
@@ -102,8 +104,10 @@ class Conversion:
         opened, manifest = self.opened, self.opened.manifest
         told: list[object] = [_CUTTING, self.numbers]
         if not len(manifest.chunks.digests):  # then nothing else tells one content from another
-            stats = ((name, opened.storage.stat(name)) for name in manifest.files)
-            told += [(name, s.st_size, s.st_mtime_ns) for name, s in stats if s is not None]
+            sizes = opened.storage.sizes(manifest.files)
+            told += [
+                (*pair, opened.storage.modified(pair[0])) for pair in zip(manifest.files, sizes, strict=True)
+            ]
         told += [
             self.backend.name,
             self.backend.version,
@@ -121,14 +125,15 @@ class Conversion:
 
     def run(self, target: str, overwrite: bool) -> Converted:
         """Write the target, or go on with writing it, and commit it."""
-        save_id = self.save_id()
+        remote = is_url(target)  # there nothing is gone on with
+        save_id = uuid.uuid4().hex if remote else self.save_id()
         if self.limits.resume and completed(target, save_id):
             return self.outcome(target, {}, self.total)
         place = begin(target, save_id=save_id, overwrite=overwrite, resume=self.limits.resume)
         journal = None
         try:
-            place.announce(self.backend.files(len(self.plans), self.manifest), scratch=[JOURNAL])
-            journal = Journal(place.storage, reread=self.whole)
+            place.announce(self.backend.files(len(self.plans), self.manifest), () if remote else [JOURNAL])
+            journal = Journal(None if remote else place.storage, reread=self.whole)
             journal.done = {n: done for n, done in journal.done.items() if 0 <= n < len(self.plans)}
             if place.resumed:
                 place.keep_only(journal.files())
@@ -174,7 +179,8 @@ class Conversion:
     def end(self, place: Place, journal: Journal | None, error: BaseException) -> None:
         """Of a run that failed keep what is worth going on with, where the cause may be gone the next time."""
         passing = isinstance(error, StorageError | RankLost) or not isinstance(error, Exception)
-        if not (self.limits.resume and passing and journal is not None and journal.done):
+        resumable = self.limits.resume and not is_url(place.path)
+        if not (resumable and passing and journal is not None and journal.done):
             place.abort()
             return
         place.abandon()

@@ -14,7 +14,7 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint import Opened
 from megackpt.checkpoint.regions import Region, Regions
 from megackpt.converter.cutting import CELL, Task
-from megackpt.runtime.storage import LocalStorage
+from megackpt.runtime.storage import Storage
 
 TOGETHER = 4096
 """Small rows that are fetched at once."""
@@ -27,7 +27,7 @@ class Passing:
     """
 
     def __init__(
-        self, source: LocalStorage, reader: Backend, task: Task, verify: bool, moved: Callable[[int], None]
+        self, source: Storage, reader: Backend, task: Task, verify: bool, moved: Callable[[int], None]
     ) -> None:
         self.overflows: Counter[str] = Counter()
         """Key -> finite values beyond the range of the dtype that they were cast to."""

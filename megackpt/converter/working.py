@@ -17,16 +17,16 @@ from megackpt.converter.cutting import Task
 from megackpt.converter.journal import Done
 from megackpt.converter.passing import Passing
 from megackpt.errors import CheckpointingException
-from megackpt.runtime.storage import LocalStorage, kernel
+from megackpt.runtime.storage import Storage, kernel, root_at
 
 
 @dataclass(frozen=True, eq=False)
 class Bench:
     """Where tasks are worked on: the open source, the place that the target grows in, and the formats of both."""
 
-    source: LocalStorage
+    source: Storage
     reader: Backend
-    target: LocalStorage
+    target: Storage
     writer: Backend
     verify: bool
     casts: bool
@@ -56,7 +56,7 @@ class Assignment:
 
     def bench(self) -> Bench:
         source = as_read_by(self.reader, open_same(self.source, self.source_id))
-        return Bench(source, self.reader, LocalStorage(self.target), self.writer, self.verify, self.casts)
+        return Bench(source, self.reader, root_at(self.target), self.writer, self.verify, self.casts)
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from megackpt import collector, events
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import absolute, as_read_by, backend_of, open_checkpoint, open_same
 from megackpt.errors import CheckpointReplaced, NotACheckpoint, ShardingError
 from megackpt.loader.asking import Asked, KeyMap, Terms, Told, judge
-from megackpt.loader.reading import Reading
-from megackpt.planning.manifest import Manifest
+from megackpt.loader.reading import Reading, landing_of
+from megackpt.loader.sharing import Sharing, exchange, who_share
+from megackpt.planning.cache import Resumed, cache_of
+from megackpt.planning.load_plan import plan_load
+from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
+from megackpt.planning.sharing import Share, plan_sharing
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, group_over
+from megackpt.runtime.staging import Landing
 from megackpt.runtime.storage import Storage
 from megackpt.sharded import ShardedStateDict
-from megackpt.strategies import Strategy, StrategyLike, asked_format
+from megackpt.strategies import Strategy, StrategyLike, as_strategy, asked_format
 
 logger = logging.getLogger("megackpt.loader")
 
@@ -78,6 +84,7 @@ def load(
         lambda: _Request(
             absolute(checkpoint_dir),
             asked_format(sharded_strategy),
+            as_strategy(sharded_strategy),
             sharded_state_dict,
             Terms(parse_strict_flag(strict), validate_access_integrity, dtype_policy, key_map),
             Reading(verify, trusted),
@@ -101,6 +108,7 @@ class _Request:
 
     directory: str
     asked: Strategy | None
+    strategy: Strategy
     state: ShardedStateDict
     terms: Terms
     reading: Reading
@@ -114,15 +122,24 @@ class _Load:
     request: Attempt[_Request]
 
     def run(self) -> Any:
-        part = _Part(self, *self.group.broadcast("open", self.open))
-        missing = self.group.reduce_broadcast("compare", part.compare, part.judge)
-        events.here().operation.bytes = self.group.reduce_broadcast("read", part.read, _total)
+        directory, manifest, load_id = self.group.broadcast("open", self.open)
+        part = _Part(self, directory, manifest)
+        missing, shared = self.group.reduce_broadcast("compare", part.compare, part.judge)
+        if shared:
+            share = self.group.reduce_scatter("share", lambda: part.wishes(shared), part.shared_out)
+            lengths = self.group.reduce_broadcast("read", lambda: part.fetch(share), _by_rank)
+            part.exchange(share, lengths)
+            total = self.group.reduce_broadcast("restore", part.restore, _total)
+        else:
+            total = self.group.reduce_broadcast("read", part.read, _total)
+        events.here().operation.bytes = total
+        cache_of(self.group).resumed = part.resumed(load_id)
         if StrictHandling.requires_returning_mismatch_keys(self.request.get().terms.strict):
             return part.state, missing, part.asked.unexpected
         return part.state
 
     @events.stage("open")
-    def open(self) -> tuple[str, Manifest]:
+    def open(self) -> tuple[str, Manifest, str]:
         request = self.request.get()
         try:
             manifest = open_checkpoint(request.directory, request.asked).manifest
@@ -134,7 +151,7 @@ class _Load:
                 "is the directory shared between all hosts?)"
             ) from error
         events.here().operation.id = manifest.save_id
-        return request.directory, manifest
+        return request.directory, manifest, uuid4().hex
 
 
 class _Part:
@@ -143,6 +160,8 @@ class _Part:
     root: Storage
     backend: Backend
     asked: Asked
+    sharing: Sharing
+    landing: Landing
     state: dict[Any, Any]
 
     def __init__(self, load: _Load, directory: str, manifest: Manifest) -> None:
@@ -151,7 +170,7 @@ class _Part:
         self.manifest = manifest
 
     @events.stage("compare")
-    def compare(self) -> Told:
+    def compare(self) -> tuple[Told, Sharing]:
         events.here().operation.id = self.manifest.save_id
         request = self.load.request.get()
         if request.directory != self.directory:
@@ -164,18 +183,54 @@ class _Part:
         self.backend = backend_of(root, self.manifest, request.asked)
         self.root = as_read_by(self.backend, root)
         self.asked = Asked.of(request.state, request.terms, self.manifest, self.load.group.rank)
-        return self.asked.told(request.terms)
+        self.sharing = Sharing.of(request.strategy, self.load.group.rank)
+        return self.asked.told(request.terms), self.sharing
 
-    def judge(self, parts: Sequence[Told]) -> set[str]:
-        return judge(parts, self.load.request.get().terms, self.manifest)
+    def judge(self, parts: Sequence[tuple[Told, Sharing]]) -> tuple[set[str], tuple[str, ...]]:
+        """What is stored and nobody asks for; and which ranks read for one another."""
+        missing = judge([told for told, _ in parts], self.load.request.get().terms, self.manifest)
+        return missing, who_share([sharing for _, sharing in parts], self.root)
+
+    def wishes(self, sharing: Sequence[str]) -> Declarations:
+        return replace(self.asked.wanted, domains=(self.sharing.among(sharing),))
+
+    @events.stage("share")
+    def shared_out(self, parts: Sequence[Declarations]) -> list[Share]:
+        return plan_sharing(parts, self.manifest)
 
     @events.stage("read")
     def read(self) -> int:
-        request = self.load.request.get()
-        wanted, tensors = self.asked.wanted, self.asked.tensors()
-        values = request.reading.rows(self.root, self.backend, self.manifest, wanted, tensors)
-        self.state = self.asked.restored(values)
-        return events.here().done
+        self._fetch(plan_load(self.asked.wanted, self.manifest))
+        return self.restore()
+
+    @events.stage("read")
+    def fetch(self, share: Share) -> dict[int, int]:
+        """Read this rank's share of what several want. How long an object is, only who has read it can tell."""
+        self._fetch(share.reads(self.manifest))
+        objects = (row for row in share.target.tolist() if self.landing.tensors[row] is None)
+        return {row: len(self.landing.blobs[row]) for row in objects}
+
+    @events.stage("exchange")
+    def exchange(self, share: Share, lengths: Mapping[tuple[int, int], int]) -> None:
+        exchange(self.load.group, share, self.asked.wanted, self.landing, lengths)
+
+    def restore(self) -> int:
+        reading = self.load.request.get().reading
+        self.state = self.asked.restored(reading.values(self.root, self.asked.wanted, self.landing))
+        return self.landing.nbytes
+
+    def _fetch(self, plan: LoadPlan) -> None:
+        self.landing = landing_of(self.asked.wanted, self.manifest, self.asked.tensors())
+        self.load.request.get().reading.fetch(self.root, self.backend, plan, self.landing)
+
+    def resumed(self, load_id: str) -> Resumed | None:
+        """What the next save needs to go on with the plan that this checkpoint was written with."""
+        group, declared = self.load.group, self.asked.declared.tensors
+        return Resumed.of(self.manifest, load_id, group.rank, group.size, declared)
+
+
+def _by_rank(parts: Sequence[Mapping[int, int]]) -> dict[tuple[int, int], int]:
+    return {(rank, row): length for rank, part in enumerate(parts) for row, length in part.items()}
 
 
 def _total(landed: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megackpt import events, objects
@@ -14,7 +15,15 @@ from megackpt.checkpoint import open_same
 from megackpt.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import COMMON_KEY, OBJECT, Declaration, Declarations, Manifest, ShardId
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    OBJECT,
+    Declaration,
+    Declarations,
+    LoadPlan,
+    Manifest,
+    ShardId,
+)
 from megackpt.runtime.counting import counted_target
 from megackpt.runtime.staging import Landing, settle
 from megackpt.runtime.storage import Storage
@@ -47,10 +56,16 @@ class Reading:
         tensors: Sequence[torch.Tensor | None],
     ) -> list[Any]:
         """Fetch every wanted row: into ``tensors[i]``, or (where that is None) the content of an object's blob."""
-        landing = Landing(tensors, wanted.boxes, _stored(wanted, manifest), {})
-        plan = plan_load(wanted, manifest)
+        landing = landing_of(wanted, manifest, tensors)
+        self.fetch(root, backend, plan_load(wanted, manifest), landing)
+        return self.values(root, wanted, landing)
+
+    def fetch(self, root: Storage, backend: Backend, plan: LoadPlan, landing: Landing) -> None:
+        """Read what is planned: all of this rank's wanted rows, or its share of what several ranks want."""
+        tensors, manifest = landing.tensors, plan.manifest
         settle(tensors)
-        todo = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        mine = np.unique(plan.target).tolist()
+        todo = sum(tensor.nbytes for tensor in map(tensors.__getitem__, mine) if tensor is not None)
         try:
             backend.read(root, plan, counted_target(landing, todo), self.verify)
         except (CheckpointingException, OSError) as error:
@@ -60,7 +75,10 @@ class Reading:
             raise
         settle(tensors)
         events.here().done = todo + sum(map(len, landing.blobs.values()))
-        values: list[Any] = list(tensors)
+
+    def values(self, root: Storage, wanted: Declarations, landing: Landing) -> list[Any]:
+        """For each wanted row its tensor, or the object that its blob holds."""
+        values: list[Any] = list(landing.tensors)
         for row, blob in landing.blobs.items():
             where = f"{root.location}: {wanted.row(row).shard}"
             values[row] = objects.load(blob, trusted=self.trusted, where=where)
@@ -73,12 +91,16 @@ def _replaced(root: Storage, manifest: Manifest) -> CheckpointReplaced | None:
     """Was a failure to read due to an overwrite under our feet?"""
     try:
         if manifest.save_id:
-            open_same(root.location, manifest.save_id)
+            open_same(root.called, manifest.save_id)
     except CheckpointReplaced as error:
         return error
     except (CheckpointingException, OSError):
         return None  # what went wrong first tells more
     return None
+
+
+def landing_of(wanted: Declarations, manifest: Manifest, tensors: Sequence[torch.Tensor | None]) -> Landing:
+    return Landing(tensors, wanted.boxes, _stored(wanted, manifest), {})
 
 
 def _stored(wanted: Declarations, manifest: Manifest) -> list[torch.dtype | None]:

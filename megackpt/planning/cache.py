@@ -1,17 +1,30 @@
-"""Same declarations, same plan: a fingerprint of what a rank declares, and the plans made earlier."""
+"""Same declarations, same plan: a fingerprint of what a rank declares, the plans made earlier, and those of the
+checkpoint that was loaded last."""
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from itertools import chain, count
+from hashlib import sha1
+from itertools import count
 from uuid import NAMESPACE_OID, uuid5
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from megackpt.planning.manifest import Declarations, Manifest, SavePlan
+from megackpt.planning.manifest import (
+    FINGERPRINT_SIZE,
+    Declarations,
+    Manifest,
+    SavePlan,
+    TensorEntry,
+    TensorMeta,
+)
+from megackpt.planning.save_plan import Wrote
+
+logger = logging.getLogger(__name__)
 
 
 def fingerprint(declared: Declarations, extra: str = "") -> int:
@@ -20,23 +33,23 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
     ``extra`` tells what the declarations do not: the strategy and its policy, the number of ranks. Nothing
     about the directory belongs there. The same in every process and on every machine.
     """
-    keys = [entry.key for entry in declared.tensors]
-    shapes = [entry.meta.shape for entry in declared.tensors]
-    hasher = blake2b(digest_size=8)
+    keys, metas = zip(*declared.tensors, strict=True) if declared.tensors else ((), ())
+    first: dict[TensorMeta, int] = {}  # of tensors of one shape and dtype
+    alike = list(map(first.setdefault, metas, range(len(metas))))
+    hasher = sha1(usedforsecurity=False)  # quick, and nobody is kept from forging one
     # Lengths go along with everything that is joined, so that different declarations give different bytes.
     for text in (
         extra,
         "".join(keys),
-        " ".join(entry.meta.dtype for entry in declared.tensors),
+        repr([tuple(meta) for meta in first]),
         repr(declared.replica_ids),
         repr(declared.domains),
     ):
         data = text.encode("utf-8", "surrogatepass")
         hasher.update(len(data).to_bytes(8, "little") + data)
     for column in (
-        _numbers(list(map(len, keys))),
-        _numbers(list(map(len, shapes))),
-        _numbers(list(chain.from_iterable(shapes))),
+        np.fromiter(map(len, keys), np.int64, len(keys)),
+        np.array(alike, np.int64),
         declared.tensor,
         declared.boxes.offset,
         declared.boxes.shape,
@@ -46,23 +59,42 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
         declared.rank,
     ):
         hasher.update(repr(column.shape).encode() + np.ascontiguousarray(column).tobytes())
-    return int.from_bytes(hasher.digest(), "little") >> 1
+    return int.from_bytes(hasher.digest()[:FINGERPRINT_SIZE], "little") >> 1
 
 
-def _numbers(values: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    return np.array(values, np.int64)
+def joined(fingerprints: Sequence[int]) -> bytes:
+    """Those of all ranks, as an index keeps them."""
+    return np.array(fingerprints, "<i8").tobytes()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emitted:
+    """The small files that a format made of a save."""
+
+    made_of: bytes  # tells these locations from others
+    save_id: str
+    files: Mapping[str, bytes]
+
+
+@dataclass(slots=True, eq=False)
+class Contents:
+    """Those of the last save with a plan: filled where a save is committed (checkpoint/finishing.py)."""
+
+    last: Emitted | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPlan:
     """A rank's part of an earlier planning round.
 
-    ``plan_id`` names the round, the same on all ranks. ``manifest`` is there on the coordinator only.
+    ``plan_id`` names the round, the same on all ranks. ``manifest`` is there on the coordinator only, and so is what
+    ``contents`` is filled with.
     """
 
     plan_id: str
     plan: SavePlan
     manifest: Manifest | None = None
+    contents: Contents = field(default_factory=Contents)
     _uses: Iterator[int] = field(default_factory=count)
 
     def next_save_id(self) -> str:
@@ -73,25 +105,81 @@ class CachedPlan:
         return uuid5(NAMESPACE_OID, f"{self.plan_id} {next(self._uses)}").hex
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Resumed:
+    """What a rank remembers of the checkpoint that it has loaded, for the first save that declares what that one did.
+
+    ``plan_id`` names this load, the same on all ranks and no other load's.
+    """
+
+    plan_id: str
+    fingerprint: int
+    wrote: Wrote
+    manifest: Manifest | None  # on the coordinator: without places
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, plan_id: str, rank: int, ranks: int, declared: Sequence[TensorEntry]
+    ) -> Resumed | None:
+        """None where another number of ranks wrote it, or nobody told what was declared."""
+        if len(manifest.fingerprints) != FINGERPRINT_SIZE * ranks:
+            return None
+        prints = np.frombuffer(manifest.fingerprints, "<i8")
+        kept = manifest.unlocated() if rank == 0 else None
+        return cls(plan_id, int(prints[rank]), Wrote.of(manifest, rank, declared), kept)
+
+
 class PlanCache:
-    """The plans of the last few different declarations of one rank."""
+    """The plans of the last few different declarations of one rank, and what it has loaded since."""
 
     def __init__(self, size: int = 4) -> None:
         if size < 1:
             raise ValueError(f"a cache of {size} plans holds nothing; size must be at least 1")
         self._size = size
         self._plans: OrderedDict[int, CachedPlan] = OrderedDict()
+        self.resumed: Resumed | None = None
 
     def get(self, fingerprint: int) -> CachedPlan | None:
         """The plan made for these declarations, or None."""
         held = self._plans.pop(fingerprint, None)
         if held is not None:
             self._plans[fingerprint] = held  # the last one now
+            self._known(fingerprint)
         return held
 
-    def put(self, fingerprint: int, plan_id: str, plan: SavePlan, manifest: Manifest | None = None) -> None:
+    def put(
+        self, fingerprint: int, plan_id: str, plan: SavePlan, manifest: Manifest | None = None
+    ) -> CachedPlan:
         """Keep the plan of a new planning round; the one unused for longest makes room."""
         self._plans.pop(fingerprint, None)
-        self._plans[fingerprint] = CachedPlan(plan_id, plan, manifest)
+        held = self._plans[fingerprint] = CachedPlan(plan_id, plan, manifest)
+        self._known(fingerprint)
         while len(self._plans) > self._size:
             self._plans.popitem(last=False)
+        return held
+
+    def derived(self, fingerprint: int, derive: Callable[[Resumed], SavePlan | None]) -> CachedPlan | None:
+        """The plan that the checkpoint loaded last was written with, if it was one of these declarations."""
+        resumed = self.resumed
+        if resumed is None or resumed.fingerprint != fingerprint:
+            return None
+        self.resumed = None  # it is tried once
+        plan = derive(resumed)
+        if plan is None:
+            logger.debug(
+                "what was loaded declared the same, but does not tell who planned what: planning anew"
+            )
+            return None
+        return self.put(fingerprint, resumed.plan_id, plan, resumed.manifest)
+
+    def _known(self, fingerprint: int) -> None:
+        if self.resumed is not None and self.resumed.fingerprint == fingerprint:
+            self.resumed = None
+
+
+_caches: WeakKeyDictionary[Hashable, PlanCache] = WeakKeyDictionary()
+
+
+def cache_of(group: Hashable) -> PlanCache:
+    """The cache of the ranks that save and load together; forgotten with them."""
+    return _caches.setdefault(group, PlanCache())

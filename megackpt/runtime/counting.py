@@ -1,47 +1,42 @@
-"""How far a write or a read is, counted where data pass between ranks and formats; only while somebody looks."""
+"""How far a write or a read is, counted where data pass between ranks and formats."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
 from megackpt import events
 from megackpt.planning.box import Box
-from megackpt.runtime.staging import PIECE, Landing, Staged
+from megackpt.planning.manifest import DIGEST_BLOCK
+
+if TYPE_CHECKING:
+    from megackpt.runtime.staging import Landing  # brings torch, which a writer process does without
+
+STEP = 16 * DIGEST_BLOCK
+"""Bytes that are handed over at a time at most: few enough to see them move, and to be stopped in between."""
 
 
-def counted_source(staged: Staged) -> Staged | CountedSource:
-    """The same source; where somebody looks at this stage, it counts what is handed over."""
-    here = events.here()
-    if not here.viewed:
-        return staged
-    here.todo = sum(item.nbytes for item in staged.plan.rows())
-    return CountedSource(staged, here.advance)
+class Handing(Protocol):
+    """What is counted: a Source (see backends/base.py)."""
 
-
-def counted_target(landing: Landing, todo: int) -> Landing | CountedTarget:
-    """The same target; where somebody looks at this stage, it counts what has landed of ``todo`` bytes."""
-    here = events.here()
-    if not here.viewed:
-        return landing
-    here.todo = todo
-    return CountedTarget(landing, here.advance)
+    def blocks(self, row: int) -> Iterator[memoryview]: ...
+    def array(self, row: int) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True, eq=False)
 class CountedSource:
     """A Source that tells what it hands over, in pieces that are not too large to see it move."""
 
-    data: Staged
+    data: Handing
     moved: Callable[[int], None]
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         for block in self.data.blocks(row):
-            for start in range(0, len(block), PIECE):
-                piece = block[start : start + PIECE]
+            for start in range(0, len(block), STEP):
+                piece = block[start : start + STEP]
                 self.moved(len(piece))
                 yield piece
 
@@ -49,6 +44,15 @@ class CountedSource:
         array = self.data.array(row)
         self.moved(array.nbytes)
         return array
+
+
+def counted_target(landing: Landing, todo: int) -> Landing | CountedTarget:
+    """The same target; where somebody looks at this stage, it counts what has landed of ``todo`` bytes."""
+    here = events.here()
+    if not here.viewers:
+        return landing
+    here.todo = todo
+    return CountedTarget(landing, here.advance)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from megackpt.backends.base import CheckpointingConfig, read_config
 from megackpt.strategies.formats import BUILT_IN, ENTRY_POINTS, backend_named
 from megackpt.strategies.policy import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
     Strategy,
     StrategyAction,
     StrategyLike,
@@ -23,6 +25,8 @@ __all__ = [
     "BUILT_IN",
     "ENTRY_POINTS",
     "CheckpointingConfig",
+    "FullyParallelLoadStrategyWrapper",
+    "FullyParallelSaveStrategyWrapper",
     "Strategy",
     "StrategyAction",
     "StrategyLike",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 from megackpt.backends.base import Backend
 from megackpt.errors import BackendError
 from megackpt.strategies.formats import backend_named, formats, kinds, made
+
+EXCHANGES = ("auto", "always", "never")
+ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
+"""Megatron's names for ways to hand bytes on."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,12 @@ class Strategy:
     ``compression``, ``checksum``; safetensors: ``shards``, ``max_shard_bytes``).
     ``balance`` spreads the writing over all ranks that hold a shard; False = its main replica writes it.
     ``dedup_group`` is the torch process group within which replicas stand in for one another (None: all ranks).
-    For a load only the format and its options matter.
+    ``staging_memory`` is how many bytes of host memory an asynchronous save may take for its copy on each rank
+    (None: see ``runtime.memory``); what does not fit is written before ``save`` returns.
+
+    For a load the format and its options matter, and who reads: with ``exchange`` "never" each rank what it wants;
+    with "always" ranks of ``load_group`` (None: of all) read each byte once and hand it on; "auto" does that where
+    bytes come over a network (network file systems, buckets), not where ranks have a page cache in common.
     """
 
     backend: str = "torch_dist"
@@ -29,11 +38,19 @@ class Strategy:
     options: Mapping[str, Any] = field(default_factory=dict)
     balance: bool = True
     dedup_group: Any = None
+    staging_memory: int | None = None
+    load_group: Any = None
+    exchange: str = "never"
 
     def __post_init__(self) -> None:
         given: object = self.options  # callers without a type checker give anything
         if not isinstance(given, Mapping):
             raise BackendError(f"options of a Strategy must be a dict, not {given!r}")
+        memory: object = self.staging_memory
+        if memory is not None and (type(memory) is not int or memory < 1 << 20):
+            raise BackendError(f"staging_memory is a number of bytes from 1 MiB on, or None, not {memory!r}")
+        if self.exchange not in EXCHANGES:
+            raise BackendError(f"exchange is one of {', '.join(map(repr, EXCHANGES))}, not {self.exchange!r}")
 
     def make_backend(self) -> Backend:
         """The format that this names, to save with.
@@ -73,6 +90,71 @@ class _Given(Strategy):
         return self.instance
 
 
+@dataclass(frozen=True, init=False)
+class _Wrapper(Strategy):
+    """A strategy around another one, which tells the format; as both are values, it has all that the other has."""
+
+    base_strategy: StrategyLike = None
+    parallelization_group: Any = None
+    do_cache_distribution: bool = False
+    """Nothing hangs on it: every save keeps its plan, and goes by it again while it fits."""
+
+    def _hold(self, base: StrategyLike, wrapped: Strategy, **own: Any) -> None:
+        held = {each.name: getattr(wrapped, each.name) for each in fields(Strategy)}
+        for name, value in {**held, "base_strategy": base, **own}.items():
+            object.__setattr__(self, name, value)
+        self.__post_init__()
+
+    def make_backend(self) -> Backend:
+        return resolve(self.base_strategy).make_backend()
+
+    def make_reader(self, version: int | None = None) -> Backend:
+        return as_strategy(self.base_strategy).make_reader(version)
+
+
+@dataclass(frozen=True, init=False)
+class FullyParallelSaveStrategyWrapper(_Wrapper):
+    """Megatron's name: all ranks of a group (None: all ranks) that hold a shard share the writing."""
+
+    def __init__(
+        self, strategy: StrategyLike, parallelization_group: Any = None, do_cache_distribution: bool = False
+    ) -> None:
+        self._hold(
+            strategy,
+            resolve(strategy),
+            parallelization_group=parallelization_group,
+            do_cache_distribution=do_cache_distribution,
+            balance=True,
+            dedup_group=parallelization_group,
+        )
+
+
+@dataclass(frozen=True, init=False)
+class FullyParallelLoadStrategyWrapper(_Wrapper):
+    """Megatron's name: all ranks of a group (None: all ranks) share the reading, where that pays.
+
+    ``exchange_algo``: "always" and "never" as in ``Strategy.exchange``; "auto", and Megatron's names of algorithms
+    ("broadcast", "gather_rounds", "gather_object"), leave it to the file system. However bytes are handed on, they
+    are so in one way, which suits every dtype. ``strategy`` None: the format is found out from the directory.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyLike,
+        parallelization_group: Any = None,
+        do_cache_distribution: bool = False,
+        exchange_algo: str = "broadcast",
+    ) -> None:
+        self._hold(
+            strategy,
+            as_strategy(strategy),
+            parallelization_group=parallelization_group,
+            do_cache_distribution=do_cache_distribution,
+            load_group=parallelization_group,
+            exchange="auto" if exchange_algo in ALGORITHMS else exchange_algo,
+        )
+
+
 def as_strategy(given: StrategyLike) -> Strategy:
     """What a caller may give (name, (name, version), Strategy, Backend, None) as a Strategy of just that."""
     match given:
@@ -102,6 +184,8 @@ def resolve(given: StrategyLike) -> Strategy:
 
 def asked_format(given: StrategyLike) -> Strategy | None:
     """What the caller of a load asks for; None: whatever is found. BackendError where there is no such format."""
+    while isinstance(given, _Wrapper):
+        given = given.base_strategy
     if given is None:
         return None
     asked = as_strategy(given)

@@ -1,19 +1,20 @@
 """Ranks without processes.
 
 ``ThreadedGroup`` runs a function on N ranks that are threads of this process. It is the same Group as real
-ranks have but for the four primitives that move bytes; those meet at a rendezvous where each collective is
+ranks have but for the primitives that move bytes; those meet at a rendezvous where each collective is
 named, so that ranks at different collectives stop with an error instead of waiting for one another for ever.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 from megackpt.errors import RankLost
-from megackpt.runtime.collectives import RankGroup
+from megackpt.runtime.collectives import RankGroup, Stream
 
 T = TypeVar("T")
 Packed = bytes | memoryview
@@ -47,9 +48,8 @@ class ThreadedGroup(RankGroup):
         outcomes, _ = _run(size, fn, timeout)
         return [cast("T", o.value) if o.error is None else o.error for o in outcomes]
 
-    def _vote(self, token: int | None) -> bool:
-        votes = self._meet("all_agree", "vote", None if token is None else token % 2**63)
-        return votes[0] is not None and len(set(votes)) == 1
+    def _lowest(self, numbers: Sequence[int]) -> list[int]:
+        return [min(column) for column in zip(*self._meet("all_agree", "vote", list(numbers)), strict=True)]
 
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
         everything = self._meet("gather", stage, packed)
@@ -60,6 +60,22 @@ class ThreadedGroup(RankGroup):
 
     def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
         return cast("Packed", self._meet("broadcast", stage, packed)[0])
+
+    def exchange(self, stage: str, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> None:
+        self.log.append("exchange")
+        super().exchange(stage, outgoing, incoming)
+
+    def _swap(
+        self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
+    ) -> Callable[[], None]:
+        if leaving:
+            self._meeting.post(self.rank, to, bytes(leaving))
+
+        def wait() -> None:
+            if coming:
+                coming[:] = self._meeting.fetch(self.rank, source, stage)
+
+        return wait
 
     def _leave(self, reason: BaseException) -> None:
         self._meeting.leave(self.rank, f"left: {type(reason).__name__}")
@@ -88,6 +104,7 @@ class _Meeting:
         self._round = _Round()
         self._gone: dict[int, str] = {}
         self._broken: RankLost | None = None
+        self._posted: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
 
     def meet(self, rank: int, name: str, brought: Any) -> list[Any]:
         """What all ranks brought to this collective, in rank order."""
@@ -105,6 +122,28 @@ class _Meeting:
             if not now.done and self._broken:
                 raise RankLost(str(self._broken), self._broken.failures)
             return [now.brought[each] for each in range(self.size)]
+
+    def post(self, rank: int, to: int, data: bytes) -> None:
+        """A message from one rank to another, which need not be there yet."""
+        with self._changed:
+            self._posted[rank, to].append(data)
+            self._changed.notify_all()
+
+    def fetch(self, rank: int, source: int, stage: str) -> bytes:
+        """The next message from ``source`` to this rank."""
+        posted = self._posted[source, rank]
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: posted or self._broken or source in self._gone, self.timeout
+            ):
+                self._gone.setdefault(source, f"did not answer within {self.timeout:g} s")
+            if not posted and not self._broken:
+                self._break(
+                    f"rank {rank} waits in vain in the stage {stage!r}:", {source: self._gone[source]}
+                )
+            if not posted and self._broken:
+                raise RankLost(str(self._broken), self._broken.failures)
+            return posted.popleft()
 
     def leave(self, rank: int, reason: str) -> None:
         """This rank comes to no further collective."""

@@ -23,7 +23,7 @@ from megackpt.checkpoint import (
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import Chunks, Manifest, TensorEntry, TensorMeta, WriteResult
-from megackpt.runtime.storage import LocalStorage, digest_blocks
+from megackpt.runtime.storage import digest_blocks, root_at
 
 RANKS = 2
 
@@ -118,7 +118,7 @@ class Saves:
         return place
 
     def write(self, place, rank: int, value: int):
-        return Tiny().write(LocalStorage(place.path), rank, bytes([value]) * self.size)
+        return Tiny().write(root_at(place.path), rank, bytes([value]) * self.size)
 
     def commit(self, place, results, **options):
         commit(place, Tiny(), planned(self.size).located(results), **options)
@@ -130,7 +130,7 @@ class Saves:
             manifest = planned(self.size)
             place.announce(backend.files(RANKS, manifest))
             results = [
-                backend.write(LocalStorage(place.path), rank, bytes([value]) * self.size)
+                backend.write(root_at(place.path), rank, bytes([value]) * self.size)
                 for rank in range(RANKS)
             ]
             commit(place, backend, manifest.located(results))

@@ -346,15 +346,15 @@ def test_the_working_directory_cannot_be_replaced(tmp_path, saves, monkeypatch):
 
 
 def test_a_rival_that_completes_while_a_save_begins_is_replaced(tmp_path, saves, monkeypatch):
-    where, real = tmp_path / "ckpt", committing_room.Place
+    where, real = tmp_path / "ckpt", committing_room.DirectoryPlace
 
     def slow(*args, **options):
-        monkeypatch.setattr(committing_room, "Place", real)
+        monkeypatch.setattr(committing_room, "DirectoryPlace", real)
         saves.save(where, 1)
         return real(*args, **options)
 
     where.mkdir()
-    monkeypatch.setattr(committing_room, "Place", slow)
+    monkeypatch.setattr(committing_room, "DirectoryPlace", slow)
     place = begin(where, save_id=uuid.uuid4().hex)
     assert place.staged
     assert saves.load(where) == 1

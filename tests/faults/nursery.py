@@ -35,6 +35,7 @@ class Order:
     by strace instead. ``of``: the names of the calls that ``at`` counts, if not all. ``refuse``: at that call nobody
     dies, this errno is its answer. ``short``: every write is carried out by half. ``timeout``: seconds that a rank
     waits for the others. ``copy``: a file that is copied into a folder, as N.img, before the N-th call.
+    ``later``: the save is an asynchronous one, by a "thread" or a "process".
     """
 
     directory: str
@@ -52,6 +53,7 @@ class Order:
     timeout: float = 30
     copy: tuple[str, ...] = ()
     scratch: str = ""
+    later: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,17 @@ def save(order: Order, rank: int) -> None:
             "gloo", init_method=meeting, rank=rank, world_size=order.ranks, timeout=patience
         )
     state = states.declared(order.value, rank, order.ranks)
-    megackpt.save(state, order.directory, order.format, timeout=timedelta(seconds=order.timeout))
+    request = megackpt.save(
+        state,
+        order.directory,
+        order.format,
+        timeout=timedelta(seconds=order.timeout),
+        async_sharded_save=bool(order.later),
+    )
+    if request is not None:
+        queue = megackpt.AsyncCallsQueue(persistent=order.later == "process")
+        queue.schedule_async_request(request)
+        queue.close()
 
 
 def rank_of_job(order: Order, rank: int, channel: socket.socket) -> NoReturn:
@@ -260,7 +272,9 @@ def main() -> None:
     import megackpt.backends.safetensors
     import megackpt.backends.torch_dist
     import megackpt.backends.torch_file
-    import megackpt.backends.zarr  # noqa: F401
+    import megackpt.backends.zarr
+    import megackpt.runtime.async_calls.processes
+    import megackpt.saver  # noqa: F401
 
     for line in sys.stdin:
         fields = json.loads(line)

@@ -158,6 +158,21 @@ def test_one_rank_before_changes(killing, note, name, before, options) -> None:
     tried(killing(name, before, **options), kind, note, syncs=False, stride=4)  # all of them in the campaign
 
 
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(("name", "before"), [("torch_dist", "checkpoint"), ("zarr", "nothing")])
+def test_one_rank_of_an_asynchronous_save(killing, note, name, before, stride) -> None:
+    """The thread that writes, and the one that trains, wherever either is."""
+    tried(killing(name, before, later="thread"), f"1 rank, {before}, asynchronous", note, stride=stride)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("victims", [(0, 1), (0,), (1,)])
+def test_two_ranks_of_an_asynchronous_save(killing, note, name, victims) -> None:
+    doomed = killing(name, "checkpoint", ranks=2, victims=victims, timeout=2, later="thread")
+    tried(doomed, f"2 ranks, checkpoint, asynchronous, {victims} die", note, at_once=4, fewest=9)
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "before", "options"),

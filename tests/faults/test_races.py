@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor, saver
+from megackpt import ShardedTensor
 from megackpt.errors import CheckpointReplaced, SaveInProgress
 from megackpt.runtime.storage import kernel
+from megackpt.saver import order
 
 PROCESSES = multiprocessing.get_context("fork")
 OWN = {"common.pt", "__0_0.distcp", "__0_1.distcp", ".metadata", "metadata.json", "megackpt.index"}
@@ -64,7 +65,7 @@ class Meetings:
     def contend(self, job: int, seed: int, before: str) -> None:
         logging.disable()
         chance = random.Random(f"{seed} {job}")
-        real = saver.begin
+        real = order.begin
         if not self.locks:  # as on a file system without them
             kernel.lock = lambda _: True  # type: ignore[assignment]
 
@@ -78,13 +79,13 @@ class Meetings:
             finally:
                 self.begun.wait()
 
-        saver.begin = begin
+        order.begin = begin
         for meeting in range(self.rounds):
             where = self.where / str(meeting) / "c"
             if job == 0:
-                saver.begin = real
+                order.begin = real
                 prepare(where, before)
-                saver.begin = begin
+                order.begin = begin
             self.start.wait()
             try:
                 megackpt.save(state(float(job)), where)
@@ -106,7 +107,7 @@ def prepare(where: Path, before: str) -> None:
     elif before == "a dead save":
         pid = os.fork()
         if pid == 0:
-            saver.commit = lambda *_: os._exit(9)  # type: ignore[assignment]
+            order.commit = lambda *_: os._exit(9)  # type: ignore[assignment]
             megackpt.save(state(-3.0), where)
         os.waitpid(pid, 0)
 

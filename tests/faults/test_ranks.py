@@ -17,7 +17,7 @@ from megackpt import ShardedTensor
 from megackpt.errors import CheckpointingException, RankLost
 
 STEPS = {
-    "save": ["declare", "vote", "gather plan", "scatter plan", "write", "written", "gather write", "broadcast write"],
+    "save": ["declare", "lowest", "gather plan", "scatter plan", "write", "written", "gather write", "broadcast write"],
     "load": [
         "broadcast open", "compare", "gather compare", "broadcast compare", "read", "gather read", "broadcast read",
     ],
@@ -25,6 +25,8 @@ STEPS = {
 OWN_WORK = {"declare", "begin", "write", "written", "commit", "compare", "read"}
 """Where an error can be raised."""
 COORDINATORS = ["begin", "commit"]
+BETWEEN = ["returned", "look"]
+"""Between the stages of an asynchronous save: before it is scheduled, and before a look whether all have written."""
 TOLD = {("save", "broadcast write"), ("load", "broadcast read")}
 """Here the outcome stands already, and all that is left is to hear of it."""
 
@@ -69,7 +71,8 @@ def check(report: dict[str, Any]) -> None:
     assert all(one["found"] == value for one in report.get("found", ())), report
     living = 2 if asked["action"] == "die" else 3
     assert report["after"] == [{"ones": living, "found": 3.0}] * living, report
-    assert report["left"] == ["c", "rendezvous"], report
+    more = [f"c{number}" for number in range(1, asked.get("flying", 1))]
+    assert report["left"] == ["c", *more, "rendezvous"], report
 
 
 SAMPLE = [
@@ -79,6 +82,12 @@ SAMPLE = [
     order("stop", "save", "write", 2, "zarr", before=False, meanwhile=True),
     order("die", "load", "read", 2),
     order("stop", "load", "gather compare", 0),
+    order("raise", "save", "write", 2, "zarr", later="thread"),
+    order("die", "save", "write", 2, later="thread"),
+    order("stop", "save", "written", 0, later="thread"),
+    order("die", "save", "scatter plan", 2, "zarr", later="process", flying=2),
+    order("stop", "save", "look", 2, later="process"),
+    order("die", "save", "look", 0, later="thread", flying=3),
 ]
 
 
@@ -167,9 +176,19 @@ def test_a_second_thread_over_one_group_is_refused(ranks: Any, tmp_path: Path) -
 @pytest.mark.campaign
 @pytest.mark.parametrize("action", ["raise", "die", "stop"])
 @pytest.mark.parametrize("strategy", ["torch_dist", "zarr"])
-def test_in_every_phase(tmp_path: Path, worlds: Any, note: Any, strategy: str, action: str) -> None:
+@pytest.mark.parametrize("later", ["", "thread", "process"])
+def test_in_every_phase(
+    tmp_path: Path, worlds: Any, note: Any, strategy: str, action: str, later: str
+) -> None:
     orders = every_order(strategy, action)
-    if action == "stop":
+    if later:
+        orders = [one for one in orders if one["job"] == "save"]
+        if action != "raise":
+            orders += [
+                order(action, "save", point, victim, strategy) for point in BETWEEN for victim in (0, 2)
+            ]
+        orders = [{**one, "later": later, "flying": n % 3 + 1} for n, one in enumerate(orders)]
+    elif action == "stop":
         orders += [
             order("stop", "save", point, victim, strategy, before=before, meanwhile=True)
             for before in (True, False)
@@ -179,6 +198,5 @@ def test_in_every_phase(tmp_path: Path, worlds: Any, note: Any, strategy: str, a
     assert len(reports) == len(orders)
     for report in reports:
         check(report)
-    note(
-        ("one rank of three", "format", "phases of saves and loads, all told"), action, strategy, len(reports)
-    )
+    kind = f"{action}, asynchronous ({later})" if later else action
+    note(("one rank of three", "format", "phases of saves and loads, all told"), kind, strategy, len(reports))

@@ -28,12 +28,13 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import ShardedTensor, saver
+from megackpt import AsyncCallsQueue, ShardedTensor
 from megackpt.backends import torch_dist, zarr
 from megackpt.checkpoint import committing
 from megackpt.errors import StorageError
 from megackpt.loader import order as loading
 from megackpt.runtime.collectives.gloo import ProcessGroup
+from megackpt.saver import asking, order as saving
 
 SIZE = 3
 AT_ONCE = 8  # worlds, for they mostly wait
@@ -52,9 +53,32 @@ def state(value: float, rank: int, size: int) -> dict[str, Any]:
     return {**cut, "new": new, "value": value}
 
 
-def fill(value: float, directory: str, strategy: str, group: Any = None, timeout: timedelta = LONG) -> None:
+def fill(
+    value: float,
+    directory: str,
+    strategy: str,
+    group: Any = None,
+    timeout: timedelta = LONG,
+    later: str = "",
+    flying: int = 1,
+) -> None:
+    """``later``: asynchronously, by a "thread" or a "process". ``flying``: so many, in directories of their own."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    megackpt.save(state(value, rank, size), directory, strategy, process_group=group, timeout=timeout)
+    queue = AsyncCallsQueue(persistent=later == "process", process_group=group)
+    try:
+        for number in range(flying):
+            request = megackpt.save(
+                state(value, rank, size),
+                f"{directory}{number or ''}",
+                strategy,
+                process_group=group,
+                timeout=timeout,
+                async_sharded_save=bool(later),
+            )
+            if request is not None:
+                queue.schedule_async_request(request)
+    finally:
+        queue.close()
 
 
 def seen(directory: str, group: Any = None, timeout: timedelta = LONG) -> float | None:
@@ -87,12 +111,14 @@ class Fault:
 
     def __init__(self, point: str, action: str) -> None:
         self.point, self.action, self.waiting = point, action, True
-        for name in ("_vote", "_gather", "_scatter", "_broadcast"):
+        for name in ("_lowest", "_gather", "_scatter", "_broadcast"):
             self.message(name)
-        self.before(saver, "declare", "declare")
-        self.before(saver, "begin", "begin")
-        self.before(committing.Place, "_confirm", "commit")
+        self.before(asking, "declare", "declare")
+        self.before(saving, "begin", "begin")
+        self.before(committing.DirectoryPlace, "_confirm", "commit")
         self.before(loading._Part, "compare", "compare")
+        self.before(AsyncCallsQueue, "schedule_async_request", "returned")
+        self.before(AsyncCallsQueue, "_all_done", "look")
         for backend in (torch_dist.TorchDist, zarr.Zarr):
             self.before(backend, "write", "write")
             self.after(backend, "write", "written")
@@ -139,6 +165,7 @@ def run_rank(rank: int, order: dict[str, Any], folder: str, parent: Connection) 
     store = dist.FileStore(f"{folder}/rendezvous", SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=LONG)
     victim, directory, strategy = order["victim"], f"{folder}/c", order["strategy"]
+    flying = order.get("flying", 1)
     survivors = dist.new_group([r for r in range(SIZE) if r != victim])
     alone = dist.new_group([victim])
     if order["action"] == "hosts":
@@ -162,7 +189,7 @@ def run_rank(rank: int, order: dict[str, Any], folder: str, parent: Connection) 
     said: dict[str, Any] = {"rank": rank, "error": None, "text": "", "failures": []}
     try:
         if order["job"] == "save":
-            fill(2.0, directory, strategy, timeout=patience)
+            fill(2.0, directory, strategy, None, patience, order.get("later", ""), flying)
         elif order["action"] == "hosts":
             megackpt.load({"value": 0.0}, directory, timeout=patience)
         else:
@@ -178,7 +205,7 @@ def run_rank(rank: int, order: dict[str, Any], folder: str, parent: Connection) 
         dist.all_reduce(ones, group=group)  # the trainer's own group
         found = seen(directory, group) if "look" in step else None
         if "save" in step:
-            fill(3.0, directory, strategy, group)
+            fill(3.0, directory, strategy, group, flying=flying)
             found = seen(directory, group)
         parent.send({"ones": int(ones), "found": found})
 

@@ -11,8 +11,8 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from megackpt.errors import CheckpointingException, CoverageError, RankFailure, StorageError
-from megackpt.runtime.collectives import Group, SingleGroup, group_over
+from megackpt.errors import CheckpointingException, CoverageError, RankFailure, RankLost, StorageError
+from megackpt.runtime.collectives import Group, SingleGroup, Stream, group_over, streams
 from megackpt.runtime.collectives.failures import Failure, everybodys, name_ranks
 from megackpt.testing import ThreadedGroup
 
@@ -84,6 +84,89 @@ def test_values_reach_every_rank():
         return part, total.tolist(), said
 
     assert ThreadedGroup.run(4, call) == [(10 * rank, [6, 6, 6], {"from": 0}) for rank in range(4)]
+
+
+def pieces_of(data, sizes):
+    """Memory of these sizes, and then of what is left, that together is ``data``."""
+    bounds = np.cumsum([0, *sizes])
+    return [data[a:b].data for a, b in zip(bounds, [*bounds[1:], len(data)], strict=True)]
+
+
+def stream(data, sizes=()):
+    return Stream(len(data), pieces_of(data, sizes))
+
+
+def message(source, to):
+    """What one rank hands another: of other lengths for each pair, and nothing at all for some."""
+    if (source, to) == (1, 3):
+        return None
+    length = 0 if (source, to) == (0, 1) else 1 + 97 * source + 31 * to
+    return np.random.default_rng(10 * source + to).integers(0, 256, length, np.uint8)
+
+
+def exchanged(group):
+    """The ranks hand one another messages, in pieces that differ at both ends, themselves as well."""
+    sent = {to: message(group.rank, to) for to in range(group.size)}
+    due = {source: message(source, group.rank) for source in range(group.size)}
+    got = {source: np.zeros_like(data) for source, data in due.items() if data is not None}
+    group.exchange(
+        "exchange",
+        {to: stream(data, [min(5, len(data)), 0]) for to, data in sent.items() if data is not None},
+        {source: stream(data, [0, len(data) // 2, 0]) for source, data in got.items()},
+    )
+    return all((got[source] == due[source]).all() for source in got)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_streams_reach_their_ranks_through_windows(size, monkeypatch):
+    monkeypatch.setattr(streams, "WINDOW", 64)
+    assert ThreadedGroup.run(size, exchanged) == [True] * size
+    assert exchanged(SingleGroup())
+
+
+@pytest.mark.parametrize("end", ["out", "in"])
+def test_an_error_of_a_stream_is_raised_on_all_ranks_and_nobody_waits(end, monkeypatch):
+    monkeypatch.setattr(streams, "WINDOW", 8)
+
+    def broken(data):
+        yield data[:9].data
+        raise StorageError("gone")
+
+    def call(group):
+        data = np.zeros(100, np.uint8)
+        way = {"out": data, "in": data.copy()}
+        parts = {
+            name: Stream(100, broken(d) if (group.rank, name) == (1, end) else [d.data])
+            for name, d in way.items()
+        }
+        with pytest.raises(StorageError, match=r"^rank 1: gone$"):
+            group.exchange(
+                "exchange", {(group.rank + 1) % 3: parts["out"]}, {(group.rank - 1) % 3: parts["in"]}
+            )
+        assert exchanged(group)
+        return group.reduce_broadcast("write", lambda: 1, sum)
+
+    assert ThreadedGroup.run(3, call) == [3, 3, 3]
+
+
+def test_a_stream_that_is_too_short_is_told():
+    def call(group):
+        group.exchange("exchange", {0: Stream(9, [memoryview(b"1234")])}, {0: stream(np.zeros(9, np.uint8))})
+
+    with pytest.raises(RankFailure, match="a stream of 9 bytes ends 5 too early"):
+        call(SingleGroup())
+
+
+def test_an_exchange_with_a_rank_that_does_not_come_ends():
+    def call(group):
+        if group.rank == 1:
+            return
+        data = np.zeros(9, np.uint8)
+        group.exchange("exchange", {}, {1: stream(data)})
+
+    first, _ = outcomes(2, call)
+    assert isinstance(first, RankLost)
+    assert "rank 0 waits in vain in the stage 'exchange': rank 1 has finished" in str(first)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +384,20 @@ def real_values_and_failures():
         group.reduce_scatter("write", lambda: work(group), lambda all_: all_)
     with pytest.raises(CoverageError, match=r"^a hole$"):
         group.reduce_scatter("plan", lambda: 0, lambda _: raise_(CoverageError("a hole")))
+    assert exchanged(group)
+    much = np.full(10_000_000, group.rank, np.uint8)  # several windows
+    came = np.zeros_like(much)
+    group.exchange(
+        "exchange", {(group.rank + 1) % 4: stream(much)}, {(group.rank - 1) % 4: stream(came, [7])}
+    )
+    assert (came == (group.rank - 1) % 4).all()
+    bad = Stream(10_000_000, iter([much[:5].data]))
+    with pytest.raises(RankFailure, match="rank 3: ValueError: a stream of 10000000 bytes ends"):
+        group.exchange(
+            "exchange",
+            {(group.rank + 1) % 4: bad if group.rank == 3 else stream(much)},
+            {(group.rank - 1) % 4: stream(came)},
+        )
     assert default_group_works()
     assert group.broadcast("open", lambda: "still here") == "still here"
     assert group.all_agree(1)
@@ -382,7 +479,7 @@ def real_dead_rank(dead, how):
     rank = dist.get_rank()
 
     def work():
-        if rank == dead and how == "exit":
+        if rank == dead and how != "interrupt":
             print("gone", flush=True)
             os._exit(0)
         if rank == dead:
@@ -394,6 +491,12 @@ def real_dead_rank(dead, how):
         group_over(timeout=seconds(20))  # now the connection stands; start-up under load took its time
         group = group_over(timeout=seconds(2))
         group.all_agree(1)  # this one as well: or the rank may be gone before the others have found it
+        if how == "exchange":
+            data = np.zeros(10_000_000, np.uint8)
+            gone = (work() for _ in range(1)) if rank == dead else [data.data]
+            group.exchange(
+                "exchange", {(rank + 1) % 3: Stream(len(data), gone)}, {(rank - 1) % 3: stream(data)}
+            )
         group.reduce_scatter("write", work, lambda all_: all_)
     except (RankFailure, KeyboardInterrupt) as error:
         print(round(time.monotonic() - start, 1), type(error).__name__, error, flush=True)
@@ -401,9 +504,9 @@ def real_dead_rank(dead, how):
     os._exit(0)  # the default group cannot be taken down in order any more
 
 
-@pytest.mark.parametrize("dead", [0, 2])
-def test_a_rank_that_dies_is_told_by_the_others(ranks, dead):
-    done = ranks(real_dead_rank, 3, dead, "exit")
+@pytest.mark.parametrize(("dead", "how"), [(0, "exit"), (2, "exit"), (1, "exchange")])
+def test_a_rank_that_dies_is_told_by_the_others(ranks, dead, how):
+    done = ranks(real_dead_rank, 3, dead, how)
     for rank, process in enumerate(done):
         if rank == dead:
             assert process.stdout == "gone\n"

@@ -12,7 +12,7 @@ the common state among the objects (from 0.19 on, naming.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -66,6 +66,10 @@ class TorchDist(Backend):
     def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002 - all data is in place
         common = np.array([entry.is_common for entry in manifest.tensors], np.bool_)
         return Finished(manifest, {METADATA: table.emit(manifest, common), **self.config()})
+
+    def renewed(self, files: Mapping[str, bytes], before: str, now: str) -> Mapping[str, bytes] | None:
+        data = table.renamed(files[METADATA], before, now)
+        return None if data is None else {**files, METADATA: data}
 
     def foretold(self, plan: SavePlan, blobs: Int64) -> WriteResult:
         parts = writing.distribute(plan, self.files_per_rank, self.separation_hint)

@@ -9,7 +9,7 @@ from megackpt.planning.box import Box
 from megackpt.planning.manifest import COMMON_KEY, OBJECT, TensorEntry, TensorMeta, unique_key
 
 COMMON = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
-_LISTED_COMMON = unique_key(COMMON_KEY, (0,), (1,))
+LISTED_COMMON = unique_key(COMMON_KEY, (0,), (1,))
 """The item in which Megatron-Core from 0.19 on keeps the common state, as ``[dict]``. It writes no common.pt."""
 _SHARD = re.compile(
     r"(?P<key>.*)/shard_(?P<offset>[0-9]{1,10}(?:\.[0-9]{1,10})*)_(?P<shape>[0-9]{1,10}(?:\.[0-9]{1,10})*)",
@@ -22,7 +22,7 @@ Name = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 def parse_name(name: str) -> Name:
     """Key, offset and global shape of an object. Old releases leave out the last extent: it is then -1."""
-    if name == _LISTED_COMMON:
+    if name == LISTED_COMMON:
         return COMMON_KEY, (), ()
     match = _SHARD.fullmatch(name)
     if match is None:

@@ -6,6 +6,7 @@ Source of names: torch.distributed.checkpoint (metadata, filesystem, planner) an
 
 from __future__ import annotations
 
+import posixpath
 from functools import partial
 from typing import Any
 
@@ -65,7 +66,7 @@ def _size(numbers: Any = ()) -> Size:
 
 
 def _path(*parts: str) -> str:
-    return "/".join(parts)
+    return posixpath.join("", *parts)
 
 
 def _layout(name: Any) -> str:

@@ -159,6 +159,13 @@ def emit(manifest: Manifest, omit: Bool) -> bytes:
     return _Emission(manifest, omit).content()
 
 
+def renamed(content: bytes, before: str, now: str) -> bytes | None:
+    """The same for the save ``now``. Its id stands in the last part; None where it is not there, or longer."""
+    old, new = (text("save_id") + text(save_id) for save_id in (before, now))
+    at, view = content.rfind(old), memoryview(content)
+    return b"".join((view[:at], new, view[at + len(old) :])) if at >= 0 and len(old) == len(new) else None
+
+
 class _Emission:
     """One ``.metadata`` in the making."""
 

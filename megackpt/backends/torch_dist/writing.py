@@ -76,19 +76,24 @@ def _matching(tensors: Sequence[TensorEntry], numbers: list[int], hint: str | No
 
 
 def _bins(plan: SavePlan, rows: list[int], files: int) -> list[list[int]]:
-    is_object = [entry.meta.is_object for entry in plan.tensors]
-    itemsize = np.array([entry.meta.itemsize for entry in plan.tensors], np.int64)
-    size = (plan.boxes.volume * itemsize[plan.tensor]).tolist() if len(plan) else []
-    number = plan.tensor.tolist()
+    is_object = np.array([entry.meta.is_object for entry in plan.tensors], np.bool_)[plan.tensor]
+    itemsize = np.array([entry.meta.itemsize for entry in plan.tensors], np.int64)[plan.tensor]
+    size = np.where(is_object, -1, plan.boxes.volume * itemsize).tolist() if len(plan) else []
+    return [[rows[i] for i in mine] for mine in spread([size[row] for row in rows], files)]
+
+
+def spread(sizes: Sequence[int], files: int) -> list[list[int]]:
+    """Rows by their bytes (-1: an object, of which nobody knows) over files: objects in turn, then tensors, largest
+    first, each into the least full file.
+    """
     bins: list[list[int]] = [[] for _ in range(files)]
-    objects = [i for i in rows if is_object[number[i]]]
-    for turn, row in enumerate(objects):
+    for turn, row in enumerate(row for row, size in enumerate(sizes) if size < 0):
         bins[turn % files].append(row)
     load = [(0, n) for n in range(files)]
-    for row in sorted((i for i in rows if not is_object[number[i]]), key=lambda i: -size[i]):
+    for row in sorted((row for row, size in enumerate(sizes) if size >= 0), key=lambda row: -sizes[row]):
         filled, n = load[0]
         bins[n].append(row)
-        heapq.heapreplace(load, (filled + size[row], n))
+        heapq.heapreplace(load, (filled + sizes[row], n))
     return bins
 
 
@@ -150,31 +155,54 @@ def _write_file(root: Storage, part: FilePart, plan: SavePlan, data: Source) -> 
     metas = [plan.tensors[number].meta for number in plan.tensor[part.rows].tolist()]
     extents = plan.boxes.shape[part.rows].tolist()
     landed: list[Landed] = []
-    tail = b""  # of the record before: written in one piece with the next one's head
     with root.create(part.name) as writer:
-        batch = _Batch(writer)
+        itemsize = np.array([meta.itemsize for meta in metas], np.int64)
+        writer.expect(int((plan.boxes.volume[part.rows] * itemsize).sum()))
+        records = Records(writer)
         for row, meta, extent in zip(part.rows, metas, extents, strict=True):
             if meta.is_object:
-                batch.add(memoryview(tail))
-                tail = b""
-                landed.append(_write_payload(batch, data.blocks(row), -1))
+                landed.append(records.blob(data.blocks(row)))
                 continue
             shape = tuple(extent[: len(meta.shape)])
-            size = math.prod(shape) * meta.itemsize
-            padding = bytes(-(batch.position + len(tail)) % ALIGNMENT)
-            head, ending = frame(meta.dtype, shape)
-            batch.add(memoryview(tail + padding + head))
-            tail = ending
-            place = _write_payload(batch, data.blocks(row), size)
-            if place.length != size:
+            place = records.tensor(meta.dtype, shape, data.blocks(row))
+            if place.length != math.prod(shape) * meta.itemsize:
                 shard = plan.row(row).shard
                 raise BackendError(
-                    f"{shard} should have {size} bytes, but {place.length} came from the model"
+                    f"{shard} should have {math.prod(shape) * meta.itemsize} bytes, but {place.length} came from the "
+                    "model"
                 )
             landed.append(place)
-        batch.add(memoryview(tail))
-        batch.flush()
+        records.end()
     return landed
+
+
+class Records:
+    """Records on their way into one file, one after the other; ``end`` ends the last one."""
+
+    def __init__(self, writer: FileWriter) -> None:
+        self._batch = _Batch(writer)
+        self._tail = b""  # of the record before: written in one piece with the next one's head
+
+    def blob(self, pieces: Iterator[memoryview]) -> Landed:
+        """Bytes as they are."""
+        self._end_record()
+        return _write_payload(self._batch, pieces, -1)
+
+    def tensor(self, dtype: str, shape: tuple[int, ...], pieces: Iterator[memoryview]) -> Landed:
+        """The archive of a C-order tensor: where its elements landed, which are these pieces."""
+        padding = bytes(-(self._batch.position + len(self._tail)) % ALIGNMENT)
+        head, ending = frame(dtype, shape)
+        self._batch.add(memoryview(self._tail + padding + head))
+        self._tail = ending
+        return _write_payload(self._batch, pieces, math.prod(shape) * ITEMSIZE[dtype])
+
+    def end(self) -> None:
+        self._end_record()
+        self._batch.flush()
+
+    def _end_record(self) -> None:
+        self._batch.add(memoryview(self._tail))
+        self._tail = b""
 
 
 class _Batch:

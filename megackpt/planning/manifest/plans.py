@@ -37,7 +37,8 @@ class SavePlan:
     """One rank's part of a save. Rows stand in the order in which the rank should write them.
 
     ``places``, for formats that keep each tensor whole in a file that all ranks write into, tells where each of
-    ``tensors`` begins (None: nowhere in particular); see ``Backend.layout``.
+    ``tensors`` begins (None: nowhere in particular); see ``Backend.layout``. ``numbers``, where no coordinator made
+    this plan (see ``plan_again``), tells for each row its tensor's number in the manifest. It stays with the rank.
     """
 
     rank: int
@@ -47,9 +48,16 @@ class SavePlan:
     boxes: Boxes
     source: Int32
     places: tuple[Location | None, ...] | None = None
+    numbers: Int32 | None = None
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the raw bytes of all rows (of objects, which nobody has serialised yet, 0)."""
+        itemsize = np.array([entry.meta.itemsize for entry in self.tensors], np.int64)
+        return int((itemsize[self.tensor] * self.boxes.volume).sum())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As it travels to its rank: columns in one piece."""

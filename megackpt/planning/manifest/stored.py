@@ -18,7 +18,7 @@ class WriteResult:
 
     A format may cut a row (``item``) into several pieces, whose ``boxes`` (global coordinates) tile the row's.
     ``digests`` holds ceil(length / DIGEST_BLOCK) rows for each piece, in order: xxh3-128 of each block of
-    its raw bytes (for objects: of the blob's bytes).
+    its raw bytes (for objects: of the blob's bytes). ``tensor`` is filled in by the saver, see ``numbered``.
     """
 
     item: Int64
@@ -28,6 +28,11 @@ class WriteResult:
     start: Int64
     length: Int64
     digests: Digests
+    tensor: Int32 | None = None  # number in the manifest's table, where the coordinator has no plan
+
+    def numbered(self, numbers: Int32 | None) -> WriteResult:
+        """With the tensors that the plan's rows are of, where it tells (``SavePlan.numbers``)."""
+        return self if numbers is None else replace(self, tensor=numbers[self.item])
 
     @classmethod
     def of_rows(
@@ -108,7 +113,8 @@ class Manifest:
 
     ``encoding`` tells how a chunk's location is to be understood: ``"raw"`` = the C-order bytes of its box
     (for objects: of the blob); ``"native"`` = however the format keeps it (only its backend can tell).
-    ``save_id`` is the uuid (hex) of the save that wrote it, or empty for foreign checkpoints.
+    ``save_id`` is the uuid (hex) of the save that wrote it, or empty for foreign checkpoints. ``fingerprints``, 8 bytes
+    a rank, tell what the ranks declared to it (see planning/cache.py), or nothing.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -118,6 +124,7 @@ class Manifest:
     encoding: str = "raw"
     backend: tuple[str, int] = ("", 0)
     save_id: str = ""
+    fingerprints: bytes = field(default=b"", repr=False)
 
     def numbers(self) -> dict[str, int]:
         """Key -> number in ``tensors``."""
@@ -144,22 +151,36 @@ class Manifest:
     def located(self, results: Sequence[WriteResult]) -> Manifest:
         """This manifest with the pieces that the ranks report as its chunks.
 
-        The chunks must stand in the order of plan_save: rank by rank, and within a rank in the plan's order.
+        The chunks must stand in the order of plan_save: rank by rank, and within a rank in the plan's order; but
+        where the pieces tell their tensors themselves (``WriteResult.tensor``).
         """
         files: dict[str, int] = {}
         file = [renumbered(r.file, r.files, files) for r in results]
-        first = np.searchsorted(self.chunks.writer, np.arange(len(results)))
-        row = joined([r.item + begin for r, begin in zip(results, first, strict=True)], np.int64)
+        first = np.searchsorted(self.chunks.writer, np.arange(len(results))).tolist()
+        tensor = [
+            self.chunks.tensor[r.item + begin] if r.tensor is None else r.tensor
+            for r, begin in zip(results, first, strict=True)
+        ]
         chunks = Chunks(
-            self.chunks.tensor[row],
+            joined(tensor, np.int32),
             Boxes.concat([r.boxes for r in results]).widened(self.chunks.boxes.width),
-            self.chunks.writer[row],
+            np.repeat(np.arange(len(results), dtype=np.int32), [len(r.item) for r in results]),
             file=joined(file, np.int32),
             start=joined([r.start for r in results], np.int64),
             length=joined([r.length for r in results], np.int64),
             digests=np.concatenate([r.digests for r in results] or [np.zeros((0, DIGEST_SIZE), np.uint8)]),
         )
         return replace(self, chunks=chunks, files=tuple(files))
+
+    def unlocated(self) -> Manifest:
+        """This manifest as it was planned: with the chunks and who wrote them, without places and digests."""
+        chunks = replace(
+            self.chunks,
+            file=np.full(len(self.chunks), -1, np.int32),
+            start=np.zeros(len(self.chunks), np.int64),
+            digests=np.zeros((0, DIGEST_SIZE), np.uint8),
+        )
+        return replace(self, chunks=chunks, files=(), save_id="")
 
 
 class TensorParts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megackpt.runtime.collectives.failures import Attempt, attempt
 from megackpt.runtime.collectives.gloo import DEFAULT_TIMEOUT, domain_of, group_over
 from megackpt.runtime.collectives.group import Group, RankGroup, SingleGroup
+from megackpt.runtime.collectives.streams import Stream
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -12,6 +13,7 @@ __all__ = [
     "Group",
     "RankGroup",
     "SingleGroup",
+    "Stream",
     "attempt",
     "domain_of",
     "group_over",

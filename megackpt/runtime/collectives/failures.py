@@ -29,7 +29,7 @@ class Attempt(Generic[T]):
     """A value, or the exception that stood in its way, kept until the step in which all ranks hear of it."""
 
     value: T | None
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def get(self) -> T:
         if self.error is not None:

@@ -1,18 +1,15 @@
 """Ranks as processes: a gloo group of our own over the ranks of a torch process group.
 
 Nothing of ours travels on the caller's group, which may be NCCL's, and a group that has failed or timed out
-is thrown away and made anew, so that the trainer's groups are never touched. The job's store tells what the
-broken connections cannot: who was missing, and to a rank that comes late, that the others have gone on.
+is thrown away and made anew, so that the trainer's groups are never touched.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from megackpt.errors import CheckpointingException, RankLost
 from megackpt.runtime.collectives.group import Group, Packed, RankGroup, SingleGroup
+from megackpt.runtime.collectives.line import Line
 
 if TYPE_CHECKING:
     import torch
@@ -30,26 +28,16 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 FIRST = 4096
 """Bytes of the first, and mostly only, message that carries a value: a short one takes no second round."""
-ROLL_CALL = 10.0
-"""Seconds that the coordinator waits at most, after a failure, for the others to say that they are there."""
-
-ADVICE = (
-    "The trainer's own process groups are as they were, and the next save or load connects afresh. "
-    "Where a rank is only slow, give a longer timeout."
-)
 BUSY = (
     "another thread of this process is saving or loading over the same process group: let it finish first, or "
     "give each thread a process group of its own (torch.distributed.new_group, in the same order on all ranks)"
 )
-REFUSED = "began one while another thread of its process was at work over the same group, and was refused"
-LAST_ADVICE = "The control group could not be made anew; the job must restart."
 
 _LENGTH = 8
 
 _ALONE = SingleGroup()
 _groups: WeakKeyDictionary[Any, ProcessGroup] = WeakKeyDictionary()
 _finding = threading.Lock()
-_made: Counter[str] = Counter()
 
 
 def group_over(
@@ -90,14 +78,14 @@ def group_over(
     return group
 
 
-def domain_of(process_group: dist.ProcessGroup | None) -> int:
+def domain_of(process_group: dist.ProcessGroup | None, called: str = "dedup_group") -> int:
     """A number that names these ranks among all others: the lowest of them (0 for None: all ranks)."""
     if process_group is None:
         return 0
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not isinstance(process_group, distributed.ProcessGroup):
         raise CheckpointingException(
-            f"dedup_group must be a process group that this rank is a member of, not {process_group!r}"
+            f"{called} must be a process group that this rank is a member of, not {process_group!r}"
         )
     return int(min(distributed.get_process_group_ranks(process_group)))
 
@@ -109,130 +97,6 @@ def _hang_up() -> None:
         group.close()
 
 
-class Line:
-    """The connection between the ranks of one process group, remade when it has failed.
-
-    A call is one ``open``. Keys in the job's store, below a prefix for this line:
-    ``failed``, the number of the latest call in which the line broke; ``here/C/R``, rank R left call C;
-    ``story/C``, what the coordinator found out about the failure of call C.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        from torch.distributed import distributed_c10d, get_process_group_ranks
-
-        name = process_group.group_name
-        _made[name] += 1  # a later group may have the name of one that was destroyed, in the same store
-        self.store = distributed_c10d.PrefixStore(
-            f"megackpt/{name}/{_made[name]}", distributed_c10d._get_default_store()
-        )
-        self.rank, self.size = process_group.rank(), process_group.size()
-        self.global_ranks = get_process_group_ranks(process_group)
-        self.call = 0
-        self.made_in = 0
-        self._late_before = False
-        self.gloo: Any = None  # a ProcessGroupGloo, whose messages torch does not describe to type checkers
-
-    def open(self, timeout: timedelta, refused: int = 0) -> None:
-        """Begin a call: connected to all ranks, or a RankFailure. ``refused`` calls before it never came here."""
-        from torch.distributed import ProcessGroupGloo, distributed_c10d
-
-        self.call += refused
-        try:
-            if refused:  # other ranks may be waiting in them
-                self.gloo = None
-                self._sign(REFUSED)
-            self.call += 1
-            failed = int(self.store.compare_set("failed", "", "-1"))
-            if failed < self.call and (self.gloo is None or failed >= self.made_in):
-                store = distributed_c10d.PrefixStore(f"gloo/{self.call}", self.store)
-                self.gloo = None
-                self.gloo = ProcessGroupGloo(store, self.rank, self.size, timeout)
-                self.made_in = self.call
-        except RuntimeError as error:
-            raise self.broken("connect", timeout, error) from error
-        if failed < self.call:
-            self._late_before = False
-            return
-        if self._late_before:  # twice running: this rank has left a call out, and would be behind for ever
-            self.call = failed + 1
-        self._late_before = not self._late_before
-        raise self._late(failed)
-
-    def broken(self, stage: str, timeout: timedelta, error: Exception) -> RankLost:
-        """Give the connection up, find out who is missing, and say so."""
-        self.gloo = None
-        try:
-            self._sign("here")
-            patience = min(ROLL_CALL, timeout.total_seconds())
-            told = self._call_the_roll if self.rank == 0 else self._story
-            story = told(self.call, patience)
-        except RuntimeError as lost:  # the store's server is gone too, as when rank 0 held it and died
-            story = {"text": f"the job's store cannot be reached either ({_first_line(lost)})", "missing": {}}
-        missing = {int(rank): str(word) for rank, word in story["missing"].items()}
-        who = "; ".join(f"rank {rank}{self._globally(rank)} {word}" for rank, word in missing.items())
-        advice = LAST_ADVICE if stage == "connect" and self.call > 1 else ADVICE
-        return RankLost(
-            f"the ranks lost one another in the stage {stage!r} (timeout {timeout.total_seconds():g} s): "
-            f"{who or story['text']}.\n  torch says: {_first_line(error)}\n  {advice}",
-            missing,
-        )
-
-    def _globally(self, rank: int) -> str:
-        return "" if self.global_ranks[rank] == rank else f" (global rank {self.global_ranks[rank]})"
-
-    def confirm(self, timeout: timedelta) -> None:
-        """RankLost if any rank has given this call up, as after this process was stopped for long."""
-        try:
-            failed = int(self.store.compare_set("failed", "", "-1"))
-        except RuntimeError as error:
-            raise self.broken("commit", timeout, error) from error
-        if failed >= self.call:
-            raise self._late(failed)
-
-    def leave(self, reason: BaseException) -> None:
-        """Give the connection up because this process ends; the others notice at once."""
-        self.gloo = None
-        try:
-            self._sign(f"left: {type(reason).__name__}")
-        except RuntimeError as error:
-            reason.add_note(f"the other ranks could not be told: {_first_line(error)}")
-
-    def _sign(self, word: str) -> None:
-        self.store.set(f"here/{self.call}/{self.rank}", word)
-        self.store.set("failed", str(self.call))
-
-    def _call_the_roll(self, call: int, patience: float) -> dict[str, Any]:
-        keys = [f"here/{call}/{rank}" for rank in range(self.size)]
-        _until(lambda: self.store.check(keys), patience)
-        missing: dict[int, str] = {}
-        for rank, key in enumerate(keys):
-            word = self.store.get(key).decode() if self.store.check([key]) else "did not answer"
-            if word != "here":
-                missing[rank] = word
-        story = {"text": "every rank is there, but a connection broke", "missing": missing}
-        self.store.set(f"story/{call}", json.dumps(story))
-        return story
-
-    def _story(self, call: int, patience: float) -> dict[str, Any]:
-        key = f"story/{call}"
-        if _until(lambda: self.store.check([key]), 2 * patience + 2):  # who tells it waits as well
-            return dict(json.loads(self.store.get(key)))
-        return {"text": "", "missing": {0: "did not answer"}}
-
-    def _late(self, failed: int) -> RankLost:
-        self.gloo = None
-        if self.rank == 0 and not self.store.check([f"story/{failed}"]):  # it is itself who tells it
-            missing = self._call_the_roll(failed, 0)["missing"]
-        else:
-            missing = self._story(failed, ROLL_CALL / 2)["missing"]
-        told = "; ".join(f"rank {rank} {word}" for rank, word in missing.items()) or "a connection was lost"
-        return RankLost(
-            f"rank {self.rank} comes too late: the other ranks have given this save or load up ({told}). "
-            "They were told so too; the next one begins afresh.",
-            {int(rank): word for rank, word in missing.items()},
-        )
-
-
 class ProcessGroup(RankGroup):
     """The ranks of a torch process group."""
 
@@ -242,7 +106,8 @@ class ProcessGroup(RankGroup):
         self._taking = threading.Lock()
         self._thread: int | None = None  # which has begun a save or load
         self._entered = False
-        self._refused = 0
+        self._refused: list[bool] = []  # was it to begin a call?
+        self._since = 0
         self._timeout = DEFAULT_TIMEOUT
 
     def __enter__(self) -> Group:
@@ -253,19 +118,29 @@ class ProcessGroup(RankGroup):
         with self._taking:
             self._entered, self._thread = False, None
 
-    def confirm(self) -> None:
-        self._line.confirm(self._timeout)
+    def mark(self) -> int:
+        return self._line.call
 
-    def begin(self, timeout: timedelta) -> None:
-        """Make sure of the connection for one save or load of this thread. Raises RankLost."""
+    def resumed(self, since: int = 0) -> Group:
+        self.begin(self._timeout, since)
+        return self
+
+    def parted(self, what: str, patience: float) -> bool:
+        return self._line.parted(what, patience)
+
+    def confirm(self) -> None:
+        self._line.confirm(self._timeout, self._since)
+
+    def begin(self, timeout: timedelta, since: int = 0) -> None:
+        """Make sure of the connection for one save or load of this thread, or a step of one. Raises RankLost."""
         with self._taking:
             if self._entered or self._thread not in (None, threading.get_ident()):
-                self._refused += 1
+                self._refused.append(not since)
                 raise CheckpointingException(BUSY)
-            self._thread, refused, self._refused = threading.get_ident(), self._refused, 0
-        self._timeout = timeout
+            self._thread, refused, self._refused = threading.get_ident(), self._refused, []
+        self._timeout, self._since = timeout, since
         try:
-            self._line.open(timeout, refused)
+            self._line.open(timeout, refused, since)
         except BaseException:
             self._thread = None
             raise
@@ -274,14 +149,11 @@ class ProcessGroup(RankGroup):
         """Close the connection, and wait for its threads."""
         self._line.gloo = None
 
-    def _vote(self, token: int | None) -> bool:
+    def _lowest(self, numbers: Sequence[int]) -> list[int]:
         import torch
         import torch.distributed as dist
 
-        # The least of t and the least of -t are opposites exactly if all t are equal; no token is in between.
-        lowest = -(2**63) + 1
-        pair = [lowest, lowest] if token is None else [token % 2**63, -(token % 2**63)]
-        votes = torch.tensor(pair, dtype=torch.int64)
+        votes = torch.tensor(numbers, dtype=torch.int64)
 
         def reduce(gloo: Any) -> None:
             options = dist.AllreduceOptions()
@@ -290,7 +162,7 @@ class ProcessGroup(RankGroup):
             gloo.allreduce([votes], options).wait()
 
         self._over_line("vote", reduce)
-        return int(votes[0]) == -int(votes[1])
+        return [int(vote) for vote in votes.tolist()]
 
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
         if self.rank:
@@ -322,6 +194,26 @@ class ProcessGroup(RankGroup):
             return message if packed is None else packed
 
         return self._over_line(stage, spread)
+
+    def _swap(
+        self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
+    ) -> Callable[[], None]:
+        import torch
+
+        def begin(gloo: Any) -> list[Any]:
+            into = [torch.frombuffer(coming, dtype=torch.uint8)] if coming else []
+            out = [torch.frombuffer(leaving, dtype=torch.uint8)] if leaving else []
+            return [
+                *(gloo.recv([part], source, 0) for part in into),
+                *(gloo.send([part], to, 0) for part in out),
+            ]
+
+        works = self._over_line(stage, begin)
+
+        def wait() -> None:
+            self._over_line(stage, lambda _: [work.wait(self._timeout) for work in works])
+
+        return wait
 
     def _leave(self, reason: BaseException) -> None:
         self._line.leave(reason)
@@ -385,16 +277,3 @@ def _begun(first: torch.Tensor) -> tuple[memoryview, torch.Tensor | None]:
     message = _space(length)
     message[: FIRST - _LENGTH] = first[_LENGTH:]
     return message.numpy().data, message[FIRST - _LENGTH :]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _until(true: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

@@ -1,6 +1,6 @@
 """Ranks that work together: the four things they do with one another, and how the error of one reaches all.
 
-``Group`` is the door. ``RankGroup`` writes it once over four primitives that only move bytes, so that real
+``Group`` is the door. ``RankGroup`` writes it once over primitives that only move bytes, so that real
 processes and the threads of a test behave alike; ``SingleGroup`` is a process that is alone.
 """
 
@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from megackpt.errors import CheckpointingException, RankLost
-from megackpt.runtime.collectives.failures import DEPARTURES, Failure, alone, coordinators, everybodys
+from megackpt.runtime.collectives.failures import (
+    DEPARTURES,
+    Attempt,
+    Failure,
+    alone,
+    coordinators,
+    everybodys,
+)
+from megackpt.runtime.collectives.streams import Stream, Swap, hand_over, within
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 Packed = bytes | memoryview
+
+_NO_TOKEN = -(2**63) + 1
 
 
 class Group(ABC):
@@ -45,15 +55,45 @@ class Group(ABC):
     def __exit__(self, *_: object) -> None:  # noqa: B027 - threads and single processes keep no order
         """It is over."""
 
+    def mark(self) -> int:
+        """For something whose later steps are to come: which of this group's calls has begun it."""
+        return 0
+
+    def resumed(self, since: int = 0) -> Group:  # noqa: ARG002 - threads and single processes lose nobody
+        """For a later step of something begun before: enter what this returns. Raises as ``group_over`` does.
+
+        RankLost, too, if ranks have lost one another in the call of this mark or since: some of them gave it up then.
+        """
+        return self
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """If this process is being ended within, the others hear of it at once."""
+        yield
+
+    def parted(self, what: str, patience: float) -> bool:  # noqa: ARG002 - as above
+        """This rank has stopped working on something. On the coordinator: have all, or do so in that many seconds?
+
+        Not collective: other ranks may have done so, do so later, or never.
+        """
+        return True
+
     def confirm(self) -> None:  # noqa: B027 - threads and single processes are not stopped apart
         """Before a step that cannot be undone: raises RankLost if the other ranks have given this call up."""
 
     @abstractmethod
+    def lowest(self, numbers: Sequence[int]) -> list[int]:
+        """For each place the lowest number of all ranks (of 64 bits, as many on each). One tiny message."""
+
     def all_agree(self, token: int | None) -> bool:
         """True on every rank if all ranks passed the same token, none of them None. One tiny message.
 
         Tokens are compared by their lowest 63 bits.
         """
+        # The least of t and the least of -t are opposites exactly if all t are equal; no token is in between.
+        pair = [_NO_TOKEN, _NO_TOKEN] if token is None else [token % 2**63, -(token % 2**63)]
+        least, opposite = self.lowest(pair)
+        return least == -opposite
 
     @abstractmethod
     def reduce_scatter(
@@ -70,6 +110,13 @@ class Group(ABC):
     def broadcast(self, stage: str, decide: Callable[[], U]) -> U:
         """One broadcast: ``decide`` on the coordinator; all ranks get its value, or raise its exception."""
 
+    @abstractmethod
+    def exchange(self, stage: str, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> None:
+        """Hand each rank (by number) its stream, and take from each rank what it hands this one; then one gather and
+        one broadcast. What one end passes the other awaits, with as many bytes. An error of any stream is raised on
+        every rank.
+        """
+
 
 class SingleGroup(Group):
     """One process alone. Nothing is sent or copied; our own errors pass unchanged, others as RankFailure."""
@@ -77,8 +124,8 @@ class SingleGroup(Group):
     rank = 0
     size = 1
 
-    def all_agree(self, token: int | None) -> bool:
-        return token is not None
+    def lowest(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
 
     def reduce_scatter(
         self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]
@@ -93,6 +140,10 @@ class SingleGroup(Group):
     def broadcast(self, stage: str, decide: Callable[[], U]) -> U:
         with _telling(stage):
             return decide()
+
+    def exchange(self, stage: str, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> None:
+        with _telling(stage):
+            Attempt(None, _exchanged(self, outgoing, incoming, lambda *_: within)).get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +170,11 @@ class _Done(Generic[T]):
 
 
 class RankGroup(Group):
-    """Several ranks, over four primitives. A message is a pickled value, Failure or _Verdict."""
+    """Several ranks, over primitives that move bytes. A message is a pickled value, Failure or _Verdict."""
 
     @abstractmethod
-    def _vote(self, token: int | None) -> bool:
-        """What ``all_agree`` says."""
+    def _lowest(self, numbers: Sequence[int]) -> list[int]:
+        """What ``lowest`` says."""
 
     @abstractmethod
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
@@ -138,17 +189,26 @@ class RankGroup(Group):
         """The coordinator's message; only the coordinator passes one."""
 
     @abstractmethod
+    def _swap(
+        self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
+    ) -> Callable[[], None]:
+        """Begin to send one rank some bytes and to receive some from another; what is returned waits for both.
+
+        Messages between two ranks arrive in the order in which they were begun. Empty ones are not sent.
+        """
+
+    @abstractmethod
     def _leave(self, reason: BaseException) -> None:
         """This process is being ended in the middle of a step: let the others know, without waiting."""
 
-    def all_agree(self, token: int | None) -> bool:
-        with self._leaving():
-            return self._vote(token)
+    def lowest(self, numbers: Sequence[int]) -> list[int]:
+        with self.leaving():
+            return self._lowest(numbers)
 
     def reduce_scatter(
         self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]
     ) -> U:
-        with self._leaving():
+        with self.leaving():
             mine = self._worked(work)
             gathered = self._gather(stage, mine.packed)
             if gathered is None:
@@ -161,7 +221,7 @@ class RankGroup(Group):
             return cast("U", pickle.loads(reply))
 
     def reduce_broadcast(self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]) -> U:
-        with self._leaving():
+        with self.leaving():
             mine = self._worked(work)
             gathered = self._gather(stage, mine.packed)
             if gathered is None:
@@ -171,12 +231,27 @@ class RankGroup(Group):
             return decided.settled(mine.error)
 
     def broadcast(self, stage: str, decide: Callable[[], U]) -> U:
-        with self._leaving():
+        with self.leaving():
             if not self.is_coordinator:
                 return cast("U", _opened(self._broadcast(stage, None)))
             decided = _decided(stage, decide)
             self._broadcast(stage, decided.packed)
             return decided.settled()
+
+    def exchange(self, stage: str, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> None:
+        def swap(to: int, source: int) -> Swap:
+            return within if to == self.rank else lambda out, into: self._swap(stage, to, out, source, into)
+
+        with self.leaving():
+            try:
+                error = _exchanged(self, outgoing, incoming, swap)
+            except (
+                Exception
+            ) as problem:  # as where there is no memory for a window: others wait for this rank
+                if not isinstance(problem, RankLost):
+                    self._leave(problem)
+                raise
+        self.reduce_broadcast(stage, Attempt(None, error).get, len)
 
     def _worked(self, work: Callable[[], T]) -> _Done[T]:
         try:
@@ -209,12 +284,32 @@ class RankGroup(Group):
         return [_pack(reply) for reply in replies]
 
     @contextmanager
-    def _leaving(self) -> Iterator[None]:
+    def leaving(self) -> Iterator[None]:
         try:
             yield
         except DEPARTURES as reason:
             self._leave(reason)
             raise
+
+
+def _exchanged(
+    group: Group,
+    outgoing: Mapping[int, Stream],
+    incoming: Mapping[int, Stream],
+    swap: Callable[[int, int], Swap],
+) -> BaseException | None:
+    """In each turn ranks give to the one so far above them and take from the one so far below: none waits in a ring.
+
+    Returns the first error of a stream.
+    """
+    given = {(rank - group.rank) % group.size for rank in outgoing}
+    taken = {(group.rank - rank) % group.size for rank in incoming}
+    for distance in sorted(given | taken):
+        to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
+        nothing = Stream(0, ())
+        hand_over(outgoing.get(to, nothing), incoming.get(source, nothing), swap(to, source))
+    errors = (stream.error for stream in (*outgoing.values(), *incoming.values()))
+    return next((error for error in errors if error is not None), None)
 
 
 def _pack(value: object) -> bytes:

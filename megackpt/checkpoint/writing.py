@@ -1,0 +1,26 @@
+"""The second stage of a save on one rank, as a value: it can travel to a writer process, and needs no torch there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megackpt.backends.base import Backend, Source
+from megackpt.checkpoint.committing import place_of
+from megackpt.planning.manifest import SavePlan, WriteResult
+from megackpt.runtime.counting import CountedSource
+
+
+@dataclass(frozen=True, eq=False)
+class Writing:
+    """Write this rank's rows to where the coordinator has begun the save."""
+
+    directory: str
+    save_id: str
+    backend: Backend
+    plan: SavePlan
+    source: Source
+
+    def __call__(self, advance: Callable[[int], None]) -> WriteResult:
+        root = place_of(self.directory, self.save_id)
+        return self.backend.write(root, self.plan, CountedSource(self.source, advance))

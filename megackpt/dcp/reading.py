@@ -1,0 +1,290 @@
+"""One rank's part of a load through torch DCP: exact ranges straight into what the planner resolves."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from megackpt.backends.torch_dist import METADATA, TorchDist
+from megackpt.backends.torch_dist.listing import (
+    LARGEST,
+    Listed,
+    Listing,
+    Location,
+    check_files,
+    read_listing,
+)
+from megackpt.checkpoint import INDEX, absolute, find_storage, open_checkpoint
+from megackpt.dcp.contents import Place, native_manifest, opaque_key, rows_of
+from megackpt.dcp.writing import settle_all
+from megackpt.errors import (
+    BackendError,
+    CheckpointingException,
+    CorruptCheckpoint,
+    MismatchError,
+    NotACheckpoint,
+)
+from megackpt.planning import manifest as planned
+from megackpt.planning.box import Box, Boxes
+from megackpt.planning.manifest import Manifest
+from megackpt.runtime.staging import Landing, settle
+from megackpt.runtime.storage import LocalStorage, Storage, allocate, digest_blocks
+from megackpt.sharded import dtype_named
+
+_READ = 1 << 20
+_SPARE = 1 << 20
+"""Bytes that an archive has beyond its tensor's, at most: what an extension makes of a record is bounded by it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """An open checkpoint of torch DCP's: stock's, Megatron's, or ours."""
+
+    storage: Storage
+    listing: Listing
+    items: dict[Place, Listed]
+    manifest: Manifest
+    rows: dict[Place, int]
+
+    @classmethod
+    def of(cls, directory: Any, rank: int | None) -> Contents:
+        """By ``.metadata``; with a rank, where there is none, by what this rank wrote without collectives."""
+        storage, name, manifest = _found(directory, rank)
+        listing = read_listing(storage, name)
+        listed = list(listing)
+        check_files(storage, listed)
+        items = {
+            (item.name, None if listing.tensors[item.name].is_object else item.box.offset): item
+            for item in listed
+        }
+        manifest = manifest or native_manifest(listing.tensors, listed)
+        return cls(storage, listing, items, manifest, rows_of(manifest))
+
+    def row(self, place: Place) -> int | None:
+        """The row of the manifest that holds a chunk as a plain tensor."""
+        return None if place[1] is None else self.rows.get(place)
+
+    def blob(self, name: str, place: Location, verify: bool) -> bytearray:
+        """The bytes of a record, compared with their digests under this name of the index."""
+        where = f"{self.storage.location}: {name!r} in {place.file}"
+        data = allocate(place.length, where)
+        with self.storage.open(place.file) as reader:
+            reader.read_into(place.start, [memoryview(data)])
+        row = self.rows.get((name, None))
+        known = b"" if row is None or not verify else self.manifest.chunk(row).digests.tobytes()
+        if known and digest_blocks(memoryview(data)) != known:
+            raise CorruptCheckpoint(f"{where} is damaged: its bytes are not those that were saved")
+        return data
+
+
+def _found(directory: Any, rank: int | None) -> tuple[Storage, str, Manifest | None]:
+    """Where it is, the file that lists what it holds, and our manifest where it has an index."""
+    try:
+        storage: Storage = find_storage(directory)
+    except NotACheckpoint:
+        alone = None if rank is None else _written_alone(directory, f"__{rank}{METADATA}")
+        if alone is None:
+            raise
+        return alone, f"__{rank}{METADATA}", None
+    manifest = None
+    if storage.size(INDEX) is not None:
+        opened = open_checkpoint(directory)
+        storage, manifest = opened.storage, opened.manifest
+    if storage.size(METADATA) is None:
+        raise NotACheckpoint(
+            f"{storage.called} is a checkpoint, but not one of torch DCP's (it has no {METADATA}): "
+            "megackpt.load reads it, megackpt.convert makes one of it"
+        )
+    return storage, METADATA, manifest
+
+
+def _written_alone(directory: Any, listed_in: str) -> Storage | None:
+    """Where a rank of stock's writer saved without collectives."""
+    try:
+        storage = LocalStorage(absolute(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return None if storage.size(listed_in) is None else storage
+
+
+def read_items(
+    contents: Contents, plan: LoadPlan, planner: LoadPlanner, registry: ExtensionRegistry, verify: bool
+) -> None:
+    """Carry out a plan. Errors name the item and the file."""
+    plain: list[tuple[ReadItem, int]] = []
+    for item in plan.items:
+        name, offset = item.storage_index.fqn, item.storage_index.offset
+        key = name, None if offset is None else tuple(offset)
+        if key not in contents.items:
+            raise MismatchError(f"{contents.storage.location} holds no chunk of {name!r} at {offset}")
+        row = contents.row(key)
+        if item.type == LoadItemType.BYTE_IO:
+            data = contents.blob(name, contents.items[key].place, verify)
+            planner.load_bytes(item, _decoded(contents, key, data, registry, LARGEST))
+        elif row is not None:
+            plain.append((item, row))
+        else:
+            _read_opaque(contents, key, item, planner, registry, verify)
+    _read_plain(contents, plain, planner, verify)
+
+
+def _read_plain(
+    contents: Contents, items: Sequence[tuple[ReadItem, int]], planner: LoadPlanner, verify: bool
+) -> None:
+    manifest = contents.manifest
+    metas = [manifest.tensors[manifest.chunks.tensor[row]].meta for _, row in items]
+    boxes = []
+    for (item, row), meta in zip(items, metas, strict=True):
+        chunk = manifest.chunks.boxes.row(row, len(meta.shape))
+        offset = tuple(a + b for a, b in zip(chunk.offset, item.storage_offsets, strict=True))
+        boxes.append(Box(offset, tuple(item.lengths)))
+    rows = np.array([row for _, row in items], np.int64)
+    plan = planned.LoadPlan(manifest, rows, Boxes.of(boxes), np.arange(len(items)))
+    stored = [dtype_named(meta.dtype) for meta in metas]
+    into = _Into(planner, [item for item, _ in items], boxes, stored)
+    settle_all()
+    for target, box in enumerate(boxes):
+        if not box.volume:
+            into.finish(target)
+    TorchDist().read(contents.storage, plan, into, verify)
+
+
+class _Into:
+    """The Target of a plan: tensors that the planner resolves when their first piece comes, and is handed when full."""
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        items: Sequence[ReadItem],
+        boxes: Sequence[Box],
+        stored: Sequence[torch.dtype],
+    ) -> None:
+        self._planner = planner
+        self._items = items
+        self._boxes = boxes
+        self._stored = stored
+        self._left = [box.volume for box in boxes]
+        self._landings: dict[int, tuple[torch.Tensor, Landing]] = {}
+        self._asking = threading.Lock()  # planners are not made for threads
+
+    def _landing(self, target: int) -> Landing:
+        with self._asking:
+            if target not in self._landings:
+                given = resolved(self._planner, self._items[target])
+                kept = (
+                    given
+                    if type(given) is torch.Tensor
+                    else torch.empty(given.shape, dtype=self._stored[target])
+                )
+                holder = Boxes.of([self._boxes[target]])
+                self._landings[target] = given, Landing([kept], holder, [self._stored[target]], {})
+            return self._landings[target][1]
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:
+        return self._landing(target).open(0, box)
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
+        self._landing(target).close(0, box, filled)
+        with self._asking:
+            self._left[target] -= box.volume
+            full = self._left[target] == 0
+        if full:
+            self.finish(target)
+
+    def finish(self, target: int) -> None:
+        """All of it is there."""
+        kept = self._landing(target).tensors[0]
+        with self._asking:
+            given, _ = self._landings.pop(target)
+            if kept is not None and kept is not given:
+                given.copy_(kept)
+            settle([given])
+            self._planner.commit_tensor(self._items[target], given)
+
+    def blob(self, target: int, data: bytes) -> None:
+        raise BackendError(
+            f"{self._items[target].storage_index.fqn!r} is an object, not a tensor ({len(data)} bytes)"
+        )
+
+
+def resolved(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
+    """The memory that the planner gives for an item. Raises MismatchError for another shape."""
+    tensor = planner.resolve_tensor(item).detach()
+    if tensor.shape != item.lengths:
+        raise MismatchError(
+            f"{item.storage_index.fqn!r}: the planner asks for {tuple(item.lengths)}, and resolves it to "
+            f"{tuple(tensor.shape)}"
+        )
+    return tensor
+
+
+def _read_opaque(
+    contents: Contents,
+    key: Place,
+    item: ReadItem,
+    planner: LoadPlanner,
+    registry: ExtensionRegistry,
+    verify: bool,
+) -> None:
+    """A chunk that torch pickled, or that went through an extension: read as stock reads it."""
+    name = key[0]
+    meta, (_, box, place) = contents.listing.tensors[name], contents.items[key]
+    dtype = vars(torch).get(meta.dtype)
+    data = contents.blob(opaque_key(name, box, meta.shape), place, verify)
+    size = box.volume * (dtype.itemsize if isinstance(dtype, torch.dtype) else 16)
+    stream = _decoded(contents, key, data, registry, size + _SPARE)
+    where = f"{contents.storage.location}: {name!r} {box} in {place.file}"
+    try:
+        value = torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CorruptCheckpoint(f"{where}: torch cannot read the record: {error}") from error
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != box.shape:
+        raise CorruptCheckpoint(f"{where}: the record holds no tensor of {box.shape}")
+    within = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
+    target = resolved(planner, item)
+    target.copy_(value[within])
+    planner.commit_tensor(item, target)
+
+
+def _decoded(
+    contents: Contents, key: Place, data: bytearray, registry: ExtensionRegistry, most: int
+) -> io.BytesIO:
+    """What extensions make of a record's bytes."""
+    through = contents.items[key].place.through
+    if not through:
+        return io.BytesIO(data)
+    where = f"{contents.storage.location}: {key[0]!r} is stored through {list(through)}"
+    try:
+        extensions = registry.from_descriptor_list(through)
+    except ValueError as error:
+        raise BackendError(f"{where}: {error}") from error
+    stream: Any = io.BytesIO(data)
+    for extension in extensions:
+        if isinstance(extension, StreamTransformExtension):
+            stream = extension.transform_from(stream)
+    found = io.BytesIO()
+    try:
+        for part in _parts(stream):
+            found.write(part)
+            if found.tell() > most:
+                raise CorruptCheckpoint(f"{where}: more than {most} bytes come of it")
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        raise CorruptCheckpoint(f"{where}, which cannot read it: {error}") from error
+    found.seek(0)
+    return found
+
+
+def _parts(stream: Any) -> Iterator[bytes]:
+    while part := stream.read(_READ):
+        yield part

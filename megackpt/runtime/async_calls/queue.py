@@ -1,0 +1,233 @@
+"""The queue of requests under way: each is begun at once, and all are finalized in their order, on all ranks alike."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+from megackpt.errors import CheckpointingException, RankLost, StorageError
+from megackpt.runtime.async_calls.request import AsyncRequest
+from megackpt.runtime.async_calls.task import Task
+from megackpt.runtime.async_calls.workers import ThreadWorker, Worker
+from megackpt.runtime.collectives import DEFAULT_TIMEOUT, group_over
+
+logger = logging.getLogger("megackpt.async_calls")
+
+ENDED = 1000
+"""How far a task is that has ended, in thousandths; one that has not is below."""
+_RANKS = 1 << 32
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5  # seconds between two looks of a blocking call
+
+_open: WeakSet[AsyncCallsQueue] = WeakSet()
+
+
+@dataclass(eq=False)
+class _Call:
+    """A request under way on this rank."""
+
+    index: int
+    request: AsyncRequest
+    task: Task[Any]
+    first: float = field(default_factory=time.monotonic)
+    """When it came to be the oldest one; before that it may have had to wait for another."""
+    slowest: tuple[int, int] | None = None
+    """The rank that was least far when all ranks looked last, and how far (thousandths)."""
+
+    @property
+    def progress(self) -> int:
+        """In thousandths; ENDED exactly when it has ended."""
+        if self.task.outcome is not None:
+            return ENDED
+        return min(ENDED - 1, self.task.done * ENDED // self.task.todo) if self.task.todo else 0
+
+    def __str__(self) -> str:
+        name = self.task.name or f"call {self.index}"
+        outcome = self.task.outcome
+        if outcome is None:
+            told = f"{name}: writing, {self.progress // 10} %" if self.task.todo else f"{name}: under way"
+        elif outcome.error is not None:
+            told = f"{name}: failed here ({outcome.error}), which all ranks hear when it is finalized"
+        else:
+            told = f"{name}: written here"
+        if self.slowest is None or self.slowest[1] == ENDED:
+            return told
+        return f"{told}, waiting for rank {self.slowest[0]} ({self.slowest[1] // 10} %)"
+
+
+class AsyncCallsQueue:
+    """Asynchronous saves under way: schedule each, look now and then, close at the end. On all ranks alike.
+
+    Args:
+        persistent: a writer process of low priority, started once, does the work; else threads of this process.
+        process_group: whose ranks take part where a request does not say it (None: the default one's).
+        timeout: how long a worker may go without moving a byte before it is given up.
+    """
+
+    def __init__(
+        self,
+        persistent: bool = False,
+        *,
+        process_group: Any = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        self.persistent = persistent
+        self._process_group = process_group
+        self._timeout = timeout
+        self._calls: deque[_Call] = deque()
+        self._index = -1
+        self._worker: Worker | None = None
+        _open.add(self)
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Begin the work of a request, and return its number at once: 0, 1, 2, ... Call it on all ranks alike."""
+        self._index += 1
+        request = async_request.freeze()
+        call = _Call(self._index, request, request.as_task())
+        self._calls.append(call)
+        self._at_work().start(call.task)
+        return call.index
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Finalize, in their order, the requests whose work all ranks have done; returns their numbers.
+
+        Collective: one small vote for each of them, and one for the first that goes on. ``blocking``: wait for all.
+        ``no_dist``: this rank's work alone is looked at, for callers who know of the others'.
+
+        Raises, on all ranks, what went wrong with a request on any; that one is over then, and the next call goes
+        on with the next request. Where ranks have lost one another (RankLost), all that were under way are over.
+        """
+        finalized: list[int] = []
+        lost: RankLost | None = None
+        while self._calls:
+            name = self._calls[0].task.name
+            try:
+                if not self._done(self._calls[0], blocking, no_dist):
+                    break
+                call = self._next()
+                call.request.finalize(call.task)
+                finalized.append(call.index)
+            except RankLost as error:  # all begun before that is lost, as some ranks know already
+                lost = lost or error
+                lost.add_note(f"{name} was not finalized, and is given up")
+        if lost is not None:
+            raise lost
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """How many requests are under way."""
+        return len(self._calls)
+
+    def status(self) -> str:
+        """A line for each request under way, for people: "iter_300: writing, 41 %, waiting for rank 3 (12 %)".
+
+        Of other ranks it tells what the last look of all ranks has shown. From any thread; asks nobody.
+        """
+        return "\n".join(map(str, self._calls)) or "nothing is being saved"
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize all that is under way (collective), or ``abort`` it (not collective); the worker ends.
+
+        What is aborted is no checkpoint, and what stood in its directory before still stands. Raises the first
+        error of all requests.
+        """
+        failed: Exception | None = None
+        try:
+            while self._calls and not abort:
+                try:
+                    self.maybe_finalize_async_calls(blocking=True)
+                except RankLost:
+                    raise
+                except Exception as error:  # noqa: BLE001 - raised below, when the others have had their turn
+                    failed = failed or error
+        finally:
+            while self._calls:
+                self._give_up(self._next())
+            worker, self._worker = self._worker, None
+            if worker is not None:
+                worker.close()
+        if failed is not None:
+            raise failed
+
+    def _at_work(self) -> Worker:
+        if self._worker is None:
+            if self.persistent:
+                from megackpt.runtime.async_calls.processes import ProcessWorker
+
+                self._worker = ProcessWorker()
+            else:
+                self._worker = ThreadWorker()
+        return self._worker
+
+    def _done(self, call: _Call, blocking: bool, no_dist: bool) -> bool:
+        """Have all ranks done the work of their oldest request?"""
+        pause = _FIRST_PAUSE
+        while True:
+            self._watch(call)
+            try:
+                done = call.progress == ENDED if no_dist else self._all_done(call)
+            except BaseException:  # whoever was lost, this request cannot be finalized any more
+                self._give_up(self._next())
+                raise
+            if done or not blocking:
+                return done
+            began = time.monotonic()
+            call.task.wait(pause)
+            time.sleep(max(0.0, min(pause, began + pause - time.monotonic())))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _all_done(self, call: _Call) -> bool:
+        group = call.request.group or group_over(self._process_group)
+        with group.resumed(call.request.since) as ranks:
+            far, least, opposite = ranks.lowest(
+                [call.progress * _RANKS + ranks.rank, call.index, -call.index]
+            )
+        if least != -opposite:
+            raise CheckpointingException(
+                f"Unmatched async calls. The ranks' oldest unfinalized requests are the numbers {least} to "
+                f"{-opposite} (here {call.index}): every rank must schedule and finalize the same requests"
+            )
+        progress, rank = divmod(far, _RANKS)
+        call.slowest = rank, progress
+        return progress == ENDED
+
+    def _watch(self, call: _Call) -> None:
+        """Give up work that does not move any more."""
+        still = time.monotonic() - max(call.task.moved, call.first)
+        if call.task.outcome is None and still > self._timeout.total_seconds():
+            reason = StorageError(
+                f"{call.task.name}: its worker has not moved a byte for {still:.0f} s and is given up after "
+                f"{call.task.done} of {call.task.todo} bytes (timeout {self._timeout.total_seconds():g} s): does the "
+                "disk still answer? Where it is only slow, give the AsyncCallsQueue a longer timeout"
+            )
+            self._at_work().stop(call.task, reason)
+
+    def _next(self) -> _Call:
+        """Take the oldest one out."""
+        call = self._calls.popleft()
+        if self._calls:
+            self._calls[0].first = time.monotonic()
+        return call
+
+    def _give_up(self, call: _Call) -> None:
+        self._at_work().stop(call.task)
+        if call.request.abandon is not None:
+            call.request.abandon()
+
+
+@atexit.register
+def _end_of_process() -> None:
+    """What was not finalized is not committed: say so, and let it stop."""
+    for queue in list(_open):
+        if queue.get_num_unfinalized_calls():
+            logger.warning(
+                "the process ends before these saves are finalized, so they are no checkpoints "
+                "(AsyncCallsQueue.close() finalizes them): %s",
+                queue.status(),
+            )
+        queue.close(abort=True)

@@ -1,0 +1,339 @@
+"""The order of a save, and nothing but the order: declare, begin, agree, plan, stage, write, finish, commit.
+
+The ranks come together twice: before the writing, and after it. In between each works by itself: at once, or as a
+task of an AsyncRequest while training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, cast
+
+from megackpt import collector, events
+from megackpt.backends.base import Source, plan_in_format
+from megackpt.checkpoint import Place, absolute, begin, commit
+from megackpt.checkpoint.writing import Writing
+from megackpt.errors import CheckpointingException, RankLost
+from megackpt.planning.cache import Contents, cache_of, joined
+from megackpt.planning.manifest import Declarations, Int32, Manifest, SavePlan, WriteResult
+from megackpt.runtime.async_calls import AsyncRequest, Task, ThreadWorker
+from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, group_over
+from megackpt.runtime.staging import Snapshot, Staged, settle
+from megackpt.saver.asking import COMMON, Request, itself
+from megackpt.saver.notices import check_same, warn_of_difference, warn_of_untrusted
+from megackpt.sharded import ShardedStateDict, extract, pickled
+from megackpt.strategies import StrategyLike, resolve
+
+_PATIENCE = 6.0
+"""Seconds that the coordinator of a save which is given up waits for the other ranks to stop writing."""
+
+
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: StrategyLike = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = True,
+    process_group: Any = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> AsyncRequest | None:
+    """Save the sharded state of all ranks as one checkpoint; collective over ``process_group``.
+
+    Everything in ``sharded_state_dict`` that is no ShardedTensor, ShardedObject, factory or
+    LocalNonpersistentObject is common state: the coordinator's (rank 0's) value is stored. The caller's dict
+    and objects are not changed. When this returns on any rank, the checkpoint is complete and durable; when it
+    raises, every rank raises the same story, and what stood in the directory before still stands.
+
+    Args:
+        checkpoint_dir: made with its parents where missing. A complete checkpoint there is replaced atomically.
+        sharded_strategy: a format's name ("torch_dist", "zarr"), a pair ("zarr", 2), or a Strategy with its policy.
+        common_strategy: not supported, as in Megatron-Core (NotImplementedError).
+        validate_access_integrity: check that the main replicas of all ranks tile every tensor exactly, and warn on
+            ranks whose common state differs from rank 0's (when a plan is made, not when one is reused).
+        preprocess_common_before_consistancy_check: gives the view of the common state used in that comparison.
+        async_sharded_save: return as soon as the tensors may be changed, with an AsyncRequest for an
+            ``AsyncCallsQueue``; the checkpoint is complete when that has been finalized.
+        content_metadata: stored with the common state; read back by ``load_content_metadata``.
+        overwrite: False = raise CheckpointExists instead of replacing a complete checkpoint.
+        process_group: a torch process group of the ranks that save (None: the default one, or this process alone).
+        timeout: how long any rank waits for the others in one step.
+
+    Raises:
+        ShardingError, CoverageError: declarations that contradict themselves or each other.
+        CheckpointExists, SaveInProgress: the directory is taken.
+        StorageError: the disk refused.
+        RankFailure: other ranks failed or did not answer in time.
+    """
+    if common_strategy is not None:
+        raise NotImplementedError(
+            "a common_strategy is not supported: the format keeps the common state itself"
+        )
+    group = group_over(process_group, timeout)
+    compare = preprocess_common_before_consistancy_check or itself
+
+    @events.stage("declare")
+    def request() -> Request:
+        return Request.of(
+            extract(sharded_state_dict),
+            absolute(checkpoint_dir),
+            resolve(sharded_strategy),
+            group,
+            content_metadata=content_metadata,
+            compare=compare if validate_access_integrity else None,
+            overwrite=overwrite,
+        )
+
+    running = _Save(group, str(checkpoint_dir))
+    if async_sharded_save:
+        return running.later(request)
+    running.now(request)
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Declared:
+    """What the coordinator hears of one rank."""
+
+    directory: str
+    format: str
+    declarations: Declarations
+    fingerprint: int
+    common: bytes  # digest of the compared view of the common state
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticket:
+    """What one rank is told: who writes what, and where."""
+
+    save_id: str
+    directory: str
+    plan_id: str
+    plan: SavePlan
+    common: Any = None  # the coordinator's view of the common state, for a rank whose own differs
+
+
+class _Save:
+    """One save on one rank: the order of its steps. Rank 0 alone has a place and a manifest."""
+
+    request: Attempt[Request]
+
+    def __init__(self, group: Group, directory: str) -> None:
+        self.group = group
+        self.cache = cache_of(group)
+        self.place: Attempt[Place] = Attempt(None)
+        self.manifest: Manifest | None = None
+        self.contents: Contents | None = None
+        self.numbers: Int32 | None = None
+        self.whole = events.begun(events.TOTAL, events.Operation("save", directory, group.rank, group.size))
+
+    def now(self, request: Callable[[], Request]) -> None:
+        with self.together(lambda: self.group):
+            task = self.task(self.prepared(request), self.source)
+            task.run()
+            self.conclude(task)
+
+    def later(self, request: Callable[[], Request]) -> AsyncRequest:
+        with self.together(lambda: self.group):
+            since = self.group.mark()
+            task = self.copied(self.prepared(request))
+
+        def finalize() -> None:
+            with self.together(lambda: self.group.resumed(since)):
+                self.conclude(task)
+
+        return AsyncRequest(
+            task.run, finalize_fns=[finalize], task=task, group=self.group, since=since, abandon=self.give_up
+        )
+
+    @contextmanager
+    def together(self, meet: Callable[[], Group]) -> Iterator[None]:
+        """The ranks come together; whatever goes wrong then is the end of the save."""
+        try:
+            with meet() as group, group.leaving(), collector.held_off(), events.within(self.whole):
+                yield
+        except BaseException as error:
+            self.end(isinstance(error, RankLost), error)
+            raise
+
+    def end(self, others_may_write: bool, error: BaseException) -> None:
+        if self.place.value is not None:
+            self.place.value.abandon() if others_may_write else self.place.value.abort()
+        events.over(self.whole, error)
+
+    def give_up(self) -> None:
+        """On this rank alone; the others are expected to do so as well."""
+        operation = self.whole.operation
+        self.end(
+            not self.group.parted(operation.id, _PATIENCE),
+            CheckpointingException(f"the save {operation.id} to {operation.path} is given up"),
+        )
+
+    def prepared(self, request: Callable[[], Request]) -> _Ticket:
+        self.request = attempt(request)
+        held = self.ticket_held()
+        agreed = self.group.all_agree(self.vote(held))
+        ticket = held if held and agreed else self.planned()
+        self.whole.operation.id = ticket.save_id
+        self.numbers = ticket.plan.numbers
+        return ticket
+
+    def ticket_held(self) -> _Ticket | None:
+        """The plan of an earlier save of these declarations, under an id that all ranks derive alike."""
+        request = self.request.value
+        held = None if request is None else request.known(self.cache, self.group.size)
+        if request is None or held is None:
+            return None
+        self.manifest, self.contents = held.manifest, held.contents
+        return _Ticket(held.next_save_id(), request.directory, held.plan_id, held.plan)
+
+    def vote(self, held: _Ticket | None) -> int | None:
+        """Begin, on the coordinator; then what all ranks must agree on to go on without planning."""
+        if self.group.is_coordinator:
+            save_id = held.save_id if held else uuid.uuid4().hex
+            self.place = attempt(lambda: self.begin(save_id))
+        if held is None or self.place.error is not None:
+            return None
+        named = held.save_id.encode() + os.fsencode(held.directory)
+        return int.from_bytes(blake2b(named, digest_size=7).digest())
+
+    @events.stage("begin")
+    def begin(self, save_id: str) -> Place:
+        request = self.request.get()
+        events.here().operation.id = save_id
+        place = begin(request.directory, save_id=save_id, overwrite=request.overwrite)
+        try:
+            if self.manifest is not None:
+                place.announce(request.backend.files(self.group.size, self.manifest))
+        except BaseException:
+            place.abort()
+            raise
+        return place
+
+    def planned(self) -> _Ticket:
+        ticket = self.group.reduce_scatter("plan", self.declared, self.plan)
+        request = self.request.get()
+        ticket = replace(ticket, plan=replace(ticket.plan, tensors=request.declared.tensors))
+        held = self.cache.put(request.fingerprint, ticket.plan_id, ticket.plan, self.manifest)
+        self.contents = held.contents
+        return ticket
+
+    def declared(self) -> _Declared:
+        request = self.request.get()
+        view = b"" if request.compared is None else pickled(COMMON, request.compared)
+        warn_of_untrusted(request.blobs())
+        common = blake2b(view).digest()
+        return _Declared(request.directory, request.format, request.declared, request.fingerprint, common)
+
+    @events.stage("plan")
+    def plan(self, parts: Sequence[_Declared]) -> list[_Ticket]:
+        """On the coordinator: who writes what."""
+        request, place = self.request.get(), self.place.get()
+        check_same("name different directories", [p.directory for p in parts])
+        check_same("ask for different formats", [p.format for p in parts])
+        declared = [p.declarations for p in parts]
+        checked = request.compared is not None
+        plans, manifest = plan_in_format(request.backend, declared, request.policy, checked)
+        self.manifest = replace(manifest, fingerprints=joined([p.fingerprint for p in parts]))
+        place.announce(request.backend.files(self.group.size, self.manifest))
+        plan_id = uuid.uuid4().hex
+        own = parts[0].common
+        return [
+            _Ticket(
+                place.save_id,
+                request.directory,
+                plan_id,
+                replace(plan, tensors=()),  # each rank knows its own table
+                None if p.common == own else request.compared,
+            )
+            for plan, p in zip(plans, parts, strict=True)
+        ]
+
+    def source(self, ticket: _Ticket) -> Staged:
+        """What this rank is to write, where it lies now."""
+        request = self.request.get()
+        if ticket.common is not None:
+            warn_of_difference(self.group.rank, ticket.common, request.compared)
+        held = request.held()
+        settle(held)
+        return Staged(ticket.plan, held, request.declared.boxes)
+
+    def copied(self, ticket: _Ticket) -> Task[WriteResult]:
+        """The task of writing a copy. When this returns the tensors may be changed."""
+        snapshot = attempt(lambda: self.snapshot(ticket))
+        task = self.task(ticket, lambda _: snapshot.get().source)
+        if snapshot.value is not None:
+            task.on_end(lambda _: snapshot.get().release())
+            if not snapshot.value.complete:
+                # There is no room for all of it: what there is begins to be written now.
+                ThreadWorker().start(task)
+                settled = attempt(snapshot.value.settle)
+                if settled.error is not None:
+                    task.cancel()
+                    task.finish(Attempt(None, settled.error))
+        self.request = Attempt(self.request.get().let_go())
+        return task
+
+    @events.stage("stage")
+    def snapshot(self, ticket: _Ticket) -> Snapshot:
+        snapshot = Snapshot.of(self.source(ticket), self.request.get().staging_memory)
+        events.here().done = ticket.plan.nbytes
+        return snapshot
+
+    def task(self, ticket: _Ticket, source: Callable[[_Ticket], Source]) -> Task[WriteResult]:
+        """The task of writing. What stands in its way on this rank is its outcome, which all ranks hear."""
+        step = events.begun("write", self.whole.operation)
+        step.todo = ticket.plan.nbytes
+        backend, plan = self.request.get().backend, ticket.plan
+        writing = attempt(lambda: Writing(ticket.directory, ticket.save_id, backend, plan, source(ticket)))
+        task: Task[WriteResult] = Task(
+            writing.value or _unready,
+            os.path.basename(ticket.directory),
+            step.todo,
+            step.advance if step.viewers else None,
+        )
+
+        def end(outcome: Attempt[WriteResult]) -> None:
+            if outcome.value is not None:
+                step.done = int(outcome.value.length.sum())
+            events.over(step, outcome.error)
+
+        task.on_end(end)
+        if writing.error is not None:
+            task.finish(Attempt(None, writing.error))
+        return task
+
+    def conclude(self, task: Task[WriteResult]) -> None:
+        """All ranks have written, or some have failed."""
+        self.whole.operation.bytes = self.group.reduce_broadcast(
+            "write", lambda: task.get().numbered(self.numbers), self.commit
+        )
+        events.over(self.whole)
+
+    @events.stage("commit")
+    def commit(self, results: Sequence[WriteResult]) -> int:
+        """On the coordinator: all ranks have written. How many bytes?"""
+        manifest = cast(Manifest, self.manifest).located(results)
+        commit(
+            self.place.get(),
+            self.request.get().backend,
+            manifest,
+            confirm=self.group.confirm,
+            contents=self.contents,
+        )
+        return sum(int(result.length.sum()) for result in results)
+
+
+def _unready(_: Callable[[int], None]) -> WriteResult:
+    raise CheckpointingException("this save has failed before there was anything to write")

@@ -1,0 +1,473 @@
+"""Asynchronous saves: the same checkpoint as by a synchronous one, whatever happens to the tensors and the ranks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import AsyncCallsQueue, AsyncRequest, ShardedObject, ShardedTensor, Strategy
+from megackpt.backends.base import Source
+from megackpt.backends.torch_dist import TorchDist
+from megackpt.errors import (
+    CheckpointingException,
+    NotACheckpoint,
+    RankFailure,
+    RankLost,
+    SaveInProgress,
+    StorageError,
+)
+from megackpt.planning.manifest import SavePlan, WriteResult
+from megackpt.runtime.storage import Storage
+from megackpt.testing import ThreadedGroup
+
+FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+ROWS = 1024
+
+
+class Gate(TorchDist):
+    """A format whose ranks write when they are let, and fail where they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__(files_per_rank=1)
+        object.__setattr__(self, "_open", threading.Event())
+        object.__setattr__(self, "_closed_to", set())
+        object.__setattr__(self, "_failing", {})
+
+    def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
+        if plan.rank in self._closed_to:
+            self._open.wait(30)
+        if plan.rank in self._failing:
+            raise self._failing[plan.rank]
+        return super().write(root, plan, data)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made._open.set()
+
+
+def state(rank: int, ranks: int, value: float) -> dict[str, Any]:
+    return {
+        "weight": ShardedTensor.from_rank_offsets(
+            "weight", torch.full((ROWS, 8), value + rank), (0, rank, ranks)
+        ),
+        "strided": ShardedTensor.from_rank_offsets(
+            "strided", torch.full((4, 6), value).t(), replica_id=rank
+        ),
+        "object": ShardedObject("object", {"value": value, "rank": rank}, (ranks,), (rank,)),
+        "step": value,
+    }
+
+
+def change(held: dict[str, Any]) -> None:
+    """What an optimizer's next step does."""
+    for entry in held.values():
+        if isinstance(entry, ShardedTensor):
+            entry.data.fill_(-1)
+    held["object"].data["value"] = -1
+    held["step"] = -1
+
+
+def check(directory: Path, ranks: int, value: float) -> None:
+    """All that was saved with this value is there."""
+    asked = {
+        "weight": ShardedTensor.from_rank_offsets("weight", torch.empty(ranks * ROWS, 8)),
+        "strided": ShardedTensor.from_rank_offsets("strided", torch.empty(6, 4)),
+        "objects": [ShardedObject("object", None, (ranks,), (rank,)) for rank in range(ranks)],
+        "step": 0,
+    }
+    got = megackpt.load(asked, directory)
+    expected = torch.arange(ranks).repeat_interleave(ROWS)[:, None] + torch.full((1, 8), value)
+    assert torch.equal(got["weight"], expected)
+    assert torch.equal(got["strided"], torch.full((6, 4), value))
+    assert got["objects"] == [{"value": value, "rank": rank} for rank in range(ranks)]
+    assert got["step"] == value
+
+
+def begun(group: ThreadedGroup, directory: Path, value: float = 1.0, strategy: Any = None) -> AsyncRequest:
+    """An asynchronous save under way, of tensors that have changed since."""
+    held = state(group.rank, group.size, value)
+    request = megackpt.save(held, directory, strategy, async_sharded_save=True, process_group=group)
+    change(held)
+    assert request is not None
+    return request
+
+
+def queue_of(group: ThreadedGroup, **options: Any) -> AsyncCallsQueue:
+    return AsyncCallsQueue(process_group=group, **options)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_tensors_may_change_as_soon_as_save_returns(tmp_path: Path, name: str, ranks: int) -> None:
+    def run(group: ThreadedGroup) -> list[int]:
+        queue = queue_of(group)
+        for number in range(3):
+            queue.schedule_async_request(begun(group, tmp_path / str(number), number, name))
+        finalized = queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        return finalized
+
+    assert ThreadedGroup.run(ranks, run) == [[0, 1, 2]] * ranks
+    for number in range(3):
+        check(tmp_path / str(number), ranks, number)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_files_are_those_of_a_synchronous_save(tmp_path: Path, name: str) -> None:
+    def run(group: ThreadedGroup) -> None:
+        megackpt.save(state(group.rank, group.size, 1.0), tmp_path / "now", name, process_group=group)
+        begun(group, tmp_path / "later", 1.0, name).execute_sync()
+
+    ThreadedGroup.run(2, run)
+    now, later = (
+        {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        for folder in (tmp_path / "now", tmp_path / "later")
+    )
+    assert now.keys() == later.keys()
+    differing = {file.name for file in now if now[file] != later[file]}
+    assert differing <= {"megackpt.index", ".metadata"}  # they tell the id of the save
+
+
+def test_alone_without_a_group(tmp_path: Path) -> None:
+    held = state(0, 1, 5.0)
+    queue = AsyncCallsQueue()
+    request = megackpt.save(held, tmp_path / "a", async_sharded_save=True)
+    change(held)
+    assert request is not None
+    assert queue.schedule_async_request(request) == 0
+    assert queue.get_num_unfinalized_calls() == 1
+    queue.close()
+    assert queue.get_num_unfinalized_calls() == 0
+    check(tmp_path / "a", 1, 5.0)
+
+
+def test_it_is_a_checkpoint_only_when_it_is_finalized(tmp_path: Path) -> None:
+    def run(group: ThreadedGroup) -> None:
+        queue = queue_of(group)
+        request = begun(group, tmp_path / "a")
+        queue.schedule_async_request(request)
+        assert request.task is not None
+        assert request.task.wait(10)
+        assert not megackpt.check_is_distributed_checkpoint(tmp_path / "a")
+        while not queue.maybe_finalize_async_calls():  # as a training loop does
+            time.sleep(0.01)
+        assert queue.maybe_finalize_async_calls() == []
+
+    ThreadedGroup.run(2, run)
+    check(tmp_path / "a", 2, 1.0)
+
+
+def test_saves_in_flight_are_finalized_in_order(tmp_path: Path, gate: Gate) -> None:
+    gate._closed_to.add(1)
+
+    def run(group: ThreadedGroup) -> None:
+        queue = queue_of(group)
+        queue.schedule_async_request(begun(group, tmp_path / "first", 1.0, gate))
+        queue.schedule_async_request(begun(group, tmp_path / "second", 2.0))
+        while "1 (0 %)" not in queue.status():
+            assert queue.maybe_finalize_async_calls() == []
+        assert "first" in queue.status().splitlines()[0]
+        assert "waiting for rank 1" in queue.status() if group.rank == 0 else True
+        assert queue.get_num_unfinalized_calls() == 2
+        group.all_agree(0)
+        gate._open.set()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+        assert queue.status() == "nothing is being saved"
+
+    ThreadedGroup.run(2, run)
+    check(tmp_path / "first", 2, 1.0)
+    check(tmp_path / "second", 2, 2.0)
+
+
+@pytest.mark.parametrize("error", [StorageError("the disk is full"), RuntimeError("odd"), MemoryError()])
+def test_an_error_on_one_rank_is_everybodys(tmp_path: Path, gate: Gate, error: Exception) -> None:
+    gate._failing[2] = error
+
+    def run(group: ThreadedGroup) -> tuple[type[BaseException], str]:
+        megackpt.save(state(group.rank, group.size, 0.0), tmp_path / "a", process_group=group)
+        queue = queue_of(group)
+        queue.schedule_async_request(begun(group, tmp_path / "a", 1.0, gate))
+        queue.schedule_async_request(begun(group, tmp_path / "b", 2.0))
+        with pytest.raises(CheckpointingException) as raised:
+            queue.maybe_finalize_async_calls(blocking=True)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+        queue.close()
+        return type(raised.value), str(raised.value)
+
+    told = ThreadedGroup.run(3, run)
+    assert len(set(told)) == 1
+    kind, text = told[0]
+    assert "rank 2" in text or "1 of 3 ranks" in text
+    assert kind is StorageError or (kind is RankFailure and "Worker failure" in text)
+    check(tmp_path / "a", 3, 0.0)
+    check(tmp_path / "b", 3, 2.0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_worker_that_hangs_is_given_up(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megackpt.runtime.async_calls.workers.GRACE", 0.1)
+    gate._closed_to.add(1)
+
+    def run(group: ThreadedGroup) -> str:
+        queue = queue_of(group, timeout=timedelta(seconds=1))
+        queue.schedule_async_request(begun(group, tmp_path / "a", 1.0, gate))
+        with pytest.raises(StorageError, match="has not moved a byte for") as raised:
+            queue.maybe_finalize_async_calls(blocking=True)
+        queue.schedule_async_request(begun(group, tmp_path / "b", 2.0))
+        queue.close()
+        return str(raised.value)
+
+    told = ThreadedGroup.run(2, run)
+    assert told[0] == told[1]
+    assert "rank 1" in told[0]
+    assert not megackpt.check_is_distributed_checkpoint(tmp_path / "a")
+    check(tmp_path / "b", 2, 2.0)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_what_is_aborted_leaves_nothing(tmp_path: Path, gate: Gate, old: bool) -> None:
+    gate._closed_to.add(0)
+
+    def run(group: ThreadedGroup) -> None:
+        if old:
+            megackpt.save(state(group.rank, group.size, 0.0), tmp_path / "a", process_group=group)
+        queue = queue_of(group)
+        queue.schedule_async_request(begun(group, tmp_path / "a", 1.0, gate))
+        if group.rank == 0:
+            threading.Timer(0.2, gate._open.set).start()
+        queue.close(abort=True)
+        assert queue.get_num_unfinalized_calls() == 0
+        group.all_agree(0)
+
+    ThreadedGroup.run(2, run)
+    if old:
+        check(tmp_path / "a", 2, 0.0)
+    else:
+        with pytest.raises(NotACheckpoint):
+            check(tmp_path / "a", 2, 1.0)
+    assert [p.name for p in tmp_path.iterdir() if p.name != "a"] == []
+    assert (tmp_path / "a").exists() == old
+
+
+def test_a_save_that_is_never_scheduled_hinders_nobody(tmp_path: Path) -> None:
+    def run(group: ThreadedGroup) -> None:
+        begun(group, tmp_path / "a", 1.0)  # and dropped
+        group.all_agree(0)
+        begun(group, tmp_path / "a", 2.0).execute_sync()
+
+    ThreadedGroup.run(2, run)
+    check(tmp_path / "a", 2, 2.0)
+
+
+def test_two_saves_into_one_directory_at_once(tmp_path: Path, gate: Gate) -> None:
+    gate._closed_to.add(0)
+
+    def run(group: ThreadedGroup) -> None:
+        queue = queue_of(group)
+        queue.schedule_async_request(begun(group, tmp_path / "a", 1.0, gate))
+        with pytest.raises(SaveInProgress):
+            begun(group, tmp_path / "a", 2.0)
+        gate._open.set()
+        queue.close()
+
+    ThreadedGroup.run(2, run)
+    check(tmp_path / "a", 2, 1.0)
+
+
+def test_ranks_that_finalize_different_saves_are_told(tmp_path: Path) -> None:
+    def run(group: ThreadedGroup) -> None:
+        queue = queue_of(group)
+        if group.rank == 1:
+            queue.schedule_async_request(AsyncRequest(lambda: None, (), [], group=group))
+            queue._calls.clear()
+        queue.schedule_async_request(begun(group, tmp_path / "a"))
+        with pytest.raises(CheckpointingException, match=r"Unmatched async calls\. "):
+            queue.maybe_finalize_async_calls(blocking=True)
+
+    ThreadedGroup.run(2, run)
+
+
+def test_finalize_functions_are_called_in_order_and_last(tmp_path: Path) -> None:
+    def run(group: ThreadedGroup) -> list[str]:
+        told: list[str] = []
+        queue = queue_of(group)
+        request = begun(group, tmp_path / "a")
+
+        def complete() -> None:
+            assert megackpt.check_is_distributed_checkpoint(tmp_path / "a")
+            told.append("first")
+
+        request.add_finalize_fn(complete)
+        request.add_finalize_fn(lambda: told.append("second"))
+        queue.schedule_async_request(request)
+        with pytest.raises(RuntimeError, match="scheduled already"):
+            request.freeze().add_finalize_fn(lambda: None)
+        queue.close()
+        return told
+
+    assert ThreadedGroup.run(2, run) == [["first", "second"]] * 2
+
+
+def test_requests_of_other_makes() -> None:
+    """Megatron's fields; what the function raises on one rank is raised on all."""
+
+    def run(group: ThreadedGroup) -> list[Any]:
+        told: list[Any] = []
+
+        def work(*args: Any, **kwargs: Any) -> None:
+            told.append((args, kwargs))
+
+        def fail() -> None:
+            if group.rank == 1:
+                raise OSError("no such disk")
+
+        queue = queue_of(group)
+        finish = [lambda: told.append("finalized")]
+        queue.schedule_async_request(
+            AsyncRequest(work, (1, None, 3), finish, {"key": 4}, lambda: "preloaded", group=group)
+        )
+        queue.schedule_async_request(AsyncRequest(None, (), [], group=group))
+        queue.schedule_async_request(AsyncRequest(fail, (), finish, group=group))
+        with pytest.raises(RankFailure, match="Worker failure"):
+            queue.close()
+        AsyncRequest(work, ("now",), finish, group=group).execute_sync()
+        return told
+
+    expected = [((1, "preloaded", 3), {"key": 4}), "finalized", (("now",), {}), "finalized"]
+    assert ThreadedGroup.run(2, run) == [expected] * 2
+
+
+def test_collectives_are_counted(tmp_path: Path) -> None:
+    def run(group: ThreadedGroup) -> list[list[str]]:
+        counted = []
+        for number in range(2):
+            group.log.clear()
+            request = begun(group, tmp_path / str(number))
+            counted.append(list(group.log))
+            group.log.clear()
+            queue = queue_of(group)
+            queue.schedule_async_request(request)
+            assert request.task is not None
+            request.task.wait(10)
+            queue.close()
+            assert group.log[-2:] == ["gather", "broadcast"]
+            assert set(group.log[:-2]) == {"all_agree"}  # one a poll
+        return counted
+
+    assert ThreadedGroup.run(2, run) == [[["all_agree", "gather", "scatter"], ["all_agree"]]] * 2
+
+
+@pytest.mark.parametrize("name", ["torch_dist", "zarr"])
+def test_beyond_the_cap_it_writes_while_it_stages(tmp_path: Path, name: str) -> None:
+    def large(group: ThreadedGroup, value: float) -> dict[str, Any]:
+        tensors = [torch.full((1 << 18,), value + number) for number in range(6)]
+        return {
+            f"w{number}": ShardedTensor.from_rank_offsets(f"w{number}", tensor, (0, group.rank, group.size))
+            for number, tensor in enumerate(tensors)
+        }
+
+    def run(group: ThreadedGroup) -> None:
+        queue = queue_of(group)
+        for number in range(3):
+            held = large(group, number)
+            request = megackpt.save(
+                held,
+                tmp_path / str(number),
+                Strategy(name, staging_memory=2 << 20),
+                async_sharded_save=True,
+                process_group=group,
+            )
+            for entry in held.values():
+                entry.data.fill_(-1)
+            assert request is not None
+            queue.schedule_async_request(request)
+        queue.close()
+
+    ThreadedGroup.run(2, run)
+    for number in range(3):
+        got = megackpt.load_plain_tensors(tmp_path / str(number))
+        assert {key: tensor.unique().tolist() for key, tensor in got.items()} == {
+            f"w{key}": [number + key] for key in range(6)
+        }
+
+
+def test_a_disk_that_fails_beyond_the_cap(tmp_path: Path, gate: Gate) -> None:
+    gate._failing[0] = StorageError("the disk is full")
+
+    def run(group: ThreadedGroup) -> None:
+        held = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1 << 20), (0, group.rank, group.size))}
+        object.__setattr__(gate, "files_per_rank", 1)
+        strategy = megackpt.strategies.policy._Given(  # type: ignore[attr-defined]
+            "torch_dist", 1, instance=gate, staging_memory=1 << 20
+        )
+        request = megackpt.save(held, tmp_path / "a", strategy, async_sharded_save=True, process_group=group)
+        assert request is not None
+        with pytest.raises(StorageError, match="the disk is full"):
+            request.execute_sync()
+
+    ThreadedGroup.run(2, run)
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_events_of_an_asynchronous_save(tmp_path: Path) -> None:
+    events: list[megackpt.Event] = []
+    with megackpt.watching(events.append):
+        queue = AsyncCallsQueue()
+        held = state(0, 1, 1.0)
+        request = megackpt.save(held, tmp_path / "a", async_sharded_save=True)
+        assert request is not None
+        queue.schedule_async_request(request)
+        queue.close()
+    stages = [event.stage for event in events if event.stage != "plan"]  # where none is reused
+    assert stages == ["declare", "begin", "stage", "write", "commit", "total"]
+    assert len({event.id for event in events if event.id}) == 1
+    total, write = events[-1], events[-3]
+    assert total.bytes == write.bytes >= ROWS * 8 * 4
+    assert all(event.error is None for event in events)
+
+
+def test_a_process_that_forgets_its_saves_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gate: Gate
+) -> None:
+    from megackpt.runtime.async_calls import queue as module
+
+    gate._closed_to.add(0)
+    queue = AsyncCallsQueue()
+    request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", gate, async_sharded_save=True)
+    assert request is not None
+    queue.schedule_async_request(request)
+    threading.Timer(0.1, gate._open.set).start()
+    with caplog.at_level(logging.WARNING):
+        module._end_of_process()
+    assert "a: writing, 0 %" in caplog.text
+    assert "close() finalizes them" in caplog.text
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_error_in_a_vote_ends_the_request(tmp_path: Path) -> None:
+    def run(group: ThreadedGroup) -> Callable[[], None] | None:
+        queue = queue_of(group)
+        queue.schedule_async_request(begun(group, tmp_path / "a"))
+        if group.rank == 1:
+            raise RuntimeError("this rank is gone")
+        with pytest.raises(RankLost):
+            queue.maybe_finalize_async_calls(blocking=True)
+        assert queue.get_num_unfinalized_calls() == 0
+        queue.close()
+        return None
+
+    outcomes = ThreadedGroup.outcomes(2, run)
+    assert outcomes[0] is None
+    assert not megackpt.check_is_distributed_checkpoint(tmp_path / "a")
