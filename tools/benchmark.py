@@ -23,7 +23,12 @@ from benchmarks.table import Report, machine
 
 TEAM = ("torch DCP", "Megatron", "Megatron FP")
 ALONE = ("safetensors", "tensorstore", "zarr-python")
-RACES, ALONE_RACES = ("P1", "P2", "P3", "P4", "P5", "P6", "P14"), ("P1", "P2")
+RACES, ALONE_RACES = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P14"), ("P1", "P2")
+LATER = ("P7", "P8")
+IN_THE_BACKGROUND = {
+    "torch DCP": ("torch DCP, thread", "torch DCP, thread, reuse", "torch DCP, process"),
+    "Megatron": ("Megatron, fork", "Megatron, persistent"),
+}
 DESK = ("P9", "P10", "P13")
 FIGURES = (*RACES, *DESK)
 MANY = 20_000  # small tensors a GiB
@@ -115,6 +120,21 @@ def together(
         course.small(Spec.small(many), [name for name in options.formats if name != "zarr"], [])
         course.small(Spec.small(many // 4), options.formats, peers)
         course.memory(large)
+        if only.intersection(LATER):
+            training(options, root, report, peers, teams)
+
+
+def training(
+    options: argparse.Namespace, root: Path, report: Report, peers: list[str], teams: dict[str, Team]
+) -> None:
+    """Asynchronous saves of four ranks that train."""
+    ours = {f"{name}{how}": teams[name] for name in options.formats for how in ("", ", process")}
+    theirs = {name: teams[peer] for peer in peers for name in IN_THE_BACKGROUND.get(peer, ())}
+    what = f"{options.gib:.2f} GiB, four ranks TP2 x DP2 that train, median of {options.rounds}"
+    section = report.section(what, [*ours, *theirs])
+    arena = Arena(root, {"limit": teams["limit"], **ours, **theirs}, options.rounds)
+    course = Course(arena, section, list(ours), list(theirs), frozenset(LATER))
+    course.training(Spec.large(options.gib * 2**30), [*ours, *theirs])
 
 
 def alone(

@@ -104,6 +104,37 @@ class Course:
                 )
         self.arena.forget(spec)
 
+    def training(self, spec: Spec, trainers: Sequence[str]) -> None:
+        """P7 and P8: asynchronous saves while four ranks train; and what memory that takes."""
+        if not self.asks("P7", "P8"):
+            return
+        self.arena.hold(spec, min(2, self.arena.ranks))
+        share = spec.nbytes // self.arena.ranks
+        blocked = begun(self.section, "P7", "async save: training blocked / one copy of the bytes", "<= 1.3")
+        slower = begun(self.section, "P8", "async save: steps meanwhile / steps alone", "<= 1.15")
+        extra = begun(
+            self.section, "P14", f"extra memory of an async save, {share / 2**20:.0f} MiB a rank", "", "MiB"
+        )
+        ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
+        for number in range(self.arena.rounds + 2):
+            for name in trainers:
+                copy = max(self.arena.teams[name].ask("memcpy", share))
+                with watched(self.arena.teams[name].pids) as peaks:
+                    taken = self.arena.train(spec, name, check=number == 0)
+                if number > 1:  # buffers are there from the second one on
+                    ratios[name].append(
+                        (
+                            max(t.blocked for t in taken) / copy,
+                            sum(t.busy for t in taken) / sum(t.idle for t in taken),
+                        )
+                    )
+                elif number == 0:
+                    extra.values[name] = Value.of([max(peaks.extra.values()) / 2**20])
+        for name, found in ratios.items():
+            blocked.values[name] = Value.of([ratio for ratio, _ in found])
+            slower.values[name] = Value.of([ratio for _, ratio in found])
+        self.arena.forget(spec)
+
     def memory(self, spec: Spec) -> None:
         """P14: how much more a rank takes while it saves than before, at the most."""
         if not self.asks("P14"):

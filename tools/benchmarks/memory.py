@@ -41,8 +41,8 @@ def watched(pids: Sequence[int]) -> Iterator[Peaks]:
 
 
 def taken(pid: int) -> int:
-    """Its own anonymous memory, and what those that it started have for themselves (they share the rest with it)."""
-    return _field(pid, "status", "RssAnon:") + sum(
+    """Its own memory but for files, and what those that it started have for themselves (the rest they share)."""
+    return sum(_field(pid, "status", kind) for kind in ("RssAnon:", "RssShmem:")) + sum(
         _field(child, "smaps_rollup", "Private_Dirty:") for child in _descendants(pid)
     )
 

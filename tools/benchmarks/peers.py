@@ -75,6 +75,9 @@ class Megatron(Contestant):
         dist.barrier()
         self._peer.save(declared, str(folder), self._saves)
 
+    def save_later(self, declared: dict[str, Any], folder: Path) -> Any:
+        return self._peer.save(declared, str(folder), self._saves, async_sharded_save=True)
+
     def load(self, declared: dict[str, Any], folder: Path, verify: bool) -> Mapping[str, torch.Tensor]:  # noqa: ARG002
         whole = next(iter(declared.values())).axis_fragmentations[0] != EIGHTHS
         loaded = self._peer.load(declared, str(folder), self._loads, validate_access_integrity=whole)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from benchmarks.ranks import BenchmarkFailed, Taken, Team
 from benchmarks.states import Spec
 from benchmarks.table import Value
+from benchmarks.training import Trained
 
 FAR = 4.0
 """Whoever takes so many times the limit in the first round that counts takes part in no further one."""
@@ -84,6 +85,21 @@ class Arena:
             if any(wrong):
                 raise BenchmarkFailed(f"{entry.name} loaded wrong values: {wrong}")
         team.ask("fill") if check else None
+        return taken
+
+    def train(self, spec: Spec, name: str, check: bool = False) -> list[Trained]:
+        """Save while training goes on, into a folder that is not there. ``check``: and see whether all was saved."""
+        team, folder = self.teams[name], self.folder(spec, name)
+        shutil.rmtree(folder, ignore_errors=True)
+        team.ask("fill")
+        os.sync()
+        taken: list[Trained] = team.ask("train", name, folder)
+        if check:
+            team.ask("declare_for", name)
+            team.ask("load", name, folder, False)
+            wrong = team.ask("wrong")
+            if any(wrong):
+                raise BenchmarkFailed(f"{name} saved wrong values: {wrong}")
         return taken
 
     def saved(self, spec: Spec, names: Iterable[str], parts: int) -> None:

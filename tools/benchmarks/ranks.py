@@ -29,6 +29,7 @@ from benchmarks.contestants import Contestant, Megackpt, Place, StockDcp
 from benchmarks.limit import Limit
 from benchmarks.peers import Megatron, Safetensors, Tensorstore, ZarrPython
 from benchmarks.states import Piece, Spec, pieces
+from benchmarks.training import Trained, Trainer, Training, memcpy, trainer
 from megackpt.runtime.storage.kernel import die_with_parent
 
 STEP = 300  # seconds after which a step has failed
@@ -78,6 +79,8 @@ class Rank:
         self._state: list[Piece] = []
         self._declared: dict[str, Any] = {}
         self._loaded: Any = None
+        self._trainers: dict[str, Trainer] = {}
+        self._training: Training | None = None
 
     def hold(self, spec: Spec | None, parts: int, strided: bool = False) -> None:
         """From now on this state, cut into so many parts; None: nothing. What contestants cached is forgotten."""
@@ -105,6 +108,24 @@ class Rank:
             self._loaded = who.load(declared, folder, verify)
 
         return _timed(step)
+
+    def train(self, name: str, folder: Path) -> Trained:
+        """Steps beside an asynchronous save, of tensors that are changed as soon as it lets go of them."""
+        if name not in self._trainers:
+            self._trainers[name] = trainer(name, self.place)
+        self._training = self._training or Training()
+        who = self._trainers[name]
+        declared = who.who.declare(self._state)
+        return self._training.beside(lambda: who.begin(declared, folder), self.blank)
+
+    def declare_for(self, name: str) -> None:
+        """Get ready for loading what this trainer saved."""
+        who = self._trainers[name].who
+        self._loaded, self._contestants[name] = None, who
+        self._declared[name] = who.declare(self._state)
+
+    def memcpy(self, nbytes: int) -> float:
+        return memcpy([piece.data for piece in self._state], nbytes)
 
     def blank(self) -> None:
         for piece in self._state:

@@ -1,0 +1,175 @@
+"""Asynchronous saves, as trainers call them: for how long a save blocks, and how much steps slow down meanwhile."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+import megackpt
+from benchmarks.contestants import Contestant, Megackpt, Place, StockDcp
+from benchmarks.peers import Megatron
+
+IDLE_STEPS = 8
+STEP_SECONDS = 0.02
+FINISHED = Callable[[], bool]
+"""Collective, called after each step: is the save complete on all ranks?"""
+
+
+class Trainer(ABC):
+    """A library that saves while training goes on."""
+
+    who: Contestant
+
+    @abstractmethod
+    def begin(self, declared: Any, folder: Path) -> FINISHED:
+        """When this returns the tensors may be changed."""
+
+
+class Ours(Trainer):
+    def __init__(self, format_name: str, persistent: bool) -> None:
+        self.who = Megackpt(format_name)
+        self._queue = megackpt.AsyncCallsQueue(persistent)
+
+    def begin(self, declared: Any, folder: Path) -> FINISHED:
+        request = megackpt.save(declared, folder, self.who.name, async_sharded_save=True)
+        if request is None:
+            raise RuntimeError("an asynchronous save gives a request")
+        self._queue.schedule_async_request(request)
+        return lambda: bool(self._queue.maybe_finalize_async_calls())
+
+
+class Stock(Trainer):
+    """dcp.async_save; ``reuse``: with a stager that keeps its buffers, and shares them with a process."""
+
+    def __init__(self, place: Place, kind: AsyncCheckpointerType, reuse: bool) -> None:
+        self.who = StockDcp(place)
+        self._options: dict[str, Any] = {
+            "async_checkpointer_type": kind,
+            "process_group": dist.new_group(backend="gloo"),  # the trainer's own is in use meanwhile
+        }
+        if reuse:
+            keep = StagingOptions(False, True, use_async_staging=False, use_non_blocking_copy=False)
+            self._options["async_stager"] = DefaultStager(keep)
+
+    def begin(self, declared: Any, folder: Path) -> FINISHED:
+        begun = async_save(declared, checkpoint_id=folder, **self._options)
+        if isinstance(begun, Future):
+            future = begun
+        else:  # its staging goes on as well
+            begun.staging_completion.result()
+            future = begun.upload_completion
+        return lambda: _everywhere(future.done()) and future.exception() is None
+
+
+class Megatrons(Trainer):
+    def __init__(self, persistent: bool) -> None:
+        self.who: Megatron = Megatron(parallel=False)
+        calls = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
+        self._queue = calls.AsyncCallsQueue(persistent)
+
+    def begin(self, declared: Any, folder: Path) -> FINISHED:
+        folder.mkdir(exist_ok=True)
+        dist.barrier()
+        self._queue.schedule_async_request(self.who.save_later(declared, folder))
+        return lambda: bool(self._queue.maybe_finalize_async_calls(blocking=False))
+
+
+TRAINERS: dict[str, Callable[[Place], Trainer]] = {
+    "torch DCP, thread": lambda place: Stock(place, AsyncCheckpointerType.THREAD, False),
+    "torch DCP, thread, reuse": lambda place: Stock(place, AsyncCheckpointerType.THREAD, True),
+    "torch DCP, process": lambda place: Stock(place, AsyncCheckpointerType.PROCESS, False),
+    "Megatron, fork": lambda _: Megatrons(False),
+    "Megatron, persistent": lambda _: Megatrons(True),
+}
+
+
+def trainer(name: str, place: Place) -> Trainer:
+    made = TRAINERS.get(name)
+    if made is not None:
+        return made(place)
+    return Ours(name.removesuffix(", process"), name.endswith(", process"))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Of one rank, in seconds: how long the save blocked it, what a step takes alone and while a save goes on."""
+
+    blocked: float
+    idle: float
+    busy: float
+    whole: float
+    steps: int
+
+
+class Training:
+    """Steps of a trainer: arithmetic, and a message among all ranks at the end of each."""
+
+    def __init__(self) -> None:
+        self._a = torch.rand(256, 256)
+        self._b = torch.rand(256, 256)
+        self._gradient = torch.zeros(1 << 16)
+        began, products = time.perf_counter(), 0
+        while time.perf_counter() - began < STEP_SECONDS:
+            self._b.copy_(self._a @ self._b).div_(self._b.norm())
+            products += 1
+        counted = torch.tensor(products)
+        dist.all_reduce(counted)
+        self._products = max(1, int(counted) // dist.get_world_size())
+
+    def step(self) -> float:
+        began = time.perf_counter()
+        for _ in range(self._products):
+            self._b.copy_(self._a @ self._b).div_(self._b.norm())
+        dist.all_reduce(self._gradient)
+        return time.perf_counter() - began
+
+    def idle(self) -> float:
+        return sum(self.step() for _ in range(IDLE_STEPS)) / IDLE_STEPS
+
+    def beside(self, begin: Callable[[], FINISHED], change: Callable[[], None]) -> Trained:
+        """Train while a save goes on; what it saves is changed as soon as that is allowed."""
+        idle = self.idle()
+        dist.barrier()
+        began = time.perf_counter()
+        finished = begin()
+        blocked = time.perf_counter() - began
+        change()
+        steps = [self.step()]
+        while not finished():
+            steps.append(self.step())
+        whole = time.perf_counter() - began
+        return Trained(blocked, idle, sum(steps) / len(steps), whole, len(steps))
+
+
+def _everywhere(done: bool) -> bool:
+    flag = torch.tensor(int(done))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def memcpy(tensors: list[torch.Tensor], nbytes: int) -> float:
+    """Seconds of one copy of so many of these bytes into memory that has been written before."""
+    parts, left = [], nbytes
+    for tensor in tensors:
+        octets = tensor.view(torch.uint8).reshape(-1)[:left]
+        parts.append((octets, torch.zeros_like(octets)))
+        left -= len(octets)
+    taken = []
+    for _ in range(2):
+        dist.barrier()
+        began = time.perf_counter()
+        for source, target in parts:
+            target.copy_(source)
+        taken.append(time.perf_counter() - began)
+    return taken[-1]
