@@ -90,17 +90,17 @@ def main(base: str) -> None:
     dist.init_process_group("gloo")
     kinds = {"ours": OurCheckpoints, "stock": CheckpointManager}
     for mode in ("disabled", "async"):
-        for saver in kinds:
+        for saver, saving in kinds.items():
             folder = f"{base}/{mode}-{saver}"
-            training = Training(kinds[saver], folder, mode, seed=3)
+            training = Training(saving, folder, mode, seed=3)
             training.step()
             expected = training.whole()
             assert training.manager.save(1)
             training.step()  # while an async save may be at it
             training.manager.maybe_wait_for_saving()
             dist.barrier()
-            for loader in kinds:
-                other = Training(kinds[loader], folder, mode, seed=8)
+            for loader, loading in kinds.items():
+                other = Training(loading, folder, mode, seed=8)
                 assert other.manager.load()
                 found = other.whole()
                 assert found.keys() == expected.keys()
