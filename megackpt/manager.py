@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megackpt import strategies
 from megackpt.checkpoint import absolute, as_read_by, find_storage
+from megackpt.checkpoint.records import RECORD
 from megackpt.errors import CheckpointingException, NotACheckpoint, StorageError
 from megackpt.runtime.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
 
@@ -111,6 +112,8 @@ def list_run(directory: str | os.PathLike[str]) -> Run:
     entries = root.list()
     if is_url(location) and not entries:
         raise NotACheckpoint(f"{location} does not exist: no object is there")
+    if is_url(location) and RECORD in entries:
+        return Run(location, _itself(location), (), ())  # what is below belongs to it
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(partial(_step, root, frozenset(entries)), entries)
         steps = [step for several in found for step in several]

@@ -27,9 +27,11 @@ from megackpt.loader import sharing
 from megackpt.planning import sharing as planned
 from megackpt.runtime.collectives import streams
 from megackpt.runtime.storage import kernel
+from megackpt.runtime.storage.bucket import BucketStorage
 from megackpt.runtime.storage.files import LocalReader
 from megackpt.runtime.storage.local import LocalStorage
 from megackpt.testing import ThreadedGroup
+from tests.buckets import Bucket
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.uint8, torch.bool,
@@ -400,6 +402,37 @@ def test_what_is_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernel, "_NETWORKED", frozenset((0x9FA0,)))  # as if that of /proc were one
     assert LocalStorage("/proc").is_remote()
     assert not LocalStorage(tmp_path).is_remote()
+
+
+def test_of_a_bucket_each_byte_is_fetched_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "TOGETHER", 1 << 20)
+    fetched, opened = Counter[str](), BucketStorage.open
+
+    def open_(self: Any, name: str) -> Any:
+        reader = opened(self, name)
+        read = reader.read_into
+
+        def read_into(start: int, buffers: Any) -> None:
+            fetched["bytes"] += sum(b.nbytes for b in buffers)
+            fetched["ranges"] += 1
+            read(start, buffers)
+
+        reader.read_into = read_into
+        return reader
+
+    monkeypatch.setattr(BucketStorage, "open", open_)
+    where: Any = f"{bucket.url}/run/iter_1"
+    saved(where, "torch_dist", 1, 4)
+    counts = {}
+    for strategy in (None, FullyParallelLoadStrategyWrapper(None)):
+        fetched.clear()
+        assert loaded(where, 1, 4, lambda _, given=strategy: given)[0] == (
+            PLAIN if strategy is None else SHARED
+        )
+        counts[strategy is None] = fetched.copy()
+    nbytes = sum(full(dtype).nbytes for dtype in DTYPES)
+    assert counts[True]["bytes"] - counts[False]["bytes"] > 2.9 * nbytes  # three more copies
+    assert counts[False]["ranges"] < counts[True]["ranges"]
 
 
 def test_stages_tell_what_was_read_and_what_was_handed_over(tmp_path: Path) -> None:

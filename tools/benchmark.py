@@ -27,7 +27,7 @@ RACES, ALONE_RACES = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P14"), ("
 LATER = ("P7", "P8")
 IN_THE_BACKGROUND = {
     "torch DCP": ("torch DCP, thread", "torch DCP, thread, reuse", "torch DCP, process"),
-    "Megatron": ("Megatron, fork", "Megatron, persistent"),
+    "Megatron": ("Megatron, fork",),
 }
 DESK = ("P9", "P10", "P13")
 FIGURES = (*RACES, *DESK)

@@ -126,7 +126,6 @@ class BucketPlace(Place):
         self._scratch: tuple[str, ...] = ()
         self._record: Record | None = None
         self._committed = False  # or perhaps: nothing may be removed any more
-        active.add(self.save_id)
         beat = Heartbeat(outer.location, lock.renew)
         self._ended = weakref.finalize(self, _end, beat, self.save_id)
 
@@ -181,22 +180,27 @@ class BucketPlace(Place):
 
     def _put_record(self, data: bytes) -> None:
         url = self.outer.url(RECORD)
+        failure = None
         try:
             if self._alone:
                 self.outer.put(RECORD, data)
                 return
-            won = self.outer.put_if_match(RECORD, data, self._base)
+            if self.outer.put_if_match(RECORD, data, self._base):
+                return
         except StorageError as error:
-            self._committed = True
+            failure, self._committed = error, True
+        found, _ = read_record(self.outer)  # an answer may have been lost
+        if found is not None and found.save_id == self.save_id:
+            return
+        if failure is not None:
             raise StorageError(
-                f"whether {url} was put is not known, so nothing is removed: if it names {self.save_id}, the save "
-                f"is complete: {error}"
-            ) from error
-        if not won:
-            raise SaveInProgress(
-                f"{self.outer.location} was saved to by another job meanwhile: {url} is not the one that this save "
-                "was to replace; what stands there is that job's, and this save is removed"
-            )
+                f"whether {url} was put is not known, so nothing is removed: if it names {self.save_id} later, the "
+                f"save is complete: {failure}"
+            ) from failure
+        raise SaveInProgress(
+            f"{self.outer.location} was saved to by another job meanwhile: {url} is not the one that this save "
+            "was to replace; what stands there is that job's, and this save is removed"
+        )
 
     def _clear_up(self) -> None:
         """Remove what the record does not name. A save that has begun since then has the lock: then leave it all."""
@@ -223,7 +227,12 @@ def begin(url: str, save_id: str, overwrite: bool) -> BucketPlace:
             f"win. If there is never more than one, say so by {SINGLE_WRITER}=1 in the environment"
         )
     lock = Lock(outer, save_id, alone)
-    lock.take()
+    active.add(save_id)  # before anybody can see the lock
+    try:
+        lock.take()
+    except BaseException:
+        active.discard(save_id)
+        raise
     try:
         record, base = read_record(outer)
         foreign = () if record else _foreign(outer)
@@ -233,12 +242,16 @@ def begin(url: str, save_id: str, overwrite: bool) -> BucketPlace:
             logger.warning("replacing the checkpoint in %s", url)
         return BucketPlace(outer, lock, base, foreign, alone)
     except BaseException:
+        active.discard(save_id)
         lock.release()
         raise
 
 
 def _foreign(outer: BucketStorage) -> tuple[str, ...]:
     """The names that belong to a checkpoint that somebody uploaded as it is."""
+    names = outer.list()
+    if len(names) == 1 + len(folders_among(names)):  # the lock, and what dead saves left
+        return ()
     try:
         strategies.find_backend(outer)
     except NotACheckpoint:

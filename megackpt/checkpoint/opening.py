@@ -156,7 +156,13 @@ def _in_bucket(url: str, asked: Strategy | None) -> Storage:
         return Committed(url, record)
     names = outer.list()
     if not names:
-        raise NotACheckpoint(f"{url} does not exist: no object is there")
+        above, _, name = url.rpartition("/")
+        one = is_url(above) and BucketStorage(above).size(name) is not None
+        raise NotACheckpoint(
+            f"{url} is one object: to read a single file, copy it to a file system"
+            if one
+            else f"{url} does not exist: no object is there"
+        )
     try:
         strategies.find_backend(outer, asked)
     except NotACheckpoint as error:
@@ -246,7 +252,7 @@ def stored_manifest(
     storage: Storage, asked: Strategy | None = None
 ) -> tuple[Backend, Manifest, dict[str, tuple[int, bytes]]]:
     """What the checkpoint here says that it holds: its format, its contents, its small files (unchecked)."""
-    if storage.size(INDEX) is None:
+    if not isinstance(storage, Committed) and storage.size(INDEX) is None:
         backend = strategies.find_backend(storage, asked)
         return backend, _by_its_own_account(backend, storage), {}
     manifest, small = decode_index(storage.get(INDEX), f"{storage.location}/{INDEX}")

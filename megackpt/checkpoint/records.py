@@ -106,7 +106,14 @@ class Committed(BucketStorage):
         return found is not None and found.save_id == self.record.save_id
 
     def get(self, name: str, limit: int = 1 << 32) -> bytes:
-        data = super().get(name, limit)
+        try:
+            data = super().get(name, limit)
+        except FileNotFoundError as error:
+            if name != INDEX:
+                raise
+            raise CorruptCheckpoint(
+                f"{self.url(INDEX)} is missing: {self._outer}/{RECORD} names it"
+            ) from error
         if name == INDEX and (len(data), digest(data)) != self.record.index:
             raise CorruptCheckpoint(
                 f"{self.url(INDEX)} is not the one that {self._outer}/{RECORD} names: it is damaged, or was "

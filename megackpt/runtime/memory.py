@@ -196,7 +196,7 @@ class Pool:
         """
         seen, since = (-1, -1), time.monotonic()
         with self._changed:
-            while (wanted := need()) > (room := self._room(cap)):
+            while (room := self._room(cap)) < (wanted := need()) and wanted:  # nothing is always to be had
                 if seen != (wanted, room):
                     seen, since = (wanted, room), time.monotonic()
                 elif time.monotonic() - since > patience:

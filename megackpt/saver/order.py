@@ -136,6 +136,7 @@ class _Save:
         self.manifest: Manifest | None = None
         self.contents: Contents | None = None
         self.numbers: Int32 | None = None
+        self.since = 0
         self.whole = events.begun(events.TOTAL, events.Operation("save", directory, group.rank, group.size))
 
     def now(self, request: Callable[[], Request]) -> None:
@@ -146,15 +147,20 @@ class _Save:
 
     def later(self, request: Callable[[], Request]) -> AsyncRequest:
         with self.together(lambda: self.group):
-            since = self.group.mark()
+            self.since = self.group.mark()
             task = self.copied(self.prepared(request))
 
         def finalize() -> None:
-            with self.together(lambda: self.group.resumed(since)):
+            with self.together(lambda: self.group.resumed(self.since)):
                 self.conclude(task)
 
         return AsyncRequest(
-            task.run, finalize_fns=[finalize], task=task, group=self.group, since=since, abandon=self.give_up
+            task.run,
+            finalize_fns=[finalize],
+            task=task,
+            group=self.group,
+            since=self.since,
+            abandon=self.give_up,
         )
 
     @contextmanager
@@ -176,7 +182,7 @@ class _Save:
         """On this rank alone; the others are expected to do so as well."""
         operation = self.whole.operation
         self.end(
-            not self.group.parted(operation.id, _PATIENCE),
+            not self.group.parted(operation.id, self.since, _PATIENCE),
             CheckpointingException(f"the save {operation.id} to {operation.path} is given up"),
         )
 

@@ -130,8 +130,7 @@ class Saves:
             manifest = planned(self.size)
             place.announce(backend.files(RANKS, manifest))
             results = [
-                backend.write(root_at(place.path), rank, bytes([value]) * self.size)
-                for rank in range(RANKS)
+                backend.write(root_at(place.path), rank, bytes([value]) * self.size) for rank in range(RANKS)
             ]
             commit(place, backend, manifest.located(results))
         except BaseException:

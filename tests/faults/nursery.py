@@ -35,7 +35,8 @@ class Order:
     by strace instead. ``of``: the names of the calls that ``at`` counts, if not all. ``refuse``: at that call nobody
     dies, this errno is its answer. ``short``: every write is carried out by half. ``timeout``: seconds that a rank
     waits for the others. ``copy``: a file that is copied into a folder, as N.img, before the N-th call.
-    ``later``: the save is an asynchronous one, by a "thread" or a "process".
+    ``later``: the save is an asynchronous one, by a "thread" or a "process". ``writer``: of the victims only the calls
+    of their writer processes count; "dies": it is these that die, "dies with its rank": both do.
     """
 
     directory: str
@@ -54,6 +55,7 @@ class Order:
     copy: tuple[str, ...] = ()
     scratch: str = ""
     later: str = ""
+    writer: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,8 @@ class Outcome:
     codes: list[int]
     calls: list[tuple[str, str]]
     story: str
-
-    @property
-    def died(self) -> bool:
-        return -signal.SIGKILL in self.codes
+    counted: list[tuple[str, str]]
+    died: bool
 
 
 class Nursery:
@@ -83,7 +83,8 @@ class Nursery:
         told = asdict(order) | {"scratch": str(self.scratch)}
         print(json.dumps(told), file=_pipe(self._process.stdin), flush=True)
         answer = json.loads(_pipe(self._process.stdout).readline())
-        outcome = Outcome(answer["codes"], [tuple(call) for call in answer["calls"]], answer["story"])
+        calls, counted = ([tuple(call) for call in answer[which]] for which in ("calls", "counted"))
+        outcome = Outcome(answer["codes"], calls, answer["story"], counted, answer["died"])
         assert set(outcome.codes) <= {0, REFUSED, -signal.SIGKILL}, (outcome.codes, outcome.story)
         return outcome
 
@@ -160,7 +161,8 @@ class Job:
         self.calls: list[tuple[str, str]] = []
         self.listeners: dict[int, socket.socket] = {}
         self.codes: dict[int, int] = {}
-        self.counted = 0
+        self.counted: list[tuple[str, str]] = []
+        self.died = False
         self.tracer: subprocess.Popen[bytes] | None = None
 
     def run(self) -> Outcome:
@@ -188,7 +190,9 @@ class Job:
         if self.tracer is not None:
             self.tracer.wait(LATEST)
         codes = [self.codes[pid] for pid in self.pids]
-        return Outcome(codes, self.calls, Path(self.order.scratch, "story").read_text())
+        died = self.died or -signal.SIGKILL in codes
+        story = Path(self.order.scratch, "story").read_text()
+        return Outcome(codes, self.calls, story, self.counted, died)
 
     def supervise(self) -> None:
         """Until all ranks have ended."""
@@ -232,11 +236,19 @@ class Job:
             copy = f"{folder}/{len(self.calls)}.img"
             subprocess.run(["cp", "--sparse=always", image, copy], check=True, stdin=subprocess.DEVNULL)
         counts = not self.order.of or call.name in self.order.of
-        self.counted += counts
-        if counts and self.counted == self.order.at and self.order.refuse:
+        if self.order.writer:
+            counts = counts and call.process not in self.pids
+        if counts:
+            self.counted.append((call.name, call.path))
+        reached = counts and len(self.counted) == self.order.at
+        if reached and self.order.refuse:
             call.answer(self.order.refuse)
-        elif counts and self.counted == self.order.at:
-            self.kill([self.pids[victim] for victim in self.order.victims])
+        elif reached:
+            self.died = True
+            if self.order.writer:
+                os.kill(call.process, signal.SIGKILL)
+            if self.order.writer != "dies":
+                self.kill([self.pids[victim] for victim in self.order.victims])
         elif call.name in self.order.answers:
             call.answer(self.order.answers[call.name])
         elif self.order.short and call.name in watching.WRITES:

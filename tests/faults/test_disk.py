@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor
+from megackpt import AsyncCallsQueue, ShardedTensor
 from megackpt.errors import StorageError
 
 FORMATS = ["torch_dist", "zarr", "safetensors", "torch"]
@@ -50,21 +50,32 @@ def fill_but(disk: Path, spare: int) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_full_disk(small_disk: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "later"), [*((name, "") for name in FORMATS), ("torch_dist", "thread"), ("zarr", "process")]
+)
+def test_a_full_disk(small_disk: Path, name: str, later: str) -> None:
     """From no room at all to nearly enough, for data, tables of contents and index alike."""
     where = small_disk / "c"
-    megackpt.save(state(1.0), where, name)
+    queue = AsyncCallsQueue(persistent=later == "process")
+
+    def save(value: float) -> None:
+        request = megackpt.save(state(value), where, name, async_sharded_save=bool(later))
+        if request is not None:
+            queue.schedule_async_request(request)
+            assert queue.maybe_finalize_async_calls(blocking=True)
+
+    save(1.0)
     for spare in range(0, 150_000, 12_288):
         fill_but(small_disk, spare)
         try:
             with pytest.raises(StorageError, match="No space left") as caught:
-                megackpt.save(state(2.0), where, name)
+                save(2.0)
         finally:
             (small_disk / "filler").unlink()
         assert str(small_disk) in str(caught.value)
         assert value_of(where) == 1.0
-    megackpt.save(state(3.0), where, name)
+    save(3.0)
+    queue.close()
     assert value_of(where) == 3.0
     assert os.listdir(small_disk) == ["c"]
 
@@ -96,9 +107,10 @@ class Refusing:
     states: Any
     folder: Path
     format: str
+    later: str
 
     def order(self, where: Path, **more: Any) -> Any:
-        told = {"ranks": 2, **more}
+        told = {"ranks": 2, "later": self.later, **more}
         return self.nursery.Order(str(where), self.format, 2, str(where.parent), **told)
 
     def place(self, name: str) -> Path:
@@ -146,17 +158,35 @@ REFUSABLE = ("write", "writev", "pwrite64", "pwritev", *SYNCS)
 
 @pytest.mark.parametrize("count", [2, pytest.param(0, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("name", FORMATS[:2])
+@pytest.mark.parametrize(
+    ("name", "later"),
+    [
+        *((name, "") for name in FORMATS[:2]),
+        ("torch_dist", "thread"),
+        ("zarr", "process"),
+        pytest.param("torch_dist", "process", marks=pytest.mark.campaign),
+        pytest.param("zarr", "thread", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_disk_that_refuses_a_write_or_an_fsync_of_one_of_two_ranks(
-    jobs: Any, nursery: Any, states: Any, tmp_path: Path, note: Any, name: str, victim: int, count: int
+    jobs: Any,
+    nursery: Any,
+    states: Any,
+    tmp_path: Path,
+    note: Any,
+    name: str,
+    later: str,
+    victim: int,
+    count: int,
 ) -> None:
     """Data, index, ``.metadata`` and ``metadata.json`` alike; every call in the campaign, a sample otherwise."""
-    refusing = Refusing(jobs, nursery, states, tmp_path, name)
+    refusing = Refusing(jobs, nursery, states, tmp_path, name, later)
     points, dice = refusing.points(victim), random.Random(count)
     chosen = dice.sample(points, count) if count else points
     errors = [dice.choice((errno.EIO, errno.ENOSPC, errno.EDQUOT)) for _ in chosen]
     heard = Counter(jobs.each(lambda i: refusing.at(victim, chosen[i], errors[i]), range(len(chosen)), 4))
-    note(HEAD, name, f"{'the coordinator' if victim == 0 else 'the other'} of 2 ranks", *_counted(heard))
+    kind = f"{name}, asynchronous ({later})" if later else name
+    note(HEAD, kind, f"{'the coordinator' if victim == 0 else 'the other'} of 2 ranks", *_counted(heard))
     assert heard["told"] > len(chosen) // 2
 
 

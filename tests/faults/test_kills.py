@@ -61,10 +61,10 @@ class Killing:
         return self.nursery.Order(str(where), self.format, NEW, str(where.parent), **told)
 
     def calls(self) -> list[tuple[str, str]]:
-        """What a save that nobody disturbs does."""
+        """What a save that nobody disturbs does, and of that what counts."""
         outcome = self.jobs(self.order(self.place("whole")))
         assert set(outcome.codes) == {0}, outcome.story
-        return list(outcome.calls)
+        return list(outcome.counted)
 
     def place(self, name: str) -> Path:
         where = self.folder / name / "ckpt"
@@ -84,6 +84,9 @@ class Killing:
         else:
             assert found in (None, NEW), told
         assert found == NEW or set(outcome.codes) != {0}, told
+        if outcome.died and self.options.get("writer") == "dies":
+            assert set(outcome.codes) == {self.nursery.REFUSED}, told
+            assert outcome.story.count("was killed by SIGKILL") >= len(outcome.codes), told
         megackpt.save(self.states.declared(NEXT), where, self.format)
         assert self.states.seen(where) == NEXT, told
         assert _files(where) == self.expected, told
@@ -163,6 +166,25 @@ def test_one_rank_before_changes(killing, note, name, before, options) -> None:
 def test_one_rank_of_an_asynchronous_save(killing, note, name, before, stride) -> None:
     """The thread that writes, and the one that trains, wherever either is."""
     tried(killing(name, before, later="thread"), f"1 rank, {before}, asynchronous", note, stride=stride)
+
+
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("writer", ["dies", "dies with its rank"])
+@pytest.mark.parametrize("name", MAIN)
+def test_the_writer_process_of_one_rank(killing, note, name, writer, stride) -> None:
+    """Wherever it is; training goes on where it dies alone."""
+    doomed = killing(name, "checkpoint", later="process", writer=writer)
+    tried(doomed, f"1 rank, checkpoint, its writer process {writer}", note, stride=stride, fewest=9)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("writer", ["", "dies"])
+@pytest.mark.parametrize("victims", [(0, 1), (0,), (1,)])
+def test_two_ranks_with_writer_processes(killing, note, name, writer, victims) -> None:
+    doomed = killing(name, "checkpoint", ranks=2, victims=victims, timeout=2, later="process", writer=writer)
+    kind = f"2 ranks, checkpoint, written by processes, {'writer of ' * bool(writer)}{victims} dies"
+    tried(doomed, kind, note, at_once=4, fewest=9)
 
 
 @pytest.mark.campaign

@@ -93,6 +93,14 @@ class Call:
             os.close(file)
         self._answer(done, 0, 0)
 
+    @property
+    def process(self) -> int:
+        """The caller is a thread of it; 0: it is dead."""
+        try:
+            return _process_of(self.pid)
+        except FileNotFoundError:
+            return 0
+
     def _data(self) -> bytes:
         _, address, count, *_ = self.arguments
         if self.name in ("write", "pwrite64"):
@@ -109,9 +117,7 @@ class Call:
 
 def _same_file(pid: int, descriptor: int) -> int:
     """Another process's open file, with the position that the two then share; of a thread, too."""
-    with open(f"/proc/{pid}/status") as file:
-        status = file.read()
-    process = os.pidfd_open(int(status.partition("Tgid:")[2].split()[0]))
+    process = os.pidfd_open(_process_of(pid))
     try:
         found = ctypes.CDLL(None, use_errno=True).syscall(_GET_FILE, process, descriptor, 0)
     finally:
@@ -119,6 +125,12 @@ def _same_file(pid: int, descriptor: int) -> int:
     if found < 0:
         raise OSError(ctypes.get_errno(), "pidfd_getfd")
     return int(found)
+
+
+def _process_of(thread: int) -> int:
+    with open(f"/proc/{thread}/status") as file:
+        status = file.read()
+    return int(status.partition("Tgid:")[2].split()[0])
 
 
 def next_call(listener: int) -> Call | None:

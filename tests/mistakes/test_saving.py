@@ -566,9 +566,14 @@ def only_one_rank_forgets_the_iteration_directory(r):
     r.save(r.model(), step="." if r.rank == 5 else "iter_0000100")
 
 
-@mistake(StorageError, "'s3://bucket/run' is a URL: checkpoints are kept in directories")
-def the_directory_is_a_bucket(r):
-    megackpt.save(r.model(), "s3://bucket/run", process_group=r.group)
+@mistake(StorageError, "'ftp://host/run' is no URL of a bucket: it should be s3://BUCKET/FOLDER")
+def the_url_is_not_that_of_a_bucket(r):
+    megackpt.save(r.model(), "ftp://host/run", process_group=r.group)
+
+
+@mistake(StorageError, "'s3:/bucket/run' was a URL, and a Path has made one slash of two: give it as a str")
+def the_url_has_become_a_path(r):
+    megackpt.save(r.model(), Path("s3://bucket/run"), process_group=r.group)
 
 
 @mistake(StorageError, "shells expand the ~, Python does not: give os.path.expanduser('~/run')")

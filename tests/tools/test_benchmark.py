@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FORMATS = ["torch_dist", "zarr"]
 ALONE = ["safetensors", "tensorstore", "zarr-python"]
+STOCK = ["torch DCP, thread", "torch DCP, thread, reuse", "torch DCP, process"]
 
 
 def benchmark(folder: Path, *options: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -36,13 +37,15 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
     done = benchmark(tmp_path, "--markdown", "--json", str(told), "--peers", "torch DCP", *ALONE)
     assert done.returncode == 0, done.stderr
     report = json.loads(told.read_text())
-    team, alone, desk = (section["columns"] for section in report["sections"])
+    team, training, alone, desk = (section["columns"] for section in report["sections"])
     assert (team, alone, desk) == ([*FORMATS, "torch DCP"], [*FORMATS, *ALONE], [*FORMATS, "torch DCP"])
+    assert training == [f"{name}{how}" for name in FORMATS for how in ("", ", process")] + STOCK
     found = figures(report)
     assert [figure for figure, _, _ in found] == (
         ["P1", *["P2"] * 2, *["P3"] * 4, *["P4"] * 2]
         + ["P5", *["P6"] * 4] * 2
         + ["P14"] * 2
+        + ["P7", "P8", "P14"]
         + ["P1", *["P2"] * 2]
         + ["P9"] * 6
         + ["P10"] * 2
@@ -55,7 +58,8 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
     assert all(
         who == everybody for f, what, who in found[:9] if "verified" not in what.replace("unverified", "")
     )
-    assert all(who == {*FORMATS, *ALONE} for f, what, who in found[21:23])
+    assert all(who == set(training) for f, what, who in found[21:24])
+    assert all(who == {*FORMATS, *ALONE} for f, what, who in found[24:26])
     assert list(tmp_path.iterdir()) == [told]
 
 

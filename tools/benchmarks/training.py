@@ -73,10 +73,12 @@ class Stock(Trainer):
 
 
 class Megatrons(Trainer):
-    def __init__(self, persistent: bool) -> None:
+    """Its temporal caller, which forks. The persistent one is a new process that asks for CUDA, and hangs without."""
+
+    def __init__(self) -> None:
         self.who: Megatron = Megatron(parallel=False)
         calls = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
-        self._queue = calls.AsyncCallsQueue(persistent)
+        self._queue = calls.AsyncCallsQueue()
 
     def begin(self, declared: Any, folder: Path) -> FINISHED:
         folder.mkdir(exist_ok=True)
@@ -89,8 +91,7 @@ TRAINERS: dict[str, Callable[[Place], Trainer]] = {
     "torch DCP, thread": lambda place: Stock(place, AsyncCheckpointerType.THREAD, False),
     "torch DCP, thread, reuse": lambda place: Stock(place, AsyncCheckpointerType.THREAD, True),
     "torch DCP, process": lambda place: Stock(place, AsyncCheckpointerType.PROCESS, False),
-    "Megatron, fork": lambda _: Megatrons(False),
-    "Megatron, persistent": lambda _: Megatrons(True),
+    "Megatron, fork": lambda _: Megatrons(),
 }
 
 

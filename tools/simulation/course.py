@@ -17,11 +17,12 @@ from megackpt.checkpoint import decode_index, encode_index
 from megackpt.errors import CheckpointingException
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import Declarations, Manifest, SavePlan
+from megackpt.planning.manifest import FINGERPRINT_SIZE, Declarations, Manifest, SavePlan
 from megackpt.planning.resharding import Parallelism
 from megackpt.planning.save_plan import SavePolicy
 from megackpt.rehearsal import index_size, located
 from megackpt.runtime.storage import FileReader, LocalStorage, Storage, digest
+from simulation.again import Again, simulate_again
 from simulation.model import Model
 
 SAVE_COLLECTIVES = ("all_agree", "gather", "scatter", "gather", "broadcast")
@@ -60,6 +61,7 @@ class Save:
     index: int | None  # bytes of megackpt.index
     plain_index: int | None  # the same without digests
     chunks: int
+    again: Again
 
     @property
     def imbalance(self) -> float:
@@ -100,7 +102,8 @@ def simulate_save(
         plans, planned = plan_in_format(backend, received, SavePolicy(), validate)
     with clock("tell"):
         scattered = np.array([len(pickle.dumps(replace(p, tensors=()), protocol=5)) for p in plans], np.int64)
-    planned = _with_common(planned, common)
+    # Fingerprints have a size, whatever they are.
+    planned = replace(_with_common(planned, common), fingerprints=bytes(FINGERPRINT_SIZE * job.ranks))
     with clock("locate"):
         manifest = located(backend, plans, planned)
     small, index, plain = _contents(clock, backend, manifest)
@@ -120,6 +123,7 @@ def simulate_save(
         index=index,
         plain_index=plain,
         chunks=len(planned.chunks) if manifest is None else len(manifest.chunks),
+        again=simulate_again(backend, received, plans, manifest),
     )
 
 

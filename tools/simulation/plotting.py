@@ -42,6 +42,17 @@ class Point:
 
 def plot(file: Path) -> list[Point]:
     """Run both sweeps and draw them. Raises CheckpointingException where matplotlib is missing."""
+    pyplot = pyplot_for(file)
+    points = []
+    for point in sweeps():
+        points.append(point)
+        print(json.dumps(asdict(point)), file=sys.stderr, flush=True)
+    _draw(pyplot, points, file)
+    return points
+
+
+def pyplot_for(file: Path) -> Any:
+    """What draws to this file. Raises CheckpointingException where matplotlib is missing, or the file cannot be."""
     try:
         matplotlib = importlib.import_module("matplotlib")
         matplotlib.use("Agg")
@@ -52,12 +63,8 @@ def plot(file: Path) -> list[Point]:
         ) from error
     if not os.path.isdir(file.parent) or file.suffix[1:] not in pyplot.gcf().canvas.get_supported_filetypes():
         raise CheckpointingException(f"cannot draw to {file}: is it a .png in a folder that is there?")
-    points = []
-    for point in sweeps():
-        points.append(point)
-        print(json.dumps(asdict(point)), file=sys.stderr, flush=True)
-    _draw(pyplot, points, file)
-    return points
+    pyplot.close()
+    return pyplot
 
 
 def sweeps() -> Iterator[Point]:

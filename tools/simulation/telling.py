@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def save_facts(save: Save) -> dict[str, Any]:
         "metadata_bytes": save.small.get(".metadata"),
         "cpu_seconds": save.seconds,
         "cpu_microseconds_per_shard": per_shard(save),
+        "again": asdict(save.again),
         "collectives": {"first": SAVE_COLLECTIVES, "again": AGAIN_COLLECTIVES},
     }
 
@@ -134,6 +136,30 @@ def _save(save: Save) -> Iterator[Block]:
         if step in times
     ]
     yield Table(("CPU of the coordinator", "in all", "a shard"), steps, right=(1, 2))
+    yield Table(("CPU of planning", "coordinator", "another rank"), _planning(save), right=(1, 2))
+
+
+def _planning(save: Save) -> list[list[str]]:
+    """A miss beside a hit (P11), and beside the first save after a load."""
+    again, anew = save.again, sum(save.seconds[step] for step in ("receive", "plan", "tell"))
+    known = _milliseconds(again.fingerprint)
+    rows = [
+        ["planned anew", _milliseconds(anew + again.fingerprint), known],
+        ["plan used again: a fingerprint and a vote", known, known],
+    ]
+    if again.derived is not None and again.coordinator is not None:
+        found = "found in what was loaded" if again.same else "not found in what was loaded: planned anew"
+        first, other = (_milliseconds(again.fingerprint + t) for t in (again.coordinator, again.derived))
+        rows.append([found, first, other])
+    if again.kept is not None and again.contents is not None:
+        rows.append(["what a load keeps for that", "", _milliseconds(again.kept)])
+        emitted = _milliseconds(save.seconds["emit"])
+        rows.append([f"table of contents used again (made: {emitted})", _milliseconds(again.contents), ""])
+    return rows
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
 
 
 def _load(load: Load) -> Iterator[Block]:

@@ -6,7 +6,7 @@ import atexit
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -88,6 +88,9 @@ class AsyncCallsQueue:
         """Begin the work of a request, and return its number at once: 0, 1, 2, ... Call it on all ranks alike."""
         self._index += 1
         request = async_request.freeze()
+        if request.group is None:  # found now, for it may be gone when this is finalized
+            with group_over(self._process_group) as group:
+                request = replace(request, group=group, since=group.mark())
         call = _Call(self._index, request, request.as_task())
         self._calls.append(call)
         self._at_work().start(call.task)
@@ -133,8 +136,9 @@ class AsyncCallsQueue:
     def close(self, abort: bool = False) -> None:
         """Finalize all that is under way (collective), or ``abort`` it (not collective); the worker ends.
 
-        What is aborted is no checkpoint, and what stood in its directory before still stands. Raises the first
-        error of all requests.
+        What is aborted is no checkpoint, and what stood in its directory before still stands. Ranks that go on with it,
+        or with another asynchronous save of this process group that is under way, hear RankLost. Raises the first error
+        of all requests.
         """
         failed: Exception | None = None
         try:

@@ -64,8 +64,7 @@ class AsyncRequest:
     def finalize(self, task: Task[Any]) -> None:
         """The last stage, collective: a failure of any rank's work is raised on all."""
         if self.task is None:
-            group = self.group or group_over()
-            with group:
+            with self.group.resumed(self.since) if self.group else group_over() as group:
                 group.reduce_broadcast("write", task.get, _nothing)
         for finish in self.finalize_fns:
             finish()

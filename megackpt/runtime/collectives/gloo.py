@@ -125,8 +125,8 @@ class ProcessGroup(RankGroup):
         self.begin(self._timeout, since)
         return self
 
-    def parted(self, what: str, patience: float) -> bool:
-        return self._line.parted(what, patience)
+    def parted(self, what: str, since: int, patience: float) -> bool:
+        return self._line.parted(what, since, patience)
 
     def confirm(self) -> None:
         self._line.confirm(self._timeout, self._since)

@@ -71,10 +71,10 @@ class Group(ABC):
         """If this process is being ended within, the others hear of it at once."""
         yield
 
-    def parted(self, what: str, patience: float) -> bool:  # noqa: ARG002 - as above
-        """This rank has stopped working on something. On the coordinator: have all, or do so in that many seconds?
+    def parted(self, what: str, since: int, patience: float) -> bool:  # noqa: ARG002 - as above
+        """This rank gives up what was begun at this mark. On the coordinator: have all, or do so in that many seconds?
 
-        Not collective: other ranks may have done so, do so later, or never.
+        Not collective: other ranks may have done so, do so later, or never. Those that go on with it hear RankLost.
         """
         return True
 

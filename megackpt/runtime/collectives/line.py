@@ -53,6 +53,7 @@ class Line:
         self.call = 0
         self.made_in = 0
         self._late_before = False
+        self._told: tuple[int, dict[int, str]] = (0, {})  # in which call this rank was told last, and of whom
         self.gloo: Any = None  # a ProcessGroupGloo, whose messages torch does not describe to type checkers
 
     def open(self, timeout: timedelta, refused: Sequence[bool] = (), since: int = 0) -> None:
@@ -89,16 +90,19 @@ class Line:
     def broken(self, stage: str, timeout: timedelta, error: Exception) -> RankLost:
         """Give the connection up, find out who is missing, and say so."""
         try:
-            self._came_through(self.call)
+            earlier = self._came_through(self.call)
             self._sign("here")  # before the others can notice
             self.gloo = None
             patience = min(ROLL_CALL, timeout.total_seconds())
             told = self._call_the_roll if self.rank == 0 else self._story
             story = told(self.call, patience)
+            if self.made_in <= earlier < self.call:  # the others may have stayed away because of that
+                story["missing"] = {**self._story(earlier, 0)["missing"], **story["missing"]}
         except RuntimeError as lost:  # the store's server is gone too, as when rank 0 held it and died
             self.gloo = None
             story = {"text": f"the job's store cannot be reached either ({_first_line(lost)})", "missing": {}}
         missing = {int(rank): str(word) for rank, word in story["missing"].items()}
+        self._told = self.call, missing
         who = "; ".join(f"rank {rank}{self._globally(rank)} {word}" for rank, word in missing.items())
         advice = LAST_ADVICE if stage == "connect" and self.call > 1 else ADVICE
         return RankLost(
@@ -119,9 +123,12 @@ class Line:
         if failed >= (since or self.call):
             raise self._given_up(failed)
 
-    def parted(self, what: str, patience: float) -> bool:
-        """Say that this rank has stopped working on something; on rank 0: have all, or do they in so many seconds?"""
+    def parted(self, what: str, since: int, patience: float) -> bool:
+        """Say that this rank has given up what that call began; on rank 0: have all, or do they in so many seconds?"""
         try:
+            if self._failed() < since:  # nobody may wait for this rank to go on with it
+                self._sign("gave it up")
+                self.gloo = None
             self.store.set(f"parted/{what}/{self.rank}", "")
             keys = [f"parted/{what}/{rank}" for rank in range(self.size)]
             return self.rank > 0 or _until(lambda: self.store.check(keys), patience)
@@ -138,6 +145,8 @@ class Line:
 
     def _sign(self, word: str) -> None:
         self.store.set(self._here(self.call), word)
+        if self.rank == 0 and word != "here":  # it is itself who tells it
+            self.store.set(f"story/{self.call}", json.dumps({"text": "", "missing": {0: word}}))
         self.store.set("failed", str(max(self.call, self._failed())))
 
     def _failed(self) -> int:
@@ -176,17 +185,18 @@ class Line:
     def _given_up(self, failed: int) -> RankLost:
         """The others have lost one another in this call, to which this rank comes later, or has come through."""
         self.gloo = None
-        self.store.compare_set(self._here(failed), "", LATE)
-        if self.rank == 0 and not self.store.check([f"story/{failed}"]):  # it is itself who tells it
-            missing = self._call_the_roll(failed, ROLL_CALL / 2)["missing"]
-        else:
-            missing = self._story(failed, ROLL_CALL / 2)["missing"]
+        if self._told[0] != failed:
+            self.store.compare_set(self._here(failed), "", LATE)
+            teller = self.rank == 0 and not self.store.check([f"story/{failed}"])
+            story = (self._call_the_roll if teller else self._story)(failed, ROLL_CALL / 2)
+            self._told = failed, {int(rank): str(word) for rank, word in story["missing"].items()}
+        missing = self._told[1]
         told = "; ".join(f"rank {rank} {word}" for rank, word in missing.items()) or "a connection was lost"
-        late = f"rank {self.rank} comes too late: " if str(self.rank) in map(str, missing) else ""
+        late = f"rank {self.rank} comes too late: " if self.rank in missing else ""
         return RankLost(
             f"{late}the other ranks have given this save or load up ({told}). "
             "They were told so too; the next one begins afresh.",
-            {int(rank): word for rank, word in missing.items()},
+            missing,
         )
 
 

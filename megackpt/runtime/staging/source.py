@@ -133,6 +133,8 @@ def copy_out(tensor: torch.Tensor, start: int, stop: int, into: NDArray[np.uint8
     """
     size = tensor.element_size()
     octets = into[: stop - start]
+    if start == stop:
+        return octets.data
     buffer = torch.from_numpy(octets).view(tensor.dtype)
     filled = 0
     for run in Box.whole(tensor.shape).runs(start // size, stop // size):

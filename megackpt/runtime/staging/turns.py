@@ -80,9 +80,10 @@ class Turns:
     def settle(self, lease: Lease) -> None:
         """Copy all that is left into an arena, which has room for it."""
         with self._lock:
-            self._lease = lease
             if self._closed:
+                lease.release()
                 return
+            self._lease = lease
             lengths, handed = self._staged.lengths, self._handed
             room = padded(lengths - handed)
             starts = np.cumsum(room) - room

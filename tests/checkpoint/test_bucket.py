@@ -1,0 +1,416 @@
+"""The protocol of a save in a bucket: who wins, what is left over, and what an unlucky line or process may cost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megackpt.checkpoint import begin, buckets, open_checkpoint, open_same, place_of, verify
+from megackpt.checkpoint.marker import Marker
+from megackpt.errors import (
+    BackendError,
+    CheckpointExists,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    SaveInProgress,
+    StorageError,
+)
+from megackpt.runtime.storage import BucketStorage, bucket as bucket_room, client
+
+RACERS = 16
+SAVER = """
+import sys, uuid
+from megackpt.checkpoint import begin
+place = begin(sys.argv[1], save_id=sys.argv[2])
+place.storage.put("rank0.bin", b"half of it")
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def url(bucket) -> str:
+    return f"{bucket.url}/run/iter_100"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """What is tried again is tried at once."""
+    monkeypatch.setattr(client, "PAUSE", 0.001)
+    monkeypatch.setattr(client, "LONGEST_PAUSE", 0.01)
+
+
+def held(bucket) -> list[str]:
+    """Every key in it."""
+    return list(bucket.keys())
+
+
+def identity() -> str:
+    return uuid.uuid4().hex
+
+
+def save_of(url: str) -> str:
+    return open_checkpoint(url).manifest.save_id
+
+
+def written(saves, url: str, value: int, **options):
+    """A save that lacks nothing but its commit."""
+    place = begin(url, save_id=identity(), **options)
+    return place, [saves.write(place, rank, value) for rank in range(2)]
+
+
+def assert_only(bucket, url: str) -> None:
+    """Nothing but the record and the folder that it names is under this URL."""
+    above = url.removeprefix(f"{bucket.url}/")
+    (name,) = {key.removeprefix(f"{above}/").split("/")[0] for key in held(bucket)} - {"megackpt.commit"}
+    assert name == f"megackpt-{save_of(url)}"
+
+
+def test_a_save_is_one_folder_and_a_record_that_names_it(bucket, url, saves):
+    saves.save(url, 1)
+    save_id = save_of(url)
+    record = json.loads(BucketStorage(url).get("megackpt.commit"))
+    assert record["save_id"] == save_id
+    folder = f"run/iter_100/megackpt-{save_id}"
+    names = {"metadata.json", "megackpt.index", "toc", "rank0.bin", "rank1.bin"}
+    assert {*held(bucket)} == {"run/iter_100/megackpt.commit", *(f"{folder}/{name}" for name in names)}
+    assert record["objects"] == len(names)
+    assert (
+        saves.load(f"{url}/megackpt-{save_id}") == saves.load(url) == 1
+    )  # the folder is a checkpoint by itself
+    assert verify(url).ok
+    assert not verify(url).foreign
+
+
+def test_a_checkpoint_is_replaced_and_the_old_one_removed(bucket, url, saves):
+    saves.save(url, 1)
+    old = open_checkpoint(url)
+    with pytest.raises(CheckpointExists, match="pass overwrite=True"):
+        saves.save(url, 2, overwrite=False)
+    saves.save(url, 2)
+    assert saves.load(url) == 2
+    assert_only(bucket, url)
+    assert not old.storage.is_current()
+    with pytest.raises(CheckpointReplaced):
+        open_same(url, old.manifest.save_id)
+
+
+def test_a_failed_save_leaves_what_was_there(bucket, url, saves):
+    saves.save(url, 1)
+    place, results = written(saves, url, 2)
+    assert place_of(url, place.save_id).location == place.path
+    with pytest.raises(SaveInProgress, match=r"is being written by a save by process \d+ on host"):
+        begin(url, save_id=identity())
+
+    def refuse() -> None:
+        raise StorageError("a rank is gone")
+
+    with pytest.raises(StorageError, match="a rank is gone"):
+        saves.commit(place, results, confirm=refuse)
+    place.abort()
+    assert saves.load(url) == 1
+    assert_only(bucket, url)
+    with pytest.raises(StorageError, match="nobody saves there"):
+        place_of(url, place.save_id)
+
+
+@pytest.mark.parametrize("before", [None, 99])
+def test_of_sixteen_racing_saves_one_wins(bucket, url, saves, before):
+    if before is not None:
+        saves.save(url, before)
+    start = threading.Barrier(RACERS)
+    begun = threading.Barrier(RACERS)
+    told: dict[int, Exception] = {}
+
+    def race(number: int) -> None:
+        start.wait()
+        try:
+            place = begin(url, save_id=identity())
+        except SaveInProgress as error:
+            told[number] = error
+            begun.wait()
+            return
+        begun.wait()  # the winner keeps the lock until all have asked for it
+        saves.commit(place, [saves.write(place, rank, number) for rank in range(2)])
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(RACERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = {*range(RACERS)} - told.keys()
+    assert saves.load(url) == winner
+    assert_only(bucket, url)
+
+
+def test_where_no_lock_keeps_them_apart_the_record_does(bucket, url, saves, monkeypatch):
+    """All write in full, each taking the others for dead, and commit at once."""
+    saves.save(url, 99)
+    monkeypatch.setattr(Marker, "runs", lambda _: False)
+    monkeypatch.setattr(buckets.Lock, "held", lambda _: True)
+    monkeypatch.setattr(buckets.BucketPlace, "_clear_up", lambda _: None)
+    monkeypatch.setattr(buckets.Lock, "take", lambda _: None)
+    places = [written(saves, url, number) for number in range(RACERS)]
+    start = threading.Barrier(RACERS)
+    told: dict[int, Exception] = {}
+
+    def race(number: int) -> None:
+        place, results = places[number]
+        start.wait()
+        try:
+            saves.commit(place, results)
+        except SaveInProgress as error:
+            told[number] = error
+            place.abort()
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(RACERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = {*range(RACERS)} - told.keys()
+    assert saves.load(url) == winner
+    assert all("was saved to by another job meanwhile" in str(error) for error in told.values())
+    folders = {key.split("/")[2] for key in held(bucket) if "megackpt-" in key}
+    assert len(folders) == 2  # the losers have removed theirs; what was replaced is left to the next
+
+
+def test_a_save_that_was_taken_for_dead_cannot_commit(bucket, url, saves, monkeypatch):
+    saves.save(url, 1)
+    stopped, results = written(saves, url, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Marker, "runs", lambda _: False)
+        place, others = written(saves, url, 3)
+    with pytest.raises(SaveInProgress, match=r"took the save .* for dead"):
+        saves.commit(stopped, results)
+    stopped.abort()
+    saves.commit(place, others)
+    assert saves.load(url) == 3
+    assert_only(bucket, url)
+
+
+@pytest.mark.parametrize(("silence", "alive"), [(1e9, True), (-1e9, False)])
+def test_a_save_on_another_host_lives_by_the_stores_clock(bucket, url, saves, monkeypatch, silence, alive):
+    lock = json.dumps({"save_id": "elsewhere", "host": "h2", "pid": 1, "boot": "b", "time": 0.0})
+    BucketStorage(url).put(".megackpt-saving", lock.encode())
+    monkeypatch.setattr(buckets, "SILENCE", silence)
+    if alive:
+        with pytest.raises(SaveInProgress, match="process 1 on host 'h2'"):
+            saves.save(url, 1)
+        with pytest.raises(NotACheckpoint, match="goes on, or died"):
+            open_checkpoint(url)
+        assert held(bucket) == ["run/iter_100/.megackpt-saving"]
+    else:
+        saves.save(url, 1)
+        assert_only(bucket, url)
+
+
+def test_the_lock_is_renewed_while_a_save_lives(url, saves):
+    place, _ = written(saves, url, 1)
+    lock = place._lock
+    assert lock.renew()
+    assert lock.held()
+    place.abort()
+    assert not lock.renew()
+    assert not lock.held()
+
+
+def test_after_a_killed_save_the_next_one_clears_up(bucket, url, saves):
+    saves.save(url, 1)
+    dead = identity()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVER, url, dead], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "begun\n"
+        with pytest.raises(SaveInProgress):
+            saves.save(url, 2)
+        process.kill()
+    assert saves.load(url) == 1
+    assert f"run/iter_100/megackpt-{dead}/rank0.bin" in held(bucket)
+    saves.save(url, 2)
+    assert saves.load(url) == 2
+    assert_only(bucket, url)
+
+
+def test_a_checkpoint_that_was_uploaded_as_it_is(tmp_path, bucket, url, saves):
+    saves.save(tmp_path / "local", 1)
+    for path in (tmp_path / "local").iterdir():
+        BucketStorage(url).put(path.name, path.read_bytes())
+    BucketStorage(url).put("notes.txt", b"mine")
+    assert saves.load(url) == 1
+    with pytest.raises(CheckpointExists):
+        saves.save(url, 2, overwrite=False)
+    saves.save(url, 2)
+    assert saves.load(url) == 2
+    left = {key.split("/")[2] for key in held(bucket)}
+    assert left == {"notes.txt", "megackpt.commit", f"megackpt-{save_of(url)}"}
+
+
+# ---- the line
+
+
+def faults() -> Iterator[tuple[str, str, int | str]]:
+    for path in ("rank0.bin", "megackpt.index", "megackpt.commit", ".megackpt-saving"):
+        for how in (503, "reset", "swallow"):
+            yield "PUT", path, how
+    for path in ("megackpt.commit", "megackpt.index", "rank0.bin"):
+        for how in (503, "reset", "truncate"):
+            yield "GET", path, how
+
+
+@pytest.mark.parametrize("method_path_how", [*faults()], ids=str)
+def test_a_bad_line_loses_nothing(line, url, saves, quick, method_path_how):
+    method, path, how = method_path_how
+    saves.save(url, 1)
+    line.once(how, method, path, times=2)
+    before = line.asked(method, path)
+    saves.save(url, 2)
+    assert saves.load(url) == 2
+    assert line.asked(method, path) > before + 1  # it was really asked again
+
+
+def test_a_commit_whose_answer_never_comes_is_found_in_the_record(bucket, line, url, saves, quick):
+    place, results = written(saves, url, 1)
+    line.once("swallow", "PUT", "megackpt.commit", times=1000)
+    saves.commit(place, results)
+    assert saves.load(url) == 1
+    assert_only(bucket, url)
+
+
+def test_a_commit_of_which_nothing_is_known_removes_nothing(bucket, line, url, saves, quick):
+    saves.save(url, 1)
+    place, results = written(saves, url, 2)
+    line.once(503, "PUT", "megackpt.commit", times=1000)
+    with pytest.raises(StorageError, match="is not known, so nothing is removed"):
+        saves.commit(place, results)
+    place.abort()
+    assert saves.load(url) == 1
+    assert any(f"megackpt-{place.save_id}/rank0.bin" in key for key in held(bucket))
+    line.fault = lambda _: None
+    saves.save(url, 3)
+    assert saves.load(url) == 3
+    assert_only(bucket, url)
+
+
+def test_clearing_up_that_fails_is_left_to_the_next_save(bucket, line, url, saves, quick):
+    saves.save(url, 1)
+    line.once(403, "POST", "delete", times=1000)
+    saves.save(url, 2)
+    assert saves.load(url) == 2
+    line.fault = lambda _: None
+    saves.save(url, 3)
+    assert_only(bucket, url)
+
+
+# ---- stores that ignore conditions
+
+
+@pytest.fixture
+def careless(line, monkeypatch):
+    """A store that takes conditions of a put, and ignores them."""
+    monkeypatch.setattr(bucket_room, "_proven", set())
+
+    def fault(request) -> None:
+        for header in ("If-None-Match", "If-Match"):
+            request.without(header)
+
+    line.fault = fault
+
+
+def test_a_store_without_conditional_puts_is_refused(careless, bucket, url, saves):
+    with pytest.raises(StorageError, match=r"does not keep to conditional puts.*MEGACKPT_SINGLE_WRITER=1"):
+        saves.save(url, 1)
+    assert held(bucket) == []
+
+
+def test_a_single_writer_may_use_it(careless, bucket, url, saves, monkeypatch):
+    monkeypatch.setenv("MEGACKPT_SINGLE_WRITER", "1")
+    for value in (1, 2):
+        saves.save(url, value)
+        assert saves.load(url) == value
+        assert_only(bucket, url)
+    place = begin(url, save_id=identity())
+    with pytest.raises(SaveInProgress):
+        begin(url, save_id=identity())
+    place.abort()
+    assert_only(bucket, url)
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("file", ["rank0.bin", "toc", "megackpt.index"])
+@pytest.mark.parametrize("damage", ["truncated", "replaced", "deleted"])
+def test_damage_is_found(bucket, url, saves, file, damage):
+    saves.save(url, 1)
+    storage = open_checkpoint(url).storage
+    data = storage.get(file)
+    match damage:
+        case "truncated":
+            storage.put(file, data[:-7])
+        case "replaced":
+            storage.put(file, bytes([data[0] ^ 1]) + data[1:])
+        case "deleted":
+            storage.delete(file)
+    report = verify(url)
+    assert not report.ok
+    assert file in str(report)
+    if file != "rank0.bin":  # of data files, loads of what is damaged tell
+        with pytest.raises(CorruptCheckpoint, match=file):
+            open_checkpoint(url)
+
+
+def test_an_index_of_another_save_is_not_the_one_of_the_record(url, saves):
+    saves.save(url, 1)
+    storage = open_checkpoint(url).storage
+    saves.save(f"{url}0", 1)
+    storage.put("megackpt.index", open_checkpoint(f"{url}0").storage.get("megackpt.index"))
+    with pytest.raises(CorruptCheckpoint, match=r"not the one that s3://.*megackpt.commit names"):
+        open_checkpoint(url)
+
+
+@pytest.mark.parametrize(
+    ("record", "error"),
+    [
+        (b"", CorruptCheckpoint),
+        (b"[]", CorruptCheckpoint),
+        (b'{"format": 1}', CorruptCheckpoint),
+        (b"{" * 100_000, CorruptCheckpoint),
+        (b'{"format": 2}', BackendError),
+    ],
+)
+def test_a_record_that_says_nothing(url, saves, record, error):
+    saves.save(url, 1)
+    BucketStorage(url).put("megackpt.commit", record)
+    with pytest.raises(error, match=r"megackpt\.commit"):
+        open_checkpoint(url)
+    with pytest.raises(error):
+        saves.save(url, 2)
+
+
+def test_a_record_cannot_lead_elsewhere(url, saves):
+    saves.save(url, 1)
+    told = json.loads(BucketStorage(url).get("megackpt.commit"))
+    for name in ("../other", "a/b", "", ".."):
+        BucketStorage(url).put("megackpt.commit", json.dumps(told | {"save_id": name}).encode())
+        with pytest.raises(CorruptCheckpoint, match="names no save"):
+            open_checkpoint(url)
+
+
+def test_words_for_what_is_not_there(tmp_path: Path, bucket, url):
+    with pytest.raises(NotACheckpoint, match="does not exist: no object is there"):
+        open_checkpoint(url)
+    BucketStorage(bucket.url).put("run/model.safetensors", b"x")
+    with pytest.raises(NotACheckpoint, match="is one object: to read a single file, copy it"):
+        open_checkpoint(f"{bucket.url}/run/model.safetensors")
+    with pytest.raises(NotACheckpoint, match="no known format"):
+        open_checkpoint(f"{bucket.url}/run")

@@ -1,0 +1,262 @@
+"""Whole walks in a bucket: many ranks, both formats, both ways between bucket and directory, and what it costs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import ShardedTensor
+from megackpt.__main__ import main
+from megackpt.checkpoint import open_checkpoint
+from megackpt.errors import BackendError, CorruptCheckpoint, StorageError
+from megackpt.runtime.storage import BucketStorage, client
+from megackpt.testing import ThreadedGroup
+from tests.buckets import Bucket, Line
+from tests.test_save_load import model, saved
+
+FORMATS = ("torch_dist", "zarr")
+
+
+@pytest.fixture
+def url(bucket: Bucket) -> str:
+    return f"{bucket.url}/run/iter_100"
+
+
+def held(bucket: Bucket) -> list[str]:
+    """Every key in it."""
+    return list(bucket.keys())
+
+
+def expect(where: Any, tp: int, pp: int, dp: int) -> None:
+    """The model of ``saved`` is there, loaded at this parallelism."""
+
+    def run(group: ThreadedGroup) -> None:
+        expected = model(group.rank, tp, pp, dp)
+        asked = model(group.rank, tp, pp, dp, blank=True)
+        del asked["object"]  # objects cannot be resharded
+        state = megackpt.load(asked, where, process_group=group)
+        assert torch.equal(state["weight"], expected["weight"].data)
+        for name, shard in expected["layers"].items():
+            assert torch.equal(state["layers"][name], shard.data), name
+        assert state["step"].item() == 11
+        assert state["iteration"] == 100
+
+    ThreadedGroup.run(tp * pp * dp, run)
+
+
+@pytest.mark.parametrize("strategy", FORMATS)
+def test_the_walk_of_a_checkpoint(tmp_path: Path, bucket: Bucket, url: str, strategy: str) -> None:
+    """Saved, replaced, loaded at other parallelisms, verified; to a directory and back, to another bucket's folder."""
+    saved(url, strategy, 2, 2, 2)
+    saved(url, strategy, 2, 2, 2)  # the plan is reused, the checkpoint replaced
+    expect(url, 3, 1, 2)
+    expect(url, 1, 4, 1)
+    other = FORMATS[strategy == FORMATS[0]]
+    megackpt.convert(url, tmp_path / "local", other)
+    expect(tmp_path / "local", 2, 1, 1)
+    megackpt.convert(tmp_path / "local", f"{bucket.url}/back", strategy)
+    megackpt.convert(f"{bucket.url}/back", f"{bucket.url}/again", other, workers=2)
+    for name in ("run/iter_100", "back", "again"):
+        expect(f"{bucket.url}/{name}", 1, 1, 1)
+        assert megackpt.verify(f"{bucket.url}/{name}").ok
+        assert megackpt.check_is_distributed_checkpoint(f"{bucket.url}/{name}")
+    assert megackpt.load_common_state_dict(url)["iteration"] == 100
+    megackpt.remove_sharded_tensors(url, "layers")
+    assert "layers.w" not in megackpt.load_tensors_metadata(url)
+    assert bucket.uploads() == []
+    assert len({key.rpartition("megackpt-")[2][:32] for key in held(bucket) if "megackpt-" in key}) == 3
+
+
+def test_other_tools_read_the_folder_of_a_save(tmp_path: Path, bucket: Bucket, url: str) -> None:
+    """What the record names is an ordinary checkpoint: copied to a directory, torch reads it by itself."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    saved(url, "torch_dist", 2, 1, 1)
+    storage = open_checkpoint(url).storage
+    for name in storage.list():
+        (tmp_path / name).write_bytes(storage.get(name))
+    assert "embedding" in FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    expect(tmp_path, 1, 1, 1)
+
+
+def test_the_command_line(bucket: Bucket, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (100, 200):
+        saved(f"{bucket.url}/run/iter_{step}", "torch_dist", 2, 1, 1)
+    BucketStorage(f"{bucket.url}/run").put("latest_checkpointed_iteration.txt", b"100")
+    BucketStorage(f"{bucket.url}/run").put("iter_300/.megackpt-saving", b"{}")
+    other = f"{bucket.url}/run/iter_200"
+    told = {}
+    for command in (
+        ["ls", f"{bucket.url}/run"], ["ls", url], ["show", url], ["show", url, "--common"], ["verify", url],
+        ["diff", url, other], ["plan", url, "--tp", "4"], ["convert", url, f"{bucket.url}/z", "--to", "zarr"],
+    ):  # fmt: skip
+        assert main(command) == 0, command
+        told[" ".join(command)] = capsys.readouterr().out
+    listed = told[f"ls {bucket.url}/run"]
+    assert "3 checkpoints, 2 complete" in listed
+    assert "iter_200 is newer, and complete" in listed
+    assert "goes on, or died before it was complete" in listed
+    assert "is a checkpoint: torch_dist 1" in told[f"ls {url}"]
+    assert "megackpt-" not in told[f"ls {url}"]
+    assert "the same" in told[f"diff {url} {other}"]
+    assert main(["ls", f"{bucket.url}/nothing"]) == main(["show", f"{bucket.url}/nothing"]) == 3
+    storage = open_checkpoint(url).storage
+    storage.put("__0_0.distcp", b"")
+    capsys.readouterr()
+    assert main(["verify", url]) == 1
+    assert "__0_0.distcp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", ["safetensors", "torch"])
+def test_formats_that_fill_files_at_several_places_are_refused(
+    tmp_path: Path, bucket: Bucket, url: str, strategy: str
+) -> None:
+    saved(tmp_path / "local", "torch_dist", 1, 1, 1)
+    with pytest.raises(StorageError, match="save as torch_dist or zarr"):
+        saved(url, strategy, 1, 1, 1)
+    with pytest.raises(StorageError, match="save as torch_dist or zarr"):
+        megackpt.convert(tmp_path / "local", url, strategy, state=False)
+    ending = {"safetensors": "safetensors", "torch": "pt"}[strategy]
+    with pytest.raises(BackendError, match="on file systems only"):
+        megackpt.convert(tmp_path / "local", f"{bucket.url}/model.{ending}", strategy, state=False)
+    assert held(bucket) == []
+
+
+@pytest.mark.parametrize("strategy", [*FORMATS, "safetensors", "torch"])
+def test_what_is_uploaded_as_it_is_can_be_read(tmp_path: Path, url: str, strategy: str) -> None:
+    saved(tmp_path / "source", "torch_dist", 2, 1, 1)
+    megackpt.convert(tmp_path / "source", tmp_path / "local", strategy)
+    for path in (tmp_path / "local").rglob("*"):
+        if path.is_file():
+            BucketStorage(url).put(str(path.relative_to(tmp_path / "local")), path.read_bytes())
+    expect(url, 2, 1, 1)
+    assert megackpt.verify(url).ok
+    megackpt.convert(url, tmp_path / "back", "torch_dist")
+    expect(tmp_path / "back", 1, 1, 1)
+
+
+def large(blank: bool = False) -> dict[str, Any]:
+    """Four tensors of 16 MiB."""
+    random = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(2048, 2048, generator=random) for _ in range(4)]
+    return {
+        f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", t * (not blank), replica_id=0)
+        for i, t in enumerate(tensors)
+    }
+
+
+class Told:
+    """Requests and bytes of all storages."""
+
+    def __init__(self) -> None:
+        self.requests = self.read = 0
+
+    def count(self, requests: int, read: int = 0, written: int = 0) -> None:
+        self.requests += requests
+        self.read += read
+
+
+@pytest.mark.parametrize("strategy", FORMATS)
+def test_a_slice_costs_its_bytes_and_few_requests(
+    line: Line, url: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eighth of each of four tensors, unverified: more than needed is the head of each file, at most 64 KiB."""
+    megackpt.save(large(), url, strategy)
+    slices = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(256, 2048), (0, 3, 8)) for key in large()}
+    told = Told()
+    monkeypatch.setattr(client.Traffic, "count", lambda _, *args, **more: told.count(*args, **more))
+    line.seen.clear()
+    state = megackpt.load(slices, url, validate_access_integrity=False, verify=False)
+    for key, shard in large().items():
+        assert torch.equal(state[key], shard.data[3 * 256 : 4 * 256]), key
+    needed = 4 * 256 * 2048 * 4
+    assert needed <= told.read <= 1.05 * needed
+    assert len(line.seen) <= told.requests <= 4 + 4 + 12  # regions, files, and what tells of them
+    assert {method for method, _ in line.seen} <= {"GET", "HEAD"}
+
+
+def on_processes(url: str) -> None:
+    """Saves, replaces and loads on every rank of a gloo group of real processes."""
+    rank = int(os.environ["RANK"])
+    for value in (1.0, 2.0):
+        data = torch.full((4, 6), value) * (rank + 1)
+        megackpt.save({"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, 2)), "value": value}, url)
+    blank = ShardedTensor.from_rank_offsets("w", torch.zeros(8, 3), (1, rank, 2))
+    state = megackpt.load({"w": blank}, url)
+    assert state["value"] == 2.0
+    assert torch.equal(state["w"], torch.tensor([2.0, 4.0]).repeat_interleave(4)[:, None].expand(8, 3))
+
+
+def test_real_processes(bucket: Bucket, url: str, ranks: Any) -> None:
+    ranks(on_processes, 2, url)
+    expected = torch.tensor([2.0, 4.0]).repeat_interleave(4)[:, None].expand(8, 6)
+    assert torch.equal(megackpt.load_plain_tensors(url)["w"], expected)
+    assert len({key.split("/")[2] for key in held(bucket)}) == 2
+
+
+@pytest.mark.parametrize("strategy", FORMATS)
+def test_a_checkpoint_that_is_replaced_under_a_load_is_loaded_again(
+    bucket: Bucket, line: Line, url: str, strategy: str
+) -> None:
+    """The second save comes between the table of contents and the first byte of data."""
+
+    def state(value: float) -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((256, 256), value)), "value": value}
+
+    megackpt.save(state(1.0), url, strategy)
+    first = open_checkpoint(url).manifest.save_id
+    waiting = [True]
+
+    def fault(request: Any) -> None:
+        reads_data = first in request.path and not request.path.endswith(("index", "json", ".metadata"))
+        if request.method == "GET" and reads_data and waiting:
+            waiting.clear()
+            megackpt.save(state(2.0), url, strategy)
+
+    line.fault = fault
+    loaded = megackpt.load(state(0.0), url)
+    assert not waiting
+    assert loaded["value"] == 2.0
+    assert torch.equal(loaded["w"], torch.full((256, 256), 2.0))
+
+
+@pytest.mark.parametrize("strategy", FORMATS)
+@pytest.mark.parametrize("damage", ["truncated", "replaced", "deleted"])
+def test_damaged_data_is_not_loaded(bucket: Bucket, url: str, strategy: str, damage: str) -> None:
+    saved(url, strategy, 1, 1, 1)
+    opened = open_checkpoint(url)
+    place = next(iter(opened.manifest.chunks_of("embedding"))).location
+    data = opened.storage.get(place.file)
+    if damage == "deleted":
+        opened.storage.delete(place.file)
+    elif damage == "truncated":
+        opened.storage.put(place.file, data[: place.start + 10])
+    else:
+        opened.storage.put(
+            place.file, data[: place.start] + bytes(place.length) + data[place.start + place.length :]
+        )
+    report = megackpt.verify(url)
+    assert not report.ok
+    assert place.file in str(report)
+    with pytest.raises((CorruptCheckpoint, OSError), match=place.file.split("/")[-1]):
+        megackpt.load(model(0, 1, 1, 1, blank=True), url)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_saved_in_the_background(bucket: Bucket, url: str, persistent: bool) -> None:
+    queue = megackpt.AsyncCallsQueue(persistent=persistent)
+    weight = torch.full((64, 32), 3.0)
+    state = {"w": ShardedTensor.from_rank_offsets("w", weight), "step": 3}
+    queue.schedule_async_request(megackpt.save(state, url, async_sharded_save=True))
+    weight.zero_()
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    loaded = megackpt.load({"w": ShardedTensor.from_rank_offsets("w", weight)}, url)
+    assert loaded["step"] == 3
+    assert torch.equal(weight, torch.full((64, 32), 3.0))
+    assert len({key.split("/")[2] for key in held(bucket)}) == 2
