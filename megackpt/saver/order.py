@@ -141,7 +141,7 @@ class _Save:
 
     def now(self, request: Callable[[], Request]) -> None:
         with self.together(lambda: self.group):
-            task = self.task(self.prepared(request), self.source)
+            task = self.task(self.prepared(request), self.settled)
             task.run()
             self.conclude(task)
 
@@ -271,9 +271,13 @@ class _Save:
         request = self.request.get()
         if ticket.common is not None:
             warn_of_difference(self.group.rank, ticket.common, request.compared)
-        held = request.held()
-        settle(held)
-        return Staged(ticket.plan, held, request.declared.boxes)
+        return Staged(ticket.plan, request.held(), request.declared.boxes)
+
+    def settled(self, ticket: _Ticket) -> Staged:
+        """The same, for threads of a backend to read at once."""
+        staged = self.source(ticket)
+        settle(staged.held)
+        return staged
 
     def copied(self, ticket: _Ticket) -> Task[WriteResult]:
         """The task of writing a copy. When this returns the tensors may be changed."""

@@ -175,7 +175,9 @@ def test_fingerprints_of_ranks_are_there_or_not():
     assert again.fingerprints == told.fingerprints
     assert described(again) == described(example())
     assert len(encode_index(told, SMALL)) - len(encode_index(example(), SMALL)) < 24 * 4 / 3 + 24
-    assert decode_index((GOLDEN / "megackpt.index").read_bytes())[0].fingerprints == b""  # of before there were any
+    assert (
+        decode_index((GOLDEN / "megackpt.index").read_bytes())[0].fingerprints == b""
+    )  # of before there were any
 
 
 def sealed(body: bytes) -> bytes:
