@@ -567,6 +567,22 @@ def test_a_bucket(bucket: Bucket) -> None:
     assert_same(loaded(FileSystemReader(where), nested(3)), nested(3))
 
 
+def test_a_bucket_in_the_background(bucket: Bucket) -> None:
+    writer = FileSystemWriter(f"{bucket.url}/run/1")
+    for seed in (1, 2):
+        state, where = nested(seed), f"{bucket.url}/run/{seed}"
+        future = dcp.async_save(state, checkpoint_id=where, storage_writer=writer)
+        with torch.no_grad():
+            state["big"].zero_()
+        future.result()
+        assert_same(loaded(FileSystemReader(where), nested(seed)), nested(seed))
+    with pytest.raises(CheckpointException, match="at 'bad'"):
+        dcp.async_save({"bad": torch.ones(1)}, storage_writer=writer, planner=Failing()).result()
+    assert_same(loaded(FileSystemReader(where), nested(2)), nested(2))
+    assert megackpt.verify(where).ok
+    assert not bucket.uploads()
+
+
 def test_the_example_of_the_docstring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     doc = inspect.getdoc(FileSystemWriter) or ""
