@@ -62,9 +62,7 @@ def state(rank: int, ranks: int, value: float) -> dict[str, Any]:
         "weight": ShardedTensor.from_rank_offsets(
             "weight", torch.full((ROWS, 8), value + rank), (0, rank, ranks)
         ),
-        "strided": ShardedTensor.from_rank_offsets(
-            "strided", torch.full((4, 6), value).t(), replica_id=rank
-        ),
+        "strided": ShardedTensor.from_rank_offsets("strided", torch.full((4, 6), value).t(), replica_id=rank),
         "object": ShardedObject("object", {"value": value, "rank": rank}, (ranks,), (rank,)),
         "step": value,
     }
