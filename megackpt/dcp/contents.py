@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,15 +22,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megackpt import objects
 from megackpt.backends.base import Finished
 from megackpt.backends.torch_dist import METADATA, TorchDist
 from megackpt.backends.torch_dist.listing import Listed, Listing
-from megackpt.backends.torch_dist.naming import COMMON, objects_named
+from megackpt.backends.torch_dist.naming import COMMON, LISTED_COMMON, objects_named
 from megackpt.backends.torch_dist.pickles import Record
+from megackpt.checkpoint import decode_index, encode_index
 from megackpt.dcp.writing import Written
-from megackpt.errors import CorruptCheckpoint, CoverageError
+from megackpt.errors import CheckpointingException, CorruptCheckpoint, CoverageError
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import (
+    COMMON_KEY,
     DIGEST_SIZE,
     ITEMSIZE,
     OBJECT,
@@ -73,8 +77,10 @@ def manifest_of(
     """Our manifest of a save, from the planner's metadata and what each rank wrote.
 
     A chunk that torch pickled, or that went through an extension, stands in it as the object that its bytes are.
-    Raises CoverageError for chunks that nobody wrote.
+    Raises CoverageError for chunks that nobody wrote, or of another dtype, and CheckpointingException for names that
+    an index cannot keep.
     """
+    _check_names(metadata)
     written = {result.index: (rank, result) for rank, those in enumerate(results) for result in those}
     rows: list[_Row] = []
     unwritten: list[str] = []
@@ -83,6 +89,11 @@ def manifest_of(
             unwritten.append(f"{index.fqn!r} {box}")
             continue
         rank, place = written[index][0], written[index][1].storage_data
+        if place.dtype and place.dtype != entry.meta.dtype:
+            raise CoverageError(
+                f"rank {rank} wrote {index.fqn!r} {box} as {place.dtype}, and the planner's metadata says "
+                f"{entry.meta.dtype}"
+            )
         plain = entry.meta.is_object or place.dtype
         rows.append(_Row(entry, box, rank, place) if plain else _opaque(entry, box, rank, place))
     if unwritten:
@@ -93,16 +104,54 @@ def manifest_of(
     if common is not None:
         rows = [row for row in rows if not row.entry.is_common]
         rows.append(_Row(COMMON, Box((), ()), 0, common))
-    return _manifest(rows)
+    manifest = _manifest(rows)
+    try:
+        decode_index(encode_index(manifest, {}))
+    except CorruptCheckpoint as error:
+        raise CheckpointingException(
+            f"the planner's metadata makes no index that can be read: {error}"
+        ) from error
+    return manifest
+
+
+def _check_names(metadata: Metadata) -> None:
+    items = metadata.state_dict_metadata
+    kept = items.get(LISTED_COMMON)
+    if COMMON_KEY in items or isinstance(kept, TensorStorageMetadata):
+        name = COMMON_KEY if COMMON_KEY in items else LISTED_COMMON
+        raise CheckpointingException(
+            f"{name!r} is the name of a checkpoint's common state: choose another key"
+        )
+
+
+def check_common(storage: Storage, manifest: Manifest) -> None:
+    """Is what stands under the name of the common state one? Raises CheckpointingException."""
+    numbers = [number for number, entry in enumerate(manifest.tensors) if entry.is_common]
+    for row in np.flatnonzero(np.isin(manifest.chunks.tensor, numbers)).tolist():
+        place = manifest.chunk(row).location
+        data = bytearray(place.length)
+        with storage.open(manifest.files[manifest.chunks.file[row]]) as reader:
+            reader.read_into(place.start, [memoryview(data)])
+        value = objects.load(bytes(data), stand_ins=True, where=repr(LISTED_COMMON))
+        if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)):
+            raise CheckpointingException(
+                f"{LISTED_COMMON!r} is the name of a checkpoint's common state, which is a list of one dict: choose "
+                "another key"
+            )
 
 
 def _planned(metadata: Metadata) -> Iterator[tuple[MetadataIndex, TensorEntry, Box]]:
     """Every chunk once."""
     items = metadata.state_dict_metadata.items()
     named = objects_named(name for name, item in items if isinstance(item, BytesStorageMetadata))
+    kinds = Counter(entry.key for entry in {entry for entry, _ in named.values()})
+    kinds.update(name for name, _ in items if name not in named)
     for name, item in items:
         if isinstance(item, BytesStorageMetadata):
-            yield MetadataIndex(name), *named[name]
+            entry, box = named[name]
+            if kinds[entry.key] > 1:  # no piece of a grid, it only looks so
+                entry, box = TensorEntry(name, TensorMeta((), OBJECT)), Box((), ())
+            yield MetadataIndex(name), entry, box
             continue
         dtype = str(item.properties.dtype).removeprefix("torch.")
         entry = TensorEntry(name, TensorMeta(tuple(item.size), dtype))

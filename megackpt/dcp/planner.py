@@ -130,6 +130,10 @@ def _delegate_of(value: Any, delegates: Delegates) -> Delegate | None:
     return next((delegates[kind] for kind in type(value).__mro__ if kind in delegates), None)
 
 
+_unfinished: dict[str, list[Any]] = {}
+"""What torch's caches held on the coordinator before a save that it has not finished planning: ranks hold it still."""
+
+
 class SavePlanner(DefaultSavePlanner):
     """torch's default planner, and: delegates, explained coverage errors, writers balanced by bytes.
 
@@ -155,6 +159,7 @@ class SavePlanner(DefaultSavePlanner):
         self.state_dict = _delegated(self.state_dict, self.delegates)
 
     def create_local_plan(self) -> SavePlan:
+        vars(self).pop("_pending_local_plan", None)  # of a save that failed
         plan: SavePlan = super().create_local_plan()
         if not plan.usable and self.plan != self._cached_save_plan[self._cached_plans_key]:
             self._pending_local_plan = plan = self.plan  # torch compares no dtypes
@@ -163,13 +168,36 @@ class SavePlanner(DefaultSavePlanner):
     def _create_global_plan_with_caching(
         self, all_plans: list[SavePlan]
     ) -> tuple[list[SavePlan], list[SavePlan], Metadata]:
+        key = self._cached_plans_key
+        caches: tuple[dict[str, Any], ...] = (
+            self._cached_all_plans,
+            self._cached_global_plan,
+            self._cached_metadata,
+        )
+        before = _unfinished.setdefault(key, [cache.get(key) for cache in caches])
         reused = [rank for rank, plan in enumerate(all_plans) if not plan.usable]
-        if reused and len(self._cached_all_plans.get(self._cached_plans_key, ())) != len(all_plans):
+        for cache, kept in zip(caches, before, strict=True):
+            cache.pop(key, None)
+            if reused and kept is not None:
+                cache[key] = kept
+        if reused and len(self._cached_all_plans.get(key, ())) != len(all_plans):
             raise CheckpointingException(
                 f"ranks {reused} reuse the plans of an earlier save, but this coordinator planned none with these "
                 f"{len(all_plans)} ranks: save over one process group, or without enable_plan_caching"
             )
-        return super()._create_global_plan_with_caching(all_plans)
+        _, plans, metadata = super()._create_global_plan_with_caching(all_plans)
+        olds = before[1] if reused else [None] * len(all_plans)
+        delta = [
+            SavePlan([], usable=False) if not given.usable and plan == old else plan
+            for given, plan, old in zip(all_plans, plans, olds, strict=True)
+        ]
+        return delta, plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan: SavePlan = super().finish_plan(new_plan)
+        if self._enable_plan_caching:
+            _unfinished.pop(self._cached_plans_key, None)
+        return plan
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         alone = len(all_plans) == 1  # of several, perhaps, that do not talk

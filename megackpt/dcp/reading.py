@@ -33,6 +33,7 @@ from megackpt.errors import (
     MismatchError,
     NotACheckpoint,
 )
+from megackpt.loader.reading import replacement
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import Manifest
@@ -119,7 +120,19 @@ def _written_alone(directory: Any, listed_in: str) -> Storage | None:
 def read_items(
     contents: Contents, plan: LoadPlan, planner: LoadPlanner, registry: ExtensionRegistry, verify: bool
 ) -> None:
-    """Carry out a plan. Errors name the item and the file."""
+    """Carry out a plan. Errors name the item and the file, or tell that the checkpoint was replaced meanwhile."""
+    try:
+        _read_items(contents, plan, planner, registry, verify)
+    except (CheckpointingException, OSError) as error:
+        replaced = replacement(contents.storage, contents.manifest)
+        if replaced is not None:
+            raise replaced from error
+        raise
+
+
+def _read_items(
+    contents: Contents, plan: LoadPlan, planner: LoadPlanner, registry: ExtensionRegistry, verify: bool
+) -> None:
     plain: list[tuple[ReadItem, int]] = []
     for item in plan.items:
         name, offset = item.storage_index.fqn, item.storage_index.offset

@@ -34,6 +34,7 @@ class Work:
         self._planner = planner
         self._transforms = transforms
         self._outcome: Attempt[list[WriteResult]] | None = None if plan.items else Attempt([])
+        self.directory = ticket.directory
 
     def function_and_args(self) -> tuple[Callable[..., None] | None, Callable[[], Any] | None, list[Any]]:
         """See ``FileSystemWriter.get_save_function_and_args``."""

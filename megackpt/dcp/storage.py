@@ -24,7 +24,7 @@ from megackpt.backends.torch_dist import METADATA
 from megackpt.backends.torch_dist.naming import LISTED_COMMON
 from megackpt.backends.torch_dist.writing import COMMON_FILE, Records, file_name as usual_name
 from megackpt.checkpoint import INDEX, Place, absolute, begin, commit
-from megackpt.dcp.contents import PlannedByDcp, manifest_of, metadata_of, table_of
+from megackpt.dcp.contents import PlannedByDcp, check_common, manifest_of, metadata_of, table_of
 from megackpt.dcp.reading import Contents, read_items
 from megackpt.dcp.stages import Work
 from megackpt.dcp.writing import Ticket, Written, named_files, settle_all, ticket_of
@@ -32,8 +32,11 @@ from megackpt.errors import CheckpointingException, CheckpointReplaced, SaveInPr
 
 Path = str | os.PathLike[str]
 
-_begun: WeakKeyDictionary[Place, tuple[str, threading.Thread]] = WeakKeyDictionary()
-"""What writers of this process have begun and not finished: in which directory, and the thread of torch's save."""
+_begun: WeakKeyDictionary[Place, tuple[str, threading.Thread | None]] = WeakKeyDictionary()
+"""What writers of this process have begun and not finished: in which directory, and the thread of torch's save.
+
+No thread: a save in three stages, which is over when its own writer is finalized or reset.
+"""
 
 _JOIN = 1.0  # seconds for a thread to end whose work has ended
 
@@ -46,6 +49,11 @@ def _clear_ended(directory: str) -> None:
     for place, (where, thread) in list(_begun.items()):
         if where != directory:
             continue
+        if thread is None:
+            raise SaveInProgress(
+                f"a save in three stages to {directory} is not finalized in this process: finalize it, or reset() "
+                "its writer"
+            )
         if thread is not threading.current_thread():
             thread.join(_JOIN)
             if thread.is_alive():
@@ -146,7 +154,11 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """A new save begins. What is left of one that failed is cleared away."""
         if self._place is not None and self._place in _begun:
-            _clear_ended(_begun[self._place][0])
+            directory, thread = _begun[self._place]
+            if thread is not None:
+                _clear_ended(directory)
+            elif _begun.pop(self._place):
+                self._place.abort()
         if checkpoint_id:
             self.path = checkpoint_id
         self._place, self.save_id = None, uuid.uuid4().hex
@@ -196,6 +208,8 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """For ``save_state_dict_async_plan``: what this rank is to write; nothing is copied or written yet."""
         self._work = self._work_of(plan, planner)
+        if self._place is not None:
+            _begun[self._place] = self._work.directory, None
 
     def get_save_function_and_args(
         self,
@@ -229,8 +243,11 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         if place is None:
             raise CheckpointingException(f"no save to {os.fspath(self.path)} has been begun by this writer")
         try:
-            common = None if LISTED_COMMON in metadata.state_dict_metadata else _written_common(place)
+            listed = LISTED_COMMON in metadata.state_dict_metadata
+            common = None if listed else _written_common(place)
             manifest = manifest_of(metadata, results, common)
+            if listed:
+                check_common(place.storage, manifest)
             table = table_of(metadata, results, self.storage_meta())
             commit(place, PlannedByDcp(table=table), manifest)
         except BaseException:
@@ -307,7 +324,7 @@ class FileSystemReader(StorageReader):
         """Open the checkpoint: what is read later is read from this one, even if it is replaced meanwhile.
 
         Raises NotACheckpoint, CorruptCheckpoint or UntrustedClass. With ``rank``, where there is no ``.metadata``,
-        what stock's writer left there for this rank alone.
+        what stock's writer left there for this rank alone. The metadata has no ``all_local_plans``.
         """
         self._contents = Contents.of(self.path, kwargs.get("rank"))
         return metadata_of(self._contents.listing, self._contents.items, self.load_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,6 @@ from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import ITEMSIZE, TensorEntry, TensorMeta
 from megackpt.runtime.staging import Staged, plain, settle
 from megackpt.runtime.storage import Storage, unsafe_names
-
-logger = logging.getLogger(__name__)
 
 _OURS = ".megackpt-"
 
@@ -114,14 +111,9 @@ def write_items(
     with ThreadPoolExecutor(max(len(parts), 1), "megackpt-write") as pool:
         jobs = [pool.submit(part.write, *job) for job in zip(ticket.files, parts, strict=False)]
     errors = [error for job in jobs if (error := job.exception()) and not isinstance(error, _Stopped)]
-    if not errors:
-        return [result for job in jobs for result in job.result()]
-    try:
-        for name in ticket.files[: len(parts)]:
-            root.delete(name)
-    except CheckpointingException as error:
-        logger.warning("what a failed save left is not cleared up, the next one will: %s", error)
-    raise errors[0]
+    if errors:
+        raise errors[0]
+    return [result for job in jobs for result in job.result()]
 
 
 class _Stopped(Exception):

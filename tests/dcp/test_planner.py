@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
@@ -21,7 +22,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megackpt.dcp import FileSystemWriter
+import megackpt
+from megackpt.dcp import FileSystemReader, FileSystemWriter, planner as planners
 from megackpt.dcp.planner import Delegate, LoadPlanner, SavePlanner
 from megackpt.errors import CheckpointingException, CoverageError, ShardingError, UntrustedClass
 
@@ -122,6 +124,7 @@ def test_one_rank_alone_is_not_asked_for_what_others_hold() -> None:
 @pytest.fixture
 def caches() -> Iterator[None]:
     kept = [v for k, v in vars(AnySavePlanner).items() if k.startswith("_cached") and isinstance(v, dict)]
+    kept.append(planners._unfinished)
     yield
     for cache in kept:
         cache.clear()
@@ -133,6 +136,62 @@ def test_a_cached_plan_is_dropped_when_only_a_dtype_changed(tmp_path: Path) -> N
         planner = SavePlanner(enable_plan_caching=True)
         metadata = saved({"w": torch.ones(4, dtype=dtype)}, tmp_path / str(n), planner)
         assert metadata.state_dict_metadata["w"].properties.dtype == dtype
+
+
+@pytest.mark.usefixtures("caches")
+def test_a_tensor_whose_dtype_changed_is_stored_as_a_tensor_under_cached_plans(tmp_path: Path) -> None:
+    for n, dtype in enumerate((torch.float32, torch.bfloat16, torch.bfloat16)):
+        writer, planner = FileSystemWriter(tmp_path / str(n)), SavePlanner(enable_plan_caching=True)
+        dcp.save({"w": torch.ones(4, dtype=dtype)}, storage_writer=writer, planner=planner, no_dist=True)
+        assert megackpt.load_plain_tensors(tmp_path / str(n))["w"].dtype == dtype
+
+
+@pytest.mark.usefixtures("caches")
+@pytest.mark.parametrize("before", [None, 4])
+@pytest.mark.parametrize("once", [False, True])  # one planner for all saves, or a new one for each
+def test_a_save_that_fails_leaves_no_trace_in_cached_plans(
+    tmp_path: Path, before: int | None, once: bool
+) -> None:
+    kept = SavePlanner(enable_plan_caching=True)
+
+    def save(n: int, where: str, **options: Any) -> None:
+        writer = FileSystemWriter(tmp_path / where, **options)
+        planner = kept if once else SavePlanner(enable_plan_caching=True)
+        dcp.save({"w": torch.ones(n)}, storage_writer=writer, planner=planner, no_dist=True)
+
+    dcp.save({"w": torch.ones(1)}, storage_writer=FileSystemWriter(tmp_path / "full"), no_dist=True)
+    if before is not None:
+        save(before, "before")
+    for _ in range(2):
+        with pytest.raises(CheckpointException, match="CheckpointExists"):
+            save(6, "full", overwrite=False)
+    for number, n in enumerate((4, 6, 6)):
+        save(n, str(number))
+        assert megackpt.load_plain_tensors(tmp_path / str(number))["w"].shape == (n,)
+        state = {"w": torch.zeros(n)}
+        dcp.load(state, storage_reader=FileSystemReader(tmp_path / str(number)), no_dist=True)
+        assert state["w"].sum() == n
+
+
+@pytest.mark.usefixtures("caches")
+def test_a_rank_gets_the_plan_that_is_new_to_it_and_no_other() -> None:
+    def plan(n: int) -> SavePlan:
+        return SavePlan([shard("w", (0,), (n,), (n,))], planner_data={})
+
+    unchanged = SavePlan([], usable=False)
+    for failing in (False, True):
+        planner = SavePlanner(enable_plan_caching=True)
+        other = SavePlan([blob("o")], planner_data={})
+        first, _ = planner.create_global_plan([plan(4), other])
+        planner.finish_plan(first[0])
+        if failing:  # a save whose plans never reach the ranks
+            planner.create_global_plan([plan(8), unchanged])
+        plans, _ = planner.create_global_plan([plan(8), unchanged])
+        assert [each.usable for each in plans] == [True, False]
+        planner.finish_plan(plans[0])
+        plans, metadata = planner.create_global_plan([unchanged, unchanged])
+        assert [each.usable for each in plans] == [False, False]
+        assert metadata.state_dict_metadata["w"].size == (8,)
 
 
 @pytest.mark.usefixtures("caches")

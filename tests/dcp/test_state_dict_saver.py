@@ -22,7 +22,13 @@ from megackpt.dcp import (
     save_state_dict_async_plan,
     verify_global_md_reuse,
 )
-from megackpt.errors import CheckpointingException, CoverageError, NotACheckpoint
+from megackpt.errors import (
+    CheckpointingException,
+    CoverageError,
+    NotACheckpoint,
+    SaveInProgress,
+    StorageError,
+)
 
 
 def state_of(value: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -237,3 +243,71 @@ def test_the_last_stage_without_metadata_says_whose_is_meant(tmp_path: Path) -> 
     run(writer)
     with pytest.raises(CheckpointingException, match="no metadata for this save"):
         save_state_dict_async_finalize(writer, None, wrapper)
+
+
+def test_a_second_save_to_the_directory_waits_for_the_first(tmp_path: Path) -> None:
+    first, second = FileSystemWriterAsync(tmp_path / "x"), FileSystemWriterAsync(tmp_path / "x")
+    handed, *_ = save_state_dict_async_plan({"w": torch.ones(2)}, first)
+    with pytest.raises(SaveInProgress, match="is not finalized"):
+        save_state_dict_async_plan({"w": torch.zeros(2)}, second)
+    run(first)
+    save_state_dict_async_finalize(*handed)
+    assert megackpt.load_plain_tensors(tmp_path / "x")["w"].tolist() == [1, 1]
+    handed, *_ = save_state_dict_async_plan({"w": torch.zeros(2)}, second)
+    run(second)
+    save_state_dict_async_finalize(*handed)
+    assert megackpt.load_plain_tensors(tmp_path / "x")["w"].tolist() == [0, 0]
+
+
+class Late(SavePlanner):
+    """Fails, but not before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.asked.set()
+        assert self.may.wait(60)
+        raise OSError("too late")
+
+
+def test_the_late_error_of_a_save_given_up_spares_what_was_committed_since(tmp_path: Path) -> None:
+    where, planner = tmp_path / "x", Late()
+    given_up = FileSystemWriterAsync(where)
+    save_state_dict_async_plan({"w": torch.ones(2)}, given_up, planner=planner)
+    function, _, args = given_up.get_save_function_and_args()
+    assert function is not None
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    assert planner.asked.wait(60)
+    given_up.reset()
+    writer = FileSystemWriterAsync(where)
+    handed, *_ = save_state_dict_async_plan({"w": torch.ones(2)}, writer)
+    run(writer)
+    save_state_dict_async_finalize(*handed)
+    planner.may.set()
+    thread.join()
+    assert megackpt.verify(where).ok
+    assert megackpt.load_plain_tensors(where)["w"].tolist() == [1, 1]
+
+
+def test_the_error_of_the_second_stage_is_told_by_a_last_one_in_another_thread(tmp_path: Path) -> None:
+    planner, told = Late(), []
+    planner.may.set()
+    writer = FileSystemWriterAsync(tmp_path / "x")
+    handed, *_ = save_state_dict_async_plan({"w": torch.ones(2)}, writer, planner=planner)
+    function, _, args = writer.get_save_function_and_args()
+    assert function is not None
+    function(*args)
+
+    def finalize() -> None:
+        with pytest.raises(StorageError) as caught:
+            save_state_dict_async_finalize(*handed)
+        told.append(str(caught.value))
+
+    thread = threading.Thread(target=finalize)
+    thread.start()
+    thread.join()
+    assert "too late" in told[0]
+    assert not (tmp_path / "x").exists()

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import megackpt
 from megackpt import ShardedTensor, checkpoint
 from megackpt.dcp import FileSystemReader, FileSystemWriter, FileSystemWriterAsync
-from megackpt.errors import CheckpointingException
+from megackpt.errors import CheckpointingException, CheckpointReplaced
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.runtime.storage.files import LocalReader
 from tests.buckets import Bucket
@@ -589,6 +589,75 @@ def test_the_example_of_the_docstring(tmp_path: Path, monkeypatch: pytest.Monkey
     example = [line for line in doc.partition("::")[2].partition("Rank 0")[0].splitlines() if line]
     exec(compile(textwrap.dedent("\n".join(example)), "docstring", "exec"), {})  # noqa: S102
     assert megackpt.load_plain_tensors("checkpoints/3")["model.w"].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"x": torch.ones(3), "x/shard_0_1": 7},
+        {"x": 5, "x/shard_0_1": 7},
+        {"x/shard_0_2": 5, "x/shard_0_1": 7},
+        {"x/shard_0_2": 5, "x/shard_1_2": 7},
+    ],
+)
+def test_keys_that_look_like_pieces_of_others(where: Path, state: dict[str, Any]) -> None:
+    dcp.save(state, storage_writer=FileSystemWriter(where))
+    for reader in READERS:
+        assert_same(loaded(reader(where), state), state)
+    assert megackpt.verify(where).ok
+
+
+def test_the_common_state_as_megatron_lists_it(where: Path) -> None:
+    state = {"common_state/shard_0_1": [{"a": 1}], "x": torch.ones(2)}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, storage_writer=FileSystemWriter(where), planner=planner)
+    for reader in READERS:
+        assert_same(loaded(reader(where), {"x": state["x"]}), {"x": state["x"]})
+    assert megackpt.verify(where).ok
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("common_state", 5),
+        ("common_state", torch.ones(3)),
+        ("common_state/shard_0_1", 7),
+        ("common_state/shard_0_1", torch.ones(3)),
+    ],
+)
+def test_a_key_of_the_common_state_is_refused(where: Path, key: str, value: Any) -> None:
+    dcp.save({"w": torch.ones(2)}, storage_writer=FileSystemWriter(where))
+    with pytest.raises(CheckpointException, match=f"'{key}' is the name of a checkpoint's common state"):
+        dcp.save({"w": torch.zeros(2), key: value}, storage_writer=FileSystemWriter(where))
+    assert megackpt.load_plain_tensors(where)["w"].tolist() == [1, 1]
+
+
+def test_metadata_that_tells_another_dtype_or_makes_no_index_is_refused(where: Path) -> None:
+    class Lying(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            item = metadata.state_dict_metadata["w"]
+            properties = dataclasses.replace(item.properties, dtype=torch.int16)
+            metadata.state_dict_metadata["w"] = dataclasses.replace(item, properties=properties)
+            return plans, metadata
+
+    state = {"w": torch.ones(4, dtype=torch.bfloat16)}
+    with pytest.raises(CheckpointException, match=r"rank 0 wrote 'w' \[0:4\] as bfloat16.* int16"):
+        dcp.save(state, storage_writer=FileSystemWriter(where), planner=Lying())
+    odd = {"y": torch.ones(2), "y/shard_0_1": 1, "y/shard_0_1/shard_0_1": 2}
+    with pytest.raises(CheckpointException, match=r"no index that can be read: .* a key stands twice"):
+        dcp.save(odd, storage_writer=FileSystemWriter(where))
+    assert not where.exists()
+
+
+def test_a_checkpoint_that_is_replaced_under_a_reader_is_told_so(where: Path) -> None:
+    dcp.save({"w": torch.ones(4)}, storage_writer=FileSystemWriter(where))
+    reader, planner = FileSystemReader(where), DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    dcp.save({"w": torch.zeros(4)}, storage_writer=FileSystemWriter(where))
+    planner.set_up_planner({"w": torch.empty(4)}, metadata, True)
+    with pytest.raises(CheckpointReplaced):
+        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
 
 
 # ---- several ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megackpt.backends.torch_dist.pickles import Record, Size, read_metadata
@@ -98,15 +98,16 @@ def read_listing(root: Storage, name: str) -> Listing:
         raise type(error)(f"{root.location}/{name}: {error}") from error
 
 
-def check_files(root: Storage, found: Iterable[Listed]) -> None:
+def check_files(root: Storage, found: Sequence[Listed]) -> None:
     """Every record lies inside its file, and every file inside the directory."""
-    sizes: dict[str, int | None] = {}
-    problems: list[str] = []
+    files = list(dict.fromkeys(item.place.file for item in found))
+    sizes = dict(zip(files, root.sizes(files), strict=True))
+    problems = [
+        f"the file {file!r} is missing, or is no file of its own (a link, a folder)"
+        for file in files
+        if sizes[file] is None
+    ]
     for name, box, (file, start, length, _) in found:
-        if file not in sizes:
-            sizes[file] = root.size(file)
-            if sizes[file] is None:
-                problems.append(f"the file {file!r} is missing, or is no file of its own (a link, a folder)")
         size = sizes[file]
         if size is not None and start + length > size:
             problems.append(
