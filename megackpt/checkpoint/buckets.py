@@ -26,24 +26,29 @@ from megackpt.checkpoint.replacing import own_names
 from megackpt.errors import (
     CheckpointExists,
     CheckpointingException,
+    CorruptCheckpoint,
     NotACheckpoint,
     SaveInProgress,
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import BucketStorage, Storage, Version, conditional_puts, digest
+from megackpt.runtime.storage import (
+    SINGLE_WRITER,
+    BucketStorage,
+    Storage,
+    Version,
+    conditional_puts,
+    digest,
+)
 
-SINGLE_WRITER = "MEGACKPT_SINGLE_WRITER"
-"""Set to 1, it promises that no two jobs save to one place at once: for stores without conditional puts."""
 _TRIES = 5  # at a lock that changes hands at the very moment
 
 
 class Lock:
     """An object that one save at a time holds, and renews as long as it lives."""
 
-    def __init__(self, outer: BucketStorage, save_id: str, alone: bool) -> None:
+    def __init__(self, outer: BucketStorage, save_id: str) -> None:
         self._outer = outer
-        self._alone = alone
         self.save_id = save_id
         self._content = json.dumps(asdict(Marker(save_id))).encode()
 
@@ -58,15 +63,9 @@ class Lock:
                     f"{self._outer.location} is being written by {holder}: wait for it, or save elsewhere. "
                     f"If that job is gone for good, remove {self._outer.url(LOCK)}"
                 )
-            if self._put(version):
+            if self._outer.put_if_match(LOCK, self._content, version):
                 return
         raise SaveInProgress(f"others begin to save to {self._outer.location} at this very moment")
-
-    def _put(self, version: Version | None) -> bool:
-        if not self._alone:
-            return self._outer.put_if_match(LOCK, self._content, version)
-        self._outer.put(LOCK, self._content)
-        return True
 
     def _lives(self, holder: Marker) -> bool:
         """As Marker.lives, but that the store's clock tells how long a process elsewhere has been silent."""
@@ -83,7 +82,8 @@ class Lock:
 
     def renew(self) -> bool:
         holder, version = _holder(self._outer)
-        return holder is not None and holder.save_id == self.save_id and self._put(version)
+        mine = holder is not None and holder.save_id == self.save_id
+        return mine and self._outer.put_if_match(LOCK, self._content, version)
 
     def held(self) -> bool:
         holder, _ = _holder(self._outer)
@@ -114,7 +114,7 @@ class BucketPlace(Place):
     """
 
     def __init__(
-        self, outer: BucketStorage, lock: Lock, base: Version | None, foreign: Iterable[str], alone: bool
+        self, outer: BucketStorage, lock: Lock, base: Version | None, foreign: Iterable[str]
     ) -> None:
         self.save_id = lock.save_id
         self.outer = outer
@@ -122,12 +122,11 @@ class BucketPlace(Place):
         self._lock = lock
         self._base = base
         self._foreign = tuple(foreign)
-        self._alone = alone
         self._scratch: tuple[str, ...] = ()
         self._record: Record | None = None
         self._committed = False  # or perhaps: nothing may be removed any more
-        beat = Heartbeat(outer.location, lock.renew)
-        self._ended = weakref.finalize(self, _end, beat, self.save_id)
+        self._beat = Heartbeat(outer.location, lock.renew)
+        self._ended = weakref.finalize(self, _end, self._beat, self.save_id, os.getpid())
 
     def announce(self, names: Iterable[str], scratch: Iterable[str] = ()) -> None:  # noqa: ARG002
         """Names need not be noted: the folder is this save's alone."""
@@ -138,7 +137,11 @@ class BucketPlace(Place):
             return
         with self._left_to_the_next("the save failed, and"):
             self.outer.delete(folder_of(self.save_id))
-            self._lock.release()
+            self._release()
+
+    def _release(self) -> None:
+        self._beat.join()  # a renewal under way could put the lock back
+        self._lock.release()
 
     def abandon(self) -> None:
         self._ended()
@@ -164,12 +167,11 @@ class BucketPlace(Place):
             )
         confirm()
         self._put_record(self._record.encode())
-        self._committed = True
         with self._left_to_the_next("the new checkpoint stands, but"):
             self._clear_up()
         self._ended()
         with self._left_to_the_next("the new checkpoint stands, but"):
-            self._lock.release()
+            self._release()
 
     @contextmanager
     def _left_to_the_next(self, what: str) -> Iterator[None]:
@@ -180,23 +182,25 @@ class BucketPlace(Place):
 
     def _put_record(self, data: bytes) -> None:
         url = self.outer.url(RECORD)
-        failure = None
+        failure: CheckpointingException | None = None
+        self._committed = True
         try:
-            if self._alone:
-                self.outer.put(RECORD, data)
-                return
             if self.outer.put_if_match(RECORD, data, self._base):
                 return
         except StorageError as error:
-            failure, self._committed = error, True
-        found, _ = read_record(self.outer)  # an answer may have been lost
-        if found is not None and found.save_id == self.save_id:
-            return
+            failure = error
+        try:
+            found, _ = read_record(self.outer)  # an answer may have been lost
+            if found is not None and found.save_id == self.save_id:
+                return
+        except CheckpointingException as error:
+            failure = failure or error
         if failure is not None:
             raise StorageError(
                 f"whether {url} was put is not known, so nothing is removed: if it names {self.save_id} later, the "
                 f"save is complete: {failure}"
             ) from failure
+        self._committed = False
         raise SaveInProgress(
             f"{self.outer.location} was saved to by another job meanwhile: {url} is not the one that this save "
             "was to replace; what stands there is that job's, and this save is removed"
@@ -211,7 +215,10 @@ class BucketPlace(Place):
                     self.outer.delete(name)
 
 
-def _end(beat: Heartbeat, save_id: str) -> bool:
+def _end(beat: Heartbeat, save_id: str, process: int) -> bool:
+    """False in a forked process: the save is its parent's."""
+    if os.getpid() != process:
+        return False
     beat.stop()
     active.discard(save_id)
     return True
@@ -220,13 +227,12 @@ def _end(beat: Heartbeat, save_id: str) -> bool:
 def begin(url: str, save_id: str, overwrite: bool) -> BucketPlace:
     """As ``committing.begin``."""
     outer = BucketStorage(url)
-    alone = os.environ.get(SINGLE_WRITER) == "1"
-    if not alone and not conditional_puts(outer):
+    if not conditional_puts(outer):
         raise StorageError(
             f"{url}: this store does not keep to conditional puts, so of two jobs that save to one place both could "
             f"win. If there is never more than one, say so by {SINGLE_WRITER}=1 in the environment"
         )
-    lock = Lock(outer, save_id, alone)
+    lock = Lock(outer, save_id)
     active.add(save_id)  # before anybody can see the lock
     try:
         lock.take()
@@ -234,17 +240,33 @@ def begin(url: str, save_id: str, overwrite: bool) -> BucketPlace:
         active.discard(save_id)
         raise
     try:
-        record, base = read_record(outer)
-        foreign = () if record else _foreign(outer)
-        if (record or foreign) and not overwrite:
-            raise CheckpointExists(f"{url} holds a complete checkpoint: pass overwrite=True to replace it")
-        if record or foreign:
-            logger.warning("replacing the checkpoint in %s", url)
-        return BucketPlace(outer, lock, base, foreign, alone)
+        base, foreign = _replaced(outer, overwrite)
+        return BucketPlace(outer, lock, base, foreign)
     except BaseException:
         active.discard(save_id)
         lock.release()
         raise
+
+
+def _replaced(outer: BucketStorage, overwrite: bool) -> tuple[Version | None, tuple[str, ...]]:
+    """The version of the record that a save is to replace, and what else it replaces."""
+    try:
+        record, base = read_record(outer)
+    except CorruptCheckpoint as error:
+        if not overwrite:
+            raise CorruptCheckpoint(
+                f"{error}. Pass overwrite=True to replace it, or remove {outer.url(RECORD)}"
+            ) from error
+        logger.warning("%s; replacing it", error)
+        return outer.version(RECORD), ()
+    foreign = () if record else _foreign(outer)
+    if (record or foreign) and not overwrite:
+        raise CheckpointExists(
+            f"{outer.location} holds a complete checkpoint: pass overwrite=True to replace it"
+        )
+    if record or foreign:
+        logger.warning("replacing the checkpoint in %s", outer.location)
+    return base, foreign
 
 
 def _foreign(outer: BucketStorage) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from megackpt.errors import CorruptCheckpoint, StorageError
+from megackpt.planning import cache
 from megackpt.runtime.storage import LocalStorage, unsafe_names
 
 logger = logging.getLogger("megackpt.checkpoint")
@@ -41,6 +42,8 @@ LONGEST = 255
 
 active: set[str] = set()
 """Ids of the saves of this process that have begun and not ended."""
+
+os.register_at_fork(after_in_child=cache.forget)  # markers and locks know a save by its id alone
 
 
 def staging_name(name: str, save_id: str) -> str:
@@ -214,6 +217,10 @@ class Heartbeat:
 
     def stop(self) -> None:
         self._stopped.set()
+
+    def join(self) -> None:
+        """Wait for the one that may be under way."""
+        self._thread.join()
 
 
 def _beat(stopped: threading.Event, where: str, beat: Callable[[], bool]) -> None:

@@ -20,7 +20,7 @@ from megackpt.runtime.storage import BucketStorage, Version, digest
 RECORD = "megackpt.commit"
 FORMAT = 1
 _LIMIT = 1 << 20
-_FOLDER = re.compile(r"megackpt-([0-9A-Za-z_-]+)")
+_FOLDER = re.compile(r"megackpt-[0-9a-f]{32}")  # a uuid: folders of other people are called otherwise
 
 
 def folder_of(save_id: str) -> str:

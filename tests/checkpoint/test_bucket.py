@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megackpt.checkpoint import begin, buckets, open_checkpoint, open_same, place_of, verify
+from megackpt.checkpoint import begin, buckets, marker, open_checkpoint, open_same, place_of, verify
 from megackpt.checkpoint.marker import Marker
 from megackpt.errors import (
     BackendError,
@@ -101,6 +102,17 @@ def test_a_checkpoint_is_replaced_and_the_old_one_removed(bucket, url, saves):
     assert not old.storage.is_current()
     with pytest.raises(CheckpointReplaced):
         open_same(url, old.manifest.save_id)
+
+
+def test_what_others_put_beside_a_checkpoint_is_left_alone(bucket, url, saves):
+    others = {f"run/iter_100/megackpt-{name}/f" for name in ("gpt2", "run_7", "0123456789abcdef")}
+    for key in others:
+        BucketStorage(bucket.url).put(key, b"theirs")
+    saves.save(f"{url}/megackpt-nested", 3)
+    for value in (1, 2):
+        saves.save(url, value)
+    assert (saves.load(url), saves.load(f"{url}/megackpt-nested")) == (2, 3)
+    assert others < {*held(bucket)}
 
 
 def test_a_failed_save_leaves_what_was_there(bucket, url, saves):
@@ -301,6 +313,26 @@ def test_a_commit_of_which_nothing_is_known_removes_nothing(bucket, line, url, s
     assert_only(bucket, url)
 
 
+def test_a_record_that_cannot_even_be_read_leaves_it_open(bucket, line, url, saves, quick):
+    """The commit stands, its answer is lost, and the store goes away."""
+    saves.save(url, 1)
+    place, results = written(saves, url, 2)
+    gone = []
+
+    def fault(request):
+        if gone or (request.method == "PUT" and request.path.endswith("megackpt.commit")):
+            gone.append(request)
+            return "swallow" if len(gone) == 1 else 503
+        return None
+
+    line.fault = fault
+    with pytest.raises(StorageError, match=f"is not known.*if it names {place.save_id} later"):
+        saves.commit(place, results)
+    line.fault = lambda _: None
+    place.abort()
+    assert saves.load(url) == 2
+
+
 def test_clearing_up_that_fails_is_left_to_the_next_save(bucket, line, url, saves, quick):
     saves.save(url, 1)
     line.once(403, "POST", "delete", times=1000)
@@ -326,13 +358,25 @@ def careless(line, monkeypatch):
     line.fault = fault
 
 
-def test_a_store_without_conditional_puts_is_refused(careless, bucket, url, saves):
+@pytest.fixture
+def unconditional(line, monkeypatch):
+    """A store that knows no conditions of a put, and says so."""
+    monkeypatch.setattr(bucket_room, "_proven", set())
+    line.fault = lambda request: 501 if re.search(rb"(?im)^if-(none-)?match:", request.head) else None
+
+
+@pytest.fixture(params=["careless", "unconditional"])
+def poor(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_a_store_without_conditional_puts_is_refused(poor, bucket, url, saves):
     with pytest.raises(StorageError, match=r"does not keep to conditional puts.*MEGACKPT_SINGLE_WRITER=1"):
         saves.save(url, 1)
     assert held(bucket) == []
 
 
-def test_a_single_writer_may_use_it(careless, bucket, url, saves, monkeypatch):
+def test_a_single_writer_may_use_it(poor, bucket, url, saves, monkeypatch):
     monkeypatch.setenv("MEGACKPT_SINGLE_WRITER", "1")
     for value in (1, 2):
         saves.save(url, value)
@@ -342,6 +386,30 @@ def test_a_single_writer_may_use_it(careless, bucket, url, saves, monkeypatch):
     with pytest.raises(SaveInProgress):
         begin(url, save_id=identity())
     place.abort()
+    assert_only(bucket, url)
+
+
+def test_a_renewal_does_not_outlive_its_save(poor, bucket, url, saves, monkeypatch):
+    """It is under way while the save ends. If the lock were not released after it, it would put the lock back."""
+    monkeypatch.setenv("MEGACKPT_SINGLE_WRITER", "1")
+    monkeypatch.setattr(marker, "HEARTBEAT", 0.0)
+    renewing, ended, released = threading.Event(), threading.Event(), threading.Event()
+    put, stop, release = BucketStorage.put, marker.Heartbeat.stop, buckets.Lock.release
+
+    def slow(self, name, data) -> None:
+        if threading.current_thread().name == "megackpt-heartbeat":
+            renewing.set()
+            ended.wait()
+            released.wait(0.3)
+        put(self, name, data)
+
+    monkeypatch.setattr(BucketStorage, "put", slow)
+    monkeypatch.setattr(marker.Heartbeat, "stop", lambda beat: (stop(beat), ended.set()))
+    monkeypatch.setattr(buckets.Lock, "release", lambda lock: (release(lock), released.set()))
+    place, results = written(saves, url, 1)
+    renewing.wait()
+    saves.commit(place, results)
+    place._beat._thread.join()
     assert_only(bucket, url)
 
 
@@ -385,22 +453,31 @@ def test_an_index_of_another_save_is_not_the_one_of_the_record(url, saves):
         (b"[]", CorruptCheckpoint),
         (b'{"format": 1}', CorruptCheckpoint),
         (b"{" * 100_000, CorruptCheckpoint),
+        (b" " * (1 << 21), CorruptCheckpoint),
         (b'{"format": 2}', BackendError),
     ],
 )
-def test_a_record_that_says_nothing(url, saves, record, error):
+def test_a_record_that_says_nothing(bucket, url, saves, record, error):
     saves.save(url, 1)
     BucketStorage(url).put("megackpt.commit", record)
     with pytest.raises(error, match=r"megackpt\.commit"):
         open_checkpoint(url)
-    with pytest.raises(error):
-        saves.save(url, 2)
+    told = r"too new" if error is BackendError else r"overwrite=True.*, or remove s3://.*megackpt\.commit"
+    with pytest.raises(error, match=told):
+        saves.save(url, 2, overwrite=False)
+    if error is BackendError:  # the next release's checkpoint is whole
+        with pytest.raises(error, match=told):
+            saves.save(url, 2)
+        return
+    saves.save(url, 2)
+    assert saves.load(url) == 2
+    assert_only(bucket, url)
 
 
 def test_a_record_cannot_lead_elsewhere(url, saves):
     saves.save(url, 1)
     told = json.loads(BucketStorage(url).get("megackpt.commit"))
-    for name in ("../other", "a/b", "", ".."):
+    for name in ("../other", "a/b", "", "..", "0" * 31, "G" * 32, f"{0:032}\n"):
         BucketStorage(url).put("megackpt.commit", json.dumps(told | {"save_id": name}).encode())
         with pytest.raises(CorruptCheckpoint, match="names no save"):
             open_checkpoint(url)

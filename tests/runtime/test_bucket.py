@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from megackpt.errors import CheckpointReplaced, CorruptCheckpoint, StorageError
 from megackpt.runtime.storage import BucketStorage, LocalStorage, client, conditional_puts, is_url, root_at
 from megackpt.runtime.storage.objects import BucketWriter
-from tests.buckets import Bucket, Line
+from tests.buckets import Bucket, Line, Request
 
 MIB = 1 << 20
 
@@ -72,6 +74,30 @@ def test_an_object_of_any_size_has_few_parts(root: BucketStorage, monkeypatch: p
     ):
         writer.write(views(bytes(16 * MIB), b"1"))
     assert root.list() == []
+
+
+def test_threads_do_not_take_parts_from_each_other(
+    root: BucketStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than parts are held, while the pool is busy with others."""
+    monkeypatch.setattr("megackpt.runtime.storage.fetching.PART", MIB)
+    data = random.Random(5).randbytes(64 * MIB)
+    root.put("f", data)
+    busy = threading.Event()
+    others = [client.pool().submit(busy.wait) for _ in range(client.AT_ONCE)]
+    with root.open("f") as reader, ThreadPoolExecutor(8) as threads:
+        reader.expect([(0, len(data))])
+        pieces = [bytearray(3) for _ in range(8)]
+        jobs = [
+            threads.submit(reader.read_into, (8 * n + 1) * MIB, [memoryview(piece)])
+            for n, piece in enumerate(pieces)
+        ]
+        while len(reader._coming) < 6 or client.pool()._work_queue.qsize() < 8 * 4:
+            pass
+        busy.set()
+        wait([*jobs, *others])
+    assert [job.exception() for job in jobs] == [None] * 8
+    assert pieces == [data[(8 * n + 1) * MIB :][:3] for n in range(8)]
 
 
 def test_many_small_wishes_are_few_requests(root: BucketStorage) -> None:
@@ -278,6 +304,10 @@ def test_roots(bucket: Bucket, tmp_path: Path) -> None:
             root_at(url)
     with pytest.raises(StorageError, match=r"'s3:/b/x' was a URL before a pathlib\.Path"):
         root_at(Path("s3://b/x"))
+    for url in ("s3://me:secret@b/x", "s3://me:sec/ret@b/x", "s3a://me:secret", "S3://me:secret@b"):
+        with pytest.raises(StorageError, match="no ':' before") as told:
+            root_at(url)
+        assert "sec" not in str(told.value).replace("may be secret", "")
     with pytest.raises(StorageError, match="has a part that is"):
         root_at("s3://b/x/../y")
 
@@ -453,6 +483,29 @@ def test_a_store_is_proven_to_keep_its_word_once(faulty: BucketStorage, line: Li
     asked = len(line.seen)
     assert conditional_puts(BucketStorage(f"{bucket.url}/other"))
     assert (len(line.seen), bucket.keys()) == (asked, [])
+
+
+def test_a_single_writer_needs_no_conditions(
+    faulty: BucketStorage, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line.fault = unconditional
+    with pytest.raises(StorageError, match=r"cannot write .*/f: .*501"):
+        faulty.put_if_absent("f", b"")
+    assert line.asked("PUT") == 1  # not asked twice
+    assert not conditional_puts(faulty)
+    monkeypatch.setenv("MEGACKPT_SINGLE_WRITER", "1")
+    assert conditional_puts(faulty)
+    test_put_if_match_replaces_one_version_only(faulty)
+    with faulty.create("f") as writer:
+        writer.write(views(b"6"))
+    with pytest.raises(StorageError, match=r"an object of that name exists"):
+        faulty.put_new({"f": b"7"})
+    assert faulty.get("f") == b"6"
+
+
+def unconditional(request: Request) -> int | None:
+    """What a store answers that does not know the conditions of a put."""
+    return 501 if re.search(rb"(?im)^if-(none-)?match:", request.head) else None
 
 
 @pytest.mark.parametrize("header", ["if-none-match", "if-match"])

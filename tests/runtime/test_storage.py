@@ -109,6 +109,17 @@ def test_create_is_exclusive_and_abort_removes(root):
     assert root.list() == []
 
 
+def test_what_another_save_has_made_meanwhile_is_not_removed(root):
+    """By a writer whose process was stopped for so long that its save was taken for dead."""
+    for replace in (lambda: root.put("x", b"2"), lambda: os.symlink("y", f"{root.location}/x")):
+        writer = root.create("x")
+        root.delete("x")
+        replace()
+        writer.abort()
+        assert root.list() == ["x"]
+        root.delete("x")
+
+
 def test_everything_is_durable(root, monkeypatch):
     synced = []
     real = os.fsync

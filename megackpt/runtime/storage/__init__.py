@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megackpt.runtime.storage.bucket import BucketStorage, Version, conditional_puts
+from megackpt.runtime.storage.bucket import SINGLE_WRITER, BucketStorage, Version, conditional_puts
 from megackpt.runtime.storage.digests import digest, digest_blocks, read_digested
 from megackpt.runtime.storage.files import TEMPORARY
 from megackpt.runtime.storage.interface import (
@@ -19,6 +19,7 @@ from megackpt.runtime.storage.roots import is_url, root_at
 from megackpt.runtime.storage.single import SingleFile
 
 __all__ = [
+    "SINGLE_WRITER",
     "TEMPORARY",
     "Batch",
     "BucketStorage",

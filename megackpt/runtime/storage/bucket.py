@@ -7,6 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from megackpt.errors import CorruptCheckpoint, StorageError
@@ -19,6 +20,8 @@ from megackpt.runtime.storage.objects import BucketBatch, BucketWriter
 _URL = re.compile(r"(?P<bucket>(?P<scheme>[a-z0-9]+)://[^/]+)(?:/+(?P<prefix>.*))?", re.DOTALL)
 PROBE = ".megackpt-probe-"
 """How names of objects begin by which a store is tried. One that is left over belongs to a process that died."""
+SINGLE_WRITER = "MEGACKPT_SINGLE_WRITER"
+"""Set to 1, it promises that no two jobs save to one place at once: for stores without conditional puts."""
 _PAGE = 1000
 """Objects that one request tells of, or removes."""
 _LISTED = 1 << 23
@@ -44,6 +47,11 @@ class BucketStorage(Storage):
     """
 
     def __init__(self, url: str) -> None:
+        if ":" in url.partition("://")[2].partition("/")[0]:
+            raise StorageError(  # which does not repeat what may be secret
+                "a URL of a bucket has no ':' before the bucket's name ends: where the store is, and who asks, the "
+                "environment says (AWS_*, GOOGLE_*, AZURE_*)"
+            )
         found = _URL.fullmatch(url.rstrip("/"))
         if found is None or found["scheme"] not in clients.AMAZON | clients.GOOGLE | clients.AZURE:
             raise StorageError(
@@ -114,30 +122,26 @@ class BucketStorage(Storage):
         )
 
     def put(self, name: str, data: bytes) -> None:
-        self._put(name, data, "overwrite")
-
-    def _put(self, name: str, data: bytes, mode: Any) -> Version:
         url, key = self.url(name), self.key(name)
-
-        def request() -> Version:
-            obstore = self.client.obstore
-            told = obstore.put(self.client.store, key, data, mode=mode, use_multipart=False)
-            return Version(told["e_tag"], told["version"])
-
+        put = partial(self.client.obstore.put, self.client.store, key, data, use_multipart=False)
         try:
-            version = self.client.ask("write", url, request)
+            self.client.ask("write", url, put)
         except FileNotFoundError as error:
             raise clients.failure("write", url, error) from error
         self.client.traffic.count(0, written=len(data))
-        return version
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        return self._put_if(name, data, "create")
+        return self.put_if_match(name, data, None)
 
     def put_if_match(self, name: str, data: bytes, version: Version | None) -> bool:
         """Like ``put``, but False, and nothing done, if the object is not this version of it (None: is there)."""
+        if _single_writer():  # nobody comes between a look and a put
+            if self.version(name) != version:
+                return False
+            self.put(name, data)
+            return True
         if version is None:
-            return self.put_if_absent(name, data)
+            return self._put_if(name, data, "create")
         return self._put_if(name, data, {k: v for k, v in version._asdict().items() if v is not None})
 
     def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
@@ -223,6 +227,11 @@ class BucketStorage(Storage):
         told = self._head(name)
         return None if told is None else float(told["last_modified"].timestamp())
 
+    def version(self, name: str) -> Version | None:
+        """Which content an object has now; None if it is absent."""
+        told = self._head(name)
+        return None if told is None else Version(told["e_tag"], told["version"])
+
     def _head(self, name: str) -> Any:
         url, key = self.url(name), self.key(name)
         try:
@@ -294,15 +303,20 @@ _proven: set[tuple[str, str | None]] = set()
 def conditional_puts(storage: BucketStorage) -> bool:
     """Whether this store keeps its word: a put that may only create, or only replace one version, is refused else.
 
-    Some take the condition, ignore it, and say that all went well. Asked once for each bucket and process, by a few
-    puts of an object of our own; raises StorageError where none can be put.
+    Some take the condition, ignore it, and say that all went well, others do not know it (501). Asked once for each
+    bucket and process, by a few puts of an object of our own; raises StorageError where none can be put. Not asked
+    where there is but one writer.
     """
     known = (storage.bucket, clients.endpoint())
-    if known not in _proven:
+    if known not in _proven and not _single_writer():
         name = f"{PROBE}{uuid.uuid4().hex}"
         try:
             if not _refuses(storage, name):
                 return False
+        except StorageError as error:
+            if "status code: 501" not in str(error):
+                raise
+            return False
         finally:
             storage.delete(name)
         _proven.add(known)
@@ -319,6 +333,10 @@ def _refuses(storage: BucketStorage, name: str) -> bool:
         and not storage.put_if_match(name, b"4", version)
         and storage.get(name, limit=1) == b"3"
     )
+
+
+def _single_writer() -> bool:
+    return os.environ.get(SINGLE_WRITER) == "1"
 
 
 def _absent(url: str) -> FileNotFoundError:

@@ -35,7 +35,7 @@ PAUSE, LONGEST_PAUSE = 0.1, 10.0
 AT_ONCE = 16
 """Requests of one process at the same time, beside those of uploads in parts."""
 
-_FOREVER = re.compile(r"status code: 4(?!08|09|25|29)\d\d")
+_FOREVER = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
 """Answers that would come again: the request itself is wrong, or may not be made."""
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")

@@ -109,8 +109,9 @@ class BucketReader(FileReader):
             return part
 
     def _forget(self, kept: int) -> None:
+        """Not cancelled: another thread may be waiting for it."""
         while len(self._coming) > kept:
-            self._coming.pop(next(iter(self._coming))).cancel()
+            del self._coming[next(iter(self._coming))]
 
     def _fill(self, start: int, views: list[memoryview]) -> None:
         _scatter(self._fetch(start, start + sum(map(len, views))), views)
@@ -144,7 +145,8 @@ class BucketReader(FileReader):
 
     def close(self) -> None:
         with self._lock:
-            self._forget(0)
+            while self._coming:
+                self._coming.popitem()[1].cancel()
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -142,7 +142,9 @@ class LocalWriter(_Open, FileWriter):
         if self._fd < 0:
             return
         try:
-            os.unlink(self._name, dir_fd=self._folder)
+            there = os.stat(self._name, dir_fd=self._folder, follow_symlinks=False)
+            if os.path.samestat(there, os.fstat(self._fd)):  # or a later save has made another
+                os.unlink(self._name, dir_fd=self._folder)
         except FileNotFoundError:
             return  # somebody cleaned up before us
         except OSError as error:
