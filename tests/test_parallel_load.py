@@ -23,6 +23,7 @@ from megackpt import (
 from megackpt.backends.ranges import pieces, sharing as ranged
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
+from megackpt.errors import RankFailure, RankLost
 from megackpt.loader import sharing
 from megackpt.planning import sharing as planned
 from megackpt.runtime.collectives import streams
@@ -495,3 +496,27 @@ def test_a_group_that_is_none_is_told(tmp_path: Path) -> None:
     megackpt.save({"a": 1}, tmp_path)
     with pytest.raises(megackpt.CheckpointingException, match="load_group must be a process group"):
         megackpt.load({}, tmp_path, Strategy(exchange="always", load_group=3))
+
+
+def test_no_memory_between_two_collectives_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = sharing.Parcels.of
+
+    def run(group: ThreadedGroup) -> None:
+        state = lambda: {"w": ShardedTensor.from_rank_offsets("w", torch.ones(64), replica_id=group.rank)}  # noqa: E731
+        megackpt.save(state(), tmp_path / "a", process_group=group)
+
+        def of(*args: Any) -> Any:
+            if threading.current_thread().name == "rank 1":
+                raise MemoryError("no memory for the parcels")
+            return real(*args)
+
+        monkeypatch.setattr(sharing.Parcels, "of", of)
+        megackpt.load(state(), tmp_path / "a", Strategy(exchange="always"), process_group=group)
+
+    waiting, failing = ThreadedGroup.outcomes(2, run)
+    assert isinstance(failing, RankFailure)
+    assert "no memory for the parcels" in str(failing)
+    assert isinstance(waiting, RankLost)
+    assert "MemoryError" in str(waiting)

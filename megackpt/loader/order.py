@@ -24,7 +24,7 @@ from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
 from megackpt.planning.sharing import Share, plan_sharing
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, group_over
-from megackpt.runtime.staging import Landing
+from megackpt.runtime.staging import Landing, settle
 from megackpt.runtime.storage import Storage
 from megackpt.sharded import ShardedStateDict
 from megackpt.strategies import Strategy, StrategyLike, as_strategy, asked_format
@@ -215,6 +215,7 @@ class _Part:
         exchange(self.load.group, share, self.asked.wanted, self.landing, lengths)
 
     def restore(self) -> int:
+        settle(self.landing.tensors)
         reading = self.load.request.get().reading
         self.state = self.asked.restored(reading.values(self.root, self.asked.wanted, self.landing))
         return self.landing.nbytes

@@ -69,7 +69,7 @@ class Reading:
         try:
             backend.read(root, plan, counted_target(landing, todo), self.verify)
         except (CheckpointingException, OSError) as error:
-            replaced = _replaced(root, manifest)
+            replaced = replacement(root, manifest)
             if replaced is not None:
                 raise replaced from error
             raise
@@ -87,7 +87,7 @@ class Reading:
         return values
 
 
-def _replaced(root: Storage, manifest: Manifest) -> CheckpointReplaced | None:
+def replacement(root: Storage, manifest: Manifest) -> CheckpointReplaced | None:
     """Was a failure to read due to an overwrite under our feet?"""
     try:
         if manifest.save_id:

@@ -14,7 +14,7 @@ from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import Declarations
 from megackpt.planning.sharing import Share, Transfers
 from megackpt.runtime.collectives import Group, Stream, domain_of
-from megackpt.runtime.staging import Landing, settle
+from megackpt.runtime.staging import Landing
 from megackpt.runtime.storage import Storage
 from megackpt.strategies import Strategy
 
@@ -122,12 +122,15 @@ def exchange(
 ) -> None:
     """Hand on what has landed here, and land what others have read. ``lengths``: of all objects that were read, by
     rank and row."""
-    away = Parcels.of(share.sends, wanted, landing, lambda i: len(landing.blobs[int(share.sends.row[i])]))
-    peers = list(zip(share.receives.peer.tolist(), share.receives.there.tolist(), strict=True))
-    home = Parcels.of(share.receives, wanted, landing, lambda i: lengths[peers[i]])
-    events.here().todo = int(home.nbytes.sum())
-    group.exchange("exchange", away.streams(away.leaving), home.streams(home.coming))
-    settle(landing.tensors)
+
+    def streams() -> tuple[dict[int, Stream], dict[int, Stream]]:
+        away = Parcels.of(share.sends, wanted, landing, lambda i: len(landing.blobs[int(share.sends.row[i])]))
+        peers = list(zip(share.receives.peer.tolist(), share.receives.there.tolist(), strict=True))
+        home = Parcels.of(share.receives, wanted, landing, lambda i: lengths[peers[i]])
+        events.here().todo = int(home.nbytes.sum())
+        return away.streams(away.leaving), home.streams(home.coming)
+
+    group.exchange("exchange", streams)
 
 
 def _octets(array: NDArray[Any]) -> memoryview:

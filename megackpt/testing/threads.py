@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 from megackpt.errors import RankLost
-from megackpt.runtime.collectives import RankGroup, Stream
+from megackpt.runtime.collectives import RankGroup, Streams
 
 T = TypeVar("T")
 Packed = bytes | memoryview
@@ -61,9 +61,9 @@ class ThreadedGroup(RankGroup):
     def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
         return cast("Packed", self._meet("broadcast", stage, packed)[0])
 
-    def exchange(self, stage: str, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> None:
+    def exchange(self, stage: str, streams: Callable[[], tuple[Streams, Streams]]) -> None:
         self.log.append("exchange")
-        super().exchange(stage, outgoing, incoming)
+        super().exchange(stage, streams)
 
     def _swap(
         self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview

@@ -104,13 +104,17 @@ def message(source, to):
     return np.random.default_rng(10 * source + to).integers(0, 256, length, np.uint8)
 
 
+def exchange(group, outgoing, incoming):
+    group.exchange("exchange", lambda: (outgoing, incoming))
+
+
 def exchanged(group):
     """The ranks hand one another messages, in pieces that differ at both ends, themselves as well."""
     sent = {to: message(group.rank, to) for to in range(group.size)}
     due = {source: message(source, group.rank) for source in range(group.size)}
     got = {source: np.zeros_like(data) for source, data in due.items() if data is not None}
-    group.exchange(
-        "exchange",
+    exchange(
+        group,
         {to: stream(data, [min(5, len(data)), 0]) for to, data in sent.items() if data is not None},
         {source: stream(data, [0, len(data) // 2, 0]) for source, data in got.items()},
     )
@@ -140,9 +144,7 @@ def test_an_error_of_a_stream_is_raised_on_all_ranks_and_nobody_waits(end, monke
             for name, d in way.items()
         }
         with pytest.raises(StorageError, match=r"^rank 1: gone$"):
-            group.exchange(
-                "exchange", {(group.rank + 1) % 3: parts["out"]}, {(group.rank - 1) % 3: parts["in"]}
-            )
+            exchange(group, {(group.rank + 1) % 3: parts["out"]}, {(group.rank - 1) % 3: parts["in"]})
         assert exchanged(group)
         return group.reduce_broadcast("write", lambda: 1, sum)
 
@@ -151,7 +153,7 @@ def test_an_error_of_a_stream_is_raised_on_all_ranks_and_nobody_waits(end, monke
 
 def test_a_stream_that_is_too_short_is_told():
     def call(group):
-        group.exchange("exchange", {0: Stream(9, [memoryview(b"1234")])}, {0: stream(np.zeros(9, np.uint8))})
+        exchange(group, {0: Stream(9, [memoryview(b"1234")])}, {0: stream(np.zeros(9, np.uint8))})
 
     with pytest.raises(RankFailure, match="a stream of 9 bytes ends 5 too early"):
         call(SingleGroup())
@@ -162,7 +164,7 @@ def test_an_exchange_with_a_rank_that_does_not_come_ends():
         if group.rank == 1:
             return
         data = np.zeros(9, np.uint8)
-        group.exchange("exchange", {}, {1: stream(data)})
+        exchange(group, {}, {1: stream(data)})
 
     first, _ = outcomes(2, call)
     assert isinstance(first, RankLost)
@@ -387,14 +389,12 @@ def real_values_and_failures():
     assert exchanged(group)
     much = np.full(10_000_000, group.rank, np.uint8)  # several windows
     came = np.zeros_like(much)
-    group.exchange(
-        "exchange", {(group.rank + 1) % 4: stream(much)}, {(group.rank - 1) % 4: stream(came, [7])}
-    )
+    exchange(group, {(group.rank + 1) % 4: stream(much)}, {(group.rank - 1) % 4: stream(came, [7])})
     assert (came == (group.rank - 1) % 4).all()
     bad = Stream(10_000_000, iter([much[:5].data]))
     with pytest.raises(RankFailure, match="rank 3: ValueError: a stream of 10000000 bytes ends"):
-        group.exchange(
-            "exchange",
+        exchange(
+            group,
             {(group.rank + 1) % 4: bad if group.rank == 3 else stream(much)},
             {(group.rank - 1) % 4: stream(came)},
         )
@@ -494,9 +494,7 @@ def real_dead_rank(dead, how):
         if how == "exchange":
             data = np.zeros(10_000_000, np.uint8)
             gone = (work() for _ in range(1)) if rank == dead else [data.data]
-            group.exchange(
-                "exchange", {(rank + 1) % 3: Stream(len(data), gone)}, {(rank - 1) % 3: stream(data)}
-            )
+            exchange(group, {(rank + 1) % 3: Stream(len(data), gone)}, {(rank - 1) % 3: stream(data)})
         group.reduce_scatter("write", work, lambda all_: all_)
     except (RankFailure, KeyboardInterrupt) as error:
         print(round(time.monotonic() - start, 1), type(error).__name__, error, flush=True)

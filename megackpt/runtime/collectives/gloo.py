@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from megackpt.errors import CheckpointingException, RankLost
-from megackpt.runtime.collectives.group import Group, Packed, RankGroup, SingleGroup
+from megackpt.runtime.collectives.group import Group, Mark, Packed, RankGroup, SingleGroup
 from megackpt.runtime.collectives.line import Line
 
 if TYPE_CHECKING:
@@ -118,15 +118,15 @@ class ProcessGroup(RankGroup):
         with self._taking:
             self._entered, self._thread = False, None
 
-    def mark(self) -> int:
-        return self._line.call
+    def mark(self) -> Mark:
+        return Mark(self._line.call, self._timeout)
 
-    def resumed(self, since: int = 0) -> Group:
-        self.begin(self._timeout, since)
+    def resumed(self, since: Mark) -> Group:
+        self.begin(since.timeout or self._timeout, since.call)
         return self
 
-    def parted(self, what: str, since: int, patience: float) -> bool:
-        return self._line.parted(what, since, patience)
+    def parted(self, what: str, since: Mark, patience: float) -> bool:
+        return self._line.parted(what, since.call, patience)
 
     def confirm(self) -> None:
         self._line.confirm(self._timeout, self._since)

@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from datetime import timedelta
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 from megackpt.errors import CheckpointingException, RankLost
 from megackpt.runtime.collectives.failures import (
@@ -29,7 +30,17 @@ U = TypeVar("U")
 
 Packed = bytes | memoryview
 
+Streams = Mapping[int, Stream]
+"""For each other rank what passes between it and this one."""
+
 _NO_TOKEN = -(2**63) + 1
+
+
+class Mark(NamedTuple):
+    """Which of a group's calls began something whose later steps are to come, and how long its ranks wait in them."""
+
+    call: int = 0
+    timeout: timedelta | None = None
 
 
 class Group(ABC):
@@ -55,11 +66,11 @@ class Group(ABC):
     def __exit__(self, *_: object) -> None:  # noqa: B027 - threads and single processes keep no order
         """It is over."""
 
-    def mark(self) -> int:
-        """For something whose later steps are to come: which of this group's calls has begun it."""
-        return 0
+    def mark(self) -> Mark:
+        """For something that is being begun now: see ``resumed``."""
+        return Mark()
 
-    def resumed(self, since: int = 0) -> Group:  # noqa: ARG002 - threads and single processes lose nobody
+    def resumed(self, since: Mark) -> Group:  # noqa: ARG002 - threads and single processes lose nobody
         """For a later step of something begun before: enter what this returns. Raises as ``group_over`` does.
 
         RankLost, too, if ranks have lost one another in the call of this mark or since: some of them gave it up then.
@@ -71,7 +82,7 @@ class Group(ABC):
         """If this process is being ended within, the others hear of it at once."""
         yield
 
-    def parted(self, what: str, since: int, patience: float) -> bool:  # noqa: ARG002 - as above
+    def parted(self, what: str, since: Mark, patience: float) -> bool:  # noqa: ARG002 - as above
         """This rank gives up what was begun at this mark. On the coordinator: have all, or do so in that many seconds?
 
         Not collective: other ranks may have done so, do so later, or never. Those that go on with it hear RankLost.
@@ -111,10 +122,10 @@ class Group(ABC):
         """One broadcast: ``decide`` on the coordinator; all ranks get its value, or raise its exception."""
 
     @abstractmethod
-    def exchange(self, stage: str, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> None:
+    def exchange(self, stage: str, streams: Callable[[], tuple[Streams, Streams]]) -> None:
         """Hand each rank (by number) its stream, and take from each rank what it hands this one; then one gather and
-        one broadcast. What one end passes the other awaits, with as many bytes. An error of any stream is raised on
-        every rank.
+        one broadcast. ``streams`` gives what goes out and what comes in: what one end passes the other awaits, with as
+        many bytes. An error of any stream is raised on every rank.
         """
 
 
@@ -141,9 +152,9 @@ class SingleGroup(Group):
         with _telling(stage):
             return decide()
 
-    def exchange(self, stage: str, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> None:
+    def exchange(self, stage: str, streams: Callable[[], tuple[Streams, Streams]]) -> None:
         with _telling(stage):
-            Attempt(None, _exchanged(self, outgoing, incoming, lambda *_: within)).get()
+            Attempt(None, _exchanged(self, *streams(), lambda *_: within)).get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,18 +249,19 @@ class RankGroup(Group):
             self._broadcast(stage, decided.packed)
             return decided.settled()
 
-    def exchange(self, stage: str, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> None:
+    def exchange(self, stage: str, streams: Callable[[], tuple[Streams, Streams]]) -> None:
         def swap(to: int, source: int) -> Swap:
             return within if to == self.rank else lambda out, into: self._swap(stage, to, out, source, into)
 
-        with self.leaving():
+        with self.leaving(), _telling(stage):
             try:
-                error = _exchanged(self, outgoing, incoming, swap)
+                error = _exchanged(self, *streams(), swap)
+            except RankLost:
+                raise
             except (
                 Exception
             ) as problem:  # as where there is no memory for a window: others wait for this rank
-                if not isinstance(problem, RankLost):
-                    self._leave(problem)
+                self._leave(problem)
                 raise
         self.reduce_broadcast(stage, Attempt(None, error).get, len)
 
