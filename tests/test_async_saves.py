@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +30,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import SavePlan, WriteResult
+from megackpt.runtime.async_calls import Task, queue as calls
 from megackpt.runtime.storage import Storage
 from megackpt.testing import ThreadedGroup
 
@@ -288,7 +293,7 @@ def test_ranks_that_finalize_different_saves_are_told(tmp_path: Path) -> None:
     def run(group: ThreadedGroup) -> None:
         queue = queue_of(group)
         if group.rank == 1:
-            queue.schedule_async_request(AsyncRequest(lambda: None, (), [], group=group))
+            queue.schedule_async_request(AsyncRequest(lambda: None, (), []))
             queue._calls.clear()
         queue.schedule_async_request(begun(group, tmp_path / "a"))
         with pytest.raises(CheckpointingException, match=r"Unmatched async calls\. "):
@@ -334,13 +339,13 @@ def test_requests_of_other_makes() -> None:
         queue = queue_of(group)
         finish = [lambda: told.append("finalized")]
         queue.schedule_async_request(
-            AsyncRequest(work, (1, None, 3), finish, {"key": 4}, lambda: "preloaded", group=group)
+            AsyncRequest(work, (1, None, 3), finish, {"key": 4}, lambda: "preloaded")
         )
-        queue.schedule_async_request(AsyncRequest(None, (), [], group=group))
-        queue.schedule_async_request(AsyncRequest(fail, (), finish, group=group))
+        queue.schedule_async_request(AsyncRequest(None, (), []))
+        queue.schedule_async_request(AsyncRequest(fail, (), finish))
         with pytest.raises(RankFailure, match="Worker failure"):
             queue.close()
-        AsyncRequest(work, ("now",), finish, group=group).execute_sync()
+        AsyncRequest(work, ("now",), finish).execute_sync()
         return told
 
     expected = [((1, "preloaded", 3), {"key": 4}), "finalized", (("now",), {}), "finalized"]
@@ -439,8 +444,6 @@ def test_the_events_of_an_asynchronous_save(tmp_path: Path) -> None:
 def test_a_process_that_forgets_its_saves_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gate: Gate
 ) -> None:
-    from megackpt.runtime.async_calls import queue as module
-
     gate._closed_to.add(0)
     queue = AsyncCallsQueue()
     request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", gate, async_sharded_save=True)
@@ -448,7 +451,7 @@ def test_a_process_that_forgets_its_saves_is_told(
     queue.schedule_async_request(request)
     threading.Timer(0.1, gate._open.set).start()
     with caplog.at_level(logging.WARNING):
-        module._end_of_process()
+        calls._end_of_process()
     assert "a: writing, 0 %" in caplog.text
     assert "close() finalizes them" in caplog.text
     assert not (tmp_path / "a").exists()
@@ -469,3 +472,135 @@ def test_an_error_in_a_vote_ends_the_request(tmp_path: Path) -> None:
     outcomes = ThreadedGroup.outcomes(2, run)
     assert outcomes[0] is None
     assert not megackpt.check_is_distributed_checkpoint(tmp_path / "a")
+    calls._under_way.clear()  # the queue of the rank that is gone
+
+
+def test_a_function_that_cannot_be_begun_on_one_rank_is_everybodys_error() -> None:
+    def run(group: ThreadedGroup) -> str:
+        def preload() -> int:
+            if group.rank == 1:
+                raise OSError("no memory to load into")
+            return 0
+
+        queue = queue_of(group)
+        queue.schedule_async_request(AsyncRequest(lambda *_: None, (0, 0), [], {}, preload))
+        with pytest.raises(RankFailure, match="no memory to load into") as raised:
+            queue.close()
+        return str(raised.value)
+
+    assert len(set(ThreadedGroup.run(2, run))) == 1
+
+
+def test_requests_are_megatrons_tuples() -> None:
+    class Theirs(NamedTuple):
+        async_fn: Any
+        async_fn_args: tuple[Any, ...]
+        finalize_fns: list[Any]
+        async_fn_kwargs: dict[str, Any] = {}  # noqa: RUF012
+        preload_fn: Any = None
+        is_frozen: bool = False
+        call_idx: int = 0
+
+    assert Theirs._fields == AsyncRequest._fields
+    told: list[Any] = []
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(Theirs(told.append, ("worked",), [lambda: told.append("finalized")]))  # type: ignore[arg-type]
+    queue.close()
+    assert told == ["worked", "finalized"]
+    assert AsyncRequest(print, (), [])._replace(call_idx=3).call_idx == 3
+    with pytest.raises(CheckpointingException, match="the second of async_fn_args"):
+        AsyncRequest(print, (), [], preload_fn=lambda: 0).execute_sync()
+
+
+def test_a_request_that_is_over_cannot_be_added_to_or_finalized_again(tmp_path: Path) -> None:
+    request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", async_sharded_save=True)
+    assert request is not None
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    with pytest.raises(RuntimeError, match="scheduled already"):
+        request.add_finalize_fn(lambda: None)
+    queue.close()
+    with pytest.raises(CheckpointingException, match="this save is over, done, already"):
+        request.execute_sync()
+    check(tmp_path / "a", 1, 1.0)
+
+
+def test_a_queue_that_nobody_keeps_is_not_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", async_sharded_save=True)
+    assert request is not None
+    AsyncCallsQueue().schedule_async_request(request)
+    gc.collect()
+    with caplog.at_level(logging.WARNING):
+        calls._end_of_process()
+    assert "so they are no checkpoints" in caplog.text
+    assert not calls._under_way
+
+
+def test_status_can_be_read_by_any_thread_at_any_time() -> None:
+    queue, over = AsyncCallsQueue(), threading.Event()
+
+    def look() -> int:
+        looks = 0
+        while not over.is_set():
+            assert queue.status()
+            looks += 1
+        return looks
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        for _ in range(200):
+            queue.schedule_async_request(AsyncRequest(None, (), []))
+            queue.maybe_finalize_async_calls(blocking=True)
+        over.set()
+        assert looking.result() > 0
+
+
+def test_what_was_finalized_before_an_error_is_told() -> None:
+    def fail() -> None:
+        raise OSError("no such disk")
+
+    queue = AsyncCallsQueue()
+    for work in (None, None, fail):
+        queue.schedule_async_request(AsyncRequest(work, (), []))
+    with pytest.raises(RankFailure) as raised:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert raised.value.__notes__ == ["this call has finalized before: [0, 1]"]
+
+
+def test_somebody_who_fails_at_being_told_hinders_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    task: Task[int] = Task(lambda _: 7, "work")
+    told: list[Any] = []
+    task.on_end(lambda outcome: told.append(1 // (outcome.value or 0 - 7)))
+    task.on_end(lambda _: 1 // 0)
+    task.on_end(told.append)
+    task.run()
+    assert task.wait(1)
+    assert task.get() == 7
+    assert len(told) == 2
+    assert "somebody who was told so failed" in caplog.text
+
+
+FORKING = """
+import os, sys, megackpt, torch
+from megackpt import AsyncCallsQueue, ShardedTensor
+
+def state(value):
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8,), value))}
+
+queue = AsyncCallsQueue()
+queue.schedule_async_request(megackpt.save(state(1.0), sys.argv[1], async_sharded_save=True))
+child = os.fork()
+if not child:
+    sys.exit(0)  # as a process that was forked for something else ends
+assert os.waitpid(child, 0)[1] == 0
+queue.close()
+assert megackpt.load_plain_tensors(sys.argv[1])["w"].tolist() == [1.0] * 8
+"""
+
+
+def test_a_forked_process_that_ends_leaves_its_parents_save_alone(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, str(tmp_path / "a")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "so they are no checkpoints" not in done.stderr

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
+import threading
 from base64 import b64decode
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,10 @@ from megackpt.backends.zarr import Zarr
 from megackpt.checkpoint import open_checkpoint
 from megackpt.planning.cache import cache_of
 from megackpt.planning.manifest import SavePlan
+from megackpt.runtime.collectives import SingleGroup
+from megackpt.saver.asking import Request
+from megackpt.sharded import extract
+from megackpt.strategies import resolve
 from megackpt.testing import ThreadedGroup
 
 FORMATS = ("torch_dist", "zarr")
@@ -186,6 +195,103 @@ def test_another_domain_on_one_rank_is_a_miss_on_all(tmp_path: Path, monkeypatch
             loaded(state, tmp_path, group)
 
     ThreadedGroup.run(RANKS, run)
+
+
+# ---- formats of others
+
+
+class Mine(TorchDist):
+    """Somebody's own, with another last file than ours, and smaller items."""
+
+    max_item_bytes = 16
+
+    def config(self) -> dict[str, bytes]:
+        return {"metadata.json": super().config()["metadata.json"] + b" "}
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted(TorchDist):
+    prefix: str = "a"
+
+
+class Holding(TorchDist):
+    """A format with an option of any kind."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "held", held)
+
+
+class Level:
+    """Whose repr tells an address at the most."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "<Level>"
+
+
+def array(value: float) -> Any:
+    """The repr leaves out what differs."""
+    made = np.zeros(5000)
+    made[2500] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (TorchDist(), Mine()),
+        (Mine(), TorchDist()),
+        (Slotted(prefix="a"), Slotted(prefix="b")),
+        (Holding(array(0)), Holding(array(1))),
+        (Holding([Level(0)]), Holding([Level(1)])),
+    ],
+    ids=["subclass", "base", "slots", "array", "repr"],
+)
+def test_formats_of_others_share_no_plan_and_no_table_of_contents(
+    tmp_path: Path, before: TorchDist, after: TorchDist
+) -> None:
+    def run(group: ThreadedGroup) -> None:
+        for turn, (backend, expected) in enumerate(
+            [(before, MISS), (before, HIT), (after, MISS), (after, HIT)]
+        ):
+            folder, equal = tmp_path / str(turn), deepcopy(backend)
+            assert save(state_of(group.rank), folder, group, equal) == expected, turn
+            loaded(state_of(group.rank), folder, group)
+            assert (folder / "metadata.json").read_bytes() == backend.config()["metadata.json"]
+
+    ThreadedGroup.run(RANKS, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("encoding", "native"), ("gridded", True), ("max_item_bytes", 8)]
+)
+def test_what_a_format_says_of_itself_counts(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> int | None:
+        return Request.of(extract(state_of(0)), "/c", resolve(Mine()), SingleGroup()).fingerprint
+
+    before = asked()
+    assert before is not None
+    assert asked() == before
+    monkeypatch.setattr(Mine, name, value)
+    assert asked() != before
+
+
+def test_a_format_that_cannot_be_pickled_on_one_rank_is_planned_anew_on_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(group: ThreadedGroup) -> None:
+        backend = Holding(threading.Lock() if group.rank == 1 else None)
+        for turn in range(3):
+            assert save(state_of(group.rank, turn), tmp_path, group, backend) == MISS
+            loaded(state_of(group.rank, turn), tmp_path, group)
+
+    with caplog.at_level(logging.DEBUG, "megackpt"):
+        ThreadedGroup.run(RANKS, run)
+    assert "this Holding cannot be pickled: cannot pickle '_thread.lock'" in caplog.text
+    assert open_checkpoint(tmp_path).manifest.fingerprints == b""
 
 
 # ---- the table of contents
@@ -407,6 +513,25 @@ def test_saves_of_two_runs_never_bear_one_id(tmp_path: Path) -> None:
         ThreadedGroup.run(2, lambda group, name=name: resume(group, name))
     ids = {open_checkpoint(tmp_path / name).manifest.save_id for name in "abc"}
     assert len(ids) == 3
+
+
+def test_a_forked_process_saves_under_ids_of_its_own(tmp_path: Path) -> None:
+    """After a load, and after a save."""
+    code = """if True:
+        import os, torch, megackpt
+        state = {"w": megackpt.ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        megackpt.save(state, "a")
+        megackpt.load(state, "a")
+        megackpt.planning.cache.cache_of(megackpt.runtime.collectives.group_over())._plans.clear()
+        for parents, childs in (("b", "c"), ("d", "e")):
+            pid = os.fork()
+            megackpt.save(state, parents if pid else childs)
+            if not pid:
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+        """
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    assert len({open_checkpoint(tmp_path / name).manifest.save_id for name in "abcde"}) == 5
 
 
 def test_ranks_that_loaded_otherwise_plan_anew_on_all(tmp_path: Path) -> None:

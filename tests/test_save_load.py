@@ -631,6 +631,16 @@ def test_a_view_that_takes_entries_out_takes_none_from_what_is_saved(tmp_path: P
     )
 
 
+@pytest.mark.parametrize("view", [lambda _: None, lambda _: {}])
+def test_a_view_of_nothing_leaves_the_validation_on(tmp_path: Path, view: Callable[[Any], Any]) -> None:
+    with pytest.raises(CoverageError):
+        megackpt.save(
+            {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, 0, 2))},
+            tmp_path,
+            preprocess_common_before_consistancy_check=view,
+        )
+
+
 @pytest.mark.parametrize("content", [{}, {"sharding": "fully", "n": [1, 2]}])
 def test_content_metadata(tmp_path: Path, content: dict[str, Any]) -> None:
     group = object()  # a process group cannot be stored

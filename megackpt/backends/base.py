@@ -105,7 +105,10 @@ def read_config(root: Storage) -> CheckpointingConfig | None:
 
 
 class Backend(ABC):
-    """One format. Instances are cheap, hold options only, and may be used by many saves and loads."""
+    """One format. Instances are cheap, hold options only, and may be used by many saves and loads.
+
+    Their pickle tells them apart: plans are used again for those that pickle alike. Without one, each save is planned.
+    """
 
     name: ClassVar[str]
     version: ClassVar[int]
@@ -231,7 +234,7 @@ def plan_in_format(
     backend: Backend, parts: Sequence[Declarations], policy: SavePolicy, validate: bool = True
 ) -> tuple[list[SavePlan], Manifest]:
     """``plan_save`` as this format needs it: on its grid, with the places that it knows beforehand."""
-    plans, manifest = plan_save(parts, _in_format(backend, policy), validate)
+    plans, manifest = plan_save(parts, in_format(backend, policy), validate)
     places = backend.layout(manifest)
     return plans if places is None else [plan.placed(places) for plan in plans], manifest
 
@@ -247,10 +250,11 @@ def plan_of_stored(
         return None  # it chooses places, with all tensors in view
     if resumed.manifest is not None and not tiled(resumed.manifest, ranks, validate):
         return None
-    return plan_again(declared, resumed.wrote, _in_format(backend, policy))
+    return plan_again(declared, resumed.wrote, in_format(backend, policy))
 
 
-def _in_format(backend: Backend, policy: SavePolicy) -> SavePolicy:
+def in_format(backend: Backend, policy: SavePolicy) -> SavePolicy:
+    """The policy as the format completes it."""
     return replace(
         policy, gridded=backend.gridded, max_item_bytes=policy.max_item_bytes or backend.max_item_bytes
     )

@@ -85,7 +85,7 @@ class DirectoryPlace(Place):
             active.discard(save_id)
             raise
         # A place that is dropped without a word is a dead save too.
-        self._ended = weakref.finalize(self, _end, beat, self.storage, save_id)
+        self._ended = weakref.finalize(self, _end, beat, self.storage, save_id, os.getpid())
 
     def _inherited(self) -> tuple[str, ...]:
         """The names that the dead save may have made. Of several that would go on with it, one gets the lock."""
@@ -205,7 +205,10 @@ class DirectoryPlace(Place):
             )
 
 
-def _end(beat: Heartbeat, storage: LocalStorage, save_id: str) -> bool:
+def _end(beat: Heartbeat, storage: LocalStorage, save_id: str, process: int) -> bool:
+    """False in a forked process: the save, and the lock that both hold, are its parent's."""
+    if os.getpid() != process:
+        return False
     beat.stop()
     storage.unlock()  # the thread of the heart may keep the directory open for another moment
     active.discard(save_id)

@@ -9,6 +9,7 @@ from megackpt.backends.base import Backend, Source
 from megackpt.checkpoint.committing import place_of
 from megackpt.planning.manifest import SavePlan, WriteResult
 from megackpt.runtime.counting import CountedSource
+from megackpt.runtime.memory import begun
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,5 +23,6 @@ class Writing:
     source: Source
 
     def __call__(self, advance: Callable[[int], None]) -> WriteResult:
+        begun(self)
         root = place_of(self.directory, self.save_id)
         return self.backend.write(root, self.plan, CountedSource(self.source, advance))

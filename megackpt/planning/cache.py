@@ -62,9 +62,9 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
     return int.from_bytes(hasher.digest()[:FINGERPRINT_SIZE], "little") >> 1
 
 
-def joined(fingerprints: Sequence[int]) -> bytes:
-    """Those of all ranks, as an index keeps them."""
-    return np.array(fingerprints, "<i8").tobytes()
+def joined(fingerprints: Sequence[int | None]) -> bytes:
+    """Those of all ranks, as an index keeps them: nothing where a rank has none."""
+    return b"" if None in fingerprints else np.array(fingerprints, "<i8").tobytes()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +116,7 @@ class Resumed:
     fingerprint: int
     wrote: Wrote
     manifest: Manifest | None  # on the coordinator: without places
+    uses: Iterator[int] = field(default_factory=count)  # of all plans that threads derive from it
 
     @classmethod
     def of(
@@ -148,11 +149,16 @@ class PlanCache:
         return held
 
     def put(
-        self, fingerprint: int, plan_id: str, plan: SavePlan, manifest: Manifest | None = None
+        self, fingerprint: int | None, plan_id: str, plan: SavePlan, manifest: Manifest | None = None
     ) -> CachedPlan:
-        """Keep the plan of a new planning round; the one unused for longest makes room."""
+        """Keep the plan of a new planning round, unless there is no fingerprint to find it by."""
+        held = CachedPlan(plan_id, plan, manifest)
+        return held if fingerprint is None else self._kept(fingerprint, held)
+
+    def _kept(self, fingerprint: int, held: CachedPlan) -> CachedPlan:
+        """The one unused for longest makes room."""
         self._plans.pop(fingerprint, None)
-        held = self._plans[fingerprint] = CachedPlan(plan_id, plan, manifest)
+        self._plans[fingerprint] = held
         self._known(fingerprint)
         while len(self._plans) > self._size:
             self._plans.popitem(last=False)
@@ -170,10 +176,13 @@ class PlanCache:
                 "what was loaded declared the same, but does not tell who planned what: planning anew"
             )
             return None
-        return self.put(fingerprint, resumed.plan_id, plan, resumed.manifest)
+        return self._kept(
+            fingerprint, CachedPlan(resumed.plan_id, plan, resumed.manifest, _uses=resumed.uses)
+        )
 
     def _known(self, fingerprint: int) -> None:
-        if self.resumed is not None and self.resumed.fingerprint == fingerprint:
+        resumed = self.resumed  # which another thread may take away meanwhile
+        if resumed is not None and resumed.fingerprint == fingerprint:
             self.resumed = None
 
 
@@ -183,3 +192,8 @@ _caches: WeakKeyDictionary[Hashable, PlanCache] = WeakKeyDictionary()
 def cache_of(group: Hashable) -> PlanCache:
     """The cache of the ranks that save and load together; forgotten with them."""
     return _caches.setdefault(group, PlanCache())
+
+
+def forget() -> None:
+    """For a forked process: its saves are its own, and two saves of one round must not bear one id."""
+    _caches.clear()

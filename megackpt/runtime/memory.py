@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 import sys
 import threading
 import time
@@ -25,6 +26,8 @@ from megackpt.planning.manifest import SavePlan, WriteItem
 
 PATIENCE = 1800.0
 """Seconds without any progress after which nobody waits for memory any longer."""
+IDLE_PATIENCE = 5.0
+"""The same, while nobody writes any of the copies that take the room."""
 LEAST_CAP = 256 << 20
 
 _GRAIN = 64 << 10  # sizes of arenas are multiples of this
@@ -32,6 +35,8 @@ _REMEMBERED = 8  # leases that tell how much memory is needed
 _POPULATE_WRITE = 23  # madvise of Linux 5.14; Python has no name for it
 _POLL = 0.1  # seconds: also a word that was missed is heard
 _POPULATED = 64 << 20  # at a time: it holds the interpreter's lock
+# How many ranks this host has; the innermost of those that started them first.
+_RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
@@ -65,6 +70,7 @@ class Arena:
         self.fd = fd
         self.pinned = False  # is it registered with a device?
         self.pending: list[Event] = []  # ends of what devices still write into it
+        self.idle = False  # does it hold a copy that no worker has been given?
         self._populated = False
         if fd is not None:
             finalize(self, os.close, fd).atexit = False
@@ -106,7 +112,7 @@ class Arena:
         try:
             for start in range(0, self.size, _POPULATED):
                 self._mapped.madvise(_POPULATE_WRITE, start, min(_POPULATED, self.size - start))
-        except OSError:  # an older kernel: they are touched as data come
+        except OSError:  # an older kernel, or too little memory: the others are touched as data come
             return
 
     def ready(self) -> None:
@@ -154,6 +160,13 @@ class Copy:
         return Copy, (self.plan, self.arena, self.start, self.length)
 
 
+def begun(work: object) -> None:
+    """A worker has been given this: it will be written, and the memory of the copy that it names given back."""
+    source = getattr(work, "source", None)
+    if isinstance(source, Copy):
+        source.arena.idle = False
+
+
 class Lease:
     """An arena for a while: until ``release``, or until nobody refers to this any more."""
 
@@ -177,7 +190,7 @@ class Pool:
         """In a forked child: the memory is the parent's, shared with it, and the lock may be held by nobody."""
         self._changed = threading.Condition(threading.Lock())
         self._free: list[Arena] = []
-        self._leased: dict[int, int] = {}  # by the arena's identity: its size
+        self._leased: set[Arena] = set()
         self._lately: deque[int] = deque(maxlen=_REMEMBERED)  # sums of leases, as each was granted
         self._returned: deque[Arena] = deque()
 
@@ -188,27 +201,29 @@ class Pool:
             self._collect()
             return self._held()
 
-    def lease(self, need: Callable[[], int], cap: int, patience: float = PATIENCE) -> Lease:
+    def lease(
+        self, need: Callable[[], int], cap: int, patience: float = PATIENCE, idle_patience: float = math.inf
+    ) -> Lease:
         """Memory of ``need()`` bytes, waiting while others hold so much that it goes beyond the cap.
 
         ``need`` is asked again when ``changed`` is called. Those who can end the waiting are writers, and no
-        writer waits for this pool. StorageError when nothing has changed for ``patience`` seconds.
+        writer waits for this pool. StorageError when nothing has changed for ``patience`` seconds, or for
+        ``idle_patience`` where all that takes the room is idle.
         """
-        seen, since = (-1, -1), time.monotonic()
+        seen, since = (-1, -1, False), time.monotonic()
         with self._changed:
             while (room := self._room(cap)) < (wanted := need()) and wanted:  # nothing is always to be had
-                if seen != (wanted, room):
-                    seen, since = (wanted, room), time.monotonic()
-                elif time.monotonic() - since > patience:
-                    raise StorageError(
-                        f"no memory to copy a save into: it needs {wanted:,} bytes, and earlier saves that are still "
-                        f"being written hold {cap - room:,} of the {cap:,} allowed, with no change for {patience:g} s "
-                        "(is a writer stuck? Strategy(staging_memory=...) is the bound)"
-                    )
+                idle = bool(self._leased) and all(arena.idle for arena in self._leased)
+                if seen != (wanted, room, idle):
+                    seen, since = (wanted, room, idle), time.monotonic()
+                elif (waited := time.monotonic() - since) > min(
+                    patience, idle_patience if idle else math.inf
+                ):
+                    raise _no_room(wanted, room, cap, waited, idle and waited > idle_patience)
                 self._changed.wait(min(patience, _POLL))
             arena = self._taken(wanted, room)
-            self._leased[id(arena)] = arena.size
-            self._lately.append(sum(self._leased.values()))
+            self._leased.add(arena)
+            self._lately.append(self._in_use())
             self._let_go(cap)
         lease = Lease(arena, self._take_back)
         arena.populate()
@@ -227,10 +242,13 @@ class Pool:
 
     def _room(self, cap: int) -> int:
         self._collect()
-        return cap - sum(self._leased.values())
+        return cap - self._in_use()
+
+    def _in_use(self) -> int:
+        return sum(arena.size for arena in self._leased)
 
     def _held(self) -> int:
-        return sum(self._leased.values()) + sum(arena.size for arena in self._free)
+        return self._in_use() + sum(arena.size for arena in self._free)
 
     def _taken(self, wanted: int, room: int) -> Arena:
         """A free arena that suits, else the largest that is too small, made larger, else a new one."""
@@ -270,9 +288,23 @@ class Pool:
     def _collect(self) -> None:
         while self._returned:
             arena = self._returned.popleft()
-            del self._leased[id(arena)]
+            self._leased.remove(arena)
+            arena.idle = False
             self._free.append(arena)
             self._let_go()
+
+
+def _no_room(wanted: int, room: int, cap: int, waited: float, idle: bool) -> StorageError:
+    why = (
+        "and nobody writes those: schedule each request (AsyncCallsQueue.schedule_async_request) before the next save, "
+        "or drop it"
+        if idle
+        else f"with no change for {waited:.0f} s: is a writer stuck?"
+    )
+    return StorageError(
+        f"no memory to copy a save into: it needs {wanted:,} bytes, and earlier saves that are not written yet hold "
+        f"{cap - room:,} of the {cap:,} allowed, {why} (Strategy(staging_memory=...) is the bound)"
+    )
 
 
 POOL = Pool()
@@ -286,10 +318,11 @@ def default_cap() -> int:
     """The bytes that copies of saves may take in this process where nobody says so.
 
     That is half of the host memory that was available when this was asked first, shared by the ranks of this host
-    (LOCAL_WORLD_SIZE, as torchrun sets it; else this one alone), and 256 MiB at least.
+    (as torchrun, Open MPI or Slurm tell; else this one alone), and 256 MiB at least.
     """
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(available_memory() // 2 // max(1, int(ranks) if ranks.isdecimal() else 1), LEAST_CAP)
+    told = (re.match(r"[1-9]\d*", os.environ.get(name, "")) for name in _RANKS_HERE)
+    ranks = next((int(number[0]) for number in told if number), 1)
+    return max(available_memory() // 2 // ranks, LEAST_CAP)
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -10,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from megackpt import tree
-from megackpt.backends.base import Backend, plan_of_stored
+from megackpt.backends.base import Backend, in_format, plan_of_stored
 from megackpt.errors import ShardingError
 from megackpt.planning.cache import CachedPlan, PlanCache, Resumed, fingerprint
 from megackpt.planning.manifest import Declarations, SavePlan
@@ -44,6 +46,19 @@ def itself(common: Any) -> Any:
     return common
 
 
+def _told_apart(backend: Backend) -> str | None:
+    """Its class and all that it holds, which may decide where things are to be; None where it cannot be pickled."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=4)  # the same wherever this is compared
+    pickler.fast = True  # equal values look alike, be they one object or several
+    dumped = attempt(lambda: pickler.dump(backend))
+    if dumped.error is not None:
+        kind = type(backend).__qualname__
+        logger.debug("no plan is used again: this %s cannot be pickled: %s", kind, dumped.error)
+        return None
+    return buffer.getvalue().hex()
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """What this rank asks to be saved, checked by itself."""
@@ -55,9 +70,10 @@ class Request:
     overwrite: bool
     shards: Sequence[ShardedTensor | ShardedObject]
     common: Mapping[str, Any]
-    compared: Any  # the view of the common state that ranks compare; None: nothing is validated
+    checked: bool  # validate what ranks declare and hold
+    compared: Any  # then: the view of the common state that ranks compare
     declared: Declarations
-    fingerprint: int
+    fingerprint: int | None  # None: nothing tells when a plan could be used again
     staging_memory: int | None = None  # bytes; None: the default
 
     @classmethod
@@ -89,8 +105,8 @@ class Request:
         # The caller's function gets containers of its own: what it takes out is saved all the same.
         compared = None if compare is None else compare(tree.copied(common))
         named = f"{backend.name} {backend.version}"
-        options = getattr(backend, "__dict__", {})  # they may decide where things are to be
-        what = f"{named} {options} {policy} size={group.size} checked={compared is not None}"
+        checked, options = compare is not None, _told_apart(backend)
+        what = f"{named} {backend.encoding} {in_format(backend, policy)} {group.size} {checked} {options}"
         return cls(
             directory,
             backend,
@@ -99,23 +115,26 @@ class Request:
             overwrite,
             extracted.shards,
             common,
+            checked,
             compared,
             declared,
-            fingerprint(declared, what),
+            None if options is None else fingerprint(declared, what),
             strategy.staging_memory,
         )
 
     def known(self, cache: PlanCache, ranks: int) -> CachedPlan | None:
         """The plan of an earlier save that declared the same, or the one that what was loaded last was written with."""
-        held = cache.get(self.fingerprint)
+        told = self.fingerprint
+        if told is None:
+            return None
+        held = cache.get(told)
         if held is not None:
             return held
-        checked = self.compared is not None
 
         def derive(resumed: Resumed) -> SavePlan | None:
-            return plan_of_stored(self.backend, self.declared, resumed, self.policy, ranks, checked)
+            return plan_of_stored(self.backend, self.declared, resumed, self.policy, ranks, self.checked)
 
-        found = attempt(lambda: cache.derived(self.fingerprint, derive))
+        found = attempt(lambda: cache.derived(told, derive))
         if found.error is not None:
             logger.debug("no plan can be told from what was loaded: %s", found.error)
         return found.value

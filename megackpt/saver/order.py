@@ -23,8 +23,9 @@ from megackpt.checkpoint.writing import Writing
 from megackpt.errors import CheckpointingException, RankLost
 from megackpt.planning.cache import Contents, cache_of, joined
 from megackpt.planning.manifest import Declarations, Int32, Manifest, SavePlan, WriteResult
-from megackpt.runtime.async_calls import AsyncRequest, Task, ThreadWorker
-from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, group_over
+from megackpt.runtime.async_calls import AsyncRequest, Pending, Task, ThreadWorker
+from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, Mark, attempt, group_over
+from megackpt.runtime.collectives.failures import DEPARTURES
 from megackpt.runtime.staging import Snapshot, Staged, settle
 from megackpt.saver.asking import COMMON, Request, itself
 from megackpt.saver.notices import check_same, warn_of_difference, warn_of_untrusted
@@ -109,7 +110,7 @@ class _Declared:
     directory: str
     format: str
     declarations: Declarations
-    fingerprint: int
+    fingerprint: int | None
     common: bytes  # digest of the compared view of the common state
 
 
@@ -136,7 +137,7 @@ class _Save:
         self.manifest: Manifest | None = None
         self.contents: Contents | None = None
         self.numbers: Int32 | None = None
-        self.since = 0
+        self.mark = Mark()
         self.whole = events.begun(events.TOTAL, events.Operation("save", directory, group.rank, group.size))
 
     def now(self, request: Callable[[], Request]) -> None:
@@ -147,21 +148,17 @@ class _Save:
 
     def later(self, request: Callable[[], Request]) -> AsyncRequest:
         with self.together(lambda: self.group):
-            self.since = self.group.mark()
+            self.mark = self.group.mark()
             task = self.copied(self.prepared(request))
 
         def finalize() -> None:
-            with self.together(lambda: self.group.resumed(self.since)):
+            if self.whole.ended:
+                raise CheckpointingException(f"{task.name}: this save is over, {self.whole.ended}, already")
+            with self.together(lambda: self.group.resumed(self.mark)):
                 self.conclude(task)
 
-        return AsyncRequest(
-            task.run,
-            finalize_fns=[finalize],
-            task=task,
-            group=self.group,
-            since=self.since,
-            abandon=self.give_up,
-        )
+        pending = Pending(task, self.group, self.mark, self.give_up, heard=True)
+        return AsyncRequest(pending, (), [finalize])
 
     @contextmanager
     def together(self, meet: Callable[[], Group]) -> Iterator[None]:
@@ -170,7 +167,8 @@ class _Save:
             with meet() as group, group.leaving(), collector.held_off(), events.within(self.whole):
                 yield
         except BaseException as error:
-            self.end(isinstance(error, RankLost), error)
+            interrupted = isinstance(error, DEPARTURES) and self.group.size > 1
+            self.end(interrupted or isinstance(error, RankLost), error)
             raise
 
     def end(self, others_may_write: bool, error: BaseException) -> None:
@@ -182,7 +180,7 @@ class _Save:
         """On this rank alone; the others are expected to do so as well."""
         operation = self.whole.operation
         self.end(
-            not self.group.parted(operation.id, self.since, _PATIENCE),
+            not self.group.parted(operation.id, self.mark, _PATIENCE),
             CheckpointingException(f"the save {operation.id} to {operation.path} is given up"),
         )
 
@@ -237,7 +235,7 @@ class _Save:
 
     def declared(self) -> _Declared:
         request = self.request.get()
-        view = b"" if request.compared is None else pickled(COMMON, request.compared)
+        view = pickled(COMMON, request.compared) if request.checked else b""
         warn_of_untrusted(request.blobs())
         common = blake2b(view).digest()
         return _Declared(request.directory, request.format, request.declared, request.fingerprint, common)
@@ -249,8 +247,7 @@ class _Save:
         check_same("name different directories", [p.directory for p in parts])
         check_same("ask for different formats", [p.format for p in parts])
         declared = [p.declarations for p in parts]
-        checked = request.compared is not None
-        plans, manifest = plan_in_format(request.backend, declared, request.policy, checked)
+        plans, manifest = plan_in_format(request.backend, declared, request.policy, request.checked)
         self.manifest = replace(manifest, fingerprints=joined([p.fingerprint for p in parts]))
         place.announce(request.backend.files(self.group.size, self.manifest))
         plan_id = uuid.uuid4().hex

@@ -36,6 +36,26 @@ class Slow(TorchDist):
         return result
 '''
 
+DRIPPING = '''
+import time
+from pathlib import Path
+from megackpt.backends.torch_dist import TorchDist
+
+class Dripping:
+    """Tells which rows are taken, each of which takes a while."""
+    def __init__(self, data):
+        self.data = data
+    def blocks(self, row):
+        time.sleep(0.05)
+        with Path("begun").open("a") as file:
+            print(row, file=file)
+        return self.data.blocks(row)
+
+class Slow(TorchDist):
+    def write(self, root, plan, data):
+        return super().write(root, plan, Dripping(data))
+'''
+
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -73,6 +93,14 @@ def gone(pid: int) -> bool:
         return True
 
 
+def started(folder: Path, later: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "script.py", later], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("later", "ways"),
     [
@@ -84,18 +112,14 @@ def gone(pid: int) -> bool:
 )
 def test_the_process_ends_with_a_save_in_flight(tmp_path: Path, later: str, ways: list[str]) -> None:
     """Nothing hangs or makes noise; the old checkpoint stands; the next save clears up."""
-    started = {}
+    processes = {}
     for how in ways:
         folder = tmp_path / how
         folder.mkdir()
         (folder / "slow.py").write_text(SLOW)
         (folder / "script.py").write_text(SCRIPT + ENDS[how][0])
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-        started[how] = subprocess.Popen(
-            [sys.executable, "script.py", later], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    for how, process in started.items():
+        processes[how] = started(folder, later)
+    for how, process in processes.items():
         out, err = process.communicate(timeout=120)
         folder, told = tmp_path / how, (how, out, err)
         assert process.returncode == ENDS[how][1], told
@@ -113,6 +137,20 @@ def test_the_process_ends_with_a_save_in_flight(tmp_path: Path, later: str, ways
         assert {p.name for p in folder.iterdir()} - {"__pycache__"} == {
             "c", "begun", "script.py", "slow.py",
         }, told  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["end of main", "exception"])
+def test_the_process_does_not_write_to_the_end_first(tmp_path: Path, how: str) -> None:
+    (tmp_path / "slow.py").write_text(DRIPPING)
+    many = '{f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(9)) for i in range(400)}'
+    (tmp_path / "script.py").write_text(SCRIPT.replace("state(2.0)", many) + ENDS[how][0])
+    process = started(tmp_path, "thread")
+    told = process.communicate(timeout=120)
+    assert process.returncode == ENDS[how][1], told
+    assert "these saves are finalized" in told[1], told
+    assert 0 < len((tmp_path / "begun").read_text().splitlines()) < 200, told
+    assert megackpt.load({"value": 0.0}, tmp_path / "c")["value"] == 1.0, told
+    assert {p.name for p in tmp_path.iterdir()} - {"__pycache__"} == {"c", "begun", "script.py", "slow.py"}
 
 
 def state(value: float) -> dict[str, Any]:
@@ -170,7 +208,7 @@ def after_the_group(folder: str) -> None:
     again(3)
     queue = begun(4.0, where)
     finalized: list[int] = []
-    queue.schedule_async_request(AsyncRequest(None, finalize_fns=[lambda: finalized.append(rank)]))
+    queue.schedule_async_request(AsyncRequest(None, (), [lambda: finalized.append(rank)]))
     destroy()
     queue.close()
     assert (value_in(where), finalized) == (4.0, [rank])

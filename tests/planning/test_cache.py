@@ -240,6 +240,7 @@ def test_a_checkpoint_of_others_is_not_resumed() -> None:
     assert Resumed.of(manifest, "load", 0, 1, ()) is None  # nobody told fingerprints
     told = replace(manifest, fingerprints=joined([5]))
     assert Resumed.of(told, "load", 0, 2, ()) is None
+    assert Resumed.of(replace(manifest, fingerprints=joined([5, None])), "load", 0, 2, ()) is None
     found = Resumed.of(stored(told), "load", 0, 1, ())
     assert found is not None
     assert (found.fingerprint, found.plan_id) == (5, "load")
@@ -277,3 +278,47 @@ def test_what_was_loaded_is_tried_once_and_only_for_what_it_declared() -> None:
     cache.resumed = Resumed.of(manifest, "load 2", 0, 1, ())
     cache.put(5, "planned", found.plan)  # it is known by now: nothing is kept any longer
     assert cache.resumed is None
+
+
+def test_threads_that_derive_one_plan_share_its_count() -> None:
+    row = replace(BASE, replica_id=0, rank=0, shard=ShardId("w", Box((0, 0), (4, 8))))
+    planned, manifest = plan_save([of(row)])
+    cache = PlanCache()
+    resumed = cache.resumed = Resumed.of(
+        replace(stored(manifest), fingerprints=joined([5])), "load", 0, 1, ()
+    )
+
+    def late(_: Resumed) -> SavePlan:
+        """Another thread has looked before this one was done."""
+        cache.resumed = resumed
+        other = cache.derived(5, lambda _: planned[0])
+        assert other is not None
+        ids.append(other.next_save_id())
+        return planned[0]
+
+    ids: list[str] = []
+    found = cache.derived(5, late)
+    assert found is not None
+    assert found.next_save_id() not in ids
+
+
+def test_what_another_thread_takes_away_meanwhile_is_no_error() -> None:
+    (plan,), manifest = plan_save([of(replace(BASE, replica_id=0))], validate=False)
+
+    class Taken(PlanCache):
+        """Of which another thread takes what was loaded as soon as this one has looked."""
+
+        @property
+        def resumed(self) -> Resumed | None:
+            return left.pop() if left else None
+
+        @resumed.setter
+        def resumed(self, _: Resumed | None) -> None:
+            left.clear()
+
+    left: list[Resumed] = []
+    cache = Taken()
+    told = Resumed.of(replace(stored(manifest), fingerprints=joined([5])), "load", 0, 1, ())
+    assert told is not None
+    left.append(told)
+    assert cache.put(5, "round", plan) is cache.get(5)

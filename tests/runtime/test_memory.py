@@ -334,8 +334,15 @@ def test_available_memory_is_what_the_host_and_all_limits_leave(tmp_path: Path) 
 
 def test_the_default_cap_is_half_of_it_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 64 << 30)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name in memory._RANKS_HERE:
+        monkeypatch.delenv(name, raising=False)
     assert default_cap.__wrapped__() == 32 << 30
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "16(x2),3")
+    assert default_cap.__wrapped__() == 2 << 30
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    assert default_cap.__wrapped__() == 16 << 30
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "none")
+    assert default_cap.__wrapped__() == 16 << 30
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_cap.__wrapped__() == 8 << 30
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,8 +23,8 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError, UntrustedClass
-from megackpt.runtime.async_calls import AsyncCallsQueue, AsyncRequest, Task
-from megackpt.runtime.async_calls.processes import ProcessWorker
+from megackpt.runtime.async_calls import AsyncCallsQueue, AsyncRequest, Task, serving
+from megackpt.runtime.async_calls.processes import ProcessWorker, _Child
 from megackpt.runtime.memory import Arena
 
 sys.path.insert(0, str(Path(__file__).parent))  # writers import works by name
@@ -35,6 +37,8 @@ from pathlib import Path
 import chores
 from megackpt.runtime.async_calls import AsyncCallsQueue, AsyncRequest, Task
 from megackpt.runtime.async_calls.processes import ProcessWorker
+from megackpt.runtime.async_calls.request import Pending
+from megackpt.runtime.collectives import group_over
 """
 
 
@@ -376,6 +380,76 @@ def test_a_process_that_cannot_be_had(worker: ProcessWorker, monkeypatch: pytest
     assert isinstance(done(worker, chores.pid), int)
 
 
+def test_what_the_system_refuses_is_told(worker: ProcessWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread, no descriptor, no room in the socket; what comes next works."""
+
+    def refused(error: Exception) -> Callable[..., Any]:
+        def refuse(*_: object, **__: object) -> None:
+            raise error
+
+        return refuse
+
+    places: list[tuple[Any, str, Exception]] = [
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (socket, "socketpair", OSError(errno.EMFILE, "Too many open files")),
+        (serving, "shared", OSError(errno.ENOMEM, "Cannot allocate memory")),
+        (serving, "send", BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")),
+    ]
+    for place, name, error in places:
+        worker.close()  # it begins anew
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, refused(error))
+            told = done(worker, chores.pid, "iter_8")
+        assert type(told) is StorageError
+        assert str(told).startswith(f"iter_8: cannot be handed to a writer process: {error} (")
+        assert isinstance(done(worker, chores.pid), int)
+
+
+def test_a_copy_that_a_worker_was_given_is_not_idle(worker: ProcessWorker, tmp_path: Path) -> None:
+    """Also one that has to wait for its turn: whoever waits for its memory does so with reason."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
+    mine, its = (megackpt.save(state, tmp_path / name, async_sharded_save=True) for name in "ab")
+    assert mine is not None
+    assert its is not None
+    assert mine.task is not None
+    assert its.task is not None
+    writing: Any = mine.task.work
+    idle = [writing.source.arena.idle]
+    writing(lambda _: idle.append(writing.source.arena.idle))
+    assert (idle[0], set(idle[1:])) == (True, {False})
+    first, _ = begun(worker, tmp_path / "w")
+    writing = its.task.work
+    assert writing.source.arena.idle
+    worker.start(its.task)
+    assert not writing.source.arena.idle
+    assert not its.task.started
+    (tmp_path / "w" / "go").touch()
+    ended(first)
+    its.execute_sync()
+    assert megackpt.verify(tmp_path / "b").ok
+
+
+def test_only_the_process_that_is_at_a_task_is_killed(worker: ProcessWorker) -> None:
+    """The task that ends while it is given up, and the next one, which gets a process that nobody has killed."""
+    pid = done(worker, chores.pid)
+    keeper = worker._keeper
+    assert keeper is not None
+    first: Task[int] = Task(chores.pid, "first")
+    held: list[bool] = []
+
+    def kill_late(outcome: object) -> None:  # the keeper is still at it, though it has ended
+        held.append(keeper.to_writer_of(first, _Child.kill))
+
+    first.on_end(kill_late)
+    second: Task[int] = Task(chores.pid, "second")
+    worker.start(first)
+    worker.start(second)
+    assert ended(second).get() != pid
+    assert (ended(first).get(), held) == (pid, [True])
+    assert not keeper.to_writer_of(first, _Child.kill)  # it is over
+    assert done(worker, chores.pid) == second.get()
+
+
 def script(folder: Path, text: str) -> subprocess.Popen[str]:
     path = folder / "script.py"
     path.write_text(SCRIPT + text)
@@ -408,7 +482,8 @@ def test_a_queue_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
 queue = AsyncCallsQueue(persistent=True)
 task = Task(chores.Wait(Path(".")), "iter_5")
 task.on_end(lambda outcome: print(outcome.error, flush=True))
-queue.schedule_async_request(AsyncRequest(None, task=task))
+with group_over() as group:
+    queue.schedule_async_request(AsyncRequest(Pending(task, group, group.mark()), (), []))
 while not Path("begun").exists():
     task.wait(0.01)
 """

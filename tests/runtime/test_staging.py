@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from megackpt.errors import BackendError, ShardingError, StorageError
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, Declaration, Declarations, ShardId, TensorMeta
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.runtime.memory import Arena, Pool
+from megackpt.runtime.memory import Arena, Pool, begun
 from megackpt.runtime.staging import (
     Snapshot,
     Staged,
@@ -216,6 +218,35 @@ def test_a_snapshot_that_nobody_has_any_more_gives_its_memory_back() -> None:
     assert taken(kept, 0) == expected(staged)[0]
     del kept
     assert Snapshot.of(staged, 4 * MIB, patience=0).complete
+
+
+def test_who_waits_for_saves_that_nobody_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "IDLE_PATIENCE", 0.0)
+    cap = 10 * MIB
+    first, second = (Snapshot.of(staged_of([filled((MIB,))]), cap) for _ in range(2))
+    third = staged_of([filled((MIB,))])
+    with pytest.raises(
+        StorageError, match=r"hold 8,388,608 of .*, and nobody writes those: schedule each request"
+    ):
+        Snapshot.of(third, cap)
+    begun(SimpleNamespace(source=first.source))  # what workers do first
+    with pytest.raises(StorageError, match="is a writer stuck"):
+        Snapshot.of(third, cap, patience=0.3)
+    first.release()
+    assert Snapshot.of(third, cap).complete
+    second.release()
+
+
+@pytest.mark.parametrize("ending", ["settle", "release"])
+def test_tensors_are_let_go_of_while_they_are_written(ending: str) -> None:
+    staged = staged_of([filled((MIB,)), filled((MIB,), seed=1)])
+    snapshot = Snapshot.of(staged, 8 * MIB - 64)
+    tensors = [weakref.ref(value) for value in staged.held]
+    rows = snapshot.source.blocks(0)
+    next(rows)
+    getattr(snapshot, ending)()
+    del staged
+    assert [tensor() for tensor in tensors] == [None, None]
 
 
 def test_a_second_save_waits_until_the_first_is_written() -> None:

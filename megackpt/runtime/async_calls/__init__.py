@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megackpt.runtime.async_calls.queue import AsyncCallsQueue
-from megackpt.runtime.async_calls.request import AsyncRequest
+from megackpt.runtime.async_calls.request import AsyncRequest, Pending
 from megackpt.runtime.async_calls.task import Task
 from megackpt.runtime.async_calls.workers import ThreadWorker, Worker
 
-__all__ = ["AsyncCallsQueue", "AsyncRequest", "Task", "ThreadWorker", "Worker"]
+__all__ = ["AsyncCallsQueue", "AsyncRequest", "Pending", "Task", "ThreadWorker", "Worker"]

@@ -9,6 +9,7 @@ import pickle
 import socket
 import subprocess
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +22,7 @@ from megackpt.runtime.async_calls.task import Task
 from megackpt.runtime.async_calls.workers import GRACE, Worker
 from megackpt.runtime.collectives import Attempt
 from megackpt.runtime.collectives.failures import Failure
-from megackpt.runtime.memory import Arena
+from megackpt.runtime.memory import Arena, begun
 
 _SERVING = "megackpt.runtime.async_calls.serving"
 _FAREWELL = 2.0  # seconds that a process has for its end
@@ -43,26 +44,25 @@ class ProcessWorker(Worker):
         _workers.add(self)
 
     def start(self, task: Task[Any]) -> None:
-        with _hiring:
-            if self._keeper is None:
-                self._keeper = _Keeper()
-                self._dropped = finalize(self, self._keeper.retire)
-                self._dropped.atexit = False  # it ends with this process anyway
-            self._keeper.tasks.put(task)
+        begun(getattr(task, "work", None))  # none is left where somebody has ended it
+        try:
+            with _hiring:
+                if self._keeper is None:
+                    self._keeper = _Keeper()
+                    self._dropped = finalize(self, self._keeper.retire)
+                    self._dropped.atexit = False  # it ends with this process anyway
+                self._keeper.tasks.put(task)
+        except RuntimeError as error:  # of the system, which has no thread left
+            task.finish(Attempt(None, _unavailable(task, error)))
 
     def stop(self, task: Task[Any], reason: CheckpointingException | None = None) -> None:
         error = task.cancel(reason)
-        if task.started:  # else it never will be
-            if (child := self._writing(task)) is not None:
-                child.cancel()
-            if not task.wait(self._grace) and (child := self._writing(task)) is not None:
-                child.process.kill()
+        keeper = self._keeper
+        if task.started and keeper is not None:  # else it never will be
+            keeper.to_writer_of(task, _Child.cancel)
+            if not task.wait(self._grace) and keeper.to_writer_of(task, _Child.kill):
                 task.wait(self._grace)
         task.finish(Attempt(None, error))
-
-    def _writing(self, task: Task[Any]) -> _Child | None:
-        keeper = self._keeper
-        return keeper.child if keeper is not None and keeper.current is task else None
 
     def close(self) -> None:
         """Give up what is under way, and end the process."""
@@ -100,6 +100,7 @@ class _Keeper:
         self.current: Task[Any] | None = None
         self.child: _Child | None = None
         self.closing: CheckpointingException | None = None
+        self._turn = threading.Lock()  # held while a task is made the current one
         self.thread = threading.Thread(target=self._keep, name="megackpt-writer", daemon=True)
         self.thread.start()
 
@@ -107,9 +108,22 @@ class _Keeper:
         """End, and the process, after the tasks that were started."""
         self.tasks.put(None)
 
+    def to_writer_of(self, task: Task[Any], do: Callable[[_Child], None]) -> bool:
+        """Do this to the process while it is at this task. Is it?"""
+        with self._turn:
+            child = self.child
+            if self.current is not task or child is None:
+                return False
+            do(child)
+            return True
+
+    def _turn_to(self, task: Task[Any] | None) -> None:
+        with self._turn:
+            self.current = task
+
     def _keep(self) -> None:
         while (task := self.tasks.get()) is not None:
-            self.current = task
+            self._turn_to(task)
             if self.closing is not None:
                 task.cancel(self.closing)
             if task.cancelled is not None:
@@ -119,7 +133,7 @@ class _Keeper:
                 failed = outcome.error is not None and task.cancelled is not None
                 task.finish(Attempt(None, task.cancelled) if failed else outcome)
                 del outcome
-            self.current = None
+            self._turn_to(None)
             del task  # with its outcome, while there is nothing to do
         self._end()
 
@@ -132,13 +146,17 @@ class _Keeper:
         except (EOFError, ConnectionError) as gone:
             error = self._lost(task)
             error.__cause__ = gone
+        except OSError as refused:  # what it has heard so far nobody knows
+            self._end()
+            error = _unavailable(task, refused)
+            error.__cause__ = refused
         except Exception as failed:  # noqa: BLE001 - told to all ranks; nobody knows where the process is now
             self._end()
             error = failed
         return Attempt(None, error)
 
     def _living(self) -> _Child:
-        if self.child is not None and self.child.process.poll() is not None:
+        if self.child is not None and (self.child.killed or self.child.process.poll() is not None):
             self._end()
         if self.child is None:
             self.child = _Child()
@@ -171,6 +189,7 @@ class _Child:
                     raise StorageError(
                         f"cannot start a writer process: {error}; AsyncCallsQueue(persistent=False) writes in threads"
                     ) from error
+        self.killed = False  # it may live a little longer
         self._number = 0  # of the task
         self._mapped: WeakSet[Arena] = WeakSet()
 
@@ -208,6 +227,10 @@ class _Child:
         with suppress(OSError):  # who does not hear this is killed
             serving.send(self._channel, serving.CANCEL, self._number)
 
+    def kill(self) -> None:
+        self.killed = True
+        self.process.kill()
+
     def _forget(self, number: int) -> None:
         with suppress(OSError):  # it is gone, and its memory with it
             serving.send(self._channel, serving.FORGET, number)
@@ -224,6 +247,13 @@ class _Child:
         """It belongs to another process."""
         self._channel.close()
         self.process.returncode = 0  # nothing to wait for
+
+
+def _unavailable(task: Task[Any], why: Exception) -> StorageError:
+    return StorageError(
+        f"{task.name}: cannot be handed to a writer process: {why} (too many open files or threads, or too "
+        "little memory?); nothing was committed. AsyncCallsQueue(persistent=False) writes in threads of this process"
+    )
 
 
 class _InTheWriter(Exception):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - has set its hook when we set ours
 import logging
+import os
+import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
 
 from megackpt.errors import CheckpointingException, RankLost, StorageError
-from megackpt.runtime.async_calls.request import AsyncRequest
+from megackpt.runtime.async_calls.request import AsyncRequest, Pending
 from megackpt.runtime.async_calls.task import Task
 from megackpt.runtime.async_calls.workers import ThreadWorker, Worker
-from megackpt.runtime.collectives import DEFAULT_TIMEOUT, group_over
+from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, attempt
 
 logger = logging.getLogger("megackpt.async_calls")
 
@@ -24,7 +26,8 @@ ENDED = 1000
 _RANKS = 1 << 32
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5  # seconds between two looks of a blocking call
 
-_open: WeakSet[AsyncCallsQueue] = WeakSet()
+_under_way: set[AsyncCallsQueue] = set()
+"""Queues with something under way. They stay until it is finalized or given up, also when nobody else keeps them."""
 
 
 @dataclass(eq=False)
@@ -33,11 +36,15 @@ class _Call:
 
     index: int
     request: AsyncRequest
-    task: Task[Any]
+    pending: Pending
     first: float = field(default_factory=time.monotonic)
     """When it came to be the oldest one; before that it may have had to wait for another."""
     slowest: tuple[int, int] | None = None
     """The rank that was least far when all ranks looked last, and how far (thousandths)."""
+
+    @property
+    def task(self) -> Task[Any]:
+        return self.pending.task
 
     @property
     def progress(self) -> int:
@@ -66,7 +73,8 @@ class AsyncCallsQueue:
     Args:
         persistent: a writer process of low priority, started once, does the work; else threads of this process.
         process_group: whose ranks take part where a request does not say it (None: the default one's).
-        timeout: how long a worker may go without moving a byte before it is given up.
+        timeout: how long a worker may go without moving a byte before it is given up; a function of the caller's
+            own, which tells nothing of bytes, may take so long.
     """
 
     def __init__(
@@ -82,19 +90,17 @@ class AsyncCallsQueue:
         self._calls: deque[_Call] = deque()
         self._index = -1
         self._worker: Worker | None = None
-        _open.add(self)
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Begin the work of a request, and return its number at once: 0, 1, 2, ... Call it on all ranks alike."""
+        request = AsyncRequest(*async_request).freeze()  # also Megatron's own
+        pending = request.begun(self._process_group)
         self._index += 1
-        request = async_request.freeze()
-        if request.group is None:  # found now, for it may be gone when this is finalized
-            with group_over(self._process_group) as group:
-                request = replace(request, group=group, since=group.mark())
-        call = _Call(self._index, request, request.as_task())
-        self._calls.append(call)
-        self._at_work().start(call.task)
-        return call.index
+        self._calls.append(_Call(self._index, request, pending))
+        _under_way.add(self)
+        if (error := attempt(lambda: self._at_work().start(pending.task)).error) is not None:
+            pending.task.finish(Attempt(None, error))
+        return self._index
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize, in their order, the requests whose work all ranks have done; returns their numbers.
@@ -113,11 +119,15 @@ class AsyncCallsQueue:
                 if not self._done(self._calls[0], blocking, no_dist):
                     break
                 call = self._next()
-                call.request.finalize(call.task)
+                call.request.finalize(call.pending)
                 finalized.append(call.index)
             except RankLost as error:  # all begun before that is lost, as some ranks know already
                 lost = lost or error
                 lost.add_note(f"{name} was not finalized, and is given up")
+            except CheckpointingException as error:
+                if finalized:
+                    error.add_note(f"this call has finalized before: {finalized}")
+                raise
         if lost is not None:
             raise lost
         return finalized
@@ -131,7 +141,7 @@ class AsyncCallsQueue:
 
         Of other ranks it tells what the last look of all ranks has shown. From any thread; asks nobody.
         """
-        return "\n".join(map(str, self._calls)) or "nothing is being saved"
+        return "\n".join(map(str, tuple(self._calls))) or "nothing is being saved"
 
     def close(self, abort: bool = False) -> None:
         """Finalize all that is under way (collective), or ``abort`` it (not collective); the worker ends.
@@ -186,8 +196,7 @@ class AsyncCallsQueue:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _all_done(self, call: _Call) -> bool:
-        group = call.request.group or group_over(self._process_group)
-        with group.resumed(call.request.since) as ranks:
+        with call.pending.group.resumed(call.pending.mark) as ranks:
             far, least, opposite = ranks.lowest(
                 [call.progress * _RANKS + ranks.rank, call.index, -call.index]
             )
@@ -216,22 +225,38 @@ class AsyncCallsQueue:
         call = self._calls.popleft()
         if self._calls:
             self._calls[0].first = time.monotonic()
+        else:
+            _under_way.discard(self)
         return call
 
     def _give_up(self, call: _Call) -> None:
-        self._at_work().stop(call.task)
-        if call.request.abandon is not None:
-            call.request.abandon()
+        try:
+            self._at_work().stop(call.task)
+            if call.pending.abandon is not None:
+                call.pending.abandon()
+        except Exception:  # there may be others to give up
+            logger.exception("%s is given up, but not cleared away: the next save does that", call.task.name)
 
 
-@atexit.register
 def _end_of_process() -> None:
     """What was not finalized is not committed: say so, and let it stop."""
-    for queue in list(_open):
-        if queue.get_num_unfinalized_calls():
-            logger.warning(
-                "the process ends before these saves are finalized, so they are no checkpoints "
-                "(AsyncCallsQueue.close() finalizes them): %s",
-                queue.status(),
-            )
+    for queue in list(_under_way):
+        logger.warning(
+            "the process ends before these saves are finalized, so they are no checkpoints "
+            "(AsyncCallsQueue.close() finalizes them): %s",
+            queue.status(),
+        )
         queue.close(abort=True)
+
+
+def _forked() -> None:
+    """What is under way is the parent's: this process has none of its threads, and leaves its files alone."""
+    for queue in list(_under_way):
+        queue._calls.clear()
+        queue._worker = None
+    _under_way.clear()
+
+
+# Before the interpreter joins the threads of pools: they would write to the end first. Hooks run last set first.
+getattr(threading, "_register_atexit", atexit.register)(_end_of_process)
+os.register_at_fork(after_in_child=_forked)

@@ -1,77 +1,110 @@
-"""A request: what is still to be done of a save when training goes on. Megatron's fields, and a task for our own."""
+"""A request: what is still to be done of a save when training goes on. Megatron's tuple, with a task of ours in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+from megackpt.errors import CheckpointingException
 from megackpt.runtime.async_calls.task import Task
-from megackpt.runtime.collectives import Group, group_over
+from megackpt.runtime.collectives import Attempt, Group, Mark, attempt, group_over
 
 
-@dataclass(frozen=True, eq=False)
-class AsyncRequest:
+@dataclass(eq=False)
+class Pending:
+    """A request on this rank between its first stage and its last; to call it is to do the one between."""
+
+    task: Task[Any]
+    group: Group
+    mark: Mark
+    """When that group began the request."""
+    abandon: Callable[[], None] | None = None
+    """Give up what the first stage began. The task has ended by then; no other rank takes part."""
+    heard: bool = False
+    """Does a finalize function tell all ranks what became of the task?"""
+    scheduled: bool = False
+
+    def __call__(self) -> None:
+        self.task.run()
+
+
+class AsyncRequest(NamedTuple):
     """Two more stages: ``async_fn``, which talks to no other rank, and then ``finalize_fns``, in their order.
 
     ``save(..., async_sharded_save=True)`` gives one; give it to ``AsyncCallsQueue.schedule_async_request``, or call
-    ``execute_sync``, alike on all ranks. Others may be made by hand, with Megatron-Core's fields: ``preload_fn``, if
-    any, is called when the request is scheduled, and makes the second of ``async_fn_args``.
+    ``execute_sync``, alike on all ranks. Others may be made by hand: the fields are Megatron-Core's (0.16,
+    ``strategies/async_utils.py``). ``preload_fn``, if any, is called when the request is scheduled, and makes the
+    second of ``async_fn_args``.
     """
 
     async_fn: Callable[..., Any] | None
-    async_fn_args: Sequence[Any] = ()
-    finalize_fns: list[Callable[[], Any]] = field(default_factory=list)
-    async_fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    async_fn_args: Iterable[Any]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: Mapping[str, Any] = MappingProxyType({})
     preload_fn: Callable[[], Any] | None = None
     is_frozen: bool = False
     call_idx: int = 0
-    task: Task[Any] | None = field(default=None, kw_only=True)
-    """Of a save: what ``async_fn`` does. The first of ``finalize_fns`` hears what became of it on all ranks."""
-    group: Group | None = field(default=None, kw_only=True)
-    """The ranks that take part; None: all of the default process group."""
-    since: int = field(default=0, kw_only=True)
-    """The mark of that group when it began the request; 0: what happens to the group is not its end."""
-    abandon: Callable[[], None] | None = field(default=None, kw_only=True)
-    """Give up what the first stage began. The work has ended by then; no other rank takes part."""
+
+    @property
+    def task(self) -> Task[Any] | None:
+        """Of a save: what ``async_fn`` does, how far it is, and what became of it on this rank."""
+        return self.async_fn.task if isinstance(self.async_fn, Pending) else None
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Call ``fn`` last of all when this is finalized. RuntimeError once it is scheduled."""
-        if self.is_frozen:
+        if self.is_frozen or (isinstance(self.async_fn, Pending) and self.async_fn.scheduled):
             raise RuntimeError("this request is scheduled already: add its finalize functions before that")
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
         """The same, to which nothing can be added any more."""
-        return replace(self, is_frozen=True)
+        return self._replace(is_frozen=True)
 
     def execute_sync(self) -> None:
         """Do all of it now, on all ranks alike. Raises on all of them what went wrong on any."""
-        task = self.as_task()
-        task.run()
-        self.finalize(task)
+        pending = self.begun()
+        pending.task.run()
+        self.finalize(pending)
 
-    def as_task(self) -> Task[Any]:
-        """The work to be done by a worker; what ``preload_fn`` makes is made now."""
-        if self.task is not None:
-            return self.task
+    def begun(self, process_group: Any = None) -> Pending:
+        """The work to be done; what ``preload_fn`` makes is made now. ``process_group``: whose, if nothing tells."""
+        if isinstance(self.async_fn, Pending):
+            self.async_fn.scheduled = True
+            return self.async_fn
+        with group_over(process_group) as group:  # found now, for it may be gone when this is finalized
+            mark = group.mark()
+        work = attempt(self._work)
+        task: Task[None] = Task(work.value or _nothing, "async call")
+        if work.error is not None:
+            task.finish(Attempt(None, work.error))
+        return Pending(task, group, mark)
+
+    def _work(self) -> Callable[..., None]:
+        if self.async_fn is None:
+            return _nothing
         args = list(self.async_fn_args)
         if self.preload_fn is not None:
+            if len(args) < 2:
+                raise CheckpointingException(
+                    "preload_fn makes the second of async_fn_args, and there is none"
+                )
             args[1] = self.preload_fn()
-        return Task(_Call(partial(self.async_fn or _nothing, *args, **self.async_fn_kwargs)), "async call")
+        return _Unmeasured(partial(self.async_fn, *args, **self.async_fn_kwargs))
 
-    def finalize(self, task: Task[Any]) -> None:
+    def finalize(self, pending: Pending) -> None:
         """The last stage, collective: a failure of any rank's work is raised on all."""
-        if self.task is None:
-            with self.group.resumed(self.since) if self.group else group_over() as group:
-                group.reduce_broadcast("write", task.get, _nothing)
+        if not pending.heard:
+            with pending.group.resumed(pending.mark) as group:
+                group.reduce_broadcast("write", pending.task.get, _nothing)
         for finish in self.finalize_fns:
             finish()
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Unmeasured:
     """A function that knows of no progress, as the work of a task."""
 
     function: Callable[[], Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from megackpt.errors import CheckpointingException
 from megackpt.runtime.collectives import Attempt
 
 T = TypeVar("T")
+
+logger = logging.getLogger("megackpt.async_calls")
 
 Advance = Callable[[int], None]
 Work = Callable[[Advance], T]
@@ -78,7 +81,10 @@ class Task(Generic[T]):
             del self.work  # and with it whatever memory it holds
             hearers, self._hearers = self._hearers, []
         for hear in hearers:
-            hear(outcome)
+            try:
+                hear(outcome)
+            except Exception:  # whoever waits for the outcome need not suffer for it
+                logger.exception("%s has ended, but somebody who was told so failed", self.name)
         self._ended.set()
 
     def on_end(self, hear: Callable[[Attempt[T]], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megackpt.runtime.memory import PATIENCE, POOL, Copy, default_cap
+from megackpt.runtime.memory import IDLE_PATIENCE, PATIENCE, POOL, Copy, default_cap
 from megackpt.runtime.staging.copying import copy_rows, padded
 from megackpt.runtime.staging.source import Staged, settle
 from megackpt.runtime.staging.turns import Turns
@@ -30,7 +30,7 @@ class Snapshot:
         """Copy all rows of the plan, objects' blobs too; waits while earlier copies take the room.
 
         ``cap``: the bytes that all snapshots of this process may take (None: ``default_cap``). StorageError when no
-        room has been made for ``patience`` seconds.
+        room has been made for ``patience`` seconds, or none will be: no worker was given the earlier ones.
         """
         cap = default_cap() if cap is None else cap
         plan = staged.plan
@@ -43,7 +43,7 @@ class Snapshot:
         if (total := int(room.sum())) > cap:
             settle(staged.held)
             return cls(Turns(staged, blobs, POOL.changed), cap, patience)
-        lease = POOL.lease(lambda: total, cap, patience)
+        lease = POOL.lease(lambda: total, cap, patience, IDLE_PATIENCE)
         try:
             starts = np.cumsum(room) - room
             copy_rows(staged, np.flatnonzero(~is_object).tolist(), starts, lease.arena)
@@ -52,6 +52,7 @@ class Snapshot:
         except BaseException:
             lease.release()
             raise
+        lease.arena.idle = True
         return cls(Copy(plan, lease.arena, starts, lengths, lease), cap, patience)
 
     def settle(self) -> None:

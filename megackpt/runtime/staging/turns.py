@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,17 +96,22 @@ class Turns:
                     copy_out(self._staged.tensor(row), int(handed[row]), int(lengths[row]), into)
             lease.arena.ready()
             self._starts = starts
-            self._need = 0
+            self._let_go()
 
     def close(self) -> None:
         """The writing has ended, or its tensors are to be changed now: nothing more is handed over."""
         with self._lock:
             self._closed = True
-            self._need = 0
+            self._let_go()
             lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
         self._moved()
+
+    def _let_go(self) -> None:
+        """Of the tensors: they may be freed long before all is written."""
+        self._need = 0
+        self._staged = replace(self._staged, held=())
 
     def _rest(self, row: int, start: int) -> NDArray[np.uint8] | None:
         """The row from this byte on, where it was copied; None while it is to be had from the tensor."""
