@@ -13,7 +13,8 @@ _CODE = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd
 def start(module: str, descriptor: int, *, apart: bool = False) -> subprocess.Popen[bytes]:
     """Run ``main(descriptor, our pid)`` of a module in a new interpreter, which inherits that descriptor alone.
 
-    What it prints joins our standard error. ``apart``: in a session of its own, which no terminal interrupts.
+    What it prints joins our standard error. ``apart``: in a process group of its own, which no terminal interrupts.
+    (In a session of its own its priority would not count: Linux shares processors among sessions first.)
     """
     code = _CODE.format(path=sys.path, module=module, fd=descriptor, pid=os.getpid())
     return subprocess.Popen(
@@ -21,7 +22,7 @@ def start(module: str, descriptor: int, *, apart: bool = False) -> subprocess.Po
         stdin=subprocess.DEVNULL,
         stdout=2,
         pass_fds=[descriptor],
-        start_new_session=apart,
+        process_group=0 if apart else None,
     )
 
 

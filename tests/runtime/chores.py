@@ -75,9 +75,10 @@ def surroundings(advance: Advance) -> dict[str, Any]:
     call.argtypes = [ctypes.c_long] * 3
     return {
         "torch": "torch" in sys.modules,
-        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "policy": os.sched_getscheduler(0),
         "ioprio": call(number, 1, 0) if number else None,
         "session": os.getsid(0),
+        "group": os.getpgrp(),
         "descriptors": descriptors(os.getpid()),
         "written": int(Path("/proc/self/io").read_text().partition("wchar: ")[2].split()[0]),
         "stdin": os.readlink("/proc/self/fd/0"),

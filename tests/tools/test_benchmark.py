@@ -28,7 +28,8 @@ def figures(report: dict[str, Any]) -> list[tuple[str, str, set[str]]]:
     rows = [row for section in report["sections"] for row in section["rows"]]
     for row in rows:
         for value in row["values"].values():
-            assert 0 <= value["low"] <= value["median"] <= value["high"], row
+            assert value["low"] <= value["median"] <= value["high"], row
+            assert value["low"] >= 0 or "time lost" in row["what"], row  # no time, but for noise
     return [(row["figure"], row["what"], set(row["values"])) for row in rows]
 
 
@@ -45,7 +46,7 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
         ["P1", *["P2"] * 2, *["P3"] * 4, *["P4"] * 2]
         + ["P5", *["P6"] * 4] * 2
         + ["P14"] * 2
-        + ["P7", "P8", "P14"]
+        + ["P7", "P14", *["P8"] * 4]
         + ["P1", *["P2"] * 2]
         + ["P9"] * 6
         + ["P10"] * 2
@@ -58,8 +59,8 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
     assert all(
         who == everybody for f, what, who in found[:9] if "verified" not in what.replace("unverified", "")
     )
-    assert all(who == set(training) for f, what, who in found[21:24])
-    assert all(who == {*FORMATS, *ALONE} for f, what, who in found[24:26])
+    assert all(who == set(training) for f, what, who in found[21:27])
+    assert all(who == {*FORMATS, *ALONE} for f, what, who in found[27:29])
     assert list(tmp_path.iterdir()) == [told]
 
 

@@ -111,28 +111,29 @@ class Course:
         self.arena.hold(spec, min(2, self.arena.ranks))
         share = spec.nbytes // self.arena.ranks
         blocked = begun(self.section, "P7", "async save: training blocked / one copy of the bytes", "<= 1.3")
-        slower = begun(self.section, "P8", "async save: steps meanwhile / steps alone", "<= 1.15")
         extra = begun(
             self.section, "P14", f"extra memory of an async save, {share / 2**20:.0f} MiB a rank", "", "MiB"
         )
-        ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
-        for number in range(self.arena.rounds + 2):
-            for name in trainers:
-                copy = max(self.arena.teams[name].ask("memcpy", share))
-                with watched(self.arena.teams[name].pids) as peaks:
-                    taken = self.arena.train(spec, name, check=number == 0)
-                if number > 1:  # buffers are there from the second one on
-                    ratios[name].append(
-                        (
-                            max(t.blocked for t in taken) / copy,
-                            sum(t.busy for t in taken) / sum(t.idle for t in taken),
-                        )
-                    )
-                elif number == 0:
-                    extra.values[name] = Value.of([max(peaks.extra.values()) / 2**20])
-        for name, found in ratios.items():
-            blocked.values[name] = Value.of([ratio for ratio, _ in found])
-            slower.values[name] = Value.of([ratio for _, ratio in found])
+        for name in trainers:  # to be watched costs time, so none of these rounds counts
+            with watched(self.arena.teams[name].pids) as peaks:
+                self.arena.train(spec, name, check=True)
+            extra.values[name] = Value.of([max(peaks.extra.values()) / 2**20])
+        waits: dict[str, list[float]] = {name: [] for name in trainers}
+        for on_device, how in ((True, "on a device"), (False, "on these cores")):
+            slower = begun(self.section, "P8", f"async save: steps meanwhile / alone, {how}", "<= 1.15")
+            lost = begun(self.section, "P8", f"async save: all time lost / one copy, {how}", "")
+            found: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
+            for number in range(self.arena.rounds + on_device):
+                for name in trainers:
+                    copy = max(self.arena.teams[name].ask("memcpy", share))
+                    taken = self.arena.train(spec, name, on_device=on_device)
+                    if number or not on_device:  # by then buffers have been used twice
+                        waits[name].append(max(t.blocked for t in taken) / copy)
+                        steps = sum(t.busy for t in taken) / sum(t.idle for t in taken)
+                        found[name].append((steps, max(t.lost for t in taken) / copy))
+            for row, column in ((slower, 0), (lost, 1)):
+                row.values.update((name, Value.of([f[column] for f in all_])) for name, all_ in found.items())
+        blocked.values.update((name, Value.of(ratios)) for name, ratios in waits.items())
         self.arena.forget(spec)
 
     def memory(self, spec: Spec) -> None:

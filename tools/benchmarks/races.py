@@ -87,13 +87,17 @@ class Arena:
         team.ask("fill") if check else None
         return taken
 
-    def train(self, spec: Spec, name: str, check: bool = False) -> list[Trained]:
-        """Save while training goes on, into a folder that is not there. ``check``: and see whether all was saved."""
+    def train(self, spec: Spec, name: str, *, check: bool = False, on_device: bool = False) -> list[Trained]:
+        """Save while training goes on, into a folder that is not there.
+
+        ``check``: change all tensors as soon as that is allowed, and see whether they were saved as they had been.
+        """
         team, folder = self.teams[name], self.folder(spec, name)
         shutil.rmtree(folder, ignore_errors=True)
-        team.ask("fill")
+        if check:
+            team.ask("fill")
         os.sync()
-        taken: list[Trained] = team.ask("train", name, folder)
+        taken: list[Trained] = team.ask("train", name, folder, check, on_device)
         if check:
             team.ask("declare_for", name)
             team.ask("load", name, folder, False)

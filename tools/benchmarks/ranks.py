@@ -109,14 +109,15 @@ class Rank:
 
         return _timed(step)
 
-    def train(self, name: str, folder: Path) -> Trained:
-        """Steps beside an asynchronous save, of tensors that are changed as soon as it lets go of them."""
+    def train(self, name: str, folder: Path, change: bool, on_device: bool) -> Trained:
+        """Steps beside an asynchronous save. ``change``: all tensors, as soon as it lets go of them."""
         if name not in self._trainers:
             self._trainers[name] = trainer(name, self.place)
         self._training = self._training or Training()
         who = self._trainers[name]
         declared = who.who.declare(self._state)
-        return self._training.beside(lambda: who.begin(declared, folder), self.blank)
+        changing = self.blank if change else None
+        return self._training.beside(lambda: who.begin(declared, folder), changing, on_device)
 
     def declare_for(self, name: str) -> None:
         """Get ready for loading what this trainer saved."""

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 import megackpt
 from benchmarks.contestants import Contestant, Megackpt, Place, StockDcp
 from benchmarks.peers import Megatron
+from megackpt.runtime.memory import POOL
 
 IDLE_STEPS = 8
 STEP_SECONDS = 0.02
@@ -38,6 +39,7 @@ class Trainer(ABC):
 
 class Ours(Trainer):
     def __init__(self, format_name: str, persistent: bool) -> None:
+        POOL.forget()  # what another one of ours keeps would not be seen as memory that this one takes
         self.who = Megackpt(format_name)
         self._queue = megackpt.AsyncCallsQueue(persistent)
 
@@ -104,17 +106,21 @@ def trainer(name: str, place: Place) -> Trainer:
 
 @dataclass(frozen=True)
 class Trained:
-    """Of one rank, in seconds: how long the save blocked it, what a step takes alone and while a save goes on."""
+    """Of one rank, in seconds: how long the save blocked it, what a step takes alone and while a save goes on; and
+    how much longer all took, until the save was complete, than so many steps alone.
+    """
 
     blocked: float
     idle: float
     busy: float
-    whole: float
-    steps: int
+    lost: float
 
 
 class Training:
-    """Steps of a trainer: arithmetic, and a message among all ranks at the end of each."""
+    """Steps of a trainer: work, and a message among all ranks at the end of each.
+
+    The work is arithmetic that keeps a core busy, or that of a device: then the trainer waits for as long.
+    """
 
     def __init__(self) -> None:
         self._a = torch.rand(256, 256)
@@ -128,29 +134,32 @@ class Training:
         dist.all_reduce(counted)
         self._products = max(1, int(counted) // dist.get_world_size())
 
-    def step(self) -> float:
+    def step(self, on_device: bool) -> float:
         began = time.perf_counter()
-        for _ in range(self._products):
-            self._b.copy_(self._a @ self._b).div_(self._b.norm())
+        if on_device:
+            time.sleep(STEP_SECONDS)
+        else:
+            for _ in range(self._products):
+                self._b.copy_(self._a @ self._b).div_(self._b.norm())
         dist.all_reduce(self._gradient)
         return time.perf_counter() - began
 
-    def idle(self) -> float:
-        return sum(self.step() for _ in range(IDLE_STEPS)) / IDLE_STEPS
-
-    def beside(self, begin: Callable[[], FINISHED], change: Callable[[], None]) -> Trained:
-        """Train while a save goes on; what it saves is changed as soon as that is allowed."""
-        idle = self.idle()
+    def beside(
+        self, begin: Callable[[], FINISHED], change: Callable[[], None] | None, on_device: bool
+    ) -> Trained:
+        """Train while a save goes on; ``change`` is called as soon as what it saves may be changed."""
+        idle = sum(self.step(on_device) for _ in range(IDLE_STEPS)) / IDLE_STEPS
         dist.barrier()
         began = time.perf_counter()
         finished = begin()
         blocked = time.perf_counter() - began
-        change()
-        steps = [self.step()]
+        if change is not None:
+            change()
+        steps = [self.step(on_device)]
         while not finished():
-            steps.append(self.step())
-        whole = time.perf_counter() - began
-        return Trained(blocked, idle, sum(steps) / len(steps), whole, len(steps))
+            steps.append(self.step(on_device))
+        lost = time.perf_counter() - began - len(steps) * idle
+        return Trained(blocked, idle, sum(steps) / len(steps), lost)
 
 
 def _everywhere(done: bool) -> bool:
