@@ -38,7 +38,8 @@ class _Drawing:
     """Bars that live as long as an operation of rank 0 does, with a line for each."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of begin and end; ``follow`` is called under a lock of rich's
+        # Of the same thread again where a garbage collection within ends a save that was dropped.
+        self._lock = threading.RLock()  # of begin and end; ``follow`` is called under a lock of rich's
         self._bars: Bars | None = None
         self._lines: dict[events.Operation, _Line] = {}
         self._going = 0

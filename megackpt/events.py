@@ -202,7 +202,7 @@ def over(step: Stage, raised: BaseException | None = None) -> None:
     if step.ended:
         return
     whole = step.name == TOTAL
-    error = None if raised is None else f"{type(raised).__name__}: {raised}".rstrip(": ")
+    error = None if raised is None else f"{type(raised).__name__}: {told(raised)}".rstrip(": ")
     if whole:
         step.done = step.operation.bytes
         error = error or step.operation.problem
@@ -210,6 +210,14 @@ def over(step: Stage, raised: BaseException | None = None) -> None:
     for viewer in step.viewers:
         _safely(viewer.ended, step)
     _tell(step, time.perf_counter() - step.began, error)
+
+
+def told(error: BaseException) -> str:
+    """The text of an exception, and of its notes: code of anybody's, which may fail itself."""
+    try:
+        return "\n".join([str(error), *map(str, getattr(error, "__notes__", ()))])
+    except Exception as failed:  # noqa: BLE001 - what is told is the first one
+        return f"its text cannot be had: {type(failed).__name__}"
 
 
 @contextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -31,6 +34,7 @@ from megackpt.errors import (
 )
 from megackpt.planning.manifest import SavePlan, WriteResult
 from megackpt.runtime.async_calls import Task, queue as calls
+from megackpt.runtime.collectives import Busy, group_over
 from megackpt.runtime.storage import Storage
 from megackpt.testing import ThreadedGroup
 
@@ -604,3 +608,252 @@ def test_a_forked_process_that_ends_leaves_its_parents_save_alone(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     assert "so they are no checkpoints" not in done.stderr
+
+
+def large_on(group: ThreadedGroup) -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1 << 20), (0, group.rank, group.size))}
+
+
+def test_a_thread_that_cannot_be_started_on_one_rank_is_everybodys_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, threading.local()
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if getattr(refused, "here", False) and thread.name == "megackpt-a":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+
+    def run(group: ThreadedGroup) -> str:
+        refused.here = group.rank == 1
+        strategy = Strategy("torch_dist", staging_memory=1 << 20)  # in turns: a thread is needed at once
+        request = megackpt.save(
+            large_on(group), tmp_path / "a", strategy, async_sharded_save=True, process_group=group
+        )
+        assert request is not None
+        with pytest.raises(RankFailure, match="rank 1: RuntimeError: can't start new thread") as raised:
+            request.execute_sync()
+        return str(raised.value)
+
+    assert len(set(ThreadedGroup.run(2, run))) == 1
+    assert not (tmp_path / "a").exists()
+
+
+def refused_looks(directory: str) -> None:
+    """On one rank, while another thread is in the middle of something over the same ranks."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    queue = AsyncCallsQueue()
+    sharded = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(8), (0, rank, 2))}
+
+    def schedule(name: str) -> Task[Any]:
+        request = megackpt.save(sharded, f"{directory}/{name}", async_sharded_save=True)
+        assert request is not None
+        assert request.task is not None
+        queue.schedule_async_request(request)
+        assert request.task.wait(30)
+        return request.task
+
+    schedule("nobody waits")
+    begun, end = threading.Event(), threading.Event()
+
+    def load(end: threading.Event) -> bool:
+        with group_over(None) as group:  # as a load does
+            first = group.all_agree(1)
+            begun.set()
+            return end.wait(30) and first and group.all_agree(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load, end)
+        assert begun.wait(30)
+        if rank == 0:
+            for refused in (queue.maybe_finalize_async_calls, queue.close):
+                with pytest.raises(Busy, match="another thread of this process is saving or loading"):
+                    refused()
+            assert queue.get_num_unfinalized_calls() == 1
+        dist.barrier()
+        end.set()
+        assert loading.result(30)  # as if nothing had been
+        queue.close()
+
+        task = schedule("rank 1 waits")
+        end.clear()
+        with group_over(None):
+            if rank == 0:
+                with pytest.raises(Busy):
+                    pool.submit(queue.maybe_finalize_async_calls).result(30)
+        looks = [queue.maybe_finalize_async_calls()]
+        if rank == 1:  # the first one was one of which rank 0 has heard only in its second
+            looks.append(queue.maybe_finalize_async_calls())
+        assert looks == ([[1]] if rank == 0 else [[], [1]])
+        assert task.outcome is not None
+    megackpt.save(sharded, f"{directory}/together")
+    queue.close()
+    for name in ("nobody waits", "rank 1 waits", "together"):
+        assert megackpt.check_is_distributed_checkpoint(f"{directory}/{name}")
+    dist.barrier()
+
+
+def test_a_look_that_is_refused_changes_nothing(ranks: Any, tmp_path: Path) -> None:
+    ranks(refused_looks, 2, tmp_path)
+
+
+def test_a_second_thread_is_refused_and_takes_nothing_away() -> None:
+    told: list[str] = []
+    looking, over = threading.Event(), threading.Event()
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(AsyncRequest(None, (), [looking.set, lambda: over.wait(30) and None]))
+    queue.schedule_async_request(AsyncRequest(over.wait, (30,), [lambda: told.append("last")]))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(queue.maybe_finalize_async_calls, blocking=True)
+        assert looking.wait(30)
+        for refused in (queue.maybe_finalize_async_calls, queue.close):
+            with pytest.raises(
+                CheckpointingException, match="another thread is at work with this AsyncCalls"
+            ):
+                refused()
+        assert told == []
+        over.set()
+        assert first.result(30) == [0, 1]
+    assert told == ["last"]
+
+
+def test_a_signals_handler_may_abort_what_the_queue_waits_for() -> None:
+    queue, over = AsyncCallsQueue(), threading.Event()
+
+    def abort(*_: object) -> None:
+        over.set()
+        queue.close(abort=True)
+
+    def work() -> None:
+        while not (queue._calls and queue._calls[0].slowest):  # somebody has looked
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        over.wait(30)
+
+    before = signal.signal(signal.SIGUSR1, abort)
+    try:
+        queue.schedule_async_request(AsyncRequest(work, (), []))
+        queue.schedule_async_request(AsyncRequest(None, (), []))
+        assert queue.maybe_finalize_async_calls(blocking=True) == []
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert queue.get_num_unfinalized_calls() == 0
+
+
+def test_who_keeps_a_request_that_is_over_keeps_nothing_else(tmp_path: Path) -> None:
+    def run(group: ThreadedGroup) -> None:
+        queue = queue_of(group)
+        kept = [begun(group, tmp_path / name) for name in ("a", "b")]
+        saves = [weakref.ref(request.async_fn.finish) for request in kept]  # type: ignore[union-attr]
+        queue.schedule_async_request(kept[0])
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.schedule_async_request(kept[1])
+        queue.close(abort=True)
+        assert [request.async_fn.group for request in kept] == [None, None]  # type: ignore[union-attr]
+        gc.collect()
+        assert [save() for save in saves] == [None, None]
+
+    ThreadedGroup.run(2, run)
+
+
+def test_a_view_held_as_a_parameter_is_stored_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+    large = torch.arange(1 << 18, dtype=torch.float32)
+    held = {str(grad): torch.nn.Parameter(large[2:4], grad) for grad in (False, True)}
+    megackpt.save(dict(held), tmp_path / "a")
+    assert sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) < 1 << 18
+    for key, value in megackpt.load_common_state_dict(tmp_path / "a").items():
+        assert torch.equal(value, held[key])
+        assert value.requires_grad == held[key].requires_grad
+
+
+def test_who_would_end_the_process_from_a_thread_has_failed() -> None:
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(AsyncRequest(sys.exit, (3,), []))
+    with pytest.raises(RankFailure, match=r"RuntimeError: the thread was told to end: SystemExit\(3\)"):
+        queue.close()
+    with pytest.raises(SystemExit):
+        AsyncRequest(sys.exit, (3,), []).execute_sync()
+
+
+def test_a_finalize_function_that_fails_undoes_nothing(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def fail(error: Exception) -> Callable[[], None]:
+        def raise_it() -> None:
+            raise error
+
+        return raise_it
+
+    queue = AsyncCallsQueue()
+    request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", async_sharded_save=True)
+    assert request is not None
+    request.add_finalize_fn(fail(OSError("first")))
+    request.add_finalize_fn(fail(RankLost("second")))
+    request.add_finalize_fn(lambda: told.append("third"))
+    queue.schedule_async_request(request)
+    own = AsyncRequest(None, (), [fail(RankLost("of a load in it"))])
+    queue.schedule_async_request(own)
+    own.add_finalize_fn(lambda: told.append("until it is finalized"))
+    with pytest.raises(OSError, match="first") as raised:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert raised.value.__notes__ == [
+        "a was done on all ranks before that: a save is committed",
+        "this call has finalized before: [0]",
+    ]
+    check(tmp_path / "a", 1, 1.0)
+    with pytest.raises(RankLost, match="of a load in it"):
+        queue.close()
+    assert told == ["third", "until it is finalized"]
+
+
+def test_the_first_error_is_that_of_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any) -> bool:
+        raise RankLost("a rank is gone")
+
+    def fail() -> None:
+        monkeypatch.setattr(AsyncCallsQueue, "_all_done", lost)  # from the next request on
+        raise OSError("the disk is full")
+
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(AsyncRequest(None, (), [fail]))
+    queue.schedule_async_request(AsyncRequest(None, (), []))
+    with pytest.raises(OSError, match="the disk is full"):
+        queue.close()
+    assert queue.get_num_unfinalized_calls() == 0
+
+
+def test_a_request_that_is_dropped_is_told(tmp_path: Path) -> None:
+    heard: list[megackpt.Event] = []
+    with megackpt.watching(heard.append):
+        request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", async_sharded_save=True)
+        assert "total" not in {event.stage for event in heard}
+        del request
+        gc.collect()
+    (total,) = (event for event in heard if event.stage == "total")
+    assert total.error == "CheckpointingException: a: its request was dropped before it was finalized"
+
+
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise ValueError("it has no text")
+
+
+def test_an_error_without_a_text_is_everybodys_too() -> None:
+    def run(group: ThreadedGroup) -> str:
+        def fail() -> None:
+            if group.rank == 1:
+                raise Untold
+
+        queue = queue_of(group)
+        queue.schedule_async_request(AsyncRequest(fail, (), []))
+        assert queue._calls[0].task.wait(10)
+        assert ("its text cannot be had" in queue.status()) == (group.rank == 1)
+        with pytest.raises(RankFailure, match="rank 1: Untold: its text cannot be had: ValueError") as raised:
+            queue.close()
+        return str(raised.value)
+
+    assert len(set(ThreadedGroup.run(2, run, timeout=10))) == 1

@@ -339,6 +339,17 @@ def test_a_bar_that_cannot_be_drawn_stops_no_save(
     assert megackpt.verify(tmp_path / "a").ok
 
 
+def test_an_error_without_a_text_is_told() -> None:
+    class Untold(Exception):
+        def __str__(self) -> str:
+            raise ValueError("it has no text")
+
+    heard: list[Event] = []
+    with events.watching(heard.append), pytest.raises(Untold), events.operation("save", "a"):
+        raise Untold
+    assert [event.error for event in heard] == ["Untold: its text cannot be had: ValueError"]
+
+
 def test_large_tensors_are_counted_in_pieces() -> None:
     class OneBlock:
         def blocks(self, _row: int) -> Any:

@@ -25,6 +25,7 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import RankFailure, RankLost
 from megackpt.loader import sharing
+from megackpt.loader.asking import Asked, Terms
 from megackpt.planning import sharing as planned
 from megackpt.runtime.collectives import streams
 from megackpt.runtime.storage import kernel
@@ -284,6 +285,48 @@ def test_a_piece_of_what_is_stored_and_more_than_is_stored(tmp_path: Path, reads
 
     ThreadedGroup.run(2, run)
     assert times_read(tmp_path, list(reads), "float32") == {1}
+
+
+def test_values_that_others_overwrite_are_not_handed_on(tmp_path: Path, reads: list[Any]) -> None:
+    """Rank 0 reads two keys into one memory, so what has landed there is not what others want."""
+    tensors = {key: torch.arange(8.0) + 10 * i for i, key in enumerate("abcd")}
+    megackpt.save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}, tmp_path)
+    reads.clear()
+
+    def run(group: ThreadedGroup) -> Any:
+        memory = {key: torch.zeros(8) for key in tensors}
+        if group.rank == 0:
+            memory["c"], memory["a"] = memory["b"], torch.zeros(12)[4:]
+        asked = {k: ShardedTensor.from_rank_offsets(k, t, replica_id=group.rank) for k, t in memory.items()}
+        again = ShardedTensor.from_rank_offsets("b", torch.zeros(8), replica_id=group.rank + 3)
+        asked["again"] = again
+        return megackpt.load(asked, tmp_path, ALWAYS, process_group=group, validate_access_integrity=False)
+
+    for rank, state in enumerate(ThreadedGroup.run(3, run)):
+        for key, expected in {**tensors, "again": tensors["b"]}.items():
+            assert torch.equal(state[key], expected) or (rank == 0 and key in "bc"), (rank, key)
+    assert {key: times_read(tmp_path, list(reads), key) for key in tensors} == {
+        "a": {1}, "b": {2}, "c": {2}, "d": {1},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("views", "expected"),
+    [
+        (lambda m: [m[:4], m[4:8], m[8:]], []),
+        (lambda m: [m[8:], m[:9], m[2:4]], [0, 1, 2]),
+        (lambda m: [m[:12], m[1:2], m[3:4], torch.empty(12, device="meta")], [0, 1, 2]),
+        (lambda m: [m[:0], m[4:4], torch.empty(3, device="meta"), m[:1]], []),
+        (lambda m: [m.view(3, 4)[:, :2], m.view(3, 4)[:, 2:], m.clone()], [0, 1]),  # may be: they interlock
+    ],
+)
+def test_memory_that_rows_have_in_common(tmp_path: Path, views: Any, expected: list[int]) -> None:
+    memory = torch.zeros(12)
+    asked = {str(i): ShardedTensor.from_rank_offsets(str(i), view) for i, view in enumerate(views(memory))}
+    stored = {k: ShardedTensor.from_rank_offsets(k, torch.ones(s.global_shape)) for k, s in asked.items()}
+    megackpt.save(stored, tmp_path)
+    found = Asked.of(asked, Terms(), open_checkpoint(tmp_path).manifest, 0)
+    assert sorted(found.overlapping().tolist()) == expected
 
 
 # ---- one story on all ranks

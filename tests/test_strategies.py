@@ -478,6 +478,25 @@ def load_alone(directory, asked):
     return megackpt.load(state(), directory, asked)["w"][0].item()
 
 
+def test_what_is_registered_for_loading_says_who_reads(tmp_path):
+    """Whether the format is named or found, unless the caller gives a policy; around None, it is that format's."""
+    megackpt.save(state(8.0), tmp_path / "c", "zarr")
+    wrapped = megackpt.FullyParallelLoadStrategyWrapper(None, exchange_algo="always")
+    register_default_strategy(LOAD, "zarr", 2, wrapped)
+
+    def exchanged(group, asked):
+        loaded = megackpt.load(
+            state(), tmp_path / "c", asked, validate_access_integrity=False, process_group=group
+        )
+        assert loaded["w"].tolist() == [8.0] * 4
+        return "exchange" in group.log
+
+    for asked in (None, "zarr", ("zarr", 2)):
+        assert ThreadedGroup.run(2, lambda group, asked=asked: exchanged(group, asked)) == [True] * 2
+    for asked in (Strategy("zarr"), Zarr()):
+        assert ThreadedGroup.run(2, lambda group, asked=asked: exchanged(group, asked)) == [False] * 2
+
+
 def test_a_name_of_ones_own(tmp_path, plug):
     mine = importlib.import_module(plug({})).Mine()
     register_default_strategy(SAVE, "mine", 1, mine)

@@ -40,15 +40,15 @@ class Source(Protocol):
         rows at a time, so that small ones are written together: some MiB, no more.
         """
 
-    def array(self, row: int) -> NDArray[Any]:
-        """The row's elements as an unsigned-integer (16-byte items: complex128) array of its box's shape."""
-
 
 class Target(Protocol):
     """Where the rows of a rank's wanted declarations go. Used from several threads, on disjoint regions."""
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
-        """A writable array of ``box.shape`` for this region, items as in Source.array; may be strided."""
+        """A writable array of ``box.shape`` for this region; may be strided.
+
+        Its items are unsigned integers of as many bytes (16: complex128), whatever they mean.
+        """
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
         """The region is filled: hand it on (to a device, or converted) where the array was not the place itself."""

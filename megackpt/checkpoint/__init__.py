@@ -14,6 +14,7 @@ from megackpt.checkpoint.opening import (
     open_same,
 )
 from megackpt.checkpoint.place import Place, commit
+from megackpt.checkpoint.removing import clear, remove
 from megackpt.checkpoint.verifying import Report, verify
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "as_read_by",
     "backend_of",
     "begin",
+    "clear",
     "commit",
     "decode_index",
     "encode_index",
@@ -32,5 +34,6 @@ __all__ = [
     "open_checkpoint",
     "open_same",
     "place_of",
+    "remove",
     "verify",
 ]

@@ -80,14 +80,17 @@ class Lock:
             self._outer.delete(clock)
         return now is not None and last is not None and now - last < SILENCE
 
-    def renew(self) -> bool:
+    def _mine(self) -> Version | None:
+        """The version of the lock, if this save holds it."""
         holder, version = _holder(self._outer)
-        mine = holder is not None and holder.save_id == self.save_id
-        return mine and self._outer.put_if_match(LOCK, self._content, version)
+        return version if holder is not None and holder.save_id == self.save_id else None
+
+    def renew(self) -> bool:
+        version = self._mine()
+        return version is not None and self._outer.put_if_match(LOCK, self._content, version)
 
     def held(self) -> bool:
-        holder, _ = _holder(self._outer)
-        return holder is not None and holder.save_id == self.save_id
+        return self._mine() is not None
 
     def release(self) -> None:
         if self.held():
@@ -227,6 +230,11 @@ def _end(beat: Heartbeat, save_id: str, process: int) -> bool:
 def begin(url: str, save_id: str, overwrite: bool) -> BucketPlace:
     """As ``committing.begin``."""
     outer = BucketStorage(url)
+    if not folders_among([folder_of(save_id)]):
+        raise StorageError(
+            f"{save_id!r} is no id for a save in a bucket: give uuid.uuid4().hex, by which {url} tells its own folders "
+            "from those of others"
+        )
     if not conditional_puts(outer):
         raise StorageError(
             f"{url}: this store does not keep to conditional puts, so of two jobs that save to one place both could "

@@ -198,7 +198,7 @@ class DirectoryPlace(Place):
 
     def _check_marker(self) -> None:
         if self.storage.size(self.marker.name) is None:
-            _refuse_rivals(self.outer, self.name, self.save_id)
+            refuse_rivals(self.outer, self.name, self.save_id)
             raise StorageError(
                 f"the marker {self.path}/{self.marker.name} of this save has been removed: "
                 "another job took the save for dead, or the directory was cleaned; nothing was committed"
@@ -256,7 +256,7 @@ def completed(directory: Directory, save_id: str) -> bool:
     if not any(m.save_id == save_id and m.finished(target) and not m.lives(target) for m in markers(target)):
         return False
     with turn(outer):
-        _refuse_rivals(outer, name)
+        refuse_rivals(outer, name)
         clean_up(outer, name)
     return True
 
@@ -268,7 +268,7 @@ def _tried(
     try:
         return _begun(outer, name, save_id, overwrite, resume)
     except (StorageError, FileNotFoundError) as error:
-        _refuse_rivals(outer, name, save_id)
+        refuse_rivals(outer, name, save_id)
         if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
             raise SaveInProgress(
                 f"another process is at work on {outer.location}/{name} at this very moment: {error}"
@@ -281,7 +281,7 @@ def _begun(
 ) -> DirectoryPlace | None:
     """The place; None if a checkpoint was completed since we looked, which is to be replaced, not written into."""
     target = f"{outer.location.rstrip('/')}/{name}"
-    _refuse_rivals(outer, name)
+    refuse_rivals(outer, name)
     clean_up(outer, name, spared=save_id if resume else "")
     if resume and (place := _taken_over(outer, name, save_id, overwrite)):
         return place
@@ -293,7 +293,7 @@ def _begun(
             raise SaveInProgress(f"a save of id {save_id} is at work in {outer.location}")
     place = DirectoryPlace(outer, name, save_id, staged=staged, made=made)
     try:
-        _refuse_rivals(outer, name, save_id)
+        refuse_rivals(outer, name, save_id)
     except BaseException:
         place.abort()
         raise
@@ -340,7 +340,7 @@ def place_of(directory: Directory, save_id: str) -> Storage:
     )
 
 
-def _refuse_rivals(outer: LocalStorage, name: str, own: str = "") -> None:
+def refuse_rivals(outer: LocalStorage, name: str, own: str = "") -> None:
     """SaveInProgress if another save to this directory is alive."""
     for entry in (name, *siblings(outer, name)):
         try:

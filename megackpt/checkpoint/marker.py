@@ -99,6 +99,7 @@ class Marker:
 
     ``names`` are the top-level names that the save may make; ``last`` is the file whose appearance completes
     it (empty before the commit); ``retire`` are the entries of the replaced checkpoint that may be removed.
+    ``removes``: it is no save but the removal of what ``names`` says, which whoever clears up goes on with.
     """
 
     save_id: str
@@ -111,6 +112,7 @@ class Marker:
     names: tuple[str, ...] = ()
     last: str = ""
     retire: tuple[str, ...] = ()
+    removes: bool = False
 
     @property
     def name(self) -> str:
@@ -148,7 +150,8 @@ class Marker:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         except (ValueError, OverflowError, OSError):  # markers are files, and may say anything
             since = "at no time"
-        return f"a save by process {self.pid} on host {self.host!r}, begun {since}"
+        what = "a removal" if self.removes else "a save"
+        return f"{what} by process {self.pid} on host {self.host!r}, begun {since}"
 
 
 def markers(storage: LocalStorage) -> list[Marker]:

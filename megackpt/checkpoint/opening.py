@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,8 +31,8 @@ from megackpt.runtime.storage import BucketStorage, LocalStorage, SingleFile, St
 from megackpt.strategies import Strategy
 
 Directory = str | os.PathLike[str]
+T = TypeVar("T")
 
-_BROKEN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")  # a Path has made one slash of two
 _ATTEMPTS = 3  # at a directory that is replaced at the very moment
 
 
@@ -56,8 +56,6 @@ def absolute(directory: Directory) -> str:
         raise StorageError(f"{path!r} names no directory (the current one is '.')")
     if is_url(path):
         return BucketStorage(path).location
-    if _BROKEN.match(path):
-        raise StorageError(f"{path!r} was a URL, and a Path has made one slash of two: give it as a str")
     if path == "~" or path.startswith("~/"):
         raise StorageError(
             f"{path!r}: shells expand the ~, Python does not: give os.path.expanduser({path!r})"
@@ -74,22 +72,39 @@ def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Open
 
     Raises:
         NotACheckpoint: "directory X does not exist", or nothing complete is in it, with the reason.
-        CorruptCheckpoint: the index or a small file is damaged, or they do not belong together.
+        CorruptCheckpoint: the index or a small file is damaged, or they do not belong together; CheckpointReplaced
+            where others replace it at every attempt.
         BackendError: the format is unknown or needs a package that is not there, several formats recognise the
             directory, or it is not of the one asked for.
     """
-    for attempt in range(1, _ATTEMPTS + 1):
+    # Without an index nothing ties the files together, so see that nobody began to clear them away.
+    return unreplaced(
+        directory, lambda storage: _read(storage, asked), lambda opened: bool(opened.manifest.save_id), asked
+    )
+
+
+def unreplaced(
+    directory: Directory,
+    look: Callable[[Storage], T],
+    sure: Callable[[T], bool],
+    asked: Strategy | None = None,
+) -> T:
+    """What ``look`` finds in a checkpoint. Where it fails, or finds what is not ``sure``, because the checkpoint was
+    replaced meanwhile, it looks again. Raises CheckpointReplaced after some attempts.
+    """
+    failed: Exception | None = None
+    for _ in range(_ATTEMPTS):
         storage = find_storage(directory, asked)
         try:
-            opened = _read(storage, asked)
-        except (CheckpointingException, FileNotFoundError):
-            if attempt == _ATTEMPTS or storage.is_current():
+            found = look(storage)
+        except (CheckpointingException, FileNotFoundError) as error:
+            if storage.is_current():
                 raise
+            failed = error
             continue
-        # Without an index nothing ties the files together, so see that nobody began to clear them away.
-        if opened.manifest.save_id or attempt == _ATTEMPTS or storage.is_current():
-            return opened
-    raise CheckpointReplaced(f"{os.fspath(directory)} is being replaced again and again")
+        if sure(found) or storage.is_current():
+            return found
+    raise CheckpointReplaced(f"{os.fspath(directory)} is being replaced again and again") from failed
 
 
 def open_same(directory: Directory, save_id: str, asked: Strategy | None = None) -> Storage:
@@ -168,7 +183,10 @@ def _in_bucket(url: str, asked: Strategy | None) -> Storage:
     except NotACheckpoint as error:
         if LOCK not in names:
             raise
-        marker = parsed(outer.get(LOCK))
+        try:
+            marker = parsed(outer.get(LOCK))
+        except FileNotFoundError:  # somebody has ended since
+            raise error from None
         raise NotACheckpoint(
             f"{url} is not a distributed checkpoint: {marker} goes on, or died before it was complete"
         ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.opening import (
     Directory,
     as_read_by,
-    find_storage,
     shortfalls,
     small_file_problems,
     stored_manifest,
+    unreplaced,
 )
 from megackpt.checkpoint.replacing import own_names
 from megackpt.errors import CheckpointingException, NotACheckpoint
@@ -93,10 +93,15 @@ def verify(
     checksums of its zip records). ``start`` is told how many bytes will be compared with digests, ``advance`` (by
     several threads) how many have been.
 
-    Raises NotACheckpoint where there is none; what is wrong with one is reported, not raised.
+    One that is replaced meanwhile is checked anew. Raises NotACheckpoint where there is none, CheckpointReplaced
+    where it is replaced again and again; what is wrong with one is reported, not raised.
     """
     with events.operation("verify", directory) as running:
-        report = _verified(directory, running, threads, start, advance)
+        report = unreplaced(
+            directory,
+            lambda storage: _verified(storage, running, threads, start, advance),
+            lambda report: report.ok,
+        )
         running.bytes = report.bytes
         if not report.ok:
             running.problem = f"{len(report.problems)} problems: {report.problems[0]}"
@@ -104,9 +109,8 @@ def verify(
 
 
 def _verified(
-    directory: Directory, running: events.Operation, threads: int, start: _Told, advance: _Told
+    storage: Storage, running: events.Operation, threads: int, start: _Told, advance: _Told
 ) -> Report:
-    storage = find_storage(directory)
     try:
         with events.stage("open"):
             backend, manifest, small = stored_manifest(storage)
@@ -163,18 +167,20 @@ class _Work:
         self.manifest = manifest
         self.bounds = manifest.chunks.block_bounds
         self.parts = TensorParts(manifest)
+        self.missing: set[str] = set()  # files that were to be opened
 
     def report(self, small: Mapping[str, tuple[int, bytes]], threads: int, start: _Told) -> Report:
         """Compare everything that there is to compare; ``small`` are the small files of the index."""
         storage, backend, manifest = self.storage, self.backend, self.manifest
         problems = small_file_problems(storage, small)
-        problems += [f"{storage.location}/{short}" for short in shortfalls(storage, manifest)]
+        short = shortfalls(storage, manifest)
+        problems += [f"{storage.location}/{file}" for file in short]
         problems += _uncovered(manifest)
         total = int(manifest.chunks.length.sum())
         checked = len(manifest.chunks.digests) > 0 or total == 0
         if checked:
             start(total)
-            problems += self.run(threads)
+            problems += self.run(threads, [file.name for file in short])
         else:
             native = backend.verify_native(storage, manifest)
             checked = native is not None
@@ -184,7 +190,8 @@ class _Work:
         files = len(manifest.files) + len(small)
         return Report(storage.called, files, len(manifest.tensors), total, checked, tuple(problems), foreign)
 
-    def run(self, threads: int) -> list[str]:
+    def run(self, threads: int, told: Collection[str] = ()) -> list[str]:
+        """``told``: files of which it is known already that something of them is missing."""
         chunks = self.manifest.chunks
         order = np.lexsort((chunks.start, chunks.file))
         raw = self.backend.raw_chunks(self.manifest)[order]
@@ -193,7 +200,9 @@ class _Work:
                 pool.map(self.raw_share, _shares(order[raw])),
                 pool.map(self.native_share, _shares(order[~raw])),
             ]
-            return [problem for problems in chain(*found) for problem in problems]
+            problems = [problem for problems in chain(*found) for problem in problems]
+        gone = sorted(self.missing.difference(told))
+        return [*(f"{self.storage.location}/{name} is missing" for name in gone), *problems]
 
     def raw_share(self, rows: Int64) -> list[str]:
         """Chunks whose bytes lie as they are in files."""
@@ -214,10 +223,12 @@ class _Work:
         files.close()
         if number < 0:
             return None  # an empty chunk
+        name = self.manifest.files[number]
         try:
-            return files.enter_context(self.storage.open(self.manifest.files[number]))
+            return files.enter_context(self.storage.open(name))
         except FileNotFoundError:
-            return None  # told already, once for the file
+            self.missing.add(name)  # to be told once for the file, not for each chunk of it
+            return None
         except CheckpointingException as error:
             problems.append(str(error))
             return None

@@ -45,10 +45,6 @@ class Passing:
         value = self._taken(row)
         yield memoryview(value) if isinstance(value, bytes) else value.reshape(-1).view(np.uint8).data
 
-    def array(self, row: int) -> NDArray[Any]:
-        value = self._taken(row)
-        return np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value
-
     def _taken(self, row: int) -> NDArray[Any] | bytes:
         with self._lock:
             if row not in self._ready:

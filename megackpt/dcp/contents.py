@@ -47,7 +47,7 @@ from megackpt.runtime.storage import Storage
 
 _TOLD = 5
 
-Place = tuple[str, tuple[int, ...] | None]
+ChunkName = tuple[str, tuple[int, ...] | None]
 """What DCP knows a chunk by: its tensor's name, and its offset (None: an object)."""
 
 
@@ -195,10 +195,10 @@ def table_of(
     return pickle.dumps(metadata)
 
 
-def rows_of(manifest: Manifest) -> dict[Place, int]:
+def rows_of(manifest: Manifest) -> dict[ChunkName, int]:
     """Row in ``manifest.chunks`` by what DCP knows it by."""
     chunks = manifest.chunks
-    rows: dict[Place, int] = {}
+    rows: dict[ChunkName, int] = {}
     for row, number in enumerate(chunks.tensor.tolist()):
         key, meta = manifest.tensors[number]
         offset = chunks.boxes.row(row, len(meta.shape)).offset
@@ -217,7 +217,7 @@ def native_manifest(tensors: Mapping[str, TensorMeta], listed: Iterable[Listed])
     return replace(_manifest(rows), encoding="native", backend=("torch_dist", 1))
 
 
-def metadata_of(listing: Listing, items: Mapping[Place, Listed], load_id: str) -> Metadata:
+def metadata_of(listing: Listing, items: Mapping[ChunkName, Listed], load_id: str) -> Metadata:
     """torch's own Metadata of a listing. Raises CorruptCheckpoint for a dtype that torch does not have."""
     described: dict[str, Any] = {name: _described(name, meta) for name, meta in listing.tensors.items()}
     stored = {}

@@ -6,6 +6,7 @@ import io
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from megackpt.backends.torch_dist.listing import (
     check_files,
     read_listing,
 )
-from megackpt.checkpoint import INDEX, absolute, find_storage, open_checkpoint
-from megackpt.dcp.contents import Place, native_manifest, opaque_key, rows_of
+from megackpt.checkpoint import INDEX, absolute, open_checkpoint
+from megackpt.checkpoint.opening import unreplaced
+from megackpt.dcp.contents import ChunkName, native_manifest, opaque_key, rows_of
+from megackpt.dcp.memory import own_keys
 from megackpt.dcp.writing import settle_all
 from megackpt.errors import (
     BackendError,
@@ -52,15 +55,20 @@ class Contents:
 
     storage: Storage
     listing: Listing
-    items: dict[Place, Listed]
+    items: dict[ChunkName, Listed]
     manifest: Manifest
-    rows: dict[Place, int]
+    rows: dict[ChunkName, int]
 
     @classmethod
     def of(cls, directory: Any, rank: int | None) -> Contents:
-        """By ``.metadata``; with a rank, where there is none, by what this rank wrote without collectives."""
-        storage, name, manifest = _found(directory, rank)
-        listing = read_listing(storage, name)
+        """By ``.metadata``; with a rank, by what this rank wrote without collectives."""
+        if rank is None:
+            # Without an index nothing ties the files together: see that nobody began to clear them away.
+            storage, listing, manifest = unreplaced(
+                directory, partial(_listed, directory), lambda found: found[2] is not None
+            )
+        else:
+            storage, listing, manifest = *_listed_alone(directory, f"__{rank}{METADATA}"), None
         listed = list(listing)
         check_files(storage, listed)
         items = {
@@ -70,9 +78,9 @@ class Contents:
         manifest = manifest or native_manifest(listing.tensors, listed)
         return cls(storage, listing, items, manifest, rows_of(manifest))
 
-    def row(self, place: Place) -> int | None:
+    def row(self, name: ChunkName) -> int | None:
         """The row of the manifest that holds a chunk as a plain tensor."""
-        return None if place[1] is None else self.rows.get(place)
+        return None if name[1] is None else self.rows.get(name)
 
     def blob(self, name: str, place: Location, verify: bool) -> bytearray:
         """The bytes of a record, compared with their digests under this name of the index."""
@@ -87,15 +95,8 @@ class Contents:
         return data
 
 
-def _found(directory: Any, rank: int | None) -> tuple[Storage, str, Manifest | None]:
-    """Where it is, the file that lists what it holds, and our manifest where it has an index."""
-    try:
-        storage: Storage = find_storage(directory)
-    except NotACheckpoint:
-        alone = None if rank is None else _written_alone(directory, f"__{rank}{METADATA}")
-        if alone is None:
-            raise
-        return alone, f"__{rank}{METADATA}", None
+def _listed(directory: Any, storage: Storage) -> tuple[Storage, Listing, Manifest | None]:
+    """Where it is, what it lists, and our manifest where it has an index."""
     manifest = None
     if storage.size(INDEX) is not None:
         opened = open_checkpoint(directory)
@@ -105,16 +106,20 @@ def _found(directory: Any, rank: int | None) -> tuple[Storage, str, Manifest | N
             f"{storage.called} is a checkpoint, but not one of torch DCP's (it has no {METADATA}): "
             "megackpt.load reads it, megackpt.convert makes one of it"
         )
-    return storage, METADATA, manifest
+    return storage, read_listing(storage, METADATA), manifest
 
 
-def _written_alone(directory: Any, listed_in: str) -> Storage | None:
-    """Where a rank of stock's writer saved without collectives."""
+def _listed_alone(directory: Any, name: str) -> tuple[Storage, Listing]:
+    """What a rank of stock's writer saved without collectives. Where all ranks' is, no rank may take its own: the
+    others would wait for it.
+    """
     try:
         storage = LocalStorage(absolute(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return None if storage.size(listed_in) is None else storage
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotACheckpoint(f"{directory} is no directory, and so holds no {name}") from error
+    if storage.size(name) is None or storage.size(METADATA) is not None:
+        raise NotACheckpoint(f"{directory} holds no {name} without a {METADATA} beside it")
+    return storage, read_listing(storage, name)
 
 
 def read_items(
@@ -172,7 +177,11 @@ def _read_plain(
 
 
 class _Into:
-    """The Target of a plan: tensors that the planner resolves when their first piece comes, and is handed when full."""
+    """The Target of a plan: tensors that the planner resolves when their first piece comes, and is handed when full.
+
+    Memory that is not an item's own, as of a planner that converts in a buffer, is the planner's for one item after
+    the other: such items come to be elsewhere, and are resolved, copied and handed over when full.
+    """
 
     def __init__(
         self,
@@ -186,21 +195,19 @@ class _Into:
         self._boxes = boxes
         self._stored = stored
         self._left = [box.volume for box in boxes]
-        self._landings: dict[int, tuple[torch.Tensor, Landing]] = {}
+        self._own = own_keys(planner)
+        self._landings: dict[int, tuple[torch.Tensor, bool, Landing]] = {}
         self._asking = threading.Lock()  # planners are not made for threads
 
     def _landing(self, target: int) -> Landing:
         with self._asking:
             if target not in self._landings:
-                given = resolved(self._planner, self._items[target])
-                kept = (
-                    given
-                    if type(given) is torch.Tensor
-                    else torch.empty(given.shape, dtype=self._stored[target])
-                )
-                holder = Boxes.of([self._boxes[target]])
-                self._landings[target] = given, Landing([kept], holder, [self._stored[target]], {})
-            return self._landings[target][1]
+                item = self._items[target]
+                stored, holder = self._stored[target], Boxes.of([self._boxes[target]])
+                is_own = item.dest_index.fqn in self._own
+                kept = resolved(self._planner, item) if is_own else torch.empty(item.lengths, dtype=stored)
+                self._landings[target] = kept, is_own, Landing([kept], holder, [stored], {})
+            return self._landings[target][2]
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
         return self._landing(target).open(0, box)
@@ -215,13 +222,12 @@ class _Into:
 
     def finish(self, target: int) -> None:
         """All of it is there."""
-        kept = self._landing(target).tensors[0]
+        item, _ = self._items[target], self._landing(target)
         with self._asking:
-            given, _ = self._landings.pop(target)
-            if kept is not None and kept is not given:
-                given.copy_(kept)
+            kept, is_own, _ = self._landings.pop(target)
+            given = kept if is_own else resolved(self._planner, item).copy_(kept)
             settle([given])
-            self._planner.commit_tensor(self._items[target], given)
+            self._planner.commit_tensor(item, given)
 
     def blob(self, target: int, data: bytes) -> None:
         raise BackendError(
@@ -242,7 +248,7 @@ def resolved(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
 
 def _read_opaque(
     contents: Contents,
-    key: Place,
+    key: ChunkName,
     item: ReadItem,
     planner: LoadPlanner,
     registry: ExtensionRegistry,
@@ -269,7 +275,7 @@ def _read_opaque(
 
 
 def _decoded(
-    contents: Contents, key: Place, data: bytearray, registry: ExtensionRegistry, most: int
+    contents: Contents, key: ChunkName, data: bytearray, registry: ExtensionRegistry, most: int
 ) -> io.BytesIO:
     """What extensions make of a record's bytes."""
     through = contents.items[key].place.through

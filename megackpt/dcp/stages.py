@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megackpt.checkpoint import place_of
+from megackpt.dcp.memory import Lasting, Resolved, copied
 from megackpt.dcp.writing import Ticket, write_items
 from megackpt.errors import CheckpointingException
 from megackpt.runtime.collectives import Attempt, attempt
@@ -20,14 +19,16 @@ from megackpt.runtime.collectives import Attempt, attempt
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Resolved = torch.Tensor | io.BytesIO
-
 
 class Work:
     """What one rank writes in one save, and how it went."""
 
     def __init__(
-        self, ticket: Ticket, plan: SavePlan, planner: SavePlanner, transforms: _StorageWriterTransforms
+        self,
+        ticket: Ticket,
+        plan: SavePlan,
+        planner: SavePlanner,
+        transforms: Sequence[_StorageWriterTransforms],
     ) -> None:
         self._ticket = ticket
         self._plan = plan
@@ -50,10 +51,11 @@ class Work:
             )
         return self._outcome.get()
 
-    def written(self, source: SavePlanner) -> list[WriteResult]:
+    def written(self, source: SavePlanner | _OnHost) -> list[WriteResult]:
         """Write it now, as ``source`` resolves it."""
         root = place_of(self._ticket.directory, self._ticket.save_id)
-        return write_items(root, self._ticket, self._plan, source, self._transforms)
+        lasting = source if isinstance(source, _OnHost) else Lasting(source)
+        return write_items(root, self._ticket, self._plan, lasting, self._transforms)
 
     def __reduce__(self) -> Any:
         raise CheckpointingException(
@@ -62,11 +64,11 @@ class Work:
         )
 
     def _preload(self) -> _OnHost:
-        return _OnHost({item.index: _copied(self._planner.resolve_data(item)) for item in self._plan.items})
+        return _OnHost({item.index: copied(self._planner.resolve_data(item)) for item in self._plan.items})
 
     @staticmethod
     def _write(_rank: int, source: SavePlanner | _OnHost, work: Work) -> None:
-        work._outcome = attempt(lambda: work.written(cast("SavePlanner", source)))
+        work._outcome = attempt(lambda: work.written(source))
 
 
 class _OnHost:
@@ -77,7 +79,3 @@ class _OnHost:
 
     def resolve_data(self, item: WriteItem) -> Resolved:
         return self._data[item.index]
-
-
-def _copied(data: Resolved) -> Resolved:
-    return data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data

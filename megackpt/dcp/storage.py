@@ -8,7 +8,6 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
@@ -24,44 +23,14 @@ from megackpt.backends.torch_dist import METADATA
 from megackpt.backends.torch_dist.naming import LISTED_COMMON
 from megackpt.backends.torch_dist.writing import COMMON_FILE, Records, file_name as usual_name
 from megackpt.checkpoint import INDEX, Place, absolute, begin, commit
+from megackpt.dcp.begun import Begun, clear_ended
 from megackpt.dcp.contents import PlannedByDcp, check_common, manifest_of, metadata_of, table_of
 from megackpt.dcp.reading import Contents, read_items
 from megackpt.dcp.stages import Work
 from megackpt.dcp.writing import Ticket, Written, named_files, settle_all, ticket_of
-from megackpt.errors import CheckpointingException, CheckpointReplaced, SaveInProgress
+from megackpt.errors import CheckpointingException, CheckpointReplaced
 
 Path = str | os.PathLike[str]
-
-_begun: WeakKeyDictionary[Place, tuple[str, threading.Thread | None]] = WeakKeyDictionary()
-"""What writers of this process have begun and not finished: in which directory, and the thread of torch's save.
-
-No thread: a save in three stages, which is over when its own writer is finalized or reset.
-"""
-
-_JOIN = 1.0  # seconds for a thread to end whose work has ended
-
-
-def _clear_ended(directory: str) -> None:
-    """Clear away what is left of a save to this directory that failed: torch tells its writer nothing of it.
-
-    A call of torch's save is over when its thread is, or begins another one. Raises SaveInProgress if it is not.
-    """
-    for place, (where, thread) in list(_begun.items()):
-        if where != directory:
-            continue
-        if thread is None:
-            raise SaveInProgress(
-                f"a save in three stages to {directory} is not finalized in this process: finalize it, or reset() "
-                "its writer"
-            )
-        if thread is not threading.current_thread():
-            thread.join(_JOIN)
-            if thread.is_alive():
-                raise SaveInProgress(
-                    f"another thread of this process ({thread.name}) is saving to {directory}"
-                )
-        _begun.pop(place, None)
-        place.abort()
 
 
 class FileSystemWriter(BlockingAsyncStager, StorageWriter):
@@ -127,12 +96,12 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         """As in stock's writer: asked for each item which extensions it goes through."""
         self.save_id = uuid.uuid4().hex
         self.rank: int | None = None
-        self._place: Place | None = None
+        self._begun: Begun | None = None
         self._work: Work | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """As it travels to the process of an ``async_save``: without the save that this process may be at."""
-        return {**self.__dict__, "_place": None, "_work": None, "state_dict_cache": None}
+        return {**self.__dict__, "_begun": None, "_work": None, "state_dict_cache": None}
 
     def file_name(self, rank: int, n: int) -> str:
         """The name of the ``n``-th file (from 0) of a rank, asked on rank 0: unique, and safe in a directory."""
@@ -152,16 +121,13 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         return StorageMeta(checkpoint_id=os.fspath(self.path), save_id=self.save_id)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        """A new save begins. What is left of one that failed is cleared away."""
-        if self._place is not None and self._place in _begun:
-            directory, thread = _begun[self._place]
-            if thread is not None:
-                _clear_ended(directory)
-            elif _begun.pop(self._place):
-                self._place.abort()
+        """A new save begins. What is left of one that failed is cleared away; of another thread's, when planning."""
+        if self._begun is not None and self._begun.is_here:
+            self._begun.clear()
+            self._begun = None
         if checkpoint_id:
             self.path = checkpoint_id
-        self._place, self.save_id = None, uuid.uuid4().hex
+        self.save_id = uuid.uuid4().hex
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self.rank = kwargs.get("rank")
@@ -179,15 +145,14 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         directory = absolute(self.path)
         own = METADATA, CONFIG, COMMON_FILE, INDEX
         names = named_files(self.file_name, len(plans), self.thread_count, own)
-        _clear_ended(directory)
+        clear_ended(directory, self._begun)
         place = begin(directory, save_id=self.save_id, overwrite=self.overwrite)
         try:
             place.announce([*own, *(name for those in names for name in those)])
         except BaseException:
             place.abort()
             raise
-        self._place = place
-        _begun[place] = directory, threading.current_thread()
+        self._begun = Begun(place, directory, threading.current_thread())
         tickets = [Ticket(directory, place.save_id, rank, those) for rank, those in enumerate(names)]
         tickets[self.rank or 0].arrive()
         return [
@@ -202,14 +167,16 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             work = self._work_of(plan, planner)
             future.set_result(work.written(planner))
         except Exception as error:  # noqa: BLE001 - it is the caller's
+            if self._begun is not None:
+                self._begun.over = True
             future.set_exception(error)  # type: ignore[arg-type] # torch's annotation
         return future
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """For ``save_state_dict_async_plan``: what this rank is to write; nothing is copied or written yet."""
         self._work = self._work_of(plan, planner)
-        if self._place is not None:
-            _begun[self._place] = self._work.directory, None
+        if self._begun is not None:
+            self._begun.thread = None
 
     def get_save_function_and_args(
         self,
@@ -228,7 +195,9 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
 
     def _work_of(self, plan: SavePlan, planner: SavePlanner) -> Work:
         ticket = ticket_of(plan, absolute(self.path), self.rank)
-        return Work(ticket, plan, planner, getattr(planner, "transforms", None) or self.transforms)
+        own = getattr(planner, "transforms", None)
+        first = [own] if isinstance(own, _StorageWriterTransforms) else []
+        return Work(ticket, plan, planner, [*first, self.transforms])
 
     def _prepared(self) -> Work:
         if self._work is None:
@@ -239,9 +208,10 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written: commit."""
-        place, self._place = self._place, None
-        if place is None:
+        begun, self._begun = self._begun, None
+        if begun is None:
             raise CheckpointingException(f"no save to {os.fspath(self.path)} has been begun by this writer")
+        place = begun.place
         try:
             listed = LISTED_COMMON in metadata.state_dict_metadata
             common = None if listed else _written_common(place)
@@ -254,7 +224,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             place.abort()
             raise
         finally:
-            _begun.pop(place, None)
+            begun.finished()
             self.save_id = uuid.uuid4().hex
 
 
@@ -323,8 +293,8 @@ class FileSystemReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """Open the checkpoint: what is read later is read from this one, even if it is replaced meanwhile.
 
-        Raises NotACheckpoint, CorruptCheckpoint or UntrustedClass. With ``rank``, where there is no ``.metadata``,
-        what stock's writer left there for this rank alone. The metadata has no ``all_local_plans``.
+        Raises NotACheckpoint, CorruptCheckpoint or UntrustedClass. With ``rank``: what stock's writer left there for
+        this rank alone, and nothing else; torch talks to no other rank then. The metadata has no ``all_local_plans``.
         """
         self._contents = Contents.of(self.path, kwargs.get("rank"))
         return metadata_of(self._contents.listing, self._contents.items, self.load_id)
@@ -337,7 +307,8 @@ class FileSystemReader(StorageReader):
         **kwargs: Any,
     ) -> None:
         if self._contents is None:  # the caller has the metadata from somewhere else
-            self._contents = Contents.of(self.path, kwargs.get("rank"))
+            alone = not kwargs.get("use_collectives", True)
+            self._contents = Contents.of(self.path, kwargs.get("rank") if alone else None)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=self._opened().manifest.save_id)

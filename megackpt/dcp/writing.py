@@ -7,16 +7,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageWriterTransforms
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megackpt.backends.torch_dist.records import frame
 from megackpt.backends.torch_dist.writing import Records, spread
+from megackpt.dcp.memory import PLAIN, Resolved
 from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
@@ -95,6 +96,12 @@ class Written(NamedTuple):
         return _StorageInfo(self.file, self.start - before, before + self.length + after, through)
 
 
+class Resolver(Protocol):
+    """What is asked for the data of items, which must stay as they are while other items are asked for."""
+
+    def resolve_data(self, item: WriteItem, /) -> Resolved: ...
+
+
 def settle_all() -> None:
     """Wait for what this thread has asked its device to do: other threads are about to touch it."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -102,12 +109,19 @@ def settle_all() -> None:
 
 
 def write_items(
-    root: Storage, ticket: Ticket, plan: SavePlan, planner: SavePlanner, transforms: _StorageWriterTransforms
+    root: Storage,
+    ticket: Ticket,
+    plan: SavePlan,
+    source: Resolver,
+    transforms: Sequence[_StorageWriterTransforms],
 ) -> list[WriteResult]:
-    """Write the items of a plan durably, one thread to a file. Errors name rank, file and item."""
+    """Write the items of a plan durably, one thread to a file. Errors name rank, file and item.
+
+    ``transforms`` are asked in turn: the first that sends an item through extensions counts.
+    """
     sizes = [_size(item) for item in plan.items]
     parts = [[plan.items[row] for row in rows] for rows in spread(sizes, len(ticket.files)) if rows]
-    part = _Part(root, ticket.rank, planner, transforms)
+    part = _Part(root, ticket.rank, source, transforms)
     with ThreadPoolExecutor(max(len(parts), 1), "megackpt-write") as pool:
         jobs = [pool.submit(part.write, *job) for job in zip(ticket.files, parts, strict=False)]
     errors = [error for job in jobs if (error := job.exception()) and not isinstance(error, _Stopped)]
@@ -124,12 +138,12 @@ class _Part:
     """What the threads of one rank share."""
 
     def __init__(
-        self, root: Storage, rank: int, planner: SavePlanner, transforms: _StorageWriterTransforms
+        self, root: Storage, rank: int, source: Resolver, transforms: Sequence[_StorageWriterTransforms]
     ) -> None:
         self._root = root
         self._rank = rank
-        self._planner = planner
-        self._transforms = transforms
+        self._source = source
+        self._transforms = [t for t in transforms if type(t) is not _StorageWriterTransforms or t.extensions]
         self._asking = threading.Lock()  # planners are not made for threads
         self._failed = threading.Event()
 
@@ -139,6 +153,7 @@ class _Part:
         try:
             results = []
             with self._root.create(name) as writer:
+                writer.expect(sum(max(_size(item), 0) for item in items))
                 records = Records(writer)
                 for item in items:
                     if self._failed.is_set():
@@ -174,7 +189,7 @@ class _Part:
 
     def _resolved(self, item: WriteItem) -> tuple[torch.Tensor | memoryview, tuple[str, ...]]:
         """A plain tensor, or bytes as they are to stand in the file and the extensions that they went through."""
-        data = self._planner.resolve_data(item)
+        data = self._source.resolve_data(item)
         if not isinstance(data, torch.Tensor | io.BytesIO):
             raise CheckpointingException(
                 f"the planner resolves it to {type(data)}, which is no tensor or BytesIO"
@@ -184,8 +199,10 @@ class _Part:
         buffer = _Kept()
         stream: Any = buffer
         through: Sequence[str] = ()
-        if type(self._transforms) is not _StorageWriterTransforms or self._transforms.extensions:
-            stream, through = self._transforms.transform_save_stream(item, buffer)
+        for transforms in self._transforms:
+            stream, through = transforms.transform_save_stream(item, buffer)
+            if through:
+                break
         if not through:
             stream = buffer
             if isinstance(data, io.BytesIO):
@@ -226,7 +243,7 @@ def _is_plain(item: WriteItem, data: torch.Tensor) -> bool:
     name = str(data.dtype).removeprefix("torch.")
     dense = data.layout is torch.strided and not data.is_quantized and name in ITEMSIZE
     as_planned = item.tensor_data is not None and item.tensor_data.properties.dtype == data.dtype
-    return type(data) in (torch.Tensor, torch.nn.Parameter) and dense and as_planned
+    return type(data) in PLAIN and dense and as_planned
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

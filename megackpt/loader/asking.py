@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megackpt import tree
+from megackpt.adapters.megatron import native
 from megackpt.errors import CoverageError, MismatchError, ShardingError
 from megackpt.loader.reading import common_row, destination
 from megackpt.planning import coverage, strict
@@ -94,7 +95,7 @@ class Asked:
     @classmethod
     def of(cls, state: ShardedStateDict, terms: Terms, manifest: Manifest, rank: int) -> Asked:
         """Raises MismatchError for keys, shapes and dtypes that do not fit and may not differ."""
-        extracted = extract(state)
+        extracted = extract(state, native)
         declared = terms.renamed(declare(extracted.shards, rank=rank))
         _refuse_shared_memory(extracted.shards)
         _warn_of_undeclared(extracted, manifest)
@@ -118,6 +119,11 @@ class Asked:
         shards = [self.extracted.shards[i] for i in self.kept.tolist()]
         places = [destination(s) if isinstance(s, ShardedTensor) else None for s in shards]
         return places + [None] * (len(self.wanted) - len(shards))
+
+    def overlapping(self) -> Int64:
+        """The wanted rows whose memory is, or may be, that of others as well: what lands there may be lost again."""
+        shards = [self.extracted.shards[i] for i in self.kept.tolist()]
+        return overlapping([s.data if isinstance(s, ShardedTensor) else None for s in shards])
 
     def restored(self, values: Sequence[Any]) -> dict[Any, Any]:
         """The state dict with the values of all wanted rows in their places."""
@@ -186,6 +192,24 @@ def _refuse_shared_memory(shards: Sequence[ShardedTensor | ShardedObject]) -> No
                 f"{shard.key!r}: cannot load into an expanded tensor (shape {tuple(data.shape)}, strides "
                 f"{data.stride()}), whose elements share memory; give data.contiguous(), or data=None"
             )
+
+
+def overlapping(tensors: Sequence[torch.Tensor | None]) -> Int64:
+    """Which of them are, or may be, the memory of others as well."""
+    spans = [(*_span(data), row) for row, data in enumerate(tensors) if data is not None and data.numel()]
+    start, stop, rows = np.array(sorted(spans), np.int64).reshape(-1, 3).T
+    before = np.maximum.accumulate(stop)
+    meets = np.zeros(len(rows), np.bool_)
+    meets[1:] = start[1:] < before[:-1]
+    meets[:-1] |= start[1:] < stop[:-1]
+    return rows[meets]
+
+
+def _span(data: torch.Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends; nowhere if it has none, as on ``meta``."""
+    last = sum((size - 1) * step for size, step in zip(data.shape, data.stride(), strict=True))
+    start = data.data_ptr()
+    return start, start + (last + 1) * data.itemsize * bool(start)
 
 
 def _bearing(declared: Declarations, names: Collection[str]) -> Bool:

@@ -18,6 +18,7 @@ from megackpt.errors import CheckpointReplaced, NotACheckpoint, ShardingError
 from megackpt.loader.asking import Asked, KeyMap, Terms, Told, judge
 from megackpt.loader.reading import Reading, landing_of
 from megackpt.loader.sharing import Sharing, exchange, who_share
+from megackpt.planning.box import Int64
 from megackpt.planning.cache import Resumed, cache_of
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
@@ -27,7 +28,7 @@ from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attemp
 from megackpt.runtime.staging import Landing, settle
 from megackpt.runtime.storage import Storage
 from megackpt.sharded import ShardedStateDict
-from megackpt.strategies import Strategy, StrategyLike, as_strategy, asked_format
+from megackpt.strategies import Strategy, StrategyLike, asked_format, loading
 
 logger = logging.getLogger("megackpt.loader")
 
@@ -84,7 +85,7 @@ def load(
         lambda: _Request(
             absolute(checkpoint_dir),
             asked_format(sharded_strategy),
-            as_strategy(sharded_strategy),
+            sharded_strategy,
             sharded_state_dict,
             Terms(parse_strict_flag(strict), validate_access_integrity, dtype_policy, key_map),
             Reading(verify, trusted),
@@ -108,7 +109,7 @@ class _Request:
 
     directory: str
     asked: Strategy | None
-    strategy: Strategy
+    strategy: StrategyLike
     state: ShardedStateDict
     terms: Terms
     reading: Reading
@@ -183,7 +184,8 @@ class _Part:
         self.backend = backend_of(root, self.manifest, request.asked)
         self.root = as_read_by(self.backend, root)
         self.asked = Asked.of(request.state, request.terms, self.manifest, self.load.group.rank)
-        self.sharing = Sharing.of(request.strategy, self.load.group.rank)
+        strategy = loading(request.strategy, *self.manifest.backend)
+        self.sharing = Sharing.of(strategy, self.load.group.rank)
         return self.asked.told(request.terms), self.sharing
 
     def judge(self, parts: Sequence[tuple[Told, Sharing]]) -> tuple[set[str], tuple[str, ...]]:
@@ -191,12 +193,13 @@ class _Part:
         missing = judge([told for told, _ in parts], self.load.request.get().terms, self.manifest)
         return missing, who_share([sharing for _, sharing in parts], self.root)
 
-    def wishes(self, sharing: Sequence[str]) -> Declarations:
-        return replace(self.asked.wanted, domains=(self.sharing.among(sharing),))
+    def wishes(self, sharing: Sequence[str]) -> tuple[Declarations, Int64]:
+        domains = (self.sharing.among(sharing),)
+        return replace(self.asked.wanted, domains=domains), self.asked.overlapping()
 
     @events.stage("share")
-    def shared_out(self, parts: Sequence[Declarations]) -> list[Share]:
-        return plan_sharing(parts, self.manifest)
+    def shared_out(self, parts: Sequence[tuple[Declarations, Int64]]) -> list[Share]:
+        return plan_sharing([wanted for wanted, _ in parts], self.manifest, [rows for _, rows in parts])
 
     @events.stage("read")
     def read(self) -> int:

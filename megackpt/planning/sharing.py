@@ -46,18 +46,21 @@ class Share:
         return LoadPlan(manifest, self.chunk, self.boxes, self.target)
 
 
-def plan_sharing(parts: Sequence[Declarations], manifest: Manifest) -> list[Share]:
+def plan_sharing(
+    parts: Sequence[Declarations], manifest: Manifest, apart: Sequence[Int64] = ()
+) -> list[Share]:
     """For each rank its Share of the load in which rank i wants ``parts[i]``.
 
     Ranks of one domain hand one another what several of them want, if they want it in the same dtype: what is
     handed on is what has landed. Within a domain the reading is balanced by bytes; what one rank alone wants, it
-    reads itself. Raises as ``plan_load``.
+    reads itself, as it does the rows ``apart[i]`` of ``parts[i]``. Raises as ``plan_load``.
     """
     wanted = Declarations.merge(parts)
     starts = np.cumsum([0, *map(len, parts)])
     holder = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     plan = _in_slabs(plan_load(wanted, manifest))
-    owner = _owners(plan, wanted, holder)
+    alone = np.concatenate([np.zeros(0, np.int64), *map(np.add, starts, apart)])
+    owner = _owners(plan, wanted, holder, alone)
     row, boxes = _cut_apart(owner, plan.boxes)
     chunk, target = plan.chunk[row], plan.target[row]
     rank = holder[target]
@@ -85,12 +88,14 @@ def _by_rank(rank: Int64, ranks: int) -> list[Int64]:
     return np.split(order, np.searchsorted(rank[order], np.arange(1, ranks)))
 
 
-def _owners(plan: LoadPlan, wanted: Declarations, holder: Int64) -> Int64:
-    """For each row of the plan a number: equal where one rank could read for the other."""
+def _owners(plan: LoadPlan, wanted: Declarations, holder: Int64, alone: Int64) -> Int64:
+    """For each row of the plan a number: equal where one rank could read for the other, which nobody does for the
+    wanted rows ``alone``."""
     kinds: dict[str, int] = {}
     kind = np.array([kinds.setdefault(e.meta.dtype, len(kinds)) for e in wanted.tensors], np.int64)
-    domain = np.unique(np.array(wanted.domains, np.int64), return_inverse=True)[1]
-    column = domain[holder[plan.target]] * len(plan.manifest.chunks) + plan.chunk
+    domain = np.unique(np.array(wanted.domains, np.int64), return_inverse=True)[1][holder]
+    domain[alone] = len(wanted.domains) + alone
+    column = domain[plan.target] * len(plan.manifest.chunks) + plan.chunk
     column = column * len(kinds) + kind[wanted.tensor[plan.target]]
     owner: Int64 = np.unique(column, return_inverse=True)[1].astype(np.int64)
     return owner

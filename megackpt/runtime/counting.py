@@ -23,7 +23,6 @@ class Handing(Protocol):
     """What is counted: a Source (see backends/base.py)."""
 
     def blocks(self, row: int) -> Iterator[memoryview]: ...
-    def array(self, row: int) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +38,6 @@ class CountedSource:
                 piece = block[start : start + STEP]
                 self.moved(len(piece))
                 yield piece
-
-    def array(self, row: int) -> NDArray[Any]:
-        array = self.data.array(row)
-        self.moved(array.nbytes)
-        return array
 
 
 def counted_target(landing: Landing, todo: int) -> Landing | CountedTarget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from megackpt.errors import StorageError
 from megackpt.planning.box import Int64
-from megackpt.planning.manifest import SavePlan, WriteItem
+from megackpt.planning.manifest import SavePlan
 
 PATIENCE = 1800.0
 """Seconds without any progress after which nobody waits for memory any longer."""
@@ -37,19 +38,13 @@ _POLL = 0.1  # seconds: also a word that was missed is heard
 _POPULATED = 64 << 20  # at a time: it holds the interpreter's lock
 # How many ranks this host has; the innermost of those that started them first.
 _RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+_FORBIDDEN = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # an old kernel, or a sandbox
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 def carried_dtype(itemsize: int) -> np.dtype[Any]:
     """The numpy dtype under which elements of this many bytes travel, whatever they mean."""
     return np.dtype(_UNSIGNED[itemsize])
-
-
-def shaped(octets: NDArray[np.uint8], item: WriteItem) -> NDArray[Any]:
-    """The raw bytes of a row as ``Source.array`` tells them."""
-    if item.meta.is_object:
-        return octets
-    return octets.view(carried_dtype(item.meta.itemsize)).reshape(item.shard.box.shape)
 
 
 class Event(Protocol):
@@ -81,7 +76,11 @@ class Arena:
     def new(cls, size: int) -> Arena:
         try:
             fd = os.memfd_create("megackpt", os.MFD_CLOEXEC)
-        except (AttributeError, OSError):  # not Linux, or a sandbox that forbids it
+        except AttributeError:  # not Linux
+            return cls(size)
+        except OSError as error:
+            if error.errno not in _FORBIDDEN:
+                raise  # it would be another one's the next time
             return cls(size)
         return cls._extended(fd, size)
 
@@ -145,15 +144,9 @@ class Copy:
             self.lease.release()
 
     def blocks(self, row: int) -> Iterator[memoryview]:
-        yield self._octets(row).data
-
-    def array(self, row: int) -> NDArray[Any]:
-        return shaped(self._octets(row), self.plan.row(row))
-
-    def _octets(self, row: int) -> NDArray[np.uint8]:
         self.arena.ready()
         start = int(self.start[row])
-        return self.arena.memory[start : start + int(self.length[row])]
+        yield self.arena.memory[start : start + int(self.length[row])].data
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.arena.ready()  # the other process cannot ask
@@ -194,13 +187,6 @@ class Pool:
         self._lately: deque[int] = deque(maxlen=_REMEMBERED)  # sums of leases, as each was granted
         self._returned: deque[Arena] = deque()
 
-    @property
-    def held(self) -> int:
-        """Bytes of all arenas, leased or not."""
-        with self._changed:
-            self._collect()
-            return self._held()
-
     def lease(
         self, need: Callable[[], int], cap: int, patience: float = PATIENCE, idle_patience: float = math.inf
     ) -> Lease:
@@ -234,12 +220,6 @@ class Pool:
         with self._changed:
             self._changed.notify_all()
 
-    def clear(self) -> None:
-        """Let go of all that is not leased."""
-        with self._changed:
-            self._collect()
-            self._free.clear()
-
     def _room(self, cap: int) -> int:
         self._collect()
         return cap - self._in_use()
@@ -248,6 +228,7 @@ class Pool:
         return sum(arena.size for arena in self._leased)
 
     def _held(self) -> int:
+        """Bytes of all arenas, leased or not."""
         return self._in_use() + sum(arena.size for arena in self._free)
 
     def _taken(self, wanted: int, room: int) -> Arena:

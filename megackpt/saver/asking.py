@@ -32,13 +32,16 @@ COMMON = "the common state"
 def _compact(leaf: Any) -> Any:
     """A view of a larger tensor as a tensor of its own, or all of the larger one would be stored."""
     if (
-        type(leaf) is torch.Tensor
+        type(leaf) in (torch.Tensor, torch.nn.Parameter)
         and leaf.layout is torch.strided
         and not leaf.is_quantized
         and not leaf.is_meta
     ):
-        spare = leaf.untyped_storage().nbytes() > leaf.numel() * leaf.element_size()
-        return leaf.clone() if spare else leaf
+        if leaf.untyped_storage().nbytes() <= leaf.numel() * leaf.element_size():
+            return leaf
+        if type(leaf) is torch.nn.Parameter:
+            return torch.nn.Parameter(leaf.detach().clone(), leaf.requires_grad)
+        return leaf.clone()
     return leaf
 
 

@@ -15,8 +15,10 @@ from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
+from weakref import finalize
 
 from megackpt import collector, events
+from megackpt.adapters.megatron import native
 from megackpt.backends.base import Source, plan_in_format
 from megackpt.checkpoint import Place, absolute, begin, commit
 from megackpt.checkpoint.writing import Writing
@@ -87,7 +89,7 @@ def save(
     @events.stage("declare")
     def request() -> Request:
         return Request.of(
-            extract(sharded_state_dict),
+            extract(sharded_state_dict, native),
             absolute(checkpoint_dir),
             resolve(sharded_strategy),
             group,
@@ -151,14 +153,13 @@ class _Save:
             self.mark = self.group.mark()
             task = self.copied(self.prepared(request))
 
-        def finalize() -> None:
-            if self.whole.ended:
-                raise CheckpointingException(f"{task.name}: this save is over, {self.whole.ended}, already")
-            with self.together(lambda: self.group.resumed(self.mark)):
+        def finish(meet: Callable[[], Group]) -> None:
+            with self.together(meet):
                 self.conclude(task)
 
-        pending = Pending(task, self.group, self.mark, self.give_up, heard=True)
-        return AsyncRequest(pending, (), [finalize])
+        pending = Pending(task, self.group, self.mark, finish, self.give_up)
+        finalize(pending, _dropped, task, self.whole, os.getpid()).atexit = False
+        return AsyncRequest(pending, (), [pending.conclude])
 
     @contextmanager
     def together(self, meet: Callable[[], Group]) -> Iterator[None]:
@@ -340,6 +341,13 @@ class _Save:
             contents=self.contents,
         )
         return sum(int(result.length.sum()) for result in results)
+
+
+def _dropped(task: Task[WriteResult], whole: events.Stage, process: int) -> None:
+    """Nobody has the request any more. If it is not over, no rank can finalize it."""
+    if not whole.ended and os.getpid() == process:  # in a forked child it is the parent's
+        reason = CheckpointingException(f"{task.name}: its request was dropped before it was finalized")
+        events.over(whole, task.cancel(reason))
 
 
 def _unready(_: Callable[[int], None]) -> WriteResult:

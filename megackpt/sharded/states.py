@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -11,6 +11,7 @@ from typing import Any, Final
 from megackpt import tree
 from megackpt.errors import MismatchError, ShardingError
 from megackpt.planning.manifest import COMMON_KEY
+from megackpt.sharded.storable import SHARDED, is_distributed
 from megackpt.sharded.values import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -20,6 +21,7 @@ from megackpt.sharded.values import (
 from megackpt.tree import Leaves, Path
 
 MAX_NESTED_FACTORIES = 100
+_SHOWN = 20  # problems, of all that are found at once
 
 
 class _Absent:
@@ -52,9 +54,15 @@ class Extracted:
     factories: list[tuple[Path, ShardedTensorFactory]]
 
 
-def extract(state: dict[Any, Any]) -> Extracted:
+def _as_it_is(leaf: Any) -> Any:
+    return leaf
+
+
+def extract(state: dict[Any, Any], native: Callable[[Any], Any] = _as_it_is) -> Extracted:
     """Sort the leaves of a sharded state dict.
 
+    ``native`` turns other people's declarations into ours: it is given every leaf that is no ShardedTensor, of the
+    state and of what factories build.
     Raises ShardingError for what is no dict, for shards in places where they would be lost (in tuples or
     sets, as keys), for shards of a foreign kind and for the reserved key "common_state"; all at once.
     """
@@ -63,7 +71,7 @@ def extract(state: dict[Any, Any]) -> Extracted:
             f"a sharded state dict must be a dict, not a {type(state).__name__}"
             + (": put it into one, under a key" if isinstance(state, (list, tuple)) else "")
         )
-    built, factories = _built(state)
+    built, factories = _built(state, native)
     shards: list[ShardedTensor | ShardedObject] = []
     paths: list[Path] = []
     local: Leaves = []
@@ -82,17 +90,23 @@ def extract(state: dict[Any, Any]) -> Extracted:
             problems += _misplaced(path, leaf)
     problems += _sharded_keys(built)
     if problems:
-        raise ShardingError("\n".join(problems))
+        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise ShardingError("\n".join(problems[:_SHOWN] + more))
     empties = [path for path, leaf in common if tree.is_branch(leaf)]
     return Extracted(built, shards, paths, _planted(common, built), local, empties, factories)
 
 
-def _built(state: dict[Any, Any]) -> tuple[dict[Any, Any], list[tuple[Path, ShardedTensorFactory]]]:
+def _built(
+    state: dict[Any, Any], native: Callable[[Any], Any]
+) -> tuple[dict[Any, Any], list[tuple[Path, ShardedTensorFactory]]]:
     """The state with every factory replaced by what it builds, to the last one; and the factories."""
     seen: list[Any] = []
 
     def kept(leaf: Any) -> Any:
-        if type(leaf) is not ShardedTensor and isinstance(leaf, ShardedTensorFactory):
+        if type(leaf) is ShardedTensor:
+            return leaf
+        leaf = native(leaf)
+        if isinstance(leaf, ShardedTensorFactory):
             seen.append(leaf)
         return leaf
 
@@ -104,7 +118,7 @@ def _built(state: dict[Any, Any]) -> tuple[dict[Any, Any], list[tuple[Path, Shar
                 f"{factory.key!r}: factories nested deeper than {MAX_NESTED_FACTORIES} builds"
             )
         with _naming(factory, "build_fn"):
-            subtree = tree.copied(factory.build())
+            subtree = tree.dict_list_map_outplace(native, factory.build())
         tree.lookup(built, path[:-1])[path[-1]] = subtree
         todo += [(level + 1, (*path, *inner), nested) for inner, nested in _factories(subtree)]
     return built, [(path, factory) for _, path, factory in todo]
@@ -141,9 +155,13 @@ def _misplaced(path: Path, leaf: Any) -> list[str]:
     if _is_declared(leaf):
         kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
         return [f"{tree.show(path)}: {kind} is not one of the classes of megackpt: import it from there"]
-    hidden = next((x for x in _inside(leaf) if _is_declared(x)), None)
+    hidden = next((x for x in chain([leaf], _inside(leaf)) if _is_declared(x) or is_distributed(x)), None)
     if hidden is None:
         return []
+    if is_distributed(hidden):
+        return [
+            f"{tree.show(path)}: a {type(hidden).__name__} is no common state, of which one rank's is kept; {SHARDED}"
+        ]
     what, where = type(hidden).__name__, type(leaf).__name__
     name = getattr(hidden, "key", "")
     lost = f"a {what} ({name!r}) in a {where} is lost"

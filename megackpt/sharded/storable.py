@@ -13,6 +13,7 @@ from megackpt.planning.manifest import ITEMSIZE, OBJECT
 _NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in ITEMSIZE if name != OBJECT and hasattr(torch, name)
 }
+SHARDED = "megackpt.adapters.dtensor.sharded(state_dict) declares the DTensors in its dicts and lists"
 _DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -68,11 +69,16 @@ def data_problems(data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]) -
     return found
 
 
+def is_distributed(x: Any) -> bool:
+    """Is it a DTensor? By its attributes: torch.distributed.tensor may not be loaded."""
+    return isinstance(x, torch.Tensor) and hasattr(x, "to_local") and hasattr(x, "placements")
+
+
 def _foreign_tensor(data: torch.Tensor) -> str:
     """Why a tensor of this class has no plain bytes of its own to store; empty where it has."""
     kind = type(data)
-    if hasattr(data, "to_local") and hasattr(data, "placements"):
-        return f"data is a {kind.__name__}, distributed itself; declare data.to_local() at its place"
+    if is_distributed(data):
+        return f"data is a {kind.__name__}, distributed itself; {SHARDED}, or declare data.to_local() at its place"
     if data.is_nested or data.layout is not torch.strided:
         return ""
     if kind.dequantize is not torch.Tensor.dequantize:

@@ -26,11 +26,13 @@ class Strategy:
     ``balance`` spreads the writing over all ranks that hold a shard; False = its main replica writes it.
     ``dedup_group`` is the torch process group within which replicas stand in for one another (None: all ranks).
     ``staging_memory`` is how many bytes of host memory an asynchronous save may take for its copy on each rank
-    (None: see ``runtime.memory``); what does not fit is written before ``save`` returns.
+    (None: see ``runtime.memory``); what does not fit is written before ``save`` returns. Objects and the common state
+    of a save that does not fit are kept beside that until they are written: they have to be pickled whole.
 
     For a load the format and its options matter, and who reads: with ``exchange`` "never" each rank what it wants;
     with "always" ranks of ``load_group`` (None: of all) read each byte once and hand it on; "auto" does that where
     bytes come over a network (network file systems, buckets), not where ranks have a page cache in common.
+    Without a ``backend`` torch_dist is meant: for whatever is found, FullyParallelLoadStrategyWrapper wraps None.
     """
 
     backend: str = "torch_dist"
@@ -182,10 +184,24 @@ def resolve(given: StrategyLike) -> Strategy:
     return strategy if default is None else as_strategy(default)
 
 
-def asked_format(given: StrategyLike) -> Strategy | None:
-    """What the caller of a load asks for; None: whatever is found. BackendError where there is no such format."""
+def loading(given: StrategyLike, name: str, version: int) -> Strategy:
+    """The policy of a load that has found this format: the caller's own, else what was registered for the format."""
+    if isinstance(given, Strategy | Backend):
+        return as_strategy(given)
+    default = _registered(StrategyAction.LOAD_SHARDED, name, version)
+    return as_strategy(given if default is None else default)
+
+
+def _wrapped(given: StrategyLike) -> StrategyLike:
+    """What tells the format."""
     while isinstance(given, _Wrapper):
         given = given.base_strategy
+    return given
+
+
+def asked_format(given: StrategyLike) -> Strategy | None:
+    """What the caller of a load asks for; None: whatever is found. BackendError where there is no such format."""
+    given = _wrapped(given)
     if given is None:
         return None
     asked = as_strategy(given)
@@ -212,8 +228,9 @@ def register_default_strategy(
     """From now on ``strategy`` is meant by this format and version: Megatron's name, for this process.
 
     For SAVE_SHARDED, ``save(..., backend)`` uses it, as do None and (backend, version); for LOAD_SHARDED, every
-    load of what was written as (backend, version). Register alike on all ranks. A Strategy or a Backend that a
-    caller passes comes first. NotImplementedError for the other actions: the format keeps the common state itself.
+    load of what was written as (backend, version), with its policy. Register alike on all ranks. A Strategy or a
+    Backend that a caller passes comes first. NotImplementedError for the other actions: the format keeps the common
+    state itself.
     """
     if action not in (StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED):
         raise NotImplementedError(f"{action}: the format keeps the common state itself")
@@ -272,5 +289,5 @@ def reader_of(name: str, version: int | None, asked: Strategy | None = None) -> 
         )
     if isinstance(asked, _Given) or (asked is not None and asked.options):
         return asked.make_reader(version)
-    default = _registered(StrategyAction.LOAD_SHARDED, name, version)
+    default = _wrapped(_registered(StrategyAction.LOAD_SHARDED, name, version))
     return backend_named(name, version) if default is None else as_strategy(default).make_reader()

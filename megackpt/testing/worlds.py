@@ -99,7 +99,7 @@ class World:
 @dataclass(frozen=True, eq=False)
 class MemorySource:
     """The Source of a plan's rows, cut out of a World. As strict as a Source may be: a piece's memory is used again
-    for the next piece of its row, and arrays cannot be written to.
+    for the next piece of its row.
     """
 
     world: World
@@ -110,19 +110,13 @@ class MemorySource:
         if item.meta.is_object:
             data = memoryview(self.world.blob(item.shard.key, item.shard.box.offset))
         else:
-            data = memoryview(self.array(row).tobytes())
+            place: tuple[Any, ...] = item.shard.box.slices()
+            data = memoryview(self.world.tensors[item.shard.key].values[(*place, ...)].tobytes())
         buffer = memoryview(bytearray(min(len(data), 2 * DIGEST_BLOCK)))
         for start in range(0, max(len(data), 1), 2 * DIGEST_BLOCK):
             piece = data[start : start + 2 * DIGEST_BLOCK]
             buffer[: len(piece)] = piece
             yield buffer[: len(piece)]
-
-    def array(self, row: int) -> NDArray[Any]:
-        item = self.plan.row(row)
-        place: tuple[Any, ...] = item.shard.box.slices()
-        part = self.world.tensors[item.shard.key].values[(*place, ...)].view()
-        part.flags.writeable = False
-        return part
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from numpy.typing import NDArray
 
 from megackpt.backends import places
 from megackpt.backends.places import Runs, gathered, surveyed, write_tensors
@@ -128,9 +126,6 @@ class _TooMuch:
     def blocks(self, row: int) -> Iterator[memoryview]:
         data = b"".join(self._source.blocks(row))
         yield memoryview(data + b"x" * self._extra if self._extra > 0 else data[: self._extra])
-
-    def array(self, row: int) -> NDArray[Any]:
-        return self._source.array(row)
 
 
 @pytest.mark.parametrize("extra", [-1, 1])

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from megackpt.checkpoint import begin, buckets, marker, open_checkpoint, open_same, place_of, verify
+from megackpt.checkpoint import (
+    begin,
+    buckets,
+    marker,
+    open_checkpoint,
+    open_same,
+    place_of,
+    verify,
+    verifying,
+)
 from megackpt.checkpoint.marker import Marker
 from megackpt.errors import (
     BackendError,
@@ -102,6 +111,28 @@ def test_a_checkpoint_is_replaced_and_the_old_one_removed(bucket, url, saves):
     assert not old.storage.is_current()
     with pytest.raises(CheckpointReplaced):
         open_same(url, old.manifest.save_id)
+
+
+@pytest.mark.parametrize("save_id", ["mine", "", "../x", "0" * 31, "A" * 32])
+def test_a_save_whose_id_is_no_uuid_is_refused_before_anything_is_put(bucket, url, save_id):
+    with pytest.raises(StorageError, match=r"no id for a save in a bucket: give uuid\.uuid4\(\)\.hex"):
+        begin(url, save_id=save_id)
+    assert held(bucket) == []
+
+
+def test_what_is_replaced_while_it_is_verified_is_verified_anew(bucket, url, saves, monkeypatch):
+    saves.save(url, 1)
+    real, left = verifying._Work.run, [2]
+
+    def run(self, *args):
+        if left[0]:
+            left[0] -= 1
+            saves.save(url, 2)
+        return real(self, *args)
+
+    monkeypatch.setattr(verifying._Work, "run", run)
+    report = verify(url)
+    assert (report.problems, left) == ((), [0])
 
 
 def test_what_others_put_beside_a_checkpoint_is_left_alone(bucket, url, saves):

@@ -7,8 +7,9 @@ import os
 import pytest
 
 from megackpt import strategies
-from megackpt.checkpoint import verify
-from megackpt.errors import NotACheckpoint
+from megackpt.checkpoint import find_storage, verify, verifying
+from megackpt.errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint
+from megackpt.runtime.storage import LocalStorage
 
 MIB = 1 << 20
 
@@ -62,6 +63,59 @@ def test_missing_and_truncated(where):
     assert any(p.startswith("'weight'") for p in problems)
 
 
+def test_a_file_that_goes_while_all_are_read_is_told_once(where, monkeypatch):
+    """It was there when the sizes were looked at."""
+    monkeypatch.setattr(verifying, "shortfalls", lambda *_: [])
+    (where / "rank0.bin").unlink()
+    assert verify(where).problems == (f"{where}/rank0.bin is missing",)
+
+
+def test_what_was_written_and_cannot_be_read_again_is_not_committed(tmp_path, saves, monkeypatch):
+    place = saves.begin(tmp_path / "c", "aa")
+    results = [saves.write(place, rank, 1) for rank in range(2)]
+    opened = LocalStorage.open
+
+    def gone(self, name):
+        if name == "rank1.bin":
+            raise FileNotFoundError(name)
+        return opened(self, name)
+
+    monkeypatch.setattr(LocalStorage, "open", gone)
+    with pytest.raises(CorruptCheckpoint, match=r"not what is read again:\n.*rank1\.bin is missing$"):
+        saves.commit(place, results, reread=True)
+    place.abort()
+
+
+@pytest.mark.parametrize("step", ["small_file_problems", "stored_manifest", "shortfalls"])
+def test_what_is_replaced_meanwhile_is_verified_anew(tmp_path, saves, monkeypatch, step):
+    """The replacement removes files of the one that is looked at."""
+    saves.save(tmp_path / "c", 1)
+    real, left = getattr(verifying, step), [2]
+
+    def look(*args):
+        if left[0]:
+            left[0] -= 1
+            saves.save(tmp_path / "c", 2)
+        return real(*args)
+
+    monkeypatch.setattr(verifying, step, look)
+    report = verify(tmp_path / "c")
+    assert (report.problems, left) == ((), [0])
+
+
+def test_what_is_replaced_again_and_again(tmp_path, saves, monkeypatch):
+    saves.save(tmp_path / "c", 1)
+    real = verifying.small_file_problems
+
+    def look(*args):
+        saves.save(tmp_path / "c", 2)
+        return real(*args)
+
+    monkeypatch.setattr(verifying, "small_file_problems", look)
+    with pytest.raises(CheckpointReplaced, match="is being replaced again and again"):
+        verify(tmp_path / "c")
+
+
 def test_a_damaged_index_is_a_problem(where):
     flip(where / "megackpt.index", 40)
     assert "does not match its own digest" in verify(where).problems[0]
@@ -74,7 +128,7 @@ def test_nothing_there(tmp_path):
 
 def test_without_digests(where, monkeypatch):
     (where / "megackpt.index").unlink()
-    backend = type(strategies.find_backend(verify.__globals__["find_storage"](where)))
+    backend = type(strategies.find_backend(find_storage(where)))
     real = backend.read_manifest
 
     def read_manifest(self, root):

@@ -299,6 +299,22 @@ def test_some_tensors_are_compressed_and_stock_reads_them(tmp_path: Path, writer
     assert found["n"] == 5
 
 
+def test_the_writers_extensions_are_for_items_whose_delegate_names_none(tmp_path: Path) -> None:
+    class Odd(DefaultSavePlanner):
+        transforms = ("of its own",)
+
+    values = torch.zeros(4096)
+    state = {"moment": values, "weight": values, "n": 5}
+    for n, planner in enumerate((SavePlanner(delegates={torch.Tensor: Moments()}), Odd())):
+        writer = FileSystemWriter(tmp_path / str(n), _extensions=[ZStandard()])
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        stored = dcp.FileSystemReader(tmp_path / str(n)).read_metadata().storage_data
+        assert {info.transform_descriptors[0] for info in stored.values()} == {"stream.zstd/1"}
+        found = loaded({"moment": values + 1, "weight": values + 1, "n": 0}, tmp_path / str(n))
+        assert not found["moment"].any()
+        assert found["n"] == 5
+
+
 # ---- loading objects
 
 

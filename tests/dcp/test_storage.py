@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import textwrap
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +35,9 @@ from megackpt import ShardedTensor, checkpoint
 from megackpt.dcp import FileSystemReader, FileSystemWriter, FileSystemWriterAsync
 from megackpt.errors import CheckpointingException, CheckpointReplaced
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
+from megackpt.runtime.storage import LocalStorage
 from megackpt.runtime.storage.files import LocalReader
+from megackpt.runtime.storage.objects import BucketWriter
 from tests.buckets import Bucket
 
 pytestmark = [
@@ -329,6 +332,56 @@ def test_an_error_of_a_thread_reaches_the_caller_and_is_cleared_up(where: Path) 
     assert os.listdir(where.parent) == ["c"]
 
 
+def test_a_failed_save_is_over_for_a_save_in_the_background(where: Path) -> None:
+    writer = FileSystemWriter(where)
+    state, bad = {"w": torch.ones(5)}, {"bad": torch.ones(3)}
+    other = where.parent / "other"
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(bad, checkpoint_id=where, storage_writer=writer, planner=Failing())
+    dcp.async_save(state, checkpoint_id=other, storage_writer=writer).result()
+    with pytest.raises(CheckpointException) as again:
+        dcp.save(bad, checkpoint_id=where, storage_writer=writer, planner=Failing())
+    dcp.async_save(
+        state, storage_writer=FileSystemWriter(where)
+    ).result()  # the failed one is held by the error
+    assert caught.value is not again.value
+    assert sorted(os.listdir(where.parent)) == ["c", "other"]
+    for folder in (where, other):
+        assert_same(loaded(FileSystemReader(folder), state), state)
+
+
+def test_a_save_of_the_main_thread_is_over_when_its_writer_begins_another(where: Path) -> None:
+    writer, state = FileSystemWriter(where), {"w": torch.ones(5)}
+    # Then another rank fails, of which the coordinator's writer hears nothing.
+    writer.prepare_global_plan([SavePlan([])])
+    with pytest.raises(CheckpointException, match=r"SaveInProgress.*MainThread"):
+        dcp.async_save(state, storage_writer=FileSystemWriter(where)).result()
+    dcp.async_save(state, storage_writer=writer).result()
+    assert_same(loaded(FileSystemReader(where), state), state)
+
+
+def test_a_save_of_another_thread_is_left_alone_by_a_reset(where: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            begun.set()
+            go_on.wait(60)
+            return super().resolve_data(write_item)
+
+    writer, state = FileSystemWriter(where), {"w": torch.ones(5)}
+    future = dcp.async_save(state, storage_writer=writer, planner=Slow())
+    try:
+        assert begun.wait(60)
+        with pytest.raises(CheckpointException, match=r"SaveInProgress.*AsyncCheckpointExecutor"):
+            dcp.save(state, checkpoint_id=where.parent / "other", storage_writer=writer)
+    finally:
+        go_on.set()
+    future.result()
+    assert os.listdir(where.parent) == ["c"]
+    assert_same(loaded(FileSystemReader(where), state), state)
+
+
 def test_a_planner_that_lists_what_nobody_writes_or_resolves_another_shape(where: Path) -> None:
     class Forgetful(DefaultSavePlanner):
         def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -355,7 +408,7 @@ def test_a_planner_that_lists_what_nobody_writes_or_resolves_another_shape(where
 
 def test_another_save_to_the_directory_is_told(where: Path) -> None:
     place = checkpoint.begin(where, save_id="somebody")
-    with pytest.raises(CheckpointException, match="SaveInProgress"):
+    with pytest.raises(CheckpointException, match=r"SaveInProgress"):
         dcp.save({"w": torch.ones(5)}, storage_writer=FileSystemWriter(where))
     place.abort()
     dcp.save({"w": torch.ones(5)}, storage_writer=FileSystemWriter(where))
@@ -392,6 +445,73 @@ def test_planners_of_others(where: Path, planner: type[DefaultSavePlanner]) -> N
     for reader in READERS:
         assert_same(loaded(reader(where), state), state)
     assert megackpt.verify(where).ok
+
+
+class Scratch(DefaultSavePlanner):
+    """Makes of every item what is to be written in one and the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = torch.empty(70_000)
+        self.stream = io.BytesIO()
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        made = super().transform_object(write_item, object)
+        if isinstance(made, torch.Tensor):
+            return self.numbers[: made.numel()].copy_(made)
+        self.stream.seek(0)
+        self.stream.truncate()
+        self.stream.write(made.getvalue())
+        return self.stream
+
+
+class Told(DefaultLoadPlanner):
+    """Has items filled in one and the same memory, and takes them from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = torch.empty(400_000)
+        self.order: list[str] = []
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self.order.append(read_item.dest_index.fqn)
+        return self.numbers[: read_item.lengths.numel()]
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        assert self.order[-1] == read_item.dest_index.fqn
+        self.lookup_tensor(read_item.dest_index).copy_(tensor)
+
+
+def scratched(size: int) -> dict[str, Any]:
+    numbers = {f"t{i}": torch.full((size - i,), float(i)) for i in range(8)}
+    return {**numbers, **{f"o{i}": i for i in range(8)}}
+
+
+@pytest.mark.parametrize("thread_count", [1, 3])
+def test_a_planner_that_uses_its_memory_again_when_saving(where: Path, thread_count: int) -> None:
+    state = scratched(70_000)
+    dcp.save(state, storage_writer=FileSystemWriter(where, thread_count=thread_count), planner=Scratch())
+    for reader in READERS:
+        assert_same(loaded(reader(where), state), state)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_planner_that_uses_its_memory_again_when_loading(where: Path, verify: bool) -> None:
+    state = scratched(400_000)
+    dcp.save(state, storage_writer=FileSystemWriter(where))
+    for _ in range(3):
+        planner = Told()
+        assert_same(loaded(FileSystemReader(where, verify=verify), state, planner=planner), state)
+        assert len(planner.order) == 8
+
+
+def test_two_keys_that_are_loaded_into_the_same_memory(where: Path) -> None:
+    one, other = torch.full((1_000_000,), 1.0), torch.full((1_000_000,), 2.0)
+    dcp.save({"a": one, "b": other}, storage_writer=FileSystemWriter(where))
+    for _ in range(3):
+        memory = torch.zeros(1_000_001)
+        dcp.load({"a": memory[1:], "b": memory[:-1]}, storage_reader=FileSystemReader(where))
+        assert torch.equal(memory[1:], one) or torch.equal(memory[:-1], other)
 
 
 def test_tensors_of_a_dtype_that_is_no_whole_bytes(where: Path) -> None:
@@ -554,7 +674,7 @@ def test_an_asynchronous_save_in_a_thread(where: Path) -> None:
     assert os.listdir(where.parent) == ["c"]
 
 
-def test_a_bucket(bucket: Bucket) -> None:
+def test_a_bucket(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     where = f"{bucket.url}/run/c"
     assert FileSystemWriter.validate_checkpoint_id(where)
     for seed in (1, 2):
@@ -565,6 +685,11 @@ def test_a_bucket(bucket: Bucket) -> None:
     assert megackpt.verify(where).ok
     dcp.save(nested(3), storage_writer=FileSystemWriter(where))
     assert_same(loaded(FileSystemReader(where), nested(3)), nested(3))
+    told: list[int] = []  # how much will come, by which the store chooses its parts
+    monkeypatch.setattr(BucketWriter, "expect", lambda _, size: told.append(size))
+    state = {"w": torch.ones(1000), "x": torch.ones(500, dtype=torch.int64), "o": 1}
+    dcp.save(state, storage_writer=FileSystemWriter(where, thread_count=1))
+    assert told == [8000]
 
 
 def test_a_bucket_in_the_background(bucket: Bucket) -> None:
@@ -658,6 +783,43 @@ def test_a_checkpoint_that_is_replaced_under_a_reader_is_told_so(where: Path) ->
     planner.set_up_planner({"w": torch.empty(4)}, metadata, True)
     with pytest.raises(CheckpointReplaced):
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_opened(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save({"w": torch.ones(4)}, storage_writer=FileSystemWriter(where))
+    seen: list[str] = []
+    size = LocalStorage.size
+
+    def replaced(self: LocalStorage, name: str) -> int | None:
+        if name == checkpoint.INDEX and not seen:
+            seen.append(name)
+            dcp.save({"new": torch.zeros(4)}, storage_writer=FileSystemWriter(where))
+        return size(self, name)
+
+    monkeypatch.setattr(LocalStorage, "size", replaced)
+    assert list(FileSystemReader(where).read_metadata().state_dict_metadata) == ["new"]
+    assert seen
+
+
+def test_a_momentary_error_of_one_rank_does_not_part_it_from_the_others(where: Path) -> None:
+    class Momentary(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            if not kwargs:
+                raise CheckpointReplaced("for a moment")
+            return super().read_metadata(*args, **kwargs)
+
+    dcp.save({"w": torch.ones(4)}, storage_writer=FileSystemWriter(where))
+    shutil.copy(where / ".metadata", where / "__0.metadata")
+    # torch asks again, with the rank: an answer would make this rank load without collectives, which others are in.
+    with pytest.raises(
+        CheckpointException, match=r"for a moment.*__0\.metadata without a \.metadata beside it"
+    ):
+        dcp.load({"w": torch.zeros(4)}, storage_reader=Momentary(where))
+    (where / "__0.metadata").unlink()
+    with pytest.raises(CheckpointException, match=r"for a moment.*holds no __0\.metadata"):
+        dcp.load({"w": torch.zeros(4)}, storage_reader=Momentary(where))
 
 
 # ---- several ranks

@@ -177,6 +177,23 @@ def test_replicas_read_about_equally_much_and_what_one_alone_wants_it_reads() ->
         assert len(share.sends) == len(share.receives) == 9
 
 
+def test_rows_that_stand_apart_are_neither_handed_on_nor_received() -> None:
+    shapes = {"a": ((4, 6), [Box((0, 0), (2, 6)), Box((2, 0), (2, 6))]), "b": ((4,), [Box.whole((4,))])}
+    manifest = manifest_of(shapes)
+    whole = {key: np.arange(int(np.prod(shape))).reshape(shape) for key, (shape, _) in shapes.items()}
+    row = ("a", Box.whole((4, 6)), "uint8")
+    wanted: list[list[Row]] = [[row, row, ("b", Box.whole((4,)), "uint8")], [row, row], [row]]
+    parts = [wanted_of(manifest, rows, r) for r, rows in enumerate(wanted)]
+    apart = [np.array(rows, np.int64) for rows in ((1,), (0,), ())]
+    shares = plan_sharing(parts, manifest, apart)
+    reads = carried_out(manifest, wanted, shares, whole)
+    assert sum(reads[0].values()) + sum(reads[1].values()) + sum(reads[2].values()) == 3 * 24 + 4
+    for share, rows in zip(shares, apart, strict=True):
+        read = share.boxes.volume[np.isin(share.target, rows)].sum()
+        assert read == 24 * len(rows)
+        assert not np.isin([*share.sends.row, *share.receives.row], rows).any()
+
+
 def test_a_large_chunk_is_read_by_all_and_cut_where_digest_blocks_end() -> None:
     row = 3 << 10  # bytes: 1024 rows are the fewest that end where a block ends
     shape = (1 << 15, row)

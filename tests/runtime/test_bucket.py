@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megackpt.checkpoint import absolute
 from megackpt.errors import CheckpointReplaced, CorruptCheckpoint, StorageError
 from megackpt.runtime.storage import BucketStorage, LocalStorage, client, conditional_puts, is_url, root_at
 from megackpt.runtime.storage.objects import BucketWriter
@@ -294,16 +296,21 @@ def test_roots(bucket: Bucket, tmp_path: Path) -> None:
     assert root.folder("a").get("f") == b"1"
     assert pickle.loads(pickle.dumps(root)).get("a/f") == b"1"
     assert isinstance(root_at(str(tmp_path / "new"), create=True), LocalStorage)
-    assert [is_url(p) for p in ("s3://b/x", "hdfs://b", tmp_path, "a/b", "/s3:/x")] == [
+    assert [is_url(p) for p in ("s3://b/x", "hdfs://b", tmp_path, "a/b", "/s3:/x", "run:/x")] == [
         True,
         True,
-        *[False] * 3,
+        *[False] * 4,
     ]
+    assert absolute("run:/x") == os.path.abspath("run:/x")  # a directory may be called so
     for url in ("hdfs://b/x", "s3://", "s3:///x"):
         with pytest.raises(StorageError, match="no URL of a bucket"):
             root_at(url)
-    with pytest.raises(StorageError, match=r"'s3:/b/x' was a URL before a pathlib\.Path"):
-        root_at(Path("s3://b/x"))
+    for place in (Path("s3://b/x"), "s3:/b/x"):
+        for ask in (is_url, root_at, absolute):
+            with pytest.raises(
+                StorageError, match="'s3:/b/x' was a URL, and a Path has made one slash of two"
+            ):
+                ask(place)
     for url in ("s3://me:secret@b/x", "s3://me:sec/ret@b/x", "s3a://me:secret", "S3://me:secret@b"):
         with pytest.raises(StorageError, match="no ':' before") as told:
             root_at(url)
@@ -347,6 +354,65 @@ def test_credentials_of_a_profile(bucket: Bucket, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("AWS_PROFILE", "nobody's")
     with pytest.raises(StorageError, match='cannot use the profile "nobody\'s"'):
         BucketStorage(bucket.url)
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"])
+def test_a_password_in_an_endpoint_is_refused_and_not_repeated(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Neither obstore, whose errors would have it in tracebacks, nor tensorstore gets to see it."""
+    for place in ("http://me:hunter2@127.0.0.1:1", "http://me:hun/ter2@127.0.0.1:1", "me:hunter2@127.0.0.1"):
+        monkeypatch.setenv(name, place)
+        with pytest.raises(StorageError, match=f"{name} has an '@'") as told:
+            BucketStorage(bucket.url).kvstore("a")
+        error: BaseException | None = told.value
+        while error is not None:
+            assert "hun" not in str(error)
+            error = error.__cause__ or error.__context__
+
+
+FORKS = """
+import os, sys
+from megackpt.errors import StorageError
+from megackpt.runtime.storage import BucketStorage
+
+root = BucketStorage(sys.argv[1])
+
+
+def child(expected):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            found = root.get("f") == b"1" and "read"
+        except StorageError as error:
+            found = "was forked from one that has used buckets" in str(error) and "refused"
+        os._exit(0 if found == expected else 1)
+    assert os.waitpid(pid, 0)[1] == 0, expected
+
+
+child("read")  # this one, which has asked for nothing, is no parent that could leave anything behind
+with root.create("g") as writer:
+    writer.write([memoryview(bytes(9 << 20))])
+reader = root.open("g")
+child("refused")
+pid = os.fork()
+if pid == 0:  # a reader that it was given, which asks threads that are not there
+    try:
+        reader.expect([(0, 9 << 20)])
+        reader.read_into(1 << 20, [memoryview(bytearray(1 << 20))])
+    except StorageError:
+        os._exit(0)
+    os._exit(1)
+assert os.waitpid(pid, 0)[1] == 0
+assert root.get("f") == b"1"  # the parent goes on
+"""
+
+
+def test_a_process_forked_from_one_that_used_buckets_is_refused_and_does_not_hang(
+    root: BucketStorage,
+) -> None:
+    root.put("f", b"1")
+    subprocess.run([sys.executable, "-c", FORKS, root.location], check=True, timeout=60)
 
 
 def test_without_obstore() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import pickle
@@ -85,13 +86,12 @@ def test_a_copy_is_read_by_another_process_without_torch() -> None:
         copy = Arriving(sys.stdin.buffer).load()
         for row, item in enumerate(copy.plan.rows()):
             (block,) = copy.blocks(row)
-            print(item.shard.key, copy.array(row).shape, copy.array(row).tobytes() == bytes(block), bytes(block)[:2])
+            print(item.shard.key, len(block), bytes(block)[:2])
         assert "torch" not in sys.modules
         """
     said = child(code, fds=(arena.fd,), data=out.getvalue())
-    expected = {"a": "(2, 3)", "b": "()", "c": "(0, 4)"}
     lines = [
-        f"{item.shard.key} {expected[item.shard.key]} True {bytes(range(64 * n, 64 * n + min(2, item.nbytes)))}"
+        f"{item.shard.key} {item.nbytes} {bytes(range(64 * n, 64 * n + min(2, item.nbytes)))}"
         for n, item in enumerate(plan.rows())
     ]
     assert said.splitlines() == lines
@@ -116,7 +116,7 @@ def test_who_reads_waits_for_devices() -> None:
     assert next(copy.blocks(0)) == bytes([7] * 5)
     assert arena.pending == []
     arena.pending.append(Busy(arena, 8))
-    assert copy.array(0).tolist() == [8] * 5
+    assert next(copy.blocks(0)) == bytes([8] * 5)
     arena.pending.append(Busy(arena, 9))
     Travelling(io.BytesIO()).dump(copy)
     assert arena.memory[0] == 9
@@ -132,7 +132,7 @@ def test_the_same_arena_again() -> None:
     first.release()
     again = pool.lease(exactly(9 * MIB), 20 * MIB)
     assert again.arena is arena
-    assert pool.held == 10 * MIB
+    assert pool._held() == 10 * MIB
 
 
 def test_an_arena_grows_and_keeps_its_pages() -> None:
@@ -142,14 +142,14 @@ def test_an_arena_grows_and_keeps_its_pages() -> None:
     small.release()
     del small
     large = pool.lease(exactly(3 * MIB), 20 * MIB)
-    assert large.arena.size == pool.held == 3 * MIB
+    assert large.arena.size == pool._held() == 3 * MIB
     assert (large.arena.memory[:MIB] == 5).all()
     assert not large.arena.memory[MIB:].any()
 
 
 def test_without_memfd_memory_is_this_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> int:
-        raise OSError("not here")
+        raise PermissionError(errno.EPERM, "not here")
 
     monkeypatch.setattr("os.memfd_create", refused)
     pool = Pool()
@@ -160,18 +160,28 @@ def test_without_memfd_memory_is_this_processs_own(monkeypatch: pytest.MonkeyPat
     assert pool.lease(exactly(2 * MIB), 20 * MIB).arena.memory.nbytes == 2 * MIB
 
 
+def test_a_refusal_of_this_moment_is_told_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    pool = Pool()
+    with monkeypatch.context() as patched:
+        patched.setattr("os.memfd_create", full)
+        with pytest.raises(StorageError, match="Too many open files"):
+            pool.lease(exactly(MIB), 20 * MIB)
+    assert pool.lease(exactly(MIB), 20 * MIB).arena.fd is not None  # other processes can map it
+
+
 def test_what_is_not_needed_any_more_is_let_go() -> None:
     pool = Pool()
     for _ in range(3):
         two = [pool.lease(exactly(10 * MIB), 40 * MIB) for _ in range(2)]
         for lease in two:
             lease.release()
-    assert pool.held == 20 * MIB
+    assert pool._held() == 20 * MIB
     for _ in range(20):
         pool.lease(exactly(MIB), 40 * MIB).release()
-    assert pool.held == MIB
-    pool.clear()
-    assert pool.held == 0
+    assert pool._held() == MIB
 
 
 def test_a_large_and_a_small_save_in_turns_keep_an_arena_each() -> None:
@@ -184,7 +194,7 @@ def test_a_large_and_a_small_save_in_turns_keep_an_arena_each() -> None:
         small.release()
         large.release()
     assert len(seen) == 2
-    assert pool.held == 12 * MIB
+    assert pool._held() == 12 * MIB
 
 
 def test_free_arenas_count_under_the_cap() -> None:
@@ -193,7 +203,7 @@ def test_free_arenas_count_under_the_cap() -> None:
     for lease in three:
         lease.release()
     large = pool.lease(exactly(7 * MIB), 12 * MIB)
-    assert pool.held <= 12 * MIB
+    assert pool._held() <= 12 * MIB
     large.release()
 
 
@@ -268,11 +278,11 @@ def test_leases_never_overlap_nor_exceed_the_cap(steps: list[tuple[int, int]], m
         arenas = [lease.arena for lease, _ in leases.values()]
         assert len({id(arena) for arena in arenas}) == len(arenas)
         assert all(lease.arena.memory.nbytes >= size for lease, size in leases.values())
-        assert pool.held <= cap + len(leases) * memory._GRAIN
+        assert pool._held() <= cap + len(leases) * memory._GRAIN
     with ExitStack() as stack:
         for lease, _ in leases.values():
             stack.callback(lease.release)
-    assert pool.held <= cap + 6 * memory._GRAIN
+    assert pool._held() <= cap + 6 * memory._GRAIN
 
 
 def test_a_forked_child_has_a_pool_of_its_own() -> None:
@@ -289,13 +299,13 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
             pid = os.fork()
             if not pid:
                 held.release()
-                assert POOL.held == 0
+                assert POOL._held() == 0
                 mine = POOL.lease(need, 1 << 20, patience=0)
                 mine.arena.memory[:] = 2
-                os._exit(0 if POOL.held == 1 << 20 else 1)
+                os._exit(0 if POOL._held() == 1 << 20 else 1)
             assert os.waitpid(pid, 0)[1] == 0
         assert (shared == 1).all() and (held.arena.memory == 1).all()
-        assert POOL.held == 2 << 20
+        assert POOL._held() == 2 << 20
         print("as before")
         """
     assert child(code) == "as before\n"

@@ -28,7 +28,6 @@ from megackpt.runtime.memory import Arena, Pool, begun
 from megackpt.runtime.staging import (
     Snapshot,
     Staged,
-    carried_dtype,
     copying,
     host_array,
     snapshot as snapshots,
@@ -140,12 +139,6 @@ def test_tensors_of_all_kinds_may_change_as_soon_as_they_are_copied(dtype: torch
         scrambled(staged)
         blobs = [blob + b"changed" for blob in blobs]
         assert all_rows(snapshot.source, staged) == before
-        for row, item in enumerate(staged.plan.rows()):
-            array = snapshot.source.array(row)
-            assert array.tobytes() == before[row]
-            if not item.meta.is_object:
-                assert array.shape == item.shard.box.shape
-                assert array.dtype == carried_dtype(item.meta.itemsize)
         snapshot.release()
 
 
@@ -162,11 +155,8 @@ def test_tensors_of_all_kinds_in_turns(dtype: torch.dtype, monkeypatch: pytest.M
         scrambled(staged)
         assert [head + b"".join(map(bytes, row)) for head, row in zip(first, rows, strict=True)] == before
         if not half_handed:
-            assert [turns.array(row).tobytes() for row in range(len(rows))] == before
+            assert all_rows(turns, staged) == before  # of what was copied, as often as you like
         scrambled(staged)  # as before
-    fresh = Turns(staged, {}, lambda: None)
-    for row, item in enumerate(staged.plan.rows()):
-        assert item.meta.is_object or fresh.array(row).tobytes() == before[row]
 
 
 def test_parameters_and_other_subclasses() -> None:
@@ -206,7 +196,7 @@ def test_twenty_saves_take_the_memory_of_one(pool: Pool) -> None:
         snapshot.release()
         snapshot.release()
     assert len(arenas) == 1
-    assert pool.held == 32 * MIB
+    assert pool._held() == 32 * MIB
     assert max(sizes) - sizes[0] < 16 * MIB
 
 
@@ -319,7 +309,7 @@ def test_over_the_cap_it_is_written_in_turns(tmp_path: Path, pool: Pool) -> None
         snapshot.settle()  # four pieces are enough, and no more will be taken before this returns
         assert slow.stopped.wait(30)
         scrambled(staged)
-        assert 0 < pool.held <= cap
+        assert 0 < pool._held() <= cap
         snapshot.settle()
         slow.go_on()
         assert result() == before
@@ -396,7 +386,7 @@ def test_a_writer_that_ends_early_lets_settle_return() -> None:
     with pytest.raises(BackendError, match="this save was given up"):
         next(rows)
     with pytest.raises(BackendError, match="this save was given up"):
-        snapshot.source.array(1)
+        taken(snapshot.source, 1)
 
 
 def test_a_writer_that_is_stuck_is_told_and_stopped(pool: Pool) -> None:
@@ -407,7 +397,7 @@ def test_a_writer_that_is_stuck_is_told_and_stopped(pool: Pool) -> None:
     with pytest.raises(BackendError, match="given up"):
         taken(snapshot.source, 0)
     snapshot.settle()
-    assert pool.held == 0
+    assert pool._held() == 0
 
 
 def test_a_row_is_had_once_when_its_memory_is_gone() -> None:

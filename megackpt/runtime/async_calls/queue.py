@@ -9,15 +9,18 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from megackpt import events
 from megackpt.errors import CheckpointingException, RankLost, StorageError
 from megackpt.runtime.async_calls.request import AsyncRequest, Pending
 from megackpt.runtime.async_calls.task import Task
 from megackpt.runtime.async_calls.workers import ThreadWorker, Worker
-from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, attempt
+from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Busy, attempt
 
 logger = logging.getLogger("megackpt.async_calls")
 
@@ -41,6 +44,10 @@ class _Call:
     """When it came to be the oldest one; before that it may have had to wait for another."""
     slowest: tuple[int, int] | None = None
     """The rank that was least far when all ranks looked last, and how far (thousandths)."""
+    looks: int = 0
+    """Of this rank, those included that were refused."""
+    agreed: bool = False
+    """Do all ranks know that all have done their work?"""
 
     @property
     def task(self) -> Task[Any]:
@@ -59,7 +66,8 @@ class _Call:
         if outcome is None:
             told = f"{name}: writing, {self.progress // 10} %" if self.task.todo else f"{name}: under way"
         elif outcome.error is not None:
-            told = f"{name}: failed here ({outcome.error}), which all ranks hear when it is finalized"
+            why = events.told(outcome.error)
+            told = f"{name}: failed here ({why}), which all ranks hear when it is finalized"
         else:
             told = f"{name}: written here"
         if self.slowest is None or self.slowest[1] == ENDED:
@@ -90,17 +98,19 @@ class AsyncCallsQueue:
         self._calls: deque[_Call] = deque()
         self._index = -1
         self._worker: Worker | None = None
+        self._lock = threading.RLock()  # the handler of a signal may come between
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Begin the work of a request, and return its number at once: 0, 1, 2, ... Call it on all ranks alike."""
-        request = AsyncRequest(*async_request).freeze()  # also Megatron's own
-        pending = request.begun(self._process_group)
-        self._index += 1
-        self._calls.append(_Call(self._index, request, pending))
-        _under_way.add(self)
-        if (error := attempt(lambda: self._at_work().start(pending.task)).error) is not None:
-            pending.task.finish(Attempt(None, error))
-        return self._index
+        with self._alone():
+            request = AsyncRequest(*async_request).freeze()  # also Megatron's own
+            pending = request.begun(self._process_group)
+            self._index += 1
+            self._calls.append(_Call(self._index, request, pending))
+            _under_way.add(self)
+            if (error := attempt(lambda: self._at_work().start(pending.task)).error) is not None:
+                pending.task.finish(Attempt(None, error))
+            return self._index
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize, in their order, the requests whose work all ranks have done; returns their numbers.
@@ -110,24 +120,30 @@ class AsyncCallsQueue:
 
         Raises, on all ranks, what went wrong with a request on any; that one is over then, and the next call goes
         on with the next request. Where ranks have lost one another (RankLost), all that were under way are over.
+        While another thread saves or loads over the same ranks it is refused, and nothing has changed.
         """
         finalized: list[int] = []
         lost: RankLost | None = None
-        while self._calls:
-            name = self._calls[0].task.name
-            try:
-                if not self._done(self._calls[0], blocking, no_dist):
-                    break
-                call = self._next()
-                call.request.finalize(call.pending)
-                finalized.append(call.index)
-            except RankLost as error:  # all begun before that is lost, as some ranks know already
-                lost = lost or error
-                lost.add_note(f"{name} was not finalized, and is given up")
-            except CheckpointingException as error:
-                if finalized:
-                    error.add_note(f"this call has finalized before: {finalized}")
-                raise
+        with self._alone():
+            while self._calls:
+                call = self._calls[0]
+                before = call.pending.over  # of one that was scheduled twice
+                try:
+                    if self._done(call, blocking, no_dist) and self._out(call):
+                        call.request.finalize(call.pending)
+                        finalized.append(call.index)
+                    elif call in self._calls:
+                        break
+                except Exception as error:
+                    if call.pending.over == "done" != before:  # a function of the caller's has failed
+                        finalized.append(call.index)
+                    elif isinstance(error, RankLost):  # as is all begun before, as some ranks know already
+                        lost = lost or error
+                        lost.add_note(f"{call.task.name} was not finalized, and is given up")
+                        continue
+                    if finalized:
+                        error.add_note(f"this call has finalized before: {finalized}")
+                    raise
         if lost is not None:
             raise lost
         return finalized
@@ -148,25 +164,42 @@ class AsyncCallsQueue:
 
         What is aborted is no checkpoint, and what stood in its directory before still stands. Ranks that go on with it,
         or with another asynchronous save of this process group that is under way, hear RankLost. Raises the first error
-        of all requests.
+        of all requests. Where it is refused because another thread is at work, nothing is given up: call it again.
         """
         failed: Exception | None = None
-        try:
-            while self._calls and not abort:
-                try:
-                    self.maybe_finalize_async_calls(blocking=True)
-                except RankLost:
-                    raise
-                except Exception as error:  # noqa: BLE001 - raised below, when the others have had their turn
-                    failed = failed or error
-        finally:
-            while self._calls:
-                self._give_up(self._next())
-            worker, self._worker = self._worker, None
-            if worker is not None:
-                worker.close()
+        while self._calls and not abort:
+            try:
+                self.maybe_finalize_async_calls(blocking=True)
+            except Busy as error:
+                raise error from failed
+            except Exception as error:  # noqa: BLE001 - raised below, when the others have had their turn
+                failed = failed or error
+            except BaseException:
+                self._end()
+                raise
+        self._end()
         if failed is not None:
             raise failed
+
+    def _end(self) -> None:
+        while self._calls:
+            self._give_up(self._calls[0])
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        lock = self._lock
+        if not lock.acquire(blocking=False):
+            raise Busy(
+                "another thread is at work with this AsyncCallsQueue: let it finish first, or give each thread a queue "
+                "and a process group of its own (status() and close(abort=True) may be called from any thread)"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _at_work(self) -> Worker:
         if self._worker is None:
@@ -179,27 +212,38 @@ class AsyncCallsQueue:
         return self._worker
 
     def _done(self, call: _Call, blocking: bool, no_dist: bool) -> bool:
-        """Have all ranks done the work of their oldest request?"""
+        """Have all ranks done the work of their oldest request? Then it is this thread's turn to finalize it."""
         pause = _FIRST_PAUSE
-        while True:
+        while call in self._calls:
             self._watch(call)
             try:
-                done = call.progress == ENDED if no_dist else self._all_done(call)
-            except BaseException:  # whoever was lost, this request cannot be finalized any more
-                self._give_up(self._next())
+                call.agreed = call.agreed or (call.progress == ENDED if no_dist else self._all_done(call))
+                if call.agreed:
+                    call.pending.meet()
+            except Busy:  # all is as it was
                 raise
-            if done or not blocking:
-                return done
+            except BaseException as error:  # whoever was lost, this request cannot be finalized any more
+                if not self._give_up(call) and isinstance(error, CheckpointingException):
+                    return False  # a signal's handler did so
+                raise
+            if call.agreed or not blocking:
+                return call.agreed
             began = time.monotonic()
             call.task.wait(pause)
             time.sleep(max(0.0, min(pause, began + pause - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE)
+        return False
 
     def _all_done(self, call: _Call) -> bool:
-        with call.pending.group.resumed(call.pending.mark) as ranks:
-            far, least, opposite = ranks.lowest(
-                [call.progress * _RANKS + ranks.rank, call.index, -call.index]
-            )
+        call.looks += 1
+        far = least = opposite = first = last = 0
+        own = call.index, -call.index, call.looks, -call.looks
+        with call.pending.meet() as ranks:
+            while (
+                first < call.looks and least == -opposite
+            ):  # again for who waits in a look refused to this rank
+                told = ranks.lowest([call.progress * _RANKS + ranks.rank, *own])
+                far, least, opposite, first, last = told
         if least != -opposite:
             raise CheckpointingException(
                 f"Unmatched async calls. The ranks' oldest unfinalized requests are the numbers {least} to "
@@ -207,7 +251,7 @@ class AsyncCallsQueue:
             )
         progress, rank = divmod(far, _RANKS)
         call.slowest = rank, progress
-        return progress == ENDED
+        return progress == ENDED and -last == call.looks
 
     def _watch(self, call: _Call) -> None:
         """Give up work that does not move any more."""
@@ -220,22 +264,28 @@ class AsyncCallsQueue:
             )
             self._at_work().stop(call.task, reason)
 
-    def _next(self) -> _Call:
-        """Take the oldest one out."""
-        call = self._calls.popleft()
+    def _out(self, call: _Call) -> bool:
+        """Take this one out. Was it there?"""
+        try:
+            self._calls.remove(call)
+        except ValueError:
+            return False
         if self._calls:
             self._calls[0].first = time.monotonic()
         else:
             _under_way.discard(self)
-        return call
+        return True
 
-    def _give_up(self, call: _Call) -> None:
+    def _give_up(self, call: _Call) -> bool:
+        """False: somebody else has done so."""
+        if not self._out(call):
+            return False
         try:
             self._at_work().stop(call.task)
-            if call.pending.abandon is not None:
-                call.pending.abandon()
+            call.pending.give_up()
         except Exception:  # there may be others to give up
             logger.exception("%s is given up, but not cleared away: the next save does that", call.task.name)
+        return True
 
 
 def _end_of_process() -> None:
@@ -254,6 +304,7 @@ def _forked() -> None:
     for queue in list(_under_way):
         queue._calls.clear()
         queue._worker = None
+        queue._lock = threading.RLock()
     _under_way.clear()
 
 

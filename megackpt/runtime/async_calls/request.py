@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megackpt.errors import CheckpointingException
 from megackpt.runtime.async_calls.task import Task
-from megackpt.runtime.collectives import Attempt, Group, Mark, attempt, group_over
+from megackpt.runtime.collectives import Attempt, Busy, Group, Mark, attempt, group_over
 
 
 @dataclass(eq=False)
@@ -18,17 +18,53 @@ class Pending:
     """A request on this rank between its first stage and its last; to call it is to do the one between."""
 
     task: Task[Any]
-    group: Group
+    group: Group | None
+    """None when this is over: whoever keeps the request keeps nothing else."""
     mark: Mark
     """When that group began the request."""
+    finish: Callable[[Callable[[], Group]], None] | None = None
+    """The last stage, collective over the group that is given: all ranks hear what became of the task."""
     abandon: Callable[[], None] | None = None
     """Give up what the first stage began. The task has ended by then; no other rank takes part."""
-    heard: bool = False
-    """Does a finalize function tell all ranks what became of the task?"""
     scheduled: bool = False
+    over: str = ""
+    """"done", on all ranks, or "failed"."""
 
     def __call__(self) -> None:
         self.task.run()
+
+    def meet(self) -> Group:
+        """For the ranks to come together once more. Busy: nothing has happened, and this may be tried again."""
+        if self.group is None:
+            raise CheckpointingException(f"{self.task.name}: this save is over, {self.over}, already")
+        return self.group.resumed(self.mark)
+
+    def conclude(self) -> None:
+        """The last stage, collective: a failure of any rank's work is raised on all. Busy as of ``meet``."""
+        met = attempt(self.meet)
+        if self.group is None or isinstance(met.error, Busy):
+            met.get()
+        try:
+            if self.finish is not None:
+                self.finish(met.get)
+            else:
+                with met.get() as group:
+                    group.reduce_broadcast("write", self.task.get, _nothing)
+            self.over = "done"
+        finally:
+            self._end()
+
+    def give_up(self) -> None:
+        """On this rank alone."""
+        try:
+            if self.abandon is not None:
+                self.abandon()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self.over = self.over or "failed"
+        self.group = self.finish = self.abandon = None
 
 
 class AsyncRequest(NamedTuple):
@@ -54,7 +90,7 @@ class AsyncRequest(NamedTuple):
         return self.async_fn.task if isinstance(self.async_fn, Pending) else None
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Call ``fn`` last of all when this is finalized. RuntimeError once it is scheduled."""
+        """Call ``fn`` last of all when this is finalized. RuntimeError once a save is scheduled, or this is frozen."""
         if self.is_frozen or (isinstance(self.async_fn, Pending) and self.async_fn.scheduled):
             raise RuntimeError("this request is scheduled already: add its finalize functions before that")
         self.finalize_fns.append(fn)
@@ -95,12 +131,21 @@ class AsyncRequest(NamedTuple):
         return _Unmeasured(partial(self.async_fn, *args, **self.async_fn_kwargs))
 
     def finalize(self, pending: Pending) -> None:
-        """The last stage, collective: a failure of any rank's work is raised on all."""
-        if not pending.heard:
-            with pending.group.resumed(pending.mark) as group:
-                group.reduce_broadcast("write", pending.task.get, _nothing)
+        """The last stage, collective: a failure of any rank's work is raised on all.
+
+        Where there was none, all functions are called, and the first error of theirs is raised then.
+        """
+        if pending.conclude not in self.finalize_fns:
+            pending.conclude()
+        failed: BaseException | None = None
         for finish in self.finalize_fns:
-            finish()
+            error = attempt(finish).error
+            if error is not None and pending.over != "done":
+                raise error
+            failed = failed or error
+        if failed is not None:
+            failed.add_note(f"{pending.task.name} was done on all ranks before that: a save is committed")
+            raise failed
 
 
 @dataclass(frozen=True)

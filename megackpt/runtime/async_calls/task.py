@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from megackpt.errors import CheckpointingException
 from megackpt.runtime.collectives import Attempt
+from megackpt.runtime.collectives.failures import DEPARTURES
 
 T = TypeVar("T")
 
@@ -60,14 +61,21 @@ class Task(Generic[T]):
         self.moved = time.monotonic()
         return first
 
-    def run(self) -> None:
-        """Do the work on this thread, or wait for whoever does it. Never raises what the work raises."""
+    def run(self, apart: bool = False) -> None:
+        """Do the work on this thread, or wait for whoever does it. Never raises what the work raises.
+
+        ``apart``: the thread is there for this alone, so that what would end a process is a failure like others.
+        """
         if not self.begin():
             self._ended.wait()
             return
         try:
             value = self.work(self.advance)
-        except BaseException as error:  # noqa: BLE001 - torch raises some that are no Exception; told to all ranks
+        except BaseException as raised:  # noqa: BLE001 - torch raises some that are no Exception; told to all ranks
+            error = raised
+            if apart and isinstance(raised, DEPARTURES):
+                error = RuntimeError(f"the thread was told to end: {raised!r}")
+                error.__cause__ = raised
             self.finish(Attempt(None, error))
         else:
             self.finish(Attempt(value))

@@ -8,7 +8,7 @@ from typing import Any
 
 from megackpt.errors import CheckpointingException
 from megackpt.runtime.async_calls.task import Task
-from megackpt.runtime.collectives import Attempt
+from megackpt.runtime.collectives import Attempt, attempt
 
 GRACE = 5.0
 """Seconds that a task which is given up has for coming to a stop by itself."""
@@ -35,7 +35,10 @@ class ThreadWorker(Worker):
     def start(self, task: Task[Any]) -> None:
         if not task.started:
             # A daemon, for a process that ends has nothing to wait for: what was not finalized is no checkpoint.
-            threading.Thread(target=task.run, name=f"megackpt-{task.name}", daemon=True).start()
+            name = f"megackpt-{task.name}"
+            thread = threading.Thread(target=task.run, args=(True,), name=name, daemon=True)
+            if (error := attempt(thread.start).error) is not None:  # the system has none left
+                task.finish(Attempt(None, error))
 
     def stop(self, task: Task[Any], reason: CheckpointingException | None = None) -> None:
         error = task.cancel(reason)

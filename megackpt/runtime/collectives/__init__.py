@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from megackpt.runtime.collectives.failures import Attempt, attempt
 from megackpt.runtime.collectives.gloo import DEFAULT_TIMEOUT, domain_of, group_over
-from megackpt.runtime.collectives.group import Group, Mark, RankGroup, SingleGroup, Streams
+from megackpt.runtime.collectives.group import Busy, Group, Mark, RankGroup, SingleGroup, Streams
 from megackpt.runtime.collectives.streams import Stream
 
 __all__ = [
     "DEFAULT_TIMEOUT",
     "Attempt",
+    "Busy",
     "Group",
     "Mark",
     "RankGroup",

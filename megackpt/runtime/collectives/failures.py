@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 from megackpt.errors import CheckpointingException, RankFailure
+from megackpt.events import told
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class Failure:
     def of(cls, rank: int, error: BaseException) -> Failure:
         """``kind`` is None for an exception that is not ours, or whose class other ranks cannot import."""
         kind = type(error) if isinstance(error, CheckpointingException) and _travels(type(error)) else None
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        text = told(error)
         headline = text if kind else f"{type(error).__name__}: {text}"
         return cls(rank, kind, headline, "".join(traceback.format_exception(error)))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from megackpt.errors import CheckpointingException, RankLost
-from megackpt.runtime.collectives.group import Group, Mark, Packed, RankGroup, SingleGroup
+from megackpt.runtime.collectives.group import Busy, Group, Mark, Packed, RankGroup, SingleGroup
 from megackpt.runtime.collectives.line import Line
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ProcessGroup(RankGroup):
         self._taking = threading.Lock()
         self._thread: int | None = None  # which has begun a save or load
         self._entered = False
-        self._refused: list[bool] = []  # was it to begin a call?
+        self._refused: list[int] = []  # which call was it to go on with? 0: to begin one
         self._since = 0
         self._timeout = DEFAULT_TIMEOUT
 
@@ -135,9 +135,11 @@ class ProcessGroup(RankGroup):
         """Make sure of the connection for one save or load of this thread, or a step of one. Raises RankLost."""
         with self._taking:
             if self._entered or self._thread not in (None, threading.get_ident()):
-                self._refused.append(not since)
-                raise CheckpointingException(BUSY)
-            self._thread, refused, self._refused = threading.get_ident(), self._refused, []
+                self._refused.append(since)
+                raise Busy(BUSY)
+            # Nobody waits in vain for what is done after all.
+            refused = [not call for call in self._refused if not since or call != since]
+            self._thread, self._refused = threading.get_ident(), []
         self._timeout, self._since = timeout, since
         try:
             self._line.open(timeout, refused, since)

@@ -43,6 +43,10 @@ class Mark(NamedTuple):
     timeout: timedelta | None = None
 
 
+class Busy(CheckpointingException):
+    """Another thread of this process is at work over the same ranks. Nothing has been sent."""
+
+
 class Group(ABC):
     """Ranks that save or load together; rank 0 is the coordinator.
 
@@ -74,6 +78,7 @@ class Group(ABC):
         """For a later step of something begun before: enter what this returns. Raises as ``group_over`` does.
 
         RankLost, too, if ranks have lost one another in the call of this mark or since: some of them gave it up then.
+        Until it is entered and left no other thread comes between. A step that was refused (Busy) may be tried again.
         """
         return self
 

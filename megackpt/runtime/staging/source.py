@@ -61,7 +61,7 @@ def in_order(tensor: torch.Tensor) -> bool:
 class Staged:
     """The Source of a save plan's rows.
 
-    Contiguous CPU tensors are handed on as they are, everything else through a bounded buffer (``array``: whole).
+    Contiguous CPU tensors are handed on as they are, everything else through a bounded buffer.
     ``held[i]`` is the tensor of row i of the rank's declarations, or a function that makes an object's blob;
     row i of ``holders`` the box that it fills.
     """
@@ -110,12 +110,6 @@ class Staged:
             buffer = piece_of(size)
             for start in range(0, size, len(buffer)):
                 yield copy_out(value, start, min(start + len(buffer), size), buffer)
-
-    def array(self, row: int) -> NDArray[Any]:
-        value = self.value(row)
-        if isinstance(value, bytes):
-            return np.frombuffer(value, np.uint8)
-        return host_array(plain(value).cpu().contiguous()).reshape(self.plan.row(row).shard.box.shape)
 
 
 def piece_of(size: int) -> NDArray[np.uint8]:

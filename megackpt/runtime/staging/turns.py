@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megackpt.errors import BackendError
-from megackpt.runtime.memory import Lease, shaped
+from megackpt.runtime.memory import Lease
 from megackpt.runtime.staging.copying import copy_rows, padded
 from megackpt.runtime.staging.source import Staged, copy_out, piece_of
 
@@ -64,19 +63,6 @@ class Turns:
             yield piece.data
             if start == length:
                 return
-
-    def array(self, row: int) -> NDArray[Any]:
-        item = self._staged.plan.row(row)
-        if row in self._blobs:
-            return shaped(np.frombuffer(self._blobs[row], np.uint8), item)
-        with self._lock:
-            octets = self._rest(row, 0)
-            if octets is None:
-                octets = np.empty(self._staged.lengths[row], np.uint8)
-                copy_out(self._staged.tensor(row), 0, len(octets), octets)
-                self._took(row, len(octets))
-        self._moved()
-        return shaped(octets, item)
 
     def settle(self, lease: Lease) -> None:
         """Copy all that is left into an arena, which has room for it."""

@@ -241,8 +241,7 @@ class BucketStorage(Storage):
 
     def objects(self, name: str = "") -> dict[str, tuple[int, float]]:
         """All that is below a folder: by name, its size and when it was put. A request tells of a thousand."""
-        prefix = self.key(name) if name else self._prefix
-        above = f"{prefix}/" if prefix else ""
+        prefix, above = self._listed(name)
 
         def request() -> dict[str, tuple[int, float]]:
             found: dict[str, tuple[int, float]] = {}
@@ -255,8 +254,7 @@ class BucketStorage(Storage):
         return self.client.ask("list", self.url(name), request)
 
     def list(self, name: str = "") -> list[str]:
-        prefix = self.key(name) if name else self._prefix
-        above = f"{prefix}/" if prefix else ""
+        prefix, above = self._listed(name)
 
         def request() -> Any:
             return self.client.obstore.list_with_delimiter(self.client.store, prefix or None)
@@ -266,6 +264,11 @@ class BucketStorage(Storage):
         self._check_listed(len(paths))
         # Some tools leave an empty object that is named as the folder itself.
         return sorted({path[len(above) :] for path in paths if path.startswith(above) and path != above})
+
+    def _listed(self, name: str) -> tuple[str, str]:
+        """A folder's key, and how the keys of what is in it begin."""
+        prefix = self.key(name) if name else self._prefix
+        return prefix, f"{prefix}/" if prefix else ""
 
     def _pages(self, prefix: str) -> Iterator[Any]:
         pages = self.client.obstore.list(self.client.store, prefix or None, chunk_size=_PAGE)

@@ -75,6 +75,7 @@ class Client:
         """Do this, again and again if need be. Raises StorageError when that was in vain, and lets through
         FileNotFoundError and what obstore says of objects that are there already or have changed.
         """
+        _refuse_forked()
         refused = self.obstore.exceptions
         for attempt in range(1, TRIES + 1):
             self.traffic.count(1)
@@ -103,10 +104,29 @@ def failure(doing: str, url: str, error: Exception, tries: int = 1) -> StorageEr
     return StorageError(f"cannot {doing} {url}{often}: {told}")
 
 
-@functools.cache
 def pool() -> ThreadPoolExecutor:
     """Threads for requests, each of which is one: nothing in here waits for others in here."""
+    _refuse_forked()
+    return _threads()
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(AT_ONCE, "megackpt-bucket")
+
+
+@functools.cache
+def _asking() -> int:
+    """The process that was the first to ask. Its threads, and obstore's, are in no process that it forks."""
+    return os.getpid()
+
+
+def _refuse_forked() -> None:
+    if _asking() != os.getpid():
+        raise StorageError(
+            f"process {os.getpid()} was forked from one that has used buckets, and cannot use them: start it by "
+            "multiprocessing's 'spawn' or 'forkserver', or fork before the first use"
+        )
 
 
 def endpoint() -> str | None:
@@ -127,7 +147,19 @@ def _obstore() -> ModuleType:
 
 
 def _settings() -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(_SETTINGS)))
+    """What the environment says. Endpoints with a password are refused: obstore and tensorstore would print it."""
+    told = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(_SETTINGS)))
+    spoilt = [name for name, value in told if _names_place(name) and "@" in value]
+    if spoilt:
+        raise StorageError(
+            f"{spoilt[0]} has an '@', and so a user or a password, in it: take them out. Who asks is said by "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or GOOGLE_*, AZURE_*)"
+        )
+    return told
+
+
+def _names_place(setting: str) -> bool:
+    return "ENDPOINT" in setting or "URL" in setting
 
 
 @functools.lru_cache(maxsize=16)
@@ -148,9 +180,7 @@ def _stores(bucket: str, settings: tuple[tuple[str, str], ...]) -> tuple[Store, 
 
 def _store(bucket: str, settings: tuple[tuple[str, str], ...], retries: RetryConfig) -> Store:
     scheme = bucket.partition("://")[0]
-    plain = any(
-        value.startswith("http://") for name, value in settings if "ENDPOINT" in name or "URL" in name
-    )
+    plain = any(value.startswith("http://") for name, value in settings if _names_place(name))
     options: dict[str, Any] = {
         # A part may be large and a link slow; an end that says nothing for a minute is dead.
         "client_options": {"allow_http": plain, "timeout": "10m", "read_timeout": "60s"},

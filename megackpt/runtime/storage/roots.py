@@ -15,9 +15,11 @@ _SPOILT = re.compile(r"(?:s3a?|gs|az|azure|abfss?):/[^/]")
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether this names a place in a bucket rather than a directory."""
-    if not isinstance(place, str) and _SPOILT.match(str(place)):
-        raise StorageError(f"{str(place)!r} was a URL before a pathlib.Path was made of it: give it as text")
+    """Whether this names a place in a bucket rather than a directory. StorageError for what was a URL."""
+    if _SPOILT.match(str(place)):
+        raise StorageError(
+            f"{str(place)!r} was a URL, and a Path has made one slash of two: give it as a str"
+        )
     return isinstance(place, str) and _SCHEME.match(place) is not None
 
 

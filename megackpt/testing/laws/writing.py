@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
 
 from megackpt.errors import BackendError
 from megackpt.planning.box import Box
@@ -188,8 +185,3 @@ class _Failing(MemorySource):
         if row == self.row:
             raise _Lost
         return super().blocks(row)
-
-    def array(self, row: int) -> NDArray[Any]:
-        if row == self.row:
-            raise _Lost
-        return super().array(row)

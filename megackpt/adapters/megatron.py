@@ -1,0 +1,115 @@
+"""Megatron-Core's own declarations as ours, leaf by leaf. Classes are known by module and name: Megatron is not imported.
+
+Sources: ``dist_checkpointing/mapping.py`` of 0.12.3 and 0.16.1. Copies of Megatron under another root count as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import MISSING, fields, replace
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from megackpt.errors import ShardingError
+from megackpt.planning.box import Box
+from megackpt.sharded import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+
+_logger = logging.getLogger(__name__)
+
+_MODULE = ".dist_checkpointing.mapping"
+_OURS: dict[str, Any] = {kind.__name__: kind for kind in (ShardedTensor, ShardedObject, ShardedTensorFactory)}
+
+
+def native(leaf: Any) -> Any:
+    """One of Megatron's declarations as one of ours, of the same tensor or object; any other leaf as it is.
+
+    What a factory builds is left as it is. A flattened one, as up to 0.15 optimizers declare, becomes a factory of
+    the boxes that it fills, or is no shard where it is empty.
+    Raises ShardingError for a class that lacks fields which ours cannot do without, and for impossible ranges.
+    """
+    translate = _translation(type(leaf))
+    return leaf if translate is None else translate(leaf)
+
+
+@lru_cache(maxsize=1024)
+def _translation(kind: type) -> Callable[[Any], Any] | None:
+    """What makes one of ours of an instance of this class; None where it is none of Megatron's."""
+    base = next((b for b in kind.__mro__ if f".{b.__module__}".endswith(_MODULE)), None)
+    if base is None:
+        return None
+    if base.__name__ == "LocalNonpersistentObject":
+        return lambda leaf: LocalNonpersistentObject(leaf.unwrap())
+    if base.__name__ not in _OURS:
+        return None
+    ours = _OURS[base.__name__]
+    names = _fields(base, ours)
+    values = attrgetter(*names)
+
+    def translate(leaf: Any) -> Any:
+        shard = ours(**dict(zip(names, values(leaf), strict=True)))
+        flat = ours is ShardedTensor and shard.flattened_range is not None
+        return _unflattened(shard) if flat else shard
+
+    return translate
+
+
+def _fields(theirs: type, ours: type) -> list[str]:
+    """The fields that both classes have. Warns of those that are theirs alone: once, for the caller keeps what it gets."""
+    named = f"{theirs.__module__}.{theirs.__name__}"
+    there, here = getattr(theirs, "__dataclass_fields__", {}), fields(ours)
+    lacking = [f.name for f in here if f.default is MISSING and f.name not in there]
+    if lacking:
+        raise ShardingError(
+            f"{named} has no {', '.join(lacking)}: this version of Megatron-Core is unknown; declare the state with "
+            f"megackpt.{ours.__name__}"
+        )
+    unknown = [name for name in there if name not in {f.name for f in here}]
+    if unknown:
+        _logger.warning(
+            "%s has fields that megackpt does not know and does not look at: %s. What they ask for is not done.",
+            named,
+            ", ".join(unknown),
+        )
+    return [f.name for f in here if f.name in there]
+
+
+def _unflattened(run: ShardedTensor) -> ShardedTensorFactory | LocalNonpersistentObject:
+    """A run of elements of a local tensor, in C order: the boxes of the tensor that they fill, views of the same data."""
+    span, data = run.flattened_range or slice(0, 0), run.data
+    cell = Box(tuple(run.global_offset)[run.prepend_axis_num :], tuple(run.local_shape))
+    length = span.stop - span.start
+    if not 0 <= span.start <= span.stop <= cell.volume or (data is not None and data.shape != (length,)):
+        held = None if data is None else tuple(data.shape)
+        raise ShardingError(
+            f"{run.key!r}: flattened_range {span.start}:{span.stop} does not fit data of the shape {held} in a tensor "
+            f"of {cell.volume} elements"
+        )
+    if not length:
+        return LocalNonpersistentObject(data)
+
+    def build(key: str, data: Any, replica_id: Any, _: slice | None) -> list[ShardedTensor]:
+        boxes = list(cell.runs(span.start, span.stop))
+        pieces = [None] * len(boxes) if data is None else data.split([box.volume for box in boxes])
+        before = tuple(run.global_offset)[: run.prepend_axis_num]
+        return [
+            replace(
+                run,
+                key=key,
+                data=None if piece is None else piece.view(box.shape),
+                local_shape=box.shape,
+                global_offset=(*before, *box.offset),
+                axis_fragmentations=None,
+                replica_id=replica_id,
+                flattened_range=None,
+            )
+            for box, piece in zip(boxes, pieces, strict=True)
+        ]
+
+    def merge(pieces: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([p.reshape(-1) for p in pieces]) if data is None or data.is_meta else data
+
+    return ShardedTensorFactory(run.key, data, build, merge, run.replica_id)
