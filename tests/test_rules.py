@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 PLACES = {
     "torch.distributed.checkpoint": ("dcp/", "backends/torch_dist", "megatron/"),
     "torch.distributed.tensor": ("adapters/dtensor",),
+    "torch.distributed.device_mesh": ("adapters/dtensor",),
 }
 # What others may ask: who is there. What they may not: talk.
 QUESTIONS = ("ProcessGroup", "get_rank", "get_world_size", "is_initialized", "is_available")

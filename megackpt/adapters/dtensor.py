@@ -1,0 +1,226 @@
+"""What FSDP2, HSDP and tensor-parallel models hold: their DTensors, declared as shards by mesh and placements.
+
+Nothing is asked of other ranks. Keys are those of torch DCP: names joined by ".".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from megackpt import tree
+from megackpt.errors import ShardingError
+from megackpt.sharded import (
+    FactoryBuildFn,
+    FactoryMergeFn,
+    LocalNonpersistentObject,
+    ReplicaId,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+Run = tuple[int, int]  # start and length, along one axis of the whole tensor
+
+DECLARED = (ShardedBase, LocalNonpersistentObject)
+REPLICATED = ("nothing", "tensors", "all")
+
+
+def sharded(
+    state_dict: dict[Any, Any],
+    prefix: str = "",
+    *,
+    replicated: str = "tensors",
+    among: DeviceMesh | Iterable[int] | None = None,
+) -> ShardedStateDict:
+    """Declare a state dict: of a model, an optimizer, or both, nested as you like. It is not changed.
+
+    ``save`` takes the result. ``load`` fills the local tensors of its DTensors in place and returns a state
+    dict of the same DTensors, for ``set_model_state_dict`` and its relatives. What is declared already stays.
+
+    Args:
+        prefix: stands before every key.
+        replicated: what, of all that is no DTensor, is stored under a key of its own, from one of the ranks that
+            hold it: "tensors" (the rest is common state, of which rank 0's is kept), "all" (as torch DCP stores
+            it: then DCP finds every key it would have written), or "nothing".
+        among: the ranks that hold this state, each key a piece or a copy, or their mesh; None = all ranks. Of a
+            pipeline, the ranks of this stage.
+
+    Raises ShardingError here for arguments that are none; ``save`` and ``load`` raise it on all ranks for DTensors
+    that cannot be stored: Partial ones, and local tensors that are not what the placements say.
+    """
+    if not isinstance(state_dict, dict):
+        raise ShardingError(f"a state dict is expected, not a {type(state_dict).__name__}")
+    if replicated not in REPLICATED:
+        raise ShardingError(f"replicated is one of {REPLICATED}, not {replicated!r}")
+    rank, holders = _ranks(among)
+    copy = holders.index(rank) if rank in holders else len(holders)
+    result: ShardedStateDict = tree.copied(state_dict)
+    copies: dict[DeviceMesh, int] = {}  # which one of those on equal meshes this is: 0 on the first holder's
+    todo: list[tuple[str, Any]] = [(prefix, result)]
+    while todo:
+        above, branch = todo.pop()
+        for name, leaf in list(tree.items(branch)):
+            key = f"{above}{name}"
+            if tree.is_branch(leaf) and not _is_value(leaf):
+                todo.append((f"{key}.", leaf))
+            elif isinstance(leaf, DTensor):
+                mesh = leaf.device_mesh
+                if mesh not in copies:
+                    copies[mesh] = 0 if holders[0] in mesh.mesh else copy
+                branch[name] = ShardedDTensor(key, leaf, (copies[mesh], _copy(leaf)))
+            elif isinstance(leaf, torch.Tensor) and replicated != "nothing":
+                branch[name] = ShardedTensor.from_rank_offsets(key, leaf, replica_id=copy)
+            elif replicated == "all" and not isinstance(leaf, DECLARED):
+                branch[name] = ShardedObject(key, leaf, (), (), copy)
+    return result
+
+
+def _ranks(among: DeviceMesh | Iterable[int] | None) -> tuple[int, list[int]]:
+    """This rank, and all that hold the state, in order."""
+    alone = not (dist.is_available() and dist.is_initialized())
+    rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    if isinstance(among, DeviceMesh):
+        among = among.mesh.flatten().tolist()
+    holders = sorted(range(world) if among is None else among)
+    if not holders:
+        raise ShardingError("`among` names no ranks")
+    return rank, holders
+
+
+def _is_value(node: Any) -> bool:
+    """A list without tensors and dicts, which torch DCP stores as one object."""
+    return isinstance(node, list) and all(
+        _is_value(x) if isinstance(x, list) else not isinstance(x, (dict, torch.Tensor, *DECLARED))
+        for x in node
+    )
+
+
+def _copy(tensor: DTensor) -> int:
+    """Number of this copy among those of the mesh."""
+    mesh, number = tensor.device_mesh, 0
+    for size, place, placement in zip(
+        mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=False
+    ):
+        number = number * size + place if isinstance(placement, Replicate) else number
+    return number
+
+
+@dataclass
+class ShardedDTensor(ShardedTensorFactory):
+    """A DTensor, stored as the boxes that this rank holds of it; loaded, it is the DTensor itself again."""
+
+    build_fn: FactoryBuildFn = field(init=False, repr=False)
+    merge_fn: FactoryMergeFn = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        data = self.data
+        self.build_fn, self.merge_fn = pieces, lambda _: data  # which was filled in place
+
+
+def pieces(key: str, tensor: DTensor, replica_id: ReplicaId, _: slice | None = None) -> Any:
+    """The boxes of a DTensor on this rank as ShardedTensors, views of its local tensor.
+
+    A box each, but where several placements cut one axis there may be more. Of a mesh that this rank is not part
+    of it holds nothing, and keeps what it has.
+    """
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    if place is None:
+        return LocalNonpersistentObject(tensor)
+    try:
+        axes = runs(tuple(tensor.shape), tuple(mesh.shape), tuple(place), tensor.placements)
+    except ShardingError as error:
+        raise ShardingError(f"{key!r}: {error}") from error
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    expected = tuple(sum(length for _, length in axis) for axis in axes)
+    if tuple(local.shape) != expected:
+        raise ShardingError(
+            f"{key!r}: the local tensor of shape {tuple(local.shape)} is not the piece of {tuple(tensor.shape)} that "
+            f"{tensor.placements} give the rank at {tuple(place)} of a mesh of {tuple(mesh.shape)}, {expected}: nobody "
+            "can tell where it lies. Distribute it as torch does (distribute_tensor), or declare its parts yourself"
+        )
+    if local.is_meta:
+        raise ShardingError(
+            f"{key!r} is on the meta device: materialise it first, by module.to_empty(device=...)"
+        )
+    return [_piece(key, tensor, replica_id, local, box) for box in product(*map(_placed, axes))]
+
+
+def _placed(axis: list[Run]) -> list[tuple[int, int, int]]:
+    """(start in the whole, start in the local tensor, length) of each run."""
+    at, placed = 0, []
+    for start, length in axis:
+        placed.append((start, at, length))
+        at += length
+    return placed
+
+
+def _piece(
+    key: str, tensor: DTensor, replica_id: ReplicaId, local: torch.Tensor, box: Sequence[tuple[int, int, int]]
+) -> ShardedTensor:
+    data = local
+    for axis, (_, at, length) in enumerate(box):
+        data = data.narrow(axis, at, length)
+    offset = tuple(start for start, _, _ in box)
+    return ShardedTensor(
+        key, data, data.dtype, tuple(data.shape), tuple(tensor.shape), offset, None, replica_id
+    )
+
+
+@lru_cache(maxsize=4096)
+def runs(
+    shape: tuple[int, ...], mesh: tuple[int, ...], place: tuple[int, ...], placements: tuple[Placement, ...]
+) -> list[list[Run]]:
+    """For each axis of a tensor the runs of indices that the rank at ``place`` of the mesh holds; at least one.
+
+    As torch lays it out: the dimensions of the mesh cut one after the other, each what those before it have left,
+    into pieces of one size with the smaller one and the empty ones at the end; a strided shard is one piece of each
+    of ``split_factor`` such pieces. Raises ShardingError for placements that are no place.
+    """
+    axes = [[(0, size)] for size in shape]
+    for dim, (count, number, placement) in enumerate(zip(mesh, place, placements, strict=True)):
+        if isinstance(placement, (Shard, _StridedShard)):
+            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            axes[placement.dim] = _cut(axes[placement.dim], factor, count, number)
+        elif not isinstance(placement, Replicate):
+            raise ShardingError(
+                f"it is {placement!r} over dimension {dim} of its mesh: what ranks hold of it are not yet its values. "
+                "Redistribute it first: tensor.redistribute(placements=...), with Shard or Replicate there"
+            )
+    return axes
+
+
+def _cut(held: list[Run], factor: int, count: int, number: int) -> list[Run]:
+    """Of the indices held, piece ``number`` of ``count`` of each of ``factor`` pieces."""
+    taken: list[Run] = []
+    size = sum(length for _, length in held)
+    for part in range(factor):
+        start, stop = _chunk(size, factor, part)
+        low, high = (start + end for end in _chunk(stop - start, count, number))
+        for begin, length in held:
+            first, last = max(low, 0), min(high, length)
+            if first < last and taken and sum(taken[-1]) == begin + first:
+                taken[-1] = (taken[-1][0], taken[-1][1] + last - first)
+            elif first < last:
+                taken.append((begin + first, last - first))
+            low, high = low - length, high - length
+    return taken or [(0, 0)]
+
+
+def _chunk(size: int, count: int, number: int) -> Run:
+    """Where piece ``number`` begins and where it ends, as torch.chunk cuts."""
+    step = -(-size // count)
+    return min(step * number, size), min(step * number + step, size)
