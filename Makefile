@@ -9,7 +9,7 @@ MARKED := campaign slow strace browser megatron transformers root
 EMPTY :=
 EXPRESSION := not ($(subst $(EMPTY) , or ,$(MARKED)))
 
-.PHONY: help demo test check campaign faults bench lint types layers cover peers system clean
+.PHONY: help demo test check campaign faults bench lint types layers reference cover peers system clean
 .NOTPARALLEL:
 
 help:
@@ -19,7 +19,7 @@ help:
 	@echo "make campaign    the long tests: conversions killed at every step, memory of every pair of formats"
 	@echo "make faults  saves killed at every system call, power cuts, flipped bits, failing ranks and disks: the figures"
 	@echo "make bench   speed beside the plain-I/O limit and the peers"
-	@echo "also: lint, types, layers, cover, peers, clean"
+	@echo "also: lint, types, layers, reference (the API, from docstrings), cover, peers, clean"
 
 $(READY): setup.cfg pyproject.toml .constraints.txt
 	@echo "setting up .venv (the first time this downloads some hundred megabytes)"
@@ -52,7 +52,7 @@ demo: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest -m '$(EXPRESSION)'
 
-check: lint types layers peers system
+check: lint types layers reference peers system
 	@$(BIN)/python -m pytest -m 'not campaign'
 
 campaign: peers
@@ -73,6 +73,9 @@ types: $(READY)
 
 layers: $(READY)
 	@$(BIN)/lint-imports --config setup.cfg
+
+reference: $(READY)
+	@$(BIN)/python tools/reference.py
 
 cover: $(READY)
 	@$(BIN)/coverage run -m pytest -m '$(EXPRESSION)'

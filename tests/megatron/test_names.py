@@ -1,0 +1,192 @@
+"""Every name that programs import from Megatron is where they look for it, or is refused by a sentence."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import megatron
+from megackpt.megatron.installing import MODULES, unoffered
+from megackpt.megatron.refused import REFUSED
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = ROOT / "megackpt" / "megatron"
+GUIDE = (ROOT / "docs" / "from-megatron.md").read_text(encoding="utf-8")
+
+IMPORTED = {
+    "": "ShardedTensor save load load_common_state_dict load_content_metadata load_plain_tensors "
+    "remove_sharded_tensors check_is_distributed_checkpoint ShardedObject LocalNonpersistentObject "
+    "load_tensors_metadata",
+    ".core": "CheckpointingException maybe_load_config CheckpointingConfig CONFIG_FNAME",
+    ".dict_utils": "dict_list_map_outplace diff map_reduce merge nested_values extract_matching_values",
+    ".mapping": "LocalNonpersistentObject ReplicaId ShardedBase ShardedObject ShardedStateDict ShardedTensor "
+    "ShardedTensorFactory StateDict apply_factories apply_factory_merges is_main_replica CommonStateDict",
+    ".optimizer": "KEEP_VARS_HINT get_param_id_to_sharded_param_map make_sharded_optimizer_tensor "
+    "optim_state_to_sharding_state get_optim_param_to_id_map",
+    ".serialization": "get_default_load_sharded_strategy get_default_save_sharded_strategy load_sharded_metadata "
+    "load_tensors_metadata get_default_save_common_strategy CkptShardedMetadata save load",
+    ".strategies.base": "LoadShardedStrategy SaveShardedStrategy StrategyAction get_default_strategy "
+    "AsyncSaveShardedStrategy register_default_strategy default_strategies async_calls",
+    ".strategies.async_utils": "AsyncCallsQueue AsyncRequest",
+    ".strategies.checkpointable": "CheckpointableShardedTensor LocalShardsContainer",
+    ".strategies.fully_parallel": "FullyParallelLoadStrategyWrapper FullyParallelSaveStrategyWrapper",
+    ".strategies.torch": "TorchDistSaveShardedStrategy TorchDistLoadShardedStrategy MCoreMetadata MCoreSavePlan",
+    ".strategies.state_dict_saver": "save_state_dict_async_plan verify_global_md_reuse "
+    "save_state_dict_async_finalize",
+    ".strategies.filesystem_async": "FileSystemWriterAsync",
+    ".strategies.cached_metadata_filesystem_reader": "CachedMetadataFileSystemReader",
+    ".strategies.zarr": "ZarrSaveShardedStrategy ZarrLoadShardedStrategy",
+    ".strategies.tensorstore": "TensorStoreLoadShardedStrategy",
+    ".strategies.two_stage": "TwoStageDataParallelLoadShardedStrategy",
+    ".tensor_aware_state_dict": "MCoreTensorAwareStateDict",
+    ".validation": "StrictHandling parse_strict_flag",
+    ".utils": "add_prefix_for_sharding apply_prefix_mapping replace_prefix_for_sharding extract_nonpersistent "
+    "extract_sharded_tensors extract_sharded_tensors_and_factories extract_sharded_base zip_strict "
+    "_clean_metadata_for_serialization _sharded_tensor_shard_id _sharded_object_id",
+}
+
+MAIN = {
+    ".serialization.load": "sharded_state_dict checkpoint_dir sharded_strategy validate_access_integrity strict "
+    "verify_integrity process_group",
+    ".serialization.save": "sharded_state_dict checkpoint_dir sharded_strategy validate_access_integrity "
+    "async_sharded_save preprocess_common_before_consistancy_check content_metadata async_strategy "
+    "verify_integrity",
+    ".serialization.load_common_state_dict": "checkpoint_dir",
+    ".serialization.load_sharded_metadata": "checkpoint_dir sharded_strategy",
+    ".serialization.load_tensors_metadata": "checkpoint_dir sharded_strategy",
+    ".serialization.load_plain_tensors": "checkpoint_dir",
+    ".serialization.load_content_metadata": "checkpoint_dir preloaded_state_dict",
+    ".serialization.remove_sharded_tensors": "checkpoint_dir key_prefix",
+    ".serialization.get_default_save_sharded_strategy": "backend version",
+    ".serialization.get_default_load_sharded_strategy": "checkpoint_dir",
+    ".strategies.torch.TorchDistSaveShardedStrategy": "backend version keep_only_main_replica thread_count "
+    "cached_metadata separation_hint cpu_shm_mode",
+    ".strategies.torch.TorchDistLoadShardedStrategy": "cache_metadata checkpoint_name",
+    ".strategies.torch.TorchDistSaveShardedStrategy.save": "sharded_state_dict checkpoint_dir async_strategy",
+    ".strategies.torch.TorchDistSaveShardedStrategy.async_save": "sharded_state_dict checkpoint_dir "
+    "async_strategy",
+    ".strategies.torch.TorchDistLoadShardedStrategy.load": "sharded_state_dict checkpoint_dir async_strategy",
+    ".strategies.fully_parallel.FullyParallelSaveStrategyWrapper": "strategy parallelization_group "
+    "do_cache_distribution validate_access_integrity pg_cache_path pg_cache_create",
+    ".strategies.fully_parallel.FullyParallelLoadStrategyWrapper": "strategy parallelization_group "
+    "do_cache_distribution exchange_algo validate_access_integrity pg_cache_path pg_cache_create "
+    "per_rank_object_load",
+    ".strategies.state_dict_saver.save_state_dict_async_plan": "state_dict storage_writer process_group "
+    "coordinator_rank planner cached_ckpt_structure loaded_all_plans",
+    ".validation.verify_checkpoint": "checkpoint_dir",
+    ".strategies.common.load_common": "checkpoint_dir",
+}
+"""Calls as Megatron-Core's main branch of August 2026 makes them (the arguments that are known)."""
+
+
+def found(path: str) -> Any:
+    module = max((m for m in MODULES if path == m or path.startswith(f"{m}.")), key=len)
+    value: Any = import_module(f"megackpt.megatron{module}")
+    for name in filter(None, path.removeprefix(module).split(".")):
+        value = getattr(value, name)
+    return value
+
+
+def test_every_file_is_a_module_that_install_knows() -> None:
+    inside = (path.relative_to(FOLDER).with_suffix("").parts for path in FOLDER.rglob("*.py"))
+    named = {"".join(f".{part}" for part in parts if part != "__init__") for parts in inside}
+    assert named - {".installing", ".refused"} == set(MODULES)
+
+
+@pytest.mark.parametrize("module", IMPORTED)
+def test_what_programs_import_is_there(module: str) -> None:
+    for name in IMPORTED[module].split():
+        assert found(f"{module}.{name}") is not None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_are_attributes_of_their_packages(module: str) -> None:
+    assert found(module) is import_module(f"megackpt.megatron{module}")
+
+
+def test_names_that_are_nowhere() -> None:
+    for module in ("", ".strategies", ".utils"):
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            found(f"{module}.nothing")
+
+
+def test_aliases_are_the_same_objects() -> None:
+    assert megatron.ShardedTensor is megackpt.ShardedTensor
+    assert found(".mapping.ShardedTensorFactory") is megackpt.ShardedTensorFactory
+    assert found(".core.CheckpointingException") is megackpt.CheckpointingException
+    assert found(".strategies.async_utils.AsyncCallsQueue") is megackpt.AsyncCallsQueue
+    assert found(".validation.StrictHandling") is megackpt.StrictHandling
+
+
+@pytest.mark.parametrize("path", MAIN)
+def test_signatures_of_the_main_branch_are_taken(path: str) -> None:
+    inspect.signature(found(path)).bind_partial(**dict.fromkeys(MAIN[path].split()))
+
+
+@pytest.mark.megatron
+def test_nothing_of_0_16_is_missing() -> None:
+    assert unoffered(ROOT / ".peers" / "megatron" / "core" / "dist_checkpointing") == []
+
+
+@pytest.mark.megatron
+def test_what_0_12_has_besides() -> None:
+    told = unoffered(ROOT / ".peers" / "mcore-0.12.3" / "megatron" / "core" / "dist_checkpointing")
+    assert "strategies.zarr.pad_to_expected_shape" in told
+    assert all(name.startswith("strategies.") for name in told), told
+
+
+@pytest.mark.parametrize(("module", "name"), REFUSED)
+def test_what_is_refused_imports_and_says_why(module: str, name: str) -> None:
+    refused = found(f".{module}.{name}")
+    assert refused is found(f".{module}.{name}")
+    assert not isinstance(7, refused)
+    told = rf"^{re.escape(module)}\.{name} is not offered by megackpt: {re.escape(REFUSED[module, name])}$"
+    with pytest.raises(megackpt.CheckpointingException, match=told):
+        refused(1, a=2)
+    with pytest.raises(megackpt.CheckpointingException, match=told):
+        refused.from_state_dict({})
+
+
+def test_the_documentation_lists_what_is_refused() -> None:
+    section = GUIDE.partition("### Refused")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*?) \|", section, re.MULTILINE)
+    assert {(module, name) for module, names in rows for name in re.findall(r"`(\w+)`", names)} == set(
+        REFUSED
+    )
+
+
+def test_parts_of_a_state() -> None:
+    tensor = megackpt.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 1, 2))
+    factory = megackpt.ShardedTensorFactory("f", torch.ones(2), lambda *_: [], lambda x: x)
+    thing, local = megackpt.ShardedObject("o", 1, (1,), (0,)), megackpt.LocalNonpersistentObject(3)
+    state = {"a": {"w": tensor, "f": factory}, "o": thing, "l": local, "n": 1}
+    utils = found(".utils")
+    assert utils.extract_sharded_tensors(state) == (
+        {"a": {"w": tensor}},
+        {"a": {"f": factory}, "o": thing, "l": local, "n": 1},
+    )
+    assert utils.extract_sharded_tensors_and_factories(state)[0] == {"a": {"w": tensor, "f": factory}}
+    assert utils.extract_sharded_base(state)[1] == {"l": local, "n": 1}
+    assert utils.extract_nonpersistent(state)[0] == {"l": local}
+    assert utils.extract_sharded_tensors_or_nonpersistent(state)[1] == {"o": thing, "n": 1}
+    assert utils._sharded_tensor_shard_id(tensor) == ("w", (2,), None)
+    assert utils._sharded_object_id(thing) == ("o", (0,), (1,))
+    assert utils._clean_metadata_for_serialization({"dp_cp_group": object(), "a": 1}) == {"a": 1}
+    with pytest.raises(ValueError, match="shorter"):
+        list(utils.zip_strict([1, 2], [3]))
+
+
+def test_state_named_by_one_word_is_excluded() -> None:
+    """As Megatron's optimizers do: exclude_keys="step"."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    param = megackpt.ShardedTensor.from_rank_offsets("w", weight)
+    given = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}}, "param_groups": []}
+    made = found(".optimizer.optim_state_to_sharding_state")(given, {0: param}, exclude_keys="step")
+    assert list(made["state"][0]) == ["exp_avg"]

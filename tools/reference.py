@@ -1,0 +1,67 @@
+"""Makes the API reference from the docstrings: HTML, one page for each public module. A warning is an error.
+
+    python tools/reference.py [build/reference]
+"""
+
+from __future__ import annotations
+
+import sys
+import typing
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import pdoc
+import pdoc.render
+
+import megackpt
+
+PUBLIC = (
+    "megackpt",
+    "megackpt.adapters.dtensor",
+    "megackpt.adapters.huggingface",
+    "megackpt.adapters.modules",
+    "megackpt.adapters.optimizer",
+    "megackpt.backends.base",
+    "megackpt.dcp",
+    "megackpt.errors",
+    "megackpt.manager",
+    "megackpt.megatron.installing",
+    "megackpt.testing",
+)
+
+
+def main() -> int:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/reference")
+    for module in map(import_module, PUBLIC):
+        found = {name: getattr(module, name) for name in getattr(module, "__all__", ())}
+        vars(module).update(found)  # those, too, that are fetched on first use
+        for made in found.values():
+            if isinstance(made, type) and issubclass(made, tuple):  # its own module knows its annotations
+                made.__new__.__annotations__ = typing.get_type_hints(made)
+    pdoc.render.configure(docformat="google", show_source=False, footer_text=f"megackpt {megackpt.__version__}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pdoc.pdoc(*PUBLIC, output_directory=folder)
+    bare = [f"{name}.{member}" for name in PUBLIC for member in undocumented(name)]
+    if bare:
+        print("no docstring:", *bare, sep="\n  ", file=sys.stderr)
+        return 1
+    pages = len(list(folder.rglob("*.html")))
+    print(f"{folder}/index.html: {pages} pages")
+    return 0
+
+
+def undocumented(name: str) -> list[str]:
+    """Public classes and functions of a module without a docstring of their own."""
+    module = pdoc.doc.Module(import_module(name))
+    return [
+        member.name
+        for member in module.own_members
+        if isinstance(member, (pdoc.doc.Class, pdoc.doc.Function)) and not member.docstring
+        if not member.name.startswith("_")
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
