@@ -8,7 +8,7 @@ groups (anything with ``rank()`` and ``size()``) or a ParallelLayout, which answ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -102,6 +102,21 @@ class ParallelLayout:
     @property
     def dp_cp_size(self) -> int:
         return self.dp_size * self.cp_size
+
+    @property
+    def experts(self) -> ParallelLayout:
+        """This rank's place as its expert layers see it: etp where others have tp, edp where they have cp and dp."""
+        return replace(
+            self,
+            tp_rank=self.etp_rank,
+            tp_size=self.etp_size,
+            cp_rank=0,
+            cp_size=1,
+            dp_rank=self.edp_rank,
+            dp_size=self.edp_size,
+            tp_group=None,
+            dp_cp_group=None,
+        )
 
 
 GroupOrLayout = ProcessGroupLike | ParallelLayout | None

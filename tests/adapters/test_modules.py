@@ -64,6 +64,18 @@ def test_layout_is_megatrons_rank_order():
     assert ParallelLayout() == ParallelLayout.of(0)
 
 
+def test_expert_layers_have_a_layout_of_their_own():
+    places = [ParallelLayout.of(r, tp=2, cp=2, dp=2, pp=2, ep=2, etp=1).experts for r in range(16)]
+    assert [(x.tp_rank, x.tp_size, x.ep_rank, x.ep_size) for x in places[:3]] == [
+        (0, 1, 0, 2),
+        (0, 1, 1, 2),
+        (0, 1, 0, 2),
+    ]
+    assert [x.dp_cp_rank for x in places[:8]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (places[0].dp_cp_size, places[8].pp_rank, places[8].pp_size) == (4, 1, 2)
+    assert places[5].experts == places[5]
+
+
 def test_layouts_that_do_not_fit():
     with pytest.raises(ShardingError, match="rank 4 is not in a world of tp=2 x cp=1 x dp=2 x pp=1"):
         ParallelLayout.of(4, tp=2, dp=2)

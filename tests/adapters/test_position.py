@@ -1,0 +1,157 @@
+"""Where a run stands in its data: whole passes over any history of ranks, batches, crashes and resumes."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.utils.data import DataLoader
+
+import megackpt
+from megackpt.adapters.position import DataPosition
+from megackpt.errors import MismatchError, ShardingError
+from megackpt.testing import ThreadedGroup
+
+
+class Job(NamedTuple):
+    """One start of a run: its ranks, its steps until its last save, and those that it lost when it died."""
+
+    dp: int
+    batch: int
+    kept: int
+    lost: int
+
+
+small = st.integers(0, 4)
+jobs = st.lists(st.builds(Job, st.integers(1, 4), st.integers(1, 4), small, small), min_size=1, max_size=5)
+sizes, seeds = st.integers(1, 30), st.none() | st.integers(-3, 2**70)
+
+
+def check(samples: int, seed: int | None, row: list[int]) -> None:
+    """Is it one whole pass after another, and the beginning of the last; the same as of a run that never stopped?"""
+    for start in range(0, len(row), samples):
+        one = row[start : start + samples]
+        assert len(set(one)) == len(one)
+        assert set(one) == set(range(samples)) or start + samples > len(row)
+    assert not row or row == next(DataPosition(samples, seed).batches(len(row)))
+
+
+@settings(max_examples=60)
+@given(samples=sizes, seed=seeds, history=jobs)
+def test_any_history_sees_one_pass_after_another(samples: int, seed: int | None, history: list[Job]) -> None:
+    row: list[int] = []  # what the model in the newest checkpoint was trained on
+    state = DataPosition(samples, seed).state_dict()
+    for job in history:
+        position = DataPosition(samples, seed)
+        position.load_state_dict(state)
+        ranks = [position.batches(job.batch, rank, job.dp) for rank in range(job.dp)]
+        for step in range(job.kept + job.lost):
+            together = [index for rank in ranks for index in next(rank)]
+            assert len(together) == job.batch * job.dp
+            if step < job.kept:
+                row += together
+                position.consumed_samples += len(together)
+        state = position.state_dict()
+    check(samples, seed, row)
+
+
+@settings(max_examples=8)
+@given(samples=sizes, seed=seeds, history=jobs)
+def test_so_it_does_through_checkpoints_of_real_jobs(
+    samples: int, seed: int | None, history: list[Job]
+) -> None:
+    row: list[int] = []
+
+    def run(group: ThreadedGroup) -> list[list[int]]:
+        position = DataPosition(samples, seed)
+        if megackpt.check_is_distributed_checkpoint(folder):
+            position.load_state_dict(megackpt.load({}, folder, process_group=group)["data"])
+        batches = position.batches(job.batch, group.rank, group.size)
+        seen = list(islice(batches, job.kept))
+        position.consumed_samples += job.kept * job.batch * job.dp
+        megackpt.save({"data": position.state_dict()}, folder, process_group=group)
+        next(batches)  # trained on, and lost: the job dies before its next save
+        return seen
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "ckpt"
+        for job in history:
+            ranks = ThreadedGroup.run(job.dp, run)
+            row += [index for step in zip(*ranks, strict=True) for batch in step for index in batch]
+    check(samples, seed, row)
+
+
+@settings(max_examples=50)
+@given(samples=st.integers(1, 3000), seed=seeds, number=st.integers(0, 10**9))
+def test_each_pass_is_a_permutation(samples: int, seed: int | None, number: int) -> None:
+    one = next(DataPosition(samples, seed, number * samples).batches(samples))
+    assert sorted(one) == list(range(samples))
+    assert (one == sorted(one)) == (seed is None) or samples < 30
+
+
+def test_passes_and_seeds_have_orders_of_their_own() -> None:
+    n = 1000
+    orders = [tuple(next(DataPosition(n, seed, k * n).batches(n))) for seed in (0, 1, -1) for k in (0, 1, 2)]
+    assert len(set(orders)) == len(orders)
+    for order in orders:  # a third of the length is what random places are apart; all in place would be 0
+        assert 0.3 < sum(abs(i - place) for i, place in enumerate(order)) / n**2 < 0.37
+
+
+def test_the_order_of_a_seed_never_changes() -> None:
+    """A run that goes on with a newer megackpt would lose samples, and see others twice."""
+    assert next(DataPosition(10).batches(20)) == [
+        *(7, 4, 3, 5, 6, 2, 9, 8, 1, 0),
+        *(4, 7, 2, 9, 6, 0, 1, 5, 8, 3),
+    ]
+    assert next(DataPosition(1_000_003, 5, 10**12).batches(4)) == [126148, 789981, 79239, 342161]
+
+
+def test_loaders_that_draw_ahead_move_nothing() -> None:
+    position, seen = DataPosition(50), []
+    for steps, batch in ((3, 4), (2, 8), (3, 5)):
+        ahead = {"num_workers": 1, "prefetch_factor": 4}
+        loader = DataLoader(torch.arange(50), batch_sampler=position.batches(batch), **ahead)
+        for _, drawn in zip(range(steps), loader, strict=False):
+            seen += drawn.tolist()
+            position.consumed_samples += len(drawn)
+        state, position = position.state_dict(), DataPosition(50)
+        position.load_state_dict(state)
+    check(50, 0, seen)
+
+
+@pytest.mark.parametrize(
+    ("state", "what"),
+    [
+        ({"samples": 9, "seed": 0, "consumed_samples": 4}, r"\(samples\)"),
+        ({"samples": 10, "seed": 1, "consumed_samples": 4}, r"\(seed\)"),
+        ({"samples": 9, "seed": None, "consumed_samples": 4}, r"\(samples, seed\)"),
+        ({"samples": 10, "seed": 0}, r"\(consumed_samples\)"),
+        ({"samples": 10, "seed": 0, "consumed_samples": -1}, r"\(consumed_samples\)"),
+        ({}, r"\(samples, seed\)"),
+    ],
+)
+def test_a_position_in_another_row_is_refused(state: dict[str, int], what: str) -> None:
+    position = DataPosition(10, 0, 3)
+    with pytest.raises(MismatchError, match=rf"{what}: some would be lost or repeated"):
+        position.load_state_dict(state)
+    assert position == DataPosition(10, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("position", "batch", "rank", "ranks"),
+    [
+        (DataPosition(10), 1, 2, 2),
+        (DataPosition(10), 1, -1, 2),
+        (DataPosition(10), 0, 0, 1),
+        (DataPosition(0), 1, 0, 1),
+        (DataPosition(10, 0, -1), 1, 0, 1),
+    ],
+)
+def test_ranks_and_batches_that_cannot_be(position: DataPosition, batch: int, rank: int, ranks: int) -> None:
+    with pytest.raises(ShardingError, match="cannot read batches"):
+        position.batches(batch, rank, ranks)
