@@ -28,7 +28,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "root": (lambda: os.geteuid() == 0, "needs root"),
     "browser": (lambda: any(map(shutil.which, ("chromium", "google-chrome"))), "no browser is installed"),
     "megatron": ((PEERS / "megatron").is_dir, 'megatron-core is missing: "make peers" installs it'),
-    "transformers": ((PEERS / "transformers").is_dir, 'transformers is missing: "make peers"'),
+    "transformers": ((PEERS / "huggingface").is_dir, 'transformers is missing: "make peers"'),
 }
 
 left_out: Counter[str] = Counter()

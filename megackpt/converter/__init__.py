@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megackpt.converter.asking import convert, remove_sharded_tensors
+from megackpt.converter.exporting import export_huggingface
 from megackpt.converter.order import Converted
 
-__all__ = ["Converted", "convert", "remove_sharded_tensors"]
+__all__ = ["Converted", "convert", "export_huggingface", "remove_sharded_tensors"]

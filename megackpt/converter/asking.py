@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import absolute, open_checkpoint
@@ -16,6 +17,9 @@ from megackpt.converter.selecting import Choice, Renames
 from megackpt.errors import BackendError, StorageError
 from megackpt.runtime.storage import is_url
 from megackpt.strategies import Strategy, StrategyLike, resolve
+
+if TYPE_CHECKING:
+    from megackpt.adapters.huggingface import Table
 
 
 def convert(
@@ -36,6 +40,7 @@ def convert(
     shards: int | None = None,
     progress: Progress | None = None,
     resume: bool = True,
+    table: Table | None = None,
 ) -> Converted:
     """Rewrite a checkpoint of any readable format as a checkpoint of another.
 
@@ -61,6 +66,7 @@ def convert(
         shards: how many files hold the tensors, for formats in which that can be chosen.
         progress: called with the bytes done and the bytes in all, every few MiB.
         resume: False = begin anew, and leave nothing behind on failure.
+        table: see the source under Hugging Face's names (``as_huggingface``); objects and common state stay behind.
 
     Raises:
         NotACheckpoint, CorruptCheckpoint: the source is none, or is damaged.
@@ -81,6 +87,12 @@ def convert(
             raise BackendError(f"{place} is one file: leave shards out, or name a directory")
     backend, tasks = _target(to, 1 if lone else shards)
     opened = open_checkpoint(source)
+    if table is not None:
+        from megackpt.converter.seeing import (
+            seen_through,
+        )  # it needs torch, which workers start faster without
+
+        opened = seen_through(table, opened)
     conversion = Conversion(opened, origin, choice.carried(opened.manifest), backend, tasks, limits)
     return lone.run(conversion, overwrite) if lone else conversion.run(place, overwrite)
 

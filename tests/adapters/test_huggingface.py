@@ -1,0 +1,587 @@
+"""Tables of rules: what each rule means, both ways, against plain torch; what is read; what does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megackpt
+from megackpt import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megackpt.adapters.huggingface import (
+    Fuse,
+    Padded,
+    Part,
+    Rule,
+    Table,
+    Tied,
+    Transpose,
+    as_huggingface,
+    llama,
+)
+from megackpt.converter import cutting, export_huggingface, passing
+from megackpt.errors import MismatchError, ShardingError, StorageError
+from megackpt.runtime.storage.files import LocalReader
+from megackpt.testing import ThreadedGroup
+
+Tensors = dict[str, torch.Tensor]
+QKV = tuple(f"h.#.{part}.weight" for part in "qkv")
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def groups(part: slice) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rows of each of 3 groups of 2 + 1 + 1 shares of 2 rows."""
+    return lambda x: x.unflatten(0, (3, 4, 2))[:, part].flatten(0, 2)
+
+
+class Reversed(Rule):
+    """A rule of a user's own: theirs are numbered from the other end."""
+
+    def names(self) -> Iterator[str]:
+        yield "h.#.back"
+
+    def pieces(self, shape: tuple[int, ...], naming: Callable[[str], str]) -> Any:
+        from megackpt.adapters.huggingface import Name
+
+        return Name(naming("h.#.back").replace("h.0", "h.1")).pieces(shape, str)
+
+
+# Our key, its shape, the rule, and what theirs are of ours.
+CASES: dict[str, tuple[str, tuple[int, ...], Any, dict[str, Callable[[torch.Tensor], torch.Tensor]]]] = {
+    "a name": ("layers.0.w", (4, 3), "h.#.w", {"h.0.w": lambda x: x}),
+    "no dimensions": ("layers.0.w", (), "h.#.w", {"h.0.w": lambda x: x}),
+    "transposed": ("layers.0.w", (4, 3), Transpose("h.#.w"), {"h.0.w": lambda x: x.T}),
+    "transposed, of three axes": ("layers.0.w", (2, 4, 3), Transpose("h.#.w"), {"h.0.w": lambda x: x.mT}),
+    "fused": (
+        "layers.1.w",
+        (6, 3),
+        Fuse(("h.#.gate", "h.#.up")),
+        {"h.1.gate": lambda x: x[:3], "h.1.up": lambda x: x[3:]},
+    ),
+    "fused by groups": (
+        "layers.0.w",
+        (24, 3),
+        Fuse(QKV, (2, 1, 1), 3),
+        {
+            "h.0.q.weight": groups(slice(0, 2)),
+            "h.0.k.weight": groups(slice(2, 3)),
+            "h.0.v.weight": groups(slice(3, 4)),
+        },
+    ),
+    "fused along the second axis": (
+        "layers.0.w",
+        (2, 6),
+        Fuse(("h.#.a", "h.#.b"), (1, 2), axis=1),
+        {"h.0.a": lambda x: x[:, :2], "h.0.b": lambda x: x[:, 2:]},
+    ),
+    "fused of transposed ones": (
+        "layers.0.w",
+        (6, 3),
+        Fuse((Transpose("h.#.a"), Transpose("h.#.b"))),
+        {"h.0.a": lambda x: x[:3].T, "h.0.b": lambda x: x[3:].T},
+    ),
+    "transposed, fused ones": (
+        "layers.0.w",
+        (6, 4),
+        Transpose(Fuse(("h.#.a", "h.#.b"))),
+        {"h.0.a": lambda x: x[:, :2].T, "h.0.b": lambda x: x[:, 2:].T},
+    ),
+    "padded": ("layers.0.w", (7, 3), Padded("h.#.w", 5), {"h.0.w": lambda x: x[:5]}),
+    "one layer after the other": (
+        "layers.w",
+        (3, 4, 2),
+        Transpose("h.#.w"),
+        {f"h.{n}.w": lambda x, n=n: x[n].T for n in range(3)},
+    ),
+    "a rule of one's own": ("layers.0.w", (4, 3), Reversed(), {"h.1.back": lambda x: x}),
+}
+
+
+def case(name: str) -> tuple[str, torch.Tensor, Table, Tensors]:
+    """Our key, what it holds, the table, and theirs."""
+    key, shape, rule, parts = CASES[name]
+    ours = numbered(*shape)
+    return key, ours, {"layers.#.w": rule}, {name: part(ours).contiguous() for name, part in parts.items()}
+
+
+def shard(key: str, value: torch.Tensor, *cuts: tuple[int, int, int], **more: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, value, *cuts, **more)
+
+
+def equal(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype
+        assert torch.equal(found[key], tensor), key
+
+
+def cut_in_two(key: str, whole: torch.Tensor) -> Iterator[ShardedTensor]:
+    """Halves along each axis that has any, with new memory, and the whole."""
+    yield shard(key, torch.full_like(whole, -1))
+    for axis, size in enumerate(whole.shape):
+        if size % 2 == 0:
+            for rank in range(2):
+                yield shard(key, torch.full_like(whole.chunk(2, axis)[rank], -1), (axis, rank, 2))
+
+
+def unequal_halves(key: str, whole: torch.Tensor, axis: int) -> Iterator[ShardedTensor]:
+    size = whole.shape[axis]
+    offset = [0] * whole.dim()
+    for part in whole.split([size // 2, size - size // 2], axis):
+        shape, place = tuple(part.shape), tuple(offset)
+        yield ShardedTensor(key, part, part.dtype, shape, tuple(whole.shape), place, None)
+        offset[axis] += part.shape[axis]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_reads(name: str, tmp_path: Path) -> None:
+    key, ours, table, theirs = case(name)
+    save_file(theirs, tmp_path / "model.safetensors", {"format": "pt"})
+    for asked in cut_in_two(key, ours):
+        expected = ours[asked.global_slice()].clone()
+        if name == "padded":
+            expected[5:] = 0
+        state = as_huggingface({"w": asked}, table)
+        loaded = megackpt.load(state, tmp_path, validate_access_integrity=False)
+        assert loaded["w"].data_ptr() == asked.data.data_ptr()
+        assert torch.equal(loaded["w"], expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_writes(name: str, tmp_path: Path) -> None:
+    key, ours, table, theirs = case(name)
+    megackpt.save(as_huggingface({"w": shard(key, ours)}, table), tmp_path / "saved", "safetensors")
+    equal(load_file(tmp_path / "saved/model.safetensors"), theirs)
+    for axis in range(ours.dim()):
+        halves = list(unequal_halves(key, ours, axis))
+        source, target = tmp_path / f"cut{axis}", tmp_path / f"exported{axis}"
+        megackpt.save({"halves": halves}, source, "torch_dist")
+        done = export_huggingface(source, target, table, {"hidden_size": 3})
+        assert (done.tensors, done.objects) == (len(theirs), 0)
+        equal(load_file(target / "model.safetensors"), theirs)
+        assert json.loads((target / "config.json").read_text()) == {"hidden_size": 3}
+
+
+def test_a_part_of_what_is_fused_over_there(tmp_path: Path) -> None:
+    fused = numbered(24, 3)
+    save_file({"h.0.qkv": fused}, tmp_path / "model.safetensors")
+    table = {f"layers.#.{name}": Part("h.#.qkv", n, (2, 1, 1), 3) for n, name in enumerate("qkv")}
+    sizes = {"q": 12, "k": 6, "v": 6}
+    state = {name: shard(f"layers.0.{name}", torch.zeros(size, 3)) for name, size in sizes.items()}
+    loaded = megackpt.load(as_huggingface(state, table), tmp_path, strict="raise_all")
+    for name, part in zip("qkv", (slice(0, 2), slice(2, 3), slice(3, 4)), strict=True):
+        assert torch.equal(loaded[name], groups(part)(fused))
+    megackpt.save(state, tmp_path / "ours")
+    export_huggingface(tmp_path / "ours", tmp_path / "back", table, {})
+    equal(load_file(tmp_path / "back/model.safetensors"), {"h.0.qkv": fused})
+
+
+def test_a_factory_of_the_users_own_is_kept(tmp_path: Path) -> None:
+    """SwiGLU as Megatron declares it: each rank has its rows of gate and of up, fused in memory."""
+    gate, up = numbered(4, 3), -numbered(4, 3)
+    save_file({"h.0.gate": gate, "h.0.up": up}, tmp_path / "model.safetensors")
+    table = {"layers.#.fc1": Fuse(("h.#.gate", "h.#.up"))}
+
+    def rank(group: ThreadedGroup) -> torch.Tensor:
+        def build(key: str, data: torch.Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
+            return [shard(key, half, (0, group.rank + 2 * n, 4)) for n, half in enumerate(data.chunk(2))]
+
+        state = {"fc1": ShardedTensorFactory("layers.0.fc1", torch.zeros(4, 3), build, torch.cat)}
+        return megackpt.load(as_huggingface(state, table), tmp_path, strict=True, process_group=group)["fc1"]
+
+    for r, loaded in enumerate(ThreadedGroup.run(2, rank)):
+        rows = slice(2 * r, 2 * r + 2)
+        assert torch.equal(loaded, torch.cat([gate[rows], up[rows]]))
+
+
+CONFIG = {
+    "vocab_size": 50,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+H, F, L, D = 16, 24, 3, 4
+
+
+def theirs() -> Tensors:
+    random = torch.Generator().manual_seed(3)
+
+    def of(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random).to(torch.bfloat16)
+
+    found = {"model.embed_tokens.weight": of(50, H), "lm_head.weight": of(50, H), "model.norm.weight": of(H)}
+    for n in range(L):
+        shapes: dict[str, Sequence[int]] = {
+            "input_layernorm": [H], "post_attention_layernorm": [H], "self_attn.q_proj": [H, H],
+            "self_attn.k_proj": [2 * D, H], "self_attn.v_proj": [2 * D, H], "self_attn.o_proj": [H, H],
+            "mlp.gate_proj": [F, H], "mlp.up_proj": [F, H], "mlp.down_proj": [H, F],
+        }  # fmt: skip
+        found |= {f"model.layers.{n}.{name}.weight": of(*shape) for name, shape in shapes.items()}
+    return found
+
+
+def ours(rank: int, tp: int, stacked: bool = False, vocabulary: int = 52) -> dict[str, Any]:
+    """A Llama of TP ranks as Megatron-Core names it, of zeros; with all that a training has beside."""
+
+    def declared(key: str, *shape: int, axis: int | None = None) -> ShardedTensor:
+        cut = [] if axis is None else [(axis, rank, tp)]
+        local = [n // tp if a == axis else n for a, n in enumerate(shape)]
+        replica = (0, 0 if cut else rank, 0)
+        return shard(key, torch.zeros(local, dtype=torch.bfloat16), *cut, replica_id=replica)
+
+    def layer(n: int) -> dict[str, ShardedTensor]:
+        name = f"decoder.layers.{n}."
+        return {
+            "norm1": declared(name + "self_attention.linear_qkv.layer_norm_weight", H),
+            "qkv": declared(name + "self_attention.linear_qkv.weight", H + 4 * D, H, axis=0),
+            "proj": declared(name + "self_attention.linear_proj.weight", H, H, axis=1),
+            "norm2": declared(name + "mlp.linear_fc1.layer_norm_weight", H),
+            "fc1": declared(name + "mlp.linear_fc1.weight", 2 * F, H, axis=0),
+            "fc2": declared(name + "mlp.linear_fc2.weight", H, F, axis=1),
+        }
+
+    layers = [layer(n) for n in range(L)]
+    if stacked:  # one tensor for all layers, each of which has its place along a first axis
+        for n, found in enumerate(layers):
+            for one in found.values():
+                one.key = one.key.replace(f".{n}.", ".")
+                one.global_shape, one.global_offset = (L, *one.global_shape), (n, *one.global_offset)
+                one.axis_fragmentations, one.prepend_axis_num = (L, *one.axis_fragmentations), 1
+    return {
+        "embedding": declared("embedding.word_embeddings.weight", vocabulary, H, axis=0),
+        "output": declared("output_layer.weight", vocabulary, H, axis=0),
+        "norm": declared("decoder.final_layernorm.weight", H),
+        "layers": layers,
+        "rng": ShardedObject("rng_state", {"seed": rank}, (tp,), (rank,)),
+    }
+
+
+def tensors_in(state: dict[str, Any]) -> list[ShardedTensor]:
+    return [x for x in megackpt.tree.nested_values(state) if isinstance(x, ShardedTensor)]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each read of tensors."""
+    counts: list[int] = []
+    read_into = LocalReader.read_into
+
+    def counted(self: LocalReader, start: int, buffers: Sequence[memoryview]) -> None:
+        counts.append(sum(buffer.nbytes for buffer in buffers))
+        read_into(self, start, buffers)
+
+    monkeypatch.setattr(LocalReader, "read_into", counted)
+    return counts
+
+
+def test_each_rank_reads_what_it_needs_and_nothing_else(tmp_path: Path, read: list[int]) -> None:
+    """Of fused tensors their rows, of columns and of transposed tensors the parts of rows; to the byte."""
+    q, k, v = numbered(16, 4096), numbered(8, 4096) + 0.5, numbered(8, 4096) + 0.25
+    o, turned = -numbered(32, 8192), numbered(8192, 32)
+    save_file({"q": q, "k": k, "v": v, "o": o, "t": turned}, tmp_path / "model.safetensors")
+    table: Table = {"qkv": Fuse(("q", "k", "v"), (2, 1, 1), 4), "o": "o", "t": Transpose("t")}
+
+    def rank(group: ThreadedGroup) -> dict[str, Any]:
+        r = group.rank
+        state = {
+            "qkv": shard("qkv", torch.zeros(8, 4096), (0, r, 4)),
+            "o": shard("o", torch.zeros(32, 2048), (1, r, 4)),
+            "t": shard("t", torch.zeros(32, 2048), (1, r, 4)),  # rows of theirs
+        }
+        return megackpt.load(as_huggingface(state, table), tmp_path, strict=True, process_group=group)
+
+    megackpt.load_tensors_metadata(tmp_path)
+    header, read[:] = sum(read), []
+    parts = ThreadedGroup.run(4, rank)
+    opened = header * (4 + 1)  # the coordinator looks at all, each rank whether this is a safetensors file
+    assert 0 <= sum(read) - sum(t.nbytes for part in parts for t in part.values()) <= opened
+    expected = torch.cat([part.unflatten(0, (4, -1)) for part in (q, k, v)], 1).flatten(0, 1)
+    assert torch.equal(torch.cat([part["qkv"] for part in parts]), expected)
+    assert torch.equal(torch.cat([part["o"] for part in parts], 1), o)
+    assert torch.equal(torch.cat([part["t"] for part in parts], 1), turned.T)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
+def test_a_llama_over_tensor_parallel_ranks_and_back(
+    stacked: bool, tmp_path: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, table = theirs(), llama(CONFIG)
+    names = sorted(expected)
+    files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for n, file in enumerate(files):
+        save_file({k: expected[k] for k in names[n::2]}, tmp_path / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: files[i % 2] for i, name in enumerate(names)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    megackpt.load_tensors_metadata(tmp_path)
+    headers = sum(read) * 2  # each of two ranks looks at them, too
+
+    def rank(group: ThreadedGroup) -> dict[str, Any]:
+        state = ours(group.rank, group.size, stacked)
+        loaded = megackpt.load(as_huggingface(state, table), tmp_path, strict=True, process_group=group)
+        assert loaded["rng"] == {"seed": group.rank}
+        training = state | {"adam": shard("optimizer.state.exp_avg.w", torch.ones(4), (0, group.rank, 2))}
+        megackpt.save(training, tmp_path / "training", process_group=group)
+        return state
+
+    del read[:]
+    states = ThreadedGroup.run(2, rank)
+    wanted = sum(shard.data.nbytes for state in states for shard in tensors_in(state))
+    assert sum(read) <= wanted + headers + 2 * 4096
+    q, k, v = (expected[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")
+    second = torch.cat([q[2 * D :], k[D:], v[D:]])
+    assert torch.equal(states[1]["layers"][1]["qkv"].data, second)
+    assert torch.equal(states[1]["embedding"].data[-2:], torch.zeros(2, H))
+
+    monkeypatch.setattr(cutting, "CELL", 512)  # each tensor in several cells, over several tasks
+    monkeypatch.setattr(passing, "CELL", 512)
+    monkeypatch.setattr(cutting, "SMALL_TASK", 4096)
+    done = export_huggingface(
+        tmp_path / "training", tmp_path / "out", table, CONFIG, max_shard_size=8000, workers=1
+    )
+    assert (done.tensors, done.objects, done.bytes) == (
+        len(expected),
+        0,
+        sum(t.nbytes for t in expected.values()),
+    )
+    parts = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(parts) > 1
+    assert all(sum(t.nbytes for t in load_file(p).values()) <= 8000 for p in parts)
+    equal({k: t for p in parts for k, t in load_file(p).items()}, expected)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "zarr",
+        megackpt.Strategy("zarr", options={"compression": "zstd"}),
+        "torch",
+        "safetensors",
+    ],
+    ids=["zarr", "zarr-zstd", "torch", "safetensors"],
+)
+def test_every_format_is_exported(strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cast on the way; and, of one of them, by worker processes."""
+    if strategy == "zarr":
+        monkeypatch.setattr(cutting, "SMALL_TASK", 16384)
+    hf, table = tmp_path / "hf", llama(CONFIG)
+    hf.mkdir()
+    save_file(theirs(), hf / "model.safetensors")
+    state = ours(0, 1, stacked=True)
+    megackpt.load(as_huggingface(state, table), hf)
+    megackpt.save(state, tmp_path / "training", strategy)
+    export_huggingface(tmp_path / "training", tmp_path / "out", table, CONFIG, cast="fp32", workers=2)
+    equal(
+        load_file(tmp_path / "out/model.safetensors"), {key: value.float() for key, value in theirs().items()}
+    )
+    assert megackpt.verify(tmp_path / "out").ok
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    """Both of ours are read from the one over there, which is written from the first."""
+    config = CONFIG | {"tie_word_embeddings": True}
+    weights = theirs()
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    state = ours(0, 1)
+    megackpt.load(as_huggingface(state, llama(config)), tmp_path, strict=True)
+    assert torch.equal(state["output"].data, state["embedding"].data)
+    state["output"].data.zero_()
+    megackpt.save(state, tmp_path / "training")
+    export_huggingface(tmp_path / "training", tmp_path / "out", llama(config), config)
+    equal(load_file(tmp_path / "out/model.safetensors"), weights)
+
+
+def test_what_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+    save_file({"a": numbered(4)}, tmp_path / "model.safetensors")
+    state = {
+        "unknown": shard("decoder.layers.0.adapter.weight", torch.zeros(2)),
+        "another": shard("rotary.inv_freq", torch.zeros(2)),
+        "qkv": shard("decoder.layers.0.self_attention.linear_qkv.weight", torch.zeros(7, 2)),
+        "norm": shard("decoder.final_layernorm.weight", torch.zeros(2)),
+        "small": shard("embedding.word_embeddings.weight", torch.zeros(40, 2)),
+        "wrong": [shard(f"wrong.{n}", torch.zeros(2)) for n in range(3)],
+        "stacked": shard("s", torch.tensor(1.0)),
+        "more": shard("more.w", torch.zeros(2)),
+    }
+    table = llama(CONFIG) | {
+        "decoder.*_layernorm.weight": "model.norms.*", "a.#.b": "c", "wrong.0": Fuse(("x", "y"), (1,)),
+        "wrong.1": Part("x", 2, (1, 1)), "wrong.2": Transpose("x"), "s.#": "s.#", "more.*": "more.*.*",
+    }  # fmt: skip
+    with pytest.raises(MismatchError) as caught:
+        megackpt.load(as_huggingface(state, table), tmp_path)
+    text = str(caught.value)
+    for told in (
+        "no rule fits 'decoder.layers.0.adapter.weight', 'rotary.inv_freq'",
+        "'decoder.final_layernorm.weight' fits several rules: 'decoder.final_layernorm.weight', 'decoder.*_lay",
+        "linear_qkv.weight', by the rule 'decoder.layers.#.self_attention.linear_qkv.weight': axis 0 of shape (7, 2)",
+        "cannot be cut into 2 groups of parts as (2, 1, 1)",
+        "shape (40, 2) is smaller than the 50 of axis 0",
+        "a ratio of 1, (1,), does not fit 2 parts",
+        "a ratio of 2, (1, 1), has no part 2",
+        "shape (2,) has no two axes to exchange",
+        "shape () has no axis for each '#' that its key has no number for",
+        "the rule 'a.#.b': 'c' must have as many '*' and '#'",
+        "the rule 'more.*': 'more.*.*' must have as many '*' and '#'",
+    ):
+        assert told in text
+    for wrong, table in (
+        ({"w": ShardedTensor("w", None, torch.int8, (3,), (4,), (1,), (1,))}, {"w": "w"}),
+        ({"w": shard("w", torch.zeros(3))}, {"w": ["a", "b"]}),
+    ):
+        with pytest.raises(ShardingError, match=r"local shape|is neither a name nor a rule"):
+            megackpt.save(as_huggingface(wrong, table), tmp_path / "out")
+
+
+def test_what_does_not_fit_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    """Stages of a pipeline hold different keys."""
+    save_file({"a": numbered(4), "b": numbered(4)}, tmp_path / "model.safetensors")
+    held = torch.full((4,), -1.0)
+
+    def rank(group: ThreadedGroup) -> None:
+        state = {"w": shard("ax"[group.rank], held)}
+        megackpt.load(as_huggingface(state, {"a": "a", "b": "b"}), tmp_path, process_group=group)
+
+    for error in ThreadedGroup.outcomes(2, rank):
+        assert "no rule fits 'x'" in str(error)
+    assert (held == -1).all()
+
+
+def test_numbers_in_names_and_along_axes(tmp_path: Path) -> None:
+    """Layers and experts: both in the name, one of them, or none."""
+    whole = numbered(2, 3, 4, 2)
+    theirs = {f"h.{n}.e.{e}.w": whole[n, e].T.contiguous() for n in range(2) for e in range(3)}
+    save_file(theirs | {"h.0.e.empty": torch.zeros(0, 3)}, tmp_path / "model.safetensors")
+    table: Table = {"layers.#.experts.#.w": Transpose("h.#.e.#.w"), "#.empty": "h.#.e.empty"}
+    for keys in (
+        {"layers.experts.w": whole},
+        {f"layers.{n}.experts.w": whole[n] for n in range(2)},
+        {f"layers.{n}.experts.{e}.w": whole[n, e] for n in range(2) for e in range(3)},
+    ):
+        state = {key: shard(key, torch.zeros_like(part)) for key, part in keys.items()}
+        state["0.empty"] = shard("0.empty", torch.zeros(0, 3))
+        loaded = megackpt.load(as_huggingface(state, table), tmp_path)
+        assert all(torch.equal(loaded[key], part) for key, part in keys.items())
+        megackpt.save(state, tmp_path / f"{len(keys)}")
+        export_huggingface(tmp_path / f"{len(keys)}", tmp_path / f"{len(keys)}-out", table, {})
+        found = load_file(tmp_path / f"{len(keys)}-out/model.safetensors")
+        equal(found, theirs | {"h.0.e.empty": torch.zeros(0, 3)})
+
+
+def test_an_export_that_does_not_fit_writes_nothing(tmp_path: Path) -> None:
+    state = {
+        "a": shard("a", torch.zeros(4)), "b": shard("b", torch.zeros(4)), "half": shard("half", torch.zeros(2))
+    }  # fmt: skip
+    megackpt.save(state, tmp_path / "training")
+
+    def told(table: Table, **options: Any) -> str:
+        with pytest.raises(MismatchError) as caught:
+            export_huggingface(tmp_path / "training", tmp_path / "out", table, {}, **options)
+        assert not (tmp_path / "out").exists()
+        return str(caught.value)
+
+    same: dict[str, Any] = {"a": "a", "b": "b", "half": "c"}
+    unfit = told({"a": "a", "layers.#.w": Fuse(("x.#", "y.#")), "other": "a"})
+    assert "no rule fits 'b', 'half'" in unfit
+    assert "no tensor fits the rule 'layers.#.w' (for 'x.#', 'y.#')" in unfit
+    assert "'other'" not in unfit  # what it is for, 'a' gives
+    assert "'a': [0:4] is in 2 tensors (it is made of 'a', 'b')" in told(same | {"b": "a"})
+    assert "'d': [2:4] is in nothing that the checkpoint holds" in told(same | {"half": Part("d", 0, (1, 1))})
+    assert "'a' would have the shapes [(2,), (4,)], by 'a', 'half'" in told(same | {"half": "a"})
+    state["half"] = shard("half", torch.zeros(2, dtype=torch.int8))
+    state["rest"] = shard("rest", torch.zeros(2))
+    megackpt.save(state, tmp_path / "training")
+    split = same | {"half": Part("d", 0, (1, 1)), "rest": Part("d", 1, (1, 1))}
+    assert "'d' would be of float32 and int8" in told(split)
+    assert "\n" not in told(same | {"rest": None, "half": Transpose("d")}), "one problem, one line"
+
+
+def test_the_files_beside(tmp_path: Path) -> None:
+    megackpt.save({"a": shard("a", torch.zeros(4))}, tmp_path / "training")
+    beside = tmp_path / "pretrained"
+    beside.mkdir()
+    with pytest.raises(StorageError, match=r"has no config\.json"):
+        export_huggingface(tmp_path / "training", tmp_path / "out", {"a": "a"}, beside)
+    for name in ("config.json", "tokenizer.json", "model.safetensors.index.json", "pytorch_model.bin"):
+        (beside / name).write_text(f'"{name}"')
+    with pytest.raises(StorageError, match="cannot be read"):
+        export_huggingface(tmp_path / "training", tmp_path / "out", {"a": "a"}, tmp_path / "nowhere")
+    assert not (tmp_path / "out").exists()
+    export_huggingface(tmp_path / "training", tmp_path / "out", {"a": "a"}, beside)
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert found == {"config.json", "tokenizer.json", "model.safetensors", "megackpt.index"}
+
+
+def test_another_table_is_another_export(tmp_path: Path) -> None:
+    """What an earlier export left is not taken for this one's, though all names and shapes are the same."""
+    square = numbered(4, 4)
+    megackpt.save({"a": shard("a", square)}, tmp_path / "training")
+    for rule, expected in (("a", square), (Transpose("a"), square.T)):
+        export_huggingface(tmp_path / "training", tmp_path / "out", {"a": rule}, {}, overwrite=True)
+        assert torch.equal(load_file(tmp_path / "out/model.safetensors")["a"], expected)
+
+
+def test_an_export_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "CELL", 4096)
+    monkeypatch.setattr(passing, "CELL", 4096)
+    monkeypatch.setattr(cutting, "SMALL_TASK", 16384)
+    whole = numbered(64, 512)
+    megackpt.save({"a": shard("a", whole)}, tmp_path / "training")
+    arguments = (tmp_path / "training", tmp_path / "out", {"a": Fuse((Transpose("b"), Transpose("c")))}, {})
+
+    def cut_off(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_huggingface(*arguments, progress=cut_off)
+    assert not (tmp_path / "out/config.json").exists()
+    done = export_huggingface(*arguments)
+    assert 0 < done.resumed < done.bytes
+    equal(
+        load_file(tmp_path / "out/model.safetensors"),
+        {"b": whole[:32].T.contiguous(), "c": whole[32:].T.contiguous()},
+    )
+    assert (tmp_path / "out/config.json").exists()
+
+
+def test_shares_that_are_padding_only(tmp_path: Path) -> None:
+    """A rank whose rows all are beyond the vocabulary reads nothing, and has zeros."""
+    save_file({"e": numbered(4, 2)}, tmp_path / "model.safetensors")
+    held = [torch.full((3, 2), -1.0) for _ in range(3)]
+
+    def rank(group: ThreadedGroup) -> Any:
+        state = {"e": shard("e", held[group.rank], (0, group.rank, 3))}
+        table = {"e": Padded("e", 4)}
+        return megackpt.load(as_huggingface(state, table), tmp_path, strict=True, process_group=group)["e"]
+
+    expected = torch.cat([numbered(4, 2), torch.zeros(5, 2)])
+    assert torch.equal(torch.cat(ThreadedGroup.run(3, rank)), expected)
+    assert torch.equal(torch.cat(held), expected)
+
+
+def test_tensors_without_data_or_place(tmp_path: Path) -> None:
+    """data=None and meta tensors get new ones; a tensor that they do not have stays; dtypes are converted."""
+    save_file({"w": numbered(4, 2)}, tmp_path / "model.safetensors")
+    meta = shard("w", torch.empty(2, 4, dtype=torch.bfloat16, device="meta"))
+    none = meta.without_data()
+    mine = shard("mine", torch.ones(3))
+    for asked in (meta, none):
+        table: Table = {"w": Transpose("w"), "mine": None}
+        state = as_huggingface({"w": asked, "mine": mine}, table)
+        loaded = megackpt.load(state, tmp_path)
+        assert torch.equal(loaded["w"], numbered(4, 2).T.to(torch.bfloat16))
+        assert loaded["mine"] is mine.data
+
+
+def test_tied_alone_cannot_be_exported(tmp_path: Path) -> None:
+    megackpt.save({"a": shard("a", torch.zeros(4))}, tmp_path / "training")
+    with pytest.raises(MismatchError, match="'a' is in no tensor but tied ones"):
+        export_huggingface(tmp_path / "training", tmp_path / "out", {"a": Tied("a")}, {})
