@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         load_sharded_metadata as load_sharded_metadata,
         load_tensors_metadata as load_tensors_metadata,
     )
+    from megackpt.manager import CheckpointManager as CheckpointManager
     from megackpt.planning.strict import StrictHandling as StrictHandling
     from megackpt.runtime.async_calls import AsyncCallsQueue as AsyncCallsQueue, AsyncRequest as AsyncRequest
     from megackpt.saver import save as save
@@ -88,6 +89,7 @@ _HOMES = {
         "load_sharded_metadata",
         "load_tensors_metadata",
     ),
+    "manager": ("CheckpointManager",),
     "planning.strict": ("StrictHandling",),
     "runtime.async_calls": ("AsyncCallsQueue", "AsyncRequest"),
     "saver": ("save",),
@@ -99,6 +101,7 @@ _HOMES = {
         "get_default_save_sharded_strategy",
     ),
 }
+_ROOMS = ("dcp", "megatron")  # found below this name without an import of their own
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604 - strings all the same
@@ -107,6 +110,8 @@ __all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604 - strings all the 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
+        if name in _ROOMS:
+            return import_module(f"megackpt.{name}")
         try:
             home = _HOME_OF[name]
         except KeyError:

@@ -1,6 +1,6 @@
 """Makes the API reference from the docstrings: HTML, one page for each public module. A warning is an error.
 
-    python tools/reference.py [build/reference]
+python tools/reference.py [build/reference]
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def main() -> int:
         for made in found.values():
             if isinstance(made, type) and issubclass(made, tuple):  # its own module knows its annotations
                 made.__new__.__annotations__ = typing.get_type_hints(made)
-    pdoc.render.configure(docformat="google", show_source=False, footer_text=f"megackpt {megackpt.__version__}")
+    pdoc.render.configure(
+        docformat="google", show_source=False, footer_text=f"megackpt {megackpt.__version__}"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pdoc.pdoc(*PUBLIC, output_directory=folder)

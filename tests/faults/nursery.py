@@ -37,6 +37,7 @@ class Order:
     waits for the others. ``copy``: a file that is copied into a folder, as N.img, before the N-th call.
     ``later``: the save is an asynchronous one, by a "thread" or a "process". ``writer``: of the victims only the calls
     of their writer processes count; "dies": it is these that die, "dies with its rank": both do.
+    ``keep_last``: it is a manager that saves, and the directory is that of a run.
     """
 
     directory: str
@@ -56,6 +57,7 @@ class Order:
     scratch: str = ""
     later: str = ""
     writer: str = ""
+    keep_last: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,15 @@ def save(order: Order, rank: int) -> None:
             "gloo", init_method=meeting, rank=rank, world_size=order.ranks, timeout=patience
         )
     state = states.declared(order.value, rank, order.ranks)
+    if order.keep_last:
+        from megackpt.manager import CheckpointManager
+
+        patience, later = timedelta(seconds=order.timeout), bool(order.later)
+        with CheckpointManager(
+            order.directory, order.format, keep_last=order.keep_last, asynchronous=later, timeout=patience
+        ) as manager:
+            manager.save(order.value, state)
+        return
     request = megackpt.save(
         state,
         order.directory,

@@ -1,4 +1,4 @@
-"""A run's checkpoints: which steps a directory holds, which of them are complete, and which one is the latest.
+"""Finding: which steps a directory holds, which of them are complete, and which one is the latest.
 
 The names are those that the field's trainers give: Megatron, torchtitan, transformers, Lightning, NeMo, DeepSpeed,
 composer, orbax, plain numbers. Nothing but names, sizes and the formats' own signs of completeness is looked at.
@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from megackpt import strategies
 from megackpt.checkpoint import absolute, as_read_by, find_storage
-from megackpt.checkpoint.records import RECORD
+from megackpt.checkpoint.marker import PREFIX
+from megackpt.checkpoint.records import RECORD, folders_among
 from megackpt.errors import CheckpointingException, NotACheckpoint, StorageError
 from megackpt.runtime.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
 
@@ -26,23 +27,27 @@ _LONGEST = 4096  # bytes of a tracker file
 
 
 class Naming(NamedTuple):
-    """How trainers of one kind name the checkpoint of a step."""
+    """How trainers of one kind name the checkpoint of a step; ``written``: and how we do, where we can."""
 
     style: str
     pattern: re.Pattern[str]
+    written: str = ""
+
+    def name(self, step: int) -> str:
+        return self.written.format(step)
 
 
 NAMINGS = tuple(
-    Naming(style, re.compile(pattern))
-    for style, pattern in (
-        ("megatron", r"iter_(\d+)"),
-        ("deepspeed", r"global_step_?(\d+)"),  # verl, too
-        ("torchtitan", r"step[-_](\d+)"),
-        ("transformers", r"(?:tmp-)?checkpoint[-_](\d+)"),
-        ("composer", r"ep\d+-ba(\d+)(?:[-.].*)?"),
-        ("lightning", r"(?:.*[-_. ])?step=(\d+)(?!\d).*"),  # NeMo, too
-        ("orbax", r"(\d+)\.orbax-checkpoint-tmp.*"),
-        ("plain", r"(\d+)"),
+    Naming(style, re.compile(pattern), written)
+    for style, pattern, written in (
+        ("megatron", r"iter_(\d+)", "iter_{:07d}"),
+        ("deepspeed", r"global_step_?(\d+)", "global_step{}"),  # verl, too
+        ("torchtitan", r"step[-_](\d+)", "step-{}"),
+        ("transformers", r"(?:tmp-)?checkpoint[-_](\d+)", "checkpoint-{}"),
+        ("composer", r"ep\d+-ba(\d+)(?:[-.].*)?", ""),
+        ("lightning", r"(?:.*[-_. ])?step=(\d+)(?!\d).*", ""),  # NeMo, too
+        ("orbax", r"(\d+)\.orbax-checkpoint-tmp.*", ""),
+        ("plain", r"(\d+)", "{}"),
     )
 )
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
@@ -67,7 +72,7 @@ class Step:
     reason: str  # why not; empty if complete
     format: str = ""
     version: int = 0
-    bytes: int = 0  # of all files
+    bytes: int = 0  # of all files; where these were not looked at, 0 like the two that follow
     files: int = 0
     saved: float = 0.0  # when its newest file was written (seconds since 1970)
 
@@ -97,9 +102,10 @@ class Run:
         return next((s for s in reversed(self.steps) if s.complete and s.step is not None), None)
 
 
-def list_run(directory: str | os.PathLike[str]) -> Run:
+def list_run(directory: str | os.PathLike[str], *, weigh: bool = True) -> Run:
     """Look at a run's directory (or at a single checkpoint), or at what is below a URL.
 
+    Without ``weigh`` nobody looks at the files of the steps, for their bytes, number and time.
     Raises NotACheckpoint where there is no such directory; one that holds nothing is no error.
     """
     location = absolute(directory)
@@ -115,7 +121,7 @@ def list_run(directory: str | os.PathLike[str]) -> Run:
     if is_url(location) and RECORD in entries:
         return Run(location, _itself(location), (), ())  # what is below belongs to it
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(partial(_step, root, frozenset(entries)), entries)
+        found = pool.map(partial(_step, root, frozenset(entries), weigh), entries)
         steps = [step for several in found for step in several]
     steps.sort(key=lambda s: (s.step is None, s.step or 0, s.name))
     trackers = tuple(_trackers(root, entries, steps))
@@ -135,7 +141,7 @@ def _kind(root: Storage, name: str) -> int:
     return stat.S_IFMT(status.st_mode) if status else 0
 
 
-def _step(root: Storage, entries: frozenset[str], name: str) -> list[Step]:
+def _step(root: Storage, entries: frozenset[str], weigh: bool, name: str) -> list[Step]:
     """The step that an entry is, or those that are in it; none for what is something else."""
     if name.startswith(".") or (kind := _kind(root, name)) not in (stat.S_IFDIR, stat.S_IFREG):
         return []
@@ -147,23 +153,28 @@ def _step(root: Storage, entries: frozenset[str], name: str) -> list[Step]:
     if f"{name}-unfinished" in entries:
         found = replace(found, complete=False, reason=f"{name}-unfinished stands beside it")
     elif not found.complete and not found.format:
-        look_inside = storage is not None and kind == stat.S_IFDIR
-        inner = list(_inside(root, name, style, number)) if look_inside else []
+        # Of what we have not written to its end, or half removed, no part is a checkpoint by itself.
+        marked = storage is None or any(entry.startswith(PREFIX) for entry in storage.list())
+        look_inside = kind == stat.S_IFDIR and not marked
+        inner = list(_inside(root, name, style, number, weigh)) if look_inside else []
         if inner or match is None:
             return inner
-    return [_weighed(found, storage)]
+    return [_weighed(found, storage) if weigh else found]
 
 
-def _inside(root: Storage, name: str, style: str, number: int | None) -> Iterator[Step]:
+def _inside(root: Storage, name: str, style: str, number: int | None, weigh: bool) -> Iterator[Step]:
     """Complete checkpoints one level below an entry: "weights" (NeMo), "pytorch_model_fsdp_0" (transformers)."""
     if number is None:
         return
-    for below in root.list(name):
+    entries = root.list(name)
+    for below in (
+        e for e in entries if e not in folders_among(entries)
+    ):  # nor a save in a bucket without its record
         if _kind(root, f"{name}/{below}") == stat.S_IFDIR:
             path, below = f"{root.location}/{name}/{below}", f"{name}/{below}"
             found, storage = _looked_at(path, Step(below, style, number, True, ""))
             if found.complete:
-                yield _weighed(found, storage)
+                yield _weighed(found, storage) if weigh else found
 
 
 def _looked_at(path: str, step: Step) -> tuple[Step, Storage | None]:
@@ -175,6 +186,8 @@ def _looked_at(path: str, step: Step) -> tuple[Step, Storage | None]:
         if config is not None:
             step = replace(step, format=config.sharded_backend, version=config.sharded_backend_version)
         backend = strategies.find_backend(storage)
+    except FileNotFoundError:
+        return replace(step, complete=False, reason="it was removed at this very moment"), None
     except CheckpointingException as error:
         known = False if isinstance(error, NotACheckpoint) else None
         step = replace(step, complete=known, reason=_short(error, path))

@@ -1,0 +1,407 @@
+"""The manager of a run's checkpoints: what it saves, finds, keeps and removes; and that all ranks do the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import ShardedTensor
+from megackpt.checkpoint import begin, clear, committing, remove
+from megackpt.checkpoint.marker import Marker
+from megackpt.errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    MismatchError,
+    NotACheckpoint,
+    SaveInProgress,
+    UntrustedClass,
+)
+from megackpt.manager import CheckpointManager
+from megackpt.manager.finding import NAMINGS
+from megackpt.manager.retention import Retention
+from megackpt.runtime.storage import LocalStorage
+from megackpt.testing import ThreadedGroup
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def state(value: float, rank: int = 0, size: int = 1) -> dict[str, Any]:
+    half = torch.full((8 // size,), float(value))
+    return {"w": ShardedTensor.from_rank_offsets("w", half, (0, rank, size)), "value": value}
+
+
+def saved(manager: CheckpointManager, *steps: int) -> None:
+    for step in steps:
+        manager.save(step, state(step))
+
+
+def restored(manager: CheckpointManager, **options: Any) -> tuple[int, float, list[str]] | None:
+    found = manager.restore(state(-1), **options)
+    if found is None:
+        return None
+    assert found.state["w"].eq(found.state["value"]).all()
+    return found.step, found.state["value"], [step.name for step in found.skipped]
+
+
+def names(run: Path) -> list[str]:
+    return sorted(os.listdir(run))
+
+
+def stored(bucket: Any) -> list[str]:
+    return list(bucket.keys())
+
+
+def hurt(checkpoint: Path) -> None:
+    """A byte of its largest file, in the middle."""
+    data = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    octets = bytearray(data.read_bytes())
+    at = octets.index(b"\x00\x00\x40\x40" * 8)  # 3.0
+    octets[at] ^= 1
+    data.write_bytes(octets)
+
+
+def test_a_run_from_its_first_step_to_a_restart(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", keep_last=2) as manager:
+        assert manager.latest() is None
+        assert manager.steps() == ()
+        assert restored(manager) is None
+        saved(manager, 1, 2, 3)
+        assert names(tmp_path / "run") == ["iter_0000002", "iter_0000003", TRACKER]
+        assert (tmp_path / "run" / TRACKER).read_text() == "3"
+        latest = manager.latest(verify=True)
+        assert latest is not None
+        assert (latest.step, latest.name, latest.complete) == (3, "iter_0000003", True)
+        assert [step.bytes > 0 for step in manager.steps()] == [True, True]
+    again = CheckpointManager(tmp_path / "run")
+    assert restored(again) == (3, 3, [])
+    assert restored(again, step=2) == (2, 2, [])
+    with pytest.raises(NotACheckpoint, match="iter_0000001 does not exist"):
+        again.restore(state(-1), step=1)
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "stay"),
+    [(None, None, [0, 5, 7, 10, 12, 15]), (1, None, [15]), (3, None, [10, 12, 15]), (1, 5, [0, 5, 10, 15]),
+     (9, 5, [0, 5, 7, 10, 12, 15]), (2, 7, [0, 7, 12, 15])],
+)  # fmt: skip
+def test_which_steps_stay(last: int | None, every: int | None, stay: list[int]) -> None:
+    steps = [12, 0, 15, 5, 7, 10]
+    retention = Retention("run", NAMINGS[0], last, every)
+    assert retention.superfluous(steps, lambda _: True) == [s for s in sorted(steps) if s not in stay]
+    assert retention.superfluous(steps, lambda _: False) == []
+
+
+@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": True}, {"keep_last": 1, "keep_every": 0},
+                                     {"keep_every": 5}, {"naming": "composer"}, {"asynchronous": "fork"}])  # fmt: skip
+def test_what_makes_no_sense_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(reversed(options))):
+        CheckpointManager(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("naming", "name"),
+    [
+        ("torchtitan", "step-7"),
+        ("transformers", "checkpoint-7"),
+        ("deepspeed", "global_step7"),
+        ("plain", "7"),
+    ],
+)
+def test_other_names(tmp_path: Path, naming: str, name: str) -> None:
+    manager = CheckpointManager(tmp_path, naming=naming, keep_last=1)
+    saved(manager, 6, 7)
+    assert names(tmp_path) == [name]
+    assert restored(CheckpointManager(tmp_path)) == (7, 7, [])  # whatever the one that looks would call it
+    assert restored(CheckpointManager(tmp_path), step=7) == (7, 7, [])
+
+
+def test_what_is_not_ours_is_never_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    saved(CheckpointManager(tmp_path), 1, 2)
+    saved(CheckpointManager(tmp_path, naming="torchtitan"), 1)
+    megackpt.save(state(1), tmp_path / "iter_1")  # another way of writing it
+    (tmp_path / "iter_0000001" / "megackpt.index").unlink()  # a stranger's
+    (tmp_path / "iter_0000002" / "notes.txt").write_text("mine")
+    torch.save({}, tmp_path / "iter_0000000")
+    saved(manager, 3)
+    assert names(tmp_path) == [
+        "iter_0000000", "iter_0000001", "iter_0000002", "iter_0000003", "iter_1", TRACKER, "step-1"
+    ]  # fmt: skip
+    assert names(tmp_path / "iter_0000002") == ["notes.txt"]
+    assert "iter_0000001 was not written by megackpt, and is left alone" in caplog.text
+    assert megackpt.check_is_distributed_checkpoint(tmp_path / "iter_0000001")
+
+
+def test_damaged_ones_are_skipped_and_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1, 2, 3, 4, 5)
+    hurt(tmp_path / "iter_0000003")
+    next((tmp_path / "iter_0000004").glob("*.distcp")).unlink()
+    (tmp_path / "iter_0000005" / "metadata.json").unlink()
+    (tmp_path / "iter_0000005" / ".metadata").unlink()
+    found = manager.latest()
+    assert found is not None
+    assert found.step == 3  # no byte of its tensors has been looked at
+    found = manager.latest(verify=True)
+    assert found is not None
+    assert found.step == 2
+    assert restored(manager) == (2, 2, ["iter_0000003", "iter_0000005", "iter_0000004"])
+    assert "iter_0000003 is damaged, going back to the one before: " in caplog.text
+    assert "__0_0.distcp, written by rank 0, is missing" in caplog.text
+    with pytest.raises(CorruptCheckpoint, match="block 0"):
+        manager.restore(state(-1), step=3)
+    CheckpointManager(tmp_path, keep_last=2).save(6, state(6))
+    assert [step.step for step in manager.steps()] == [3, 4, 5, 6]  # 4 shows its damage, so it does not count
+
+
+def test_the_last_good_one_is_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    saved(manager, 1)
+    real = Retention.tidy
+
+    def tidy(self: Retention, newest: int) -> None:
+        next((tmp_path / "iter_0000002").glob("*.distcp")).unlink()
+        real(self, newest)
+
+    monkeypatch.setattr(Retention, "tidy", tidy)
+    saved(manager, 2)
+    assert "iter_0000002 is damaged, so an older one stays in its place: __0_0" in caplog.text
+    assert restored(manager) == (1, 1, ["iter_0000002"])
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 3)
+    hurt(tmp_path / "iter_0000003")
+    with pytest.raises(
+        CorruptCheckpoint, match=r"none of the checkpoints in .* can be loaded[\s\S]*iter_0000003: "
+    ):
+        manager.restore(state(-1))
+
+
+def test_what_does_not_fit_is_no_damage(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1)
+    manager.save(2, state(2) | {"odd": Odd()})
+    with pytest.raises(UntrustedClass):
+        manager.restore(state(-1))
+    assert manager.restore(state(-1), trusted=(Odd,)) is not None
+    with pytest.raises(MismatchError):
+        manager.restore({"v": ShardedTensor.from_rank_offsets("v", torch.zeros(8))}, trusted=(Odd,))
+
+
+class Odd:
+    """A class that nobody trusts."""
+
+
+def test_leftovers_of_dead_saves_are_cleared(tmp_path: Path) -> None:
+    saved(CheckpointManager(tmp_path), 1)
+    dead = Marker("ab" * 16, pid=2**22 + 5, started=1, names=("__0_0.distcp", "common.pt"))
+    for name in ("iter_0000002", "iter_0000003", ".iter_0000001.megackpt-" + dead.save_id):
+        (tmp_path / name).mkdir()
+        dead.put(LocalStorage(tmp_path / name))
+        (tmp_path / name / "__0_0.distcp").write_text("half")
+    (tmp_path / "iter_0000003" / "notes.txt").write_text("mine")
+    for name in ("iter_0000004", "iter_0000006"):
+        (tmp_path / name).mkdir()  # somebody has just begun, perhaps
+    os.utime(tmp_path / "iter_0000006", (1, 1))
+    old, new = tmp_path / ".megackpt-put-1", tmp_path / ".megackpt-put-2"
+    for torn in (old, new):
+        torn.write_text("")
+    os.utime(old, (1, 1))
+    saved(CheckpointManager(tmp_path), 5)
+    assert names(tmp_path) == [
+        ".megackpt-put-2", "iter_0000001", "iter_0000003", "iter_0000004", "iter_0000005", TRACKER
+    ]  # fmt: skip
+    assert names(tmp_path / "iter_0000003") == ["notes.txt"]
+
+
+def test_a_run_that_was_set_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps after the one that is saved are of another life: they neither count nor go."""
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    saved(CheckpointManager(tmp_path), 10, 20, 30, 40)
+    assert restored(manager, step=20) == (20, 20, [])
+    saved(manager, 25)
+    assert [step.step for step in manager.steps()] == [20, 25, 30, 40]
+    assert (tmp_path / TRACKER).read_text() == "25"
+    assert "holds step 40, which is after step 25" in caplog.text
+
+
+def test_a_save_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    saved(manager, 1)
+    other = begin(tmp_path / "iter_0000001", save_id="cd" * 16)
+    place = begin(tmp_path / "iter_0000002", save_id="ef" * 16)
+    saved(manager, 3)
+    for step in (1, 2):
+        with pytest.raises(SaveInProgress):
+            remove(manager.path(step))
+        with pytest.raises(SaveInProgress):
+            clear(manager.path(step))
+    other.abort()
+    place.abort()
+    assert restored(manager, step=1) == (1, 1, [])
+    saved(manager, 4)
+    assert names(tmp_path) == ["iter_0000004", TRACKER]
+    with pytest.raises(NotACheckpoint, match="does not exist"):
+        remove(manager.path(9))
+
+
+@pytest.mark.parametrize("how", [True, "process"])
+def test_asynchronous_saves(tmp_path: Path, how: Any) -> None:
+    weight = torch.zeros(8)
+    declared = {"w": ShardedTensor.from_rank_offsets("w", weight), "value": 0}
+    with CheckpointManager(tmp_path, keep_last=2, asynchronous=how) as manager:
+        assert manager.poll() == []
+        for step in (1, 2, 3):
+            weight.fill_(step)
+            manager.save(step, declared | {"value": step})
+            weight.fill_(-1)
+            manager.poll()
+        manager.finalize()
+        manager.save(4, state(4), asynchronous=False)
+        assert manager.poll() == []
+        weight.fill_(5)
+        manager.save(5, declared | {"value": 5})
+        assert manager.finalize() == [5]
+        manager.save(6, declared | {"value": 6})  # which nobody finalizes but the end
+        weight.fill_(6)
+    assert names(tmp_path) == ["iter_0000005", "iter_0000006", TRACKER]
+    assert (tmp_path / TRACKER).read_text() == "6"
+
+
+def test_an_error_in_the_loop_gives_up_what_is_under_way(tmp_path: Path) -> None:
+    def train() -> None:
+        with CheckpointManager(tmp_path, asynchronous=True) as manager:
+            manager.save(1, state(1))
+            raise RuntimeError("in the loop")
+
+    with pytest.raises(RuntimeError, match="in the loop"):
+        train()
+    assert restored(CheckpointManager(tmp_path)) is None
+    assert names(tmp_path) == []
+
+
+def test_a_failed_save_is_over_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committing, "_PAUSES", (0.0,))
+    with CheckpointManager(tmp_path, asynchronous=True, keep_last=1) as manager:
+        saved(manager, 1)
+        assert manager.finalize() == [1]
+        manager.save(2, state(2))
+        (tmp_path / "iter_0000002").rename(tmp_path / "taken")
+        with pytest.raises(CheckpointingException):
+            manager.finalize()
+        saved(manager, 3)
+        assert manager.finalize() == [3]
+    assert (tmp_path / TRACKER).read_text() == "3"
+    assert restored(manager) == (3, 3, [])
+
+
+def test_a_tracker_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What it names stays."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    saved(manager, 1)
+    (tmp_path / TRACKER).unlink()
+    (tmp_path / TRACKER).mkdir()
+    saved(manager, 2)
+    assert "step 2 is complete, but its tracker is not written" in caplog.text
+    assert [step.step for step in manager.steps()] == [1, 2]
+
+
+def test_all_ranks_go_on_from_the_same_step(tmp_path: Path) -> None:
+    """The byte that is damaged is read by one of them."""
+
+    def job(group: ThreadedGroup) -> tuple[int, float, int]:
+        manager = CheckpointManager(tmp_path, keep_last=3, process_group=group)
+        assert manager.restore(state(-1, group.rank, group.size)) is None
+        for step in (1, 2, 3):
+            manager.save(step, state(step, group.rank, group.size))
+        group.all_agree(1)
+        if group.is_coordinator:
+            (data,) = (tmp_path / "iter_0000003").glob("__1_0.distcp")
+            octets = bytearray(data.read_bytes())
+            octets[octets.index(b"\x00\x00\x40\x40")] ^= 1
+            data.write_bytes(octets)
+        group.all_agree(1)
+        found = manager.restore(state(-1, group.rank, group.size))
+        assert found is not None
+        assert not manager.preempted()
+        if group.rank == 1:
+            manager._notice(signal.SIGTERM, None)
+        assert manager.preempted()
+        assert manager.preempted()
+        manager.close()
+        return found.step, float(found.state["w"].sum()), len(found.skipped)
+
+    assert ThreadedGroup.run(2, job) == [(2, 8.0, 1)] * 2
+
+
+def one_of_several_jobs(run: str) -> None:
+    with CheckpointManager(run, keep_last=2, asynchronous=bool(int(os.environ["RANK"]))) as manager:
+        for step in range(int(os.environ["RANK"]), 15, 3):
+            manager.save(step, state(step))
+            found = manager.restore(state(-1))
+            assert found is None or found.state["w"].eq(found.state["value"]).all()
+            assert found is None or found.step == found.state["value"]
+
+
+def test_jobs_that_share_a_directory(ranks: Any, tmp_path: Path) -> None:
+    """Each saves, looks for the latest and removes, whatever the others do; one finds itself set back, perhaps."""
+    ranks(one_of_several_jobs, 3, tmp_path, init=False)
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    assert restored(manager) == (14, 14, [])
+    saved(manager, 15)
+    assert names(tmp_path) == ["iter_0000015", TRACKER]
+
+
+def test_signals_are_noted_and_put_back(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        with CheckpointManager(tmp_path) as manager:
+            manager.on_signal(signal.SIGUSR1)
+            manager.on_signal(signal.SIGUSR1, signal.SIGUSR2)
+            assert not manager.preempted()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert manager.preempted()
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_in_a_bucket(bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "megackpt")
+    root = f"{bucket.url}/run"
+    with CheckpointManager(root, keep_last=2, keep_every=4, asynchronous=True) as manager:
+        saved(manager, 4, 5, 6, 7)
+    assert [step.step for step in manager.steps()] == [4, 6, 7]
+    assert {key.split("/")[1] for key in stored(bucket)} == {
+        "iter_0000004", "iter_0000006", "iter_0000007", TRACKER
+    }  # fmt: skip
+    assert bucket.client.get_object(Bucket=bucket.name, Key=f"run/{TRACKER}")["Body"].read() == b"7"
+    assert restored(CheckpointManager(root)) == (7, 7, [])
+    # Removals that died: after the record, and before it.
+    bucket.client.delete_object(Bucket=bucket.name, Key="run/iter_0000006/megackpt.commit")
+    place = begin(f"{root}/iter_0000007", save_id="ab" * 16)
+    place.storage.put("data", b"half")
+    place.abandon()
+    assert restored(CheckpointManager(root)) == (7, 7, [])
+    saved(CheckpointManager(root, keep_last=2), 8)
+    assert {key.split("/")[1] for key in stored(bucket)} == {"iter_0000007", "iter_0000008", TRACKER}
+    with pytest.raises(NotACheckpoint, match="no save of megackpt is complete"):
+        remove(f"{root}/iter_0000009")
+    clear(f"{root}/iter_0000007")
+    assert not [key for key in stored(bucket) if "abab" in key]
+    assert restored(CheckpointManager(root), step=7) == (7, 7, [])
