@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the name that everybody knows
+from sharded_adam import ShardedAdam
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -30,6 +32,7 @@ import megackpt
 from megackpt import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megackpt.adapters.modules import ParallelLayout, make_sharded_tensors_for_checkpoint
 from megackpt.adapters.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from megackpt.manager import CheckpointManager
 
 Group = dist.ProcessGroup | None  # None: nobody but me
 Offsets = tuple[tuple[int, int, int], ...]  # (axis, number of my piece, number of pieces)
@@ -136,8 +139,7 @@ def draw(name: str, *shape: int, std: float = 0.02) -> Tensor:
 def declare_swiglu(key: str, x: Tensor, grid: Grid, offsets: Offsets) -> ShardedTensorFactory:
     """x is my rows of W over my rows of V; in the checkpoint stand all rows of W over all rows of V.
 
-    So x is two pieces of one tensor, far apart: a factory takes them apart for a save and joins them after a
-    load. The optimizer uses it again, for the moments of x.
+    So x is two pieces of one tensor, far apart, which a factory parts and joins; those of its moments, too.
     """
 
     def build(key: str, x: Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
@@ -190,8 +192,7 @@ class Layer(nn.Module):
 class Stage(nn.Module):
     """My pipeline stage: some consecutive layers, and what stands at either end of the model.
 
-    The embedding is cut by vocabulary, and tied: the first stage makes vectors of tokens with it, the last
-    one logits of vectors. Where these are two stages, each has a copy.
+    The embedding is cut by vocabulary, and tied: the first and the last stage, where these are two, have a copy each.
     """
 
     def __init__(self, config: Config, grid: Grid) -> None:
@@ -233,10 +234,7 @@ class Stage(nn.Module):
         return (leave(logits.exp().sum(-1), self.grid).log() - right).mean()
 
     def sharded_state_dict(self) -> State:
-        """The name of each parameter on this stage -> which piece it is of the whole model.
-
-        The layers of all stages are one stack: a layer is a piece along a new axis 0 of every tensor in it.
-        """
+        """Name of a parameter -> which piece it is of the whole model. A layer is one along a new axis 0."""
         own = {k: p for k, p in self.state_dict(keep_vars=True).items() if not k.startswith("layers.")}
         state = make_sharded_tensors_for_checkpoint(own, "", {"embedding": 0}, tp_group=self.grid)
         if self.grid.last and not self.grid.first:  # a copy: the first stage's is written
@@ -254,9 +252,8 @@ def read_text() -> Tensor:
 
 
 def batch_of(text: Tensor, position: int, config: Config) -> Tensor:
-    """The run's sequences from number ``position`` on, (batch, context + 1).
-
-    All ranks make the whole batch, so their random generators stay alike: one saved state serves them all.
+    """The run's sequences from number ``position`` on, (batch, context + 1); on all ranks, so that their random
+    generators stay alike: one saved state serves them all.
     """
     length = config.context + 1
     windows = [(position + i) * 7919 % (len(text) // length - 1) for i in range(config.batch)]
@@ -271,10 +268,8 @@ class Trainer:
         self.config, self.grid, self.text = config, grid, read_text()
         self.step = self.position = 0  # steps done, sequences read
         self.stage = Stage(config, grid)
-        self.optimizer = torch.optim.Adam(self.stage.parameters(), lr=lr)
-        for p in self.stage.parameters():  # Adam makes these in its first step; a load needs them before
-            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            self.optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
+        share = grid.dp_rank, grid.dp_size, grid.dp_cp_group  # what these ranks have in common, they deal out
+        self.optimizer = ShardedAdam(self.stage.parameters(), lr, *share)
         self.scheduler = LambdaLR(self.optimizer, lambda n: min((n + 1) / warmup, (warmup / (n + 1)) ** 0.5))
 
     def train_step(self) -> float:
@@ -325,7 +320,7 @@ class Trainer:
         model, optimizer = self.stage.sharded_state_dict(), self.optimizer.state_dict()
         # Adam numbers its parameters, on each stage from 0: what it keeps of each gets that parameter's name.
         names = get_param_id_to_sharded_param_map(model, self.stage.parameters())
-        optim_state_to_sharding_state(optimizer, names)
+        optim_state_to_sharding_state(optimizer, names, flat_ranges=self.optimizer.ranges)
         rng = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
         return {
             "model": model,
@@ -336,13 +331,8 @@ class Trainer:
             "position": self.position,
         }
 
-    def save(self, directory: Path, form: str) -> None:
-        grid = {"tp": self.grid.tp_size, "pp": self.grid.pp_size, "dp": self.grid.dp_size}
-        megackpt.save(self.state(), directory, form, content_metadata=grid)
-
-    def load(self, directory: Path) -> None:
-        """Go on from a checkpoint of any format, written at any parallelism."""
-        state = megackpt.load(self.state(), directory)
+    def restore(self, state: State) -> None:
+        """Go on from what was loaded, whatever the format and the parallelism that it was written at."""
         self.step, self.position = state["step"], state["position"]
         self.stage.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -352,9 +342,18 @@ class Trainer:
         torch.set_rng_state(state["rng"]["torch"])
 
 
-def newest(run: Path) -> Path | None:
-    """The newest checkpoint of a run. What a killed job left unfinished is none."""
-    return max(filter(megackpt.check_is_distributed_checkpoint, run.glob("iter_*")), default=None)
+def train(trainer: Trainer, checkpoints: CheckpointManager, options: argparse.Namespace) -> None:
+    """To the end, or until a signal says that the processes will be ended: then save, whatever step it is."""
+    ended, grid = False, trainer.grid
+    while trainer.step < options.steps and not ended:
+        loss = trainer.train_step()
+        if grid.last and grid.tp_rank == grid.dp_rank == 0:
+            with options.losses.open("a") as log:
+                print(json.dumps({"step": trainer.step, "loss": loss}), file=log)
+        ended = checkpoints.preempted()  # any rank
+        if ended or trainer.step % options.save_every == 0:
+            layout = {"tp": grid.tp_size, "pp": grid.pp_size, "dp": grid.dp_size}
+            checkpoints.save(trainer.step, trainer.state(), content_metadata=layout)
 
 
 def main() -> None:
@@ -364,17 +363,15 @@ def main() -> None:
     grid = join(options.tp, options.pp)
     print(f"rank {grid.rank} is process {os.getpid()}", flush=True)
     trainer = Trainer(Config(), grid, options.lr)
-    if source := options.load or newest(options.dir):
-        trainer.load(source)
-    if options.resave:
-        trainer.save(options.resave, "torch_dist")
-    while trainer.step < options.steps:
-        loss = trainer.train_step()
-        if grid.last and grid.tp_rank == grid.dp_rank == 0:
-            with options.losses.open("a") as log:
-                print(json.dumps({"step": trainer.step, "loss": loss}), file=log)
-        if trainer.step % options.save_every == 0:
-            trainer.save(options.dir / f"iter_{trainer.step:07d}", options.format)
+    with CheckpointManager(options.dir, options.format, keep_last=options.keep_last) as checkpoints:
+        checkpoints.on_signal(signal.SIGTERM)
+        if options.load:
+            trainer.restore(megackpt.load(trainer.state(), options.load))
+        elif found := checkpoints.restore(trainer.state()):  # the run's newest good one
+            trainer.restore(found.state)
+        if options.resave:
+            megackpt.save(trainer.state(), options.resave, "torch_dist")
+        train(trainer, checkpoints, options)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -386,6 +383,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages; what remains is data-parallel")
     parser.add_argument("--save-every", type=int, default=25, metavar="STEPS")
+    parser.add_argument("--keep-last", type=int, metavar="N", help="keep this many checkpoints, not all")
     parser.add_argument("--format", default="torch_dist", help="of the checkpoints that are written")
     parser.add_argument("--load", type=Path, help="a checkpoint to start from, instead of the run's newest")
     parser.add_argument("--resave", type=Path, help="save there, before the first step, what was loaded")

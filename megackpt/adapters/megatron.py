@@ -1,4 +1,4 @@
-"""Megatron-Core's own declarations as ours, leaf by leaf. Classes are known by module and name: Megatron is not imported.
+"""Megatron-Core's own declarations as ours, leaf by leaf. Its classes are known by name; it is not imported.
 
 Sources: ``dist_checkpointing/mapping.py`` of 0.12.3 and 0.16.1. Copies of Megatron under another root count as well.
 """
@@ -12,8 +12,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-import torch
-
+from megackpt.adapters.flat_ranges import flattened
 from megackpt.errors import ShardingError
 from megackpt.planning.box import Box
 from megackpt.sharded import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -31,7 +30,8 @@ def native(leaf: Any) -> Any:
     the boxes that it fills, or is no shard where it is empty.
     Raises ShardingError for a class that lacks fields which ours cannot do without, and for impossible ranges.
     """
-    translate = _translation(type(leaf))
+    kind: Any = type(leaf)
+    translate = _translation(kind)
     return leaf if translate is None else translate(leaf)
 
 
@@ -58,7 +58,7 @@ def _translation(kind: type) -> Callable[[Any], Any] | None:
 
 
 def _fields(theirs: type, ours: type) -> list[str]:
-    """The fields that both classes have. Warns of those that are theirs alone: once, for the caller keeps what it gets."""
+    """The fields that both classes have. Warns of those that are theirs alone; the caller keeps the answer."""
     named = f"{theirs.__module__}.{theirs.__name__}"
     there, here = getattr(theirs, "__dataclass_fields__", {}), fields(ours)
     lacking = [f.name for f in here if f.default is MISSING and f.name not in there]
@@ -78,7 +78,7 @@ def _fields(theirs: type, ours: type) -> list[str]:
 
 
 def _unflattened(run: ShardedTensor) -> ShardedTensorFactory | LocalNonpersistentObject:
-    """A run of elements of a local tensor, in C order: the boxes of the tensor that they fill, views of the same data."""
+    """A run of elements of a local tensor, in C order: the boxes that they fill in it, views of the same data."""
     span, data = run.flattened_range or slice(0, 0), run.data
     cell = Box(tuple(run.global_offset)[run.prepend_axis_num :], tuple(run.local_shape))
     length = span.stop - span.start
@@ -88,28 +88,4 @@ def _unflattened(run: ShardedTensor) -> ShardedTensorFactory | LocalNonpersisten
             f"{run.key!r}: flattened_range {span.start}:{span.stop} does not fit data of the shape {held} in a tensor "
             f"of {cell.volume} elements"
         )
-    if not length:
-        return LocalNonpersistentObject(data)
-
-    def build(key: str, data: Any, replica_id: Any, _: slice | None) -> list[ShardedTensor]:
-        boxes = list(cell.runs(span.start, span.stop))
-        pieces = [None] * len(boxes) if data is None else data.split([box.volume for box in boxes])
-        before = tuple(run.global_offset)[: run.prepend_axis_num]
-        return [
-            replace(
-                run,
-                key=key,
-                data=None if piece is None else piece.view(box.shape),
-                local_shape=box.shape,
-                global_offset=(*before, *box.offset),
-                axis_fragmentations=None,
-                replica_id=replica_id,
-                flattened_range=None,
-            )
-            for box, piece in zip(boxes, pieces, strict=True)
-        ]
-
-    def merge(pieces: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([p.reshape(-1) for p in pieces]) if data is None or data.is_meta else data
-
-    return ShardedTensorFactory(run.key, data, build, merge, run.replica_id)
+    return flattened(replace(run, data=None, flattened_range=None), data, span)

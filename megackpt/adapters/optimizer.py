@@ -1,5 +1,6 @@
 """Optimizer state declared like the parameters it belongs to, so that it survives changes of parallelism.
 
+The keys are the same whether a rank has the state of its parameters or, as in ZeRO-1, of flat ranges of them.
 Names are those of Megatron-Core's ``dist_checkpointing.optimizer``. State is stored under the key of the
 model's parameter, ``optimizer.state.exp_avg.decoder.layers.mlp.weight``, never under the optimizer's own
 numbers, which depend on what this rank holds.
@@ -8,13 +9,24 @@ numbers, which depend on what this rank holds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megackpt import tree
+from megackpt.adapters.flat_ranges import (
+    ShardedParam,
+    built,
+    check_flat_range,
+    flattened,
+    holds_nothing,
+    main_shards,
+    make_flat_range_shards,
+    param_shape,
+)
+from megackpt.adapters.param_groups import declared_groups, told_apart
 from megackpt.errors import ShardingError
 from megackpt.sharded import (
     LocalNonpersistentObject,
@@ -31,7 +43,15 @@ KEEP_VARS_HINT = (
     " (Call `state_dict(keep_vars=True)`; without keep_vars it holds detached copies.)"
 )
 
-ShardedParam = ShardedTensor | ShardedTensorFactory
+__all__ = [
+    "KEEP_VARS_HINT",
+    "ShardedParam",
+    "get_optim_param_to_id_map",
+    "get_param_id_to_sharded_param_map",
+    "make_flat_range_shards",
+    "make_sharded_optimizer_tensor",
+    "optim_state_to_sharding_state",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -50,14 +70,17 @@ def get_param_id_to_sharded_param_map(
     """Number of each parameter in the optimizer -> its declaration in the model's sharded state dict.
 
     They are matched by identity: the shards' ``data`` must be the parameters themselves (see KEEP_VARS_HINT).
-    Declarations that are no parameters of this optimizer are left out.
+    Declarations that are no parameters of this optimizer are left out. Where an optimizer's own parameters are flat
+    pieces of the model's, give for each the parameter of the model that it is a piece of; one may occur repeatedly.
     """
-    numbers = get_optim_param_to_id_map(optim_params_iter)
-    found: dict[int, ShardedParam] = {}
-    for leaf in tree.nested_values(model_sharded_state_dict):
-        if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) and id(leaf.data) in numbers:
-            found[numbers[id(leaf.data)]] = leaf
-    if numbers and not found:
+    params = list(optim_params_iter)
+    declared = {
+        id(leaf.data): leaf
+        for leaf in tree.nested_values(model_sharded_state_dict)
+        if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
+    }
+    found = {number: declared[id(param)] for number, param in enumerate(params) if id(param) in declared}
+    if params and not found:
         _logger.warning("the optimizer and the sharded state dict share no parameter.%s", KEEP_VARS_HINT)
     return found
 
@@ -70,7 +93,7 @@ def make_sharded_optimizer_tensor(
     Raises ShardingError if the shapes differ.
     """
     key = f"{prefix}.{model_param.key}"
-    shape = _param_shape(model_param)
+    shape = param_shape(model_param)
     if tuple(optim_param.shape) != shape:
         raise ShardingError(
             f"{key!r}: state of shape {tuple(optim_param.shape)} does not match its parameter's shape {shape}"
@@ -86,6 +109,8 @@ def optim_state_to_sharding_state(
     optim_state_dict: dict[str, Any],
     id_to_sharded_param_map: Mapping[int, ShardedParam],
     exclude_keys: Iterable[str] = (),
+    *,
+    flat_ranges: Mapping[int, slice] | None = None,
 ) -> dict[str, Any]:
     """Turn ``optimizer.state_dict()`` into a sharded state dict, in place, and return it.
 
@@ -97,48 +122,69 @@ def optim_state_to_sharding_state(
     different parameters. A parameter that is stored through a factory keeps one such value for each tensor
     that the factory builds.
 
-    ``param_groups`` are common, but for their lists of parameter numbers, which every rank keeps for itself.
+    ``flat_ranges``: number -> the elements of the declared parameter that this rank's optimizer has, where its
+    parameters are flat (1-dim) pieces of the model's, dealt out over data-parallel ranks. State of a range's length is
+    then declared by ``make_flat_range_shards``, under the same keys. Numbers that are not in it are whole.
+
+    ``param_groups`` are common, but for their lists of parameter numbers, which every rank keeps for itself. A load
+    matches them by ``param_groups.IDENTIFYING`` hyperparameters; of groups that these do not tell apart, the number
+    is stored with each parameter, under ``optimizer.param_group.{key}``.
     The inner dicts of the optimizer are not touched; state named in ``exclude_keys`` is left out.
     Raises ValueError for a parameter that ``id_to_sharded_param_map`` lacks, ShardingError for a tensor of
     another shape whose parameter is cut: nobody could say how to cut it.
     """
-    excluded = set(exclude_keys)
+    excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
+    params, ranges = id_to_sharded_param_map, flat_ranges or {}
     state: dict[Any, dict[str, Any]] = {}
     for number, values in optim_state_dict["state"].items():
-        if number not in id_to_sharded_param_map:
+        if number not in params:
             raise ValueError(f"Param id {number} does not match any model sharded param.{KEEP_VARS_HINT}")
-        param = id_to_sharded_param_map[number]
         state[number] = {
-            name: _declared(param, value, f"optimizer.state.{name}")
+            name: _declared(params[number], value, f"optimizer.state.{name}", ranges.get(number))
             for name, value in values.items()
             if name not in excluded
         }
-    groups = [
-        {**group, "params": LocalNonpersistentObject(group["params"])}
-        for group in optim_state_dict["param_groups"]
-    ]
-    optim_state_dict["state"], optim_state_dict["param_groups"] = state, groups
+    groups = optim_state_dict["param_groups"]
+    owner = {number: i for i, group in enumerate(groups) for number in group["params"] if number in state}
+    members = None if told_apart(groups) else {number: torch.tensor(i) for number, i in owner.items()}
+    keys = {number: param.key for number, param in params.items()}
+    optim_state_dict["state"] = state
+    optim_state_dict["param_groups"] = declared_groups(groups, members, keys)
+    if members:
+        optim_state_dict["param_group"] = {
+            number: _declared(params[number], i, "optimizer.param_group", ranges.get(number))
+            for number, i in members.items()
+        }
     return optim_state_dict
 
 
-def _param_shape(param: ShardedParam) -> tuple[int, ...]:
-    return param.local_shape if isinstance(param, ShardedTensor) else tuple(param.data.shape)
-
-
-def _declared(param: ShardedParam, value: Any, prefix: str) -> Any:
-    if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(_param_shape(param)):
+def _declared(param: ShardedParam, value: Any, prefix: str, flat_range: slice | None) -> Any:
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    if flat_range is None and shape == param_shape(param):
         return make_sharded_optimizer_tensor(param, value, prefix)
-    if isinstance(param, ShardedTensor):
-        return _once(param, value, prefix)
-    return _once_for_each_built(param, value, prefix)
+    param = replace(param, key=f"{prefix}.{param.key}")
+    if flat_range is None and isinstance(param, ShardedTensor):
+        return _once(param, value)
+    if flat_range is None:
+        return _once_for_each(param, value, built)
+    if shape is not None and len(shape) == 1:
+        check_flat_range(param, value, flat_range)
+        return flattened(param, value, flat_range, main=True)
+    if holds_nothing(param, flat_range):
+        return LocalNonpersistentObject(value)
+    return _once_for_each(param, value, lambda named: main_shards(named, None, flat_range))
 
 
-def _once_for_each_built(param: ShardedTensorFactory, value: Any, prefix: str) -> ShardedTensorFactory:
-    def build(_key: str, data: Any, _replica_id: ReplicaId, _flattened_range: slice | None) -> list[Any]:
+def _once_for_each(
+    param: ShardedParam, value: Any, pieces: Callable[[ShardedParam], list[ShardedTensor]]
+) -> ShardedTensorFactory:
+    """``value`` belongs to each tensor as a whole of which this rank has pieces."""
+
+    def build(key: str, data: Any, _replica_id: ReplicaId, _: slice | None) -> list[Any]:
         cells: dict[Any, ShardedTensor | ShardedObject] = {}
-        for piece in _pieces(param):
+        for piece in pieces(replace(param, key=key)):
             cell = (piece.key, piece.global_offset[: piece.prepend_axis_num])
-            shard = _once(piece, data, prefix)
+            shard = _once(piece, data)
             if cell not in cells or is_main_replica(shard.replica_id):
                 cells[cell] = shard
         return list(cells.values())
@@ -146,24 +192,12 @@ def _once_for_each_built(param: ShardedTensorFactory, value: Any, prefix: str) -
     def merge(loaded: list[Any]) -> Any:
         return loaded[0] if loaded else value
 
-    return ShardedTensorFactory(f"{prefix}.{param.key}", value, build, merge, param.replica_id)
+    return ShardedTensorFactory(param.key, value, build, merge, param.replica_id)
 
 
-def _pieces(param: ShardedTensorFactory) -> list[ShardedTensor]:
-    """The tensors that a factory builds in the end."""
-    todo, pieces = [param.build()], []
-    while todo:
-        for leaf in tree.nested_values(todo.pop()):
-            if isinstance(leaf, ShardedTensorFactory):
-                todo.append(leaf.build())
-            elif isinstance(leaf, ShardedTensor):
-                pieces.append(leaf)
-    return pieces
-
-
-def _once(param: ShardedTensor, value: Any, prefix: str) -> ShardedTensor | ShardedObject:
+def _once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
     """``value`` belongs to the whole parameter, whichever piece of it this is."""
-    key, n = f"{prefix}.{param.key}", param.prepend_axis_num
+    key, n = param.key, param.prepend_axis_num
     whole, offset = param.global_shape[:n], param.global_offset[:n]
     replica = _replica_of_whole(param)
     if not isinstance(value, torch.Tensor):

@@ -11,7 +11,7 @@ from typing import Any, Final
 from megackpt import tree
 from megackpt.errors import MismatchError, ShardingError
 from megackpt.planning.manifest import COMMON_KEY
-from megackpt.sharded.storable import SHARDED, is_distributed
+from megackpt.sharded.storable import SHARDED, is_declared, is_distributed
 from megackpt.sharded.values import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -38,7 +38,8 @@ class Extracted:
     """A state dict, sorted by what happens to its leaves.
 
     ``state`` is the caller's state with its containers made anew and each factory replaced by what it
-    built. ``shards[i]`` (a ShardedTensor or ShardedObject, the caller's own) stands at ``paths[i]`` in it.
+    built. ``shards[i]`` (a ShardedTensor or ShardedObject: the caller's, or made of a foreign one) stands at
+    ``paths[i]`` in it.
     ``common`` is everything else that is saved: lists in it keep the indices of ``state`` (None or {} stands
     for what is not common), branches without any common leaf are left out. ``local`` is what every rank keeps
     for itself, ``empties`` the places of empty containers, ``factories`` the factories with their places,
@@ -152,10 +153,10 @@ def _planted(leaves: Leaves, like: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _misplaced(path: Path, leaf: Any) -> list[str]:
-    if _is_declared(leaf):
+    if is_declared(leaf):
         kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
         return [f"{tree.show(path)}: {kind} is not one of the classes of megackpt: import it from there"]
-    hidden = next((x for x in chain([leaf], _inside(leaf)) if _is_declared(x) or is_distributed(x)), None)
+    hidden = next((x for x in chain([leaf], _inside(leaf)) if is_declared(x) or is_distributed(x)), None)
     if hidden is None:
         return []
     if is_distributed(hidden):
@@ -166,11 +167,6 @@ def _misplaced(path: Path, leaf: Any) -> list[str]:
     name = getattr(hidden, "key", "")
     lost = f"a {what} ({name!r}) in a {where} is lost"
     return [f"{tree.show(path)}: {lost}; only dicts and lists are walked into: make it one of these"]
-
-
-def _is_declared(x: Any) -> bool:
-    """By name, for Megatron-Core's own would be taken for common state, of which one rank's value is kept."""
-    return any(base.__name__ in ("ShardedBase", "LocalNonpersistentObject") for base in type(x).__mro__)
 
 
 def _inside(leaf: Any) -> Iterable[Any]:
@@ -193,7 +189,7 @@ def _sharded_keys(state: dict[Any, Any]) -> list[str]:
             problems += [
                 f"a {type(key).__name__} stands as a dict key: {key!r}"
                 for key in branch
-                if type(key) is not str and _is_declared(key)
+                if type(key) is not str and is_declared(key)
             ]
         todo += [value for _, value in tree.items(branch) if tree.is_branch(value)]
     return problems
@@ -232,7 +228,7 @@ def restore(extracted: Extracted, values: Sequence[Any], common: dict[Any, Any])
 def _merge_factories(result: dict[Any, Any], extracted: Extracted, missing: list[Path]) -> None:
     incomplete = set(chain.from_iterable((path[:n] for n in range(len(path) + 1)) for path in missing))
     for path, factory in reversed(extracted.factories):
-        if path not in incomplete:
+        if path not in incomplete and _stands(result, path):  # not, where it built what is not stored
             parent = tree.lookup(result, path[:-1])
             with _naming(factory, "merge_fn"):
                 parent[path[-1]] = factory.merge_fn(parent[path[-1]])
@@ -246,12 +242,17 @@ def _merge_factories(result: dict[Any, Any], extracted: Extracted, missing: list
 
 def _holds(x: Any, path: Path) -> bool:
     """Does the path lead to something?"""
+    return _stands(x, path) and tree.lookup(x, path) is not None
+
+
+def _stands(x: Any, path: Path) -> bool:
+    """Does the path lead anywhere, be it to None?"""
     for key in path:
         inside = key in x if isinstance(x, dict) else isinstance(x, list) and key < len(x)
         if not inside:
             return False
         x = x[key]
-    return x is not None
+    return True
 
 
 def apply_factories(sharded_state_dict: dict[Any, Any]) -> None:

@@ -246,9 +246,9 @@ class Job:
             image, folder = self.order.copy
             copy = f"{folder}/{len(self.calls)}.img"
             subprocess.run(["cp", "--sparse=always", image, copy], check=True, stdin=subprocess.DEVNULL)
-        counts = not self.order.of or call.name in self.order.of
+        counts, process = not self.order.of or call.name in self.order.of, call.process
         if self.order.writer:
-            counts = counts and call.process not in self.pids
+            counts = counts and process not in (0, *self.pids)
         if counts:
             self.counted.append((call.name, call.path))
         reached = counts and len(self.counted) == self.order.at
@@ -257,7 +257,7 @@ class Job:
         elif reached:
             self.died = True
             if self.order.writer:
-                os.kill(call.process, signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
             if self.order.writer != "dies":
                 self.kill([self.pids[victim] for victim in self.order.victims])
         elif call.name in self.order.answers:

@@ -98,7 +98,7 @@ class Call:
         """The caller is a thread of it; 0: it is dead."""
         try:
             return _process_of(self.pid)
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return 0
 
     def _data(self) -> bytes:

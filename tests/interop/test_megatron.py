@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ from megackpt.testing import ThreadedGroup
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
 
-GUIDE = Path(__file__).parent.parent.parent / "docs" / "from-megatron.md"
 DTYPES = [name for name in ITEMSIZE if name != OBJECT]
 UNEVEN = {1: (11,), 2: (7, 4), 4: (5, 0, 4, 2)}
 BUCKETS = (0, 3, 4, 9, 15, 20)
@@ -235,20 +233,10 @@ def megatron_reads(folder: str) -> None:
 
 
 def we_take_what_megatron_declares(folder: str) -> None:
-    """By the lines that the documentation gives for it; without them it is refused."""
     from megatron.core.dist_checkpointing import mapping
 
-    given = state(mapping, dist.get_rank(), 2)
-    with pytest.raises(megackpt.ShardingError, match=r"mapping\.ShardedTensor is not one of the classes"):
-        megackpt.save(given, folder)
-    (lines,) = (
-        b for b in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "def ours" in b
-    )
-    page = {name: getattr(megackpt, name) for name in megackpt.__all__}
-    exec(lines, page)  # noqa: S102 - the code of our own page
-    page["save_megatrons"](given, folder, content_metadata=CONTENT)
-    load = partial(page["load_megatrons"], checkpoint_dir=folder)
-    loaded_equals(load, mapping, dist.get_rank(), 1, 2)
+    megackpt.save(state(mapping, dist.get_rank(), 2), folder, content_metadata=CONTENT)
+    loaded_equals(partial(megackpt.load, checkpoint_dir=folder), mapping, dist.get_rank(), 1, 2)
 
 
 def megatron_asks_around(peer: Any, folder: str) -> None:

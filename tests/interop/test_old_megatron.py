@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -60,9 +61,73 @@ def old_megatron_reads(*folders: str) -> None:
         for key in flat:
             asked, expected = run(mapping, key, megackpt.load_plain_tensors(folder)[key])
             assert_same(peer.load({key: asked}, folder)[key], expected, f"{folder}: {key}")
+            asked, _ = run(mapping, key, megackpt.load_plain_tensors(folder)[key])
+            found = megackpt.load({key: asked}, folder)
+            assert_same(found[key], expected, f"{folder}: {key}")
+            assert found[key] is asked.data
         assert peer.load_common_state_dict(Path(folder)) == megackpt.load_common_state_dict(folder)
         assert objects(mapping, peer.load, folder) == objects(megackpt, megackpt.load, folder)
     dist.barrier()
+
+
+def old_megatron_declares(folder: str) -> None:
+    """On 2 ranks: flattened tensors of its classes, which it saves no better than we."""
+    from interop.megatron_shims import dist_checkpointing
+
+    dist_checkpointing()
+    from megatron.core.dist_checkpointing import mapping
+
+    state = {}
+    for key, shape in FLATTENED.items():
+        state[key], own = run(mapping, key, torch.arange(float(math.prod(shape))).reshape(shape))
+        state[key].data.copy_(own)
+    megackpt.save(state, folder)
+
+
+def old_optimizer(folder: str) -> None:
+    """On 4 ranks: its DistributedOptimizer, whose state is flattened, is saved, and loaded at other parallelisms."""
+    from interop.megatron_models import parallel, prepare, trained
+
+    prepare(
+        ("distributed", "optimizer", "tensor_parallel.random", "models.gpt", "models.gpt.gpt_layer_specs")
+    )
+    with parallel(2, 1):
+        megackpt.save(flattened(*trained("gpt", 1)), f"{folder}/saved")
+    for tp, pp in ((1, 2), (2, 2), (1, 1)):
+        with parallel(tp, pp):
+            model, optimizer = trained("gpt", 2)
+            asked = flattened(model, optimizer, is_loading=True)
+            found, *differing = megackpt.load(asked, f"{folder}/saved", strict="return_all")
+            assert differing == [set(), set()]
+            model.load_state_dict(found["model"])
+            optimizer.load_state_dict(found["optimizer"])
+            megackpt.save(flattened(model, optimizer), f"{folder}/tp{tp} pp{pp}")
+
+
+def flattened(model: Any, optimizer: Any, **options: Any) -> dict[str, Any]:
+    state = model.sharded_state_dict()
+    how = {"sharding_type": "fully_sharded_model_space", **options}
+    return {"model": state, "optimizer": optimizer.sharded_state_dict(state, **how)}
+
+
+def new_optimizer(folder: str) -> None:
+    """On 4 ranks: 0.16's takes the same state, but for a name."""
+    from interop.megatron_models import parallel, prepare, trained
+    from interop.test_megatron_models import RESHARDABLE, trained_state
+
+    prepare()
+    with parallel(4, 1):
+        model, optimizer = trained("gpt", 2)
+        asked = trained_state(model, optimizer, True, **RESHARDABLE)
+        found = megackpt.load(asked, f"{folder}/saved", key_map=named_by_old)
+        model.load_state_dict(found["model"])
+        found["optimizer"]["param_state_sharding_type"] = "fully_reshardable"
+        optimizer.load_state_dict(found["optimizer"])
+        megackpt.save(trained_state(model, optimizer, False, **RESHARDABLE), f"{folder}/new")
+
+
+def named_by_old(key: str) -> str:
+    return key.replace("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 
 def description(declared: Any) -> tuple[Any, ...]:
@@ -115,3 +180,28 @@ def test_it_reads_its_own_checkpoints_and_ours_as_we_do(
 ) -> None:
     megackpt.convert(ZARR, tmp_path / "new", "torch_dist")
     ranks(old_megatron_reads, 2, ZARR, FLAT, tmp_path / "new", env=old, timeout=240)
+
+
+def test_what_it_declares_flattened_we_save_in_the_models_shapes(
+    tmp_path: Path, ranks: Any, old: dict[str, str]
+) -> None:
+    ranks(old_megatron_declares, 2, tmp_path / "flat", env=old, timeout=240)
+    found = megackpt.load_plain_tensors(tmp_path / "flat")
+    for key, shape in FLATTENED.items():
+        assert_same(found[key], torch.arange(float(math.prod(shape))).reshape(shape), key)
+
+
+@pytest.mark.campaign
+def test_optimizers_that_declare_flattened_state(
+    tmp_path: Path, ranks: Any, old: dict[str, str], peers: dict[str, str]
+) -> None:
+    ranks(old_optimizer, 4, tmp_path, env=old, timeout=280)
+    ranks(new_optimizer, 4, tmp_path, env=peers, timeout=280)
+    saved = megackpt.load_plain_tensors(tmp_path / "saved")
+    assert any(key.startswith("optimizer.state.exp_avg.") for key in saved)
+    for name in ("tp1 pp2", "tp2 pp2", "tp1 pp1", "new"):
+        found = megackpt.load_plain_tensors(tmp_path / name)
+        found = {named_by_old(key): tensor for key, tensor in found.items()}
+        assert found.keys() == saved.keys()
+        for key, tensor in saved.items():
+            assert_same(found[key], tensor, f"{name}: {key}")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import megackpt
 from megackpt.planning.save_plan import plan_save
 from megackpt.sharded import ShardedTensor, declare, extract
 
@@ -24,6 +25,7 @@ GRIDS = [(1, 1, 1), (2, 1, 2), (1, 2, 1), (4, 1, 1), (2, 2, 2), (1, 4, 1), (2, 3
 
 
 def trainer_module() -> ModuleType:
+    sys.path.insert(0, str(TRAINER.parent))  # as Python does for a program, for what lies beside it
     spec = importlib.util.spec_from_file_location("train_gpt", TRAINER)
     assert spec is not None
     assert spec.loader is not None
@@ -116,10 +118,10 @@ def test_a_layout_that_cannot_be_cut_is_refused() -> None:
 def test_a_loaded_run_goes_on_exactly(tmp_path: Path, form: str) -> None:
     trainer = new_trainer()
     trainer.train_step()
-    trainer.save(tmp_path / "checkpoint", form)
+    megackpt.save(trainer.state(), tmp_path / "checkpoint", form)
     expected = [trainer.train_step() for _ in range(2)]
     other = new_trainer(seed=8)
-    other.load(tmp_path / "checkpoint")
+    other.restore(megackpt.load(other.state(), tmp_path / "checkpoint"))
     assert [other.train_step() for _ in range(2)] == expected
     assert other.step == trainer.step
     assert other.position == trainer.position

@@ -71,10 +71,13 @@ class StrictHandling(Enum):
         return val.value.startswith("log")
 
 
-def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
-    """The flag by value or name; True means RAISE_ALL, False LOG_ALL. Raises ValueError for anything else."""
-    if isinstance(strict, StrictHandling):
-        return strict
+def parse_strict_flag(strict: str | bool | Enum) -> StrictHandling:
+    """The flag by value or name, also of Megatron's enum; True means RAISE_ALL, False LOG_ALL.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(strict, Enum):
+        strict = strict.value
     if isinstance(strict, bool):
         return StrictHandling.RAISE_ALL if strict else StrictHandling.LOG_ALL
     try:

@@ -1,0 +1,187 @@
+"""Megatron's declarations as ours: known by module and name, unknown fields, factories, flattened ranges."""
+
+from __future__ import annotations
+
+import logging
+import types
+from dataclasses import field, make_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+import megackpt
+from megackpt.adapters.megatron import native
+from megackpt.errors import ShardingError
+from megackpt.sharded import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    extract,
+)
+
+TENSOR = ("key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations")
+MORE = {"replica_id": 0, "prepend_axis_num": 0, "allow_shape_mismatch": False, "flattened_range": None}
+
+
+def megatron(
+    root: str = "megatron.core", names: tuple[str, ...] = TENSOR, **defaults: Any
+) -> types.SimpleNamespace:
+    """Classes as its module ``mapping`` has them, made anew; with these fields of ShardedTensor."""
+    module = {"namespace": {"__module__": f"{root}.dist_checkpointing.mapping"}}
+    base = type("ShardedBase", (), dict(module["namespace"]))
+
+    def made(name: str, names: tuple[str, ...], defaults: dict[str, Any]) -> Any:
+        fields = [(n, Any) for n in names] + [(n, Any, field(default=d)) for n, d in defaults.items()]
+        return make_dataclass(name, fields, bases=(base,), **module)  # type: ignore[arg-type]
+
+    local = type("LocalNonpersistentObject", (), {**module["namespace"], "unwrap": lambda self: self.obj})
+    return types.SimpleNamespace(
+        ShardedTensor=made("ShardedTensor", names, MORE | defaults),
+        ShardedObject=made(
+            "ShardedObject", ("key", "data", "global_shape", "global_offset"), {"replica_id": 0}
+        ),
+        ShardedTensorFactory=made(
+            "ShardedTensorFactory", ("key", "data", "build_fn", "merge_fn"), {"replica_id": 0}
+        ),
+        LocalNonpersistentObject=local,
+    )
+
+
+def tensor(lib: Any, key: str, data: torch.Tensor | None = None, **options: Any) -> Any:
+    data = torch.arange(6.0).reshape(2, 3) if data is None else data
+    shape = tuple(data.shape)
+    return lib.ShardedTensor(
+        key, data, data.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), **options
+    )
+
+
+@pytest.mark.parametrize("root", ["megatron.core", "mine.vendored", ""])
+def test_its_classes_become_ours_over_the_same_data(root: str) -> None:
+    lib = megatron(root)
+    theirs = tensor(lib, "w", replica_id=(0, 1), allow_shape_mismatch=True)
+    ours = native(theirs)
+    assert type(ours) is ShardedTensor
+    assert ours == ShardedTensor.from_rank_offsets(
+        "w", theirs.data, replica_id=(0, 1), allow_shape_mismatch=True
+    )
+    assert ours.data is theirs.data
+    value = object()
+    thing = native(lib.ShardedObject("o", value, (2,), (1,), 3))
+    assert thing == ShardedObject("o", value, (2,), (1,), 3)
+    local = lib.LocalNonpersistentObject()
+    local.obj = value
+    assert native(local).unwrap() is value
+    derived = type("Derived", (lib.ShardedTensor,), {"__module__": "elsewhere"})
+    assert native(derived(*vars(theirs).values())) == ours
+
+
+@pytest.mark.parametrize("leaf", [1, None, "text", torch.ones(2), ShardedObject("o", 1, (1,), (0,)), int])
+def test_what_is_not_megatrons_stays_as_it_is(leaf: Any) -> None:
+    assert native(leaf) is leaf
+
+
+def test_unknown_fields_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    lib = megatron(compressed=True, layout="new")
+    with caplog.at_level(logging.WARNING):
+        assert [native(tensor(lib, key)).key for key in "ab"] == ["a", "b"]
+    (record,) = caplog.records
+    assert "megatron.core.dist_checkpointing.mapping.ShardedTensor has fields" in record.getMessage()
+    assert "compressed, layout" in record.getMessage()
+
+
+def test_fields_that_are_gone() -> None:
+    lib = megatron(names=("key", "data", "dtype", "local_shape", "global_shape"))
+    data = torch.ones(2)
+    with pytest.raises(
+        ShardingError, match=r"ShardedTensor has no global_offset, axis_fragmentations: this version"
+    ):
+        native(lib.ShardedTensor("w", data, data.dtype, (2,), (2,)))
+    fewer = make_dataclass(
+        "ShardedObject",
+        ["key", "data", "global_shape", "global_offset"],
+        namespace={"__module__": "megatron.core.dist_checkpointing.mapping"},
+    )
+    assert native(fewer("o", 1, (1,), (0,))) == ShardedObject("o", 1, (1,), (0,))
+
+
+def test_factories_build_megatrons_and_merge_plain_tensors(tmp_path: Path) -> None:
+    lib, asked = megatron(), []
+    data = torch.arange(8.0)
+
+    def build(key: str, data: torch.Tensor, replica: Any, flat: Any) -> dict[str, Any]:
+        assert (replica, flat) == ((0, 0), None)
+        return {
+            "halves": [
+                tensor(lib, f"{key}.{i}", half, replica_id=replica) for i, half in enumerate(data.chunk(2))
+            ]
+        }
+
+    def merge(found: dict[str, Any]) -> torch.Tensor:
+        asked.append(found)
+        return torch.cat(found["halves"])
+
+    state = {"f": [lib.ShardedTensorFactory("f", data, build, merge, (0, 0))], "w": tensor(lib, "w"), "n": 7}
+    megackpt.save(state, tmp_path / "ckpt")
+    assert type(state["f"][0]) is lib.ShardedTensorFactory
+    saved, w = data.clone(), state["w"].data.clone()
+    data.zero_()
+    state["w"].data.zero_()
+    found = megackpt.load({key: state[key] for key in "fw"}, tmp_path / "ckpt")
+    assert found["f"][0].tolist() == saved.tolist() == data.tolist()
+    assert [type(half) for half in asked[0]["halves"]] == [torch.Tensor] * 2
+    assert torch.equal(found["w"], w)
+    assert found["w"].data_ptr() == state["w"].data.data_ptr()
+    assert found["n"] == 7
+
+
+def test_in_a_tuple_they_are_lost() -> None:
+    lib = megatron()
+    with pytest.raises(ShardingError, match=r"\['a'\]: a ShardedTensor \('hidden'\) in a tuple is lost"):
+        extract({"a": (tensor(lib, "hidden"),)}, native)
+
+
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), spans=st.data())
+def test_a_flattened_range_is_the_boxes_that_it_fills(shape: list[int], spans: st.DataObject) -> None:
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    cuts = sorted(spans.draw(st.lists(st.integers(0, whole.numel()), max_size=3)))
+    filled, flat = torch.full((2, *shape), -1.0), whole.reshape(-1)
+    lib = megatron()
+    for start, stop in zip((0, *cuts), (*cuts, whole.numel()), strict=True):
+        theirs = lib.ShardedTensor(
+            "w", flat[start:stop], whole.dtype, tuple(shape), (2, *shape), (1, *(0,) * len(shape)),
+            (2, *(1,) * len(shape)), (0, 3), 1, False, slice(start, stop),
+        )  # fmt: skip
+        run = native(theirs)
+        if start == stop:
+            assert isinstance(run, LocalNonpersistentObject)
+            assert run.unwrap().numel() == 0
+            continue
+        assert isinstance(run, ShardedTensorFactory)
+        pieces = run.build()
+        for piece in pieces:
+            piece.validate_metadata_integrity()
+            assert piece.replica_id == (0, 3)
+            filled[piece.global_slice()] = piece.data
+        assert run.merge_fn([piece.data for piece in pieces]) is theirs.data
+    assert torch.equal(filled[1], whole)
+    assert filled[0].eq(-1).all()
+
+
+def test_flattened_without_data_comes_back_flat() -> None:
+    theirs = tensor(megatron(), "w", flattened_range=slice(1, 6))
+    theirs.data = None
+    run = native(theirs)
+    merged = run.merge_fn([torch.ones(piece.local_shape) for piece in run.build()])
+    assert merged.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("span", [slice(4, 8), slice(0, 6), slice(-1, 4)])
+def test_a_flattened_range_that_does_not_fit(span: slice) -> None:
+    theirs = tensor(megatron(), "w", flattened_range=span)
+    theirs.data = torch.ones(5)
+    with pytest.raises(ShardingError, match=r"'w': flattened_range .* does not fit data of the shape \(5,\)"):
+        native(theirs)

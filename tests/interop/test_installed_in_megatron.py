@@ -1,0 +1,231 @@
+"""megackpt under Megatron-Core's own names: real models of 0.16.1, and the lines of a trainer that was not changed."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt.megatron
+from megackpt.megatron.installing import MODULES, THEIRS
+from megackpt.megatron.refused import Refused
+from megackpt.tree import walk
+
+pytestmark = pytest.mark.megatron
+
+STEPS = (
+    ((2, 1), (1, 1), "fully_reshardable"),
+    ((1, 1), (2, 1), "fully_reshardable"),
+    ((1, 1), (1, 1), "dp_reshardable"),
+)
+"""TP x PP at which is saved, and loaded; and how the optimizer declares its shards."""
+
+
+def values(tree: Any) -> dict[tuple[Any, ...], Any]:
+    """Tensors and numbers of a state, copied, by their places."""
+    return {
+        path: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+        for path, leaf in walk(tree)
+        if isinstance(leaf, torch.Tensor | float | int)
+    }
+
+
+def same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        bool((torch.as_tensor(value) == torch.as_tensor(other[key])).all()) for key, value in one.items()
+    )
+
+
+def declared(model: Any, optimizer: Any, form: str, loading: bool) -> dict[str, Any]:
+    """As a trainer has it; ``form``: how the optimizer's shards are declared."""
+    from megatron.core import parallel_state
+
+    metadata = {
+        "distrib_optim_sharding_type": form,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state = model.sharded_state_dict(metadata=metadata)
+    optimizers = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    return {"model": state, "optimizer": optimizers}
+
+
+def save_as_training_does(state: dict[str, Any], folder: str, context: dict[str, Any], later: bool) -> None:
+    """As megatron.training.checkpointing has it, in lines that name Megatron alone."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if "save_strategy" not in context:
+        strategy = get_default_save_sharded_strategy("torch_dist")
+        strategy.use_cached_ckpt_structure = True
+        cached = getattr(context.get("load_strategy"), "cached_global_metadata", None)
+        if cached is not None:
+            strategy.cached_global_metadata = cached
+        context["save_strategy"] = FullyParallelSaveStrategyWrapper(strategy, group, True)
+    request = dist_checkpointing.save(
+        {**state, "iteration": 7},
+        folder,
+        context["save_strategy"],
+        async_sharded_save=later,
+        content_metadata={"singleton_local_shards": False, "dp_cp_group": group},
+    )
+    if later:
+        queue = AsyncCallsQueue()
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+
+
+def load_as_training_does(state: dict[str, Any], folder: str, context: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    assert dist_checkpointing.check_is_distributed_checkpoint(folder)
+    strategy = get_default_load_sharded_strategy(folder)
+    strategy = FullyParallelLoadStrategyWrapper(strategy, group, exchange_algo="broadcast")
+    context["load_strategy"] = strategy
+    loaded, missing, unexpected = dist_checkpointing.load(
+        state, folder, strategy, strict=StrictHandling.RETURN_ALL
+    )
+    assert (missing, unexpected) == (set(), set())
+    assert loaded["iteration"] == 7
+    assert loaded["content_metadata"] == {"singleton_local_shards": False}
+    return dict(loaded)
+
+
+def trains(folder: str) -> None:
+    """On two ranks, installed before Megatron is imported: models and their optimizers, at TP 2 and at DP 2."""
+    with megackpt.megatron.install():
+        from interop.megatron_models import parallel, prepare, trained
+
+        import_module("torch._dynamo")  # before prepare() changes torch, which it would notice
+        assert prepare() is megackpt.megatron
+        context: dict[str, Any] = {}
+        for number, (saved, loading, form) in enumerate(STEPS):
+            with parallel(*saved):
+                state = declared(*trained("gpt", 1), form, loading=False)
+                bases = [leaf for _, leaf in walk(state) if "Sharded" in type(leaf).__name__]
+                assert len(bases) > 20
+                assert all(isinstance(leaf, megackpt.sharded.ShardedBase) for leaf in bases)
+                save_as_training_does(state, f"{folder}/{number}", context, later=number == 1)
+                context.clear()
+            with parallel(*loading):
+                model, optimizer = trained("gpt", 2)
+                asked = declared(model, optimizer, form, loading=True)
+                found = load_as_training_does(asked, f"{folder}/{number}", context)
+                model.load_state_dict(found["model"])
+                optimizer.load_state_dict(found["optimizer"])
+                state = declared(model, optimizer, "fully_reshardable", loading=False)
+                save_as_training_does(state, f"{folder}/{number} again", context, later=False)
+                context.clear()
+
+
+def is_exchanged(folder: str) -> None:
+    """In one process: Megatron first, then installed, and taken out; its own functions beside ours."""
+    from interop.megatron_models import built, parallel, prepare
+
+    dist_checkpointing = prepare()
+    for module in walk_packages(dist_checkpointing.__path__, f"{THEIRS}."):
+        import_module(module.name)
+    own = {name: module for name, module in sys.modules.items() if name.startswith(THEIRS)}
+    kinds = {"ShardedTensor", "ShardedTensorFactory", "ShardedObject"}
+    with parallel(), megackpt.megatron.install():
+        model = built("gpt")
+        assert sys.modules[THEIRS] is sys.modules["megatron.core"].dist_checkpointing is megackpt.megatron
+        assert all(sys.modules[name] is not module for name, module in own.items())
+        for name, module in own.items():
+            compare(module, name)
+        declared = model.sharded_state_dict()
+        assert {type(one).__module__ for one in declared.values()} == {"megackpt.sharded.values"}
+        assert {type(one).__name__ for one in declared.values()} == kinds
+        sys.modules[THEIRS].save({"model": declared}, folder)
+    assert sys.modules[THEIRS] is dist_checkpointing
+    assert own.items() <= sys.modules.items()
+    mlp = sys.modules["megatron.core.transformer.mlp"]
+    assert mlp.ShardedTensor is dist_checkpointing.ShardedTensor is not megackpt.ShardedTensor
+    left = [
+        f"{name}.{key}"
+        for name, module in sys.modules.items()
+        if name.startswith("megatron.")
+        for key, value in vars(module).items()
+        if str(getattr(value, "__module__", "")).startswith("megackpt")
+    ]
+    assert not left
+    with parallel():
+        declared = model.sharded_state_dict()
+    assert {type(one).__name__ for one in declared.values()} == kinds
+    assert not any(isinstance(one, megackpt.ShardedTensor) for one in declared.values())
+
+
+def compare(theirs: Any, name: str) -> None:
+    """Arguments of 0.16.1, by its own functions: ours has all of them, in the same order."""
+    assert name.removeprefix(THEIRS) in MODULES
+    ours = sys.modules[name]
+    for key, value in vars(theirs).items():
+        own = inspect.isfunction(value) or inspect.isclass(value)
+        public = not key.startswith("_") and getattr(value, "__module__", None) == name
+        if not (own and public) or isinstance(getattr(ours, key), Refused):
+            continue
+        for told, (their, our) in called(value, getattr(ours, key), f"{name}: {key}").items():
+            if told.rpartition(": ")[2] in UNLIKE:
+                continue
+            expected, found = (list(inspect.signature(one).parameters) for one in (their, our))
+            assert found[: len(expected)] == expected, told
+
+
+def called(theirs: Any, ours: Any, told: str) -> dict[str, tuple[Any, Any]]:
+    """A function, or how a class is made and its public methods; each with ours."""
+    if inspect.isfunction(theirs):
+        return {told: (theirs, ours)}
+    made = {told: (theirs, ours)} if "__init__" in vars(theirs) else {}
+    own = [m for m, f in vars(theirs).items() if inspect.isfunction(f) and not m.startswith("_")]
+    return made | {f"{told}.{m}": (getattr(theirs, m), getattr(ours, m, None)) for m in own}
+
+
+UNLIKE = {
+    "FullyParallelLoadStrategyWrapper.apply_loading_parallelization",
+    "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+    "FileSystemWriterAsync.prepare_decentralized_global_plan",
+    # "loaded_version" there, in some classes; passed by place
+    "FullyParallelLoadStrategyWrapper.check_backend_compatibility",
+    "TorchCommonLoadStrategy.check_backend_compatibility",
+    "TorchDistLoadShardedStrategy.check_backend_compatibility",
+    # properties in their bases there, and here throughout
+    "TorchCommonLoadStrategy.can_handle_sharded_objects",
+    "TorchCommonSaveStrategy.can_handle_sharded_objects",
+    "TorchDistLoadShardedStrategy.can_handle_sharded_objects",
+    "TorchDistSaveShardedStrategy.can_handle_sharded_objects",
+}
+"""What is not there, or not called as Megatron does: by nobody but Megatron itself."""
+
+
+# ---- tests
+
+
+def test_an_unchanged_trainer_at_other_parallelisms(
+    tmp_path: Path, ranks: Any, peers: dict[str, str]
+) -> None:
+    ranks(trains, 2, tmp_path, env=peers, timeout=240)
+    plain = {name: megackpt.load_plain_tensors(tmp_path / name) for name in ("0", "0 again", "1", "1 again")}
+    assert same(plain["0"], plain["0 again"])
+    assert same(plain["1"], plain["1 again"])
+    assert same(plain["1"], megackpt.load_plain_tensors(tmp_path / "2 again"))  # of buckets, but the same
+    assert len(list((tmp_path / "1").glob("__1_*.distcp"))) == 2  # the second copy has shared the writing
+
+
+def test_megatron_that_is_imported_already(tmp_path: Path, ranks: Any, peers: dict[str, str]) -> None:
+    ranks(is_exchanged, 1, tmp_path / "ckpt", env=peers, timeout=240)
+    assert megackpt.verify(tmp_path / "ckpt").ok
