@@ -54,8 +54,9 @@ def sharded(
         replicated: what, of all that is no DTensor, is stored under a key of its own, from one of the ranks that
             hold it: "tensors" (the rest is common state, of which rank 0's is kept), "all" (as torch DCP stores
             it: then DCP finds every key it would have written), or "nothing".
-        among: the ranks that hold this state, each key a piece or a copy, or their mesh; None = all ranks. Of a
-            pipeline, the ranks of this stage.
+        among: the ranks (of the world) that hold this state, each key a piece or a copy, or their mesh; None = all
+            ranks. Of a pipeline, the ranks of this stage; of a part on a mesh without rank 0, that mesh; for a save
+            with ``process_group=``, the ranks of that group.
 
     Raises ShardingError here for arguments that are none; ``save`` and ``load`` raise it on all ranks for DTensors
     that cannot be stored: Partial ones, and local tensors that are not what the placements say.
@@ -68,18 +69,21 @@ def sharded(
     copy = holders.index(rank) if rank in holders else len(holders)
     result: ShardedStateDict = tree.copied(state_dict)
     copies: dict[DeviceMesh, int] = {}  # which one of those on equal meshes this is: 0 on the first holder's
-    todo: list[tuple[str, Any]] = [(prefix, result)]
+    todo: list[tuple[str, Any, bool]] = [(prefix, result, False)]
     while todo:
-        above, branch = todo.pop()
+        above, branch, listed = todo.pop()
+        listed = listed or isinstance(branch, list)
         for name, leaf in list(tree.items(branch)):
             key = f"{above}{name}"
             if tree.is_branch(leaf) and not _is_value(leaf):
-                todo.append((f"{key}.", leaf))
+                todo.append((f"{key}.", leaf, listed))
             elif isinstance(leaf, DTensor):
                 mesh = leaf.device_mesh
                 if mesh not in copies:
                     copies[mesh] = 0 if holders[0] in mesh.mesh else copy
                 branch[name] = ShardedDTensor(key, leaf, (copies[mesh], _copy(leaf)))
+            elif replicated == "tensors" and listed and isinstance(leaf, torch.Tensor) and not leaf.dim():
+                continue  # a learning rate, say, which is a number in the next run
             elif isinstance(leaf, torch.Tensor) and replicated != "nothing":
                 branch[name] = ShardedTensor.from_rank_offsets(key, leaf, replica_id=copy)
             elif replicated == "all" and not isinstance(leaf, DECLARED):
@@ -93,10 +97,11 @@ def _ranks(among: DeviceMesh | Iterable[int] | None) -> tuple[int, list[int]]:
     rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     if isinstance(among, DeviceMesh):
         among = among.mesh.flatten().tolist()
-    holders = sorted(range(world) if among is None else among)
-    if not holders:
-        raise ShardingError("`among` names no ranks")
-    return rank, holders
+    ranks: object = range(world) if among is None else among  # callers without a type checker give anything
+    holders = set(ranks) if isinstance(ranks, Iterable) else set()
+    if not holders or any(type(r) is not int or not 0 <= r < world for r in holders):
+        raise ShardingError(f"`among` is a DeviceMesh, or some of the {world} ranks by number, not {among!r}")
+    return rank, sorted(holders)
 
 
 def _is_value(node: Any) -> bool:
@@ -125,8 +130,11 @@ class ShardedDTensor(ShardedTensorFactory):
     merge_fn: FactoryMergeFn = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        data = self.data
-        self.build_fn, self.merge_fn = pieces, lambda _: data  # which was filled in place
+        self.build_fn, self.merge_fn = pieces, self._filled
+
+    def _filled(self, _: Any) -> Any:
+        """What it is now: its local tensor was filled in place."""
+        return self.data
 
 
 def pieces(key: str, tensor: DTensor, replica_id: ReplicaId, _: slice | None = None) -> Any:
@@ -140,7 +148,7 @@ def pieces(key: str, tensor: DTensor, replica_id: ReplicaId, _: slice | None = N
     if place is None:
         return LocalNonpersistentObject(tensor)
     try:
-        axes = runs(tuple(tensor.shape), tuple(mesh.shape), tuple(place), tensor.placements)
+        axes = runs(tuple(tensor.shape), tuple(mesh.shape), tuple(place), tensor.placements, _order(tensor))
     except ShardingError as error:
         raise ShardingError(f"{key!r}: {error}") from error
     with torch.no_grad():
@@ -180,19 +188,39 @@ def _piece(
     )
 
 
+def _order(tensor: DTensor) -> tuple[int, ...] | None:
+    """The dimensions of the mesh in the order in which they cut; None: from left to right."""
+    cuts = getattr(tensor._spec, "shard_order", None)  # newer torch; None, too, where strided shards tell it
+    cutting = [dim for entry in cuts or () for dim in entry.mesh_dims]
+    if cutting == sorted(cutting):
+        return None
+    return (*cutting, *(dim for dim in range(tensor.device_mesh.ndim) if dim not in cutting))
+
+
 @lru_cache(maxsize=4096)
 def runs(
-    shape: tuple[int, ...], mesh: tuple[int, ...], place: tuple[int, ...], placements: tuple[Placement, ...]
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    place: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    order: tuple[int, ...] | None = None,
 ) -> list[list[Run]]:
     """For each axis of a tensor the runs of indices that the rank at ``place`` of the mesh holds; at least one.
 
-    As torch lays it out: the dimensions of the mesh cut one after the other, each what those before it have left,
-    into pieces of one size with the smaller one and the empty ones at the end; a strided shard is one piece of each
-    of ``split_factor`` such pieces. Raises ShardingError for placements that are no place.
+    As torch lays it out: the dimensions of the mesh cut one after the other (in ``order``), each what those before it
+    have left, into pieces of one size with the smaller one and the empty ones at the end; a strided shard is one piece
+    of each of ``split_factor`` such pieces. Raises ShardingError for placements that are no place.
     """
+    if len(placements) != len(mesh):
+        raise ShardingError(f"{placements} are not one placement for each dimension of a mesh of {mesh}")
     axes = [[(0, size)] for size in shape]
-    for dim, (count, number, placement) in enumerate(zip(mesh, place, placements, strict=True)):
+    for dim in order or range(len(mesh)):
+        count, number, placement = mesh[dim], place[dim], placements[dim]
         if isinstance(placement, (Shard, _StridedShard)):
+            if not 0 <= placement.dim < len(shape):
+                raise ShardingError(
+                    f"it is {placement!r} over dimension {dim} of its mesh: a tensor of shape {shape} lacks this axis"
+                )
             factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
             axes[placement.dim] = _cut(axes[placement.dim], factor, count, number)
         elif not isinstance(placement, Replicate):

@@ -6,7 +6,7 @@ import ast
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -75,7 +75,8 @@ def install() -> Installed:
     are names that other modules have taken (``from megatron.core.dist_checkpointing import save`` in a script that
     calls this later), classes derived from Megatron's, default values of arguments, and objects that exist.
 
-    Warns of a release of Megatron-Core that this was not checked with, and names what it has that is not here.
+    Warns of a release of Megatron-Core that this was not checked with, and names what it has that is not here. Where
+    this raises (warnings are errors, a module does not import) nothing is exchanged.
     Undone by ``uninstall()``, or as a context: ``with megackpt.megatron.install(): ...``
     """
     if _finder in sys.meta_path:
@@ -83,9 +84,14 @@ def install() -> Installed:
     sys.meta_path.insert(0, _finder)
     theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if _suffix(name) is not None}
     _finder.set_aside = theirs
-    if theirs:
-        ours = {name: import_module(name) for name in theirs if _suffix(name) in MODULES}
-        _exchange(theirs, ours)
+    try:
+        if theirs:
+            ours = {name: import_module(name) for name in theirs if _suffix(name) in MODULES}
+            _exchange(theirs, ours)
+            _warn_of_release()
+    except BaseException:
+        uninstall()
+        raise
     return Installed(first=True)
 
 
@@ -108,10 +114,10 @@ def _suffix(name: str) -> str | None:
 
 
 def _theirs(name: str) -> ModuleType | None:
-    """Megatron's own module; None where it has none, or lacks what that needs."""
+    """Megatron's own module; None where it has none, or it does not import."""
     try:
         return import_module(name)
-    except ImportError:
+    except Exception:  # noqa: BLE001 - code of any release: with nothing to give, there is nothing to give back
         return None
 
 
@@ -143,17 +149,19 @@ class _Finder(MetaPathFinder, Loader):
         suffix = _suffix(fullname)
         if suffix is None:
             return None
-        if suffix not in MODULES:
-            raise ModuleNotFoundError(
-                f"{fullname} has no counterpart in {OURS}, which is installed in the place of {THEIRS}",
-                name=fullname,
-            )
+        # A spec for what is not here, too: other finders would look into our folder, and make our modules twice.
         return ModuleSpec(fullname, self, is_package=suffix in ("", ".strategies"))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name == THEIRS:
+        suffix = _suffix(spec.name)
+        if suffix not in MODULES:
+            raise ModuleNotFoundError(
+                f"{spec.name} has no counterpart in {OURS}, which is installed in the place of {THEIRS}",
+                name=spec.name,
+            )
+        if not suffix and not self.set_aside:
             _warn_of_release()
-        module = import_module(f"{OURS}{_suffix(spec.name)}")
+        module = import_module(f"{OURS}{suffix}")
         spec.loader_state = module.__spec__
         return module
 
@@ -167,24 +175,31 @@ _finder = _Finder()
 
 
 def _warn_of_release() -> None:
-    from_disk = sys.modules.get("megatron.core")
-    if from_disk is None:
+    megatron = sys.modules.get("megatron.core")
+    if megatron is None:
         return
-    version = import_module("megatron.core.package_info").__version__
-    if version in CHECKED:
-        return
-    folder = Path(next(iter(from_disk.__path__))) / "dist_checkpointing"
-    found = unoffered(folder)
-    told = "\n  ".join(found or ["(all names and arguments are here)"])
+    version = "an unknown release"
+    try:
+        version = import_module("megatron.core.package_info").__version__
+        if version in CHECKED:
+            return
+        folder = Path(next(iter(megatron.__path__))) / "dist_checkpointing"
+        if any(folder.rglob("*.py")):
+            found = unoffered(folder) or ["(all names and arguments are here)"]
+            told = f"of {folder} there are not here, and were not checked:\n  " + "\n  ".join(found)
+        else:
+            told = f"it could not be compared: its sources are not there, in {folder}"
+    except Exception as error:  # noqa: BLE001 - a release of which nothing is known may lack, or hold, anything
+        told = f"it could not be compared: {type(error).__name__}: {error}"
     warnings.warn(
         f"megackpt.megatron was checked with megatron-core {', '.join(CHECKED)}, not with {version}, in whose place it "
-        f"is installed now. Of {folder} there are not here, and were not checked:\n  {told}",
+        f"is installed now; {told}",
         stacklevel=2,
     )
 
 
 def unoffered(folder: Path) -> list[str]:
-    """Modules, public names and arguments in the sources of a ``dist_checkpointing`` that are not here, nor refused."""
+    """What the sources of a ``dist_checkpointing`` show (modules, names, methods, arguments) that is not here."""
     found = []
     for file in sorted(folder.rglob("*.py")):
         parts = file.relative_to(folder).with_suffix("").parts
@@ -193,32 +208,44 @@ def unoffered(folder: Path) -> list[str]:
             found.append(f"the module {THEIRS}{suffix}")
             continue
         module = import_module(f"{OURS}{suffix}")
-        for name, arguments in _declared(ast.parse(file.read_text(encoding="utf-8"))):
-            told = f"{suffix.removeprefix('.')}.{name}"
-            if not hasattr(module, name):
-                found.append(told)
-            elif lacking := _lacking(getattr(module, name), arguments):
-                found.append(f"{told}({', '.join(lacking)})")
+        found += _unoffered(
+            ast.parse(file.read_text(encoding="utf-8")).body, module, suffix.removeprefix(".")
+        )
     return found
 
 
-def _declared(source: ast.Module) -> Iterator[tuple[str, list[str]]]:
-    """Public functions and classes, and what they are called with, as far as it is written there."""
-    for node in source.body:
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+def _unoffered(body: Sequence[ast.stmt], ours: Any, told: str) -> Iterator[str]:
+    """Of public functions, classes and their methods, as far as it is written there what they are called with."""
+    for node in _statements(body):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
-        inner = node.body if isinstance(node, ast.ClassDef) else []
-        makers = [n for n in inner if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-        maker = node if isinstance(node, ast.FunctionDef) else next(iter(makers), None)
-        named = [] if maker is None else [*maker.args.posonlyargs, *maker.args.args, *maker.args.kwonlyargs]
-        yield node.name, [a.arg for a in named if a.arg != "self"]
+        if node.name.startswith("_") and not (isinstance(ours, type) and node.name == "__init__"):
+            continue
+        name = f"{told}.{node.name}"
+        mine = getattr(ours, node.name, None)
+        if mine is None:
+            yield name
+        elif isinstance(node, ast.ClassDef):
+            if not isinstance(mine, Refused):
+                yield from _unoffered(node.body, mine, name)
+        elif lacking := _lacking(mine, [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]):
+            yield f"{name}({', '.join(lacking)})"
 
 
-def _lacking(ours: Any, arguments: list[str]) -> list[str]:
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Also those that depend on what is there."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            handled = [one for handler in getattr(node, "handlers", ()) for one in handler.body]
+            yield from _statements([*node.body, *node.orelse, *handled, *getattr(node, "finalbody", ())])
+
+
+def _lacking(ours: Any, arguments: Sequence[ast.arg]) -> list[str]:
     """The arguments that ours does not take."""
-    if not arguments or isinstance(ours, Refused):
+    if isinstance(ours, Refused) or not callable(ours):
         return []
     taken = inspect.signature(ours).parameters
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return []
-    return [name for name in arguments if name not in taken]
+    return [a.arg for a in arguments if a.arg not in taken and a.arg not in ("self", "cls")]

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megackpt.errors import CheckpointingException
+from megackpt.strategies import COMMON_IS_KEPT
 
 _STEP = "it is a step of save or load, which take a state apart and check it by themselves: call these"
 _EXCHANGE = "who writes, who reads, and how ranks hand it on, is planned within save and load: call these"
 _DCP = "tensors do not travel through torch DCP here: call save or load, or use the doors of megackpt.dcp"
 _WORKER = "the worker of an AsyncCallsQueue is its own: give AsyncCallsQueue(persistent=...) instead"
-_COMMON = "the format keeps the common state itself: give it to save, together with what is sharded"
 _DIGESTS = "digests of all that a save writes are kept by itself: there is nothing to add"
 _MEMORY = (
     "checkpoints in memory are not kept here: save asynchronously, or uninstall() and use Megatron's own"
@@ -32,7 +32,7 @@ _TABLE = (
     ("exchange_utils", "exchange_loaded_tensors_gather_rounds", _EXCHANGE),
     ("state_dict_utils", "filter_out_empty_flatten_tensor load_preprocess save_preprocess", _STEP),
     ("strategies.async_utils", "AsyncCaller PersistentAsyncCaller TemporalAsyncCaller", _WORKER),
-    ("strategies.common", "save_common", _COMMON),
+    ("strategies.common", "save_common", COMMON_IS_KEPT),
     ("strategies.filesystem_async", "get_write_results_queue", _DCP),
     ("strategies.fully_parallel", "distribute_main_replicas_with_precomputed_distribution", _EXCHANGE),
     ("strategies.resharding", "TensorReformulationMetadata is_nd_flattened_tensor", _FLAT),

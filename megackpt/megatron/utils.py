@@ -64,6 +64,8 @@ def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, tuple[int, .
     return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
 
 
-def _clean_metadata_for_serialization(metadata: dict[Any, Any]) -> dict[Any, Any]:
-    """Without the process group, which cannot be saved."""
+def _clean_metadata_for_serialization(metadata: dict[Any, Any] | None) -> dict[Any, Any] | None:
+    """Without the process group, which cannot be saved; None stays None."""
+    if metadata is None:
+        return None
     return {key: value for key, value in metadata.items() if key != "dp_cp_group"}

@@ -31,16 +31,28 @@ _NEVER = frozenset(("os", "posix", "nt", "sys"))
 """Modules from which torch, too, takes nothing, whoever vouches for it."""
 
 
-def dump(value: Any) -> bytes:
+def dump(value: Any, check: Callable[[Any], None] | None = None) -> bytes:
     """The blob of a value: what torch.save writes. Raises what pickle raises for values that cannot be pickled.
 
-    StandIns for plain classes of Megatron-Core are written as what they stand for.
+    StandIns for plain classes of Megatron-Core are written as what they stand for. ``check`` sees all that is within
+    but Python's plain values and containers, and may raise.
     """
-    blob = _saved(value, pickle)
+    blob = _saved(value, pickle if check is None else _watched(check))
     return _saved(value, standins) if standins.__name__.encode() in blob else blob
 
 
-def _saved(value: Any, pickle_module: types.ModuleType) -> bytes:
+def _watched(check: Callable[[Any], None]) -> Any:
+    """What torch.save takes for pickle, whose pickler shows what it meets."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            check(value)
+            return NotImplemented
+
+    return types.SimpleNamespace(__name__="pickle", Pickler=Pickler)
+
+
+def _saved(value: Any, pickle_module: Any) -> bytes:
     import torch
 
     buffer = io.BytesIO()

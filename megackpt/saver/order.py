@@ -32,7 +32,7 @@ from megackpt.runtime.staging import Snapshot, Staged, settle
 from megackpt.saver.asking import COMMON, Request, itself
 from megackpt.saver.notices import check_same, warn_of_difference, warn_of_untrusted
 from megackpt.sharded import ShardedStateDict, extract, pickled
-from megackpt.strategies import StrategyLike, resolve
+from megackpt.strategies import COMMON_IS_KEPT, StrategyLike, resolve
 
 _PATIENCE = 6.0
 """Seconds that the coordinator of a save which is given up waits for the other ranks to stop writing."""
@@ -80,9 +80,7 @@ def save(
         RankFailure: other ranks failed or did not answer in time.
     """
     if common_strategy is not None:
-        raise NotImplementedError(
-            "a common_strategy is not supported: the format keeps the common state itself"
-        )
+        raise NotImplementedError(f"a common_strategy is not supported: {COMMON_IS_KEPT}")
     group = group_over(process_group, timeout)
     compare = preprocess_common_before_consistancy_check or itself
 

@@ -74,6 +74,11 @@ def is_distributed(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and hasattr(x, "to_local") and hasattr(x, "placements")
 
 
+def is_declared(x: Any) -> bool:
+    """By name, for Megatron-Core's own would be taken for common state, of which one rank's value is kept."""
+    return any(base.__name__ in ("ShardedBase", "LocalNonpersistentObject") for base in type(x).__mro__)
+
+
 def _foreign_tensor(data: torch.Tensor) -> str:
     """Why a tensor of this class has no plain bytes of its own to store; empty where it has."""
     kind = type(data)
@@ -88,10 +93,28 @@ def _foreign_tensor(data: torch.Tensor) -> str:
     return ""
 
 
+class _Sharded(Exception):
+    """Within what is being pickled."""
+
+
+def _refuse_sharded(x: Any) -> None:
+    if is_distributed(x):
+        raise _Sharded(f"a {type(x).__name__}, of which one rank's part would be stored; {SHARDED}")
+    if is_declared(x):
+        name = getattr(x, "key", "")
+        raise _Sharded(
+            f"a {type(x).__name__} ({name!r}), which is lost there; only dicts and lists of a state are walked into"
+        )
+
+
 def pickled(what: str, value: Any) -> bytes:
-    """The blob of an object. Raises ShardingError, which says where in a dict or list, for what cannot be pickled."""
+    """The blob of an object. Raises ShardingError, which says where in a dict or list, for what cannot be pickled, and
+    for DTensors and declared shards, at any depth."""
     try:
-        return objects.dump(value)
+        return objects.dump(value, _refuse_sharded)
+    except _Sharded as error:
+        where = f", at {_unpicklable(value)}," if isinstance(value, (dict, list)) else ""
+        raise ShardingError(f"{what}{where} holds {error}") from None
     except Exception as error:  # pickling calls the values' own code, which may raise anything
         where = f", at {_unpicklable(value)}" if isinstance(value, (dict, list)) else ""
         raise ShardingError(
@@ -104,7 +127,7 @@ def _unpicklable(state: Any) -> str:
     """Where in a state the first value stands that cannot be pickled."""
     for path, leaf in tree.walk(state):
         try:
-            objects.dump(leaf)
+            objects.dump(leaf, _refuse_sharded)
         except Exception:  # noqa: BLE001 - this is the one
             return tree.show(path)
     return "one of its keys"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megackpt.backends.base import CheckpointingConfig, read_config
 from megackpt.strategies.formats import BUILT_IN, ENTRY_POINTS, backend_named
 from megackpt.strategies.policy import (
+    COMMON_IS_KEPT,
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
     Strategy,
@@ -24,6 +25,7 @@ from megackpt.strategies.recognising import find_backend
 
 __all__ = [
     "BUILT_IN",
+    "COMMON_IS_KEPT",
     "ENTRY_POINTS",
     "CheckpointingConfig",
     "FullyParallelLoadStrategyWrapper",

@@ -15,6 +15,7 @@ from megackpt.strategies.formats import backend_named, formats, kinds, made
 EXCHANGES = ("auto", "always", "never")
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
 """Megatron's names for ways to hand bytes on."""
+COMMON_IS_KEPT = "the format keeps the common state itself: give it to save, together with what is sharded"
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ def register_default_strategy(
     state itself.
     """
     if action not in (StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED):
-        raise NotImplementedError(f"{action}: the format keeps the common state itself")
+        raise NotImplementedError(f"{action}: {COMMON_IS_KEPT}")
     if strategy is None:
         raise BackendError(f"None is no strategy to register for {(action.value, backend, version)}")
     as_strategy(strategy)
@@ -251,9 +252,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int | No
         return default
     what = action.value, backend, version
     if action in (StrategyAction.LOAD_COMMON, StrategyAction.SAVE_COMMON):
-        raise BackendError(
-            f"Cannot find a default strategy for: {what}: the format keeps the common state itself"
-        )
+        raise BackendError(f"Cannot find a default strategy for: {what}: {COMMON_IS_KEPT}")
     strategy = Strategy(backend, version)
     try:
         strategy.make_backend() if action is StrategyAction.SAVE_SHARDED else strategy.make_reader(version)

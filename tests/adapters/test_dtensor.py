@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import re
+from collections import deque
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -18,10 +20,11 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import megackpt
-from megackpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardingError
+from megackpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardingError, Strategy
 from megackpt.adapters.dtensor import runs, sharded
 from megackpt.adapters.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from megackpt.sharded import apply_factories
@@ -59,6 +62,14 @@ def test_each_rank_holds_what_torch_cuts_for_it(layout: tuple[list[int], list[in
         assert torch.equal(found, expected)
 
 
+def test_the_order_of_the_cuts_is_the_meshs_or_another() -> None:
+    whole, twice = torch.arange(7), (Shard(0), Shard(0))
+    for a, b in product(range(2), range(2)):
+        for order, expected in ((None, whole.chunk(2)[a].chunk(2)), ((1, 0), whole.chunk(2)[b].chunk(2))):
+            ((run,),) = runs((7,), (2, 2), (a, b), twice, order)
+            assert torch.equal(whole.narrow(0, *run), expected[b if order is None else a])
+
+
 # --- one rank
 
 
@@ -81,7 +92,19 @@ def test_what_is_no_place_is_refused_with_the_reason(mesh: DeviceMesh, tmp_path:
     meta = DTensor.from_local(torch.ones(4, device="meta"), mesh, [Shard(0)])
     with pytest.raises(ShardingError, match=r"'w' is on the meta device: .*to_empty"):
         megackpt.save(sharded({"w": meta}), tmp_path / "a")
+    nowhere = DTensor.from_local(torch.ones(4), mesh, [Shard(1)], run_check=False, shape=(4,), stride=(1,))
+    with pytest.raises(
+        ShardingError, match=r"'w': it is Shard\(dim=1\) over dimension 0 .* \(4,\) lacks this"
+    ):
+        megackpt.save(sharded({"w": nowhere}), tmp_path / "a")
+    with pytest.raises(ShardingError, match=r"not one placement for each dimension of a mesh of \(2, 1\)"):
+        runs((4,), (2, 1), (0, 0), (Replicate(),))
     assert not (tmp_path / "a").exists()
+    for among in ("dp", 0, [], [1], [-1], [0, "1"], [0.0]):
+        with pytest.raises(
+            ShardingError, match=r"`among` is a DeviceMesh, or some of the 1 ranks by number, not"
+        ):
+            sharded({}, among=among)  # type: ignore[arg-type]
     with pytest.raises(ShardingError, match="a state dict is expected, not a Linear"):
         sharded(nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ShardingError, match=r"replicated is one of .*, not 'some'"):
@@ -101,6 +124,67 @@ def test_a_dtensor_that_is_not_declared_is_refused_with_the_way(mesh: DeviceMesh
         megackpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "a")
     with pytest.raises(ShardingError, match=r"and 30 more$"):
         megackpt.save({"w": [tensor] * 50}, tmp_path / "a")
+
+
+class Ema:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_nothing_sharded_is_stored_within_an_object(mesh: DeviceMesh, tmp_path: Path) -> None:
+    cut = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    shard = ShardedTensor.from_rank_offsets("s", torch.ones(2))
+    for value in ((cut,), [(cut,), 1], deque([cut]), Ema(cut), Ema([{"deep": cut}]), {1: [Ema(cut)]}):
+        for replicated in ("tensors", "all"):
+            with pytest.raises(ShardingError, match=r"(of which one rank's|is no common state).*\.sharded\("):
+                megackpt.save(sharded({"x": value}, replicated=replicated), tmp_path / "a")
+        with pytest.raises(
+            ShardingError, match=r"the object 'own/.*holds a DTensor, of which one rank's part"
+        ):
+            megackpt.save({"x": ShardedObject("own", value, (1,), (0,))}, tmp_path / "a")
+    with pytest.raises(
+        ShardingError, match=r"common state, at \['x'\], holds a ShardedTensor \('s'\), which is lost"
+    ):
+        megackpt.save({"x": Ema(shard)}, tmp_path / "a")
+    with pytest.raises(ShardingError, match="holds a LocalNonpersistentObject"):
+        megackpt.save({"x": ShardedObject("own", [LocalNonpersistentObject(1)], (1,), (0,))}, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    kept = {"x": Ema((torch.ones(2), nn.Parameter(torch.ones(1)), {"d": deque([{3}, torch.float16])}))}
+    megackpt.save(sharded(kept), tmp_path / "a")
+    loaded = megackpt.load(sharded(kept), tmp_path / "a", trusted=(Ema,))["x"].value
+    assert torch.equal(loaded[0], torch.ones(2))
+    assert loaded[2] == {"d": deque([{3}, torch.float16])}
+
+
+def test_a_declaration_gives_back_the_dtensor_that_it_holds_now(mesh: DeviceMesh, tmp_path: Path) -> None:
+    def of(value: float) -> DTensor:
+        return distribute_tensor(torch.full((3,), value), mesh, [Shard(0)])
+
+    megackpt.save(sharded({"w": of(1)}), tmp_path)
+    blank, other = sharded({"w": of(0)}), of(7)
+    loaded = megackpt.load(copy.deepcopy(blank), tmp_path)["w"]
+    assert torch.equal(loaded.to_local(), torch.ones(3))
+    blank["w"].data = other
+    assert megackpt.load(blank, tmp_path)["w"] is other
+    assert torch.equal(other.to_local(), torch.ones(3))
+
+
+def test_a_learning_rate_may_be_a_tensor_in_one_run_and_a_number_in_the_next(tmp_path: Path) -> None:
+    def state(rate: Any) -> dict[str, Any]:
+        return {
+            "param_groups": [{"lr": rate, "params": ["w"]}],
+            "steps": [torch.zeros(2)],
+            "n": torch.tensor(1),
+        }
+
+    for saved, asked in ((torch.tensor(0.5), 0.1), (0.5, torch.tensor(0.1)), (torch.tensor(0.5),) * 2):
+        declared = sharded(state(saved))
+        assert [declared["steps"][0].key, declared["n"].key] == ["steps.0", "n"]
+        megackpt.save(declared, tmp_path)
+        (group,) = megackpt.load(sharded(state(asked)), tmp_path)["param_groups"]
+        assert group == {"lr": saved, "params": ["w"]}
+    everything = sharded(state(torch.tensor(0.5)), replicated="all")
+    assert isinstance(everything["param_groups"][0]["lr"], ShardedTensor)  # as DCP stores it
 
 
 def test_what_is_no_dtensor_goes_where_it_is_told(mesh: DeviceMesh) -> None:
@@ -342,7 +426,7 @@ def on_four(folder: str) -> None:
             both = mapped(training)
             megackpt.save(both, f"{folder}/mapped")
             if dist.get_rank() == 0:
-                groups = [{**group, "params": None} for group in both["optimizer"]["param_groups"]]
+                groups = both["optimizer"]["param_groups"].build()
                 torch.save(groups, f"{folder}/groups.pt")
         expected = training.whole()
         outs = [training.step() for _ in range(2)]
@@ -351,6 +435,7 @@ def on_four(folder: str) -> None:
     dist.barrier()
     resumed("fsdp", folder, "tp")
     in_stages(folder)
+    in_parts(folder)
 
     # Stock DCP finds each of its keys where everything was stored, and the tensors in any case.
     for saved, asked in (("hsdp", ("model", "optimizer")), ("tp", ("model",))):
@@ -377,6 +462,32 @@ def in_stages(folder: str) -> None:
     with pytest.raises(megackpt.CoverageError, match=r"'layers\.1\..* has no main replica"):
         megackpt.save(sharded(layer.state_dict(), f"layers.{stage}."), f"{folder}/none")
     megackpt.save(state, f"{folder}/stages")
+
+
+def in_parts(folder: str) -> None:
+    """On a mesh without rank 0, in an order of cuts of its own, over a group, and with values that differ."""
+    rank = dist.get_rank()
+    part = DeviceMesh("cpu", [2, 3])
+    piece = torch.arange(4.0).chunk(2)[max(rank - 2, 0)].clone() if rank > 1 else torch.zeros(0)
+    tensor = DTensor.from_local(piece, part, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
+    with pytest.raises(megackpt.CoverageError, match=r"(?s)'x' .* declared by .*sharded without among="):
+        megackpt.save(sharded({"x": tensor}), f"{folder}/none")
+    megackpt.save(sharded({"x": tensor}, among=part), f"{folder}/part")
+
+    square = init_device_mesh("cpu", (2, 2))
+    a, b = square.get_coordinate() or (0, 0)
+    meta = TensorMeta(torch.Size([8]), (1,), torch.float32)
+    spec = DTensorSpec(square, (Shard(0), Shard(0)), meta, shard_order=(ShardOrderEntry(0, (1, 0)),))
+    local = torch.arange(8.0).chunk(2)[b].chunk(2)[a].clone()
+    turned = DTensor(local, spec, requires_grad=False)
+    assert torch.equal(turned.full_tensor(), torch.arange(8.0))
+    megackpt.save(sharded({"x": turned}), f"{folder}/turned")
+
+    group = dist.new_group([2, 3])
+    if rank > 1:
+        megackpt.save(sharded({"x": torch.ones(4)}, among=[2, 3]), f"{folder}/group", process_group=group)
+    buffers = {str(i): torch.full((9,), float(rank)) for i in range(8)}
+    megackpt.save(sharded(buffers), f"{folder}/own", Strategy(balance=False))
 
 
 def on_two(folder: str) -> None:
@@ -427,6 +538,16 @@ def test_models_go_from_one_parallelism_to_another(ranks: Any, tmp_path: Path) -
         for key, tensor in megackpt.load_plain_tensors(tmp_path / f"cases{seed}").items():
             assert torch.equal(tensor.flatten(), torch.arange(float(tensor.numel()))), key
     assert megackpt.load_plain_tensors(tmp_path / "stages").keys() >= {"layers.0.stage", "layers.1.stage"}
+
+    parts = {
+        name: megackpt.load_plain_tensors(tmp_path / name) for name in ("part", "turned", "group", "own")
+    }
+    assert [parts[name]["x"].tolist() for name in ("part", "turned", "group")] == [
+        [0, 1, 2, 3],
+        list(range(8)),
+        [1] * 4,
+    ]
+    assert {float(x) for tensor in parts["own"].values() for x in tensor} == {0.0}
 
     whole = by_parameter(torch.load(tmp_path / "tp.pt")["state"])
 

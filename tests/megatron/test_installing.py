@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pickle
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -35,11 +37,14 @@ SOURCES = {
     "from .serialization import save\nfrom . import validation\n",
     "core/dist_checkpointing/mapping.py": "class ShardedTensor:\n"
     "    @classmethod\n    def from_rank_offsets(cls, key, data): return cls()\n"
+    "    def narrow(self, dim, start, length, eagerly=True): ...\n    def widen(self): ...\n"
     "def is_main_replica(replica_id, leniently=False): return True\n",
     "core/dist_checkpointing/serialization.py": "def save(*args): return 'theirs'\ndef resave(folder): ...\n",
     "core/dist_checkpointing/validation.py": "def determine_global_metadata(sd): return 'theirs'\n",
     "core/dist_checkpointing/strategies/__init__.py": "",
     "core/dist_checkpointing/strategies/newest.py": "class Newest: ...\n",
+    "core/dist_checkpointing/dict_utils.py": "try:\n    import nothing\nexcept ImportError:\n    if True:\n"
+    "        def hidden(): ...\nclass Hidden:\n    def shown(self): ...\n",
 }
 
 
@@ -105,8 +110,11 @@ def test_before_megatron_is_imported() -> None:
         assert shard is megackpt.ShardedTensor
         assert mapping.__spec__ is spec
         assert mapping.__name__ == "megackpt.megatron.mapping"
-        with pytest.raises(ModuleNotFoundError, match="newest has no counterpart in megackpt"):
-            importlib.import_module(f"{ROOT}.strategies.newest")
+        for name in ("strategies.newest", "installing", "nothing"):  # the second is a file in our folder
+            assert importlib.util.find_spec(f"{ROOT}.{name}")
+            with pytest.raises(ModuleNotFoundError, match=f"{name} has no counterpart in megackpt"):
+                importlib.import_module(f"{ROOT}.{name}")
+            assert f"{ROOT}.{name}" not in sys.modules
     assert is_theirs(of)
     assert importlib.import_module(f"{ROOT}.strategies.newest").Newest
     assert issubclass(of.models.gpt.Derived, megackpt.ShardedTensor)  # derived while it was installed
@@ -154,6 +162,10 @@ def test_an_unknown_release_is_warned_of(package: None, tmp_path: Path) -> None:
         "the module megatron.core.dist_checkpointing.strategies.newest",
         "mapping.is_main_replica(leniently)",
         "serialization.resave",
+        "mapping.ShardedTensor.narrow(eagerly)",
+        "mapping.ShardedTensor.widen",
+        "dict_utils.hidden",
+        "dict_utils.Hidden",
     ):
         assert missing in text
     assert "from_rank_offsets" not in text
@@ -165,6 +177,52 @@ def test_an_unknown_release_that_is_imported_already(package: None, tmp_path: Pa
     core()
     with pytest.warns(UserWarning, match="not with 0.20.3"):
         megatron.install()
+
+
+@pytest.mark.parametrize("release", ["0.20.3", "0.16.1"])
+def test_an_install_that_raises_exchanges_nothing(
+    package: None, tmp_path: Path, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, release)
+    of, exchange, calls = core(), installing._exchange, []
+
+    def interrupted(*modules: Any) -> None:
+        exchange(*modules)
+        calls.append(modules)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    if release in installing.CHECKED:
+        monkeypatch.setattr(installing, "_exchange", interrupted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises((UserWarning, KeyboardInterrupt)):
+            megatron.install()
+    assert installing._finder not in sys.meta_path
+    assert is_theirs(of)
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("core/package_info.py", "No module named 'megatron.core.package_info'"),
+        ("core/dist_checkpointing/mapping.py", "SyntaxError"),
+        ("core/dist_checkpointing", "its sources are not there"),
+    ],
+)
+def test_a_release_that_cannot_be_compared_is_installed_in_all_the_same(
+    package: None, tmp_path: Path, file: str, why: str
+) -> None:
+    write(tmp_path, "0.20.3")
+    path = tmp_path / "megatron" / file
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif "SyntaxError" in why:
+        path.write_text("def f(:\n")
+    else:
+        path.unlink()
+    with pytest.warns(UserWarning, match=f"could not be compared: .*{why}"), megatron.install():
+        assert held(core()) == OURS
 
 
 @pytest.mark.usefixtures("package")

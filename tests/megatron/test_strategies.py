@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import megackpt
@@ -260,6 +261,21 @@ def test_registered_strategies_come_first(monkeypatch: pytest.MonkeyPatch) -> No
 def test_zarr_of_megatrons_own_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(megackpt.BackendError, match="version 1 of the format 'zarr' is not written"):
         save(state(WEIGHT), tmp_path / "ckpt", ZarrSaveShardedStrategy("zarr", 1))
+
+
+def test_a_group_that_has_been_destroyed_is_named(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0])
+    strategy = FullyParallelSaveStrategyWrapper("torch_dist", group)
+    save(state(WEIGHT), tmp_path, strategy)
+    dist.destroy_process_group(group)
+    try:
+        with pytest.raises(
+            megackpt.CheckpointingException, match="dedup_group is a process group that has been destr"
+        ):
+            save(state(WEIGHT), tmp_path, strategy)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_common_state(tmp_path: Path) -> None:

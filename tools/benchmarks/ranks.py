@@ -30,6 +30,7 @@ from benchmarks.limit import Limit
 from benchmarks.peers import Megatron, Safetensors, Tensorstore, ZarrPython
 from benchmarks.states import Piece, Spec, pieces
 from benchmarks.training import Trained, Trainer, Training, memcpy, trainer
+from megackpt.runtime.memory import POOL
 from megackpt.runtime.storage.kernel import die_with_parent
 
 STEP = 300  # seconds after which a step has failed
@@ -118,6 +119,10 @@ class Rank:
         declared = who.who.declare(self._state)
         changing = self.blank if change else None
         return self._training.beside(lambda: who.begin(declared, folder), changing, on_device)
+
+    def bare(self) -> None:
+        """Let go of the memory that our trainers keep: it would not be seen as what the next one takes."""
+        POOL.forget()
 
     def declare_for(self, name: str) -> None:
         """Get ready for loading what this trainer saved."""

@@ -127,7 +127,7 @@ class LoadCommonStrategy(LoadStrategyBase):
 
 class SaveCommonStrategy(SaveStrategyBase):
     def save_common(self, common_state_dict: Any, checkpoint_dir: Directory) -> None:
-        raise CheckpointingException("the format keeps the common state itself: give it to save")
+        raise CheckpointingException(strategies.COMMON_IS_KEPT)
 
     def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Directory) -> None:
         self.save_common(sharded_objects_state_dict, checkpoint_dir)

@@ -134,7 +134,10 @@ def _counted_from_one(case: Case) -> str:
     for place, column in enumerate(columns):
         if min(column) > 0:
             where = f"number {place} of the replica_id" if len(columns) > 1 else "the replica_id"
-            return f". At the lowest, {where} is {min(column)}: are copies counted from 1?"
+            return (
+                f". At the lowest, {where} is {min(column)}: are copies counted from 1? Or is this held by some ranks "
+                "only, and declared by megackpt.adapters.dtensor.sharded without among= these?"
+            )
     return ""
 
 

@@ -87,7 +87,13 @@ def domain_of(process_group: dist.ProcessGroup | None, called: str = "dedup_grou
         raise CheckpointingException(
             f"{called} must be a process group that this rank is a member of, not {process_group!r}"
         )
-    return int(min(distributed.get_process_group_ranks(process_group)))
+    try:
+        return int(min(distributed.get_process_group_ranks(process_group)))
+    except KeyError:
+        raise CheckpointingException(
+            f"{called} is a process group that has been destroyed, {process_group!r}: make the strategy anew, over a "
+            "group that there is"
+        ) from None
 
 
 @atexit.register
