@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +16,20 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.checkpoint import begin, clear, committing, remove
+from megackpt.checkpoint import begin, buckets, clear, committing, marker, remove, removing
 from megackpt.checkpoint.marker import Marker
 from megackpt.errors import (
     CheckpointingException,
+    CheckpointReplaced,
     CorruptCheckpoint,
     MismatchError,
     NotACheckpoint,
     SaveInProgress,
+    ShardingError,
+    StorageError,
     UntrustedClass,
 )
-from megackpt.manager import CheckpointManager
+from megackpt.manager import CheckpointManager, choosing, finding, running
 from megackpt.manager.finding import NAMINGS
 from megackpt.manager.retention import Retention
 from megackpt.runtime.storage import LocalStorage
@@ -65,6 +71,12 @@ def hurt(checkpoint: Path) -> None:
     at = octets.index(b"\x00\x00\x40\x40" * 8)  # 3.0
     octets[at] ^= 1
     data.write_bytes(octets)
+
+
+def disowned(checkpoint: Path) -> None:
+    """A save that goes on loses its marker, so it fails, however far it is."""
+    for path in checkpoint.glob(".megackpt-saving-*"):
+        path.unlink()
 
 
 def test_a_run_from_its_first_step_to_a_restart(tmp_path: Path) -> None:
@@ -297,7 +309,7 @@ def test_a_failed_save_is_over_and_training_goes_on(tmp_path: Path, monkeypatch:
         saved(manager, 1)
         assert manager.finalize() == [1]
         manager.save(2, state(2))
-        (tmp_path / "iter_0000002").rename(tmp_path / "taken")
+        disowned(tmp_path / "iter_0000002")
         with pytest.raises(CheckpointingException):
             manager.finalize()
         saved(manager, 3)
@@ -336,7 +348,7 @@ def test_all_ranks_go_on_from_the_same_step(tmp_path: Path) -> None:
         assert found is not None
         assert not manager.preempted()
         if group.rank == 1:
-            manager._notice(signal.SIGTERM, None)
+            manager._notices.heard = True
         assert manager.preempted()
         assert manager.preempted()
         manager.close()
@@ -405,3 +417,280 @@ def test_in_a_bucket(bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
     clear(f"{root}/iter_0000007")
     assert not [key for key in stored(bucket) if "abab" in key]
     assert restored(CheckpointManager(root), step=7) == (7, 7, [])
+
+
+def two(value: float) -> dict[str, Any]:
+    return state(value) | {"a": ShardedTensor.from_rank_offsets("a", torch.full((8,), float(value)))}
+
+
+@pytest.mark.parametrize("strict", ["log_all", "ignore_all", False, "return_all"])
+def test_no_mix_of_two_steps(tmp_path: Path, strict: Any) -> None:
+    """The damaged step has more keys than the one before, and has been loaded in part."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, two(1))
+    manager.save(2, state(2))
+    manager.save(3, two(3))
+    hurt(tmp_path / "iter_0000003")
+    with pytest.raises(CorruptCheckpoint if strict == "return_all" else MismatchError):
+        manager.restore(two(-1), strict=strict)
+    megackpt.save(two(2), tmp_path / "iter_0000002")
+    if strict == "return_all":
+        loaded = manager.restore(two(-1), step=2, strict=strict)
+        assert loaded is not None
+        assert (loaded.state[0]["a"][0], *loaded.state[1:]) == (2, set(), set())
+        return
+    loaded = manager.restore(two(-1), strict=strict)
+    assert loaded is not None
+    assert (loaded.step, loaded.state["a"][0], loaded.state["w"][0]) == (2, 2, 2)
+
+
+def test_the_step_just_saved_stays(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    saved(manager, 10, 5)
+    assert names(tmp_path) == ["iter_0000005", "iter_0000010", TRACKER]
+    assert (tmp_path / TRACKER).read_text() == "5"
+
+
+def test_set_back_while_a_save_is_under_way(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=1, asynchronous=True) as manager:
+        saved(manager, 20)
+        manager.finalize()
+        saved(manager, 30)
+        assert restored(manager, step=20) == (20, 20, [])
+        assert manager.finalize() == [30]
+        assert (tmp_path / TRACKER).read_text() == "20"
+        saved(manager, 25)
+        assert manager.finalize() == [25]
+    assert names(tmp_path) == ["iter_0000025", "iter_0000030", TRACKER]
+    assert (tmp_path / TRACKER).read_text() == "25"
+
+
+@pytest.mark.parametrize(("code", "stays"), [(None, True), (0, True), (1, False), ("why", False)])
+def test_leaving_by_sys_exit(
+    tmp_path: Path, code: Any, stays: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> None:
+        with CheckpointManager(tmp_path, asynchronous=True) as manager:
+            manager.save(1, state(1))
+            sys.exit(code)
+
+    with pytest.raises(SystemExit):
+        train()
+    assert (restored(CheckpointManager(tmp_path)) == (1, 1, [])) is stays
+    assert ("given up, as other ranks may not come: iter_0000001" in caplog.text) is not stays
+
+
+def test_what_else_is_in_the_directory_of_a_step_is_not_that_step(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1)
+    megackpt.save(state(99), tmp_path / "iter_0000002" / "ema")  # and killed before the save of the step
+    assert restored(manager) == (1, 1, ["iter_0000002"])
+    with pytest.raises(NotACheckpoint):
+        manager.restore(state(-1), step=2)
+
+
+def test_a_step_that_cannot_be_read_now_is_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1, 2)
+    real = os.open
+
+    def refusing(path: Any, *args: Any, **options: Any) -> int:
+        if "iter_0000002" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(StorageError, match="iter_0000002"):
+        manager.restore(state(-1))
+    monkeypatch.setattr(os, "open", real)
+    assert restored(manager) == (2, 2, [])
+
+
+def test_steps_behind_links(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", keep_last=1)
+    saved(CheckpointManager(tmp_path / "run"), 1, 2)
+    (tmp_path / "run" / "iter_0000002").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "iter_0000002").symlink_to(tmp_path / "elsewhere")
+    assert restored(manager) == (2, 2, [])
+    saved(manager, 3)
+    assert names(tmp_path / "run") == ["iter_0000002", "iter_0000003", TRACKER]
+    assert restored(manager, step=2) == (2, 2, [])
+    remove(manager.path(3))
+    (tmp_path / "elsewhere").rename(tmp_path / "away")
+    (tmp_path / "run" / TRACKER).unlink()
+    with pytest.raises(CorruptCheckpoint, match="iter_0000002: a link"):
+        manager.restore(state(-1))
+
+
+@pytest.mark.parametrize("lost", ["tables", "directory"])
+def test_a_run_that_lost_its_steps_does_not_begin_anew(tmp_path: Path, lost: str) -> None:
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 3)
+    if lost == "tables":
+        (tmp_path / TRACKER).unlink()
+        for name in ("metadata.json", ".metadata"):
+            (tmp_path / "iter_0000003" / name).unlink()
+    else:
+        remove(manager.path(3))
+    with pytest.raises(CorruptCheckpoint, match=r"iter_0000003: data files|names step '3': there is no such"):
+        manager.restore(state(-1))
+
+
+def test_two_names_of_one_step(tmp_path: Path) -> None:
+    megackpt.save(state(1), tmp_path / "step-100")
+    saved(CheckpointManager(tmp_path), 100)
+    (tmp_path / "global_step7").mkdir()
+    (tmp_path / "global_step7" / "mp_rank_00_model_states.pt").touch()
+    saved(CheckpointManager(tmp_path), 7)
+    for naming, value in (("megatron", 100), ("torchtitan", 1)):
+        manager = CheckpointManager(tmp_path, naming=naming)
+        latest = manager.latest()
+        assert latest is not None
+        assert latest.name == os.path.basename(manager.path(100))
+        assert restored(manager) == restored(manager, step=100) == (100, value, [])
+        assert restored(manager, step=7) == (7, 7, [])
+
+
+def test_later_steps_of_any_name_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    megackpt.save(state(1), tmp_path / "20261122")
+    saved(CheckpointManager(tmp_path), 100)
+    assert "holds step 20261122, which is after step 100" in caplog.text
+
+
+def test_ranks_that_ask_for_different_steps(tmp_path: Path) -> None:
+    saved(CheckpointManager(tmp_path), 5, 6)
+
+    def job(group: ThreadedGroup) -> None:
+        manager = CheckpointManager(tmp_path, process_group=group)
+        for step in (5 + group.rank, (None, 5)[group.rank]):
+            with pytest.raises(ShardingError, match="the ranks restore different steps"):
+                manager.restore(state(-1, group.rank, group.size), step=step)
+        assert manager.restore(state(-1, group.rank, group.size), step=6) is not None
+
+    ThreadedGroup.run(2, job)
+    found = CheckpointManager(tmp_path).restore(state(-1), step=torch.tensor(5))  # type: ignore[arg-type]
+    assert found is not None
+    assert type(found.step) is int
+
+
+def test_one_that_is_replaced_meanwhile_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1, 2)
+
+    def replacing(times: int, place: Any, name: str) -> None:
+        real, left = getattr(place, name), [times]
+
+        def once(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise CheckpointReplaced("replaced")
+            return real(*args, **options)
+
+        monkeypatch.setattr(place, name, once)
+
+    replacing(2, running, "load")
+    assert restored(manager) == (2, 2, [])
+    replacing(2, choosing, "damage_of")
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 2
+    for place, name in ((choosing, "damage_of"), (running, "load")):
+        replacing(3, place, name)
+        with pytest.raises(CheckpointReplaced):
+            manager.restore(state(-1))
+
+
+def test_managers_that_listen_to_one_signal(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    first, second = CheckpointManager(tmp_path / "a"), CheckpointManager(tmp_path / "b")
+    for manager in (first, second):
+        manager.on_signal(signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert first.preempted()
+    assert second.preempted()
+    first.close()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="main thread"):
+        pool.submit(second.close).result()
+    assert signal.getsignal(signal.SIGUSR1) != before
+    second.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_what_belongs_to_the_manager_is_refused_for_one_step(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, asynchronous=True)
+    with pytest.raises(ValueError, match="the kind of worker is the manager's"):
+        manager.save(1, state(1), asynchronous="process")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="process_group cannot be given"):
+        manager.save(1, state(1), process_group=None)
+    with pytest.raises(ValueError, match="timeout cannot be given"):
+        manager.restore(state(1), timeout=None)
+    with pytest.raises(ValueError, match="0 or more"):
+        manager.restore(state(1), step=-1)
+
+
+def test_what_was_committed_beside_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committing, "_PAUSES", (0.0,))
+    with CheckpointManager(tmp_path, asynchronous=True) as manager:
+        saved(manager, 1, 2)
+        disowned(tmp_path / "iter_0000002")
+        with pytest.raises(CheckpointingException):
+            manager.finalize()
+        assert manager.finalize() == [1]
+        assert manager.finalize() == []
+
+
+def test_a_removal_in_a_bucket_keeps_its_lock_and_stops_without(
+    bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{bucket.url}/step"
+    megackpt.save(state(1), url)
+    monkeypatch.setattr(marker, "HEARTBEAT", 0.01)
+    renewed = threading.Event()
+    renew, read = buckets.Lock.renew, removing.read_record
+    monkeypatch.setattr(buckets.Lock, "renew", lambda self: renew(self) and (renewed.set() or True))
+
+    def reading(outer: Any) -> Any:
+        found = read(outer)
+        assert renewed.wait(20)
+        return found
+
+    def robbed(outer: Any) -> Any:
+        found = read(outer)
+        bucket.client.delete_object(Bucket=bucket.name, Key="step/.megackpt-saving")
+        return found
+
+    def outrun(outer: Any) -> Any:
+        found, version = read(outer)
+        key = "step/megackpt.commit"
+        body = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
+        bucket.client.put_object(Bucket=bucket.name, Key=key, Body=body.rstrip() + b" " * (len(body) % 7 + 1))
+        return found, version
+
+    for reader, told in ((robbed, "took the removal"), (outrun, "saved to by another job")):
+        monkeypatch.setattr(removing, "read_record", reader)
+        with pytest.raises(SaveInProgress, match=told):
+            remove(url)
+        assert megackpt.verify(url).ok
+    monkeypatch.setattr(removing, "read_record", reading)
+    remove(url)
+    assert stored(bucket) == []
+
+
+def test_a_save_does_not_open_all_steps_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=7)
+    saved(manager, *range(8))
+    looked: list[str] = []
+    real = finding._looked_at
+    monkeypatch.setattr(
+        finding, "_looked_at", lambda path, step: looked.append(step.name) or real(path, step)
+    )
+    saved(manager, 8)
+    assert set(looked) == {".", "iter_0000008"}
+    assert names(tmp_path) == [*(f"iter_{step:07d}" for step in range(2, 9)), TRACKER]
+    looked.clear()
+    assert restored(manager, step=4) == (4, 4, [])
+    assert set(looked) == {".", "iter_0000004"}

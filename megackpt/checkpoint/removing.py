@@ -28,7 +28,7 @@ from megackpt.checkpoint.marker import (
 from megackpt.checkpoint.opening import Directory, absolute, incomplete, stored_manifest
 from megackpt.checkpoint.records import RECORD, folder_of, folders_among, read_record
 from megackpt.checkpoint.replacing import clean_up, discard, folder_of as folder_in, own_names
-from megackpt.errors import NotACheckpoint, StorageError
+from megackpt.errors import NotACheckpoint, SaveInProgress, StorageError
 from megackpt.runtime.storage import TEMPORARY, BucketStorage, LocalStorage, is_url
 
 
@@ -133,17 +133,32 @@ def _emptied(url: str, whole: bool) -> None:
     active.add(lock.save_id)
     try:
         lock.take()
+        beat = Heartbeat(url, lock.renew)
         try:
-            record, _ = read_record(outer)
+            record, version = read_record(outer)
             if whole and record is None:
                 raise NotACheckpoint(f"no save of megackpt is complete in {url}")
             kept = "" if whole or record is None else folder_of(record.save_id)
             gone = [folder for folder in folders_among(outer.list()) if folder != kept]
             if whole:
+                _still_alone(outer, lock)
+                if read_record(outer)[1] != version:
+                    raise SaveInProgress(f"{url} was saved to by another job meanwhile, and is left alone")
                 outer.delete(RECORD)
             for folder in gone:
+                _still_alone(outer, lock)
                 outer.delete(folder)
         finally:
+            beat.stop()
+            beat.join()  # a renewal under way could put the lock back
             lock.release()
     finally:
         active.discard(lock.save_id)
+
+
+def _still_alone(outer: BucketStorage, lock: buckets.Lock) -> None:
+    """A remover that was stopped and taken for dead does not remove what came after it."""
+    if not lock.held():
+        raise SaveInProgress(
+            f"another job took the removal in {outer.location} for dead, and goes on with it"
+        )

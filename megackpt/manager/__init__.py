@@ -1,4 +1,6 @@
-"""A run's checkpoints. ``finding`` lists them; ``running`` saves, restores and, by ``retention``, thins them out."""
+"""A run's checkpoints. ``finding`` lists them, ``choosing`` takes the latest good one; ``running`` saves, restores and,
+by ``retention``, thins them out.
+"""
 
 from __future__ import annotations
 

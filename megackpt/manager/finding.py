@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from megackpt import strategies
 from megackpt.checkpoint import absolute, as_read_by, find_storage
+from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.marker import PREFIX
-from megackpt.checkpoint.records import RECORD, folders_among
+from megackpt.checkpoint.records import RECORD
 from megackpt.errors import CheckpointingException, NotACheckpoint, StorageError
 from megackpt.runtime.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
 
@@ -50,6 +51,9 @@ NAMINGS = tuple(
         ("plain", r"(\d+)", "{}"),
     )
 )
+_INNER = re.compile(r"weights|pytorch_model_fsdp_\d+")
+"""Where NeMo and transformers put the checkpoint in the directory of a step. Any other one there is something else."""
+_LATEST = re.compile("latest|last")
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 """Files that name the latest step: by its number (Megatron, verl), or by its directory (DeepSpeed)."""
 
@@ -102,10 +106,13 @@ class Run:
         return next((s for s in reversed(self.steps) if s.complete and s.step is not None), None)
 
 
-def list_run(directory: str | os.PathLike[str], *, weigh: bool = True) -> Run:
+def list_run(
+    directory: str | os.PathLike[str], *, weigh: bool = True, only: Callable[[str], bool] | None = None
+) -> Run:
     """Look at a run's directory (or at a single checkpoint), or at what is below a URL.
 
-    Without ``weigh`` nobody looks at the files of the steps, for their bytes, number and time.
+    Without ``weigh`` nobody looks at the files of the steps, for their bytes, number and time. ``only``: of which
+    entries steps are wanted; others are not opened.
     Raises NotACheckpoint where there is no such directory; one that holds nothing is no error.
     """
     location = absolute(directory)
@@ -121,7 +128,7 @@ def list_run(directory: str | os.PathLike[str], *, weigh: bool = True) -> Run:
     if is_url(location) and RECORD in entries:
         return Run(location, _itself(location), (), ())  # what is below belongs to it
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(partial(_step, root, frozenset(entries), weigh), entries)
+        found = pool.map(partial(_step, root, frozenset(entries), weigh), filter(only, entries))
         steps = [step for several in found for step in several]
     steps.sort(key=lambda s: (s.step is None, s.step or 0, s.name))
     trackers = tuple(_trackers(root, entries, steps))
@@ -131,6 +138,21 @@ def list_run(directory: str | os.PathLike[str], *, weigh: bool = True) -> Run:
 def _itself(location: str) -> Step | None:
     step, storage = _looked_at(location, Step(".", "", None, True, ""))
     return _weighed(step, storage) if step.complete else None
+
+
+def was_complete(directory: str, step: Step) -> bool:
+    """Does what is there of an incomplete step show that it once was complete? What a dead save leaves is marked."""
+    try:
+        entries = root_at(f"{directory.rstrip('/')}/{step.name}").list()
+    except (NotADirectoryError, FileNotFoundError):
+        return False
+    marked = any(entry.startswith(PREFIX) for entry in entries)
+    return not marked and any(entry == INDEX or entry.endswith(".distcp") for entry in entries)
+
+
+def number_in(name: str) -> int | None:
+    """The step that a name tells, in whatever style."""
+    return next((int(m[1]) for n in NAMINGS if (m := n.pattern.fullmatch(name))), None)
 
 
 def _kind(root: Storage, name: str) -> int:
@@ -143,13 +165,19 @@ def _kind(root: Storage, name: str) -> int:
 
 def _step(root: Storage, entries: frozenset[str], weigh: bool, name: str) -> list[Step]:
     """The step that an entry is, or those that are in it; none for what is something else."""
-    if name.startswith(".") or (kind := _kind(root, name)) not in (stat.S_IFDIR, stat.S_IFREG):
+    if name.startswith(".") or (kind := _kind(root, name)) not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK):
         return []
     match = next(((n, m) for n in NAMINGS if (m := n.pattern.fullmatch(name))), None)
+    if kind == stat.S_IFLNK and (match is None or _LATEST.match(name)):
+        return []
     style, number = (match[0].style, int(match[1][1])) if match else ("", None)
     if kind == stat.S_IFREG and (match is None or name in TRACKERS or name.endswith("-unfinished")):
         return []
     found, storage = _looked_at(f"{root.location}/{name}", Step(name, style, number, True, ""))
+    if kind == stat.S_IFLNK and not found.complete:
+        found = replace(
+            found, complete=None, reason=f"a link; behind it: {found.reason}"
+        )  # a disk that is away?
     if f"{name}-unfinished" in entries:
         found = replace(found, complete=False, reason=f"{name}-unfinished stands beside it")
     elif not found.complete and not found.format:
@@ -166,10 +194,7 @@ def _inside(root: Storage, name: str, style: str, number: int | None, weigh: boo
     """Complete checkpoints one level below an entry: "weights" (NeMo), "pytorch_model_fsdp_0" (transformers)."""
     if number is None:
         return
-    entries = root.list(name)
-    for below in (
-        e for e in entries if e not in folders_among(entries)
-    ):  # nor a save in a bucket without its record
+    for below in filter(_INNER.fullmatch, root.list(name)):
         if _kind(root, f"{name}/{below}") == stat.S_IFDIR:
             path, below = f"{root.location}/{name}/{below}", f"{name}/{below}"
             found, storage = _looked_at(path, Step(below, style, number, True, ""))
@@ -252,7 +277,7 @@ def _trackers(root: Storage, entries: Sequence[str], steps: Sequence[Step]) -> I
     for name in entries:
         if isinstance(root, LocalStorage) and _kind(root, name) == stat.S_IFLNK:
             target = os.path.normpath(os.readlink(f"{root.location}/{name}"))
-            if re.match("latest|last", name):
+            if _LATEST.match(name):
                 yield _judged(name, target, steps)
         elif name in TRACKERS and root.size(name) is not None:
             try:

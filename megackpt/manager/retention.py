@@ -7,9 +7,10 @@ complete and was written by this library; the rest is left alone.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from megackpt.checkpoint import clear, open_checkpoint, remove, verify
@@ -53,6 +54,8 @@ class Retention:
     naming: Naming
     last: int | None = None
     every: int | None = None
+    _complete: dict[str, Step] = field(default_factory=dict, repr=False, compare=False)
+    """Steps that were seen complete, by their entries: they are not opened again at each save."""
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.last), ("keep_every", self.every)):
@@ -78,23 +81,33 @@ class Retention:
         try:
             root = root_at(self.root)
             self._clear_torn(root)
-            steps = list_run(self.root, weigh=False).steps
-            self._clear({s.name for s in steps if s.complete is False} | _hidden(root.list()))
-            self._remove([s for s in steps if s.complete], newest)
+            entries = root.list()
+            steps = list_run(self.root, weigh=False, only=lambda name: name not in self._complete).steps
+            self._clear({s.name for s in steps if s.complete is False} | _hidden(entries))
+            known = self._complete | {s.name.split("/")[0]: s for s in steps if s.complete}
+            self._complete.clear()
+            self._complete.update((name, known[name]) for name in entries if name in known)
+            self._remove(list(self._complete.values()), newest)
         except Exception as error:
-            known = isinstance(error, (CheckpointingException, OSError))
+            expected = isinstance(error, (CheckpointingException, OSError))
             text = "%s is not tidied up, the next save tries again: %s"
-            logger.warning(text, self.root, error, exc_info=not known)
+            logger.warning(text, self.root, error, exc_info=not expected)
 
     def path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"
 
-    def _ours(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
+        """Is it a name that this manager gives?"""
         match = self.naming.pattern.fullmatch(name)
         return match is not None and self.naming.name(int(match[1])) == name
 
+    def _removable(self, name: str) -> bool:
+        return self.owns(name) and not os.path.islink(
+            self.path(name)
+        )  # what is behind a link is somebody else's
+
     def _clear(self, names: Iterable[str]) -> None:
-        for name in sorted(filter(self._ours, names)):
+        for name in sorted(filter(self._removable, names)):
             try:
                 clear(self.path(name))
             except (SaveInProgress, NotACheckpoint):
@@ -111,8 +124,8 @@ class Retention:
                     root.delete(name)
 
     def _remove(self, steps: Sequence[Step], newest: int) -> None:
-        numbers = {step.step: step.name for step in steps if self._ours(step.name) and step.step is not None}
-        later = [number for number in numbers if number > newest]
+        numbers = {step.step: step.name for step in steps if self.owns(step.name) and step.step is not None}
+        later = [step.step for step in steps if step.step is not None and step.step > newest]
         if later:
             logger.warning(
                 "%s holds step %d, which is after step %d that was saved now: it stays, and is what restore() finds; "
@@ -123,6 +136,8 @@ class Retention:
             )
         before = [number for number in numbers if number <= newest]
         for number in self.superfluous(before, self._is_good):
+            if not self._removable(numbers[number]):
+                continue
             try:
                 remove(self.path(numbers[number]))
             except (CheckpointingException, OSError) as error:

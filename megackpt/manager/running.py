@@ -8,27 +8,31 @@ from __future__ import annotations
 import logging
 import operator
 import os
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from megackpt.checkpoint import absolute
 from megackpt.errors import (
     CheckpointingException,
+    CheckpointReplaced,
     CorruptCheckpoint,
     NotACheckpoint,
     RankFailure,
     RankLost,
+    ShardingError,
     UntrustedClass,
 )
 from megackpt.loader import load
-from megackpt.manager.finding import NAMINGS, TRACKERS, Naming, Step, list_run
+from megackpt.manager.choosing import ATTEMPTS, newest_first, newest_good, refuse_to_begin_anew, steps_in
+from megackpt.manager.finding import NAMINGS, TRACKERS, Naming, Step
+from megackpt.manager.notices import Notices
 from megackpt.manager.retention import Retention, damage_of
+from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.runtime.async_calls import AsyncCallsQueue
 from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Group, group_over
 from megackpt.runtime.storage import root_at
@@ -40,7 +44,9 @@ logger = logging.getLogger("megackpt.manager")
 
 T = TypeVar("T")
 
-_ATTEMPTS = 3  # at a run of which all that was seen is removed meanwhile
+_OWN = frozenset(
+    {"checkpoint_dir", "sharded_strategy", "async_sharded_save", "process_group", "timeout"}
+)  # fmt: skip
 _WORKERS = {False: None, True: "thread", "thread": "thread", "process": "process"}
 
 
@@ -48,7 +54,7 @@ class Restored(NamedTuple):
     """What a run goes on from. ``skipped``: newer steps that are incomplete or damaged, each with its ``reason``."""
 
     step: int
-    state: Any
+    state: Any  # what ``megackpt.load`` returns: with a strictness of RETURN_* a tuple of three
     skipped: tuple[Step, ...]
 
 
@@ -90,9 +96,10 @@ class CheckpointManager:
         self._queue = AsyncCallsQueue(self._worker == "process", process_group=process_group, timeout=timeout)
         self._later: ThreadPoolExecutor | None = None
         self._done: list[int] = []
-        self._newest = -1
-        self._noticed = self._preempted = False
-        self._replaced: dict[int, Any] = {}
+        self._saves = 0
+        self._newest = (0, -1)  # where the run is: the number of that call to save, and its step
+        self._notices = Notices()
+        self._preempted = False
 
     def path(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
@@ -109,14 +116,19 @@ class CheckpointManager:
         """Save a step; collective. ``options`` are those of ``megackpt.save``, which see also for what is raised.
 
         An asynchronous save returns as soon as the tensors may be changed; ``poll`` commits it. ``asynchronous``: for
-        this step, other than the manager's.
+        this step, True or False in place of what the manager does; its kind of worker stays.
         """
-        step = operator.index(step)
-        if step < 0:
-            raise ValueError(f"a step is 0 or more, not {step}")
+        step = _number(step)
+        if asynchronous is not None and type(asynchronous) is not bool:
+            raise ValueError(
+                f"asynchronous is True, False or None for one step, not {asynchronous!r}: the kind of worker is the "
+                "manager's"
+            )
+        _refuse_own(options)
         later = self._worker is not None if asynchronous is None else asynchronous
+        self._saves += 1
         with self._group() as group:
-            committed = partial(self._committed, step, group.is_coordinator)
+            committed = partial(self._committed, (self._saves, step), group.is_coordinator)
         request = save(
             sharded_state_dict,
             self.path(step),
@@ -147,7 +159,7 @@ class CheckpointManager:
 
     def steps(self) -> tuple[Step, ...]:
         """What there is, complete or not, in the order of steps. Not collective."""
-        return _steps(self.root, weigh=True)
+        return steps_in(self.root, weigh=True)
 
     def latest(self, *, verify: bool = False) -> Step | None:
         """The newest step that is complete and undamaged; collective. What is skipped is told by warnings.
@@ -161,50 +173,65 @@ class CheckpointManager:
     ) -> Restored | None:
         """Load a step, or the latest good one; collective. None: the run has no complete checkpoint yet.
 
-        Where the newest proves damaged when it is read, the one before is loaded, with a warning. ``options`` are those
-        of ``megackpt.load``; what does not fit the checkpoint raises as there.
+        Where the newest proves damaged when it is read, the one before is loaded, with a warning. That one has to hold
+        all keys asked for, whatever ``strict`` says, as the damaged one's values may be in the tensors already; with a
+        strictness of RETURN_* none is loaded in its place. ``options`` are those of ``megackpt.load``; what does not
+        fit the checkpoint raises as there. After an error the tensors may hold anything.
 
         Raises NotACheckpoint if a ``step`` that is asked for is not there; CorruptCheckpoint if it is damaged or,
-        without ``step``, if all are.
+        without ``step``, if all are; MismatchError if the one before does not hold all keys.
         """
-        self._newest = -1  # the run may have been set back
-        if step is not None:
-            path = self._on_coordinator(lambda: self._path_of(operator.index(step)))
-            return Restored(step, self._loaded(sharded_state_dict, path, options), ())
+        _refuse_own(options)
+        if (wanted := self._agreed(step)) is not None:
+            path = self._on_coordinator(lambda: self._path_of(wanted))
+            return self._taken(wanted, self._loaded(sharded_state_dict, path, options), ())
         damaged: list[Step] = []
+        replaced = 0
         while True:
             found, skipped = self._found(tuple(s.name for s in damaged), False)
             if found is None or found.step is None:
-                _refuse_to_begin_anew(self.root, (*damaged, *skipped))
+                self._on_coordinator(partial(refuse_to_begin_anew, self.root, (*damaged, *skipped)))
                 return None
             path = self._retention.path(found.name)
             try:
-                state = self._loaded(sharded_state_dict, path, options)
+                state = self._loaded(sharded_state_dict, path, _for_all_keys(options) if damaged else options)
+            except CheckpointReplaced:
+                replaced += 1  # by a whole one
+                if replaced == ATTEMPTS:
+                    raise
+                continue
             except (CorruptCheckpoint, NotACheckpoint, RankFailure) as error:
                 if isinstance(error, (UntrustedClass, RankLost)):
                     raise
                 # Ranks may have failed each in its own way at what is gone; the same on all, so all look again.
                 if isinstance(error, RankFailure) and not self._on_coordinator(partial(damage_of, path)):
                     raise
-                logger.warning("%s is damaged, going back to the one before: %s", found.name, error)
+                if _returns_keys(options):
+                    error.add_note(
+                        "with strict=RETURN_* no older step is loaded in its place: ask for one by step="
+                    )
+                    raise
+                text = (
+                    "%s is damaged, going back to the one before: %s; that one must hold all keys asked for"
+                )
+                logger.warning(text, found.name, error)
                 damaged.append(replace(found, reason=str(error)))
                 continue
-            return Restored(found.step, state, (*damaged, *skipped))
+            return self._taken(found.step, state, (*damaged, *skipped))
 
     def on_signal(self, *signals: int) -> None:
         """Take these signals for a notice that this process will be ended. Only in the main thread.
 
-        The handler notes it and does nothing else; ``preempted`` tells. ``close`` puts back what was set before.
+        The handler notes it, for all managers that listen, and does nothing else; ``preempted`` tells. ``close``, in
+        the main thread, too, puts back what was set before.
         """
-        for number in signals:
-            before = signal.signal(number, self._notice)
-            self._replaced.setdefault(number, before)
+        self._notices.listen(*signals)
 
     def preempted(self) -> bool:
         """Has any rank had such a notice? Collective: one small vote, so call it once a step, or every so many."""
         if not self._preempted:
             with self._group() as group:
-                self._preempted = group.lowest([-int(self._noticed)])[0] < 0
+                self._preempted = group.lowest([-int(self._notices.heard)])[0] < 0
         return self._preempted
 
     def close(self, abort: bool = False) -> None:
@@ -215,9 +242,8 @@ class CheckpointManager:
             if self._later is not None:
                 self._later.shutdown()
                 self._later = None
-            while self._replaced:
-                number, before = self._replaced.popitem()
-                signal.signal(number, signal.SIG_DFL if before is None else before)
+            self._done.clear()
+            self._notices.close()
 
     def __enter__(self) -> Self:
         return self
@@ -225,38 +251,55 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(abort=error is not None)  # other ranks may not come
+        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if not clean and self._queue.get_num_unfinalized_calls():
+            logger.warning("given up, as other ranks may not come: %s", self._queue.status())
+        self.close(abort=not clean)
 
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)
 
-    def _notice(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._noticed = True
-
     def _finalized(self, blocking: bool) -> list[int]:
-        self._done.clear()
-        self._queue.maybe_finalize_async_calls(blocking)
-        return list(self._done)
+        self._queue.maybe_finalize_async_calls(
+            blocking
+        )  # what is done when this raises is told by the next call
+        done, self._done[:] = list(self._done), ()
+        return done
 
-    def _committed(self, step: int, coordinator: bool) -> None:
-        """On all ranks, when a step is complete."""
-        self._newest = max(step, self._newest)
+    def _taken(self, step: int, state: Any, skipped: tuple[Step, ...]) -> Restored:
+        self._newest = (self._saves, step)  # the run goes on from here, whatever is under way still
+        return Restored(step, state, skipped)
+
+    def _committed(self, which: tuple[int, int], coordinator: bool) -> None:
+        """On all ranks, when a step is complete. The run is where it was saved, or restored, last: not the highest."""
+        number, step = which
+        overtaken = number <= self._newest[0]
+        if not overtaken:
+            self._newest = which
         if not coordinator:
             return
-        if self._naming.style == "megatron":
+        if self._naming.style == "megatron" and not overtaken:
             try:
-                root_at(self.root).put(TRACKERS[0], str(self._newest).encode())
+                root_at(self.root).put(TRACKERS[0], str(step).encode())
             except (CheckpointingException, OSError) as error:
                 logger.warning("step %d is complete, but its tracker is not written: %s", step, error)
                 return  # what the old one names must stay
         if self._worker is None:
-            self._retention.tidy(self._newest)
+            self._retention.tidy(self._newest[1])
         else:
             self._later = self._later or ThreadPoolExecutor(1, "megackpt-retention")
-            self._later.submit(lambda: self._retention.tidy(max(step, self._newest)))
+            self._later.submit(lambda: self._retention.tidy(self._newest[1]))
+
+    def _agreed(self, step: int | None) -> int | None:
+        """The step that all ranks ask for."""
+        wanted = None if step is None else _number(step)
+        with self._group() as group:
+            if not group.all_agree(-1 if wanted is None else wanted):
+                raise ShardingError(f"the ranks restore different steps, all must agree: here {wanted}")
+        return wanted
 
     def _found(self, without: tuple[str, ...], verify: bool) -> tuple[Step | None, tuple[Step, ...]]:
-        return self._on_coordinator(lambda: _newest_good(self._retention, without, verify))
+        return self._on_coordinator(lambda: newest_good(self._retention, without, verify))
 
     def _on_coordinator(self, look: Callable[[], T]) -> T:
         with self._group() as group:
@@ -264,8 +307,9 @@ class CheckpointManager:
 
     def _path_of(self, step: int) -> str:
         """On rank 0: where this step is, in whatever style."""
-        named = [s.name for s in _steps(self.root) if s.step == step and s.complete is not False]
-        return self._retention.path(named[0]) if named else self.path(step)
+        named = [s for s in newest_first(self._retention, step) if s.complete is not False]
+        named.sort(key=lambda s: s.complete is None)
+        return self._retention.path(named[0].name) if named else self.path(step)
 
     def _loaded(self, state: ShardedStateDict, path: str, options: dict[str, Any]) -> Any:
         return load(state, path, process_group=self._process_group, timeout=self._timeout, **options)
@@ -278,48 +322,27 @@ def _naming(style: str) -> Naming:
     return known[style]
 
 
-def _steps(root: str, *, weigh: bool = False) -> tuple[Step, ...]:
-    try:
-        return list_run(root, weigh=weigh).steps
-    except NotACheckpoint:
-        return ()
+def _number(step: int) -> int:
+    number = int(operator.index(step))
+    if number < 0:
+        raise ValueError(f"a step is 0 or more, not {number}")
+    return number
 
 
-def _newest_good(
-    retention: Retention, without: tuple[str, ...], verify: bool
-) -> tuple[Step | None, tuple[Step, ...]]:
-    """The newest step that can be loaded, as far as a look tells, and newer ones that cannot."""
-    found: Step | None = None
-    skipped: tuple[Step, ...] = ()
-    for _ in range(_ATTEMPTS):
-        found, skipped = _looked_for(retention, without, verify)
-        if found is not None or all(step.complete is False for step in skipped):
-            break
-        # What was complete a moment ago may have been removed, because there is a newer one.
-    for step in skipped:
-        logger.warning("%s is skipped: %s", retention.path(step.name), step.reason)
-    return found, skipped
+def _refuse_own(options: dict[str, Any]) -> None:
+    if own := sorted(_OWN & options.keys()):
+        raise ValueError(f"{', '.join(own)} cannot be given for one step: the manager's own is used for all")
 
 
-def _looked_for(
-    retention: Retention, without: tuple[str, ...], verify: bool
-) -> tuple[Step | None, tuple[Step, ...]]:
-    skipped: list[Step] = []
-    for step in reversed(_steps(retention.root)):
-        if step.step is None or step.name in without:
-            continue
-        problem = damage_of(retention.path(step.name), whole=verify) if step.complete else step.reason
-        if not problem:
-            return step, tuple(skipped)
-        skipped.append(replace(step, reason=problem))
-    return None, tuple(skipped)
+def _strictness(options: dict[str, Any]) -> StrictHandling:
+    return parse_strict_flag(options.get("strict", StrictHandling.ASSUME_OK_UNEXPECTED))
 
 
-def _refuse_to_begin_anew(root: str, skipped: tuple[Step, ...]) -> None:
-    """What a first save left when it died is nothing to go on from; what once was complete is."""
-    told = [f"{step.name}: {step.reason}" for step in skipped if step.complete is not False]
-    if told:
-        raise CorruptCheckpoint(
-            f"none of the checkpoints in {root} can be loaded. To begin anew, move them away.\n  "
-            + "\n  ".join(told)
-        )
+def _returns_keys(options: dict[str, Any]) -> bool:
+    return StrictHandling.requires_returning_mismatch_keys(_strictness(options))
+
+
+def _for_all_keys(options: dict[str, Any]) -> dict[str, Any]:
+    """The same, but that no key asked for may be left as it is: a damaged checkpoint may have filled its tensors."""
+    every = _strictness(options) == StrictHandling.RAISE_ALL
+    return options | {"strict": StrictHandling.RAISE_ALL if every else StrictHandling.RAISE_UNEXPECTED}
