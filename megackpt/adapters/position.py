@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,13 @@ class DataPosition:
     seed: int | None = 0
     consumed_samples: int = 0
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Numbers of numpy's and of torch's become plain ones: only those mean the same when they are loaded."""
+        try:
+            object.__setattr__(self, name, None if value is None else index(value))
+        except TypeError as error:
+            raise ShardingError(f"{name} of a data position is a whole number, not {value!r}") from error
+
     def batches(self, batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> Iterator[list[int]]:
         """The indices of this rank's batches from here on, without an end: a DataLoader's ``batch_sampler``.
 
@@ -54,13 +62,13 @@ class DataPosition:
         """Go on from there. Raises MismatchError where the row is another one: samples would be lost or repeated."""
         mine, consumed = self.state_dict(), state.get("consumed_samples")
         wrong = [name for name in ("samples", "seed") if state.get(name) != mine[name]]
-        if wrong or not isinstance(consumed, int) or consumed < 0:
+        if wrong or not isinstance(consumed, SupportsIndex) or index(consumed) < 0:
             raise MismatchError(
                 f"no run with {mine} can go on from data position {state}, which is in another row of samples "
                 f"({', '.join(wrong or ['consumed_samples'])}): some would be lost or repeated. Give the run the "
                 "dataset and the seed that it had, or leave the position out of what you load, and begin anew"
             )
-        self.consumed_samples = consumed
+        self.consumed_samples = index(consumed)
 
     def _indices(self, start: int, size: int) -> list[int]:
         passes, places = np.divmod(np.arange(start, start + size, dtype=np.uint64), np.uint64(self.samples))

@@ -47,7 +47,9 @@ def seen_through(table: Table, opened: Opened) -> Opened:
                 continue
             entry = TensorEntry(piece.key, TensorMeta(piece.shape, dtype))
             if entries.setdefault(piece.key, entry) != entry:
-                problems.append(f"{piece.key!r} would be of {dtype} and {entries[piece.key].meta.dtype}")
+                problems.append(
+                    f"{piece.key!r} would be of {dtype} and {entries[piece.key].meta.dtype}: cast the checkpoint before"
+                )
             made_of.setdefault(piece.key, []).append(piece.swapped(key, shape))
             chunks.add(piece, entry, rows, boxes)
     if problems:

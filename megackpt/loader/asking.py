@@ -105,7 +105,7 @@ class Asked:
         if unexpected and StrictHandling.requires_logging(terms.strict):
             logger.warning("%s", strict.describe(unexpected, (), manifest, strict.requested(declared)))
         strict.check_shapes(declared, manifest, terms.dtype_policy)
-        kept = np.flatnonzero(~_bearing(declared, unexpected))
+        kept = np.flatnonzero(~_left_out(extracted, _bearing(declared, unexpected)))
         wanted = Declarations.merge([declared.take(kept), common_row(manifest, rank)])
         return cls(extracted, declared, unexpected, kept, wanted)
 
@@ -210,6 +210,17 @@ def _span(data: torch.Tensor) -> tuple[int, int]:
     last = sum((size - 1) * step for size, step in zip(data.shape, data.stride(), strict=True))
     start = data.data_ptr()
     return start, start + (last + 1) * data.itemsize * bool(start)
+
+
+def _left_out(extracted: Extracted, absent: Bool) -> Bool:
+    """Which shards are not loaded: those that are not there, and what the same factories built. What a factory has
+    no use for may be a view of a live parameter."""
+    if not absent.any():
+        return absent
+    around = [{path[:n] for n in range(len(path) + 1)} for path in extracted.paths]
+    beside = {path for i in np.flatnonzero(absent).tolist() for path in around[i]}
+    incomplete = beside.intersection(path for path, _ in extracted.factories)
+    return np.array([not incomplete.isdisjoint(paths) for paths in around], np.bool_) | absent
 
 
 def _bearing(declared: Declarations, names: Collection[str]) -> Bool:

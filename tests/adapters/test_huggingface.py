@@ -15,17 +15,22 @@ import megackpt
 from megackpt import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megackpt.adapters.huggingface import (
     Fuse,
+    Name,
     Padded,
     Part,
+    Piece,
     Rule,
     Table,
     Tied,
     Transpose,
     as_huggingface,
+    bert,
+    link,
     llama,
 )
 from megackpt.converter import cutting, export_huggingface, passing
-from megackpt.errors import MismatchError, ShardingError, StorageError
+from megackpt.errors import BackendError, CheckpointingException, MismatchError, ShardingError, StorageError
+from megackpt.planning.box import Box
 from megackpt.runtime.storage.files import LocalReader
 from megackpt.testing import ThreadedGroup
 
@@ -49,8 +54,6 @@ class Reversed(Rule):
         yield "h.#.back"
 
     def pieces(self, shape: tuple[int, ...], naming: Callable[[str], str]) -> Any:
-        from megackpt.adapters.huggingface import Name
-
         return Name(naming("h.#.back").replace("h.0", "h.1")).pieces(shape, str)
 
 
@@ -407,13 +410,14 @@ def test_what_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         "qkv": shard("decoder.layers.0.self_attention.linear_qkv.weight", torch.zeros(7, 2)),
         "norm": shard("decoder.final_layernorm.weight", torch.zeros(2)),
         "small": shard("embedding.word_embeddings.weight", torch.zeros(40, 2)),
-        "wrong": [shard(f"wrong.{n}", torch.zeros(2)) for n in range(3)],
+        "wrong": [shard(f"wrong.{n}", torch.zeros(2)) for n in range(5)],
         "stacked": shard("s", torch.tensor(1.0)),
         "more": shard("more.w", torch.zeros(2)),
     }
     table = llama(CONFIG) | {
         "decoder.*_layernorm.weight": "model.norms.*", "a.#.b": "c", "wrong.0": Fuse(("x", "y"), (1,)),
-        "wrong.1": Part("x", 2, (1, 1)), "wrong.2": Transpose("x"), "s.#": "s.#", "more.*": "more.*.*",
+        "wrong.1": Part("x", 2, (1, 1)), "wrong.2": Transpose("x"), "wrong.3": Padded("x", 2, -1),
+        "wrong.4": Padded("x", -1), "s.#": "s.#", "more.*": "more.*.*",
     }  # fmt: skip
     with pytest.raises(MismatchError) as caught:
         megackpt.load(as_huggingface(state, table), tmp_path)
@@ -424,6 +428,8 @@ def test_what_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         "linear_qkv.weight', by the rule 'decoder.layers.#.self_attention.linear_qkv.weight': axis 0 of shape (7, 2)",
         "cannot be cut into 2 groups of parts as (2, 1, 1)",
         "shape (40, 2) is smaller than the 50 of axis 0",
+        "shape (2,) cannot be 2, and padding, along axis -1",
+        "shape (2,) cannot be -1, and padding, along axis 0",
         "a ratio of 1, (1,), does not fit 2 parts",
         "a ratio of 2, (1, 1), has no part 2",
         "shape (2,) has no two axes to exchange",
@@ -435,8 +441,13 @@ def test_what_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
     for wrong, table in (
         ({"w": ShardedTensor("w", None, torch.int8, (3,), (4,), (1,), (1,))}, {"w": "w"}),
         ({"w": shard("w", torch.zeros(3))}, {"w": ["a", "b"]}),
+        ({"w": shard("w", torch.zeros(3))}, {"w": 3}),
+        ({"w": shard("w", torch.zeros(3))}, {3: "w"}),
+        ({"w": shard("w", torch.zeros(3))}, ["w"]),
     ):
-        with pytest.raises(ShardingError, match=r"local shape|is neither a name nor a rule"):
+        with pytest.raises(
+            ShardingError, match=r"local shape|is neither a name nor a rule|a table is a dict"
+        ):
             megackpt.save(as_huggingface(wrong, table), tmp_path / "out")
 
 
@@ -507,16 +518,196 @@ def test_the_files_beside(tmp_path: Path) -> None:
     megackpt.save({"a": shard("a", torch.zeros(4))}, tmp_path / "training")
     beside = tmp_path / "pretrained"
     beside.mkdir()
-    with pytest.raises(StorageError, match=r"has no config\.json"):
+    with pytest.raises(StorageError, match=r"a directory that has a config\.json"):
         export_huggingface(tmp_path / "training", tmp_path / "out", {"a": "a"}, beside)
     for name in ("config.json", "tokenizer.json", "model.safetensors.index.json", "pytorch_model.bin"):
         (beside / name).write_text(f'"{name}"')
     with pytest.raises(StorageError, match="cannot be read"):
         export_huggingface(tmp_path / "training", tmp_path / "out", {"a": "a"}, tmp_path / "nowhere")
     assert not (tmp_path / "out").exists()
+    for name in ("tokenizer.model.v3", "qwen.tiktoken", "vocab.bpe", "notes.txt", "train.py"):
+        (beside / name).write_text(name)
+    (beside / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "../training"}]')
+    for folder in ("1_Pooling", "runs", "odd.json"):
+        (beside / folder).mkdir()
+        (beside / folder / "config.json").write_text("{}")
     export_huggingface(tmp_path / "training", tmp_path / "out", {"a": "a"}, beside)
-    found = {path.name for path in (tmp_path / "out").iterdir()}
-    assert found == {"config.json", "tokenizer.json", "model.safetensors", "megackpt.index"}
+    found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    tokenizer = {"tokenizer.json", "tokenizer.model.v3", "qwen.tiktoken", "vocab.bpe"}
+    pooling = {"modules.json", "1_Pooling/config.json"}
+    assert found == {"config.json", "model.safetensors", "megackpt.index"} | tokenizer | pooling
+
+    told = {"dtype": "bfloat16", "hidden_size": 3, "auto_map": {"AutoModel": "train.Model"}}
+    (beside / "config.json").write_text(json.dumps(told))
+    for cast, dtype in ((None, "float32"), ("fp16", "float16")):
+        arguments = (tmp_path / "training", tmp_path / "out", {"a": "a"}, beside)
+        export_huggingface(*arguments, cast=cast, overwrite=True)
+        assert json.loads((tmp_path / "out/config.json").read_text()) == told | {"dtype": dtype}
+        assert (tmp_path / "out/train.py").exists()
+
+
+def test_exports_that_cannot_be_are_refused_before_they_begin(tmp_path: Path) -> None:
+    megackpt.save({"a": shard("a", torch.zeros(4))}, tmp_path / "training")
+    (tmp_path / "file").write_text("mine")
+    for target in ("model.safetensors", "file"):
+        with pytest.raises(BackendError, match="is one file, and an export is a directory"):
+            export_huggingface(tmp_path / "training", tmp_path / target, {"a": "a"}, {})
+    for config, said in (({"dtype": torch.bfloat16}, "cannot hold"), (object(), "a dict")):
+        with pytest.raises(MismatchError, match=said):
+            export_huggingface(tmp_path / "training", tmp_path / "out", {"a": "a"}, config)  # type: ignore[arg-type]
+    assert {path.name for path in tmp_path.iterdir()} == {"training", "file"}
+
+
+def test_a_training_checkpoint_that_lacks_a_layer_is_not_exported(tmp_path: Path) -> None:
+    """Neither one in the middle nor the last; what other numbers there are (experts, a second stack) is no matter."""
+    weights = {f"model.layers.{n}.experts.{e}.w": numbered(2) for n in (0, 1, 3) for e in (0, 5)}
+    weights["mtp.layers.0.w"] = numbered(2)
+    megackpt.save({key: shard(key, value) for key, value in weights.items()}, tmp_path / "training")
+    for count, lacking in ((4, "model.layers.2"), (5, "model.layers.2, model.layers.4")):
+        with pytest.raises(MismatchError, match=rf"num_hidden_layers is {count}, .* nothing for {lacking}$"):
+            export_huggingface(
+                tmp_path / "training", tmp_path / "out", {"*": "*"}, {"num_hidden_layers": count}
+            )
+    assert not (tmp_path / "out").exists()
+    export_huggingface(tmp_path / "training", tmp_path / "out", {"*": "*"}, {"num_hidden_layers": 2})
+    equal(load_file(tmp_path / "out/model.safetensors"), weights)
+
+
+class Own(Rule):
+    """A rule of a user's, as wrong as they give it."""
+
+    def __init__(self, made: Callable[[], list[Any]]) -> None:
+        self.made = made
+
+    def names(self) -> Iterator[str]:
+        yield "x"
+
+    def pieces(self, shape: tuple[int, ...], naming: Callable[[str], str]) -> Any:
+        return self.made()
+
+
+WHOLE = Box((0, 0), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: [Piece(WHOLE, "x", (1, 2), WHOLE, (0, 1))], "is not the same region"),
+        (lambda: [Piece(Box((0, 0), (3, 2)), "x", (3, 2), Box((0, 0), (3, 2)), (0, 1))], "is not the same"),
+        (lambda: [Piece(WHOLE, "x", (4, 2), Box((0, 0), (1, 2)), (0, 1))], "is not the same region"),
+        (lambda: [Piece(WHOLE, "x", (2, 2), WHOLE, (0, 0))], "is not the same region"),
+        (lambda: [Piece(WHOLE, "x", (2, 1), Box((0, 0), (2, 1)), (0, None))], "is not the same region"),
+        (lambda: [Piece(WHOLE, "x", (2,), Box((0,), (2,)), (2,))], "IndexError|is not the same region"),
+        (lambda: [Piece(Box((0,), (2, 2)), "x", (2, 2), WHOLE, (0, 1))], "ValueError"),
+        (lambda: [{}["lost"]], "KeyError"),
+    ],
+)
+def test_rules_of_a_users_own_are_checked(made: Callable[[], list[Any]], said: str) -> None:
+    with pytest.raises(MismatchError, match=rf"'a', by the rule 'a': .*({said})"):
+        link({"a": Own(made)}, [("a", (2, 2))])
+    with pytest.raises(ShardingError, match="is a comma missing"):
+        Fuse("xy")  # type: ignore[arg-type]
+
+
+def test_tensors_of_very_many_places_are_refused() -> None:
+    for shape in ((10**9, 0), (10**7, 1)):
+        with pytest.raises(MismatchError, match="has no elements, or too many places"):
+            link({"l.#": "l.#"}, [("l", shape)])
+
+
+@pytest.mark.parametrize("function", ["rule", "build"])
+def test_what_fails_on_one_rank_fails_on_all(function: str, tmp_path: Path) -> None:
+    save_file({"e": numbered(4)}, tmp_path / "model.safetensors")
+
+    def rank(group: ThreadedGroup) -> None:
+        def build(key: str, data: torch.Tensor, *_: Any) -> ShardedTensor:
+            if group.rank == 1 and function == "build":
+                raise ValueError("boom")
+            return shard(key, data)
+
+        def pieces() -> list[Any]:
+            raise ValueError("boom")
+
+        state = {"e": ShardedTensorFactory("e", torch.zeros(4), build, lambda x: x)}
+        table: Table = {"e": Own(pieces) if group.rank == 1 and function == "rule" else "e"}
+        megackpt.load(as_huggingface(state, table), tmp_path, process_group=group)
+
+    for error in ThreadedGroup.outcomes(2, rank):
+        assert isinstance(error, CheckpointingException)
+        assert "boom" in str(error)
+
+
+@pytest.mark.parametrize("rule", [Padded("e", 6), Padded("e", 12), Fuse(("e", "f"))], ids=str)
+def test_theirs_in_another_shape_than_the_rule_says_is_refused(rule: Rule, tmp_path: Path) -> None:
+    """Also where ours may differ, as Megatron's embeddings; where there is no rule they still may."""
+    save_file({"e": numbered(10, 2), "f": numbered(10, 2)}, tmp_path / "model.safetensors")
+    held = torch.full((16, 2), 7.0)
+    asked = {"e": shard("e", held, allow_shape_mismatch=True)}
+    with pytest.raises(MismatchError, match=r"\(10, 2\)"):
+        megackpt.load(as_huggingface(asked, {"e": rule}), tmp_path)
+    assert (held == 7).all()
+    megackpt.load(as_huggingface(asked, {"e": "e"}), tmp_path)
+    assert torch.equal(held[:10], numbered(10, 2))
+
+
+@pytest.mark.parametrize("strict", ["ignore_all", "log_all", "return_unexpected"])
+def test_what_is_there_in_part_is_left_alone(strict: str, tmp_path: Path) -> None:
+    save_file({"q": numbered(2, 2), "v": numbered(3)}, tmp_path / "model.safetensors")
+    held, other = torch.full((4, 2), 7.0), torch.zeros(3)
+    state = as_huggingface({"w": shard("w", held), "v": shard("v", other)}, {"w": Fuse(("q", "k")), "v": "v"})
+    found: Any = megackpt.load(state, tmp_path, strict=strict)
+    assert (found[0] if strict.startswith("return") else found).keys() == {"v"}
+    assert (held == 7).all()
+    assert torch.equal(other, numbered(3))
+
+
+def test_configurations_that_no_table_can_be_of() -> None:
+    heads = {"num_attention_heads": 8, "vocab_size": 4}
+    for config, said in (
+        ({"vocab_size": 4}, "num_attention_heads must be a whole number from 1 on, not None"),
+        (heads | {"num_attention_heads": 0}, "num_attention_heads must be .* not 0"),
+        (heads | {"num_key_value_heads": 0}, "num_key_value_heads must be .* not 0"),
+        (
+            heads | {"num_key_value_heads": 3},
+            "num_key_value_heads, 3, does not divide num_attention_heads, 8",
+        ),
+        ({"text_config": heads}, r"num_attention_heads .* \(it is told by its text_config: give that one\)"),
+    ):
+        with pytest.raises(MismatchError, match=said):
+            llama(config)
+    with pytest.raises(MismatchError, match="vocab_size must be"):
+        bert({"num_attention_heads": 8})
+
+
+def test_biases_that_a_configuration_tells_of() -> None:
+    key, shapes = "decoder.layers.0.", {"q": (16,), "k": (8,), "v": (8,)}
+    table = llama(CONFIG | {"attention_bias": True, "mlp_bias": True})
+    biases = {"self_attention.linear_qkv": 32, "self_attention.linear_proj": 16, "mlp.linear_fc1": 48,
+              "mlp.linear_fc2": 16}  # fmt: skip
+    links = link(table, [(f"{key}{name}.bias", (n,)) for name, n in biases.items()])
+    found = {piece.key.removeprefix("model.layers.0."): piece.shape for p in links.values() for piece in p}
+    assert found == {f"self_attn.{x}_proj.bias": shape for x, shape in shapes.items()} | {
+        "self_attn.o_proj.bias": (16,), "mlp.gate_proj.bias": (24,), "mlp.up_proj.bias": (24,),
+        "mlp.down_proj.bias": (16,),
+    }  # fmt: skip
+    with pytest.raises(MismatchError, match="no rule fits"):
+        link(llama(CONFIG), [(f"{key}mlp.linear_fc2.bias", (16,))])
+
+
+def test_tensors_without_elements_are_asked_for(tmp_path: Path) -> None:
+    save_file({"z": torch.zeros(0, 2), "e": numbered(2)}, tmp_path / "model.safetensors")
+    state = as_huggingface({"z": shard("z", torch.zeros(0, 2)), "e": shard("e", torch.zeros(2))}, {"*": "*"})
+    assert megackpt.load(state, tmp_path, strict="raise_all")["z"].shape == (0, 2)
+    megackpt.save(state, tmp_path / "saved", "safetensors")
+    assert load_file(tmp_path / "saved/model.safetensors").keys() == {"z", "e"}
+
+
+def test_padding_of_eight_bit_floats(tmp_path: Path) -> None:
+    weights = numbered(4, 2).to(torch.float8_e4m3fn)
+    save_file({"e": weights}, tmp_path / "model.safetensors")
+    asked = shard("e", torch.full((6, 2), 3.0).to(torch.float8_e4m3fn))
+    megackpt.load(as_huggingface({"e": asked}, {"e": Padded("e", 4)}), tmp_path)
+    assert torch.equal(asked.data.float(), torch.cat([numbered(4, 2), torch.zeros(2, 2)]))
 
 
 def test_another_table_is_another_export(tmp_path: Path) -> None:
@@ -542,7 +733,7 @@ def test_an_export_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pyt
 
     with pytest.raises(KeyboardInterrupt):
         export_huggingface(*arguments, progress=cut_off)
-    assert not (tmp_path / "out/config.json").exists()
+    assert (tmp_path / "out/config.json").exists(), "written first: a call after the commit would be refused"
     done = export_huggingface(*arguments)
     assert 0 < done.resumed < done.bytes
     equal(

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -155,3 +156,22 @@ def test_a_position_in_another_row_is_refused(state: dict[str, int], what: str) 
 def test_ranks_and_batches_that_cannot_be(position: DataPosition, batch: int, rank: int, ranks: int) -> None:
     with pytest.raises(ShardingError, match="cannot read batches"):
         position.batches(batch, rank, ranks)
+
+
+def test_numbers_of_numpy_and_torch_are_kept_as_plain_ones(tmp_path: Path) -> None:
+    position = DataPosition(np.int64(10), np.uint8(3))  # type: ignore[arg-type]
+    position.consumed_samples += np.int64(4)  # type: ignore[assignment]
+    position.consumed_samples += torch.tensor(3)  # type: ignore[assignment]
+    assert {type(value) for value in position.state_dict().values()} == {int}
+    assert next(position.batches(4)) == next(DataPosition(10, 3, 7).batches(4))
+    megackpt.save({"data": position.state_dict()}, tmp_path / "c")
+    other = DataPosition(10, 3)
+    other.load_state_dict(megackpt.load({}, tmp_path / "c")["data"])
+    other.load_state_dict(
+        position.state_dict() | {"consumed_samples": np.int64(7)}
+    )  # as older ones were saved
+    assert other == position
+    with pytest.raises(
+        ShardingError, match=r"consumed_samples of a data position is a whole number, not 1\.5"
+    ):
+        position.consumed_samples = 1.5  # type: ignore[assignment]

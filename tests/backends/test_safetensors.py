@@ -280,6 +280,18 @@ def test_of_several_files_without_an_index_none_is_taken(tmp_path: Path) -> None
     same(load_plain_tensors(tmp_path), {"w": torch.ones(2)})
 
 
+def test_of_one_file_and_indices_that_is_taken_which_transformers_takes(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "c")
+    other = '{"metadata": {}, "weight_map": {"x": "consolidated-00001-of-00001.safetensors"}}'
+    (tmp_path / "c/consolidated.safetensors.index.json").write_text(other)
+    save_file({"x": torch.ones(2)}, tmp_path / "c/consolidated-00001-of-00001.safetensors")
+    same(load_plain_tensors(tmp_path / "c"), tensors())
+    save_file({"w": torch.ones(2)}, tmp_path / "c/model.safetensors")
+    same(load_plain_tensors(tmp_path / "c"), {"w": torch.ones(2)})
+    save(whole(tensors()), tmp_path / "c", Safetensors(shards=2))
+    same(load_plain_tensors(tmp_path / "c"), tensors())
+
+
 def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"t": torch.randn(1024, 512), "other": torch.randn(1 << 20)}, tmp_path / "x.safetensors")
     count = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ Table = Mapping[str, Theirs | None]
 Links = dict[tuple[str, Shape], list[Piece]]
 
 _TOLD = 20
+_MOST = 10**6  # pieces of one tensor: far more than any model has layers and experts
 _WILD = re.compile(r"[*#]")
 _TOKENS = re.compile(r"(\*|\.#(?=\.|$)|^#\.|#)")
 
@@ -27,6 +29,9 @@ def link(table: Table, tensors: Iterable[tuple[str, Shape]], complete: bool = Fa
     value, one of them), and all of them together must give each of theirs exactly once.
     Raises MismatchError with all that does not fit.
     """
+    given: object = table
+    if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
+        raise ShardingError(f"a table is a dict of patterns, which are texts, not {given!r:.200}")
     problems: list[str] = []
     entries = [_Entry.of(pattern, theirs, problems) for pattern, theirs in table.items()]
     links: Links = {}
@@ -41,9 +46,10 @@ def link(table: Table, tensors: Iterable[tuple[str, Shape]], complete: bool = Fa
             problems.append(f"{key!r} fits several rules: {', '.join(repr(e.pattern) for e, _ in fitting)}")
         else:
             try:
-                links[key, shape] = list(fitting[0][0].pieces(fitting[0][1], shape))
-            except ShardingError as error:
-                problems.append(f"{key!r}, by the rule {fitting[0][0].pattern!r}: {error}")
+                links[key, shape] = [_checked(p, shape) for p in fitting[0][0].pieces(fitting[0][1], shape)]
+            except Exception as error:  # noqa: BLE001 - of a rule of the caller's own, it may be any
+                told = error if isinstance(error, ShardingError) else repr(error)
+                problems.append(f"{key!r}, by the rule {fitting[0][0].pattern!r}: {told}")
     if unmapped:
         problems.insert(0, f"no rule fits {_listed(unmapped)} (None as a rule: they have no such tensor)")
     if complete:
@@ -82,6 +88,10 @@ class _Entry:
         stacked = numbers.count(None)
         if stacked > len(shape):
             raise ShardingError(f"shape {shape} has no axis for each '#' that its key has no number for")
+        if stacked and (0 in shape or math.prod(shape[:stacked]) > _MOST):
+            raise ShardingError(
+                f"shape {shape} has no elements, or too many places for '#' (at most {_MOST})"
+            )
         for index in product(*map(range, shape[:stacked])):
             places = iter(map(str, index))
             named = [next(places) if number is None else number for number in numbers]
@@ -101,6 +111,21 @@ class _Filling:
     def __call__(self, name: str) -> str:
         texts, numbers = iter(self.texts), iter(self.numbers)
         return _WILD.sub(lambda sign: next(texts if sign[0] == "*" else numbers), name)
+
+
+def _checked(piece: Piece, shape: Shape) -> Piece:
+    """The piece. ShardingError (or a ValueError of other dimensions) where it is no box of both tensors."""
+    named = [a for a in piece.axes if a is not None]
+    others = [n for a, n in enumerate(piece.box.shape) if a not in named]
+    if (
+        not Box.whole(shape).contains(piece.box)
+        or not Box.whole(piece.shape).contains(piece.there)
+        or len(named) + len(others) != len(shape)  # one axis of ours twice, or one that there is not
+        or set(others) - {1}
+        or piece.maps(piece.box) != piece.there
+    ):
+        raise ShardingError(f"{piece} is not the same region of a tensor of shape {shape} and of theirs")
+    return piece
 
 
 def _expressed(token: str) -> str:

@@ -21,7 +21,8 @@ class Piece:
     """The region ``box`` of one tensor is the region ``there`` of ``key``, of ``shape``.
 
     ``axes`` tells for each axis over there which one here runs along it (None: none, its extent is 1; the axes here
-    that are not named are of extent 1, too). ``tied``: another tensor of ours is the same one.
+    that are not named are of extent 1, too). ``tied``: another tensor of ours is the same one. ``exact``: theirs may
+    not be of another shape, even where ours may (``allow_shape_mismatch``).
     """
 
     box: Box
@@ -30,6 +31,7 @@ class Piece:
     there: Box
     axes: tuple[int | None, ...]
     tied: bool = False
+    exact: bool = False
 
     def within(self, box: Box) -> Piece | None:
         """What of it lies in a box."""
@@ -124,9 +126,12 @@ class Padded(_OfOne):
     axis: int = 0
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
-        if self.axis >= len(shape) or self.extent > shape[self.axis]:
+        if not 0 <= self.axis < len(shape) or self.extent < 1:
+            raise ShardingError(f"shape {shape} cannot be {self.extent}, and padding, along axis {self.axis}")
+        if self.extent > shape[self.axis]:
             raise ShardingError(f"shape {shape} is smaller than the {self.extent} of axis {self.axis}")
-        return self._made(_with(shape, self.axis, self.extent), naming)
+        made = self._made(_with(shape, self.axis, self.extent), naming)
+        return [replace(piece, exact=True) for piece in made]
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,11 @@ class Fuse(Rule):
     ratio: tuple[int, ...] = ()
     groups: int = 1
     axis: int = 0
+
+    def __post_init__(self) -> None:
+        given: object = self.parts
+        if not isinstance(given, tuple | list):
+            raise ShardingError(f"the parts of a Fuse are a tuple, not {given!r}: is a comma missing?")
 
     def names(self) -> Iterator[str]:
         for part in self.parts:
@@ -213,7 +223,7 @@ def _moved(pieces: Iterable[Piece], axis: int, start: int, extent: int, to: int)
         inside = piece.within(Box(_with(box.offset, axis, start), _with(box.shape, axis, extent)))
         if inside is not None:
             offset = _with(inside.box.offset, axis, inside.box.offset[axis] - start + to)
-            yield replace(inside, box=Box(offset, inside.box.shape))
+            yield replace(inside, box=Box(offset, inside.box.shape), exact=True)
 
 
 def _with(values: Shape, place: int, value: int) -> Shape:

@@ -12,7 +12,6 @@ from megackpt import tree
 from megackpt.adapters.huggingface.linking import Links, Table, link
 from megackpt.adapters.huggingface.rules import Piece
 from megackpt.adapters.megatron import native
-from megackpt.errors import CheckpointingException
 from megackpt.planning.box import Box, Boxes
 from megackpt.sharded import (
     LocalNonpersistentObject,
@@ -40,13 +39,13 @@ def as_huggingface(sharded_state_dict: ShardedStateDict, table: Table) -> Sharde
         shards = extract(sharded_state_dict, native).shards
         declare(shards, rank=0)
         links = link(table, [(s.key, tuple(s.global_shape)) for s in shards if isinstance(s, ShardedTensor)])
-    except CheckpointingException as error:
+        result: ShardedStateDict = tree.dict_list_map_outplace(_Renaming(links), sharded_state_dict)
+    except Exception as error:  # noqa: BLE001 - of a rule or a factory of the caller's, it may be any
         return {"huggingface": _raising(error)}
-    result: ShardedStateDict = tree.dict_list_map_outplace(_Renaming(links), sharded_state_dict)
     return result
 
 
-def _raising(error: CheckpointingException) -> ShardedTensorFactory:
+def _raising(error: Exception) -> ShardedTensorFactory:
     """In the place of a state that cannot be declared: where all ranks meet, they all hear of it."""
 
     def build(*_: object) -> NoReturn:
@@ -90,10 +89,13 @@ class _Pieced:
         prepended = shard.prepend_axis_num
         self.shard = shard
         self.box = Box(tuple(shard.global_offset), (1,) * prepended + tuple(shard.local_shape))
-        # Of a tensor of all layers there are very many.
-        near = ((boxes.offset < self.box.stop) & (boxes.stop > self.box.offset)).all(axis=1)
-        meeting = (pieces[i].within(self.box) for i in np.flatnonzero(near).tolist())
-        self.pieces = [piece for piece in meeting if piece is not None]
+        if self.box.volume:
+            # Of a tensor of all layers there are very many.
+            near = ((boxes.offset < self.box.stop) & (boxes.stop > self.box.offset)).all(axis=1)
+            meeting = (pieces[i].within(self.box) for i in np.flatnonzero(near).tolist())
+            self.pieces = [piece for piece in meeting if piece is not None]
+        else:
+            self.pieces = [piece for piece in pieces if self.box.contains(piece.box)]
         data = shard.data
         if data is None or data.is_meta:
             data = torch.empty(shard.local_shape, dtype=shard.dtype)
@@ -123,7 +125,7 @@ class _Pieced:
             piece.there.offset,
             None,
             replica_id,
-            allow_shape_mismatch=self.shard.allow_shape_mismatch,
+            allow_shape_mismatch=self.shard.allow_shape_mismatch and not piece.exact,
         )
 
     def _merged(self, _loaded: Any) -> torch.Tensor:
@@ -132,7 +134,8 @@ class _Pieced:
             padding = torch.ones(self.box.shape, dtype=torch.bool, device=self.data.device)
             for piece in self.pieces:
                 padding[self._place(piece)] = False
-            self.whole.masked_fill_(padding, 0)
+            bits = self.whole.view(torch.uint8) if self.whole.itemsize == 1 else self.whole  # for float8
+            bits.masked_fill_(padding, 0)
         return self.data
 
     def _place(self, piece: Piece) -> tuple[Any, ...]:

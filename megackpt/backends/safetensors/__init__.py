@@ -169,13 +169,18 @@ class Safetensors(Backend):
 
 
 def _files_in(root: Storage) -> tuple[str, list[str]]:
-    """The index of several files, or else the one file that is meant (in a list; or none)."""
+    """The index of several files, or else the one file that is meant (in a list; or none).
+
+    Where there are several, the one that transformers takes: it looks for the one file first.
+    """
     names = root.list()
     if isinstance(root, SingleFile):
         return "", names
     indices = [name for name in names if name.endswith(f".safetensors{weight_maps.ENDING}")]
     files = [name for name in names if name.endswith(".safetensors")]
     whole = f"{STEM}.safetensors"
+    if whole in files:
+        return "", [whole]
     if indices:
-        return (indices[0], []) if len(indices) == 1 else ("", [])
-    return "", [whole] if whole in files else files if len(files) == 1 else []
+        return (INDEX if INDEX in indices else indices[0] if len(indices) == 1 else ""), []
+    return "", files if len(files) == 1 else []
