@@ -17,7 +17,7 @@ import torch
 from megackpt import tree
 from megackpt.errors import ShardingError
 from megackpt.planning.box import Box, Int64
-from megackpt.sharded import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
+from megackpt.sharded import ReplicaId, ShardedTensor, ShardedTensorFactory
 
 ShardedParam = ShardedTensor | ShardedTensorFactory
 
@@ -43,38 +43,49 @@ def make_flat_range_shards(
     return main_shards(param, data, flat_range)
 
 
-def check_flat_range(param: ShardedParam, data: torch.Tensor, flat_range: slice) -> None:
+def check_flat_range(param: ShardedParam, data: torch.Tensor | None, flat_range: slice) -> None:
+    """Raise ShardingError for a range outside the parameter, and for data that is not as long."""
     start, stop, size = flat_range.start, flat_range.stop, math.prod(param_shape(param))
-    if None in (start, stop) or not 0 <= start <= stop <= size or tuple(data.shape) != (stop - start,):
+    held = None if data is None else tuple(data.shape)
+    if None in (start, stop) or not 0 <= start <= stop <= size or held not in (None, (stop - start,)):
         raise ShardingError(
-            f"{param.key!r}: data of shape {tuple(data.shape)} is not elements {start}:{stop} of a parameter of shape "
+            f"{param.key!r}: data of shape {held} is not elements {start}:{stop} of a parameter of shape "
             f"{param_shape(param)}; a flat range is slice(start, stop) within its {size} elements, and data is 1-dim"
         )
 
 
 def flattened(
     param: ShardedParam, data: torch.Tensor | None, flat_range: slice, *, main: bool = False
-) -> ShardedTensorFactory | LocalNonpersistentObject:
-    """The range as one leaf of a state dict: a load gives ``data`` back, filled. An empty one is no shard.
+) -> ShardedTensorFactory:
+    """The range as one leaf of a state dict: a load gives ``data`` back, filled.
 
+    An empty one is declared as empty boxes, so that a parameter of which nobody has an element is missed.
     With ``main`` no other data-parallel rank has a copy of the range, as in ``make_flat_range_shards``.
     """
-    if holds_nothing(param, flat_range):
-        return LocalNonpersistentObject(data)
     cut = main_shards if main else flat_range_shards
 
     def build(key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> list[ShardedTensor]:
-        return cut(replace(param, key=key, replica_id=replica_id), data, flat_range)
+        named = replace(param, key=key, replica_id=replica_id)
+        return cut(named, data, flat_range) or [
+            _part(piece, Box(_cell(piece).offset, (0, *piece.local_shape[1:])), data)
+            for piece in built(named)
+            if piece.local_shape  # without dimensions nothing is empty
+        ]
 
-    def merge(pieces: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([p.reshape(-1) for p in pieces]) if data is None or data.is_meta else data
+    def merge(pieces: list[torch.Tensor]) -> Any:
+        lacking = data is None or data.is_meta
+        return torch.cat([p.reshape(-1) for p in pieces]) if lacking and pieces else data
 
     return ShardedTensorFactory(param.key, data, build, merge, param.replica_id)
 
 
-def holds_nothing(param: ShardedParam, flat_range: slice) -> bool:
-    """Is there something to declare, of which this rank has nothing?"""
-    return bool(flat_range.start == flat_range.stop and math.prod(param_shape(param)))
+def known_by(param: ShardedParam, flat_range: slice) -> list[ShardedTensor]:
+    """What a rank with this range knows the parameter by: its boxes; of an empty range all pieces, as replicas."""
+    return main_shards(param, None, flat_range) or [
+        replace(piece, replica_id=(*own[:-1], 1) if isinstance(own, (tuple, list)) else 1)
+        for piece in built(param)
+        for own in [piece.replica_id]
+    ]
 
 
 def main_shards(param: ShardedParam, data: torch.Tensor | None, flat_range: slice) -> list[ShardedTensor]:
@@ -144,33 +155,44 @@ def _stretches(param: ShardedParam) -> Iterator[tuple[ShardedTensor, int, int, i
     pieces = built(replace(param, data=blank))
     views = [piece.data for piece in pieces if piece.data is not None and _is_view(piece.data, blank)]
     if len(views) == len(pieces):  # the common case, for which nothing has to be computed
+        _refuse_many(param.key, sum(math.prod(view.shape[: _row(view)[0]]) for view in views))
         found = [_of_view(view) for view in views]
     else:
         numbers = torch.arange(blank.numel()).view(blank.shape)
         found = _of_copies(param.key, built(replace(param, data=numbers)), numbers)
-    if sum(len(starts) for starts, _ in found) > _MOST:
-        raise ShardingError(
-            f"{param.key!r}: its factory makes {sum(len(starts) for starts, _ in found)} stretches of it, and a flat "
-            f"range of it would be as many shards; {_MOST} are allowed. Let build_fn cut along the first axes"
-        )
+    _refuse_many(param.key, sum(len(starts) for starts, _ in found))
     for piece, (starts, lengths) in zip(pieces, found, strict=True):
         ends = np.cumsum(lengths)
         rows = zip((ends - lengths).tolist(), starts.tolist(), lengths.tolist(), strict=True)
         yield from ((piece, at, first, length) for at, first, length in rows)
 
 
+def _refuse_many(key: str, count: int) -> None:
+    if count > _MOST:
+        raise ShardingError(
+            f"{key!r}: its factory makes {count} stretches of it, and a flat range of it would be as many shards; "
+            f"{_MOST} are allowed. Let build_fn cut along the first axes"
+        )
+
+
 def _is_view(piece: torch.Tensor, of: torch.Tensor) -> bool:
     return piece.dtype == of.dtype and piece.untyped_storage()._cdata == of.untyped_storage()._cdata
 
 
-def _of_view(view: torch.Tensor) -> tuple[Int64, Int64]:
-    """Where the stretches of a view begin in what it is a view of, in C order; and their lengths."""
+def _row(view: torch.Tensor) -> tuple[int, int]:
+    """The axes before those that are one stretch; and the length of that."""
     axes, length = view.dim(), 1
     while axes and (view.shape[axes - 1] == 1 or view.stride(axes - 1) == length):
         axes -= 1
         length *= view.shape[axes]
+    return (axes, length) if view.numel() else (0, 0)
+
+
+def _of_view(view: torch.Tensor) -> tuple[Int64, Int64]:
+    """Where the stretches of a view begin in what it is a view of, in C order; and their lengths."""
+    axes, length = _row(view)
     starts = np.array([view.storage_offset()])
-    for axis in range(axes if length else 0):
+    for axis in range(axes):
         starts = np.add.outer(starts, np.arange(view.shape[axis]) * view.stride(axis)).ravel()
     return starts, np.full(len(starts), length)
 

@@ -12,9 +12,8 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from megackpt.adapters.flat_ranges import flattened
+from megackpt.adapters.flat_ranges import check_flat_range, flattened
 from megackpt.errors import ShardingError
-from megackpt.planning.box import Box
 from megackpt.sharded import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 
 _logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ def native(leaf: Any) -> Any:
     """One of Megatron's declarations as one of ours, of the same tensor or object; any other leaf as it is.
 
     What a factory builds is left as it is. A flattened one, as up to 0.15 optimizers declare, becomes a factory of
-    the boxes that it fills, or is no shard where it is empty.
+    the boxes that it fills.
     Raises ShardingError for a class that lacks fields which ours cannot do without, and for impossible ranges.
     """
     kind: Any = type(leaf)
@@ -77,15 +76,8 @@ def _fields(theirs: type, ours: type) -> list[str]:
     return [f.name for f in here if f.name in there]
 
 
-def _unflattened(run: ShardedTensor) -> ShardedTensorFactory | LocalNonpersistentObject:
+def _unflattened(run: ShardedTensor) -> ShardedTensorFactory:
     """A run of elements of a local tensor, in C order: the boxes that they fill in it, views of the same data."""
     span, data = run.flattened_range or slice(0, 0), run.data
-    cell = Box(tuple(run.global_offset)[run.prepend_axis_num :], tuple(run.local_shape))
-    length = span.stop - span.start
-    if not 0 <= span.start <= span.stop <= cell.volume or (data is not None and data.shape != (length,)):
-        held = None if data is None else tuple(data.shape)
-        raise ShardingError(
-            f"{run.key!r}: flattened_range {span.start}:{span.stop} does not fit data of the shape {held} in a tensor "
-            f"of {cell.volume} elements"
-        )
+    check_flat_range(run, data, span)
     return flattened(replace(run, data=None, flattened_range=None), data, span)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +22,13 @@ from megackpt.adapters.flat_ranges import (
     built,
     check_flat_range,
     flattened,
-    holds_nothing,
-    main_shards,
+    known_by,
     make_flat_range_shards,
     param_shape,
 )
 from megackpt.adapters.param_groups import declared_groups, told_apart
 from megackpt.errors import ShardingError
 from megackpt.sharded import (
-    LocalNonpersistentObject,
     ReplicaId,
     ShardedObject,
     ShardedStateDict,
@@ -53,6 +52,7 @@ __all__ = [
     "optim_state_to_sharding_state",
 ]
 
+_STEP = "optimizer.state.step"
 _logger = logging.getLogger(__name__)
 
 
@@ -72,13 +72,15 @@ def get_param_id_to_sharded_param_map(
     They are matched by identity: the shards' ``data`` must be the parameters themselves (see KEEP_VARS_HINT).
     Declarations that are no parameters of this optimizer are left out. Where an optimizer's own parameters are flat
     pieces of the model's, give for each the parameter of the model that it is a piece of; one may occur repeatedly.
+    Of several declarations of one parameter (tied weights) the first counts, or the first main replica.
     """
     params = list(optim_params_iter)
-    declared = {
-        id(leaf.data): leaf
-        for leaf in tree.nested_values(model_sharded_state_dict)
-        if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
-    }
+    declared: dict[int, ShardedParam] = {}
+    for leaf in tree.nested_values(model_sharded_state_dict):
+        if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)):
+            known = declared.setdefault(id(leaf.data), leaf)
+            if is_main_replica(leaf.replica_id) and not is_main_replica(known.replica_id):
+                declared[id(leaf.data)] = leaf
     found = {number: declared[id(param)] for number, param in enumerate(params) if id(param) in declared}
     if params and not found:
         _logger.warning("the optimizer and the sharded state dict share no parameter.%s", KEEP_VARS_HINT)
@@ -117,18 +119,20 @@ def optim_state_to_sharding_state(
     State of the parameter's shape is cut as the parameter is. Other state belongs to the parameter as a whole
     (Adam's ``step``, a 0-dim tensor, or a plain number): every rank that holds a piece of the parameter has
     the same, and it is stored once, under ``optimizer.state.step.{key}``, for each cell of the parameter's
-    prepended axes; the rank with the main replica of the parameter's first piece is the one that writes it.
+    prepended axes; it has to be alike on all ranks that hold the parameter, any of which may write it.
     It is not left in the common state, of which only the coordinator's is kept, while pipeline stages hold
     different parameters. A parameter that is stored through a factory keeps one such value for each tensor
     that the factory builds.
 
     ``flat_ranges``: number -> the elements of the declared parameter that this rank's optimizer has, where its
     parameters are flat (1-dim) pieces of the model's, dealt out over data-parallel ranks. State of a range's length is
-    then declared by ``make_flat_range_shards``, under the same keys. Numbers that are not in it are whole.
+    then declared by ``make_flat_range_shards``, under the same keys; a ``step`` of one element is the parameter's,
+    however long the range is. Numbers that are not in it are whole.
 
     ``param_groups`` are common, but for their lists of parameter numbers, which every rank keeps for itself. A load
     matches them by ``param_groups.IDENTIFYING`` hyperparameters; of groups that these do not tell apart, the number
-    is stored with each parameter, under ``optimizer.param_group.{key}``.
+    is stored with each parameter, under ``optimizer.param_group.{key}``. All ranks need the same list of groups,
+    those without parameters on a rank included: the coordinator's is the one that is stored.
     The inner dicts of the optimizer are not touched; state named in ``exclude_keys`` is left out.
     Raises ValueError for a parameter that ``id_to_sharded_param_map`` lacks, ShardingError for a tensor of
     another shape whose parameter is cut: nobody could say how to cut it.
@@ -145,21 +149,39 @@ def optim_state_to_sharding_state(
             if name not in excluded
         }
     groups = optim_state_dict["param_groups"]
-    owner = {number: i for i, group in enumerate(groups) for number in group["params"] if number in state}
-    members = None if told_apart(groups) else {number: torch.tensor(i) for number, i in owner.items()}
+    before: dict[int, int] | None = None if told_apart(groups) else {}
     keys = {number: param.key for number, param in params.items()}
     optim_state_dict["state"] = state
-    optim_state_dict["param_groups"] = declared_groups(groups, members, keys)
-    if members:
+    optim_state_dict["param_groups"] = declared_groups(groups, before, keys)
+    if before is not None:  # behind the groups: a load merges last what stands first
         optim_state_dict["param_group"] = {
-            number: _declared(params[number], i, "optimizer.param_group", ranges.get(number))
-            for number, i in members.items()
+            number: _group_number(params[number], i, ranges.get(number), partial(before.__setitem__, number))
+            for i, group in enumerate(groups)
+            for number in group["params"]
+            if number in params
         }
     return optim_state_dict
 
 
+def _group_number(
+    param: ShardedParam, group: int, flat_range: slice | None, tell: Callable[[int], None]
+) -> ShardedTensorFactory:
+    """The number of the parameter's group, for a save; a load gives ``tell`` the stored one, if there is one."""
+
+    def build(*_: Any) -> Any:
+        return _declared(param, torch.tensor(group), "optimizer.param_group", flat_range)
+
+    def merge(stored: torch.Tensor) -> torch.Tensor:
+        tell(int(stored))
+        return stored
+
+    return ShardedTensorFactory(f"optimizer.param_group.{param.key}", None, build, merge, param.replica_id)
+
+
 def _declared(param: ShardedParam, value: Any, prefix: str, flat_range: slice | None) -> Any:
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    if prefix == _STEP and shape == (1,):
+        shape = None  # of the parameter as a whole, as a 0-dim one is
     if flat_range is None and shape == param_shape(param):
         return make_sharded_optimizer_tensor(param, value, prefix)
     param = replace(param, key=f"{prefix}.{param.key}")
@@ -167,12 +189,10 @@ def _declared(param: ShardedParam, value: Any, prefix: str, flat_range: slice | 
         return _once(param, value)
     if flat_range is None:
         return _once_for_each(param, value, built)
-    if shape is not None and len(shape) == 1:
-        check_flat_range(param, value, flat_range)
+    check_flat_range(param, None, flat_range)
+    if shape == (flat_range.stop - flat_range.start,):
         return flattened(param, value, flat_range, main=True)
-    if holds_nothing(param, flat_range):
-        return LocalNonpersistentObject(value)
-    return _once_for_each(param, value, lambda named: main_shards(named, None, flat_range))
+    return _once_for_each(param, value, lambda named: known_by(named, flat_range))
 
 
 def _once_for_each(
@@ -200,15 +220,17 @@ def _once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
     key, n = param.key, param.prepend_axis_num
     whole, offset = param.global_shape[:n], param.global_offset[:n]
     replica = _replica_of_whole(param)
-    if not isinstance(value, torch.Tensor):
-        return ShardedObject(key, value, whole or (1,), offset or (0,), replica)
-    shape = tuple(value.shape)
-    if value.numel() != 1 and tuple(param.local_shape) != param.global_shape[n:]:
+    tensors = [x for x in tree.nested_values({0: value}) if isinstance(x, torch.Tensor) and x.dim()]
+    step = isinstance(value, torch.Tensor) and value.numel() == 1 and key.startswith(f"{_STEP}.")
+    if tensors and not step and tuple(param.local_shape) != param.global_shape[n:]:
         raise ShardingError(
-            f"{key!r}: state of shape {shape} is neither one number nor of its parameter's shape "
+            f"{key!r}: state of shape {tuple(tensors[0].shape)} is neither one number nor of its parameter's shape "
             f"{param.local_shape}, and the parameter is a piece of {param.global_shape[n:]}: nobody can tell "
             "how it is cut. Name it in exclude_keys and declare it yourself as a ShardedTensor"
         )
+    if not isinstance(value, torch.Tensor):
+        return ShardedObject(key, value, whole or (1,), offset or (0,), replica)
+    shape = tuple(value.shape)
     grid = param.axis_fragmentations
     return ShardedTensor(
         key,

@@ -9,8 +9,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from megackpt.errors import MismatchError
 from megackpt.sharded import ReplicaId, ShardedTensorFactory
 
@@ -30,26 +28,22 @@ def told_apart(groups: Sequence[Group]) -> bool:
 
 
 def declared_groups(
-    groups: Sequence[Group], members: Mapping[int, torch.Tensor] | None, names: Mapping[int, str]
+    groups: Sequence[Group], before: dict[int, int] | None, names: Mapping[int, str]
 ) -> ShardedTensorFactory:
     """The groups for a state dict, in whose place a load puts the stored ones in the order of these.
 
-    ``members``: number of a parameter -> the number of its group when it was saved (a load puts it there); None
-    where the groups are told apart without. ``names``: number of a parameter -> its key.
-    A load raises MismatchError for groups that the checkpoint does not have.
+    ``before``: number of a parameter -> the number of its group when it was saved. A load empties it at its beginning
+    and fills it, with what is stored only, before it asks for the groups. None where the groups are told apart without.
+    ``names``: number of a parameter -> its key.
+    A load raises MismatchError for groups that the checkpoint does not have, and where it cannot tell which is which.
     """
 
-    now = {number: int(group) for number, group in members.items()} if members else {}
-
     def build(_key: str, data: Any, _replica_id: ReplicaId, _: slice | None) -> list[Group]:
+        if before is not None:
+            before.clear()
         return [{key: value for key, value in group.items() if key not in _LOCAL} for group in data]
 
     def merge(stored: list[Group]) -> list[Group]:
-        if members is None:
-            return _Matching(groups, stored, None, names).groups()
-        before = {number: int(group) for number, group in members.items()}
-        for number, group in members.items():
-            group.fill_(now[number])  # the same declaration may be saved next
         return _Matching(groups, stored, before, names).groups()
 
     return ShardedTensorFactory("optimizer.param_groups", list(groups), build, merge)
@@ -71,7 +65,14 @@ class _Matching:
     def groups(self) -> list[Group]:
         found = [self.source(group) for group in self.ours]
         free = [i for i in range(len(self.stored)) if i not in found]
-        found = [free.pop(0) if i is None and free else i for i in found]  # no parameter of these is here
+        unknown = [group for group, i in zip(self.ours, found, strict=True) if i is None]
+        if free and len(free) + len(unknown) > 2:
+            for group in unknown:
+                if group["params"]:
+                    raise self.mismatch(
+                        group, free, "unknown (no number of a group is stored with its parameters)"
+                    )
+        found = [free.pop(0) if i is None and free else i for i in found]  # no parameter of these tells
         for i in free:
             _logger.warning("the checkpoint has a group of parameters that is gone: %s", self.told(i))
         for i in {i for i in found if i is not None and found.count(i) > 1}:
@@ -81,8 +82,10 @@ class _Matching:
                 self.told(i),
             )
         return [
-            {key: value for key, value in group.items() if i is None or key in _LOCAL}
-            | (self.stored[i] if i is not None else {})
+            group
+            if i is None
+            else {key: value for key, value in self.stored[i].items() if key not in _LOCAL}
+            | {key: group[key] for key in _LOCAL if key in group}
             for group, i in zip(self.ours, found, strict=True)
         ]
 
@@ -100,16 +103,21 @@ class _Matching:
             candidates = [i for i, other in enumerate(self.stored) if _kind(other, self.keys) == kind]
         if len({repr(self.stored[i]) for i in candidates}) == 1:
             return candidates[0]
+        raise self.mismatch(
+            group, candidates or range(len(self.stored)), "several groups" if candidates else "not"
+        )
+
+    def mismatch(self, group: Group, candidates: Sequence[int], how: str) -> MismatchError:
         what = self.names_of(group) or _described(group)
-        there = "; ".join(self.told(i) for i in candidates or range(len(self.stored))) or "none"
-        raise MismatchError(
-            f"the group of parameters {what} is {'several groups' if candidates else 'not'} in the checkpoint, which "
-            f"has: {there}. Build the optimizer with the groups that it was saved with, load, and change them "
-            "afterwards; groups that have a 'name' are known by it"
+        there = "; ".join(self.told(i) for i in candidates) or "none"
+        return MismatchError(
+            f"the group of parameters {what} is {how} in the checkpoint, which has: {there}. Build the optimizer with "
+            "the groups that it was saved with, load, and change them afterwards; groups that have a 'name' are known "
+            "by it"
         )
 
     def told(self, number: int) -> str:
-        group = {"params": [n for n, before in (self.before or {}).items() if before == number]}
+        group = {"params": [n for n in self.names if (self.before or {}).get(n) == number]}
         keys = self.names_of(group)
         return f"{_described(self.stored[number])}{f' of {keys}' if keys else ''}"
 

@@ -17,7 +17,7 @@ import megackpt
 from megackpt.adapters.flat_ranges import make_flat_range_shards
 from megackpt.adapters.modules import ParallelLayout, make_sharded_tensors_for_checkpoint
 from megackpt.adapters.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
-from megackpt.errors import ShardingError
+from megackpt.errors import CoverageError, ShardingError
 from megackpt.sharded import ShardedTensor, ShardedTensorFactory, extract, is_main_replica
 from megackpt.testing import ThreadedGroup
 
@@ -357,3 +357,23 @@ def test_a_copy_that_is_cut_otherwise_stays_a_copy():
         {(s.global_offset, s.local_shape) for own in part for s in own} for part in (shards[:4], shards[4:])
     )
     assert first != last
+
+
+@pytest.mark.parametrize("parts", [(slice(0, 0), slice(6, 6)), (slice(0, 2), slice(3, 6))])
+def test_elements_that_nobody_has_are_missed(tmp_path, parts):
+    def save(group):
+        part = parts[group.rank]
+        param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), replica_id=(0, 0, group.rank))
+        state = {"state": {0: {"m": torch.zeros(part.stop - part.start)}}, "param_groups": []}
+        optim_state_to_sharding_state(state, {0: param}, flat_ranges={0: part})
+        megackpt.save(state, tmp_path, process_group=group)
+
+    with pytest.raises(CoverageError, match=r"'optimizer\.state\.m\.w' is not covered"):
+        ThreadedGroup.run(2, save)
+
+
+def test_stretches_are_counted_before_they_are_made():
+    x = torch.empty(1, device="meta").expand(1 << 20, 1 << 20)
+    build = lambda key, x, *_: ShardedTensor.from_rank_offsets(key, x.mT)  # noqa: E731
+    with pytest.raises(ShardingError, match=f"its factory makes {1 << 40} stretches"):
+        make_flat_range_shards(ShardedTensorFactory("f", x, build, list), torch.ones(5), slice(5, 10), "m")

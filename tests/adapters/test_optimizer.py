@@ -236,3 +236,26 @@ def test_params_are_matched_by_identity():
     assert get_optim_param_to_id_map([a, b, a]) == {id(a): 0, id(b): 1}
     shard = ShardedTensor.from_rank_offsets("b", b)
     assert get_param_id_to_sharded_param_map({"x": [shard], "n": 1}, iter([a, b])) == {1: shard}
+
+
+def test_of_tied_parameters_the_main_replica_counts():
+    p = nn.Parameter(torch.zeros(2))
+    copies = [ShardedTensor.from_rank_offsets("w", p, replica_id=(n, 0, 0)) for n in (2, 0, 1)]
+    assert get_param_id_to_sharded_param_map({"m": copies}, [p])[0] is copies[1]
+    assert get_param_id_to_sharded_param_map({"m": copies[::2]}, [p])[0] is copies[0]
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1, 1), [torch.zeros(2)], {"L": [torch.zeros(1)]}])
+def test_tensors_of_a_cut_parameter_are_not_taken_for_one_value(value):
+    cut = ShardedTensor.from_rank_offsets("w", torch.zeros(1, 3), (0, 0, 2))
+    with pytest.raises(ShardingError, match=r"'optimizer.state.row.w': .*nobody can tell how it is cut"):
+        optim_state_to_sharding_state({"state": {0: {"row": value}}, "param_groups": []}, {0: cut})
+
+
+def test_a_step_of_one_element_is_the_parameters():
+    cut = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))
+    for ranges in ({}, {0: slice(0, 1)}, {0: slice(0, 2)}):
+        state = {"state": {0: {"step": torch.ones(1)}}, "param_groups": []}
+        step = optim_state_to_sharding_state(state, {0: cut}, flat_ranges=ranges)["state"][0]["step"]
+        (shard,) = extract({"step": step}).shards
+        assert (shard.global_shape, is_main_replica(shard.replica_id)) == ((1,), True)

@@ -12,8 +12,9 @@ from torch import nn
 
 import megackpt
 from megackpt.adapters.optimizer import optim_state_to_sharding_state
-from megackpt.errors import MismatchError
-from megackpt.sharded import ShardedTensor
+from megackpt.errors import MismatchError, RankFailure
+from megackpt.sharded import ShardedTensor, ShardedTensorFactory
+from megackpt.testing import ThreadedGroup
 
 SHAPES = {"a": (2, 3), "b": (3,), "c": (4,), "d": (1,)}
 
@@ -190,3 +191,78 @@ def test_a_rank_without_any_parameter(tmp_path):
     state = {"state": {}, "param_groups": [{"params": [], "lr": 9.0}, {"params": [], "lr": 8.0}]}
     loaded = megackpt.load({"optimizer": optim_state_to_sharding_state(state, {})}, tmp_path)["optimizer"]
     assert [group["lr"] for group in loaded["param_groups"]] == [1, 2]
+
+
+def test_groups_of_parameters_without_state(tmp_path):
+    def state(*names, rate=9.0):
+        params = [nn.Parameter(torch.zeros(SHAPES[n])) for n in names]
+        optimizer = torch.optim.SGD([{"params": [p], "lr": rate + i} for i, p in enumerate(params)])
+        shards = {i: ShardedTensor.from_rank_offsets(n, params[i]) for i, n in enumerate(names)}
+        return {"o": optim_state_to_sharding_state(optimizer.state_dict(), shards)}
+
+    megackpt.save(state("a", "b", "c", rate=1.0), tmp_path)
+    loaded = megackpt.load(state("c", "a", "b"), tmp_path)["o"]["param_groups"]
+    assert [group["lr"] for group in loaded] == [3, 1, 2]
+
+
+def test_empty_ranges_ask_for_their_groups_too(tmp_path):
+    def state(rank, *names, rates=(9.0, 9.0, 9.0)):
+        ranges = [slice(0, 4 if "abc".index(n) % 2 == rank else 0) for n in names]
+        masters = [nn.Parameter(torch.zeros(part.stop)) for part in ranges]
+        optimizer = torch.optim.Adam({"params": [p], "lr": r} for p, r in zip(masters, rates, strict=False))
+        for p in masters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        whole = torch.zeros(2, 2)
+        shards = [ShardedTensor.from_rank_offsets(n, whole, replica_id=(0, 0, rank)) for n in names]
+        numbers = dict(enumerate(ranges))
+        return {
+            "o": optim_state_to_sharding_state(
+                optimizer.state_dict(), dict(enumerate(shards)), flat_ranges=numbers
+            )
+        }
+
+    def rates(group, *names):
+        loaded = megackpt.load(state(group.rank, *names), tmp_path, process_group=group)["o"]
+        return [g["lr"] for g in loaded["param_groups"]]
+
+    def save(group):
+        megackpt.save(state(group.rank, "a", "b", "c", rates=(1.0, 2.0, 3.0)), tmp_path, process_group=group)
+
+    ThreadedGroup.run(2, save)
+    assert ThreadedGroup.run(2, lambda group: rates(group, "c", "b", "a")) == [[3, 2, 1]] * 2
+    assert ThreadedGroup.run(2, lambda group: rates(group, "b", "c")) == [[2, 3]] * 2
+
+
+def test_what_is_not_loaded_is_unknown(tmp_path):
+    """Saved with names, of which an optimizer without names knows nothing."""
+    saved(tmp_path, (["a"], {"name": "x"}), (["b"], {"name": "y"}))
+    with pytest.raises(MismatchError, match=r"'b' is unknown \(no number.*which has: 'x'; 'y'"):
+        reloaded(tmp_path, (["b"], {}), (["a"], {}), strict="ignore_all")
+
+
+def test_a_load_that_fails_leaves_the_declaration_as_it_was(tmp_path):
+    def fail(_):
+        raise RuntimeError
+
+    saved(tmp_path / "first", (["a"], {}), (["b"], {}))
+    optimizer, state = declared((["b"], {}), (["a"], {}))
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 2.0, 1.0
+    asked = state()
+    failing = ShardedTensorFactory("optimizer.state.step.a", None, lambda key, *_: step(key), fail)
+    with pytest.raises(RankFailure, match="RuntimeError"):
+        megackpt.load(asked | {"x": failing}, tmp_path / "first", validate_access_integrity=False)
+    megackpt.save(asked, tmp_path / "second")
+    assert reloaded(tmp_path / "second", (["a"], {}), (["b"], {})) == [1, 2]
+
+
+def step(key):
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(()))
+
+
+def test_a_stored_list_of_parameters_is_not_taken(tmp_path):
+    _, state = declared((["a"], {}))
+    foreign = state()
+    foreign["optimizer"]["param_groups"] = [{"params": [77], "lr": 5.0}]
+    megackpt.save(foreign, tmp_path)
+    assert reloaded(tmp_path, (["a"], {})) == [5]
