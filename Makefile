@@ -8,6 +8,8 @@ PEERS := .peers/.ready
 MARKED := campaign slow strace browser megatron transformers root
 EMPTY :=
 EXPRESSION := not ($(subst $(EMPTY) , or ,$(MARKED)))
+# Two processes: most tests wait for ranks, disks or interpreters to start. The tests of a file stay together.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: help demo test check campaign faults bench lint types layers reference cover peers system clean
 .NOTPARALLEL:
@@ -52,10 +54,10 @@ demo: $(READY)
 	@$(BIN)/python tools/demo.py
 
 test: $(READY)
-	@$(BIN)/python -m pytest -m '$(EXPRESSION)'
+	@$(PYTEST) -m '$(EXPRESSION)'
 
 check: lint types layers reference peers system
-	@$(BIN)/python -m pytest -m 'not campaign'
+	@$(PYTEST) -m 'not campaign'
 
 campaign: peers
 	@$(BIN)/python -m pytest -m campaign --ignore tests/faults
