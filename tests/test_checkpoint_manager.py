@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ from megackpt.errors import (
     StorageError,
     UntrustedClass,
 )
-from megackpt.manager import CheckpointManager, choosing, finding, running
+from megackpt.loader import order
+from megackpt.manager import CheckpointManager, choosing, finding, retention, running
 from megackpt.manager.finding import NAMINGS
 from megackpt.manager.retention import Retention
 from megackpt.runtime.storage import LocalStorage
@@ -105,9 +108,9 @@ def test_a_run_from_its_first_step_to_a_restart(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_which_steps_stay(last: int | None, every: int | None, stay: list[int]) -> None:
     steps = [12, 0, 15, 5, 7, 10]
-    retention = Retention("run", NAMINGS[0], last, every)
-    assert retention.superfluous(steps, lambda _: True) == [s for s in sorted(steps) if s not in stay]
-    assert retention.superfluous(steps, lambda _: False) == []
+    rules = Retention("run", NAMINGS[0], last, every)
+    assert rules.superfluous(steps, lambda _: True) == [s for s in sorted(steps) if s not in stay]
+    assert rules.superfluous(steps, lambda _: False) == []
 
 
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": True}, {"keep_last": 1, "keep_every": 0},
@@ -149,6 +152,10 @@ def test_what_is_not_ours_is_never_removed(tmp_path: Path, caplog: pytest.LogCap
     assert names(tmp_path / "iter_0000002") == ["notes.txt"]
     assert "iter_0000001 was not written by megackpt, and is left alone" in caplog.text
     assert megackpt.check_is_distributed_checkpoint(tmp_path / "iter_0000001")
+    caplog.clear()
+    saved(manager, 4)
+    assert names(tmp_path / "iter_0000002") == ["notes.txt"]
+    assert caplog.text == ""  # what stays has been told
 
 
 def test_damaged_ones_are_skipped_and_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,7 +171,7 @@ def test_damaged_ones_are_skipped_and_stay(tmp_path: Path, caplog: pytest.LogCap
     found = manager.latest(verify=True)
     assert found is not None
     assert found.step == 2
-    assert restored(manager) == (2, 2, ["iter_0000003", "iter_0000005", "iter_0000004"])
+    assert restored(manager) == (2, 2, ["iter_0000005", "iter_0000004", "iter_0000003"])
     assert "iter_0000003 is damaged, going back to the one before: " in caplog.text
     assert "__0_0.distcp, written by rank 0, is missing" in caplog.text
     with pytest.raises(CorruptCheckpoint, match="block 0"):
@@ -186,7 +193,7 @@ def test_the_last_good_one_is_never_removed(
 
     monkeypatch.setattr(Retention, "tidy", tidy)
     saved(manager, 2)
-    assert "iter_0000002 is damaged, so an older one stays in its place: __0_0" in caplog.text
+    assert "iter_0000002 is damaged, so it does not count: __0_0" in caplog.text
     assert restored(manager) == (1, 1, ["iter_0000002"])
 
 
@@ -680,17 +687,216 @@ def test_a_removal_in_a_bucket_keeps_its_lock_and_stops_without(
     assert stored(bucket) == []
 
 
-def test_a_save_does_not_open_all_steps_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = CheckpointManager(tmp_path, keep_last=7)
-    saved(manager, *range(8))
-    looked: list[str] = []
-    real = finding._looked_at
+def test_no_more_is_opened_than_has_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(CheckpointManager(tmp_path), *range(8))
+    looked: list[int | None] = []
+    opened: list[int] = []
+    look, opening = finding._looked_at, retention.open_checkpoint
     monkeypatch.setattr(
-        finding, "_looked_at", lambda path, step: looked.append(step.name) or real(path, step)
+        finding, "_looked_at", lambda path, step: looked.append(step.step) or look(path, step)
     )
-    saved(manager, 8)
-    assert set(looked) == {".", "iter_0000008"}
-    assert names(tmp_path) == [*(f"iter_{step:07d}" for step in range(2, 9)), TRACKER]
-    looked.clear()
-    assert restored(manager, step=4) == (4, 4, [])
-    assert set(looked) == {".", "iter_0000004"}
+    monkeypatch.setattr(
+        retention, "open_checkpoint", lambda path: opened.append(int(path[-7:])) or opening(path)
+    )
+
+    def counted(call: Callable[[], object]) -> tuple[list[int | None], list[int]]:
+        looked.clear()
+        opened.clear()
+        call()
+        return looked, opened
+
+    manager = CheckpointManager(tmp_path, keep_last=3)
+    assert counted(manager.latest) == ([7], [7])
+    assert counted(lambda: manager.restore(state(-1))) == ([7], [7])
+    assert counted(lambda: manager.restore(state(-1), step=4)) == ([4], [])
+    assert counted(lambda: saved(manager, 8)) == ([8, 7, 6], [8, 7, 6])
+    assert names(tmp_path) == ["iter_0000006", "iter_0000007", "iter_0000008", TRACKER]
+    assert counted(lambda: saved(manager, 9)) == ([9, 8, 7], [9])
+    assert counted(lambda: saved(CheckpointManager(tmp_path), 10)) == ([10, 9], [])
+
+
+@pytest.mark.parametrize("again", [None, False])
+def test_a_step_under_way_is_saved_again(tmp_path: Path, again: bool | None) -> None:
+    """The last save of a loop, of a step that the loop has saved."""
+
+    def train(group: ThreadedGroup) -> None:
+        with CheckpointManager(tmp_path, asynchronous=True, process_group=group) as manager:
+            for step in (10, 20):
+                manager.save(step, state(step, group.rank, group.size))
+            manager.save(20, state(21, group.rank, group.size), asynchronous=again)
+            assert manager.finalize() == ([10, 20, 20] if again is None else [10, 20])
+
+    ThreadedGroup.run(2, train)
+    manager = CheckpointManager(tmp_path)
+    assert restored(manager) == (20, 21, [])
+    assert restored(manager, step=10) == (10, 10, [])
+
+
+def test_what_one_rank_does_not_see_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a network file system shows a rank the directory of a while ago."""
+    saved(CheckpointManager(tmp_path), 1, 2)
+    blind = threading.local()
+    real = order.open_same
+
+    def open_same(directory: str, *args: Any) -> Any:
+        return real(directory + getattr(blind, "elsewhere", ""), *args)
+
+    monkeypatch.setattr(order, "open_same", open_same)
+
+    def job(group: ThreadedGroup) -> None:
+        if not group.is_coordinator:
+            blind.elsewhere = "_as_it_was"
+        manager = CheckpointManager(tmp_path, process_group=group)
+        with pytest.raises(NotACheckpoint, match="which cannot be seen on host"):
+            manager.restore(state(-1, group.rank, group.size))
+
+    ThreadedGroup.run(2, job)
+
+
+def test_a_run_begins_from_what_megatron_calls_a_release(tmp_path: Path) -> None:
+    megackpt.save(state(7), tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release")
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    assert restored(manager) == restored(manager, step=0) == (0, 7, [])
+    saved(manager, 5, 6)
+    assert names(tmp_path) == ["iter_0000006", TRACKER, "release"]
+    (tmp_path / TRACKER).write_text("release")
+    remove(manager.path(6))
+    remove(tmp_path / "release")
+    with pytest.raises(CorruptCheckpoint, match="names step 'release': there is no such step"):
+        manager.restore(state(-1))
+
+
+def test_a_run_does_not_begin_anew_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    megackpt.save(state(1), tmp_path / "run" / "last.ckpt")
+    assert CheckpointManager(tmp_path / "run").restore(state(-1)) is None
+    assert "the name of the checkpoint last.ckpt tells no step" in caplog.text
+    with pytest.raises(CorruptCheckpoint, match="is a checkpoint itself"):
+        restored(CheckpointManager(tmp_path / "run" / "last.ckpt"))
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a disk that is away")
+    for name in ("file", "file/run", "link"):
+        with pytest.raises(StorageError, match="is no directory"):
+            restored(CheckpointManager(tmp_path / name))
+
+
+def test_a_step_that_proved_damaged_does_not_count(tmp_path: Path) -> None:
+    saved(CheckpointManager(tmp_path), 1, 2, 3)
+    hurt(tmp_path / "iter_0000003")
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    assert restored(manager) == (2, 2, ["iter_0000003"])
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 2
+    saved(manager, 4)
+    assert names(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004", TRACKER]
+    saved(manager, 3, 4)
+    assert names(tmp_path) == ["iter_0000003", "iter_0000004", TRACKER]
+
+
+@pytest.mark.parametrize("naming", ["megatron", "torchtitan"])
+def test_a_step_that_was_set_aside_is_found(tmp_path: Path, naming: str) -> None:
+    """By a save that was to replace it, and died between the two renames."""
+    manager = CheckpointManager(tmp_path, naming=naming, keep_last=1)
+    saved(manager, 2)
+    name = os.path.basename(manager.path(2))
+    (tmp_path / name).rename(tmp_path / f".{name}.megackpt-{'ab' * 16}.old")
+    assert restored(manager) == (2, 2, [])
+    latest = manager.latest()
+    assert latest is not None
+    assert (latest.name, latest.complete) == (name, True)
+    saved(manager, 3)
+    assert [step.step for step in manager.steps()] == [3]
+    assert not [entry for entry in names(tmp_path) if entry.startswith(".")]
+
+
+def test_a_step_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 50, 100)
+    remove(manager.path(100))
+    assert restored(manager) == (50, 50, ["iter_0000100"])
+    assert f"{TRACKER} names step '100': there is no such step" in caplog.text
+    caplog.clear()
+    saved(manager, 75)
+    assert caplog.text == ""
+    assert restored(manager) == (75, 75, [])
+
+
+def test_what_is_left_of_a_later_step_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    saved(manager, 10, 40)
+    (tmp_path / "iter_0000040" / "eval.json").touch()
+    remove(manager.path(40))
+    (tmp_path / "20261122").mkdir()  # logs of a day
+    assert restored(manager) == (10, 10, ["iter_0000040"])
+    assert "20261122" not in caplog.text
+    caplog.clear()
+    saved(manager, 35)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", ["link", "directory"])
+def test_an_index_that_is_no_file_is_damage(tmp_path: Path, kind: str) -> None:
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1, 2)
+    index = tmp_path / "iter_0000002" / "megackpt.index"
+    index.rename(tmp_path / "index")
+    if kind == "link":
+        index.symlink_to(tmp_path / "index")
+    else:
+        index.mkdir()
+    Retention(str(tmp_path), NAMINGS[0], 1).tidy(2)
+    assert restored(manager) == (1, 1, ["iter_0000002"])
+
+
+def test_a_step_is_looked_for_when_removals_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "remove", lambda path: threading.Event().wait(0.5) or remove(path))
+    with CheckpointManager(tmp_path, keep_last=1, asynchronous=True) as manager:
+        saved(manager, 1, 2)
+        assert manager.finalize() == [1, 2]
+        with pytest.raises(NotACheckpoint, match="iter_0000001 does not exist"):
+            manager.restore(state(-1), step=1)
+
+
+def test_a_signal_for_which_nobody_listens_is_not_swallowed(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        manager = CheckpointManager(tmp_path)
+        manager.on_signal(signal.SIGUSR1)
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(0 if heard else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        ours = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a library's
+        manager.close()
+        signal.signal(signal.SIGUSR1, ours)  # which puts back what it found
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+        manager = CheckpointManager(tmp_path)
+        manager.on_signal(signal.SIGUSR1)
+        del manager
+        gc.collect()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_may_come_while_a_manager_begins_to_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = signal.signal
+
+    def at_once(number: int, handler: Any) -> Any:
+        before = real(number, handler)
+        signal.raise_signal(number)
+        return before
+
+    manager = CheckpointManager(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "signal", at_once)
+        manager.on_signal(signal.SIGUSR2)
+    assert manager.preempted()
+    manager.close()

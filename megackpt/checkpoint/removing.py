@@ -33,7 +33,7 @@ from megackpt.runtime.storage import TEMPORARY, BucketStorage, LocalStorage, is_
 
 
 def remove(directory: Directory) -> None:
-    """Remove the checkpoint of ours that is complete here; files in it that are not the checkpoint's stay.
+    """Remove the checkpoint of ours that is complete here, and what dead saves left; files of others in it stay.
 
     Whoever reads it at this moment fails, or has read it to its end.
 
@@ -49,8 +49,7 @@ def remove(directory: Directory) -> None:
         return
     outer, name = _at(target)
     with turn(outer):
-        refuse_rivals(outer, name)
-        clean_up(outer, name)
+        _cleared(outer, name)
         folder = folder_in(outer, name)
         if folder is None:
             raise NotACheckpoint(f"directory {target} does not exist")
@@ -77,13 +76,17 @@ def clear(directory: Directory) -> None:
         return
     outer, name = _at(target)
     with turn(outer):
-        refuse_rivals(outer, name)
-        entries = [] if (folder := folder_in(outer, name)) is None else folder.list()
-        begun = any(entry.startswith((PREFIX, TEMPORARY)) for entry in entries)
-        if begun or siblings(outer, name):
-            clean_up(outer, name)
-        if begun or (folder is not None and not entries and _is_old(outer, name)):
-            outer.remove_folder(name)
+        _cleared(outer, name)
+
+
+def _cleared(outer: LocalStorage, name: str) -> None:
+    refuse_rivals(outer, name)
+    entries = [] if (folder := folder_in(outer, name)) is None else folder.list()
+    begun = any(entry.startswith((PREFIX, TEMPORARY)) for entry in entries)
+    if begun or siblings(outer, name):
+        clean_up(outer, name)
+    if begun or (folder is not None and not entries and _is_old(outer, name)):
+        outer.remove_folder(name)
 
 
 def _is_old(outer: LocalStorage, name: str) -> bool:
@@ -136,11 +139,9 @@ def _emptied(url: str, whole: bool) -> None:
         beat = Heartbeat(url, lock.renew)
         try:
             record, version = read_record(outer)
-            if whole and record is None:
-                raise NotACheckpoint(f"no save of megackpt is complete in {url}")
             kept = "" if whole or record is None else folder_of(record.save_id)
             gone = [folder for folder in folders_among(outer.list()) if folder != kept]
-            if whole:
+            if whole and record is not None:
                 _still_alone(outer, lock)
                 if read_record(outer)[1] != version:
                     raise SaveInProgress(f"{url} was saved to by another job meanwhile, and is left alone")
@@ -148,6 +149,8 @@ def _emptied(url: str, whole: bool) -> None:
             for folder in gone:
                 _still_alone(outer, lock)
                 outer.delete(folder)
+            if whole and record is None:
+                raise NotACheckpoint(f"no save of megackpt is complete in {url}")
         finally:
             beat.stop()
             beat.join()  # a renewal under way could put the lock back

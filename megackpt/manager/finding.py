@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from megackpt import strategies
@@ -53,9 +52,13 @@ NAMINGS = tuple(
 )
 _INNER = re.compile(r"weights|pytorch_model_fsdp_\d+")
 """Where NeMo and transformers put the checkpoint in the directory of a step. Any other one there is something else."""
+_SIBLING = re.compile(r"\.(.+)\.megackpt-[^./]+(?:\.old)?")
+"""What a save that replaces a checkpoint puts beside it; where it died, the checkpoint itself may be in there."""
 _LATEST = re.compile("latest|last")
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 """Files that name the latest step: by its number (Megatron, verl), or by its directory (DeepSpeed)."""
+_RELEASE = "release"
+"""The directory that Megatron's converters write, and name in the tracker; a run begins from it, at step 0."""
 
 _STRANGERS = (
     (re.compile(r"mp_rank_.*"), "DeepSpeed's or Megatron's own files of each rank"),
@@ -90,6 +93,10 @@ class Tracker:
     step: str  # name of the step that is meant; empty where there is none
     problem: str
 
+    @property
+    def number(self) -> int | None:
+        return 0 if self.says == _RELEASE else number_in(self.says)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -106,32 +113,62 @@ class Run:
         return next((s for s in reversed(self.steps) if s.complete and s.step is not None), None)
 
 
-def list_run(
-    directory: str | os.PathLike[str], *, weigh: bool = True, only: Callable[[str], bool] | None = None
-) -> Run:
+@dataclass(frozen=True)
+class Names:
+    """What a run's directory shows while nothing in it is opened but the trackers."""
+
+    root: Storage
+    entries: frozenset[str]
+    trackers: tuple[Tracker, ...]  # judged as if there were no step
+
+    @classmethod
+    def of(cls, location: str) -> Names:
+        """Raises FileNotFoundError or NotADirectoryError where there is no directory."""
+        root = root_at(location)
+        # Trackers first: what they name may be removed once there is a newer one.
+        trackers = tuple(_trackers(root, root.list(), ()))
+        return cls(root, frozenset(root.list()), trackers)
+
+    def replaced(self) -> set[str]:
+        """The names beside which saves that would replace them have left something; some may be away."""
+        return {match[1] for entry in self.entries if (match := _SIBLING.fullmatch(entry))}
+
+    def numbers(self) -> dict[int, list[str]]:
+        """The names of each step, the highest first; none where only a tracker tells of it."""
+        told = {tracker.says: tracker.number for tracker in self.trackers}
+        found: dict[int, list[str]] = {number: [] for number in told.values() if number is not None}
+        for name in sorted(self.entries | self.replaced()):
+            if (number := told.get(name, number_in(name))) is not None:
+                found.setdefault(number, []).append(name)
+        return dict(sorted(found.items(), reverse=True))
+
+    def steps(self, names: Iterable[str], weigh: bool = False) -> list[Step]:
+        """What is found under these names, when they are looked at."""
+        return [step for name in names for step in _step(self.root, self.entries, weigh, name)]
+
+
+def list_run(directory: str | os.PathLike[str], *, weigh: bool = True) -> Run:
     """Look at a run's directory (or at a single checkpoint), or at what is below a URL.
 
-    Without ``weigh`` nobody looks at the files of the steps, for their bytes, number and time. ``only``: of which
-    entries steps are wanted; others are not opened.
+    Without ``weigh`` nobody looks at the files of the steps, for their bytes, number and time.
     Raises NotACheckpoint where there is no such directory; one that holds nothing is no error.
     """
     location = absolute(directory)
     try:
-        root = root_at(location)
+        names = Names.of(location)
     except FileNotFoundError as error:
         raise NotACheckpoint(f"directory {os.fspath(directory)} does not exist") from error
     except NotADirectoryError:
         return Run(location, _itself(location), (), ())
-    entries = root.list()
-    if is_url(location) and not entries:
+    if is_url(location) and not names.entries:
         raise NotACheckpoint(f"{location} does not exist: no object is there")
-    if is_url(location) and RECORD in entries:
+    if is_url(location) and RECORD in names.entries:
         return Run(location, _itself(location), (), ())  # what is below belongs to it
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(partial(_step, root, frozenset(entries), weigh), filter(only, entries))
+        found = pool.map(lambda name: names.steps([name], weigh), names.entries | names.replaced())
         steps = [step for several in found for step in several]
     steps.sort(key=lambda s: (s.step is None, s.step or 0, s.name))
-    trackers = tuple(_trackers(root, entries, steps))
+    trackers = tuple(_trackers(names.root, sorted(names.entries), steps))
     return Run(location, _itself(location), tuple(steps), trackers)
 
 
@@ -165,7 +202,9 @@ def _kind(root: Storage, name: str) -> int:
 
 def _step(root: Storage, entries: frozenset[str], weigh: bool, name: str) -> list[Step]:
     """The step that an entry is, or those that are in it; none for what is something else."""
-    if name.startswith(".") or (kind := _kind(root, name)) not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK):
+    # The name of what a replacement has set aside is away, and was a directory.
+    kind = _kind(root, name) if name in entries else stat.S_IFDIR
+    if name.startswith(".") or kind not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK):
         return []
     match = next(((n, m) for n in NAMINGS if (m := n.pattern.fullmatch(name))), None)
     if kind == stat.S_IFLNK and (match is None or _LATEST.match(name)):
@@ -174,6 +213,8 @@ def _step(root: Storage, entries: frozenset[str], weigh: bool, name: str) -> lis
     if kind == stat.S_IFREG and (match is None or name in TRACKERS or name.endswith("-unfinished")):
         return []
     found, storage = _looked_at(f"{root.location}/{name}", Step(name, style, number, True, ""))
+    if name not in entries and found.complete is False:
+        return []
     if kind == stat.S_IFLNK and not found.complete:
         found = replace(
             found, complete=None, reason=f"a link; behind it: {found.reason}"

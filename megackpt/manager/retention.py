@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
-from megackpt.checkpoint import clear, open_checkpoint, remove, verify
+from megackpt.checkpoint import INDEX, clear, open_checkpoint, remove, verify
 from megackpt.checkpoint.marker import SILENCE
 from megackpt.checkpoint.opening import shortfalls
 from megackpt.errors import (
@@ -23,22 +22,22 @@ from megackpt.errors import (
     NotACheckpoint,
     SaveInProgress,
 )
-from megackpt.manager.finding import Naming, Step, list_run
-from megackpt.runtime.storage import TEMPORARY, LocalStorage, root_at
+from megackpt.manager.finding import Names, Naming, Step
+from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage
 
 logger = logging.getLogger("megackpt.manager")
-
-_SIBLING = re.compile(r"\.(.+)\.megackpt-[^./]+(?:\.old)?")
 
 
 def damage_of(path: str, *, whole: bool = False) -> str:
     """What is wrong with the checkpoint here, if anything. Unless ``whole``, no byte of its tensors is read: the index,
-    the digests of the small files, and the sizes of all others tell.
+    the digests of the small files that it names, and the sizes of all others tell.
     """
     try:
         if whole:
             return "; ".join(verify(path).problems[:3])
         opened = open_checkpoint(path)
+        if not opened.manifest.save_id and INDEX in opened.storage.list():
+            return f"{INDEX} is no regular file"
         return "; ".join(map(str, shortfalls(opened.storage, opened.manifest)[:3]))
     except CheckpointReplaced:
         raise
@@ -54,8 +53,12 @@ class Retention:
     naming: Naming
     last: int | None = None
     every: int | None = None
-    _complete: dict[str, Step] = field(default_factory=dict, repr=False, compare=False)
-    """Steps that were seen complete, by their entries: they are not opened again at each save."""
+    damaged: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Steps that proved damaged when they were read, and how: no look at sizes shows it."""
+    _good: dict[str, Step] = field(default_factory=dict, repr=False, compare=False)
+    """What was found good, with its weight: while that is the same it is not opened again."""
+    _over: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Of which nothing is left to remove, though the directory stays."""
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.last), ("keep_every", self.every)):
@@ -69,29 +72,38 @@ class Retention:
     def superfluous(self, steps: Iterable[int], is_good: Callable[[int], bool]) -> list[int]:
         """Of these steps, those that need not stay, oldest first. No more are looked at than have to stay."""
         ordered = sorted(steps)
-        if self.last is None or len(ordered) <= self.last:
+        # Of one, too, the one before is looked at: between them may be what dead saves left.
+        good = tuple(islice(filter(is_good, reversed(ordered)), max(self.last or 0, 2)))
+        if self.last is None or len(good) < self.last:
             return []
-        good = tuple(islice(filter(is_good, reversed(ordered)), self.last))
-        if len(good) < self.last:
-            return []
-        return [step for step in ordered if step < good[-1] and (self.every is None or step % self.every)]
+        oldest = good[self.last - 1]
+        return [step for step in ordered if step < oldest and (self.every is None or step % self.every)]
 
     def tidy(self, newest: int) -> None:
         """``newest`` has just been committed. What cannot be removed is left to the next time, with a warning."""
         try:
-            root = root_at(self.root)
-            self._clear_torn(root)
-            entries = root.list()
-            steps = list_run(self.root, weigh=False, only=lambda name: name not in self._complete).steps
-            self._clear({s.name for s in steps if s.complete is False} | _hidden(entries))
-            known = self._complete | {s.name.split("/")[0]: s for s in steps if s.complete}
-            self._complete.clear()
-            self._complete.update((name, known[name]) for name in entries if name in known)
-            self._remove(list(self._complete.values()), newest)
+            names = Names.of(self.root)
+            self._clear_torn(names.root)
+            for name in sorted(names.replaced()):
+                self._clear(name)
+            self._over.intersection_update(names.entries)
+            self._tell_of_later(names, newest)
+            named = {
+                n: self.naming.name(n) for n, found in names.numbers().items() if self.naming.name(n) in found
+            }
+            own = {n: name for n, name in named.items() if n <= newest and name not in self._over}
+            for number in self.superfluous(own, lambda n: any(self._good_in(names, own[n]))):
+                self._remove(names, own[number])
         except Exception as error:
             expected = isinstance(error, (CheckpointingException, OSError))
             text = "%s is not tidied up, the next save tries again: %s"
             logger.warning(text, self.root, error, exc_info=not expected)
+
+    def forget(self, name: str) -> None:
+        """It has been saved anew."""
+        self.damaged.pop(name, None)
+        self._good.pop(name, None)
+        self._over.discard(name)
 
     def path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"
@@ -102,20 +114,19 @@ class Retention:
         return match is not None and self.naming.name(int(match[1])) == name
 
     def _removable(self, name: str) -> bool:
-        return self.owns(name) and not os.path.islink(
-            self.path(name)
-        )  # what is behind a link is somebody else's
+        """What is behind a link is somebody else's."""
+        return self.owns(name) and not os.path.islink(self.path(name))
 
-    def _clear(self, names: Iterable[str]) -> None:
-        for name in sorted(filter(self._removable, names)):
-            try:
+    def _clear(self, name: str) -> None:
+        try:
+            if self._removable(name):
                 clear(self.path(name))
-            except (SaveInProgress, NotACheckpoint):
-                continue  # somebody is at work on it, or has been
-            except CheckpointingException as error:
-                logger.warning("what a dead save left of %s stays: %s", self.path(name), error)
+        except (SaveInProgress, NotACheckpoint):
+            return  # somebody is at work on it, or has been
+        except CheckpointingException as error:
+            logger.warning("what a dead save left of %s stays: %s", self.path(name), error)
 
-    def _clear_torn(self, root: object) -> None:
+    def _clear_torn(self, root: Storage) -> None:
         """Files that were to become a tracker, of processes that died."""
         if isinstance(root, LocalStorage) and (torn := [n for n in root.list() if n.startswith(TEMPORARY)]):
             now = root.now()
@@ -123,33 +134,43 @@ class Retention:
                 if now - (root.modified(name) or now) > SILENCE:
                     root.delete(name)
 
-    def _remove(self, steps: Sequence[Step], newest: int) -> None:
-        numbers = {step.step: step.name for step in steps if self.owns(step.name) and step.step is not None}
-        later = [step.step for step in steps if step.step is not None and step.step > newest]
-        if later:
-            logger.warning(
-                "%s holds step %d, which is after step %d that was saved now: it stays, and is what restore() finds; "
-                "where the run was set back, remove what is after it",
-                self.root,
-                max(later),
-                newest,
-            )
-        before = [number for number in numbers if number <= newest]
-        for number in self.superfluous(before, self._is_good):
-            if not self._removable(numbers[number]):
-                continue
-            try:
-                remove(self.path(numbers[number]))
-            except (CheckpointingException, OSError) as error:
-                logger.warning("%s stays: %s", self.path(numbers[number]), error)
+    def _tell_of_later(self, names: Names, newest: int) -> None:
+        later = (name for number, named in names.numbers().items() if number > newest for name in named)
+        text = (
+            "%s holds step %d, which is after step %d that was saved now: it stays, and is what restore() finds; where "
+            "the run was set back, remove what is after it"
+        )
+        for step in islice(chain.from_iterable(self._good_in(names, name) for name in later), 1):
+            logger.warning(text, self.root, step.step, newest)
 
-    def _is_good(self, step: int) -> bool:
-        path = self.path(self.naming.name(step))
-        if problem := damage_of(path):
-            logger.warning("%s is damaged, so an older one stays in its place: %s", path, problem)
+    def _good_in(self, names: Names, name: str) -> Iterator[Step]:
+        return filter(self._is_good, names.steps([name], weigh=self.last is not None))
+
+    def _is_good(self, step: Step) -> bool:
+        """What a dead save left of it is cleared."""
+        if not step.complete:
+            self._clear(step.name)
+            return False
+        problem = self.damaged.get(step.name, "")
+        if not problem and self.last is not None and self._good.get(step.name) != step:
+            problem = damage_of(self.path(step.name))
+        if problem:
+            logger.warning("%s is damaged, so it does not count: %s", self.path(step.name), problem)
+        else:
+            self._good[step.name] = step
         return not problem
 
-
-def _hidden(names: Iterable[str]) -> set[str]:
-    """The steps to which saves have left siblings."""
-    return {match[1] for name in names if (match := _SIBLING.fullmatch(name))}
+    def _remove(self, names: Names, name: str) -> None:
+        """What stays for good is told once."""
+        try:
+            if self._removable(name):
+                remove(self.path(name))
+        except SaveInProgress:
+            return  # somebody is at work on it
+        except (CheckpointingException, OSError) as error:
+            if any(step.complete for step in names.steps([name])):
+                logger.warning("%s stays: %s", self.path(name), error)
+            if not isinstance(error, (NotACheckpoint, CorruptCheckpoint)):
+                return
+        self.forget(name)
+        self._over.add(name)

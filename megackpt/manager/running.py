@@ -10,7 +10,6 @@ import operator
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -28,8 +27,8 @@ from megackpt.errors import (
     UntrustedClass,
 )
 from megackpt.loader import load
-from megackpt.manager.choosing import ATTEMPTS, newest_first, newest_good, refuse_to_begin_anew, steps_in
-from megackpt.manager.finding import NAMINGS, TRACKERS, Naming, Step
+from megackpt.manager.choosing import ATTEMPTS, newest_first, newest_good, refuse_to_begin_anew
+from megackpt.manager.finding import NAMINGS, TRACKERS, Naming, Step, list_run
 from megackpt.manager.notices import Notices
 from megackpt.manager.retention import Retention, damage_of
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
@@ -96,6 +95,7 @@ class CheckpointManager:
         self._queue = AsyncCallsQueue(self._worker == "process", process_group=process_group, timeout=timeout)
         self._later: ThreadPoolExecutor | None = None
         self._done: list[int] = []
+        self._under_way: set[int] = set()  # steps, those of failed saves included; on all ranks the same
         self._saves = 0
         self._newest = (0, -1)  # where the run is: the number of that call to save, and its step
         self._notices = Notices()
@@ -116,7 +116,8 @@ class CheckpointManager:
         """Save a step; collective. ``options`` are those of ``megackpt.save``, which see also for what is raised.
 
         An asynchronous save returns as soon as the tensors may be changed; ``poll`` commits it. ``asynchronous``: for
-        this step, True or False in place of what the manager does; its kind of worker stays.
+        this step, True or False in place of what the manager does; its kind of worker stays. Where this very step is
+        under way already, that is waited for, as by ``finalize``, and then replaced.
         """
         step = _number(step)
         if asynchronous is not None and type(asynchronous) is not bool:
@@ -126,6 +127,8 @@ class CheckpointManager:
             )
         _refuse_own(options)
         later = self._worker is not None if asynchronous is None else asynchronous
+        if step in self._under_way:
+            self._queue.maybe_finalize_async_calls(blocking=True)
         self._saves += 1
         with self._group() as group:
             committed = partial(self._committed, (self._saves, step), group.is_coordinator)
@@ -143,6 +146,7 @@ class CheckpointManager:
         else:
             request.add_finalize_fn(committed)
             request.add_finalize_fn(partial(self._done.append, step))
+            self._under_way.add(step)
             self._queue.schedule_async_request(request)
 
     def poll(self) -> list[int]:
@@ -159,14 +163,17 @@ class CheckpointManager:
 
     def steps(self) -> tuple[Step, ...]:
         """What there is, complete or not, in the order of steps. Not collective."""
-        return steps_in(self.root, weigh=True)
+        try:
+            return list_run(self.root).steps
+        except NotACheckpoint:
+            return ()
 
     def latest(self, *, verify: bool = False) -> Step | None:
         """The newest step that is complete and undamaged; collective. What is skipped is told by warnings.
 
         Undamaged is what its index, its small files and the sizes of all others show; ``verify``: rank 0 reads it all.
         """
-        return self._found((), verify)[0]
+        return self._on_coordinator(lambda: newest_good(self._retention, verify))[0]
 
     def restore(
         self, sharded_state_dict: ShardedStateDict, step: int | None = None, **options: Any
@@ -179,18 +186,20 @@ class CheckpointManager:
         fit the checkpoint raises as there. After an error the tensors may hold anything.
 
         Raises NotACheckpoint if a ``step`` that is asked for is not there; CorruptCheckpoint if it is damaged or,
-        without ``step``, if all are; MismatchError if the one before does not hold all keys.
+        without ``step``, if all are, or if there are only such as no step can be told of; StorageError if ``root`` is
+        no directory; MismatchError if the one before does not hold all keys.
         """
         _refuse_own(options)
         if (wanted := self._agreed(step)) is not None:
             path = self._on_coordinator(lambda: self._path_of(wanted))
             return self._taken(wanted, self._loaded(sharded_state_dict, path, options), ())
-        damaged: list[Step] = []
+        damaged = self._retention.damaged
+        damaged.clear()
         replaced = 0
         while True:
-            found, skipped = self._found(tuple(s.name for s in damaged), False)
+            found, skipped = self._on_coordinator(lambda: newest_good(self._retention, verify=False))
             if found is None or found.step is None:
-                self._on_coordinator(partial(refuse_to_begin_anew, self.root, (*damaged, *skipped)))
+                self._on_coordinator(partial(refuse_to_begin_anew, self.root, skipped))
                 return None
             path = self._retention.path(found.name)
             try:
@@ -203,8 +212,9 @@ class CheckpointManager:
             except (CorruptCheckpoint, NotACheckpoint, RankFailure) as error:
                 if isinstance(error, (UntrustedClass, RankLost)):
                     raise
-                # Ranks may have failed each in its own way at what is gone; the same on all, so all look again.
-                if isinstance(error, RankFailure) and not self._on_coordinator(partial(damage_of, path)):
+                # What is gone is so for rank 0, too; else it cannot be seen from another host, which is no damage.
+                is_sure = isinstance(error, CorruptCheckpoint)
+                if not is_sure and not self._on_coordinator(partial(damage_of, path)):
                     raise
                 if _returns_keys(options):
                     error.add_note(
@@ -215,9 +225,9 @@ class CheckpointManager:
                     "%s is damaged, going back to the one before: %s; that one must hold all keys asked for"
                 )
                 logger.warning(text, found.name, error)
-                damaged.append(replace(found, reason=str(error)))
+                damaged[found.name] = str(error)
                 continue
-            return self._taken(found.step, state, (*damaged, *skipped))
+            return self._taken(found.step, state, skipped)
 
     def on_signal(self, *signals: int) -> None:
         """Take these signals for a notice that this process will be ended. Only in the main thread.
@@ -243,6 +253,7 @@ class CheckpointManager:
                 self._later.shutdown()
                 self._later = None
             self._done.clear()
+            self._under_way.clear()
             self._notices.close()
 
     def __enter__(self) -> Self:
@@ -260,9 +271,8 @@ class CheckpointManager:
         return group_over(self._process_group, self._timeout)
 
     def _finalized(self, blocking: bool) -> list[int]:
-        self._queue.maybe_finalize_async_calls(
-            blocking
-        )  # what is done when this raises is told by the next call
+        # What is done when this raises is told by the next call.
+        self._queue.maybe_finalize_async_calls(blocking)
         done, self._done[:] = list(self._done), ()
         return done
 
@@ -273,6 +283,8 @@ class CheckpointManager:
     def _committed(self, which: tuple[int, int], coordinator: bool) -> None:
         """On all ranks, when a step is complete. The run is where it was saved, or restored, last: not the highest."""
         number, step = which
+        self._under_way.discard(step)
+        self._retention.forget(self._naming.name(step))
         overtaken = number <= self._newest[0]
         if not overtaken:
             self._newest = which
@@ -298,15 +310,14 @@ class CheckpointManager:
                 raise ShardingError(f"the ranks restore different steps, all must agree: here {wanted}")
         return wanted
 
-    def _found(self, without: tuple[str, ...], verify: bool) -> tuple[Step | None, tuple[Step, ...]]:
-        return self._on_coordinator(lambda: newest_good(self._retention, without, verify))
-
     def _on_coordinator(self, look: Callable[[], T]) -> T:
         with self._group() as group:
             return group.broadcast("find", look)
 
     def _path_of(self, step: int) -> str:
-        """On rank 0: where this step is, in whatever style."""
+        """On rank 0: where this step is, in whatever style, once what this manager removes is gone."""
+        if self._later is not None:
+            self._later.submit(str).result()  # when those before it are done
         named = [s for s in newest_first(self._retention, step) if s.complete is not False]
         named.sort(key=lambda s: s.complete is None)
         return self._retention.path(named[0].name) if named else self.path(step)
