@@ -17,7 +17,7 @@ import torch
 from megackpt import tree
 from megackpt.errors import ShardingError
 from megackpt.planning.box import Box, Int64
-from megackpt.sharded import ReplicaId, ShardedTensor, ShardedTensorFactory
+from megackpt.sharded import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
 
 ShardedParam = ShardedTensor | ShardedTensorFactory
 
@@ -59,58 +59,81 @@ def flattened(
 ) -> ShardedTensorFactory:
     """The range as one leaf of a state dict: a load gives ``data`` back, filled.
 
-    An empty one is declared as empty boxes, so that a parameter of which nobody has an element is missed.
-    With ``main`` no other data-parallel rank has a copy of the range, as in ``make_flat_range_shards``.
+    One of which nothing is stored is declared as empty boxes, so that a parameter of which nobody has an element is
+    missed (but for one without dimensions, of which nothing is empty). With ``main`` no other data-parallel rank has
+    a copy of the range, as in ``make_flat_range_shards``.
     """
-    cut = main_shards if main else flat_range_shards
+    begins: list[int] = []
+    cut = _main_parts if main else _parts
 
-    def build(key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> list[ShardedTensor]:
+    def build(key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> list[Any]:
         named = replace(param, key=key, replica_id=replica_id)
-        return cut(named, data, flat_range) or [
-            _part(piece, Box(_cell(piece).offset, (0, *piece.local_shape[1:])), data)
-            for piece in built(named)
-            if piece.local_shape  # without dimensions nothing is empty
-        ]
+        parts = cut(named, data, flat_range)
+        begins[:] = [begin for begin, _ in parts]
+        return [shard for _, shard in parts] or [_nothing_of(piece, data) for piece in built(named)]
 
     def merge(pieces: list[torch.Tensor]) -> Any:
-        lacking = data is None or data.is_meta
-        return torch.cat([p.reshape(-1) for p in pieces]) if lacking and pieces else data
+        if not (data is None or data.is_meta) or not pieces or pieces[0] is data:
+            return data
+        whole = torch.zeros(flat_range.stop - flat_range.start, dtype=pieces[0].dtype)
+        for begin, piece in zip(begins, pieces, strict=False):
+            whole[begin : begin + piece.numel()] = piece.reshape(-1)
+        return whole
 
     return ShardedTensorFactory(param.key, data, build, merge, param.replica_id)
 
 
 def known_by(param: ShardedParam, flat_range: slice) -> list[ShardedTensor]:
-    """What a rank with this range knows the parameter by: its boxes; of an empty range all pieces, as replicas."""
-    return main_shards(param, None, flat_range) or [
+    """What a rank with this range knows the parameter by: its boxes, and all pieces, as replicas."""
+    return main_shards(param, None, flat_range) + [
         replace(piece, replica_id=(*own[:-1], 1) if isinstance(own, (tuple, list)) else 1)
         for piece in built(param)
         for own in [piece.replica_id]
     ]
 
 
+def _nothing_of(piece: ShardedTensor, data: torch.Tensor | None) -> ShardedTensor | LocalNonpersistentObject:
+    """An empty box of it. Without dimensions nothing is empty, and as a replica it could be asked to be written."""
+    if not piece.local_shape:
+        return LocalNonpersistentObject(data)
+    box = Box(_cell(piece).offset, (0, *piece.local_shape[1:]))
+    return _part(piece, box, None if data is None else data[:0])
+
+
 def main_shards(param: ShardedParam, data: torch.Tensor | None, flat_range: slice) -> list[ShardedTensor]:
-    """As ``flat_range_shards``, each the main replica among data-parallel ranks: no other of these has the elements."""
-    shards = flat_range_shards(param, data, flat_range)
-    for shard in shards if math.prod(param_shape(param)) else ():  # without elements, all ranks have the same
+    """The boxes that elements ``flat_range`` of ``param`` fill, views of ``data``; of data-parallel ranks this one
+    alone has them, so each is the main replica among these."""
+    return [shard for _, shard in _main_parts(param, data, flat_range)]
+
+
+def _main_parts(
+    param: ShardedParam, data: torch.Tensor | None, flat_range: slice
+) -> list[tuple[int, ShardedTensor]]:
+    parts = _parts(param, data, flat_range)
+    for _, shard in (
+        parts if math.prod(param_shape(param)) else ()
+    ):  # without elements, all ranks have the same
         copy = shard.replica_id
         shard.replica_id = (*copy[:-1], 0) if isinstance(copy, (tuple, list)) else 0
-    return shards
+    return parts
 
 
-def flat_range_shards(
+def _parts(
     param: ShardedParam, data: torch.Tensor | None, flat_range: slice
-) -> list[ShardedTensor]:
-    """The boxes that elements ``flat_range`` of ``param`` fill, views of ``data``, under its key and replica id."""
+) -> list[tuple[int, ShardedTensor]]:
+    """(where it begins in the range, a box that is filled by it), under the parameter's key and replica id."""
     if not math.prod(param_shape(param)):  # nobody has an element of it: it is declared as it stands
-        return [_part(piece, _cell(piece), data) for piece in built(param)]
-    shards = []
+        return [(0, _part(piece, _cell(piece), data)) for piece in built(param)]
+    parts = []
     for piece, at, first, length in _stretches(param):
         low, stop = max(flat_range.start, first), min(flat_range.stop, first + length)
         for box in _cell(piece).runs(at + low - first, at + stop - first):
             begin = low - flat_range.start
-            shards.append(_part(piece, box, None if data is None else data[begin : begin + box.volume]))
+            parts.append(
+                (begin, _part(piece, box, None if data is None else data[begin : begin + box.volume]))
+            )
             low += box.volume
-    return shards
+    return parts
 
 
 def _cell(piece: ShardedTensor) -> Box:

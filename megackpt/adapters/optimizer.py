@@ -26,8 +26,9 @@ from megackpt.adapters.flat_ranges import (
     make_flat_range_shards,
     param_shape,
 )
+from megackpt.adapters.megatron import native
 from megackpt.adapters.param_groups import declared_groups, told_apart
-from megackpt.errors import ShardingError
+from megackpt.errors import MismatchError, ShardingError
 from megackpt.sharded import (
     ReplicaId,
     ShardedObject,
@@ -72,15 +73,17 @@ def get_param_id_to_sharded_param_map(
     They are matched by identity: the shards' ``data`` must be the parameters themselves (see KEEP_VARS_HINT).
     Declarations that are no parameters of this optimizer are left out. Where an optimizer's own parameters are flat
     pieces of the model's, give for each the parameter of the model that it is a piece of; one may occur repeatedly.
-    Of several declarations of one parameter (tied weights) the first counts, or the first main replica.
+    Of several declarations of one parameter (tied weights) the one of the smallest replica id counts, which is the
+    same one on all data-parallel ranks, or the first.
     """
     params = list(optim_params_iter)
     declared: dict[int, ShardedParam] = {}
     for leaf in tree.nested_values(model_sharded_state_dict):
-        if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)):
-            known = declared.setdefault(id(leaf.data), leaf)
-            if is_main_replica(leaf.replica_id) and not is_main_replica(known.replica_id):
-                declared[id(leaf.data)] = leaf
+        shard = native(leaf)
+        if isinstance(shard, (ShardedTensor, ShardedTensorFactory)):
+            known = declared.setdefault(id(shard.data), shard)
+            if _numbers(shard.replica_id) < _numbers(known.replica_id):
+                declared[id(shard.data)] = shard
     found = {number: declared[id(param)] for number, param in enumerate(params) if id(param) in declared}
     if params and not found:
         _logger.warning("the optimizer and the sharded state dict share no parameter.%s", KEEP_VARS_HINT)
@@ -122,7 +125,8 @@ def optim_state_to_sharding_state(
     prepended axes; it has to be alike on all ranks that hold the parameter, any of which may write it.
     It is not left in the common state, of which only the coordinator's is kept, while pipeline stages hold
     different parameters. A parameter that is stored through a factory keeps one such value for each tensor
-    that the factory builds.
+    that the factory builds; where the stored ones differ, a load takes the largest ``step``, with a warning, and
+    raises MismatchError for anything else.
 
     ``flat_ranges``: number -> the elements of the declared parameter that this rank's optimizer has, where its
     parameters are flat (1-dim) pieces of the model's, dealt out over data-parallel ranks. State of a range's length is
@@ -132,7 +136,8 @@ def optim_state_to_sharding_state(
     ``param_groups`` are common, but for their lists of parameter numbers, which every rank keeps for itself. A load
     matches them by ``param_groups.IDENTIFYING`` hyperparameters; of groups that these do not tell apart, the number
     is stored with each parameter, under ``optimizer.param_group.{key}``. All ranks need the same list of groups,
-    those without parameters on a rank included: the coordinator's is the one that is stored.
+    those without parameters on a rank included: the coordinator's is the one that is stored, and a save raises
+    ShardingError where it is another than that of a rank that has parameters of the group.
     The inner dicts of the optimizer are not touched; state named in ``exclude_keys`` is left out.
     Raises ValueError for a parameter that ``id_to_sharded_param_map`` lacks, ShardingError for a tensor of
     another shape whose parameter is cut: nobody could say how to cut it.
@@ -149,7 +154,7 @@ def optim_state_to_sharding_state(
             if name not in excluded
         }
     groups = optim_state_dict["param_groups"]
-    before: dict[int, int] | None = None if told_apart(groups) else {}
+    before: dict[int, set[int]] | None = None if told_apart(groups) else {}
     keys = {number: param.key for number, param in params.items()}
     optim_state_dict["state"] = state
     optim_state_dict["param_groups"] = declared_groups(groups, before, keys)
@@ -164,18 +169,17 @@ def optim_state_to_sharding_state(
 
 
 def _group_number(
-    param: ShardedParam, group: int, flat_range: slice | None, tell: Callable[[int], None]
+    param: ShardedParam, group: int, flat_range: slice | None, tell: Callable[[set[int]], None]
 ) -> ShardedTensorFactory:
-    """The number of the parameter's group, for a save; a load gives ``tell`` the stored one, if there is one."""
+    """The number of the parameter's group, for a save; a load gives ``tell`` the stored ones."""
 
-    def build(*_: Any) -> Any:
-        return _declared(param, torch.tensor(group), "optimizer.param_group", flat_range)
+    def build(key: str, _data: Any, replica_id: ReplicaId, _: slice | None) -> ShardedTensorFactory:
+        named = replace(param, key=key, replica_id=replica_id)
+        number = torch.tensor(group)  # anew: a load fills it
+        return _once_for_each(named, number, flat_range, lambda _, stored: tell({int(i) for i in stored}))
 
-    def merge(stored: torch.Tensor) -> torch.Tensor:
-        tell(int(stored))
-        return stored
-
-    return ShardedTensorFactory(f"optimizer.param_group.{param.key}", None, build, merge, param.replica_id)
+    key = f"optimizer.param_group.{param.key}"
+    return ShardedTensorFactory(key, None, build, lambda told: told, param.replica_id)
 
 
 def _declared(param: ShardedParam, value: Any, prefix: str, flat_range: slice | None) -> Any:
@@ -185,34 +189,67 @@ def _declared(param: ShardedParam, value: Any, prefix: str, flat_range: slice | 
     if flat_range is None and shape == param_shape(param):
         return make_sharded_optimizer_tensor(param, value, prefix)
     param = replace(param, key=f"{prefix}.{param.key}")
-    if flat_range is None and isinstance(param, ShardedTensor):
+    if flat_range is not None:
+        check_flat_range(param, None, flat_range)
+        if shape == (flat_range.stop - flat_range.start,):
+            return flattened(param, value, flat_range, main=True)
+    elif isinstance(param, ShardedTensor):
         return _once(param, value)
-    if flat_range is None:
-        return _once_for_each(param, value, built)
-    check_flat_range(param, None, flat_range)
-    if shape == (flat_range.stop - flat_range.start,):
-        return flattened(param, value, flat_range, main=True)
-    return _once_for_each(param, value, lambda named: known_by(named, flat_range))
+    return _once_for_each(param, value, flat_range, _largest if prefix == _STEP else _same)
 
 
 def _once_for_each(
-    param: ShardedParam, value: Any, pieces: Callable[[ShardedParam], list[ShardedTensor]]
+    param: ShardedParam, value: Any, flat_range: slice | None, one_of: Callable[[str, list[Any]], Any]
 ) -> ShardedTensorFactory:
-    """``value`` belongs to each tensor as a whole of which this rank has pieces."""
+    """``value`` belongs to each tensor as a whole of which this rank has pieces; of what is loaded ``one_of`` tells
+    which it is (given the key)."""
 
-    def build(key: str, data: Any, _replica_id: ReplicaId, _: slice | None) -> list[Any]:
-        cells: dict[Any, ShardedTensor | ShardedObject] = {}
-        for piece in pieces(replace(param, key=key)):
+    def build(key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> list[Any]:
+        cells: dict[Any, ShardedTensor] = {}
+        named = replace(param, key=key, replica_id=replica_id)
+        for piece in built(named) if flat_range is None else known_by(named, flat_range):
             cell = (piece.key, piece.global_offset[: piece.prepend_axis_num])
-            shard = _once(piece, data)
-            if cell not in cells or is_main_replica(shard.replica_id):
-                cells[cell] = shard
-        return list(cells.values())
+            if cell not in cells or is_main_replica(_replica_of_whole(piece)):
+                cells[cell] = piece
+        copied = isinstance(data, torch.Tensor)  # each is read into memory of its own
+        return [
+            _once(piece, data.clone() if i and copied else data) for i, piece in enumerate(cells.values())
+        ]
 
     def merge(loaded: list[Any]) -> Any:
-        return loaded[0] if loaded else value
+        found = one_of(param.key, loaded) if loaded else value
+        if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and not value.is_meta:
+            value.detach().copy_(found)
+            return value
+        return found
 
     return ShardedTensorFactory(param.key, value, build, merge, param.replica_id)
+
+
+def _differ(values: list[Any]) -> bool:
+    return any(any(tree.diff({0: values[0]}, {0: value})) for value in values[1:])
+
+
+def _largest(key: str, steps: list[Any]) -> Any:
+    if _differ(steps):
+        told = ", ".join(str(float(step)) for step in steps[:6])
+        _logger.warning(
+            "%r has one value here and several in the checkpoint (%s); the largest is taken", key, told
+        )
+    return max(steps)
+
+
+def _same(key: str, values: list[Any]) -> Any:
+    if _differ(values):
+        raise MismatchError(
+            f"{key!r} has one value here and {len(values)} in the checkpoint, which differ: load it in the form that "
+            "it was saved in, or name it in exclude_keys"
+        )
+    return values[0]
+
+
+def _numbers(replica_id: ReplicaId) -> tuple[int, ...]:
+    return tuple(replica_id) if isinstance(replica_id, (tuple, list)) else (replica_id,)
 
 
 def _once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
@@ -221,7 +258,7 @@ def _once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
     whole, offset = param.global_shape[:n], param.global_offset[:n]
     replica = _replica_of_whole(param)
     tensors = [x for x in tree.nested_values({0: value}) if isinstance(x, torch.Tensor) and x.dim()]
-    step = isinstance(value, torch.Tensor) and value.numel() == 1 and key.startswith(f"{_STEP}.")
+    step = isinstance(value, torch.Tensor) and value.numel() == 1 and f"{_STEP}." in key
     if tensors and not step and tuple(param.local_shape) != param.global_shape[n:]:
         raise ShardingError(
             f"{key!r}: state of shape {tuple(tensors[0].shape)} is neither one number nor of its parameter's shape "
@@ -250,5 +287,4 @@ def _replica_of_whole(param: ShardedTensor) -> ReplicaId:
     n = param.prepend_axis_num
     begins = not any(param.global_offset[n:])
     empty_beside_others = 0 in param.local_shape and 0 not in param.global_shape
-    own = param.replica_id if isinstance(param.replica_id, (tuple, list)) else (param.replica_id,)
-    return (0 if begins and not empty_beside_others else 1, *own)
+    return (0 if begins and not empty_beside_others else 1, *_numbers(param.replica_id))

@@ -6,12 +6,13 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 
 from megackpt import tree
+from megackpt.adapters.param_groups import stored_and_needed
 from megackpt.backends.base import Backend, in_format, plan_of_stored
 from megackpt.errors import ShardingError
 from megackpt.planning.cache import CachedPlan, PlanCache, Resumed, fingerprint
@@ -78,6 +79,8 @@ class Request:
     declared: Declarations
     fingerprint: int | None  # None: nothing tells when a plan could be used again
     staging_memory: int | None = None  # bytes; None: the default
+    groups: Mapping[str, str] = field(default_factory=dict)  # hyperparameters that rank 0 stores
+    needed: Mapping[str, str] = field(default_factory=dict)  # those that have to be among them
 
     @classmethod
     def of(
@@ -123,6 +126,7 @@ class Request:
             declared,
             None if options is None else fingerprint(declared, what),
             strategy.staging_memory,
+            *stored_and_needed(extracted.factories),
         )
 
     def known(self, cache: PlanCache, ranks: int) -> CachedPlan | None:

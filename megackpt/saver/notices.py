@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megackpt import objects, tree
-from megackpt.errors import CorruptCheckpoint, ShardingError
+from megackpt.errors import CorruptCheckpoint, ShardingError, some
 from megackpt.runtime.collectives.failures import name_ranks
 
 logger = logging.getLogger("megackpt.saver")
@@ -20,9 +20,24 @@ def check_same(what: str, said: Sequence[str]) -> None:
     for rank, word in enumerate(said):
         ranks.setdefault(word, []).append(rank)
     if len(ranks) > 1:
-        named = [f"{name_ranks(those)}: {word}" for word, those in ranks.items()][:4]
-        more = f"; and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-        raise ShardingError(f"the ranks of one save {what}: {'; '.join(named)}{more} (all must agree)")
+        named = [f"{name_ranks(those)}: {word}" for word, those in ranks.items()]
+        raise ShardingError(f"the ranks of one save {what}: {some(named, 4)} (all must agree)")
+
+
+def check_needed(stored: Mapping[str, str], needed: Sequence[Mapping[str, str]]) -> None:
+    """Would hyperparameters be lost that other ranks than 0 need for parameters of theirs?"""
+    lost = [
+        f"{name} is {text} on rank {rank}, {stored.get(name, 'absent')} on rank 0"
+        for rank, own in enumerate(needed)
+        for name, text in own.items()
+        if stored.get(name) != text
+    ]
+    if lost:
+        raise ShardingError(
+            f"groups of parameters differ between ranks, and rank 0's are stored: {some(lost, 6)}. Build the optimizer "
+            "of the same groups on all ranks, also of those without a parameter there; and give groups a "
+            "'name', or leave them in the order of the checkpoint that was loaded"
+        )
 
 
 def warn_of_untrusted(blobs: Iterable[bytes]) -> None:

@@ -7,6 +7,7 @@ task of an AsyncRequest while training goes on.
 from __future__ import annotations
 
 import os
+import pickle
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, Mark, 
 from megackpt.runtime.collectives.failures import DEPARTURES
 from megackpt.runtime.staging import Snapshot, Staged, settle
 from megackpt.saver.asking import COMMON, Request, itself
-from megackpt.saver.notices import check_same, warn_of_difference, warn_of_untrusted
+from megackpt.saver.notices import check_needed, check_same, warn_of_difference, warn_of_untrusted
 from megackpt.sharded import ShardedStateDict, extract, pickled
 from megackpt.strategies import COMMON_IS_KEPT, StrategyLike, resolve
 
@@ -112,6 +113,7 @@ class _Declared:
     declarations: Declarations
     fingerprint: int | None
     common: bytes  # digest of the compared view of the common state
+    needed: Mapping[str, str]  # hyperparameters that have to be rank 0's as well
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +124,9 @@ class _Ticket:
     directory: str
     plan_id: str
     plan: SavePlan
-    common: Any = None  # the coordinator's view of the common state, for a rank whose own differs
+    common: bytes | None = (
+        None  # the coordinator's view of the common state, pickled, for a rank whose own differs
+    )
 
 
 class _Save:
@@ -208,7 +212,7 @@ class _Save:
             self.place = attempt(lambda: self.begin(save_id))
         if held is None or self.place.error is not None:
             return None
-        named = held.save_id.encode() + os.fsencode(held.directory)
+        named = held.save_id.encode() + os.fsencode(held.directory) + repr(self.request.get().groups).encode()
         return int.from_bytes(blake2b(named, digest_size=7).digest())
 
     @events.stage("begin")
@@ -237,7 +241,9 @@ class _Save:
         view = pickled(COMMON, request.compared) if request.checked else b""
         warn_of_untrusted(request.blobs())
         common = blake2b(view).digest()
-        return _Declared(request.directory, request.format, request.declared, request.fingerprint, common)
+        return _Declared(
+            request.directory, request.format, request.declared, request.fingerprint, common, request.needed
+        )
 
     @events.stage("plan")
     def plan(self, parts: Sequence[_Declared]) -> list[_Ticket]:
@@ -245,19 +251,22 @@ class _Save:
         request, place = self.request.get(), self.place.get()
         check_same("name different directories", [p.directory for p in parts])
         check_same("ask for different formats", [p.format for p in parts])
+        check_needed(request.groups, [p.needed for p in parts])
         declared = [p.declarations for p in parts]
         plans, manifest = plan_in_format(request.backend, declared, request.policy, request.checked)
         self.manifest = replace(manifest, fingerprints=joined([p.fingerprint for p in parts]))
         place.announce(request.backend.files(self.group.size, self.manifest))
         plan_id = uuid.uuid4().hex
-        own = parts[0].common
+        own, view = parts[0].common, b""
+        if any(p.common != own for p in parts):  # opened where all ranks hear of it if its own code fails
+            view = pickle.dumps(request.compared)
         return [
             _Ticket(
                 place.save_id,
                 request.directory,
                 plan_id,
                 replace(plan, tensors=()),  # each rank knows its own table
-                None if p.common == own else request.compared,
+                None if p.common == own else view,
             )
             for plan, p in zip(plans, parts, strict=True)
         ]
@@ -266,7 +275,7 @@ class _Save:
         """What this rank is to write, where it lies now."""
         request = self.request.get()
         if ticket.common is not None:
-            warn_of_difference(self.group.rank, ticket.common, request.compared)
+            warn_of_difference(self.group.rank, pickle.loads(ticket.common), request.compared)
         return Staged(ticket.plan, request.held(), request.declared.boxes)
 
     def settled(self, ticket: _Ticket) -> Staged:

@@ -372,6 +372,62 @@ def test_elements_that_nobody_has_are_missed(tmp_path, parts):
         ThreadedGroup.run(2, save)
 
 
+def dealt_out(param, parts, directory=None):
+    """Elements 0, 1, 2, ... of a parameter, in parts, saved; what is stored."""
+
+    def save(group):
+        part = parts[group.rank]
+        values = torch.arange(float(part.start), float(part.stop))
+        state = {"state": {0: {"m": values, "step": torch.tensor(3.0)}}, "param_groups": []}
+        own = {0: replace(param, replica_id=(0, 0, group.rank))}
+        megackpt.save(
+            optim_state_to_sharding_state(state, own, flat_ranges={0: part}), directory, process_group=group
+        )
+
+    ThreadedGroup.run(len(parts), save)
+    return megackpt.load_plain_tensors(directory)
+
+
+def test_a_range_of_which_nothing_is_stored(tmp_path):
+    """The factory cuts off padding, and the last rank's range is all padding."""
+    build = lambda key, x, r, _: ShardedTensor.from_rank_offsets(key, x[:6], replica_id=r)  # noqa: E731
+    param = ShardedTensorFactory("w", torch.zeros(8, 3), build, list)
+    stored = dealt_out(param, [slice(0, 19), slice(19, 24)], tmp_path)
+    assert torch.equal(stored["optimizer.state.m.w"], torch.arange(18.0).view(6, 3))
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_an_empty_range_of_a_parameter_without_dimensions(tmp_path, holder):
+    parts = [slice(0, int(rank == holder)) for rank in range(2)]
+    stored = dealt_out(ShardedTensor.from_rank_offsets("gain", torch.zeros(())), parts, tmp_path)
+    assert {key: float(value) for key, value in stored.items()} == {
+        "optimizer.state.m.gain": 0,
+        "optimizer.state.step.gain": 3,
+    }
+    assert "state" not in megackpt.load_common_state_dict(tmp_path)
+    with pytest.raises(CoverageError, match=r"'optimizer\.state\.step\.gain' is not covered"):
+        dealt_out(ShardedTensor.from_rank_offsets("gain", torch.zeros(())), [slice(0, 0)] * 2, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["views", "copies", "part"])
+def test_a_range_on_the_meta_device_comes_back_in_its_order(tmp_path, kind):
+    rows, build = BUILDS[kind]
+    param = ShardedTensorFactory("w", torch.zeros(rows, 2), build, list)
+    dealt_out(param, [slice(0, 2 * rows)], tmp_path)
+    for part in (slice(0, 2 * rows), slice(3, 11)):
+        values = {"m": torch.empty(part.stop - part.start, device="meta")}
+        state = optim_state_to_sharding_state(
+            {"state": {0: values}, "param_groups": []}, {0: param}, flat_ranges={0: part}
+        )
+        found = megackpt.load(state, tmp_path, validate_access_integrity=False)["state"][0]["m"]
+        expected = torch.arange(2.0 * rows)
+        if kind == "part":  # what is not stored is zero
+            kept = torch.zeros(rows, 2, dtype=torch.bool)
+            kept[2:6, 1:] = True
+            expected *= kept.flatten()
+        assert torch.equal(found, expected[part])
+
+
 def test_stretches_are_counted_before_they_are_made():
     x = torch.empty(1, device="meta").expand(1 << 20, 1 << 20)
     build = lambda key, x, *_: ShardedTensor.from_rank_offsets(key, x.mT)  # noqa: E731

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import megackpt
 from megackpt.adapters.modules import ParallelLayout, make_sharded_tensors_for_checkpoint
 from megackpt.adapters.optimizer import (
     KEEP_VARS_HINT,
@@ -17,7 +18,7 @@ from megackpt.adapters.optimizer import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
-from megackpt.errors import ShardingError
+from megackpt.errors import MismatchError, ShardingError
 from megackpt.planning.coverage import check
 from megackpt.planning.manifest import Declarations
 from megackpt.sharded import (
@@ -29,6 +30,7 @@ from megackpt.sharded import (
     is_main_replica,
     restore,
 )
+from megackpt.testing import ThreadedGroup
 
 LAYERS, HIDDEN, FFN = 4, 6, 8
 
@@ -238,11 +240,82 @@ def test_params_are_matched_by_identity():
     assert get_param_id_to_sharded_param_map({"x": [shard], "n": 1}, iter([a, b])) == {1: shard}
 
 
-def test_of_tied_parameters_the_main_replica_counts():
+def test_of_tied_parameters_the_smallest_replica_counts():
     p = nn.Parameter(torch.zeros(2))
     copies = [ShardedTensor.from_rank_offsets("w", p, replica_id=(n, 0, 0)) for n in (2, 0, 1)]
     assert get_param_id_to_sharded_param_map({"m": copies}, [p])[0] is copies[1]
-    assert get_param_id_to_sharded_param_map({"m": copies[::2]}, [p])[0] is copies[0]
+    assert get_param_id_to_sharded_param_map({"m": copies[::2]}, [p])[0] is copies[2]
+    for rank in range(2):  # alike on all data-parallel ranks
+        tied = [
+            ShardedTensor.from_rank_offsets(key, p, replica_id=(n, 0, rank))
+            for n, key in ((1, "b"), (0, "a"))
+        ]
+        assert get_param_id_to_sharded_param_map({"m": tied}, [p])[0].key == "a"
+
+
+def test_megatrons_own_declarations_are_known():
+    p = nn.Parameter(torch.zeros(2))
+    theirs = type(
+        "ShardedTensor", (ShardedTensor,), {"__module__": "megatron.core.dist_checkpointing.mapping"}
+    )
+    ours = ShardedTensor.from_rank_offsets("w", p)
+    (found,) = get_param_id_to_sharded_param_map({"w": theirs(**vars(ours))}, [p]).values()
+    assert (type(found), found.key) == (ShardedTensor, "w")
+
+
+def experts(key, steps, value=torch.tensor):
+    """Experts with parameters of their own, which have made so many steps; and their grouped form, which has made none,
+    whole or of a range."""
+    params = [nn.Parameter(torch.full((4, 2), float(i))) for i in range(3)]
+    cut = [
+        ShardedTensor.from_rank_offsets("w", p, (0, i, 3), prepend_axis_num=1) for i, p in enumerate(params)
+    ]
+    apart = {"state": {i: {key: value(n)} for i, n in enumerate(steps)}, "param_groups": []}
+
+    def build(name, x, replica_id, _):
+        return [
+            ShardedTensor.from_rank_offsets(name, row, (0, i, 3), replica_id=replica_id, prepend_axis_num=1)
+            for i, row in enumerate(x)
+        ]
+
+    def grouped(part=None, rank=0):
+        state = {"state": {0: {key: value(0.0)}}, "param_groups": []}
+        param = ShardedTensorFactory("w", torch.zeros(3, 4, 2), build, torch.stack, (0, 0, rank))
+        return {"o": optim_state_to_sharding_state(state, {0: param}, flat_ranges=part and {0: part})}
+
+    return {"o": optim_state_to_sharding_state(apart, dict(enumerate(cut)))}, grouped
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "zarr", "safetensors"])
+@pytest.mark.parametrize("value", [torch.tensor, float])
+def test_of_steps_that_differ_the_largest_is_taken(tmp_path, caplog, form, value):
+    apart, grouped = experts("step", (5.0, 9.0, 7.0), value)
+    megackpt.save(apart, tmp_path, form)
+    with caplog.at_level(logging.WARNING):
+        assert megackpt.load(grouped(), tmp_path)["o"]["state"][0]["step"] == 9
+        parts = [slice(0, 0), slice(0, 10), slice(10, 24)]
+
+        def load(group):
+            state = grouped(parts[group.rank], group.rank)
+            return megackpt.load(state, tmp_path, process_group=group)["o"]["state"][0]["step"]
+
+        assert ThreadedGroup.run(3, load) == [9, 9, 9]
+    assert (
+        "'optimizer.state.step.w' has one value here and several in the checkpoint (5.0, 9.0, 7.0)"
+        in caplog.text
+    )
+
+
+def test_other_values_that_differ_are_told(tmp_path):
+    apart, grouped = experts("scale", (5.0, 9.0, 7.0))
+    megackpt.save(apart, tmp_path)
+    with pytest.raises(
+        MismatchError, match=r"'optimizer\.state\.scale\.w' has one value here and 3 in the checkpoint"
+    ):
+        megackpt.load(grouped(), tmp_path)
+    apart, grouped = experts("scale", (5.0, 5.0, 5.0))
+    megackpt.save(apart, tmp_path)
+    assert megackpt.load(grouped(), tmp_path)["o"]["state"][0]["scale"] == 5
 
 
 @pytest.mark.parametrize("value", [torch.zeros(1, 1), [torch.zeros(2)], {"L": [torch.zeros(1)]}])

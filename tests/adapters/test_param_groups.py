@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import megackpt
+from megackpt.adapters.modules import add_prefix_for_sharding
 from megackpt.adapters.optimizer import optim_state_to_sharding_state
-from megackpt.errors import MismatchError, RankFailure
+from megackpt.errors import MismatchError, RankFailure, ShardingError
 from megackpt.sharded import ShardedTensor, ShardedTensorFactory
 from megackpt.testing import ThreadedGroup
 
-SHAPES = {"a": (2, 3), "b": (3,), "c": (4,), "d": (1,)}
+SHAPES = {"a": (2, 3), "b": (3,), "c": (4,), "d": (1,)} | {f"f.{i}": (2,) for i in range(3)}
 
 
 def declared(*groups, lr=1e-3):
@@ -129,7 +131,12 @@ def test_one_group_is_the_other_whatever_they_are_called(tmp_path):
         (
             [(["a", "b"], {}), (["c"], {})],
             [(["a", "b", "c"], {"name": "all"})],
-            "'all' is several groups in the checkpoint, which has: (lr=1.0,",
+            "'all' could be any of several groups in the checkpoint, which has: (lr=1.0,",
+        ),
+        (
+            [(["a"], {}), (["b"], {})],
+            [(["a"], {"name": "x"}), (["b"], {"name": "y"})],
+            "that it was saved with (without 'name', which those have not), load",
         ),
     ],
 )
@@ -137,6 +144,147 @@ def test_a_group_that_is_not_there(tmp_path, before, after, told):
     saved(tmp_path, *before)
     with pytest.raises(MismatchError, match=re.escape(told)):
         reloaded(tmp_path, *after)
+
+
+def test_groups_that_have_names_are_known_by_them_alone(tmp_path):
+    saved(tmp_path, (["a"], {"name": "x", "lr_mult": 1.0}), (["b"], {"name": "y", "lr_mult": 1.0}))
+    assert reloaded(
+        tmp_path, (["b"], {"name": "y", "lr_mult": 0.5}), (["a"], {"name": "x", "lr_mult": 1.0})
+    ) == [2, 1]
+
+
+def test_tensors_of_a_group_that_is_split_are_not_shared(tmp_path):
+    _, state = declared((["a", "b"], {"lr": torch.tensor(1.0)}), (["c"], {"lr": torch.tensor(2.0)}))
+    megackpt.save(state(), tmp_path)
+    optimizer, state = declared((["a"], {}), (["b"], {}), (["c"], {}))
+    optimizer.load_state_dict(megackpt.load(state(), tmp_path)["optimizer"])
+    optimizer.param_groups[0]["lr"].fill_(7.0)
+    assert [group["lr"].item() for group in optimizer.param_groups] == [7, 1, 2]
+
+
+def test_groups_that_were_alike_may_be_one(tmp_path, caplog):
+    for directory, rates in ((tmp_path / "1", (0.01, 0.01)), (tmp_path / "2", (0.01, 0.01004))):
+        groups = [([name], {"lr": torch.tensor(rate)}) for name, rate in zip("ab", rates, strict=True)]
+        _, state = declared(*groups, (["c"], {"lr": torch.tensor(2.0)}))
+        megackpt.save(state(), directory)
+    with caplog.at_level(logging.WARNING):
+        assert reloaded(tmp_path / "1", (["c"], {}), (["a", "b"], {})) == [2, torch.tensor(0.01)]
+    assert not caplog.text
+    with pytest.raises(MismatchError, match="'a', 'b' is several groups in the checkpoint"):
+        reloaded(tmp_path / "2", (["c"], {}), (["a", "b"], {}))
+
+
+def test_two_optimizers_of_equal_names_under_prefixes(tmp_path):
+    def state(*orders):
+        states = {}
+        for prefix, order in zip(("first.", "second."), orders, strict=True):
+            rates = {"a": 1.0, "b": 2.0} if prefix == "first." else {"a": 3.0, "b": 4.0}
+            _, own = declared(*(([name], {"lr": rates[name]}) for name in order))
+            states[prefix] = own()
+            add_prefix_for_sharding(states[prefix], prefix)
+        return states
+
+    megackpt.save(state("ab", "ba"), tmp_path)
+    loaded = megackpt.load(state("ba", "ab"), tmp_path)
+    rates = [[group["lr"] for group in own["optimizer"]["param_groups"]] for own in loaded.values()]
+    assert rates == [[2, 1], [3, 4]]
+
+
+def test_parameters_of_several_groups_are_not_fused(tmp_path):
+    saved(tmp_path, (["f.0", "f.1"], {}), (["f.2"], {}), (["c"], {}))
+
+    def build(key, x, replica_id, _):
+        return [ShardedTensor.from_rank_offsets(f"{key}.{i}", x[i], replica_id=replica_id) for i in range(3)]
+
+    params = [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(4))]
+    optimizer = torch.optim.SGD({"params": [p]} for p in params)
+    shards = [
+        ShardedTensorFactory("f", params[0], build, list),
+        ShardedTensor.from_rank_offsets("c", params[1]),
+    ]
+    state = optim_state_to_sharding_state(optimizer.state_dict(), dict(enumerate(shards)))
+    with pytest.raises(
+        MismatchError, match="the group of parameters 'f' is several groups in the checkpoint"
+    ):
+        megackpt.load({"optimizer": state}, tmp_path)
+
+
+RATES = {"a": 1.0, "b": 2.0, "c": 3.0}
+
+
+def staged(group, order, directory, *, act=megackpt.save, rates=RATES, names=False, own=("a", "bc")):
+    """An optimizer of which stages have different parameters: saved; or loaded: its rates then, and its next save."""
+    mine = [name for name in order if name in own[group.rank]]
+    params = {name: nn.Parameter(torch.zeros(4)) for name in mine}
+    optimizer = torch.optim.SGD(
+        {"params": [params[n]] if n in mine else [], "lr": rates[n]} | ({"name": n} if names else {})
+        for n in order
+    )
+    shards = {i: ShardedTensor.from_rank_offsets(name, params[name]) for i, name in enumerate(mine)}
+
+    def done(act, directory):
+        state = {"o": optim_state_to_sharding_state(optimizer.state_dict(), shards)}
+        return act(state, directory, process_group=group)
+
+    loaded = done(act, directory)
+    if loaded is None:
+        return None
+    optimizer.load_state_dict(loaded["o"])
+    return [found["lr"] for found in optimizer.param_groups], partial(done, megackpt.save)
+
+
+@pytest.mark.parametrize(("order", "names"), [("abc", False), ("abc", True), ("acb", True), ("cab", True)])
+def test_groups_of_other_stages_through_two_generations(tmp_path, order, names):
+    nothing = dict.fromkeys("abc", 9.0)
+
+    def generations(group):
+        staged(group, "abc", tmp_path / "1", names=names)
+        _, again = staged(group, order, tmp_path / "1", act=megackpt.load, rates=nothing, names=names)
+        again(tmp_path / "2")
+        return staged(group, order, tmp_path / "2", act=megackpt.load, rates=nothing, names=names)[0]
+
+    assert ThreadedGroup.run(2, generations) == [[RATES[name] for name in order]] * 2
+
+
+def test_a_wrong_guess_is_not_saved(tmp_path, caplog):
+    """Rank 0 cannot tell which of the groups that it has no parameter of is which."""
+
+    def generations(group):
+        staged(group, "abc", tmp_path / "1")
+        rates, again = staged(group, "acb", tmp_path / "1", act=megackpt.load)
+        assert group.rank == 0 or rates == [1, 3, 2]
+        again(tmp_path / "2")
+
+    with pytest.raises(
+        ShardingError, match=r"\['lr'\] is 3\.0 on rank 1, 2\.0 on rank 0; .*in the order of the checkpoint"
+    ):
+        ThreadedGroup.run(2, generations)
+    assert "of 2 groups without a parameter on this rank nothing tells which they were" in caplog.text
+
+
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("orders", [("a", "bc"), ("a", "b"), ("ab", "b"), ("b", "ab")])
+def test_stages_with_other_groups_are_refused_at_every_save(tmp_path, orders, names):
+    def save(group):
+        staged(group, "ab", tmp_path, names=names, own=("a", "b"))  # whose plan could be used again
+        staged(group, orders[group.rank], tmp_path, names=names, own=orders)
+
+    with pytest.raises(
+        ShardingError, match="of the same groups on all ranks, also of those without a parameter there"
+    ):
+        ThreadedGroup.run(2, save)
+    assert [group["lr"] for group in megackpt.load_common_state_dict(tmp_path)["o"]["param_groups"]] == [1, 2]
+
+
+def test_a_rate_that_one_rank_changed_is_heard_where_a_plan_is_used_again(tmp_path):
+    def save(group):
+        rates = dict(RATES)
+        for step in range(3):
+            rates["b"] = 5.0 + step if step < 2 or group.rank else 0.0
+            staged(group, "ab", tmp_path, rates=rates, own=("a", "b"))
+
+    with pytest.raises(ShardingError, match=r"\[1\]\['lr'\] is 7\.0 on rank 1, 0\.0 on rank 0"):
+        ThreadedGroup.run(2, save)
 
 
 def test_a_group_that_is_gone(tmp_path, caplog):
