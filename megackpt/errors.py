@@ -1,4 +1,4 @@
-"""Every exception that megackpt raises on purpose, and nothing else.
+"""Every exception that megackpt raises on purpose, and how their texts tell of many things.
 
 CheckpointingException              the root; the name that users of Megatron-Core know
 ├── ShardingError                   the declaration is wrong (a caller's mistake)
@@ -19,7 +19,7 @@ CheckpointingException              the root; the name that users of Megatron-Co
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class CheckpointingException(Exception):
@@ -86,3 +86,9 @@ class RankFailure(CheckpointingException):
 
 class RankLost(RankFailure):
     """Ranks did not answer in time, or are gone. What they still do to the disk, nobody knows."""
+
+
+def some(items: Sequence[object], shown: int = 20, between: str = "; ", others: str = "more") -> str:
+    """The first of these in words, and how many others there are."""
+    told = [str(item) for item in items[:shown]]
+    return between.join([*told, f"and {len(items) - shown} {others}"] if len(items) > shown else told)
