@@ -93,35 +93,21 @@ class BFloat16(_Float, HasEndianness):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Float8E4M3FN(_Float):
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e4m3fn))
-    _zarr_v3_name = "float8_e4m3fn"
+def _float8(name: str) -> type[_Float]:
+    """The class for one of them: ``Float8E5M2`` for "float8_e5m2"."""
+    members = {
+        "__module__": __name__,
+        "dtype_cls": type(np.dtype(getattr(ml_dtypes, name))),
+        "_zarr_v3_name": name,
+    }
+    return type(f"Float8{name.removeprefix('float8_').upper()}", (_Float,), members)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Float8E4M3FNUZ(_Float):
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e4m3fnuz))
-    _zarr_v3_name = "float8_e4m3fnuz"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8E5M2(_Float):
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2))
-    _zarr_v3_name = "float8_e5m2"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8E5M2FNUZ(_Float):
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e5m2fnuz))
-    _zarr_v3_name = "float8_e5m2fnuz"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8E8M0FNU(_Float):
-    dtype_cls = type(np.dtype(ml_dtypes.float8_e8m0fnu))
-    _zarr_v3_name = "float8_e8m0fnu"
-
+Float8E4M3FN = _float8("float8_e4m3fn")
+Float8E4M3FNUZ = _float8("float8_e4m3fnuz")
+Float8E5M2 = _float8("float8_e5m2")
+Float8E5M2FNUZ = _float8("float8_e5m2fnuz")
+Float8E8M0FNU = _float8("float8_e8m0fnu")
 
 for _kind in (BFloat16, Float8E4M3FN, Float8E4M3FNUZ, Float8E5M2, Float8E5M2FNUZ, Float8E8M0FNU):
     data_type_registry.register(_kind._zarr_v3_name, _kind)

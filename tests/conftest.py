@@ -64,7 +64,9 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Names of files that are no text stand in logs, and xdist's workers can only send text."""
     report = yield
-    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
     return report
 
 

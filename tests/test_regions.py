@@ -11,8 +11,9 @@ import torch
 import megackpt
 from megackpt import ShardedObject, ShardedTensor, objects
 from megackpt.checkpoint import open_checkpoint
-from megackpt.checkpoint.regions import Regions, carried
+from megackpt.checkpoint.regions import Regions
 from megackpt.planning.box import Box
+from megackpt.planning.manifest import carried_dtype
 from megackpt.runtime.staging import host_array
 
 GOLDEN = Path(__file__).parent / "golden" / "mcore-0.16.1-tp2pp1dp2"
@@ -30,7 +31,7 @@ def test_every_tensor_of_a_golden_in_regions() -> None:
     found = regions.arrays([(numbers[key], box) for key, box in wanted])
     for (key, box), array in zip(wanted, found, strict=True):
         expected = host_array(tensors[key])[(*box.slices(), ...)]
-        assert array.dtype == carried(tensors[key].element_size())
+        assert array.dtype == carried_dtype(tensors[key].element_size())
         assert array.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 

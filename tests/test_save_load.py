@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from fractions import Fraction
@@ -449,7 +450,7 @@ def test_unexpected_keys_are_logged(simple: Path, strict: Any, caplog: pytest.Lo
 
 def test_unexpected_and_missing_keys_are_returned(simple: Path) -> None:
     state, missing, unexpected = megackpt.load(asking("a", "c"), simple, strict=StrictHandling.RETURN_ALL)
-    assert (set(state), missing, unexpected) == ({"a"}, {"b", "o/shard_0_1"}, {"c"})
+    assert (set(state), missing, unexpected) == ({"a"}, {"b", "o"}, {"c"})
     state, missing, unexpected = megackpt.load(asking("a", "c"), simple, strict="return_unexpected")
     assert (set(state), missing, unexpected) == ({"a"}, set(), {"c"})
 
@@ -582,6 +583,25 @@ def test_only_rank_zeros_common_state_is_stored_and_differences_are_told(
         "[(('rank',), <class 'int'>, <class 'int'>)]"
     )
     assert [r.message for r in caplog.records if "common state" in r.message] == [expected]
+
+
+class OfRankZero:
+    def __getstate__(self) -> int:
+        return 1
+
+    def __setstate__(self, _: object) -> None:
+        if threading.current_thread().name == "rank 1":
+            raise LookupError("not on this rank")
+
+
+def test_a_common_state_that_one_rank_cannot_make_anew_is_its_failure_on_all(tmp_path: Path) -> None:
+    def run(group: ThreadedGroup) -> None:
+        state = {"x": OfRankZero() if group.rank == 0 else 1}
+        megackpt.save(state, tmp_path, process_group=group)
+
+    for error in ThreadedGroup.outcomes(2, run):
+        assert isinstance(error, megackpt.RankFailure)
+        assert "rank 1: LookupError: not on this rank" in str(error)
 
 
 def test_views_in_the_common_state_are_stored_at_their_own_size(tmp_path: Path) -> None:

@@ -5,11 +5,14 @@ python tools/reference.py [build/reference]
 
 from __future__ import annotations
 
+import ast
 import sys
 import typing
 import warnings
 from importlib import import_module
+from inspect import getsource
 from pathlib import Path
+from types import ModuleType
 
 import pdoc
 import pdoc.render
@@ -22,19 +25,36 @@ PUBLIC = (
     "megackpt.adapters.huggingface",
     "megackpt.adapters.modules",
     "megackpt.adapters.optimizer",
+    "megackpt.adapters.position",
     "megackpt.backends.base",
+    "megackpt.backends.ranges",
+    "megackpt.backends.safetensors",
+    "megackpt.checkpoint",
+    "megackpt.converter",
     "megackpt.dcp",
     "megackpt.errors",
     "megackpt.manager",
     "megackpt.megatron.installing",
+    "megackpt.planning.box",
+    "megackpt.planning.load_plan",
+    "megackpt.planning.manifest",
+    "megackpt.planning.save_plan",
+    "megackpt.report",
+    "megackpt.runtime.storage",
+    "megackpt.sharded",
+    "megackpt.strategies",
     "megackpt.testing",
+    "megackpt.tree",
+    "megackpt.zarr_dtypes",
 )
 
 
 def main() -> int:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/reference")
     for module in map(import_module, PUBLIC):
-        found = {name: getattr(module, name) for name in getattr(module, "__all__", ())}
+        if passed_on := names_passed_on(module):
+            vars(module).setdefault("__all__", [*passed_on])
+        found = {name: getattr(module, name) for name in getattr(module, "__all__", dir(module))}
         vars(module).update(found)  # those, too, that are fetched on first use
         for made in found.values():
             if isinstance(made, type) and issubclass(made, tuple):  # its own module knows its annotations
@@ -44,6 +64,8 @@ def main() -> int:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        shadowed = ".*'function' object is not subscriptable"  # by a method called list
+        warnings.filterwarnings("ignore", shadowed, UserWarning)
         pdoc.pdoc(*PUBLIC, output_directory=folder)
     bare = [f"{name}.{member}" for name in PUBLIC for member in undocumented(name)]
     if bare:
@@ -52,6 +74,12 @@ def main() -> int:
     pages = len(list(folder.rglob("*.html")))
     print(f"{folder}/index.html: {pages} pages")
     return 0
+
+
+def names_passed_on(module: ModuleType) -> list[str]:
+    """What a door has of its room: ``import name as name``."""
+    imports = (node for node in ast.parse(getsource(module)).body if isinstance(node, ast.ImportFrom))
+    return [name.name for node in imports for name in node.names if name.name == name.asname]
 
 
 def undocumented(name: str) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from megackpt.sharded import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megackpt.sharded.storable import is_distributed
 
 Run = tuple[int, int]  # start and length, along one axis of the whole tensor
 
@@ -75,6 +77,7 @@ def sharded(
         listed = listed or isinstance(branch, list)
         for name, leaf in list(tree.items(branch)):
             key = f"{above}{name}"
+            grouped = listed or str(name).startswith("param_groups.")  # flatten_optimizer_state_dict's
             if tree.is_branch(leaf) and not _is_value(leaf):
                 todo.append((f"{key}.", leaf, listed))
             elif isinstance(leaf, DTensor):
@@ -82,7 +85,9 @@ def sharded(
                 if mesh not in copies:
                     copies[mesh] = 0 if holders[0] in mesh.mesh else copy
                 branch[name] = ShardedDTensor(key, leaf, (copies[mesh], _copy(leaf)))
-            elif replicated == "tensors" and listed and isinstance(leaf, torch.Tensor) and not leaf.dim():
+            elif is_distributed(leaf):
+                continue  # FSDP1's: refused where it is met, with the way
+            elif replicated == "tensors" and grouped and isinstance(leaf, torch.Tensor) and not leaf.dim():
                 continue  # a learning rate, say, which is a number in the next run
             elif isinstance(leaf, torch.Tensor) and replicated != "nothing":
                 branch[name] = ShardedTensor.from_rank_offsets(key, leaf, replica_id=copy)
@@ -210,24 +215,34 @@ def runs(
     As torch lays it out: the dimensions of the mesh cut one after the other (in ``order``), each what those before it
     have left, into pieces of one size with the smaller one and the empty ones at the end; a strided shard is one piece
     of each of ``split_factor`` such pieces. Raises ShardingError for placements that are no place.
+
+    Where each dimension's factor is what the later ones cut an axis into, they have cut it first, as FSDP2 cuts what
+    tensor parallelism has left on each rank. It comes to the same in pieces of one size alone.
     """
     if len(placements) != len(mesh):
         raise ShardingError(f"{placements} are not one placement for each dimension of a mesh of {mesh}")
-    axes = [[(0, size)] for size in shape]
+    cuts: list[list[tuple[int, int]]] = [[] for _ in shape]  # of each axis: dimensions, and factors
     for dim in order or range(len(mesh)):
-        count, number, placement = mesh[dim], place[dim], placements[dim]
+        placement = placements[dim]
         if isinstance(placement, (Shard, _StridedShard)):
             if not 0 <= placement.dim < len(shape):
                 raise ShardingError(
                     f"it is {placement!r} over dimension {dim} of its mesh: a tensor of shape {shape} lacks this axis"
                 )
-            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            axes[placement.dim] = _cut(axes[placement.dim], factor, count, number)
+            cuts[placement.dim].append((dim, int(getattr(placement, "split_factor", 1))))
         elif not isinstance(placement, Replicate):
             raise ShardingError(
                 f"it is {placement!r} over dimension {dim} of its mesh: what ranks hold of it are not yet its values. "
                 "Redistribute it first: tensor.redistribute(placements=...), with Shard or Replicate there"
             )
+    axes = []
+    for size, parts in zip(shape, cuts, strict=True):
+        if all(factor == prod(mesh[dim] for dim, _ in parts[i:]) for i, (_, factor) in enumerate(parts, 1)):
+            parts = [(dim, 1) for dim, _ in reversed(parts)]
+        held = [(0, size)]
+        for dim, factor in parts:
+            held = _cut(held, factor, mesh[dim], place[dim])
+        axes.append(held)
     return axes
 
 

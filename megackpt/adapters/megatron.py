@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import copy
 from dataclasses import MISSING, fields, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
+from megackpt import tree
 from megackpt.adapters.flat_ranges import check_flat_range, flattened
 from megackpt.errors import ShardingError
-from megackpt.sharded import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from megackpt.sharded import (
+    LocalNonpersistentObject,
+    ReplicaId,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -25,8 +33,8 @@ _OURS: dict[str, Any] = {kind.__name__: kind for kind in (ShardedTensor, Sharded
 def native(leaf: Any) -> Any:
     """One of Megatron's declarations as one of ours, of the same tensor or object; any other leaf as it is.
 
-    What a factory builds is left as it is. A flattened one, as up to 0.15 optimizers declare, becomes a factory of
-    the boxes that it fills.
+    What a factory builds becomes ours when it is built. A flattened tensor, as up to 0.15 optimizers declare, becomes
+    a factory of the boxes that it fills.
     Raises ShardingError for a class that lacks fields which ours cannot do without, and for impossible ranges.
     """
     kind: Any = type(leaf)
@@ -50,10 +58,23 @@ def _translation(kind: type) -> Callable[[Any], Any] | None:
 
     def translate(leaf: Any) -> Any:
         shard = ours(**dict(zip(names, values(leaf), strict=True)))
+        if ours is ShardedTensorFactory:
+            shard.build_fn = _asking(leaf)
         flat = ours is ShardedTensor and shard.flattened_range is not None
         return _unflattened(shard) if flat else shard
 
     return translate
+
+
+def _asking(factory: Any) -> Callable[..., Any]:
+    """The ``build_fn`` that asks the factory itself, whose class may have a ``build`` of its own, for ours."""
+
+    def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+        asked = copy(factory)
+        vars(asked).update(key=key, data=data, replica_id=replica_id, flattened_range=flattened_range)
+        return tree.dict_list_map_outplace(native, asked.build())
+
+    return build
 
 
 def _fields(theirs: type, ours: type) -> list[str]:

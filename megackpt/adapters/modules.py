@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from megackpt import tree
 from megackpt.errors import ShardingError
-from megackpt.sharded import ReplicaId, ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
+from megackpt.sharded import (
+    ReplicaId,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    is_declared,
+)
 
 RankOffset = tuple[int, int, int]  # axis (prepended ones count), rank, fragments
 
@@ -297,11 +304,9 @@ def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _declared(sharded_state_dict: Any) -> list[ShardedBase]:
-    """Each ShardedBase in it, once, even where it stands in several places."""
-    found = {
-        id(leaf): leaf for leaf in tree.nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase)
-    }
-    return list(found.values())
+    """Each ShardedBase in it, Megatron's own among them, once, even where it stands in several places."""
+    leaves = tree.nested_values(sharded_state_dict)
+    return list({id(leaf): leaf for leaf in leaves if is_declared(leaf, ShardedBase)}.values())
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:

@@ -97,6 +97,7 @@ def make_sharded_optimizer_tensor(
 
     Raises ShardingError if the shapes differ.
     """
+    model_param = native(model_param)
     key = f"{prefix}.{model_param.key}"
     shape = param_shape(model_param)
     if tuple(optim_param.shape) != shape:
@@ -143,7 +144,8 @@ def optim_state_to_sharding_state(
     another shape whose parameter is cut: nobody could say how to cut it.
     """
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
-    params, ranges = id_to_sharded_param_map, flat_ranges or {}
+    params: dict[int, ShardedParam] = {number: native(p) for number, p in id_to_sharded_param_map.items()}
+    ranges = flat_ranges or {}
     state: dict[Any, dict[str, Any]] = {}
     for number, values in optim_state_dict["state"].items():
         if number not in params:

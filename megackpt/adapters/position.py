@@ -6,7 +6,7 @@ were is kept. The order of a pass is arithmetic of our own: no release of torch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
 from operator import index
@@ -36,32 +36,33 @@ class DataPosition:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Numbers of numpy's and of torch's become plain ones: only those mean the same when they are loaded."""
-        try:
-            object.__setattr__(self, name, None if value is None else index(value))
-        except TypeError as error:
-            raise ShardingError(f"{name} of a data position is a whole number, not {value!r}") from error
+        object.__setattr__(self, name, None if value is None else _whole(name, value))
 
-    def batches(self, batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> Iterator[list[int]]:
-        """The indices of this rank's batches from here on, without an end: a DataLoader's ``batch_sampler``.
+    def batches(self, batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> Iterable[list[int]]:
+        """The indices of this rank's batches, without an end: a DataLoader's ``batch_sampler``.
 
-        ``batch_size`` samples a rank and step. Batches go on into the next pass, so none is short. What is consumed
-        later moves nothing here. Raises ShardingError for a rank or a size that cannot be.
+        ``batch_size`` samples a rank and step. Batches go on into the next pass, so none is short. Each iterator begins
+        where the run stands when it is made, whatever those before it had drawn; what is consumed later does not move
+        it. Raises ShardingError for a rank or a size that cannot be.
         """
+        batch_size, dp_rank = _whole("batch_size", batch_size), _whole("dp_rank", dp_rank)
+        dp_size = _whole("dp_size", dp_size)
         if self.samples < 1 or self.consumed_samples < 0 or batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ShardingError(
                 f"rank {dp_rank} of {dp_size} cannot read batches of {batch_size} from {self}: ranks count from 0, "
                 "and there must be samples to read"
             )
-        starts = count(self.consumed_samples + dp_rank * batch_size, batch_size * dp_size)
-        return (self._indices(start, batch_size) for start in starts)
+        return _Batches(self, batch_size, dp_rank, dp_size)
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. Raises MismatchError where the row is another one: samples would be lost or repeated."""
-        mine, consumed = self.state_dict(), state.get("consumed_samples")
-        wrong = [name for name in ("samples", "seed") if state.get(name) != mine[name]]
+        given: object = state  # callers without a type checker give anything
+        there = given if isinstance(given, Mapping) else {}
+        mine, consumed = self.state_dict(), there.get("consumed_samples")
+        wrong = [name for name in ("samples", "seed") if name not in there or there[name] != mine[name]]
         if wrong or not isinstance(consumed, SupportsIndex) or index(consumed) < 0:
             raise MismatchError(
                 f"no run with {mine} can go on from data position {state}, which is in another row of samples "
@@ -70,12 +71,34 @@ class DataPosition:
             )
         self.consumed_samples = index(consumed)
 
-    def _indices(self, start: int, size: int) -> list[int]:
+    def indices(self, start: int, size: int) -> list[int]:
+        """The samples at so many places of the row."""
         passes, places = np.divmod(np.arange(start, start + size, dtype=np.uint64), np.uint64(self.samples))
         if self.seed is not None:
             places = _shuffled(places, self.samples, np.uint64(self.seed % 2**64), passes)
         indices: list[int] = places.tolist()
         return indices
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """One rank's batches from where the run stands: a loader that is left early, or reads ahead, loses none."""
+
+    position: DataPosition
+    size: int
+    rank: int
+    ranks: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        starts = count(self.position.consumed_samples + self.rank * self.size, self.size * self.ranks)
+        return (self.position.indices(start, self.size) for start in starts)
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return index(value)
+    except TypeError as error:
+        raise ShardingError(f"{name} of a data position is a whole number, not {value!r}") from error
 
 
 def _shuffled(

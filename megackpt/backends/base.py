@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -27,6 +27,8 @@ from megackpt.planning.save_plan import SavePolicy, plan_again, plan_save, tiled
 from megackpt.runtime.storage import Storage
 
 CONFIG = "metadata.json"
+THREADS = 2
+"""With which a rank reads, or writes: a host has several ranks."""
 
 
 class Source(Protocol):
@@ -55,6 +57,23 @@ class Target(Protocol):
 
     def blob(self, target: int, data: bytes) -> None:
         """The bytes of an object."""
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """A Target that gets objects in another form: what ``change`` makes of a row and its blob."""
+
+    into: Target
+    change: Callable[[int, bytes], bytes]
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:
+        return self.into.open(target, box)
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
+        self.into.close(target, box, filled)
+
+    def blob(self, target: int, data: bytes) -> None:
+        self.into.blob(target, self.change(target, data))
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +243,10 @@ class Backend(ABC):
         With ``verify`` whole digest blocks are read and checked where the manifest has digests. Raises
         CorruptCheckpoint naming key, box, file and block.
         """
+
+    def notes(self, root: Storage) -> Mapping[str, Any]:  # noqa: ARG002
+        """What stands in the place of a common state, where none is stored: what authors of files noted in them."""
+        return {}
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:  # noqa: ARG002
         """What is wrong with a checkpoint that has no digests, by the format's own checksums; None: it has none."""

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megackpt.backends.base import Source
-from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.backends.base import THREADS, Source
+from megackpt.errors import BackendError, CorruptCheckpoint, some
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.coverage import shapes_table
 from megackpt.planning.manifest import (
@@ -35,11 +35,9 @@ from megackpt.planning.manifest import (
 )
 from megackpt.runtime.storage import FileUpdater, Storage, digest_blocks
 
-THREADS = 2
 WINDOW = 8 << 20
 """Bytes that one thread reads at a time: whole digest blocks."""
 _RUNS = 1 << 16  # places of runs that are worked out at once
-_TOLD = 20
 
 
 @dataclass(frozen=True)
@@ -182,9 +180,8 @@ def gathered(manifest: Manifest, places: Mapping[str, Location]) -> tuple[Manife
 
 def _refuse_holes(keys: list[str]) -> None:
     if keys:
-        more = f" and {len(keys) - _TOLD} more" if len(keys) > _TOLD else ""
-        told = ", ".join(map(repr, keys[:_TOLD]))
-        raise BackendError(f"this format keeps whole tensors, and no rank wrote parts of {told}{more}")
+        told = some([repr(key) for key in keys], between=", ")
+        raise BackendError(f"this format keeps whole tensors, and no rank wrote parts of {told}")
 
 
 def surveyed(

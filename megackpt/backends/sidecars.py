@@ -21,15 +21,15 @@ import xxhash
 from megackpt.backends.base import CONFIG
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
-from megackpt.planning.manifest import COMMON_KEY, OBJECT, Location, TensorEntry, TensorMeta
+from megackpt.planning.manifest import COMMON, OBJECT, Location, TensorEntry, TensorMeta
 from megackpt.runtime.storage import Batch, Storage, digest_blocks
 
-COMMON = "common.pt"
+COMMON_FILE = "common.pt"
 OBJECTS = ".objects"
 """The folder of an object's shards: the encoded key with this at its end, as no other name has."""
 
 _KEY = "key"
-_RESERVED = frozenset(("zarr.json", COMMON, CONFIG, "megackpt.index"))
+_RESERVED = frozenset(("zarr.json", COMMON_FILE, CONFIG, "megackpt.index"))
 _LONGEST = 200  # file systems take 255 bytes, of which endings and temporary names need some
 _KEPT = 150  # what remains of a longer name, for people to read
 _SHORTENED = "%~"  # followed by a hash; "%" is otherwise followed by two hexadecimal digits
@@ -69,13 +69,13 @@ def _escape(text: str) -> str:
 
 def folder(entry: TensorEntry) -> str:
     """The name in the root under which all shards of this object (or the common state) are kept."""
-    return COMMON if entry.is_common else encode_key(entry.key) + OBJECTS
+    return COMMON_FILE if entry.is_common else encode_key(entry.key) + OBJECTS
 
 
 def shard_file(entry: TensorEntry, box: Box) -> str:
     """The file of one shard of an object: its offset, then the global shape."""
     if entry.is_common:
-        return COMMON
+        return COMMON_FILE
     offset, shape = (".".join(map(str, numbers)) for numbers in (box.offset, entry.meta.shape))
     return f"{folder(entry)}/shard_{offset}_{shape}.pt"
 
@@ -121,11 +121,10 @@ def objects_in(root: Storage) -> Iterator[Sidecar]:
     """The objects beside the tensors. Raises CorruptCheckpoint for folders that are no object's."""
     for name in root.list():
         size = root.size(name)
-        if name == COMMON:
+        if name == COMMON_FILE:
             if size is None:
                 raise CorruptCheckpoint(f"{root.location}/{name} is no regular file (a link, a folder)")
-            entry = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
-            yield Sidecar(entry, Box((), ()), Location(name, 0, size))
+            yield Sidecar(COMMON, Box((), ()), Location(name, 0, size))
         elif name.endswith(OBJECTS) and size is None:
             yield from _shards_in(root, name)
 

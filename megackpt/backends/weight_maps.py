@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megackpt.errors import CorruptCheckpoint
+from megackpt.errors import CorruptCheckpoint, some
 from megackpt.runtime.storage import Storage, unsafe_names
 
 ENDING = ".index.json"
 LIMIT = 100_000_000
 """Bytes that an index may have."""
-_TOLD = 20
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def read(root: Storage, name: str) -> dict[str, str]:
     if unsafe := unsafe_names(files):
         raise CorruptCheckpoint(f"{where} names the file {unsafe[0]!r}, which leads out of the directory")
     if missing := [file for file in files if root.size(file) is None]:
-        raise CorruptCheckpoint(f"{where} names files that are not there: {', '.join(missing[:_TOLD])}")
+        raise CorruptCheckpoint(f"{where} names files that are not there: {some(missing, between=', ')}")
     return told
 
 
@@ -59,5 +58,4 @@ def check(where: str, told: Mapping[str, str], found: Iterable[tuple[str, str]])
             problems.append(f"{key!r} is in {file}, and the weight_map says {told.get(key, 'nothing of it')}")
     problems += [f"{key!r} is not in {file}" for key, file in told.items() if key not in held]
     if problems:
-        more = f"; and {len(problems) - _TOLD} more" if len(problems) > _TOLD else ""
-        raise CorruptCheckpoint(f"{where} disagrees with its files: {'; '.join(problems[:_TOLD])}{more}")
+        raise CorruptCheckpoint(f"{where} disagrees with its files: {some(problems)}")

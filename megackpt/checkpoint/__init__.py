@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from megackpt.checkpoint.committing import begin, place_of
-from megackpt.checkpoint.index import INDEX, decode_index, encode_index
-from megackpt.checkpoint.opening import (
-    Opened,
-    absolute,
-    as_read_by,
-    backend_of,
-    find_storage,
-    open_checkpoint,
-    open_same,
+from megackpt.checkpoint.committing import begin as begin, place_of as place_of
+from megackpt.checkpoint.index import (
+    INDEX as INDEX,
+    decode_index as decode_index,
+    encode_index as encode_index,
 )
-from megackpt.checkpoint.place import Place, commit
-from megackpt.checkpoint.removing import clear, remove
-from megackpt.checkpoint.verifying import Report, verify
-
-__all__ = [
-    "INDEX",
-    "Opened",
-    "Place",
-    "Report",
-    "absolute",
-    "as_read_by",
-    "backend_of",
-    "begin",
-    "clear",
-    "commit",
-    "decode_index",
-    "encode_index",
-    "find_storage",
-    "open_checkpoint",
-    "open_same",
-    "place_of",
-    "remove",
-    "verify",
-]
+from megackpt.checkpoint.opening import (
+    Opened as Opened,
+    absolute as absolute,
+    as_read_by as as_read_by,
+    backend_of as backend_of,
+    find_storage as find_storage,
+    open_checkpoint as open_checkpoint,
+    open_same as open_same,
+)
+from megackpt.checkpoint.place import Place as Place, commit as commit
+from megackpt.checkpoint.removing import clear as clear, remove as remove
+from megackpt.checkpoint.verifying import Report as Report, verify as verify

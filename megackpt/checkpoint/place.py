@@ -10,12 +10,10 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint.finishing import finished
 from megackpt.checkpoint.opening import shortfalls
 from megackpt.checkpoint.verifying import damage
-from megackpt.errors import CorruptCheckpoint, StorageError
+from megackpt.errors import CorruptCheckpoint, StorageError, some
 from megackpt.planning.cache import Contents
 from megackpt.planning.manifest import Manifest
 from megackpt.runtime.storage import Storage
-
-_NAMED = 5  # missing files that a message names
 
 
 class Place(ABC):
@@ -96,9 +94,8 @@ def _check_files(storage: Storage, manifest: Manifest) -> None:
     """Are the files that the ranks report here, in full?"""
     missing = shortfalls(storage, manifest)
     if missing:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise StorageError(
             f"{len(missing)} of {len(manifest.files)} files that ranks wrote cannot be seen by the "
-            f"coordinator in {storage.location}: {'; '.join(map(str, missing[:_NAMED]))}{more}. "
+            f"coordinator in {storage.location}: {some(missing, 5)}. "
             "Is the directory shared between all hosts?"
         )

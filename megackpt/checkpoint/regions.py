@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 from megackpt.checkpoint.opening import Opened
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import COMMON_KEY, Declaration, Declarations, ShardId, TensorParts
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    Declaration,
+    Declarations,
+    ShardId,
+    TensorParts,
+    carried_dtype,
+)
 
 Region = tuple[int, Box]
 """The number of a tensor in the manifest, and a box of it."""
-
-
-def carried(itemsize: int) -> np.dtype[Any]:
-    """The numpy dtype under which elements of this many bytes travel, whatever they mean (see backends.base.Source)."""
-    return np.dtype("c16" if itemsize == 16 else f"u{itemsize}")
 
 
 class Regions:
@@ -32,9 +34,9 @@ class Regions:
         self._parts = TensorParts(opened.manifest)
 
     def arrays(self, regions: Sequence[Region]) -> list[NDArray[Any]]:
-        """One new array of ``carried`` items for each region. All are held at once: ask for few MiB at a time."""
+        """One new array of ``carried_dtype`` items for each region. All are held at once: ask for few MiB at a time."""
         tensors = self.opened.manifest.tensors
-        found = [np.empty(box.shape, carried(tensors[number].meta.itemsize)) for number, box in regions]
+        found = [np.empty(box.shape, carried_dtype(tensors[number].meta.itemsize)) for number, box in regions]
         self._read(regions, _Landing(found, [box for _, box in regions], {}))
         return found
 

@@ -36,6 +36,7 @@ from megackpt.planning.manifest import (
     Manifest,
     ShardId,
     TensorParts,
+    carried_dtype,
 )
 from megackpt.runtime.storage import FileReader, Storage, digest_blocks
 
@@ -289,7 +290,7 @@ class _Nowhere:
     itemsize: int
 
     def open(self, target: int, box: Box) -> NDArray[Any]:  # noqa: ARG002
-        return np.empty(box.shape, "c16" if self.itemsize == 16 else f"u{self.itemsize}")
+        return np.empty(box.shape, carried_dtype(self.itemsize))
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None: ...
 

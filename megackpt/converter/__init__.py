@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from megackpt.converter.asking import convert, remove_sharded_tensors
-from megackpt.converter.exporting import export_huggingface
-from megackpt.converter.order import Converted
-
-__all__ = ["Converted", "convert", "export_huggingface", "remove_sharded_tensors"]
+from megackpt.converter.asking import convert as convert, remove_sharded_tensors as remove_sharded_tensors
+from megackpt.converter.exporting import export_huggingface as export_huggingface
+from megackpt.converter.order import Converted as Converted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +41,7 @@ def convert(
     progress: Progress | None = None,
     resume: bool = True,
     table: Table | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Converted:
     """Rewrite a checkpoint of any readable format as a checkpoint of another.
 
@@ -67,6 +68,8 @@ def convert(
         progress: called with the bytes done and the bytes in all, every few MiB.
         resume: False = begin anew, and leave nothing behind on failure.
         table: see the source under Hugging Face's names (``as_huggingface``); objects and common state stay behind.
+        beside: small files, name -> content, that come with the checkpoint, in the same step. What bears such a name
+            and is not the same is moved to ``NAME.old``.
 
     Raises:
         NotACheckpoint, CorruptCheckpoint: the source is none, or is damaged.
@@ -82,6 +85,8 @@ def convert(
     _refuse_nested(origin, place)
     lone = LoneFile(place) if is_lone(place, resolve(to).backend) else None
     if lone:
+        if beside:
+            raise BackendError(f"{place} is one file, and others are to stand beside it: name a directory")
         lone.check(overwrite)
         if shards not in (None, 1):
             raise BackendError(f"{place} is one file: leave shards out, or name a directory")
@@ -93,7 +98,8 @@ def convert(
         )  # it needs torch, which workers start faster without
 
         opened = seen_through(table, opened)
-    conversion = Conversion(opened, origin, choice.carried(opened.manifest), backend, tasks, limits)
+    carried = choice.carried(opened.manifest)
+    conversion = Conversion(opened, origin, carried, backend, tasks, limits, beside)
     return lone.run(conversion, overwrite) if lone else conversion.run(place, overwrite)
 
 

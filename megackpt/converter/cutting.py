@@ -12,16 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megackpt.planning.box import Boxes, Int64, regular_grids, runs
+from megackpt.planning.box import Box, Boxes, Int64, cut, regular_grids, runs
 from megackpt.planning.coverage import shapes_table
-from megackpt.planning.manifest import (
-    Declarations,
-    Int32,
-    Manifest,
-    SavePlan,
-    TensorEntry,
-    TensorParts,
-)
+from megackpt.planning.manifest import Declarations, Manifest, SavePlan, TensorEntry, TensorParts
 
 Shape = tuple[int, ...]
 
@@ -101,17 +94,11 @@ def declared(
         cut = atom if contiguous else cuts.get(number, atom)
         boxes.append(_grid(meta.shape, cell_shape(meta.shape, cut, atom, CELL // itemsize)))
         nbytes.append(boxes[-1].volume * meta.itemsize)
-    counts = list(map(len, boxes))
-    total = sum(counts)
-    return Declarations(
+    return Declarations.of_boxes(
         tuple(carried.values()),
-        np.repeat(np.arange(len(carried)), counts).astype(np.int32),
+        np.repeat(np.arange(len(carried)), list(map(len, boxes))).astype(np.int32),
         Boxes.concat(boxes),
-        (0,),
-        np.zeros(total, np.int32),
-        np.zeros(total, np.bool_),
         np.concatenate([np.zeros(0, np.int64), *nbytes]),
-        np.zeros(total, np.int32),
     )
 
 
@@ -141,12 +128,8 @@ def _stored_cells(manifest: Manifest, decoded: Int64) -> tuple[dict[int, Shape],
 
 def _grid(shape: Shape, cell: Shape) -> Boxes:
     """The cells over a tensor of this shape, in C order; one empty box where it has no elements."""
-    if not shape or 0 in shape:
-        return Boxes(np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64).reshape(1, len(shape)))
-    counts = [-(-extent // c) for extent, c in zip(shape, cell, strict=True)]
-    index = np.stack(np.unravel_index(np.arange(math.prod(counts)), counts), axis=1)
-    offset = index.astype(np.int64) * cell
-    return Boxes(offset, np.minimum(cell, shape - offset))
+    whole = Boxes.of([Box.whole(shape)])
+    return whole if 0 in shape else cut(whole, np.array([cell], np.int64), whole.offset)[1]
 
 
 def task_count(total: int) -> int:
@@ -178,27 +161,3 @@ def parts_of(rows: Declarations, tasks: Sequence[Int64]) -> list[Declarations]:
             )
         )
     return parts
-
-
-class Excerpts:
-    """Parts of a manifest: some tensors, with all their chunks and the files that these are in."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._parts = TensorParts(manifest)
-        self._bounds = manifest.chunks.block_bounds
-
-    def of(self, numbers: Sequence[int]) -> Manifest:
-        """The tensors of these numbers, in this order."""
-        whole = self._manifest
-        rows = [self._parts.rows(number) for number in numbers]
-        chunks = whole.chunks.take(np.concatenate([np.zeros(0, np.int64), *rows]), self._bounds)
-        used, file = np.unique(chunks.file, return_inverse=True)
-        tensor: Int32 = np.repeat(np.arange(len(rows)), list(map(len, rows))).astype(np.int32)
-        return replace(
-            whole,
-            tensors=tuple(whole.tensors[number] for number in numbers),
-            grids=tuple(whole.grids[number] for number in numbers),
-            chunks=replace(chunks, tensor=tensor, file=(file - (used[:1] < 0).sum()).astype(np.int32)),
-            files=tuple(whole.files[number] for number in used.tolist() if number >= 0),
-        )

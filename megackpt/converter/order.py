@@ -15,13 +15,13 @@ from megackpt.checkpoint import Opened, Place, begin, commit, encode_index
 from megackpt.checkpoint.committing import completed
 from megackpt.converter.budget import DEFAULT, worker_bytes, workers_within
 from megackpt.converter.crew import run_tasks
-from megackpt.converter.cutting import Excerpts, Task, declared, parts_of, shared_out, task_count
+from megackpt.converter.cutting import Task, declared, parts_of, shared_out, task_count
 from megackpt.converter.journal import JOURNAL, Done, Journal
 from megackpt.converter.working import Assignment, Bench
 from megackpt.errors import RankLost, StorageError
-from megackpt.planning.manifest import Manifest, SavePlan, TensorEntry
+from megackpt.planning.manifest import Manifest, SavePlan, TensorEntry, TensorParts
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.runtime.storage import is_url
+from megackpt.runtime.storage import is_url, root_at
 
 logger = logging.getLogger("megackpt.converter")
 
@@ -77,14 +77,16 @@ class Conversion:
         backend: Backend,
         tasks: int | None,
         limits: Limits,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         self.opened = opened
         self.source = source
         self.backend = backend
         self.limits = limits
-        self.excerpts = Excerpts(opened.manifest)
+        self.beside = beside or {}
+        self.parts = TensorParts(opened.manifest)
         self.numbers = {entry.key: number for number, entry in carried.items()}
-        taken = self.excerpts.of([*carried])
+        taken = self.parts.excerpt([*carried])
         decoded = opened.backend.decoded(taken)
         self.casts = any(opened.manifest.tensors[n].meta != entry.meta for n, entry in carried.items())
         copying = backend.gridded or self.casts
@@ -114,6 +116,7 @@ class Conversion:
             repr(getattr(self.backend, "__dict__", self.backend)),
         ]
         parts = [json.dumps(told).encode(), encode_index(manifest, {})]
+        parts += [part for name, data in sorted(self.beside.items()) for part in (name.encode(), data)]
         parts += [json.dumps(plan.tensors).encode() for plan in self.plans]
         parts += [
             column.tobytes() for p in self.plans for column in (p.tensor, p.boxes.offset, p.boxes.shape)
@@ -140,6 +143,8 @@ class Conversion:
             resumed = sum(self.bytes[number] for number in journal.done)
             self.work(place, journal, resumed)
             results = [journal.done[number].result for number in range(len(self.plans))]
+            if self.beside:
+                self.accompany(place, target)
             commit(place, self.backend, self.manifest.located(results), self.limits.reread)
         except BaseException as error:
             self.end(place, journal, error)
@@ -171,10 +176,23 @@ class Conversion:
         for task in tasks:
             journal.add(bench.perform(task, moved))
 
+    def accompany(self, place: Place, target: str) -> None:
+        """Put the files beside. What stands there alike is left, what is otherwise moved aside, as ever."""
+        there = root_at(target)
+        other = {
+            name.partition("/")[0]
+            for name, data in self.beside.items()
+            if there.size(name) != len(data) or there.get(name) != data
+        }
+        new = {name: data for name, data in self.beside.items() if name.partition("/")[0] in other}
+        place.announce(new)
+        for name, data in new.items():
+            place.storage.put(name, data)
+
     def tasks(self, numbers: list[int]) -> Iterator[Task]:
         for number in numbers:
             plan = self.plans[number]
-            yield Task(number, plan, self.excerpts.of([self.numbers[entry.key] for entry in plan.tensors]))
+            yield Task(number, plan, self.parts.excerpt([self.numbers[entry.key] for entry in plan.tensors]))
 
     def end(self, place: Place, journal: Journal | None, error: BaseException) -> None:
         """Of a run that failed keep what is worth going on with, where the cause may be gone the next time."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from megackpt.errors import MismatchError
+from megackpt.errors import MismatchError, some
 from megackpt.planning.manifest import COMMON_KEY, Manifest, TensorEntry, TensorMeta
 
 logger = logging.getLogger("megackpt.converter")
@@ -25,7 +25,6 @@ CASTS = tuple(sorted({*_FLOATING, *_FLOATING.values()}))
 _SOURCES = frozenset(
     ("float8_e4m3fnuz", "float8_e5m2fnuz", *_FLOATING.values())
 )  # not e8m0: these are scales
-_TOLD = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Choice:
         chosen = {n: e for n, e in enumerate(manifest.tensors) if self._takes(e)}
         keys = [entry.key for entry in manifest.tensors]
         if self.select and all(entry.is_common for entry in chosen.values()):
-            told = ", ".join(map(repr, keys[:_TOLD])) + (", ..." if len(keys) > _TOLD else "")
+            told = some([repr(key) for key in keys], between=", ")
             raise MismatchError(f"nothing is selected by {', '.join(self.select)} (of {told})")
         for pattern in (*self.select, *self.exclude):
             if not any(fnmatchcase(key, pattern) for key in keys):
@@ -155,4 +154,4 @@ def _check_distinct(manifest: Manifest, found: Mapping[int, TensorEntry]) -> Non
         f"{keys[0]!r} would have no name" for key, keys in holders.items() if not key and keys != [""]
     ]
     if problems:
-        raise MismatchError("; ".join(problems[:_TOLD]))
+        raise MismatchError(some(problems))

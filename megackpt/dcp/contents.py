@@ -26,26 +26,24 @@ from megackpt import objects
 from megackpt.backends.base import Finished
 from megackpt.backends.torch_dist import METADATA, TorchDist
 from megackpt.backends.torch_dist.listing import Listed, Listing
-from megackpt.backends.torch_dist.naming import COMMON, LISTED_COMMON, objects_named
+from megackpt.backends.torch_dist.naming import LISTED_COMMON, objects_named
 from megackpt.backends.torch_dist.pickles import Record
 from megackpt.checkpoint import decode_index, encode_index
 from megackpt.dcp.writing import Written
-from megackpt.errors import CheckpointingException, CorruptCheckpoint, CoverageError
-from megackpt.planning.box import Box, Boxes
+from megackpt.errors import CheckpointingException, CorruptCheckpoint, CoverageError, some
+from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
+    COMMON,
     COMMON_KEY,
     DIGEST_SIZE,
     ITEMSIZE,
     OBJECT,
-    Chunks,
     Manifest,
     TensorEntry,
     TensorMeta,
     unique_key,
 )
 from megackpt.runtime.storage import Storage
-
-_TOLD = 5
 
 ChunkName = tuple[str, tuple[int, ...] | None]
 """What DCP knows a chunk by: its tensor's name, and its offset (None: an object)."""
@@ -97,9 +95,8 @@ def manifest_of(
         plain = entry.meta.is_object or place.dtype
         rows.append(_Row(entry, box, rank, place) if plain else _opaque(entry, box, rank, place))
     if unwritten:
-        more = f" and {len(unwritten) - _TOLD} more" if len(unwritten) > _TOLD else ""
         raise CoverageError(
-            f"the planner's metadata lists what no rank has written: {', '.join(unwritten[:_TOLD])}{more}"
+            f"the planner's metadata lists what no rank has written: {some(unwritten, 5, ', ')}"
         )
     if common is not None:
         rows = [row for row in rows if not row.entry.is_common]
@@ -172,17 +169,11 @@ def _opaque(entry: TensorEntry, box: Box, rank: int, place: Written) -> _Row:
 
 def _manifest(rows: Sequence[_Row]) -> Manifest:
     tensors: dict[TensorEntry, int] = {}
-    files: dict[str, int] = {}
-    chunks = Chunks(
-        np.array([tensors.setdefault(row.entry, len(tensors)) for row in rows], np.int32),
-        Boxes.of(row.box for row in rows),
-        np.array([row.writer for row in rows], np.int32),
-        np.array([files.setdefault(row.written.file, len(files)) for row in rows], np.int32),
-        np.array([row.written.start for row in rows], np.int64),
-        np.array([row.written.length for row in rows], np.int64),
-        np.frombuffer(b"".join(row.written.digests for row in rows), np.uint8).reshape(-1, DIGEST_SIZE),
-    )
-    return Manifest(tuple(tensors), (None,) * len(tensors), chunks, tuple(files))
+    located = [(tensors.setdefault(row.entry, len(tensors)), row.box, *row.written[:3]) for row in rows]
+    manifest = Manifest.of(tensors, located)
+    writer = np.array([row.writer for row in rows], np.int32)
+    digests = np.frombuffer(b"".join(row.written.digests for row in rows), np.uint8).reshape(-1, DIGEST_SIZE)
+    return replace(manifest, chunks=replace(manifest.chunks, writer=writer, digests=digests))
 
 
 def table_of(

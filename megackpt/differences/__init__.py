@@ -2,7 +2,10 @@
 ``elements`` is the arithmetic on values.
 """
 
-from megackpt.differences.comparing import Comparison, ObjectDifference, TensorDifference, compare
-from megackpt.differences.elements import Element, Tolerance
-
-__all__ = ["Comparison", "Element", "ObjectDifference", "TensorDifference", "Tolerance", "compare"]
+from megackpt.differences.comparing import (
+    Comparison as Comparison,
+    ObjectDifference as ObjectDifference,
+    TensorDifference as TensorDifference,
+    compare as compare,
+)
+from megackpt.differences.elements import Element as Element, Tolerance as Tolerance

@@ -107,7 +107,7 @@ class Asked:
         strict.check_shapes(declared, manifest, terms.dtype_policy)
         kept = np.flatnonzero(~_left_out(extracted, _bearing(declared, unexpected)))
         wanted = Declarations.merge([declared.take(kept), common_row(manifest, rank)])
-        return cls(extracted, declared, unexpected, kept, wanted)
+        return cls(extracted, declared, strict.keys(unexpected, declared.tensors), kept, wanted)
 
     def told(self, terms: Terms) -> Told:
         everything = StrictHandling.requires_global_app_metadata(terms.strict)
@@ -139,7 +139,7 @@ class Asked:
 
 
 def judge(parts: Sequence[Told], terms: Terms, manifest: Manifest) -> set[str]:
-    """On the coordinator: is everything asked for exactly once? Returns what is stored and nobody asks for."""
+    """On the coordinator: is everything asked for exactly once? Returns the keys that nobody asks for."""
     if terms.validate:
         try:
             coverage.check(Declarations.merge([p.declared for p in parts if p.declared is not None]))
@@ -160,7 +160,7 @@ def judge(parts: Sequence[Told], terms: Terms, manifest: Manifest) -> set[str]:
         raise MismatchError(text)
     if missing and StrictHandling.requires_logging(terms.strict):
         logger.warning("%s", strict.describe((), missing, manifest))
-    return missing
+    return strict.keys(missing, manifest.tensors)
 
 
 def _warn_of_undeclared(extracted: Extracted, manifest: Manifest) -> None:

@@ -29,12 +29,15 @@ CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
 def load_common_state_dict(
     checkpoint_dir: str | Path, *, trusted: Sequence[type] = (), sharded_strategy: StrategyLike = None
 ) -> dict[Any, Any]:
-    """The common state of a checkpoint: all that was not sharded; {} where none is stored."""
+    """The common state of a checkpoint: all that was not sharded; {} where none is stored.
+
+    Of files in which their author noted something (as in the header of safetensors): ``{"__metadata__": notes}``.
+    """
     opened = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy))
     wanted = common_row(opened.manifest)
     reading = Reading(trusted=trusted)
     values = reading.rows(opened.storage, opened.backend, opened.manifest, wanted, [None] * len(wanted))
-    return dict(values[0]) if values else {}
+    return dict(values[0] if values else opened.backend.notes(opened.storage))
 
 
 def load_content_metadata(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megackpt import events
+from megackpt.backends.ranges import octets
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import Declarations
 from megackpt.planning.sharing import Share, Transfers
@@ -83,7 +82,7 @@ class Parcels:
                 yield memoryview(self.landing.blobs[row])
                 continue
             for box in self._pieces(i):
-                yield _octets(np.ascontiguousarray(self.landing.landed(row, box)))
+                yield octets(np.ascontiguousarray(self.landing.landed(row, box)))
 
     def coming(self, rows: Int64) -> Iterator[memoryview]:
         for i in rows.tolist():
@@ -96,7 +95,7 @@ class Parcels:
                 for box in self._pieces(i):
                     place = self.landing.open(row, box)
                     whole = place if place.flags.c_contiguous else np.empty_like(place, order="C")
-                    yield _octets(whole)
+                    yield octets(whole)
                     if whole is not place:
                         place[...] = whole
                     self.landing.close(row, box, place)
@@ -131,8 +130,3 @@ def exchange(
         return away.streams(away.leaving), home.streams(home.coming)
 
     group.exchange("exchange", streams)
-
-
-def _octets(array: NDArray[Any]) -> memoryview:
-    """The memory of a C-contiguous array."""
-    return array.reshape(-1).view(np.uint8).data

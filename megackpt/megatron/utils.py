@@ -17,6 +17,7 @@ from megackpt.sharded import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+    is_declared,
 )
 from megackpt.tree import extract_matching_values
 
@@ -33,7 +34,7 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
 def _extracting(name: str, *kinds: type) -> Callable[[dict[Any, Any] | list[Any]], Split]:
     def extract(sharded_state_dict: dict[Any, Any] | list[Any]) -> Split:
-        return extract_matching_values(sharded_state_dict, lambda leaf: isinstance(leaf, kinds))
+        return extract_matching_values(sharded_state_dict, lambda leaf: is_declared(leaf, *kinds))
 
     extract.__name__ = extract.__qualname__ = name
     extract.__doc__ = f"(the leaves that are a {' or a '.join(k.__name__ for k in kinds)}, the rest)"

@@ -19,13 +19,11 @@ from megackpt.objects import standins
 from megackpt.objects.archive import Archive
 from megackpt.objects.machine import Find, Machine, Persistent, Rule
 from megackpt.objects.shape import check_shape
-from megackpt.objects.standins import StandIn, StandInClass
-from megackpt.objects.wrapping import unwrapped, wrapped
+from megackpt.objects.standins import StandIn as StandIn, StandInClass as StandInClass
+from megackpt.objects.wrapping import unwrapped as unwrapped, wrapped as wrapped
 
 if TYPE_CHECKING:
     import torch  # imported where values are made: those who only look at names and sizes need none
-
-__all__ = ["StandIn", "StandInClass", "dump", "load", "unwrapped", "wrapped"]
 
 _NEVER = frozenset(("os", "posix", "nt", "sys"))
 """Modules from which torch, too, takes nothing, whoever vouches for it."""
@@ -144,10 +142,10 @@ class _Blob:
     def __init__(self, data: bytes, find: Find) -> None:
         self._find = find
         self._storages: dict[str, torch.TypedStorage] = {}
-        self._archive = Archive(data)
+        self._archive = Archive.of(data)
 
     def load(self) -> Any:
-        if "byteorder" in self._archive.members and self._archive.content("byteorder") != b"little":
+        if not self._archive.little_endian:
             raise CorruptCheckpoint(
                 "the object was saved on a big-endian machine: load and save it with torch there"
             )

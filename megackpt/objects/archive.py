@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from megackpt.errors import CorruptCheckpoint
 
-_LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
-_ENDS = _END.size + _LOCATOR.size + _END64.size
+LOCAL = struct.Struct("<4s5H3L2H")
+CENTRAL = struct.Struct("<4s6H3L5H2L")
+END = struct.Struct("<4s4H2LH")
+END64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR = struct.Struct("<4sLQL")
+_ENDS = END.size + LOCATOR.size + END64.size
 _MEMBERS = 1 << 20  # more than this cannot be right
 
 Read = Callable[[int, int], bytes]
@@ -33,37 +33,51 @@ class Member:
     size: int
     crc: int
 
-    def start(self, read: Read) -> int:
-        """Where the member's bytes begin."""
-        fields = _LOCAL.unpack(read(self.header, _LOCAL.size))
-        if fields[0] != b"PK\3\4":
-            raise CorruptCheckpoint("a torch archive has no member where its directory says")
-        return self.header + _LOCAL.size + int(fields[9]) + int(fields[10])
-
 
 class Archive:
-    """An archive in memory. Raises CorruptCheckpoint for bytes that are not there, or not as they were written."""
+    """An archive of so many bytes. Raises CorruptCheckpoint for what is not there, or not as it was written."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self.members = members(self._slice, len(data))
+    def __init__(self, fetch: Read, size: int) -> None:
+        self._fetch = fetch
+        self.size = size
+        self.members = members(self.read, size)
 
-    def content(self, name: str) -> bytes:
-        """The bytes of a member, against their checksum."""
-        if name not in self.members:
+    @classmethod
+    def of(cls, data: bytes) -> Archive:
+        """One in memory."""
+        return cls(lambda start, length: data[start : start + length], len(data))
+
+    @property
+    def little_endian(self) -> bool:
+        """Is it of a machine whose numbers are ours? Old releases of torch do not say."""
+        return "byteorder" not in self.members or self.content("byteorder", 1 << 10) == b"little"
+
+    def start(self, name: str) -> int:
+        """Where a member's bytes begin."""
+        member = self.members.get(name)
+        if member is None:
             raise CorruptCheckpoint(f"the archive has no {name}: torch.save did not write it")
-        member = self.members[name]
-        content = self._slice(member.start(self._slice), member.size)
+        fields = LOCAL.unpack(self.read(member.header, LOCAL.size))
+        if fields[0] != b"PK\3\4":
+            raise CorruptCheckpoint("a torch archive has no member where its directory says")
+        return member.header + LOCAL.size + int(fields[9]) + int(fields[10])
+
+    def content(self, name: str, limit: int | None = None) -> bytes:
+        """The bytes of a member, against their checksum: at most so many."""
+        start, member = self.start(name), self.members[name]
+        if limit is not None and member.size > limit:
+            raise CorruptCheckpoint(f"{name} has {member.size} bytes: at most {limit} can be right there")
+        content = self.read(start, member.size)
         # torch can be told to write no checksums; then they are 0.
         if member.crc not in (0, zlib.crc32(content)):
             raise CorruptCheckpoint(f"the bytes of {name} are damaged: their checksum is wrong")
         return content
 
-    def _slice(self, start: int, length: int) -> bytes:
-        part = self._data[start : start + length]
-        if start < 0 or len(part) != length:
-            raise CorruptCheckpoint(f"the object is cut off: bytes {start} to {start + length} are missing")
-        return part
+    def read(self, start: int, length: int) -> bytes:
+        """Bytes from anywhere in it."""
+        if start < 0 or length < 0 or start + length > self.size:
+            raise CorruptCheckpoint(f"it is cut off: bytes {start} to {start + length} are missing")
+        return self._fetch(start, length)
 
 
 def members(read: Read, size: int) -> dict[str, Member]:
@@ -89,18 +103,18 @@ def members(read: Read, size: int) -> dict[str, Member]:
 
 def _directory(read: Read, size: int) -> tuple[int, int, int]:
     """Start and length of the central directory, and the number of its entries."""
-    if size < _END.size:
+    if size < END.size:
         raise CorruptCheckpoint(f"{size} bytes are too few for a torch archive")
     tail = read(max(0, size - _ENDS), min(size, _ENDS))
-    end = _END.unpack(tail[-_END.size :])
+    end = END.unpack(tail[-END.size :])
     if end[0] != b"PK\5\6" or end[7]:
         raise CorruptCheckpoint("a torch archive does not end as one: it is cut off, or something else")
     count, length, start = end[4], end[5], end[6]
-    stop = size - _END.size
-    locator = tail[-_END.size - _LOCATOR.size : -_END.size]
+    stop = size - END.size
+    locator = tail[-END.size - LOCATOR.size : -END.size]
     if len(tail) == _ENDS and locator[:4] == b"PK\6\7":
-        _, _, at, _ = _LOCATOR.unpack(locator)
-        end64 = _END64.unpack(tail[: _END64.size])
+        _, _, at, _ = LOCATOR.unpack(locator)
+        end64 = END64.unpack(tail[: END64.size])
         stop = size - _ENDS
         if end64[0] != b"PK\6\6" or at != stop:
             raise CorruptCheckpoint("a torch archive's zip64 record is not where it should be")
@@ -113,17 +127,15 @@ def _directory(read: Read, size: int) -> tuple[int, int, int]:
 def _entry(table: bytes, at: int, limit: int) -> tuple[str, Member, int]:
     """The directory's entry at this byte: name, member, and where the next entry begins."""
     try:
-        fields = _CENTRAL.unpack_from(table, at)
+        magic, _, _, flags, method, _, _, crc, *numbers, header = CENTRAL.unpack_from(table, at)
     except struct.error as error:
         raise CorruptCheckpoint("a torch archive's directory is cut off") from error
-    flags, method, crc, packed, size, names, extras, comment, header = (
-        fields[i] for i in (3, 4, 7, 8, 9, 10, 11, 12, 16)
-    )
-    at += _CENTRAL.size
+    packed, size, names, extras, comment = numbers[:5]
+    at += CENTRAL.size
     name = table[at : at + names].decode("utf-8", "replace")
     extra = table[at + names : at + names + extras]
     size, packed, header = _widened(extra, size, packed, header)
-    if fields[0] != b"PK\1\2" or method or flags & 1 or packed != size or header + size > limit:
+    if magic != b"PK\1\2" or method or flags & 1 or packed != size or header + size > limit:
         raise CorruptCheckpoint(f"a torch archive's member {name!r} is compressed, or not inside the archive")
     return name, Member(header, size, crc), at + names + extras + comment
 

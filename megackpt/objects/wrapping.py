@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pickletools import genops, markobject
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.objects.archive import Archive
+from megackpt.objects.archive import LOCAL, Archive
 
 _ALIGNMENT = 64  # of the storages' bytes, as torch has it
-_LOCAL = 30  # bytes of a member's header before its name
 _FRAME = b"\x95"
 
 
@@ -37,7 +36,7 @@ def unwrapped(blob: bytes) -> bytes:
 
 
 def _rewritten(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    archive = Archive(blob)
+    archive = Archive.of(blob)
     contents = {name: archive.content(name) for name in ("data.pkl", *archive.members)}
     try:
         contents["data.pkl"] = change(_unframed(contents["data.pkl"]))
@@ -117,7 +116,7 @@ def _zipped(contents: dict[str, bytes]) -> bytes:
         for name, content in contents.items():
             member = zipfile.ZipInfo(f"archive/{name}")
             if name.startswith("data/"):
-                gap = -(buffer.tell() + _LOCAL + len(member.filename) + 4) % _ALIGNMENT
+                gap = -(buffer.tell() + LOCAL.size + len(member.filename) + 4) % _ALIGNMENT
                 member.extra = struct.pack("<2H", 0x4246, gap) + b"Z" * gap
             file.writestr(member, content)
     return buffer.getvalue()

@@ -161,11 +161,7 @@ def tiled(manifest: Manifest, ranks: int, thorough: bool) -> bool:
         return False
     if count and not 0 <= chunks.writer.min() <= chunks.writer.max() < ranks:
         return False
-    nothing = np.zeros(count, np.int32)
-    flexible, nbytes = np.zeros(count, np.bool_), np.zeros(count, np.int64)
-    held = Declarations(
-        manifest.tensors, chunks.tensor, chunks.boxes, (0,), nothing, flexible, nbytes, nothing
-    )
+    held = Declarations.of_boxes(manifest.tensors, chunks.tensor, chunks.boxes, np.zeros(count, np.int64))
     return not (uncovered if thorough else unsaved)(held)
 
 

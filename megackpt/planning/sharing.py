@@ -147,14 +147,10 @@ def _sources(plan: LoadPlan, rank: Int64, ranks: int, regions: Groups) -> Int64:
     together = _together(plan, rank, regions, nbytes[regions.first])
     bundle = together[region]
     bundles = np.argsort(bundle, kind="stable")
-    nothing = np.zeros(len(plan), np.int32)
-    declared = Declarations(
+    declared = Declarations.of_boxes(
         tensors,
         chunks.tensor[plan.chunk],
         plan.boxes,
-        (0,),
-        nothing,
-        nothing.astype(np.bool_),
         np.bincount(together, nbytes[regions.first]).astype(np.int64)[bundle],
         rank.astype(np.int32),
         (0,) * ranks,

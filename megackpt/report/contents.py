@@ -115,14 +115,10 @@ def of_declarations(declared: Declarations, balance: bool) -> Contents:
 def _as_declared(manifest: Manifest, order: Int64) -> Declarations:
     """The chunks in this order as if each were the one main replica of its box: so they can be judged."""
     chunks = manifest.chunks
-    zero = np.zeros(len(order), np.int32)
-    return Declarations(
+    return Declarations.of_boxes(
         manifest.tensors,
         chunks.tensor[order],
         chunks.boxes.take(order),
-        (0,),
-        zero,
-        zero.astype(np.bool_),
         chunks.length[order],
         chunks.writer[order],
     )

@@ -39,12 +39,6 @@ _POPULATED = 64 << 20  # at a time: it holds the interpreter's lock
 # How many ranks this host has; the innermost of those that started them first.
 _RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 _FORBIDDEN = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # an old kernel, or a sandbox
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-
-
-def carried_dtype(itemsize: int) -> np.dtype[Any]:
-    """The numpy dtype under which elements of this many bytes travel, whatever they mean."""
-    return np.dtype(_UNSIGNED[itemsize])
 
 
 class Event(Protocol):

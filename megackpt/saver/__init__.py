@@ -1,5 +1,3 @@
 """Saving: ``order`` is save itself, ``asking`` what a rank asks for, ``notices`` what it is told besides."""
 
-from megackpt.saver.order import save
-
-__all__ = ["save"]
+from megackpt.saver.order import save as save

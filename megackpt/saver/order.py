@@ -124,9 +124,7 @@ class _Ticket:
     directory: str
     plan_id: str
     plan: SavePlan
-    common: bytes | None = (
-        None  # the coordinator's view of the common state, pickled, for a rank whose own differs
-    )
+    common: bytes | None = None  # the coordinator's view of the common state, for a rank whose own differs
 
 
 class _Save:

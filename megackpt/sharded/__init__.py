@@ -4,55 +4,36 @@
 ``declaring`` turns shards into the columns that planning works on. This is their door.
 """
 
-from megackpt.sharded.declaring import bundled, declare, object_groups, unbundled
+from megackpt.planning.manifest import ReplicaId as ReplicaId, is_main_replica as is_main_replica
+from megackpt.sharded.declaring import (
+    bundled as bundled,
+    declare as declare,
+    object_groups as object_groups,
+    unbundled as unbundled,
+)
 from megackpt.sharded.states import (
-    ABSENT,
-    Extracted,
-    apply_factories,
-    apply_factory_merges,
-    extract,
-    restore,
+    ABSENT as ABSENT,
+    Extracted as Extracted,
+    apply_factories as apply_factories,
+    apply_factory_merges as apply_factory_merges,
+    extract as extract,
+    restore as restore,
 )
-from megackpt.sharded.storable import dtype_name, dtype_named, pickled
+from megackpt.sharded.storable import (
+    dtype_name as dtype_name,
+    dtype_named as dtype_named,
+    is_declared as is_declared,
+    pickled as pickled,
+)
 from megackpt.sharded.values import (
-    CommonStateDict,
-    FactoryBuildFn,
-    FactoryMergeFn,
-    LocalNonpersistentObject,
-    ReplicaId,
-    ShardedBase,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-    StateDict,
-    is_main_replica,
+    CommonStateDict as CommonStateDict,
+    FactoryBuildFn as FactoryBuildFn,
+    FactoryMergeFn as FactoryMergeFn,
+    LocalNonpersistentObject as LocalNonpersistentObject,
+    ShardedBase as ShardedBase,
+    ShardedObject as ShardedObject,
+    ShardedStateDict as ShardedStateDict,
+    ShardedTensor as ShardedTensor,
+    ShardedTensorFactory as ShardedTensorFactory,
+    StateDict as StateDict,
 )
-
-__all__ = [
-    "ABSENT",
-    "CommonStateDict",
-    "Extracted",
-    "FactoryBuildFn",
-    "FactoryMergeFn",
-    "LocalNonpersistentObject",
-    "ReplicaId",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StateDict",
-    "apply_factories",
-    "apply_factory_merges",
-    "bundled",
-    "declare",
-    "dtype_name",
-    "dtype_named",
-    "extract",
-    "is_main_replica",
-    "object_groups",
-    "pickled",
-    "restore",
-    "unbundled",
-]

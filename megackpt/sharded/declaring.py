@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megackpt.errors import CorruptCheckpoint, ShardingError
+from megackpt.errors import CorruptCheckpoint, ShardingError, some
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import (
     COMMON_KEY,
@@ -22,12 +22,9 @@ from megackpt.planning.manifest import (
     ReplicaId,
     TensorEntry,
     TensorMeta,
-    is_main_replica,
 )
 from megackpt.sharded.storable import dtype_name
 from megackpt.sharded.values import ShardedObject, ShardedTensor
-
-PROBLEMS_SHOWN = 20
 
 Shard = ShardedTensor | ShardedObject
 Shape = tuple[int, ...]
@@ -59,15 +56,11 @@ def declare(
     ``domain`` names the group of ranks within which replicas may stand in for one another. With ``common``
     a last row, of replica ``common_replica``, declares the common state. With ``saving`` each shard must
     have data that can be read (not None, not on the meta device). Objects of one rank that share a unique
-    key go into one blob (see ``object_groups``): one of their rows is the main replica at most.
+    key go into one blob (see ``object_groups``), whichever of their rows is written.
     Raises ShardingError with the problems of all shards.
     """
     keys: list[str] = [shard.key for shard in shards]
     rows, kinds = _frozen(shards, saving)
-    for group in object_groups(shards).values():
-        mains = [i for i in group if is_main_replica(rows[kinds[i]].replica)]
-        for i in mains[1:]:
-            rows[kinds[i]] = rows[kinds[i]]._replace(replica=1)
     if common:
         keys.append(COMMON_KEY)
         kinds.append(len(rows))
@@ -102,12 +95,7 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int
                 f"{shard.key!r}: sizes, offsets and replica ids must be ints ({error})\n  declared: {shard!r}"
             )
     if problems:
-        more = (
-            [f"... and {len(problems) - PROBLEMS_SHOWN} more shards"]
-            if len(problems) > PROBLEMS_SHOWN
-            else []
-        )
-        raise ShardingError("\n".join(problems[:PROBLEMS_SHOWN] + more))
+        raise ShardingError(some(problems, between="\n", others="more shards"))
     return rows, kinds
 
 

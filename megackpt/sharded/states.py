@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, Final
 
 from megackpt import tree
-from megackpt.errors import MismatchError, ShardingError
+from megackpt.errors import MismatchError, ShardingError, some
 from megackpt.planning.manifest import COMMON_KEY
 from megackpt.sharded.storable import SHARDED, is_declared, is_distributed
 from megackpt.sharded.values import (
@@ -21,7 +21,6 @@ from megackpt.sharded.values import (
 from megackpt.tree import Leaves, Path
 
 MAX_NESTED_FACTORIES = 100
-_SHOWN = 20  # problems, of all that are found at once
 
 
 class _Absent:
@@ -91,8 +90,7 @@ def extract(state: dict[Any, Any], native: Callable[[Any], Any] = _as_it_is) -> 
             problems += _misplaced(path, leaf)
     problems += _sharded_keys(built)
     if problems:
-        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise ShardingError("\n".join(problems[:_SHOWN] + more))
+        raise ShardingError(some(problems, between="\n"))
     empties = [path for path, leaf in common if tree.is_branch(leaf)]
     return Extracted(built, shards, paths, _planted(common, built), local, empties, factories)
 
@@ -261,7 +259,7 @@ def apply_factories(sharded_state_dict: dict[Any, Any]) -> None:
     (``extract`` does better: it leaves the caller's dict alone and builds nested factories too.)
     """
     tree.dict_list_map_inplace(
-        lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf, sharded_state_dict
+        lambda leaf: leaf.build() if is_declared(leaf, ShardedTensorFactory) else leaf, sharded_state_dict
     )
 
 
@@ -272,7 +270,7 @@ def apply_factory_merges(x1: Any, x2: Any, key: Path = ()) -> Any:
     Raises ValueError where ``x1`` lacks a place of ``x2``: an absent key, a list of another length, an index
     that is no int or out of range, a leaf in the place of a container.
     """
-    if isinstance(x2, ShardedTensorFactory):
+    if is_declared(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
     problem = _unmergeable(x1, x2)
     if problem:

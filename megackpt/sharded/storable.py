@@ -13,7 +13,11 @@ from megackpt.planning.manifest import ITEMSIZE, OBJECT
 _NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in ITEMSIZE if name != OBJECT and hasattr(torch, name)
 }
-SHARDED = "megackpt.adapters.dtensor.sharded(state_dict) declares the DTensors in its dicts and lists"
+SHARDED = (
+    "megackpt.adapters.dtensor.sharded(state_dict) declares the DTensors in its dicts and lists (FSDP1 makes DTensors "
+    "where it is given a device_mesh)"
+)
+_DECLARED = ("ShardedBase", "LocalNonpersistentObject")
 _DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -70,13 +74,16 @@ def data_problems(data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]) -
 
 
 def is_distributed(x: Any) -> bool:
-    """Is it a DTensor? By its attributes: torch.distributed.tensor may not be loaded."""
-    return isinstance(x, torch.Tensor) and hasattr(x, "to_local") and hasattr(x, "placements")
+    """A DTensor, or a ShardedTensor of torch's? By what the class has: torch.distributed.tensor may not be loaded."""
+    kind = type(x)
+    return issubclass(kind, torch.Tensor) and (hasattr(kind, "placements") or hasattr(kind, "local_shards"))
 
 
-def is_declared(x: Any) -> bool:
-    """By name, for Megatron-Core's own would be taken for common state, of which one rank's value is kept."""
-    return any(base.__name__ in ("ShardedBase", "LocalNonpersistentObject") for base in type(x).__mro__)
+def is_declared(x: Any, *kinds: type) -> bool:
+    """Is it a declaration; of one of these kinds, where any are given? Ours or, by name, Megatron-Core's own, which
+    would be taken for common state, of which one rank's value is kept."""
+    names = {base.__name__ for base in type(x).__mro__}
+    return not names.isdisjoint(_DECLARED) and (not kinds or any(kind.__name__ in names for kind in kinds))
 
 
 def _foreign_tensor(data: torch.Tensor) -> str:

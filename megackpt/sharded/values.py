@@ -15,23 +15,8 @@ from typing import Any
 import torch
 
 from megackpt.errors import ShardingError
-from megackpt.planning.manifest import ReplicaId, is_main_replica, unique_key
+from megackpt.planning.manifest import ReplicaId, unique_key
 from megackpt.sharded.storable import data_problems, dtype_problems
-
-__all__ = [
-    "CommonStateDict",
-    "FactoryBuildFn",
-    "FactoryMergeFn",
-    "LocalNonpersistentObject",
-    "ReplicaId",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StateDict",
-    "is_main_replica",
-]
 
 StateDict = dict[str, Any]
 CommonStateDict = dict[str, Any]

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-from megackpt.backends.base import CheckpointingConfig, read_config
-from megackpt.strategies.formats import BUILT_IN, ENTRY_POINTS, backend_named
+from megackpt.backends.base import CheckpointingConfig as CheckpointingConfig, read_config as read_config
+from megackpt.strategies.formats import backend_named as backend_named
 from megackpt.strategies.policy import (
-    COMMON_IS_KEPT,
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-    Strategy,
-    StrategyAction,
-    StrategyLike,
-    as_strategy,
-    asked_format,
-    default_strategies,
-    get_default_save_sharded_strategy,
-    get_default_strategy,
-    loading,
-    reader_of,
-    register_default_strategy,
-    resolve,
+    COMMON_IS_KEPT as COMMON_IS_KEPT,
+    FullyParallelLoadStrategyWrapper as FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper as FullyParallelSaveStrategyWrapper,
+    Strategy as Strategy,
+    StrategyAction as StrategyAction,
+    StrategyLike as StrategyLike,
+    as_strategy as as_strategy,
+    asked_format as asked_format,
+    default_strategies as default_strategies,
+    get_default_save_sharded_strategy as get_default_save_sharded_strategy,
+    get_default_strategy as get_default_strategy,
+    loading as loading,
+    reader_of as reader_of,
+    register_default_strategy as register_default_strategy,
+    resolve as resolve,
 )
-from megackpt.strategies.recognising import find_backend
-
-__all__ = [
-    "BUILT_IN",
-    "COMMON_IS_KEPT",
-    "ENTRY_POINTS",
-    "CheckpointingConfig",
-    "FullyParallelLoadStrategyWrapper",
-    "FullyParallelSaveStrategyWrapper",
-    "Strategy",
-    "StrategyAction",
-    "StrategyLike",
-    "as_strategy",
-    "asked_format",
-    "backend_named",
-    "default_strategies",
-    "find_backend",
-    "get_default_save_sharded_strategy",
-    "get_default_strategy",
-    "loading",
-    "read_config",
-    "reader_of",
-    "register_default_strategy",
-    "resolve",
-]
+from megackpt.strategies.recognising import find_backend as find_backend

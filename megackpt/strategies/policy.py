@@ -172,7 +172,8 @@ def as_strategy(given: StrategyLike) -> Strategy:
         case Backend():
             return _Given(given.name, given.version, instance=given)
     raise BackendError(
-        f"a strategy is a name ('zarr'), a pair (('zarr', 2)), a Strategy or a Backend, not {given!r}"
+        f"a strategy is a name ('zarr'), a pair (('zarr', 2)), a Strategy or a Backend, not {given!r}; for one of "
+        "Megatron-Core's own give the one of its name in megackpt.megatron.strategies, or None"
     )
 
 

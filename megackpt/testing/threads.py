@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from megackpt.errors import RankLost
 from megackpt.runtime.collectives import RankGroup, Streams
+from megackpt.runtime.collectives.failures import departure
 
 T = TypeVar("T")
 Packed = bytes | memoryview
@@ -78,7 +79,7 @@ class ThreadedGroup(RankGroup):
         return wait
 
     def _leave(self, reason: BaseException) -> None:
-        self._meeting.leave(self.rank, f"left: {type(reason).__name__}")
+        self._meeting.leave(self.rank, departure(reason))
 
     def _meet(self, collective: str, stage: str, brought: Any) -> list[Any]:
         self.log.append(collective)

@@ -20,10 +20,10 @@ from megackpt.planning.manifest import (
     SavePlan,
     ShardId,
     TensorMeta,
+    carried_dtype,
 )
 
 Blobs = Mapping[tuple[int, ...], bytes]
-_CARRIED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Whole:
         bits = np.random.default_rng(seed).integers(
             0, 2 if dtype == "bool" else 256, (*shape, ITEMSIZE[dtype]), np.uint8
         )
-        return cls(dtype, bits.view(_CARRIED[ITEMSIZE[dtype]]).reshape(shape), tuple(shard))
+        return cls(dtype, bits.view(carried_dtype(ITEMSIZE[dtype])).reshape(shape), tuple(shard))
 
     def cut(self, *pieces: Box) -> Whole:
         """The same tensor held in these shards."""
@@ -139,7 +139,7 @@ class MemoryTarget:
         for i, row in enumerate(wanted.rows()):
             if not row.meta.is_object:
                 shape = (*row.shard.box.shape, 2)
-                target.arrays[i] = np.zeros(shape, _CARRIED[row.meta.itemsize])[..., 0]
+                target.arrays[i] = np.zeros(shape, carried_dtype(row.meta.itemsize))[..., 0]
         return target
 
     def open(self, target: int, box: Box) -> NDArray[Any]:

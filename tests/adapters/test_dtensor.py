@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megackpt
 from megackpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardingError, Strategy
@@ -30,7 +31,7 @@ from megackpt.adapters.optimizer import get_param_id_to_sharded_param_map, optim
 from megackpt.sharded import apply_factories
 from megackpt.testing import ThreadedGroup
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "from-fsdp2.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 # --- where it lies
 
@@ -41,7 +42,8 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[int], list[Placement]]:
     shape = draw(st.lists(st.integers(0, 13), min_size=1, max_size=3))
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     axis = st.integers(0, len(shape) - 1)
-    strided = st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), axis, st.integers(1, 5))
+    factors = st.sampled_from((1, 5, 7))  # not into how many the later ones cut, for which see below
+    strided = st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), axis, factors)
     kind = st.one_of(st.just(Replicate()), st.builds(Shard, axis), strided)
     return shape, mesh, [draw(kind) for _ in mesh]
 
@@ -60,6 +62,33 @@ def test_each_rank_holds_what_torch_cuts_for_it(layout: tuple[list[int], list[in
         for axis, held in enumerate(runs(tuple(shape), tuple(mesh), place, tuple(placements))):
             found = torch.cat([found.narrow(axis, *run) for run in held], axis)
         assert torch.equal(found, expected)
+
+
+@given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 6))
+def test_fsdp2_cuts_what_tensor_parallelism_has_left(rows: int, dp: int, tp: int) -> None:
+    def split(part: torch.Tensor, count: int) -> list[torch.Tensor]:
+        return Shard(0)._split_tensor(part, count, with_padding=False, contiguous=False)[0]
+
+    places = (_StridedShard(0, split_factor=tp), Shard(0))
+    found = {place: runs((rows,), (dp, tp), place, places)[0] for place in product(range(dp), range(tp))}
+    for number, part in enumerate(split(torch.arange(rows), tp)):
+        for place, rest in enumerate(split(part, dp)):
+            ((start, length),) = found[place, number]
+            assert list(range(start, start + length)) == rest.tolist()
+
+
+def test_a_real_module_of_fsdp2_over_tp_that_does_not_divide() -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=6)
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    module = parallelize_module(nn.Linear(2, 7), mesh["tp"], ColwiseParallel())
+    state = sharded(fully_shard(module, mesh=mesh["dp"]).state_dict())
+    dist.destroy_process_group()
+    apply_factories(state)
+    for (piece,) in state.values():
+        assert (piece.global_offset[0], piece.local_shape[0]) == (6, 1)
 
 
 def test_the_order_of_the_cuts_is_the_meshs_or_another() -> None:
@@ -126,6 +155,23 @@ def test_a_dtensor_that_is_not_declared_is_refused_with_the_way(mesh: DeviceMesh
         megackpt.save({"w": [tensor] * 50}, tmp_path / "a")
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_what_fsdp1_makes_without_a_mesh_is_refused_with_the_way(mesh: DeviceMesh, tmp_path: Path) -> None:
+    from torch.distributed._shard import sharded_tensor
+
+    piece = sharded_tensor.Shard.from_tensor_and_offsets(torch.ones(4), [0], 0)
+    state = {"w": sharded_tensor.init_from_local_shards([piece], 4)}
+    megackpt.save({"w": torch.ones(4)}, tmp_path / "there")
+    way = r"a ShardedTensor is no common state.*FSDP1 makes DTensors .* device_mesh"
+    for replicated in ("tensors", "all", "nothing"):
+        with pytest.raises(ShardingError, match=way):
+            megackpt.save(sharded(state, replicated=replicated), tmp_path / "a")
+        with pytest.raises(ShardingError, match=way):
+            megackpt.load(sharded(state, replicated=replicated), tmp_path / "there")
+    with pytest.raises(ShardingError, match=r"(?s)holds a ShardedTensor, .* device_mesh"):
+        megackpt.save(sharded({"x": Ema(state["w"])}, replicated="all"), tmp_path / "a")
+
+
 class Ema:
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -183,6 +229,10 @@ def test_a_learning_rate_may_be_a_tensor_in_one_run_and_a_number_in_the_next(tmp
         megackpt.save(declared, tmp_path)
         (group,) = megackpt.load(sharded(state(asked)), tmp_path)["param_groups"]
         assert group == {"lr": saved, "params": ["w"]}
+        flat = {"param_groups.w.lr": saved}  # as flatten_optimizer_state_dict has it
+        megackpt.save(sharded({"optimizer": flat}), tmp_path)
+        asked = sharded({"optimizer": {"param_groups.w.lr": asked}})
+        assert megackpt.load(asked, tmp_path)["optimizer"] == flat
     everything = sharded(state(torch.tensor(0.5)), replicated="all")
     assert isinstance(everything["param_groups"][0]["lr"], ShardedTensor)  # as DCP stores it
 
@@ -210,6 +260,13 @@ def test_what_is_no_dtensor_goes_where_it_is_told(mesh: DeviceMesh) -> None:
     assert everything["step"] == ShardedObject("step", 3, (), ())
     assert everything["kept"] == [own, local]
     assert isinstance(state["model"]["w"], DTensor)
+
+
+def test_names_that_come_to_one_key_are_refused(tmp_path: Path) -> None:
+    for one, other in (("x", "y"), (torch.zeros(2), torch.ones(2))):
+        for state in ({"a": {"b": one}, "a.b": other}, {1: one, "1": other}):
+            with pytest.raises(megackpt.CoverageError, match="declares the same box more than once"):
+                megackpt.save(sharded(state, replicated="all"), tmp_path / "a")
 
 
 # --- four ranks, two, and one
@@ -459,6 +516,8 @@ def in_stages(folder: str) -> None:
     layer.register_buffer("stage", torch.tensor(stage))
     fully_shard(layer, mesh=mesh["dp"])
     state = sharded(layer.state_dict(), f"layers.{stage}.", among=mesh["dp"])
+    tied = distribute_tensor(torch.arange(9.0), mesh["dp"], [Shard(0)], src_data_rank=None)
+    state |= sharded({"tied": tied}, among=mesh)
     with pytest.raises(megackpt.CoverageError, match=r"'layers\.1\..* has no main replica"):
         megackpt.save(sharded(layer.state_dict(), f"layers.{stage}."), f"{folder}/none")
     megackpt.save(state, f"{folder}/stages")
@@ -503,16 +562,33 @@ def on_two(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_guides_program_goes_on_with_fewer_ranks(
-    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("page", "folder", "steps"),
+    [
+        ("from-fsdp2.md", "run/fsdp2", 3),
+        ("from-fsdp2.md", "run/stages", 3),
+        ("from-pytorch.md", "run/ddp", 6),
+    ],
+)
+def test_a_guides_program_goes_on_with_fewer_ranks(
+    page: str,
+    folder: str,
+    steps: int,
+    ranks: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    _, program, *_ = re.split(r"^```(?:python)?\n", GUIDE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = (DOCS / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    imports = re.findall(r"^(?:import|from) .*$", blocks[0], re.MULTILINE)
+    program = "\n".join([*imports, next(block for block in blocks if f'"{folder}"' in block)])
     script = tmp_path / "train.py"
     script.write_text(program, encoding="utf-8")
     told = []
-    for folder, sizes in (("two", (2, 1)), ("one", (1, 1))):
-        (tmp_path / folder).mkdir()
-        monkeypatch.chdir(tmp_path / folder)
+    for place, sizes in (("two", (2, 1)), ("one", (1, 1))):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
         for size in sizes:
             if size > 1:
                 told.append(ranks(script, size)[0].stdout)
@@ -522,7 +598,7 @@ def test_the_guides_program_goes_on_with_fewer_ranks(
     several, alone = (
         [re.findall(r"step (\d+): (\S+)", out) for out in part] for part in (told[:2], told[2:])
     )
-    assert [[step for step, _ in run] for run in several] == [["1", "2", "3"], ["4", "5", "6"]]
+    assert [int(step) for run in several for step, _ in run] == list(range(1, 2 * steps + 1))
     for run, expected in zip(several, alone, strict=True):
         assert [step for step, _ in run] == [step for step, _ in expected]
         assert [float(loss) for _, loss in run] == pytest.approx(
@@ -537,7 +613,9 @@ def test_models_go_from_one_parallelism_to_another(ranks: Any, tmp_path: Path) -
     for seed in range(2):
         for key, tensor in megackpt.load_plain_tensors(tmp_path / f"cases{seed}").items():
             assert torch.equal(tensor.flatten(), torch.arange(float(tensor.numel()))), key
-    assert megackpt.load_plain_tensors(tmp_path / "stages").keys() >= {"layers.0.stage", "layers.1.stage"}
+    stages = megackpt.load_plain_tensors(tmp_path / "stages")
+    assert stages.keys() >= {"layers.0.stage", "layers.1.stage"}
+    assert stages["tied"].tolist() == list(range(9))
 
     parts = {
         name: megackpt.load_plain_tensors(tmp_path / name) for name in ("part", "turned", "group", "own")

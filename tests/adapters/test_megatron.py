@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
-from dataclasses import field, make_dataclass
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,21 @@ import torch
 from hypothesis import given, strategies as st
 
 import megackpt
+from megackpt.adapters import optimizer
 from megackpt.adapters.megatron import native
+from megackpt.adapters.modules import (
+    add_prefix_for_sharding,
+    apply_prefix_mapping,
+    replace_prefix_for_sharding,
+)
 from megackpt.errors import ShardingError
+from megackpt.megatron import utils
 from megackpt.sharded import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
     extract,
 )
 
@@ -33,9 +42,12 @@ def megatron(
     module = {"namespace": {"__module__": f"{root}.dist_checkpointing.mapping"}}
     base = type("ShardedBase", (), dict(module["namespace"]))
 
-    def made(name: str, names: tuple[str, ...], defaults: dict[str, Any]) -> Any:
+    def made(name: str, names: tuple[str, ...], defaults: dict[str, Any], **methods: Any) -> Any:
         fields = [(n, Any) for n in names] + [(n, Any, field(default=d)) for n, d in defaults.items()]
-        return make_dataclass(name, fields, bases=(base,), **module)  # type: ignore[arg-type]
+        return make_dataclass(name, fields, bases=(base,), namespace=module["namespace"] | methods)  # type: ignore[arg-type]
+
+    def build(self: Any) -> Any:
+        return self.build_fn(self.key, self.data, self.replica_id, None)
 
     local = type("LocalNonpersistentObject", (), {**module["namespace"], "unwrap": lambda self: self.obj})
     return types.SimpleNamespace(
@@ -44,7 +56,7 @@ def megatron(
             "ShardedObject", ("key", "data", "global_shape", "global_offset"), {"replica_id": 0}
         ),
         ShardedTensorFactory=made(
-            "ShardedTensorFactory", ("key", "data", "build_fn", "merge_fn"), {"replica_id": 0}
+            "ShardedTensorFactory", ("key", "data", "build_fn", "merge_fn"), {"replica_id": 0}, build=build
         ),
         LocalNonpersistentObject=local,
     )
@@ -135,6 +147,88 @@ def test_factories_build_megatrons_and_merge_plain_tensors(tmp_path: Path) -> No
     assert torch.equal(found["w"], w)
     assert found["w"].data_ptr() == state["w"].data.data_ptr()
     assert found["n"] == 7
+
+
+def test_a_derived_factory_builds_in_its_own_way() -> None:
+    lib = megatron()
+
+    class Halves(lib.ShardedTensorFactory):  # type: ignore[misc, name-defined]
+        def build(self) -> Any:
+            return [tensor(lib, f"{self.key}.{i}", half) for i, half in enumerate(self.data.chunk(2))]
+
+    given = Halves("f", torch.arange(4.0), lambda *_: pytest.fail("not its own way"), torch.cat)
+    moved = replace(native(given), key="momentum.f", data=torch.ones(4))
+    built = extract({"theirs": given, "moved": moved}, native).shards
+    assert {s.key: s.data.tolist() for s in built} == {
+        "f.0": [0, 1], "f.1": [2, 3], "momentum.f.0": [1, 1], "momentum.f.1": [1, 1],
+    }  # fmt: skip
+    assert given.key == "f"
+
+
+def test_helpers_know_them_and_ours_alike() -> None:
+    """What looks for declarations in a state finds those that ``save`` takes."""
+    lib, data = megatron(), torch.arange(4.0)
+
+    def state(kinds: Any) -> dict[str, Any]:
+        local = kinds.LocalNonpersistentObject.__new__(kinds.LocalNonpersistentObject)
+        local.obj = 5
+        build = kinds.ShardedTensorFactory(
+            "a.f", data, lambda key, *_: {"built": key}, lambda x: (x, "merged")
+        )
+        thing = kinds.ShardedObject("a.o", 1, (1,), (0,))
+        return {"w": tensor(kinds, "a.w"), "f": build, "o": thing, "l": local, "n": [1]}
+
+    for kinds in (lib, megackpt):
+        given = state(kinds)
+        found = {
+            name: sorted(getattr(utils, name)(given)[0])
+            for name in vars(utils)
+            if name.startswith("extract_") and name != "extract_matching_values"
+        }
+        assert found == {
+            "extract_sharded_tensors": ["w"],
+            "extract_sharded_tensors_and_factories": ["f", "w"],
+            "extract_sharded_tensors_or_nonpersistent": ["f", "l", "w"],
+            "extract_sharded_base": ["f", "o", "w"],
+            "extract_nonpersistent": ["l"],
+        }
+        add_prefix_for_sharding(given, "student.")
+        apply_prefix_mapping(given, {"student.a.o": "b.o"})
+        assert [given[name].key for name in "wfo"] == ["student.a.w", "student.a.f", "b.o"]
+        with pytest.raises(ValueError, match=r"Expected b\.o to begin with prefix student"):
+            replace_prefix_for_sharding(given, "student.", "")
+        factories = {"f": given["f"]}
+        apply_factories(given)
+        assert given["f"] == {"built": "student.a.f"}
+        assert apply_factory_merges({"f": 3}, factories) == {"f": (3, "merged")}
+
+
+def test_an_optimizer_of_their_parameters() -> None:
+    """State of the parameter's shape, and what belongs to each tensor that its factory builds."""
+    lib, weight = megatron(), torch.nn.Parameter(torch.arange(4.0))
+
+    def build(key: str, data: torch.Tensor, *_: Any) -> list[Any]:
+        return [tensor(lib, f"{key}.{i}", half) for i, half in enumerate(data.chunk(2))]
+
+    adam = torch.optim.Adam([weight])
+    weight.sum().backward()
+    adam.step()
+    declared = {"f": lib.ShardedTensorFactory("f", weight, build, torch.cat)}
+    found = optimizer.get_param_id_to_sharded_param_map(declared, [weight])
+    names = {f"optimizer.state.{name}.f.{i}" for name in ("exp_avg", "exp_avg_sq", "step") for i in range(2)}
+    for params in (found, {0: declared["f"]}):
+        state = optimizer.optim_state_to_sharding_state(adam.state_dict(), params)
+        assert {shard.key for shard in extract(state, native).shards} >= names
+    momentum = optimizer.make_sharded_optimizer_tensor(declared["f"], torch.ones(4), "m")
+    assert [shard.data.tolist() for shard in extract({"m": momentum}).shards] == [[1, 1], [1, 1]]
+
+
+def test_other_peoples_classes_of_such_names_are_none_of_these() -> None:
+    foreign = type("ShardedTensor", (), {"key": "w"})()  # torch's legacy FSDP has one
+    state = {"w": foreign}
+    add_prefix_for_sharding(state, "student.")
+    assert foreign.key == "w"
+    assert utils.extract_sharded_tensors(state) == ({}, state)
 
 
 def test_in_a_tuple_they_are_lost() -> None:

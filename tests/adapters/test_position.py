@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -39,7 +39,11 @@ def check(samples: int, seed: int | None, row: list[int]) -> None:
         one = row[start : start + samples]
         assert len(set(one)) == len(one)
         assert set(one) == set(range(samples)) or start + samples > len(row)
-    assert not row or row == next(DataPosition(samples, seed).batches(len(row)))
+    assert not row or row == first(DataPosition(samples, seed), len(row))
+
+
+def first(position: DataPosition, batch_size: int) -> list[int]:
+    return next(iter(position.batches(batch_size)))
 
 
 @settings(max_examples=60)
@@ -50,7 +54,7 @@ def test_any_history_sees_one_pass_after_another(samples: int, seed: int | None,
     for job in history:
         position = DataPosition(samples, seed)
         position.load_state_dict(state)
-        ranks = [position.batches(job.batch, rank, job.dp) for rank in range(job.dp)]
+        ranks = [iter(position.batches(job.batch, rank, job.dp)) for rank in range(job.dp)]
         for step in range(job.kept + job.lost):
             together = [index for rank in ranks for index in next(rank)]
             assert len(together) == job.batch * job.dp
@@ -72,7 +76,7 @@ def test_so_it_does_through_checkpoints_of_real_jobs(
         position = DataPosition(samples, seed)
         if megackpt.check_is_distributed_checkpoint(folder):
             position.load_state_dict(megackpt.load({}, folder, process_group=group)["data"])
-        batches = position.batches(job.batch, group.rank, group.size)
+        batches = iter(position.batches(job.batch, group.rank, group.size))
         seen = list(islice(batches, job.kept))
         position.consumed_samples += job.kept * job.batch * job.dp
         megackpt.save({"data": position.state_dict()}, folder, process_group=group)
@@ -90,14 +94,14 @@ def test_so_it_does_through_checkpoints_of_real_jobs(
 @settings(max_examples=50)
 @given(samples=st.integers(1, 3000), seed=seeds, number=st.integers(0, 10**9))
 def test_each_pass_is_a_permutation(samples: int, seed: int | None, number: int) -> None:
-    one = next(DataPosition(samples, seed, number * samples).batches(samples))
+    one = first(DataPosition(samples, seed, number * samples), samples)
     assert sorted(one) == list(range(samples))
     assert (one == sorted(one)) == (seed is None) or samples < 30
 
 
 def test_passes_and_seeds_have_orders_of_their_own() -> None:
     n = 1000
-    orders = [tuple(next(DataPosition(n, seed, k * n).batches(n))) for seed in (0, 1, -1) for k in (0, 1, 2)]
+    orders = [tuple(first(DataPosition(n, seed, k * n), n)) for seed in (0, 1, -1) for k in (0, 1, 2)]
     assert len(set(orders)) == len(orders)
     for order in orders:  # a third of the length is what random places are apart; all in place would be 0
         assert 0.3 < sum(abs(i - place) for i, place in enumerate(order)) / n**2 < 0.37
@@ -105,11 +109,45 @@ def test_passes_and_seeds_have_orders_of_their_own() -> None:
 
 def test_the_order_of_a_seed_never_changes() -> None:
     """A run that goes on with a newer megackpt would lose samples, and see others twice."""
-    assert next(DataPosition(10).batches(20)) == [
+    assert first(DataPosition(10), 20) == [
         *(7, 4, 3, 5, 6, 2, 9, 8, 1, 0),
         *(4, 7, 2, 9, 6, 0, 1, 5, 8, 3),
     ]
-    assert next(DataPosition(1_000_003, 5, 10**12).batches(4)) == [126148, 789981, 79239, 342161]
+    assert first(DataPosition(1_000_003, 5, 10**12), 4) == [126148, 789981, 79239, 342161]
+
+
+@settings(max_examples=60)
+@given(
+    samples=sizes,
+    seed=seeds,
+    dp=st.integers(1, 3),
+    batch=st.integers(1, 4),
+    rounds=st.lists(st.tuples(small, small)),
+)
+def test_who_leaves_a_loader_and_comes_again_goes_on_where_the_run_stands(
+    samples: int, seed: int | None, dp: int, batch: int, rounds: list[tuple[int, int]]
+) -> None:
+    position, row = DataPosition(samples, seed), []
+    samplers = [position.batches(batch, rank, dp) for rank in range(dp)]
+    for steps, ahead in rounds:
+        drawn = [list(islice(sampler, steps + ahead)) for sampler in samplers]
+        row += [index for step in range(steps) for rank in drawn for index in rank[step]]
+        position.consumed_samples += steps * batch * dp
+    check(samples, seed, row)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_one_loader_with_workers_serves_several_rounds(persistent: bool) -> None:
+    position, seen = DataPosition(50), []
+    ahead = {"num_workers": 2, "persistent_workers": persistent}
+    loader = DataLoader(torch.arange(50), batch_sampler=position.batches(4), **ahead)
+    for _ in range(3):  # evaluating in between
+        for step, drawn in enumerate(loader):
+            if step == 5:
+                break
+            seen += drawn.tolist()
+            position.consumed_samples += len(drawn)
+    check(50, 0, seen)
 
 
 def test_loaders_that_draw_ahead_move_nothing() -> None:
@@ -134,9 +172,10 @@ def test_loaders_that_draw_ahead_move_nothing() -> None:
         ({"samples": 10, "seed": 0}, r"\(consumed_samples\)"),
         ({"samples": 10, "seed": 0, "consumed_samples": -1}, r"\(consumed_samples\)"),
         ({}, r"\(samples, seed\)"),
+        (None, r"\(samples, seed\)"),
     ],
 )
-def test_a_position_in_another_row_is_refused(state: dict[str, int], what: str) -> None:
+def test_a_position_in_another_row_is_refused(state: Any, what: str) -> None:
     position = DataPosition(10, 0, 3)
     with pytest.raises(MismatchError, match=rf"{what}: some would be lost or repeated"):
         position.load_state_dict(state)
@@ -158,12 +197,20 @@ def test_ranks_and_batches_that_cannot_be(position: DataPosition, batch: int, ra
         position.batches(batch, rank, ranks)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "what"), [((20 / 3, 0, 3), "batch_size"), ((2, 0.5, 2), "dp_rank"), ((2, 1, 2.5), "dp_size")]
+)
+def test_sizes_that_are_no_whole_numbers_are_refused(sizes: Any, what: str) -> None:
+    with pytest.raises(ShardingError, match=rf"{what} of a data position is a whole number, not \d\.\d+"):
+        DataPosition(20).batches(*sizes)
+
+
 def test_numbers_of_numpy_and_torch_are_kept_as_plain_ones(tmp_path: Path) -> None:
     position = DataPosition(np.int64(10), np.uint8(3))  # type: ignore[arg-type]
     position.consumed_samples += np.int64(4)  # type: ignore[assignment]
     position.consumed_samples += torch.tensor(3)  # type: ignore[assignment]
     assert {type(value) for value in position.state_dict().values()} == {int}
-    assert next(position.batches(4)) == next(DataPosition(10, 3, 7).batches(4))
+    assert first(position, 4) == first(DataPosition(10, 3, 7), 4)
     megackpt.save({"data": position.state_dict()}, tmp_path / "c")
     other = DataPosition(10, 3)
     other.load_state_dict(megackpt.load({}, tmp_path / "c")["data"])

@@ -264,10 +264,11 @@ def test_a_file_by_its_path(tmp_path: Path, name: str) -> None:
     assert load_common_state_dict(tmp_path / name) == {}
 
 
-def test_what_an_author_noted_is_common_state(tmp_path: Path) -> None:
+def test_what_an_author_noted_is_in_no_ones_way(tmp_path: Path) -> None:
     noted = {"format": "pt", "training": '{"rank": 8}'}
     save_file(tensors(), tmp_path / "x.safetensors", metadata=noted)
     assert load_common_state_dict(tmp_path / "x.safetensors") == {"__metadata__": noted}
+    assert load(whole(tensors()), tmp_path / "x.safetensors").keys() == tensors().keys()
     same(load_plain_tensors(tmp_path / "x.safetensors"), tensors())
 
 
@@ -290,6 +291,18 @@ def test_of_one_file_and_indices_that_is_taken_which_transformers_takes(tmp_path
     same(load_plain_tensors(tmp_path / "c"), {"w": torch.ones(2)})
     save(whole(tensors()), tmp_path / "c", Safetensors(shards=2))
     same(load_plain_tensors(tmp_path / "c"), tensors())
+
+
+@pytest.mark.parametrize("stray", ["model.safetensors", INDEX])
+def test_what_would_be_taken_for_the_checkpoint_is_moved_away(tmp_path: Path, stray: str) -> None:
+    """Of a clone without its large files, or a download that was cut off."""
+    for shards in (1, 2):
+        folder = tmp_path / f"{shards}"
+        folder.mkdir()
+        (folder / stray).write_text("version https://git-lfs.github.com/spec/v1\n")
+        save(whole(tensors()), folder, Safetensors(shards=shards))
+        same(load_plain_tensors(folder), tensors())
+        assert (folder / f"{stray}.old").read_text().startswith("version https://git-lfs")
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_a_worker_that_is_killed(tmp_path, large, files, monkeypatch, caplog) ->
 
 
 def _killing(monkeypatch: pytest.MonkeyPatch, after: int):
-    """``run_tasks``, which kills a worker when so many tasks are finished."""
+    """``run_tasks``, which kills a worker at its work when so many tasks are finished."""
     started: list[crew._Worker] = []
     begin = crew._Worker.__init__
     monkeypatch.setattr(
@@ -84,13 +84,15 @@ def _killing(monkeypatch: pytest.MonkeyPatch, after: int):
     )
 
     def run_tasks(assignment, workers, tasks, finished, moved):
-        count = [0]
+        count, killed = [0], []
 
         def counted(done):
             finished(done)
             count[0] += 1
-            if count[0] == after:
-                os.kill(started[-1].process.pid, signal.SIGKILL)
+            busy = [worker for worker in started if worker.task is not None]
+            if count[0] >= after and busy and not killed:
+                killed.append(busy[-1])
+                os.kill(busy[-1].process.pid, signal.SIGKILL)
 
         crew.run_tasks(assignment, workers, tasks, counted, moved)
 

@@ -12,7 +12,6 @@ from megackpt.converter.cutting import (
     CELL,
     LARGE_TASK,
     SMALL_TASK,
-    Excerpts,
     cell_shape,
     declared,
     parts_of,
@@ -27,6 +26,7 @@ from megackpt.planning.manifest import (
     Manifest,
     TensorEntry,
     TensorMeta,
+    TensorParts,
 )
 
 
@@ -181,9 +181,9 @@ def test_an_excerpt_is_the_manifest_of_some_tensors() -> None:
         "b": ((1,), "int8", [Box((0,), (1,))]),
         "c": ((2, 2), "int8", [Box((0, 0), (1, 2)), Box((1, 0), (1, 2))]),
     })  # fmt: skip
-    part = Excerpts(manifest).of([2, 0])
+    part = TensorParts(manifest).excerpt([2, 0])
     assert [entry.key for entry in part.tensors] == ["c", "a"]
     assert part.files == ("f0", "f1", "f3", "f4")
     for key in ("a", "c"):
         assert part.chunks_of(key) == manifest.chunks_of(key)
-    assert Excerpts(manifest).of([]).files == ()
+    assert TensorParts(manifest).excerpt([]).files == ()

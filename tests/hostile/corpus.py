@@ -184,7 +184,7 @@ SLOTS: Mapping[str, tuple[str, Callable[[Place, bytes], None]]] = {
 """Every place where a pickle stands: kind of checkpoint, and how to put one there. (Ours with an index: see below.)"""
 UNTRUSTED = (
     r"not trusted|was not run|may not be called|which no checkpoint's table|[Uu]nsupported|unknown pickle opcode"
-    r"|cannot read the record|sets the state of|no dict of attributes|damaged|no persistent|a persistent id"
+    r"|cannot read the record|sets the state of|no dict of attributes|damaged|no persistent|a persistent id|of a class of its own"
 )
 
 
@@ -633,7 +633,8 @@ add("a weight map with a tensor more", "safetensors",
     lambda p: p.json("model.safetensors.index.json", lambda d: d["weight_map"].update(
         x="model-00001-of-00002.safetensors")), "'x' is not in")  # fmt: skip
 add("two indexes", "safetensors",
-    lambda p: p.put("other.safetensors.index.json", p.get("model.safetensors.index.json")),
+    lambda p: (p.put("other.safetensors.index.json", p.get("model.safetensors.index.json")),
+               (p.folder / "model.safetensors.index.json").rename(p.folder / "third.safetensors.index.json")),
     "recognised|several")  # fmt: skip
 add("objects of two shapes", "zarr", lambda p: shutil.copy(
     p.folder / "rng.objects/shard_0_2.pt", p.folder / "rng.objects/shard_0_3.pt"), "one object's shards")  # fmt: skip

@@ -299,3 +299,28 @@ def trained(
                 parameter.data.add_(0.001 * noise(parameter.data, f"{seed} master {number} {i}"))
     assert all(math.prod(p.shape) for p in model.parameters())
     return model, optimizer
+
+
+def layerwise(kind: str, seed: int = 0) -> tuple[torch.nn.Module, Any]:
+    """The same, with the optimizer that gives whole parameters to data-parallel ranks."""
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    half = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    model = built(kind, seed, **half).bfloat16()
+    told = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    adam = torch.optim.AdamW([{"params": list(model.parameters()), "lr": 0.01 * (1 + seed), **told}])
+
+    def filled(optimizer: Any, _: Any = None) -> None:
+        for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            state = optimizer.state[parameter]
+            state["step"] = torch.tensor(7.0 + seed)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = noise(parameter.data, f"{seed} {name} {i} {torch.distributed.get_rank()}")
+
+    config = OptimizerConfig(optimizer="adam", lr=0.01, bf16=True, params_dtype=torch.bfloat16)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    optimizer = LayerWiseDistributedOptimizer([adam], config, groups, [filled])
+    filled(optimizer.chained_optimizers[0].optimizer)
+    return model, optimizer

@@ -20,11 +20,12 @@ from megackpt.tree import walk
 pytestmark = pytest.mark.megatron
 
 STEPS = (
-    ((2, 1), (1, 1), "fully_reshardable"),
-    ((1, 1), (2, 1), "fully_reshardable"),
-    ((1, 1), (1, 1), "dp_reshardable"),
+    ("trained", (2, 1), (1, 1), "fully_reshardable"),
+    ("trained", (1, 1), (2, 1), "fully_reshardable"),
+    ("trained", (1, 1), (1, 1), "dp_reshardable"),
+    ("layerwise", (1, 1), (1, 1), "fully_reshardable"),
 )
-"""TP x PP at which is saved, and loaded; and how the optimizer declares its shards."""
+"""What makes the optimizer; TP x PP at which is saved, and loaded; and how the optimizer declares its shards."""
 
 
 def values(tree: Any) -> dict[tuple[Any, ...], Any]:
@@ -109,21 +110,23 @@ def load_as_training_does(state: dict[str, Any], folder: str, context: dict[str,
 def trains(folder: str) -> None:
     """On two ranks, installed before Megatron is imported: models and their optimizers, at TP 2 and at DP 2."""
     with megackpt.megatron.install():
-        from interop.megatron_models import parallel, prepare, trained
+        from interop import megatron_models
 
+        parallel = megatron_models.parallel
         import_module("torch._dynamo")  # before prepare() changes torch, which it would notice
-        assert prepare() is megackpt.megatron
+        assert megatron_models.prepare() is megackpt.megatron
         context: dict[str, Any] = {}
-        for number, (saved, loading, form) in enumerate(STEPS):
+        for number, (maker, saved, loading, form) in enumerate(STEPS):
+            made = getattr(megatron_models, maker)
             with parallel(*saved):
-                state = declared(*trained("gpt", 1), form, loading=False)
+                state = declared(*made("gpt", 1), form, loading=False)
                 bases = [leaf for _, leaf in walk(state) if "Sharded" in type(leaf).__name__]
                 assert len(bases) > 20
                 assert all(isinstance(leaf, megackpt.sharded.ShardedBase) for leaf in bases)
                 save_as_training_does(state, f"{folder}/{number}", context, later=number == 1)
                 context.clear()
             with parallel(*loading):
-                model, optimizer = trained("gpt", 2)
+                model, optimizer = made("gpt", 2)
                 asked = declared(model, optimizer, form, loading=True)
                 found = load_as_training_does(asked, f"{folder}/{number}", context)
                 model.load_state_dict(found["model"])
@@ -168,6 +171,26 @@ def is_exchanged(folder: str) -> None:
         declared = model.sharded_state_dict()
     assert {type(one).__name__ for one in declared.values()} == kinds
     assert not any(isinstance(one, megackpt.ShardedTensor) for one in declared.values())
+    finds_what_megatron_finds(declared)
+
+
+def finds_what_megatron_finds(state: dict[str, Any]) -> None:
+    """Helpers of ours, among Megatron's own declarations."""
+    (ours, theirs), (our, their) = (
+        [import_module(f"{root}.{name}") for root in ("megackpt.megatron", THEIRS)]
+        for name in ("utils", "mapping")
+    )
+    for name in (name for name in vars(theirs) if name.startswith("extract_sharded")):
+        assert getattr(ours, name)(state) == getattr(theirs, name)(state), name
+    ours.add_prefix_for_sharding(state, "student.")
+    assert all(one.key.startswith("student.") for one in state.values())
+    ours.replace_prefix_for_sharding(state, "student.", "")
+    built = {name: dict(state) for name in ("ours", "theirs")}
+    our.apply_factories(built["ours"])
+    their.apply_factories(built["theirs"])
+    keys = [{path: one.key for path, one in walk(tree)} for tree in built.values()]
+    assert keys[0] == keys[1]
+    assert len(keys[0]) > len(state)
 
 
 def compare(theirs: Any, name: str) -> None:
@@ -219,10 +242,10 @@ def test_an_unchanged_trainer_at_other_parallelisms(
     tmp_path: Path, ranks: Any, peers: dict[str, str]
 ) -> None:
     ranks(trains, 2, tmp_path, env=peers, timeout=240)
-    plain = {name: megackpt.load_plain_tensors(tmp_path / name) for name in ("0", "0 again", "1", "1 again")}
-    assert same(plain["0"], plain["0 again"])
-    assert same(plain["1"], plain["1 again"])
-    assert same(plain["1"], megackpt.load_plain_tensors(tmp_path / "2 again"))  # of buckets, but the same
+    plain = {path.name: megackpt.load_plain_tensors(path) for path in tmp_path.iterdir()}
+    assert all(same(plain[number], plain[f"{number} again"]) for number in "013")
+    assert any(key.startswith("optimizer.state.exp_avg.") for key in plain["3"])
+    assert same(plain["1"], plain["2 again"])  # of buckets, but the same
     assert len(list((tmp_path / "1").glob("__1_*.distcp"))) == 2  # the second copy has shared the writing
 
 

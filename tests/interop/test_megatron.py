@@ -247,8 +247,9 @@ def megatron_asks_around(peer: Any, folder: str) -> None:
     assert_same(peer.load_common_state_dict(folder), stored)
     assert_same(peer.load_content_metadata(folder), CONTENT)
     assert_same(peer.load_plain_tensors(folder), {**full, **stored})
-    two = peer.load(pair(mapping, rank, None, None), folder, validate_access_integrity=False)
-    assert_same(two, {**stored, **pair(mapping, 0, "one", "two")})
+    doubled = pair(mapping, rank, None, None)
+    two = peer.load(doubled, str(Path(folder).parent / "pair"), validate_access_integrity=False)
+    assert_same(two, pair(mapping, 0, "one", "two"))
     for found, ours in (
         (serialization.load_tensors_metadata(folder), megackpt.load_tensors_metadata(folder)),
         (serialization.load_sharded_metadata(folder), megackpt.load_sharded_metadata(folder)),
@@ -314,8 +315,10 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def run(group: ThreadedGroup) -> None:
         for tp in TPS:
-            declared = {**state(megackpt, group.rank, tp), **pair(megackpt, group.rank, "one", "two")}
+            declared = state(megackpt, group.rank, tp)
             megackpt.save(declared, folder / f"tp{tp}", content_metadata=CONTENT, process_group=group)
+        declared = pair(megackpt, group.rank, "one", "two")
+        megackpt.save(declared, folder / "pair", validate_access_integrity=False, process_group=group)
 
     ThreadedGroup.run(4, run)
     return folder

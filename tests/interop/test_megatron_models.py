@@ -43,7 +43,7 @@ RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 BY_BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable"}
 SINGLE = {"singleton_local_shards": True}
 Layout = tuple[int, ...]
-STRICT_KEYS = ("output_layer.weight", "not.stored")
+NOT_ASKED = {"output_layer.weight", "decoder.layers.mlp.linear_fc2._extra_state"}  # a tensor, and objects
 ITERATION = 100
 
 
@@ -159,12 +159,12 @@ def as_megatron_does(folder: Path) -> None:
 
 def outcome(load: Any, source: Path, **terms: Any) -> tuple[Any, dict[str, Any]]:
     """Keys that are not there, or not asked for, or that it raised; and what was loaded."""
-    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-    stored, unknown = STRICT_KEYS
-    state = declared("gpt", 2)
-    state.pop(stored, None)
-    state[unknown] = ShardedTensor.from_rank_offsets(unknown, torch.zeros(2), replica_id=dist.get_rank())
+    state = {name: shard for name, shard in declared("gpt", 2).items() if shard.key not in NOT_ASKED}
+    rank = dist.get_rank()
+    state["w"] = ShardedTensor.from_rank_offsets("not.stored", torch.zeros(2), replica_id=rank)
+    state["o"] = ShardedObject("no.object", None, (dist.get_world_size(),), (rank,))
     try:
         found = load(state, str(source), **terms)
     except BaseException as error:  # Megatron lets one of torch's through that is no Exception

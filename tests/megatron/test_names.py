@@ -198,10 +198,17 @@ def test_parts_of_a_state() -> None:
         list(utils.zip_strict([1, 2], [3]))
 
 
-def test_state_named_by_one_word_is_excluded() -> None:
-    """As Megatron's optimizers do: exclude_keys="step"."""
+def test_an_optimizers_groups_stay_lists_of_dicts() -> None:
+    """Megatron's layer-wise optimizer walks through them; others exclude state by one word."""
     weight = torch.nn.Parameter(torch.ones(2))
     param = megackpt.ShardedTensor.from_rank_offsets("w", weight)
-    given = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}}, "param_groups": []}
-    made = found(".optimizer.optim_state_to_sharding_state")(given, {0: param}, exclude_keys="step")
-    assert list(made["state"][0]) == ["exp_avg"]
+    values = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}
+    groups = [{"params": [0], "lr": 0.1}, {"params": [], "lr": 0.2}]  # lr tells nobody apart
+    given = {"state": {0: values}, "param_groups": groups}
+    assert found(".optimizer.optim_state_to_sharding_state")(given, {0: param}, exclude_keys="step") is None
+    assert given.keys() == {"state", "param_groups"}
+    assert [(name, s.key) for name, s in given["state"][0].items()] == [
+        ("exp_avg", "optimizer.state.exp_avg.w")
+    ]
+    assert [{**g, "params": g["params"].unwrap()} for g in given["param_groups"]] == groups
+    assert all(type(g["params"]) is list for g in groups)

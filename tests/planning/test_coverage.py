@@ -324,6 +324,9 @@ def test_objects_are_unit_boxes() -> None:
     text = only(world(rows[:3], "object"))
     assert "[1:2, 1:2] of objects (2, 2) has no main replica" in text
     assert "exactly one object, number (1, 1)" in text
+    assert "different pipeline stages?" in only(
+        world([(r, "step", (), Box((), ()), 0) for r in range(2)], "object")
+    )
 
 
 def test_unsaved_tells_only_what_would_be_lost() -> None:

@@ -22,6 +22,7 @@ from megackpt.planning.strict import (
     StrictHandling,
     check_shapes,
     describe,
+    keys,
     missing,
     name_of,
     parse_strict_flag,
@@ -119,6 +120,13 @@ def test_names_of_tensors_and_objects_without_the_common_state() -> None:
         "extra",
     }
     assert stored(manifest_of()) == requested(wanted_of()) == set()
+
+
+def test_a_caller_is_told_keys() -> None:
+    names = stored(STORED)
+    told = keys(names | {"no/shard_0_1"}, STORED.tensors)
+    assert told == {"decoder.layers.0.weight", "decoder.layers.1.weight", "rng", "extra", "no/shard_0_1"}
+    assert keys((), STORED.tensors) == set()
 
 
 def test_unexpected_and_missing() -> None:

@@ -25,6 +25,22 @@ class Stubborn(Exception):
         self.lock = lock
 
 
+class Shy:
+    """Opened anywhere but on one rank, whose own code it is that fails: a thread, or a process."""
+
+    def __init__(self, rank) -> None:
+        self.rank = rank
+
+    def __setstate__(self, state) -> None:
+        if state["rank"] == rank_here():
+            raise LookupError("not on this rank")
+
+
+def rank_here():
+    name = threading.current_thread().name
+    return int(name.removeprefix("rank ") if name.startswith("rank ") else os.environ["RANK"])
+
+
 def raises_on(bad, error):
     def work(group: Group):
         if group.rank in bad:
@@ -268,6 +284,35 @@ def test_what_cannot_be_pickled_is_told_as_text():
             assert "pickle" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("verb", "shy"),
+    [("reduce_scatter", 1), ("reduce_scatter", 0), ("reduce_broadcast", 1), ("broadcast", 1)],
+)
+def test_a_message_that_one_rank_cannot_open_is_its_failure_and_nobody_waits(verb, shy):
+    def call(group):
+        told = {
+            "reduce_scatter": lambda: group.reduce_scatter(
+                "plan", lambda: 0, lambda all_: [Shy(shy)] * len(all_)
+            ),
+            "reduce_broadcast": lambda: group.reduce_broadcast("plan", lambda: 0, lambda _: Shy(shy)),
+            "broadcast": lambda: group.broadcast("plan", lambda: Shy(shy)),
+        }
+        told[verb]()
+        group.reduce_broadcast("write", lambda: 0, len)
+
+    got = outcomes(3, call)
+    assert [type(error) for error in got] == [RankLost] * 3
+    assert all(f"rank {shy} left: LookupError: not on this rank" in str(error) for error in got)
+    assert "__setstate__" in got[shy].failures[shy]
+    assert isinstance(got[shy].__cause__, LookupError)
+
+
+def test_what_the_coordinator_cannot_open_is_told_to_all():
+    for error in outcomes(2, lambda group: group.reduce_broadcast("plan", lambda: Shy(0), len)):
+        assert isinstance(error, RankFailure)
+        assert "the coordinator could not go on: LookupError: not on this rank" in str(error)
+
+
 def test_an_exception_class_that_others_cannot_import_is_told_as_text():
     class Local(CheckpointingException):
         pass
@@ -401,6 +446,9 @@ def real_values_and_failures():
     assert default_group_works()
     assert group.broadcast("open", lambda: "still here") == "still here"
     assert group.all_agree(1)
+    with pytest.raises(RankLost, match="rank 2 left: LookupError: not on this rank"):
+        group.lowest([isinstance(group.broadcast("open", lambda: Shy(2)), Shy)])
+    assert group_over(timeout=seconds(20)).all_agree(1)
     end_at_once()
 
 

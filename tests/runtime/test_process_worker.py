@@ -311,7 +311,8 @@ def test_no_descriptor_and_no_memory_is_lost(worker: ProcessWorker) -> None:
         assert done(worker, chores.Double(arena if i % 2 else Arena.new(1 << 20))) == pid
         assert isinstance(done(worker, chores.damaged), CorruptCheckpoint)
     gc.collect()
-    assert (len(chores.descriptors(os.getpid())), len(chores.descriptors(pid))) == counts
+    assert len(chores.descriptors(os.getpid())) <= counts[0]  # what came before may be let go of late
+    assert len(chores.descriptors(pid)) <= counts[1]
     assert done(worker, chores.mapped) < 2 << 20  # the arena stays mapped, beside the task itself
     del arena
     gc.collect()

@@ -223,7 +223,7 @@ def test_no_descriptor_is_lost(root, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: os.stat("/does/not/exist"))
     with pytest.raises(StorageError):
         root.create("f").close()
-    assert descriptors() == before
+    assert descriptors() <= before  # threads of other tests may let go of theirs
 
 
 def test_put_replaces_and_leaves_nothing_else(root):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from megackpt.errors import CorruptCheckpoint, ShardingError
+from megackpt.errors import CorruptCheckpoint, CoverageError, ShardingError
 from megackpt.planning.box import Box
+from megackpt.planning.coverage import check
 from megackpt.planning.manifest import COMMON_KEY, Declaration, Declarations, ShardId, TensorMeta
 from megackpt.sharded import ShardedObject, ShardedTensor, bundled, declare, object_groups, unbundled
 
@@ -89,15 +90,16 @@ def test_objects_that_share_a_key_share_a_blob():
         ShardedObject("o", "second", (2,), (0,)),
         ShardedObject("o", "other cell", (2,), (1,)),
     ]
-    declared = declare(shards, rank=0)
-    assert declared.main.tolist() == [True, True, False, True]
     assert object_groups(shards) == {0: [0, 2], 2: [0, 2], 3: [3]}
     content = bundled(shards[2], [shards[i].data for i in object_groups(shards)[2]])
     assert content == ["first", "second"]
     assert unbundled(shards[2], content, 1) == "second"
+    with pytest.raises(
+        CoverageError, match=r"'o' is not covered: \[0:1\] .* has 2 main replicas(.|\n)*twice"
+    ):
+        check(declare(shards, rank=0))
     shards[0].replica_id = 1
-    assert declare(shards, rank=0).main.tolist() == [False, True, True, True]
-    assert shards[2].replica_id == 0
+    check(declare(shards, rank=0))
 
 
 def test_an_object_without_a_grid_is_its_own_blob():

@@ -22,7 +22,8 @@ class Piece:
 
     ``axes`` tells for each axis over there which one here runs along it (None: none, its extent is 1; the axes here
     that are not named are of extent 1, too). ``tied``: another tensor of ours is the same one. ``exact``: theirs may
-    not be of another shape, even where ours may (``allow_shape_mismatch``).
+    not be of another shape, even where ours may (``allow_shape_mismatch``). ``stacked``: so many leading axes here are
+    numbers in ``key`` (``link`` tells).
     """
 
     box: Box
@@ -32,6 +33,7 @@ class Piece:
     axes: tuple[int | None, ...]
     tied: bool = False
     exact: bool = False
+    stacked: int = 0
 
     def within(self, box: Box) -> Piece | None:
         """What of it lies in a box."""

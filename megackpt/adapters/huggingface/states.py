@@ -30,7 +30,7 @@ def as_huggingface(sharded_state_dict: ShardedStateDict, table: Table) -> Sharde
 
     Each tensor is declared piece by piece, and each piece is a view of it: a load reads the ranges that this rank
     needs, straight into the model, and gives back tensors in the shapes and places of ``sharded_state_dict``.
-    Objects, and tensors that the table says they do not have, stay on each rank as they are.
+    All else (objects, common state, tensors that the table says they do not have) stays on each rank as it is.
 
     For keys that no rule fits, or several do, and for shapes that rules cannot be of, the ``load`` or ``save`` raises
     MismatchError on all ranks; ShardingError for declarations that contradict themselves. All at once.
@@ -64,10 +64,9 @@ class _Renaming:
         leaf = native(leaf)
         if isinstance(leaf, ShardedTensorFactory):
             return self._around(leaf)
-        if isinstance(leaf, ShardedObject):
-            return LocalNonpersistentObject(leaf.data)
         if not isinstance(leaf, ShardedTensor):
-            return leaf
+            kept = leaf.data if isinstance(leaf, ShardedObject) else leaf
+            return leaf if isinstance(leaf, LocalNonpersistentObject) else LocalNonpersistentObject(kept)
         pieces, boxes = self._links[leaf.key, tuple(leaf.global_shape)]
         return _Pieced(leaf, pieces, boxes).factory() if pieces else LocalNonpersistentObject(leaf.data)
 
@@ -83,19 +82,23 @@ class _Renaming:
 
 
 class _Pieced:
-    """One ShardedTensor and the pieces over there that lie in it: of all of its tensor, with their ``boxes``."""
+    """One ShardedTensor and the pieces over there that lie in it: of all of its tensor, with their ``boxes``.
+
+    ``beside``: of others of theirs that its tensor is made of, one piece each. They are asked for by name, in a box
+    without elements: so all ranks miss the same where one of them is not there, also those that have padding only.
+    """
 
     def __init__(self, shard: ShardedTensor, pieces: Sequence[Piece], boxes: Boxes) -> None:
         prepended = shard.prepend_axis_num
         self.shard = shard
         self.box = Box(tuple(shard.global_offset), (1,) * prepended + tuple(shard.local_shape))
-        if self.box.volume:
-            # Of a tensor of all layers there are very many.
-            near = ((boxes.offset < self.box.stop) & (boxes.stop > self.box.offset)).all(axis=1)
-            meeting = (pieces[i].within(self.box) for i in np.flatnonzero(near).tolist())
-            self.pieces = [piece for piece in meeting if piece is not None]
-        else:
-            self.pieces = [piece for piece in pieces if self.box.contains(piece.box)]
+        stacked = slice(pieces[0].stacked)  # of a tensor of all layers there are very many
+        start, stop = self.box.offset[stacked], self.box.stop[stacked]
+        near = ((boxes.offset[:, stacked] < stop) & (boxes.stop[:, stacked] > start)).all(axis=1)
+        there = [pieces[i] for i in np.flatnonzero(near).tolist()] or pieces[:1]
+        self.pieces = [inside for piece in there if (inside := piece.within(self.box)) is not None]
+        met = {piece.key for piece in self.pieces}
+        self.beside = {piece.key: piece for piece in there if piece.key not in met and piece.shape}
         data = shard.data
         if data is None or data.is_meta:
             data = torch.empty(shard.local_shape, dtype=shard.dtype)
@@ -110,12 +113,13 @@ class _Pieced:
     def _built(
         self, _key: str, _data: Any, replica_id: ReplicaId, _range: slice | None
     ) -> list[ShardedTensor]:
-        return [self._declared(piece, replica_id) for piece in self.pieces]
+        views = [(piece, piece.view(self.whole[self._place(piece)])) for piece in self.pieces]
+        views += [(p, self.data.new_empty((0, *p.shape[1:]))) for p in self.beside.values()]
+        return [self._declared(piece, view, replica_id) for piece, view in views]
 
-    def _declared(self, piece: Piece, replica_id: ReplicaId) -> ShardedTensor:
+    def _declared(self, piece: Piece, view: torch.Tensor, replica_id: ReplicaId) -> ShardedTensor:
         if piece.tied:
             replica_id = (1, *replica_id) if isinstance(replica_id, tuple | list) else 1 + replica_id
-        view = piece.view(self.whole[self._place(piece)])
         return ShardedTensor(
             piece.key,
             view,

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from megackpt.backends.archives.checksums import Checked
-from megackpt.backends.archives.describing import Described, Refused, described
-from megackpt.backends.archives.writing import (
-    ALIGNMENT,
-    LIMIT,
-    WIDE,
-    Member,
-    aligned_start,
-    directory,
-    header,
-    plain_strides,
-    tensor_opcodes,
-    text,
+from megackpt.backends.archives.checksums import Checked as Checked
+from megackpt.backends.archives.describing import (
+    Described as Described,
+    Refused as Refused,
+    described as described,
 )
-
-__all__ = [
-    "ALIGNMENT",
-    "LIMIT",
-    "WIDE",
-    "Checked",
-    "Described",
-    "Member",
-    "Refused",
-    "aligned_start",
-    "described",
-    "directory",
-    "header",
-    "plain_strides",
-    "tensor_opcodes",
-    "text",
-]
+from megackpt.backends.archives.writing import (
+    ALIGNMENT as ALIGNMENT,
+    LIMIT as LIMIT,
+    WIDE as WIDE,
+    Member as Member,
+    aligned_start as aligned_start,
+    directory as directory,
+    header as header,
+    plain_strides as plain_strides,
+    tensor_opcodes as tensor_opcodes,
+    text as text,
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-from megackpt.objects import archive
+from megackpt.objects.archive import Archive
 from megackpt.runtime.storage import FileReader
 
 WINDOW = 4 << 20  # bytes read at once
@@ -24,8 +24,9 @@ class Checked:
 
     def damage(self) -> Iterator[str]:
         """What is wrong with it. Raises CorruptCheckpoint where it is no archive as torch writes them."""
-        for name, member in archive.members(self._read, self._length).items():
-            start = member.start(self._read)
+        held = Archive(self._read, self._length)
+        for name, member in held.members.items():
+            start = held.start(name)
             if not member.crc:  # so torch writes it where it was told to compute none
                 self.unchecked = self.unchecked or member.size > 0
             elif self._crc(start, member.size) != member.crc:

@@ -10,6 +10,7 @@ import math
 import struct
 from dataclasses import dataclass
 
+from megackpt.objects.archive import CENTRAL, END, END64, LOCAL, LOCATOR
 from megackpt.planning.manifest import ITEMSIZE
 
 ALIGNMENT = 64
@@ -36,11 +37,6 @@ WIDE = 1 << 31
 """A tensor of so many bytes is described by 8-byte numbers (LONG1), smaller ones by BININT."""
 
 _FOLDER = b"archive/"
-_LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
 _UTF8 = 0x0800  # torch sets this flag in every header
 _BEYOND = 0xFFFFFFFF
 _MANY = 0xFFFF
@@ -59,9 +55,7 @@ class Member:
 def aligned_start(member: Member) -> int:
     """Where what follows an aligned header begins."""
     extra = (20 if member.size >= LIMIT else 0) + 4
-    return (
-        -(-(member.header + _LOCAL.size + len(_FOLDER) + len(member.name) + extra) // ALIGNMENT) * ALIGNMENT
-    )
+    return -(-(member.header + LOCAL.size + len(_FOLDER) + len(member.name) + extra) // ALIGNMENT) * ALIGNMENT
 
 
 def header(member: Member, aligned: bool = False) -> bytes:
@@ -69,10 +63,10 @@ def header(member: Member, aligned: bool = False) -> bytes:
     name, size = _FOLDER + member.name, member.size
     shown, extra = (_BEYOND, struct.pack("<2H2Q", 1, 16, size, size)) if size >= LIMIT else (size, b"")
     if aligned:  # by the extra field that torch uses for it, too
-        gap = aligned_start(member) - (member.header + _LOCAL.size + len(name) + len(extra) + 4)
+        gap = aligned_start(member) - (member.header + LOCAL.size + len(name) + len(extra) + 4)
         extra += struct.pack("<2H", 0x4246, gap) + b"Z" * gap
     fixed = (0, _UTF8, 0, 0, 0, member.crc, shown, shown, len(name), len(extra))
-    return _LOCAL.pack(b"PK\3\4", *fixed) + name + extra
+    return LOCAL.pack(b"PK\3\4", *fixed) + name + extra
 
 
 def directory(members: list[Member], start: int, wide: bool) -> bytes:
@@ -80,10 +74,10 @@ def directory(members: list[Member], start: int, wide: bool) -> bytes:
     table = b"".join(map(_entry, members))
     shown = min(len(members), _MANY)
     if not wide:
-        return table + _END.pack(b"PK\5\6", 0, 0, shown, shown, len(table), start, 0)
-    end = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, len(members), len(members), len(table), start)
-    end += _LOCATOR.pack(b"PK\6\7", 0, start + len(table), 1)
-    return table + end + _END.pack(b"PK\5\6", 0, 0, shown, shown, min(len(table), _BEYOND), _BEYOND, 0)
+        return table + END.pack(b"PK\5\6", 0, 0, shown, shown, len(table), start, 0)
+    end = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, len(members), len(members), len(table), start)
+    end += LOCATOR.pack(b"PK\6\7", 0, start + len(table), 1)
+    return table + end + END.pack(b"PK\5\6", 0, 0, shown, shown, min(len(table), _BEYOND), _BEYOND, 0)
 
 
 def _entry(member: Member) -> bytes:
@@ -93,7 +87,7 @@ def _entry(member: Member) -> bytes:
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     shown, at = (_BEYOND if size >= LIMIT else size), (_BEYOND if place >= LIMIT else place)
     fixed = (0, 0, _UTF8, 0, 0, 0, member.crc, shown, shown, len(name), len(extra), 0, 0, 0, 0, at)
-    return _CENTRAL.pack(b"PK\1\2", *fixed) + name + extra
+    return CENTRAL.pack(b"PK\1\2", *fixed) + name + extra
 
 
 def text(value: str) -> bytes:

@@ -14,18 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.backends.base import Target
+from megackpt.backends.base import THREADS, Target
 from megackpt.backends.ranges.pieces import Pieces
-from megackpt.backends.ranges.sharing import Job, Share
+from megackpt.backends.ranges.sharing import Job, Share, octets as octets
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import LoadPlan
 from megackpt.runtime.storage import Storage
 
-__all__ = ["read_raw"]
 
-
-def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool, threads: int = 2) -> None:
+def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     """Fetch every region of the plan; the manifest's encoding is "raw".
 
     With ``verify`` whole digest blocks are read and compared where the manifest has digests, otherwise only the
@@ -38,9 +36,9 @@ def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool, threads:
     is_object = np.array([entry.meta.is_object for entry in plan.manifest.tensors], np.bool_)
     objects = is_object[plan.manifest.chunks.tensor[plan.chunk]]
     pieces = Pieces.of(plan, np.flatnonzero(~objects).astype(np.int64))
-    with ThreadPoolExecutor(threads, "megackpt-read") as pool:
+    with ThreadPoolExecutor(THREADS, "megackpt-read") as pool:
         jobs = [pool.submit(job.read_objects, rows) for rows in _by_file(plan, np.flatnonzero(objects))]
-        jobs += [pool.submit(Share(job, *share).read) for share in pieces.shares(threads, job.checked)]
+        jobs += [pool.submit(Share(job, *share).read) for share in pieces.shares(THREADS, job.checked)]
     _raise_all([error for j in jobs if (error := j.exception())])
 
 

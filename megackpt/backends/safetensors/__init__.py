@@ -12,43 +12,29 @@ directory or file of this kind, also one that has but links to files, as the Hug
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import numpy as np
-
-from megackpt import objects
 from megackpt.backends import places, sidecars, weight_maps
 from megackpt.backends.base import Backend, Finished, Source, Target
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.safetensors.headers import (
     METADATA,
+    Contents,
     TensorFile,
     arranged,
     looks_right,
     read_header,
     refuse_unfit,
 )
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, some
 from megackpt.planning.box import Box
-from megackpt.planning.manifest import (
-    COMMON_KEY,
-    OBJECT,
-    Bool,
-    LoadPlan,
-    Location,
-    Manifest,
-    SavePlan,
-    TensorEntry,
-    TensorMeta,
-    WriteResult,
-)
+from megackpt.planning.manifest import LoadPlan, Location, Manifest, SavePlan, WriteResult
 from megackpt.runtime.storage import SingleFile, Storage
 
 STEM = "model"
-INDEX = f"{STEM}.safetensors{weight_maps.ENDING}"
-_COMMON = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
-_TOLD = 20
+WHOLE = f"{STEM}.safetensors"
+INDEX = f"{WHOLE}{weight_maps.ENDING}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,8 @@ class Safetensors(Backend):
 
     def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - same names for any number
         beside = [sidecars.folder(entry) for entry in manifest.tensors if entry.meta.is_object]
-        return [*(file.name for file in self._arranged(manifest)), INDEX, *beside]
+        # What stands there instead of the one or the other would be taken for the checkpoint.
+        return [*(file.name for file in self._arranged(manifest)), WHOLE, INDEX, *beside]
 
     def layout(self, manifest: Manifest) -> Mapping[str, Location]:
         """Raises BackendError naming the tensors that the format cannot hold."""
@@ -85,11 +72,10 @@ class Safetensors(Backend):
 
     def lone_file(self, manifest: Manifest) -> str:
         """The one file that holds all of this manifest. Raises BackendError where it takes more, naming what."""
-        if beside := [entry.key for entry in manifest.tensors if entry.meta.is_object]:
-            told = ", ".join(map(repr, beside[:_TOLD])) + (", ..." if len(beside) > _TOLD else "")
+        if beside := [repr(entry.key) for entry in manifest.tensors if entry.meta.is_object]:
             raise BackendError(
-                f"a safetensors file holds tensors only, which these are not: {told}. Write a directory, where "
-                "they go into files beside it, or leave them out"
+                f"a safetensors file holds tensors only, which these are not: {some(beside, between=', ')}. Write a "
+                "directory, where they go into files beside it, or leave them out"
             )
         first, *others = self._arranged(manifest)
         if others:
@@ -118,16 +104,11 @@ class Safetensors(Backend):
         for file in files:
             with root.update(file.name) as updater:
                 updater.write_at(0, [memoryview(file.head)])
-        if files[0].name == f"{STEM}.safetensors":
+        if files[0].name == WHOLE:
             return Finished(manifest)
         found = [place for file in files for place in file.places.items()]
         total = sum(place.length for _, place in found)
         return Finished(manifest, {INDEX: weight_maps.emit(total, {key: place.file for key, place in found})})
-
-    def raw_chunks(self, manifest: Manifest) -> Bool:
-        # What an author noted in a header is no blob: it becomes one when it is read.
-        noted = [entry.is_common and manifest.encoding != "raw" for entry in manifest.tensors]
-        return ~np.array(noted, np.bool_)[manifest.chunks.tensor]
 
     def recognises(self, root: Storage) -> bool:
         root = root.following()
@@ -142,30 +123,30 @@ class Safetensors(Backend):
 
     def read_manifest(self, root: Storage) -> Manifest:
         root = root.following()
-        index, files = _files_in(root)
-        if not index and not files:
-            raise NotACheckpoint(f"{root.location} has no safetensors file, or several and no index of them")
-        told = weight_maps.read(root, index) if index else {}
-        contents = {file: read_header(root, file) for file in files or dict.fromkeys(told.values())}
+        index, told, contents = _contents_of(root)
         tensors = [found for content in contents.values() for found in content.tensors]
         if index:
             weight_maps.check(f"{root.location}/{index}", told, [(e.key, place.file) for e, place in tensors])
         found = [(entry, Box.whole(entry.meta.shape), place) for entry, place in tensors]
         found += [] if isinstance(root, SingleFile) else list(sidecars.objects_in(root))
-        # What else an author noted is kept as common state, unless there is one.
-        noted = [file for file, content in contents.items() if set(content.metadata) - {"format"}][:1]
-        noted = [] if any(entry.is_common for entry, _, _ in found) else noted
-        found += [(_COMMON, Box((), ()), Location(file, 0, 0)) for file in noted]
-        manifest = places.told(root, found, (self.name, self.version))
-        return replace(manifest, encoding="native") if noted else manifest
+        return places.told(root, found, (self.name, self.version))
+
+    def notes(self, root: Storage) -> Mapping[str, Any]:
+        """What else than the format an author noted in the first file that has any of it."""
+        noted = (content.metadata for content in _contents_of(root.following())[2].values())
+        return next(({METADATA: notes} for notes in noted if set(notes) - {"format"}), {})
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
-        root = root.following()
-        raw = self.raw_chunks(plan.manifest)[plan.chunk]
-        read_raw(root, plan.take(raw), into, verify)
-        for item in plan.take(~raw).rows():
-            noted = read_header(root, item.chunk.location.file).metadata
-            into.blob(item.target, objects.dump({METADATA: noted}))
+        read_raw(root.following(), plan, into, verify)
+
+
+def _contents_of(root: Storage) -> tuple[str, dict[str, str], dict[str, Contents]]:
+    """The index, if there is one; what it tells; and what each of the files holds."""
+    index, files = _files_in(root)
+    if not index and not files:
+        raise NotACheckpoint(f"{root.location} has no safetensors file, or several and no index of them")
+    told = weight_maps.read(root, index) if index else {}
+    return index, told, {file: read_header(root, file) for file in files or dict.fromkeys(told.values())}
 
 
 def _files_in(root: Storage) -> tuple[str, list[str]]:
@@ -178,9 +159,8 @@ def _files_in(root: Storage) -> tuple[str, list[str]]:
         return "", names
     indices = [name for name in names if name.endswith(f".safetensors{weight_maps.ENDING}")]
     files = [name for name in names if name.endswith(".safetensors")]
-    whole = f"{STEM}.safetensors"
-    if whole in files:
-        return "", [whole]
+    if WHOLE in files:
+        return "", [WHOLE]
     if indices:
         return (INDEX if INDEX in indices else indices[0] if len(indices) == 1 else ""), []
     return "", files if len(files) == 1 else []

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megackpt.backends.weight_maps import unique_pairs
-from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.errors import BackendError, CorruptCheckpoint, some
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
 from megackpt.runtime.storage import FileReader, Storage
 
@@ -50,7 +50,6 @@ DTYPES = frozenset(_NAMES)
 
 _PREFIX = 8
 _TOO_MUCH = 1 << 63
-_TOLD = 20
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,8 @@ def refuse_unfit(tensors: Sequence[TensorEntry]) -> None:
     """Raise BackendError naming the tensors that no safetensors file can hold."""
     wrong = [f"{key!r}: {why}" for key, meta in tensors if (why := _unfit(key, meta))]
     if wrong:
-        more = f"; and {len(wrong) - _TOLD} more" if len(wrong) > _TOLD else ""
         raise BackendError(
-            f"safetensors cannot hold {'; '.join(wrong[:_TOLD])}{more}. hint: save as torch_dist or torch, "
+            f"safetensors cannot hold {some(wrong)}. hint: save as torch_dist or torch, "
             "or change the dtype first"
         )
 

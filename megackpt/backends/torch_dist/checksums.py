@@ -8,12 +8,12 @@ from itertools import groupby
 import numpy as np
 
 from megackpt.backends.archives import Checked
+from megackpt.backends.base import THREADS
 from megackpt.errors import CheckpointingException
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Manifest, ShardId
 from megackpt.runtime.storage import Storage
 
-THREADS = 2
 _SHARE = 64  # records that one thread takes at a time
 
 

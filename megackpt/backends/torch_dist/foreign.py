@@ -7,24 +7,16 @@ as keys. What Megatron-Core kept flattened stands in the manifest as the tensor 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
-
-import numpy as np
 
 from megackpt.backends.torch_dist import flattened
 from megackpt.backends.torch_dist.listing import Listed, Listing, Location, check_files, read_listing
-from megackpt.backends.torch_dist.naming import COMMON, objects_named
+from megackpt.backends.torch_dist.naming import objects_named
 from megackpt.backends.torch_dist.writing import COMMON_FILE
 from megackpt.errors import BackendError, CorruptCheckpoint
-from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest import (
-    DIGEST_SIZE,
-    ITEMSIZE,
-    Chunks,
-    Manifest,
-    TensorEntry,
-    TensorMeta,
-)
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import COMMON, ITEMSIZE, Manifest, TensorEntry, TensorMeta
 from megackpt.runtime.storage import Storage
 
 
@@ -52,24 +44,9 @@ def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifes
         found = [item for item in found if not item.entry.is_common]
         found.append(_Stored(COMMON, Box((), ()), Location(COMMON_FILE, 0, root.size(COMMON_FILE) or 0)))
     check_files(root, [Listed(item.entry.key, item.box, item.place) for item in found])
-    return _manifest(found, backend)
-
-
-def _manifest(found: list[_Stored], backend: tuple[str, int]) -> Manifest:
     tensors: dict[TensorEntry, int] = {}
-    files: dict[str, int] = {}
-    tensor = [tensors.setdefault(s.entry, len(tensors)) for s in found]
-    file = [files.setdefault(s.place.file, len(files)) for s in found]
-    chunks = Chunks(
-        np.array(tensor, np.int32),
-        Boxes.of(s.box for s in found),
-        np.full(len(found), -1, np.int32),
-        np.array(file, np.int32),
-        np.array([s.place.start for s in found], np.int64),
-        np.array([s.place.length for s in found], np.int64),
-        np.zeros((0, DIGEST_SIZE), np.uint8),
-    )
-    return Manifest(tuple(tensors), (None,) * len(tensors), chunks, tuple(files), "native", backend)
+    rows = [(tensors.setdefault(entry, len(tensors)), box, *place[:3]) for entry, box, place in found]
+    return replace(Manifest.of(tensors, rows), encoding="native", backend=backend)
 
 
 def _items(listing: Listing) -> Iterator[_Stored]:

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megackpt.backends.torch_dist.pickles import Record, Size, read_metadata
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass, some
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorMeta
 from megackpt.runtime.storage import Storage
 
 LARGEST = 1 << 32  # bytes of .metadata
-_TOLD = 20
 
 
 class Location(NamedTuple):
@@ -114,8 +113,7 @@ def check_files(root: Storage, found: Sequence[Listed]) -> None:
                 f"{name!r} {box} should end at byte {start + length} of {file!r}, which has {size} bytes"
             )
     if problems:
-        more = f" (and {len(problems) - _TOLD} more)" if len(problems) > _TOLD else ""
-        raise CorruptCheckpoint(f"{root.location}: " + "; ".join(problems[:_TOLD]) + more)
+        raise CorruptCheckpoint(f"{root.location}: {some(problems)}")
 
 
 def _places(stored: Any) -> Iterator[tuple[tuple[str, Any], Location]]:

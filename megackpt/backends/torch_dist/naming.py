@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import COMMON_KEY, OBJECT, TensorEntry, TensorMeta, unique_key
 
-COMMON = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
 LISTED_COMMON = unique_key(COMMON_KEY, (0,), (1,))
 """The item in which Megatron-Core from 0.19 on keeps the common state, as ``[dict]``. It writes no common.pt."""
 _SHARD = re.compile(

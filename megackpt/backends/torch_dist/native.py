@@ -8,29 +8,27 @@ were archives, through ``torch.load(weights_only=True)``.
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megackpt import objects
 from megackpt.backends.archives import Described, described
-from megackpt.backends.base import Target
+from megackpt.backends.base import THREADS, Rewriting, Target
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_dist.flattened import Part, Parts
 from megackpt.backends.torch_dist.writing import COMMON_FILE
 from megackpt.errors import CorruptCheckpoint
-from megackpt.objects import archive
-from megackpt.planning.box import Box, Int64
+from megackpt.objects.archive import Archive
+from megackpt.planning.box import Int64
 from megackpt.planning.manifest import ITEMSIZE, LoadPlan
 from megackpt.runtime.storage import FileReader, Storage, allocate
 
-THREADS = 2
 EDGE = 2048
 """Bytes read at either end of a record: enough for the directory, and for what stands before the payload."""
 
@@ -39,7 +37,7 @@ def read(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     """Fetch the plan's regions out of torch.save archives. Raises CorruptCheckpoint naming key, box and file."""
     chunks = plan.manifest.chunks
     parts = Parts(chunks)
-    into = _BareCommon.of(root, plan, into)
+    into = _bare_common(root, plan, into)
     is_object = np.array([entry.meta.is_object for entry in plan.manifest.tensors], np.bool_)
     needed = np.unique(plan.chunk).astype(np.int64)
     needed = needed[~is_object[chunks.tensor[needed]]]
@@ -58,36 +56,20 @@ def read(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     _read_odd(root, plan.take(~plain[plan.chunk]), parts, into)
 
 
-@dataclass(frozen=True)
-class _BareCommon:
-    """The Target, to which a common state that was stored in a list of one is handed without the list."""
+def _bare_common(root: Storage, plan: LoadPlan, into: Target) -> Target:
+    """The same Target, to which a common state that was stored in a list of one is handed without the list."""
+    chunks, files = plan.manifest.chunks, plan.manifest.files
+    common = [number for number, entry in enumerate(plan.manifest.tensors) if entry.is_common]
+    rows = np.flatnonzero(np.isin(chunks.tensor[plan.chunk], common))
+    listed = {int(plan.target[row]) for row in rows if files[chunks.file[plan.chunk[row]]] != COMMON_FILE}
 
-    into: Target
-    listed: Collection[int]  # targets
-    where: str
-
-    @classmethod
-    def of(cls, root: Storage, plan: LoadPlan, into: Target) -> _BareCommon:
-        chunks, files = plan.manifest.chunks, plan.manifest.files
-        common = [number for number, entry in enumerate(plan.manifest.tensors) if entry.is_common]
-        rows = np.flatnonzero(np.isin(chunks.tensor[plan.chunk], common))
-        listed = [row for row in rows if files[chunks.file[plan.chunk[row]]] != COMMON_FILE]
-        return cls(into, plan.target[listed].tolist(), f"{root.location}: the common state")
-
-    def open(self, target: int, box: Box) -> NDArray[Any]:
-        return self.into.open(target, box)
-
-    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
-        self.into.close(target, box, filled)
-
-    def blob(self, target: int, data: bytes) -> None:
-        self.into.blob(target, self._bare(data) if target in self.listed else data)
-
-    def _bare(self, data: bytes) -> bytes:
+    def bare(target: int, data: bytes) -> bytes:
         try:
-            return objects.unwrapped(data)
+            return objects.unwrapped(data) if target in listed else data
         except CorruptCheckpoint as error:
-            raise CorruptCheckpoint(f"{self.where}: {error}") from error
+            raise CorruptCheckpoint(f"{root.location}: the common state: {error}") from error
+
+    return Rewriting(into, bare) if listed else into
 
 
 def _by_file(plan: LoadPlan, chunks: Int64) -> Iterator[Int64]:
@@ -125,22 +107,19 @@ class _Record:
     def payload(self, dtype: str, shape: tuple[int, ...], part: Part) -> tuple[int, int] | None:
         """Start in the file and length of the C-order bytes of a region of this shape, which is a part of all."""
         try:
-            members = archive.members(self._read, self._length)
-            found = _describe(self._content(members["data.pkl"]))
-            order = members.get("byteorder")
-            data = members[f"data/{found.storage.name}"]
-            if order is not None and self._content(order) != b"little":
+            held = Archive(self._read, self._length)
+            found = _describe(held.content("data.pkl", 1 << 20))
+            name = f"data/{found.storage.name}"
+            start, size = held.start(name), held.members[name].size
+            if not held.little_endian:
                 return None
-        except (CorruptCheckpoint, KeyError):
+        except CorruptCheckpoint:
             return None  # torch itself has the last word on what this is
         itemsize = ITEMSIZE[dtype]
         fits = found.dtype == dtype and part.may_be_in(found.shape, shape)
-        if not fits or data.size < part.held * itemsize:
+        if not fits or size < part.held * itemsize:
             return None
-        return self._start + data.start(self._read) + part.before * itemsize, part.volume * itemsize
-
-    def _content(self, member: archive.Member) -> bytes:
-        return self._read(member.start(self._read), member.size)
+        return self._start + start + part.before * itemsize, part.volume * itemsize
 
     def _read(self, start: int, length: int) -> bytes:
         if start + length <= len(self._head):
@@ -151,8 +130,6 @@ class _Record:
         return self._fetch(start, length)
 
     def _fetch(self, start: int, length: int) -> bytes:
-        if start < 0 or length < 0 or start + length > self._length:
-            raise CorruptCheckpoint("a torch archive refers to bytes beyond its end")
         data = bytearray(length)
         self._reader.read_into(self._start + start, [memoryview(data)])
         return bytes(data)

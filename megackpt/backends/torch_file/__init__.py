@@ -24,7 +24,7 @@ from megackpt.backends.torch_file import contents, sealing
 from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
-    COMMON_KEY,
+    COMMON,
     OBJECT,
     Bool,
     LoadPlan,
@@ -38,7 +38,6 @@ from megackpt.planning.manifest import (
 from megackpt.runtime.storage import SingleFile, Storage, digest_blocks
 
 _BIN = "pytorch_model.bin"
-_COMMON = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
 
 
 class TorchFile(Backend):
@@ -129,7 +128,7 @@ class TorchFile(Backend):
                 "save what is no tensor in one place"
             )
         # What is no tensor becomes a blob when it is read.
-        found += [(_COMMON, Box((), ()), Location(file, held[file].pickle, 0), True) for file in rests]
+        found += [(COMMON, Box((), ()), Location(file, held[file].pickle, 0), True) for file in rests]
         manifest = places.told(
             root, [(entry, box, place) for entry, box, place, _ in found], (self.name, self.version)
         )

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from megackpt.backends.archives import Described, Refused, described
 from megackpt.backends.base import Target
 from megackpt.backends.torch_file.sealing import STATE
 from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
-from megackpt.objects import archive
+from megackpt.objects.archive import Archive
 from megackpt.planning.manifest import ITEMSIZE, Location, ReadItem
 from megackpt.runtime.storage import FileReader, Storage, allocate
 
@@ -53,45 +52,29 @@ def looks_right(reader: FileReader) -> bool:
     return start.startswith(b"PK\3\4") and name.partition("/")[2].startswith(_MEMBERS)
 
 
-class _File:
+class _File(Archive):
     """One file, open: its members, none of which lies in another."""
 
     def __init__(self, reader: FileReader) -> None:
-        self._reader = reader
-        start = self._read(0, min(len(_LEGACY), reader.size))
-        if start == _LEGACY:
+        def fetch(start: int, length: int) -> bytes:
+            data = allocate(length, "a part of it")
+            reader.read_into(start, [memoryview(data)])
+            return bytes(data)
+
+        if fetch(0, min(len(_LEGACY), reader.size)) == _LEGACY:
             raise BackendError(
                 "it is of the kind that torch wrote before version 1.6: load it with torch.load(..., "
                 "weights_only=True), and save that with torch.save"
             )
-        self.members = archive.members(self._read, reader.size)
+        super().__init__(fetch, reader.size)
         if "constants.pkl" in self.members or "data.pkl" not in self.members:
             raise BackendError(
                 "it is an archive, but no torch.save wrote it (TorchScript files hold programs)"
             )
-        if "byteorder" in self.members and self.content("byteorder") != b"little":
+        if not self.little_endian:
             raise BackendError(
                 "it was written on a big-endian machine: load it there with torch, and save it anew"
             )
-
-    def _read(self, start: int, length: int) -> bytes:
-        if start < 0 or length < 0 or start + length > self._reader.size:
-            raise CorruptCheckpoint(f"bytes {start} to {start + length} are missing: it is cut off")
-        data = allocate(length, "a part of it")
-        self._reader.read_into(start, [memoryview(data)])
-        return bytes(data)
-
-    def content(self, name: str) -> bytes:
-        member = self.members[name]
-        if member.size > LARGEST:
-            raise CorruptCheckpoint(f"{name} has {member.size} bytes: at most {LARGEST} can be right there")
-        content = self._read(member.start(self._read), member.size)
-        if member.crc not in (0, zlib.crc32(content)):
-            raise CorruptCheckpoint(f"the bytes of {name} are damaged: their checksum is wrong")
-        return content
-
-    def start(self, name: str) -> int:
-        return self.members[name].start(self._read)
 
     def starts(self) -> dict[str, int]:
         """Where each member's bytes begin. Members that overlap are refused."""
@@ -101,7 +84,7 @@ class _File:
             if member.header < position:
                 raise CorruptCheckpoint(f"the member {name!r} of the archive overlaps with another")
             position = begins[name] + member.size
-        if position > self._reader.size:
+        if position > self.size:
             raise CorruptCheckpoint("a member of the archive reaches beyond its end")
         return begins
 
@@ -193,7 +176,7 @@ def held_in(root: Storage, name: str) -> Held:
         with root.open(name) as reader:
             file = _File(reader)
             starts = file.starts()
-            state = _state(file.content("data.pkl"), True)
+            state = _state(file.content("data.pkl", LARGEST), True)
             places = {key: _place(name, file, starts, found) for key, found in state.tensors.items()}
             blobs = {key: _place(name, file, starts, found) for key, found in state.blobs.items()}
     except (CorruptCheckpoint, BackendError) as error:
@@ -222,7 +205,7 @@ def common_blob(root: Storage, name: str) -> bytes:
     """All that a file holds beside tensors, as the blob of a common state. Raises UntrustedClass naming a class."""
     try:
         with root.open(name) as reader:
-            return objects.dump(dict(_state(_File(reader).content("data.pkl"), False).rest))
+            return objects.dump(dict(_state(_File(reader).content("data.pkl", LARGEST), False).rest))
     except UntrustedClass as error:
         told = str(error).partition("\n")[0]
         raise UntrustedClass(
@@ -244,7 +227,7 @@ def read_view(root: Storage, item: ReadItem, into: Target) -> None:
     )
     with root.open(name) as reader:
         file = _File(reader)
-        found = _state(file.content("data.pkl"), True).tensors[item.entry.key]
+        found = _state(file.content("data.pkl", LARGEST), True).tensors[item.entry.key]
         steps = zip(item.box.offset, found.strides, strict=True)
         region = found._replace(offset=found.offset + sum(o * s for o, s in steps), shape=item.box.shape)
         itemsize = ITEMSIZE[found.dtype]

@@ -28,7 +28,6 @@ STATE = "megackpt.state"
 """The key under which the common state and the objects stand, beside the tensors."""
 
 WINDOW = 8 << 20  # bytes copied at a time
-_TOLD = 20
 _MANY = 0xFFFF  # members from which on the directory must be a wide one
 
 

@@ -9,7 +9,7 @@ from itertools import groupby, islice
 
 import numpy as np
 
-from megackpt.backends.sidecars import COMMON, OBJECTS, decode_key, objects_in, parse_shard
+from megackpt.backends.sidecars import COMMON_FILE, OBJECTS, decode_key, objects_in, parse_shard
 from megackpt.backends.zarr.documents import DESCRIPTION_LIMIT
 from megackpt.backends.zarr.layout import ArrayLayout, Grid, chunk_numbers
 from megackpt.backends.zarr.names import ARRAY, MEGATRON, ZARRAY
@@ -44,11 +44,11 @@ def discover(root: Storage, version: int) -> Manifest:
     """What the files themselves tell. CorruptCheckpoint naming all chunks missing or of a wrong size."""
     found = _Found(root)
     if version == MEGATRON:
-        if COMMON in root.list():
-            if (size := root.size(COMMON)) is None:
-                found.problems.append(f"{COMMON} is no regular file (a link, a folder)")
+        if COMMON_FILE in root.list():
+            if (size := root.size(COMMON_FILE)) is None:
+                found.problems.append(f"{COMMON_FILE} is no regular file (a link, a folder)")
             found.entry(COMMON_KEY, TensorMeta((), OBJECT))
-            found.chunk(Box((), ()), COMMON, 0, size or 0)
+            found.chunk(Box((), ()), COMMON_FILE, 0, size or 0)
         _walk(found, "", 0)
     else:
         _look_through(found)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from megackpt.backends.base import Target
-from megackpt.backends.ranges import read_raw
+from megackpt.backends.base import Rewriting, Target
+from megackpt.backends.ranges import octets, read_raw
 from megackpt.backends.zarr.layout import ArrayLayout, Cells, chunk_numbers
 from megackpt.backends.zarr.names import MEGATRON, array_folder
 from megackpt.backends.zarr.stores import (
-    THREADS,
     context,
     latest,
     layout_in,
@@ -49,11 +48,11 @@ def read_rows(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None
     """Fetch regions. Chunks without digests of ours are read by tensorstore if asked to verify: it checks crc32c."""
     ranged = raw_rows(plan.manifest, plan.chunk)
     if plan.manifest.backend[1] == MEGATRON:
-        into = _Wrapping(into, plan, root.location)
+        into = Rewriting(into, partial(_wrapped, plan, root.location))
     elif verify and not len(plan.manifest.chunks.digests):
         ranged &= _is_object(plan.manifest)[plan.manifest.chunks.tensor[plan.chunk]]
     if ranged.any():
-        read_raw(root, plan.take(ranged), into, verify, threads=THREADS)
+        read_raw(root, plan.take(ranged), into, verify)
     if not ranged.all():
         _read_chunks(root, plan.take(~ranged), into, verify)
 
@@ -85,31 +84,16 @@ def damage(root: Storage, manifest: Manifest) -> list[str] | None:
     return problems
 
 
-@dataclass(frozen=True)
-class _Wrapping:
-    """A Target that is handed Megatron's objects in the form that ours have: in a list of one."""
-
-    into: Target
-    plan: LoadPlan
-    where: str
-
-    def open(self, target: int, box: Box) -> NDArray[Any]:
-        return self.into.open(target, box)
-
-    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
-        self.into.close(target, box, filled)
-
-    def blob(self, target: int, data: bytes) -> None:
-        row = int(np.flatnonzero(self.plan.target == target)[0])
-        manifest = self.plan.manifest
-        entry = manifest.tensors[manifest.chunks.tensor[self.plan.chunk[row]]]
-        if not entry.is_common:
-            try:
-                data = wrapped(data)
-            except CorruptCheckpoint as error:
-                file = manifest.files[manifest.chunks.file[self.plan.chunk[row]]]
-                raise CorruptCheckpoint(f"{entry.key!r} in {self.where}/{file}: {error}") from error
-        self.into.blob(target, data)
+def _wrapped(plan: LoadPlan, where: str, target: int, data: bytes) -> bytes:
+    """One of Megatron's objects in the form that ours have: in a list of one."""
+    row = int(np.flatnonzero(plan.target == target)[0])
+    chunks = plan.manifest.chunks
+    entry = plan.manifest.tensors[chunks.tensor[plan.chunk[row]]]
+    try:
+        return data if entry.is_common else wrapped(data)
+    except CorruptCheckpoint as error:
+        file = plan.manifest.files[chunks.file[plan.chunk[row]]]
+        raise CorruptCheckpoint(f"{entry.key!r} in {where}/{file}: {error}") from error
 
 
 def _is_object(manifest: Manifest) -> Bool:
@@ -145,8 +129,7 @@ class _Reader:
         checked = verify and len(chunk.digests) > 0
         values = self.values(entry, chunk, [chunk.box] if checked else [item.box for item in items])
         if checked:
-            octets = np.ascontiguousarray(values[0]).reshape(-1).view(np.uint8).data
-            _check(octets, chunk.digests, self._where(entry, chunk))
+            _check(octets(np.ascontiguousarray(values[0])), chunk.digests, self._where(entry, chunk))
             values = [values[0][item.box.relative_to(chunk.box).slices()] for item in items]
         for item, found in zip(items, values, strict=True):
             filled = into.open(item.target, item.box)

@@ -14,6 +14,7 @@ import ml_dtypes  # noqa: F401  (numpy learns bfloat16 and the float8 kinds)
 import numpy as np
 import tensorstore as ts
 
+from megackpt.backends.base import THREADS
 from megackpt.backends.sidecars import encode_key
 from megackpt.backends.zarr.documents import (
     DESCRIPTION_LIMIT,
@@ -31,7 +32,6 @@ from megackpt.runtime.storage import Storage
 
 T = TypeVar("T")
 
-THREADS = 2
 MISSING = -1
 ABSENT = (1 << 64) - 1
 """How an index tells of a chunk that is not there: its start and its length."""

@@ -13,17 +13,15 @@ import numpy as np
 from megackpt.errors import CoverageError
 from megackpt.planning.box import Groups, Int64, runs
 from megackpt.planning.coverage.explain import (
-    Problem,
+    Problem as Problem,
     explain_conflict,
     explain_tensor,
     summary,
     telling,
     together,
 )
-from megackpt.planning.coverage.tiling import miscounted, tile_exactly
+from megackpt.planning.coverage.tiling import miscounted as miscounted, tile_exactly as tile_exactly
 from megackpt.planning.manifest import Bool, Declarations, Int32, TensorEntry
-
-__all__ = ["Problem", "check", "miscounted", "shapes_table", "tile_exactly", "uncovered", "unsaved"]
 
 EXPLAINED = 20  # problems told in full; the others in a line each
 

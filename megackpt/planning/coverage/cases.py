@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megackpt.errors import some
 from megackpt.planning.box import Box, Boxes, Groups, Int64, runs
 from megackpt.planning.coverage.tiling import miscounted
 from megackpt.planning.manifest import Declarations, TensorEntry, TensorMeta
@@ -138,8 +139,4 @@ def named(ranks: Iterable[int]) -> str:
     if len(spans) == 1 and spans[0][0] == spans[0][1]:
         return f"rank {spans[0][0]}"
     told = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in spans]
-    return "ranks " + ", ".join(told[:6]) + more(len(told) - 6)
-
-
-def more(count: int, what: str = "") -> str:
-    return f", and {count} more{' ' if what else ''}{what}" if count > 0 else ""
+    return f"ranks {some(told, 6, ', ')}"

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megackpt.planning.coverage.cases import REGIONS, Case, Way, case_of, more, named, ways
+from megackpt.errors import some
+from megackpt.planning.coverage.cases import REGIONS, Case, Way, case_of, named, ways
 from megackpt.planning.coverage.hints import conflict_hint, hint_of, shape_text
 from megackpt.planning.manifest import Declarations
 
@@ -96,12 +97,12 @@ def explain_conflict(declared: Declarations, numbers: Sequence[int]) -> Problem:
     """The paragraph about a key that ranks declare with different global shapes, dtypes or kinds."""
     found = ways(declared, numbers)
     key = declared.tensors[numbers[0]].key
-    told = [f"{named(way.ranks)} {shape_text(way.meta)} {way.meta.dtype}" for way in found[:BOXES]]
+    told = [f"{named(way.ranks)} {shape_text(way.meta)} {way.meta.dtype}" for way in found]
     most, fewest = max(found, key=Way.size), min(found[::-1], key=Way.size)
     hint = conflict_hint(declared, most, fewest if fewest is not most else found[-1])
     lines = [
         f"{key!r} is declared in {len(found)} ways, where all ranks must agree on global shape and dtype.",
-        "  declared: " + "; ".join(told) + more(len(found) - BOXES),
+        "  declared: " + some(told, BOXES),
         "  hint: " + hint,
     ]
     return Problem(key, "\n".join(lines), hint)
@@ -110,12 +111,12 @@ def explain_conflict(declared: Declarations, numbers: Sequence[int]) -> Problem:
 def _told(case: Case) -> str:
     """Who declared which box: first those that touch what is wrong."""
     told = [_holders(case, i) for i in range(min(BOXES, len(case.boxes)))]
-    return "; ".join(told) + more(len(case.shards) - len(told), "boxes")
+    others = len(case.shards) - len(told)
+    return "; ".join([*told, f"and {others} more boxes"] if others else told)
 
 
 def _holders(case: Case, i: int) -> str:
     if case.mains[i]:
         return f"{named(case.ranks(i))} {case.boxes[i]}"
     replicas = sorted({str(case.declared.replica_ids[n]) for n in case.declared.replica[case.rows(i)]})
-    ids = ", ".join(replicas[:3]) + more(len(replicas) - 3)
-    return f"{named(case.ranks(i))} {case.boxes[i]} (replica_id {ids})"
+    return f"{named(case.ranks(i))} {case.boxes[i]} (replica_id {some(replicas, 3, ', ')})"

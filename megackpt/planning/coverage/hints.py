@@ -89,6 +89,11 @@ def _doubled(case: Case) -> str:
             f"the others have one, so do two pipeline stages both claim number {case.boxes[i].offset[0]} of axis 0 "
             "(a layer), or is the replica_id forgotten on one of them?"
         )
+    if case.entry.meta.is_object and not case.entry.meta.shape:
+        return said + (
+            "are they of different pipeline stages? What all hold alike (the number of the step) is common state, "
+            "outside of sharded(); in an optimizer's state flatten_optimizer_state_dict tells the stages apart"
+        )
     said += "is the replica_id forgotten? All but one of the copies need a non-zero one"
     held = case.shards.rows(int(case.numbers[i]))
     if len(held) == len(ranks) > 2:

@@ -113,6 +113,21 @@ class Declarations:
             (domain,),
         )
 
+    @classmethod
+    def of_boxes(
+        cls,
+        tensors: tuple[TensorEntry, ...],
+        tensor: Int32,
+        boxes: Boxes,
+        nbytes: Int64,
+        rank: Int32 | None = None,
+        domains: tuple[int, ...] = (0,),
+    ) -> Declarations:
+        """As if each of these boxes were declared once, by a main replica; without ``rank``, all by rank 0."""
+        zero = np.zeros(len(boxes), np.int32)
+        rank = zero if rank is None else rank
+        return cls(tensors, tensor, boxes, (0,), zero, zero.astype(np.bool_), nbytes, rank, domains)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """As it travels to the coordinator, which gets one from every rank: columns in one piece."""
         boxes = self.boxes

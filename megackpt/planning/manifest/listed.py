@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-
-import numpy as np
+from dataclasses import replace
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest.naming import DIGEST_SIZE, ITEMSIZE, TensorEntry
-from megackpt.planning.manifest.stored import Chunks, Location, Manifest
+from megackpt.planning.box import Box
+from megackpt.planning.manifest.naming import ITEMSIZE, TensorEntry
+from megackpt.planning.manifest.stored import Location, Manifest
 
 _TOO_MUCH = 1 << 63
 _MOST_DIMENSIONS = 64  # torch's and numpy's limit
@@ -26,25 +25,11 @@ def listed(
     """
     entries = tuple(tensors)
     _check_entries(entries)
-    files: dict[str, int] = {}
-    boxes: list[Box] = []
-    rows: list[tuple[int, int, int, int]] = []
+    rows = []
     for number, box, location in chunks:
         _check_chunk(entries, number, box, location)
-        file = files.setdefault(location.file, len(files))
-        boxes.append(box)
-        rows.append((number, file, location.start, location.length))
-    tensor, file_number, start, length = np.array(rows, np.int64).reshape(-1, 4).T
-    found = Chunks(
-        tensor.astype(np.int32),
-        Boxes.of(boxes),
-        np.full(len(rows), -1, np.int32),
-        file_number.astype(np.int32),
-        start.copy(),
-        length.copy(),
-        np.zeros((0, DIGEST_SIZE), np.uint8),
-    )
-    return Manifest(entries, (None,) * len(entries), found, tuple(files), backend=backend)
+        rows.append((number, box, location.file, location.start, location.length))
+    return replace(Manifest.of(entries, rows), backend=backend)
 
 
 def _check_entries(entries: Sequence[TensorEntry]) -> None:

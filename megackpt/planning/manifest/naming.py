@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,17 @@ ITEMSIZE: dict[str, int] = {
     OBJECT: 0,
 }
 """Bytes per element of every dtype that can be stored, by torch's name for it."""
+_CARRIED = {size: np.dtype("c16" if size == 16 else f"u{size}") for size in (1, 2, 4, 8, 16)}
 
 ReplicaId = int | tuple[int, ...]
 Int32 = NDArray[np.int32]
 Bool = NDArray[np.bool_]
 Digests = NDArray[np.uint8]  # (blocks, DIGEST_SIZE)
+
+
+def carried_dtype(itemsize: int) -> np.dtype[Any]:
+    """The numpy dtype under which elements of this many bytes travel, whatever they mean."""
+    return _CARRIED[itemsize]
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
@@ -69,6 +75,10 @@ class TensorEntry(NamedTuple):
     @property
     def is_common(self) -> bool:
         return self.meta.is_object and self.key == COMMON_KEY
+
+
+COMMON = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
+"""The common state."""
 
 
 @dataclass(frozen=True, slots=True)

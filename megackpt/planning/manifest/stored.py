@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -126,6 +126,22 @@ class Manifest:
     save_id: str = ""
     fingerprints: bytes = field(default=b"", repr=False)
 
+    @classmethod
+    def of(cls, tensors: Iterable[TensorEntry], rows: Sequence[tuple[int, Box, str, int, int]]) -> Manifest:
+        """Of each chunk its tensor's number, its box, and the file, start and length of its bytes. No digests."""
+        entries = tuple(tensors)
+        files: dict[str, int] = {}
+        chunks = Chunks(
+            np.array([number for number, *_ in rows], np.int32),
+            Boxes.of(box for _, box, *_ in rows),
+            np.full(len(rows), -1, np.int32),
+            np.array([files.setdefault(file, len(files)) for _, _, file, _, _ in rows], np.int32),
+            np.array([start for *_, start, _ in rows], np.int64),
+            np.array([length for *_, length in rows], np.int64),
+            np.zeros((0, DIGEST_SIZE), np.uint8),
+        )
+        return cls(entries, (None,) * len(entries), chunks, tuple(files))
+
     def numbers(self) -> dict[str, int]:
         """Key -> number in ``tensors``."""
         return {entry.key: i for i, entry in enumerate(self.tensors)}
@@ -205,4 +221,19 @@ class TensorParts:
             tensors=self._manifest.tensors[number : number + 1],
             grids=self._manifest.grids[number : number + 1],
             chunks=replace(chunks, tensor=np.zeros_like(chunks.tensor)),
+        )
+
+    def excerpt(self, numbers: Sequence[int]) -> Manifest:
+        """The manifest of these tensors, in this order, and of the files that they are in."""
+        whole = self._manifest
+        rows = [self.rows(number) for number in numbers]
+        chunks = whole.chunks.take(np.concatenate([np.zeros(0, np.int64), *rows]), self._bounds)
+        used, file = np.unique(chunks.file, return_inverse=True)
+        tensor: Int32 = np.repeat(np.arange(len(rows)), list(map(len, rows))).astype(np.int32)
+        return replace(
+            whole,
+            tensors=tuple(whole.tensors[number] for number in numbers),
+            grids=tuple(whole.grids[number] for number in numbers),
+            chunks=replace(chunks, tensor=tensor, file=(file - (used[:1] < 0).sum()).astype(np.int32)),
+            files=tuple(whole.files[number] for number in used.tolist() if number >= 0),
         )

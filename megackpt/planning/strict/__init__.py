@@ -12,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-from megackpt.errors import MismatchError
+from megackpt.errors import MismatchError, some
 from megackpt.planning.box import Boxes
 from megackpt.planning.manifest import (
     Declarations,
@@ -117,6 +117,12 @@ def missing(requested_by_ranks: Iterable[Collection[str]], manifest: Manifest) -
     return stored(manifest).difference(*requested_by_ranks)
 
 
+def keys(names: Collection[str], tensors: Sequence[TensorEntry]) -> set[str]:
+    """The keys that these names stand for, as a caller is told them: of an object one, whatever cells it has."""
+    objects = {entry.key for entry in tensors if entry.meta.is_object}
+    return {key if (key := name.rpartition("/shard_")[0]) in objects else name for name in names}
+
+
 def describe(
     unexpected: Collection[str], missing: Collection[str], manifest: Manifest, asked: Collection[str] = ()
 ) -> str:
@@ -166,9 +172,8 @@ def check_shapes(wanted: Declarations, manifest: Manifest, dtype_policy: str = "
             piece = wanted.boxes.row(row, len(entry.meta.shape)).shape
             shapes.append(Difference(entry.key, entry.meta.shape, there.meta.shape, piece))
     if problems:
-        more = [f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else []
         hints = [f"  hint: {hint}" for hint in shape_hints(shapes)]
-        raise MismatchError("\n".join(problems[:_TOLD] + more + hints))
+        raise MismatchError("\n".join([some(problems, _TOLD, "\n"), *hints]))
 
 
 def _differences(asked: TensorEntry, there: TensorEntry, rigid: bool, dtype: bool) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from megackpt.runtime.async_calls.queue import AsyncCallsQueue
-from megackpt.runtime.async_calls.request import AsyncRequest, Pending
-from megackpt.runtime.async_calls.task import Task
-from megackpt.runtime.async_calls.workers import ThreadWorker, Worker
-
-__all__ = ["AsyncCallsQueue", "AsyncRequest", "Pending", "Task", "ThreadWorker", "Worker"]
+from megackpt.runtime.async_calls.queue import AsyncCallsQueue as AsyncCallsQueue
+from megackpt.runtime.async_calls.request import AsyncRequest as AsyncRequest, Pending as Pending
+from megackpt.runtime.async_calls.task import Task as Task
+from megackpt.runtime.async_calls.workers import ThreadWorker as ThreadWorker, Worker as Worker

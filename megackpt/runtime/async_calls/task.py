@@ -120,6 +120,7 @@ class Task(Generic[T]):
         """The value; or raise the error. The work must have ended."""
         if self.outcome is None:
             raise CheckpointingException(
-                f"{self.name}: nobody has done this yet: schedule it, or execute_sync()"
+                f"{self.name}: nobody has done this yet: schedule it in megackpt's AsyncCallsQueue (others do not know "
+                "how), or execute_sync()"
             )
         return self.outcome.get()

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from megackpt.runtime.collectives.failures import Attempt, attempt
-from megackpt.runtime.collectives.gloo import DEFAULT_TIMEOUT, domain_of, group_over
-from megackpt.runtime.collectives.group import Busy, Group, Mark, RankGroup, SingleGroup, Streams
-from megackpt.runtime.collectives.streams import Stream
-
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "Attempt",
-    "Busy",
-    "Group",
-    "Mark",
-    "RankGroup",
-    "SingleGroup",
-    "Stream",
-    "Streams",
-    "attempt",
-    "domain_of",
-    "group_over",
-]
+from megackpt.runtime.collectives.failures import Attempt as Attempt, attempt as attempt
+from megackpt.runtime.collectives.gloo import (
+    DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
+    domain_of as domain_of,
+    group_over as group_over,
+)
+from megackpt.runtime.collectives.group import (
+    Busy as Busy,
+    Group as Group,
+    Mark as Mark,
+    RankGroup as RankGroup,
+    SingleGroup as SingleGroup,
+    Streams as Streams,
+)
+from megackpt.runtime.collectives.streams import Stream as Stream

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from megackpt.errors import CheckpointingException, RankFailure
+from megackpt.errors import CheckpointingException, RankFailure, RankLost, some
 from megackpt.events import told
 
 T = TypeVar("T")
@@ -72,11 +72,8 @@ def everybodys(stage: str, failures: Sequence[Failure], size: int) -> Checkpoint
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None or kind is RankFailure:
         return _rank_failure(stage, failures, size)
-    told = _by_likeness(failures, size)
-    more = len(told) - STORIES_TOLD
-    return kind(
-        "\n".join([*told[:STORIES_TOLD], *([f"and {more} more such texts of other ranks"] * (more > 0))])
-    )
+    texts = _by_likeness(failures, size)
+    return kind(some(texts, STORIES_TOLD, "\n", "more such texts of other ranks"))
 
 
 def coordinators(stage: str, error: BaseException) -> CheckpointingException:
@@ -97,6 +94,17 @@ def alone(stage: str, error: BaseException) -> RankFailure:
     """What a single process raises for an error that is not ours; raise it ``from`` that error."""
     failure = Failure.of(0, error)
     return RankFailure(f"{_what_failed(stage)}: {failure.text}", {0: failure.story})
+
+
+def parted(stage: str, rank: int, error: BaseException) -> RankLost:
+    """What a rank raises that has to leave the others; raise it ``from`` that error. They hear ``departure``."""
+    failure = Failure.of(rank, error)
+    return RankLost(f"{_what_failed(stage)}: rank {rank} {departure(error)}", {rank: failure.story})
+
+
+def departure(reason: BaseException) -> str:
+    """In one line, why a rank leaves the others."""
+    return ": ".join(["left", type(reason).__name__, *told(reason).splitlines()[:1]])
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

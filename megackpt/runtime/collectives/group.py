@@ -22,6 +22,7 @@ from megackpt.runtime.collectives.failures import (
     alone,
     coordinators,
     everybodys,
+    parted,
 )
 from megackpt.runtime.collectives.streams import Stream, Swap, hand_over, within
 
@@ -215,7 +216,7 @@ class RankGroup(Group):
 
     @abstractmethod
     def _leave(self, reason: BaseException) -> None:
-        """This process is being ended in the middle of a step: let the others know, without waiting."""
+        """This rank cannot go on in the middle of a step: let the others know, without waiting."""
 
     def lowest(self, numbers: Sequence[int]) -> list[int]:
         with self.leaving():
@@ -228,20 +229,20 @@ class RankGroup(Group):
             mine = self._worked(work)
             gathered = self._gather(stage, mine.packed)
             if gathered is None:
-                return cast("U", _opened(self._scatter(stage, None), mine.error))
+                return cast("U", self._opened(stage, self._scatter(stage, None), mine.error))
             replies = _decided(
                 stage, lambda: self._replies(stage, gathered, mine, decide), pack=_packed_already
             )
             reply = self._scatter(stage, replies.value or [replies.packed] * self.size)
             replies.settled(mine.error)
-            return cast("U", pickle.loads(reply))
+            return cast("U", self._opened(stage, reply))
 
     def reduce_broadcast(self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]) -> U:
         with self.leaving():
             mine = self._worked(work)
             gathered = self._gather(stage, mine.packed)
             if gathered is None:
-                return cast("U", _opened(self._broadcast(stage, None), mine.error))
+                return cast("U", self._opened(stage, self._broadcast(stage, None), mine.error))
             decided = _decided(stage, lambda: decide(self._results(stage, gathered, mine)))
             self._broadcast(stage, decided.packed)
             return decided.settled(mine.error)
@@ -249,7 +250,7 @@ class RankGroup(Group):
     def broadcast(self, stage: str, decide: Callable[[], U]) -> U:
         with self.leaving():
             if not self.is_coordinator:
-                return cast("U", _opened(self._broadcast(stage, None)))
+                return cast("U", self._opened(stage, self._broadcast(stage, None)))
             decided = _decided(stage, decide)
             self._broadcast(stage, decided.packed)
             return decided.settled()
@@ -258,16 +259,8 @@ class RankGroup(Group):
         def swap(to: int, source: int) -> Swap:
             return within if to == self.rank else lambda out, into: self._swap(stage, to, out, source, into)
 
-        with self.leaving(), _telling(stage):
-            try:
-                error = _exchanged(self, *streams(), swap)
-            except RankLost:
-                raise
-            except (
-                Exception
-            ) as problem:  # as where there is no memory for a window: others wait for this rank
-                self._leave(problem)
-                raise
+        with self.leaving(), self._parting(stage):  # as where there is no memory for a window
+            error = _exchanged(self, *streams(), swap)
         self.reduce_broadcast(stage, Attempt(None, error).get, len)
 
     def _worked(self, work: Callable[[], T]) -> _Done[T]:
@@ -300,6 +293,14 @@ class RankGroup(Group):
         replies = _one_each(decide(self._results(stage, gathered, mine)), self.size)
         return [_pack(reply) for reply in replies]
 
+    def _opened(self, stage: str, packed: Packed, own: BaseException | None = None) -> Any:
+        """The value of a message; or raise the exception that it holds, from this rank's own where it has one."""
+        with self._parting(stage):  # a value's own code makes it anew
+            value = pickle.loads(packed)
+        if isinstance(value, _Verdict):
+            _raise(value.error, own)
+        return value
+
     @contextmanager
     def leaving(self) -> Iterator[None]:
         try:
@@ -307,6 +308,17 @@ class RankGroup(Group):
         except DEPARTURES as reason:
             self._leave(reason)
             raise
+
+    @contextmanager
+    def _parting(self, stage: str) -> Iterator[None]:
+        """What goes wrong here is heard of by nobody: this rank leaves, so that the others do not wait for it."""
+        try:
+            yield
+        except (RankLost, *DEPARTURES):
+            raise
+        except BaseException as error:
+            self._leave(error)
+            raise parted(stage, self.rank, error) from error
 
 
 def _exchanged(
@@ -347,14 +359,6 @@ def _decided(stage: str, decide: Callable[[], U], pack: Callable[[U], bytes] = _
 
 def _packed_already(_: object) -> bytes:
     return b""
-
-
-def _opened(packed: Packed, own: BaseException | None = None) -> Any:
-    """The value of a message; or raise the exception that it holds, from this rank's own where it has one."""
-    value = pickle.loads(packed)
-    if isinstance(value, _Verdict):
-        _raise(value.error, own)
-    return value
 
 
 def _raise(error: CheckpointingException, own: BaseException | None) -> NoReturn:

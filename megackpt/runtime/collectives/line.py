@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megackpt.errors import RankLost
+from megackpt.runtime.collectives.failures import departure
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -139,7 +140,7 @@ class Line:
         """Give the connection up because this process ends; the others notice at once."""
         self.gloo = None
         try:
-            self._sign(f"left: {type(reason).__name__}")
+            self._sign(departure(reason))
         except RuntimeError as error:
             reason.add_note(f"the other ranks could not be told: {_first_line(error)}")
 

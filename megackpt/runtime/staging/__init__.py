@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from megackpt.runtime.memory import carried_dtype
-from megackpt.runtime.staging.landing import Landing
-from megackpt.runtime.staging.snapshot import Snapshot
-from megackpt.runtime.staging.source import PIECE, Staged, host_array, plain, region, settle
-
-__all__ = [
-    "PIECE",
-    "Landing",
-    "Snapshot",
-    "Staged",
-    "carried_dtype",
-    "host_array",
-    "plain",
-    "region",
-    "settle",
-]
+from megackpt.runtime.staging.landing import Landing as Landing
+from megackpt.runtime.staging.snapshot import Snapshot as Snapshot
+from megackpt.runtime.staging.source import (
+    PIECE as PIECE,
+    Staged as Staged,
+    host_array as host_array,
+    plain as plain,
+    settle as settle,
+)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes
-from megackpt.runtime.memory import carried_dtype
+from megackpt.planning.manifest import carried_dtype
 from megackpt.runtime.staging.source import host_array, plain, region
 
 

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes, Int64
-from megackpt.planning.manifest import DIGEST_BLOCK, SavePlan
-from megackpt.runtime.memory import carried_dtype
+from megackpt.planning.manifest import DIGEST_BLOCK, SavePlan, carried_dtype
 
 PIECE = 16 * DIGEST_BLOCK
 """Bytes that are copied to the host at a time where a tensor's memory cannot be written as it stands."""

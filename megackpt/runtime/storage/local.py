@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, StorageError
@@ -67,16 +67,12 @@ class LocalStorage(Storage):
 
     def sync(self, folders: Iterable[str]) -> None:
         for folder in folders:
-            try:
-                descriptor = os.open(
-                    folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._fd
-                )
+            with self._refusals("make durable", folder):
+                descriptor = os.open(folder or ".", _BELOW, dir_fd=self._fd)
                 try:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
-            except OSError as error:
-                raise failure("make durable", self._path(folder), error) from error
 
     def close(self) -> None:
         """Let go of the directory. Open files stay usable. Also happens when nobody refers to it any more."""
@@ -111,19 +107,13 @@ class LocalStorage(Storage):
         return same
 
     def put(self, name: str, data: bytes) -> None:
-        folder, last = self._parent(name, make=True)
-        try:
+        with self._within("write", name, make=True) as (folder, last):
             temporary = write_temporary(folder, data)
             os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)
-        except OSError as error:
-            raise failure("write", self._path(name), error) from error
-        finally:
-            os.close(folder)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        folder, last = self._parent(name, make=True)
-        try:
+        with self._within("write", name, make=True) as (folder, last):
             temporary = write_temporary(folder, data)
             try:
                 won = link_new(folder, temporary, last, data)
@@ -131,10 +121,6 @@ class LocalStorage(Storage):
                 os.unlink(temporary, dir_fd=folder)
             os.fsync(folder)
             return won
-        except OSError as error:
-            raise failure("write", self._path(name), error) from error
-        finally:
-            os.close(folder)
 
     def open(self, name: str) -> LocalReader:
         path = self._path(name)
@@ -188,24 +174,15 @@ class LocalStorage(Storage):
         except FileNotFoundError:
             return []
         try:
-            return sorted(os.listdir(fd))
-        except OSError as error:
-            raise failure("list", self._path(name), error) from error
+            with self._refusals("list", name):
+                return sorted(os.listdir(fd))
         finally:
             os.close(fd)
 
     def delete(self, name: str) -> None:
-        try:
-            folder, last = self._parent(name)
-        except FileNotFoundError:
-            return
-        try:
+        with suppress(FileNotFoundError), self._within("remove", name) as (folder, last):
             _remove(folder, last)
             os.fsync(folder)
-        except OSError as error:
-            raise failure("remove", self._path(name), error) from error
-        finally:
-            os.close(folder)
 
     # What a file system can do to folders and an object store cannot: for the commit, not for formats.
 
@@ -303,6 +280,17 @@ class LocalStorage(Storage):
             yield
         except OSError as error:
             raise failure(doing, self._path(name), error) from error
+
+    @contextmanager
+    def _within(self, doing: str, name: str, make: bool = False) -> Iterator[tuple[int, str]]:
+        """The folder that an entry is in, and its last part. FileNotFoundError if there is no such folder."""
+        folder, last = self._parent(name, make)
+        try:
+            yield folder, last
+        except OSError as error:
+            raise failure(doing, self._path(name), error) from error
+        finally:
+            os.close(folder)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.location, name)
