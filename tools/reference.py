@@ -53,7 +53,7 @@ def main() -> int:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/reference")
     for module in map(import_module, PUBLIC):
         if passed_on := names_passed_on(module):
-            vars(module).setdefault("__all__", [*passed_on])
+            vars(module).setdefault("__all__", [*passed_on, *names_defined(module)])
         found = {name: getattr(module, name) for name in getattr(module, "__all__", dir(module))}
         vars(module).update(found)  # those, too, that are fetched on first use
         for made in found.values():
@@ -80,6 +80,14 @@ def names_passed_on(module: ModuleType) -> list[str]:
     """What a door has of its room: ``import name as name``."""
     imports = (node for node in ast.parse(getsource(module)).body if isinstance(node, ast.ImportFrom))
     return [name.name for node in imports for name in node.names if name.name == name.asname]
+
+
+def names_defined(module: ModuleType) -> list[str]:
+    return [
+        name
+        for name, made in vars(module).items()
+        if getattr(made, "__module__", "") == module.__name__ and not name.startswith("_")
+    ]
 
 
 def undocumented(name: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from megackpt.errors import CheckpointingException, CoverageError, RankFailure, RankLost, StorageError
 from megackpt.runtime.collectives import Group, SingleGroup, Stream, group_over, streams
-from megackpt.runtime.collectives.failures import Failure, everybodys, name_ranks
+from megackpt.runtime.collectives.failures import Failure, departure, everybodys, name_ranks
 from megackpt.testing import ThreadedGroup
 
 
@@ -307,6 +307,13 @@ def test_a_message_that_one_rank_cannot_open_is_its_failure_and_nobody_waits(ver
     assert isinstance(got[shy].__cause__, LookupError)
 
 
+def test_why_a_rank_leaves_is_one_line_that_any_store_takes():
+    error = SystemExit("no /data/caf\udce9" + "." * 1000 + "\nmore")
+    assert departure(error).startswith("left: SystemExit: no /data/caf\\udce9...")
+    assert len(departure(error)) < 400
+    assert "more" not in departure(error)
+
+
 def test_what_the_coordinator_cannot_open_is_told_to_all():
     for error in outcomes(2, lambda group: group.reduce_broadcast("plan", lambda: Shy(0), len)):
         assert isinstance(error, RankFailure)
@@ -407,6 +414,11 @@ def end_at_once():
     sys.exit(0)
 
 
+def shy_in_the_middle(group):
+    group.broadcast("open", lambda: Shy(2))
+    group.reduce_broadcast("write", lambda: 1, len)
+
+
 def real_values_and_failures():
     import torch.distributed as dist
 
@@ -448,7 +460,12 @@ def real_values_and_failures():
     assert group.all_agree(1)
     with pytest.raises(RankLost, match="rank 2 left: LookupError: not on this rank"):
         group.lowest([isinstance(group.broadcast("open", lambda: Shy(2)), Shy)])
-    assert group_over(timeout=seconds(20)).all_agree(1)
+    group = group_over(timeout=seconds(20))
+    assert group.all_agree(1)
+    with pytest.raises(RankLost, match="rank 2 left: LookupError: not on this rank") as lost:
+        group.broadcast("open", lambda: Shy(2))
+        group.reduce_broadcast("write", lambda: 1, len)
+    assert set(lost.value.failures) == {2}  # not those who wait for the coordinator, and have not noticed yet
     end_at_once()
 
 

@@ -89,12 +89,12 @@ def _doubled(case: Case) -> str:
             f"the others have one, so do two pipeline stages both claim number {case.boxes[i].offset[0]} of axis 0 "
             "(a layer), or is the replica_id forgotten on one of them?"
         )
+    said += "is the replica_id forgotten? All but one of the copies need a non-zero one"
     if case.entry.meta.is_object and not case.entry.meta.shape:
         return said + (
-            "are they of different pipeline stages? What all hold alike (the number of the step) is common state, "
+            ". Or are they of different pipeline stages? What all hold alike (the number of the step) is common state, "
             "outside of sharded(); in an optimizer's state flatten_optimizer_state_dict tells the stages apart"
         )
-    said += "is the replica_id forgotten? All but one of the copies need a non-zero one"
     held = case.shards.rows(int(case.numbers[i]))
     if len(held) == len(ranks) > 2:
         return said + _or_pieces(case.boxes[i], case.entry.meta.shape, "what tells them apart")

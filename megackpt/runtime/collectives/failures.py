@@ -24,6 +24,10 @@ DEPARTURES = (KeyboardInterrupt, SystemExit, GeneratorExit)
 STORIES_TOLD = 8
 """Different stories that one message holds at most; all of them are in ``RankFailure.failures``."""
 
+LEFT = "left:"
+"""So begins what a rank says that leaves the others."""
+_LONGEST = 300  # characters of it
+
 
 @dataclass(frozen=True)
 class Attempt(Generic[T]):
@@ -103,8 +107,9 @@ def parted(stage: str, rank: int, error: BaseException) -> RankLost:
 
 
 def departure(reason: BaseException) -> str:
-    """In one line, why a rank leaves the others."""
-    return ": ".join(["left", type(reason).__name__, *told(reason).splitlines()[:1]])
+    """In one line, which any store takes, why a rank leaves the others."""
+    line = ": ".join([type(reason).__name__, *told(reason).splitlines()[:1]])
+    return f"{LEFT} {line[:_LONGEST]}".encode(errors="backslashreplace").decode()
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -294,7 +294,11 @@ class RankGroup(Group):
         return [_pack(reply) for reply in replies]
 
     def _opened(self, stage: str, packed: Packed, own: BaseException | None = None) -> Any:
-        """The value of a message; or raise the exception that it holds, from this rank's own where it has one."""
+        """The value of a message; or raise the exception that it holds, from this rank's own where it has one.
+
+        A rank that cannot open it leaves, which the others hear of in the next message of the same operation: the last
+        one is of plain values.
+        """
         with self._parting(stage):  # a value's own code makes it anew
             value = pickle.loads(packed)
         if isinstance(value, _Verdict):

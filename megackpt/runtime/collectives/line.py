@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megackpt.errors import RankLost
-from megackpt.runtime.collectives.failures import departure
+from megackpt.runtime.collectives.failures import LEFT, departure
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,8 +37,9 @@ class Line:
     """The connection between the ranks of one process group, remade when it has failed.
 
     A call is one save or load, with all that goes on with it later. Keys in the job's store, below a prefix for this
-    line: ``failed``, the number of the latest call in which the line broke; ``here/C/R``, rank R left call C;
-    ``story/C``, what the coordinator found out about the failure of call C.
+    line: ``failed``, the number of the latest call in which the line broke; ``here/C/R``, how rank R came
+    out of call C; ``left/C``, some rank says there that it left; ``story/C``, what the coordinator found out about the
+    failure of call C.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -137,10 +138,11 @@ class Line:
             return False
 
     def leave(self, reason: BaseException) -> None:
-        """Give the connection up because this process ends; the others notice at once."""
+        """Give the connection up because this rank cannot go on; the others notice at once."""
         self.gloo = None
         try:
             self._sign(departure(reason))
+            self.store.set(f"left/{self.call}", "")
         except RuntimeError as error:
             reason.add_note(f"the other ranks could not be told: {_first_line(error)}")
 
@@ -165,14 +167,17 @@ class Line:
 
     def _call_the_roll(self, call: int, patience: float) -> dict[str, Any]:
         keys = [f"here/{call}/{rank}" for rank in range(self.size)]
-        _until(lambda: self.store.check(keys), patience)
+        _until(lambda: self.store.check(keys) or self.store.check([f"left/{call}"]), patience)
         missing: dict[int, str] = {}
         for rank, key in enumerate(keys):
             word = self.store.get(key).decode() if self.store.check([key]) else "did not answer"
             if word != "here":
                 missing[rank] = word
+        left = {rank: word for rank, word in missing.items() if word.startswith(LEFT)}
         gone = {rank: word for rank, word in missing.items() if word != LATE}
-        missing = gone or missing  # nobody is late where somebody is gone: it was told before he could come
+        # Who has left says so, and others may not have noticed. Nobody is late where somebody is gone: it was told
+        # before he could come.
+        missing = left or gone or missing
         story = {"text": "every rank is there, but a connection broke", "missing": missing}
         self.store.set(f"story/{call}", json.dumps(story))
         return story
