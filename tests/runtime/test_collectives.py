@@ -463,8 +463,7 @@ def real_values_and_failures():
     group = group_over(timeout=seconds(20))
     assert group.all_agree(1)
     with pytest.raises(RankLost, match="rank 2 left: LookupError: not on this rank") as lost:
-        group.broadcast("open", lambda: Shy(2))
-        group.reduce_broadcast("write", lambda: 1, len)
+        shy_in_the_middle(group)
     assert set(lost.value.failures) == {2}  # not those who wait for the coordinator, and have not noticed yet
     end_at_once()
 
