@@ -136,9 +136,9 @@ def optim_state_to_sharding_state(
 
     ``param_groups`` are common, but for their lists of parameter numbers, which every rank keeps for itself. A load
     matches them by ``param_groups.IDENTIFYING`` hyperparameters; of groups that these do not tell apart, the number
-    is stored with each parameter, under ``optimizer.param_group.{key}``. All ranks need the same list of groups,
-    those without parameters on a rank included: the coordinator's is the one that is stored, and a save raises
-    ShardingError where it is another than that of a rank that has parameters of the group.
+    is stored with each parameter, under ``optimizer.param_group.{key}``. The coordinator's list is the one that is
+    stored, so it needs all groups, also those without a parameter there: of these it stores what the lowest rank has
+    that has parameters of them. A save raises ShardingError where ranks have parameters of a group and differ.
     The inner dicts of the optimizer are not touched; state named in ``exclude_keys`` is left out.
     Raises ValueError for a parameter that ``id_to_sharded_param_map`` lacks, ShardingError for a tensor of
     another shape whose parameter is cut: nobody could say how to cut it.

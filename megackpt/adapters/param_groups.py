@@ -6,10 +6,15 @@ In a checkpoint they are a list in the common state, as Megatron-Core keeps them
 from __future__ import annotations
 
 import copy
+import io
 import logging
+import pickle
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 
 from megackpt import tree
@@ -22,13 +27,15 @@ IDENTIFYING = ("name", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled
 """What says which group is which. The first is for people to give; of the others Megatron-Core makes its groups."""
 _LOCAL = ("params", "param_names")  # what each rank keeps for itself
 
+_FEW = 16  # elements of a tensor that are told by their values
+
 _logger = logging.getLogger(__name__)
 
 
 def told_apart(groups: Sequence[Group]) -> bool:
     """Do their names or other identifying hyperparameters say which group is which?"""
-    kinds = [_kind(group, _identifying(groups)) for group in groups]
-    return all(kind not in kinds[:i] for i, kind in enumerate(kinds))
+    keys = _identifying(groups)
+    return len({_text(_kind(group, keys)) for group in groups}) == len(groups)
 
 
 class GroupsFactory(ShardedTensorFactory):
@@ -58,22 +65,28 @@ def declared_groups(
     return GroupsFactory("optimizer.param_groups", list(groups), build, merge)
 
 
-def stored_and_needed(
-    factories: Sequence[tuple[tree.Path, ShardedTensorFactory]],
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Hyperparameters as texts, by their places: those that rank 0 would store, and those of groups of which this rank
-    has parameters. A save needs the latter of all ranks to be among the former of rank 0, or they would be lost."""
-    stored, needed = dict[str, str](), dict[str, str]()
+@dataclass(frozen=True)
+class HeldGroup:
+    """One group as one rank has it, for other ranks to compare."""
+
+    path: tree.Path  # in this rank's common state
+    needed: bool  # this rank has parameters of it
+    texts: Mapping[str, str]  # its hyperparameters
+    values: bytes = b""  # pickled, where they travel
+
+
+def held_groups(factories: Sequence[tuple[tree.Path, ShardedTensorFactory]]) -> dict[str, HeldGroup]:
+    """This rank's groups, by what says which is which for all ranks: their names, or their place among so many."""
+    held: dict[str, HeldGroup] = {}
     for path, factory in factories:
         if isinstance(factory, GroupsFactory):
-            count = {f"{tree.show(path)}, their number": str(len(factory.data))}
-            stored |= count
-            needed |= count
-            for i, group in enumerate(factory.data):
-                texts = {tree.show((*path, i, k)): _text(v) for k, v in _hyperparameters(group).items()}
-                stored |= texts
-                needed |= texts if group.get("params") else {}
-    return stored, needed
+            groups = factory.data
+            named = _identifying(groups) == ["name"]
+            for i, group in enumerate(groups):
+                which = f"name={group['name']!r}" if named else f"{i} of {len(groups)}"
+                texts = {tree.show((key,)): _text(value) for key, value in _hyperparameters(group).items()}
+                held[f"{tree.show(path)}[{which}]"] = HeldGroup((*path, i), bool(group.get("params")), texts)
+    return held
 
 
 class _Matching:
@@ -102,7 +115,7 @@ class _Matching:
             if unknown and not (len(unknown) <= len(free) and self.alike(free)):
                 _logger.warning(
                     "of %d groups without a parameter on this rank nothing tells which they were: the stored ones that "
-                    "are left are taken in their order. A save is refused where that was wrong; give groups names",
+                    "are left are taken in their order; a save stores what ranks with parameters of them have",
                     len(unknown),
                 )
         found = [numbers[0] if numbers else free.pop(0) if free else None for numbers in sources]
@@ -193,11 +206,41 @@ def _hyperparameters(group: Group) -> Group:
 
 
 def _text(value: Any) -> str:
-    """The same for equal values on any rank and device; of what is no plain value, its kind."""
-    if isinstance(value, torch.Tensor):
-        return _text(value.tolist())
+    """The same for equal values on any rank and device, another for others; of what cannot be pickled, its kind."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if plain and not value.is_quantized and not value.is_nested:
+        return _text_of_tensor(value.detach())
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return _text(value.item())
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_text, value))})"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(sorted(f'{_text(k)}: {_text(v)}' for k, v in value.items()))}}}"
     if isinstance(value, (bool, int, float)):
-        return repr(float(value))
-    return repr(value) if value is None or isinstance(value, str) else type(value).__name__
+        return repr(int(value) if isinstance(value, int) and abs(value) > 2**53 else float(value))
+    if isinstance(value, torch.device):  # each rank has one of its own
+        return value.type
+    return repr(value) if value is None or isinstance(value, str) else _text_of_object(value)
+
+
+def _text_of_tensor(value: torch.Tensor) -> str:
+    if not value.is_meta and value.numel() <= _FEW:
+        return _text(value.tolist())
+    told = f"{value.dtype} {tuple(value.shape)}"
+    if value.is_meta:
+        return f"{told} on meta"
+    flat = value.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    return f"{told} {blake2b(flat.numpy().data, digest_size=8).hexdigest()}"
+
+
+def _text_of_object(value: Any) -> str:
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=4)
+    pickler.fast = True  # equal values look alike, be they one object or several
+    try:
+        pickler.dump(value)
+    except Exception:  # noqa: BLE001 - the values' own code, which may raise anything
+        return type(value).__name__
+    return f"{type(value).__name__} {blake2b(buffer.getbuffer(), digest_size=8).hexdigest()}"

@@ -7,12 +7,13 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, cast
 
 import torch
 
 from megackpt import tree
-from megackpt.adapters.param_groups import stored_and_needed
+from megackpt.adapters.param_groups import HeldGroup, held_groups
 from megackpt.backends.base import Backend, in_format, plan_of_stored
 from megackpt.errors import ShardingError
 from megackpt.planning.cache import CachedPlan, PlanCache, Resumed, fingerprint
@@ -28,6 +29,7 @@ Held = torch.Tensor | Callable[[], bytes]
 
 CONTENT_METADATA = "content_metadata"
 COMMON = "the common state"
+_TRAVELS = 2**18  # bytes of a group's hyperparameters that a rank tells the coordinator
 
 
 def _compact(leaf: Any) -> Any:
@@ -79,8 +81,7 @@ class Request:
     declared: Declarations
     fingerprint: int | None  # None: nothing tells when a plan could be used again
     staging_memory: int | None = None  # bytes; None: the default
-    groups: Mapping[str, str] = field(default_factory=dict)  # hyperparameters that rank 0 stores
-    needed: Mapping[str, str] = field(default_factory=dict)  # those that have to be among them
+    groups: Mapping[str, HeldGroup] = field(default_factory=dict)  # of an optimizer's parameters
 
     @classmethod
     def of(
@@ -126,7 +127,7 @@ class Request:
             declared,
             None if options is None else fingerprint(declared, what),
             strategy.staging_memory,
-            *stored_and_needed(extracted.factories),
+            held_groups(extracted.factories),
         )
 
     def known(self, cache: PlanCache, ranks: int) -> CachedPlan | None:
@@ -145,6 +146,30 @@ class Request:
         if found.error is not None:
             logger.debug("no plan can be told from what was loaded: %s", found.error)
         return found.value
+
+    def vote_on_groups(self, *, abstain: bool) -> list[int]:
+        """Two numbers whose least of all ranks are opposites exactly if the groups of all that vote are alike; others
+        abstain, if they may: they have no parameter of any group."""
+        if abstain and not any(group.needed for group in self.groups.values()):
+            return [2**63 - 1] * 2
+        texts = sorted((place, sorted(group.texts.items())) for place, group in self.groups.items())
+        told = int.from_bytes(blake2b(repr(texts).encode(), digest_size=7).digest())
+        return [told, -told]
+
+    def needed(self) -> dict[str, HeldGroup]:
+        """The groups of which this rank has parameters, with their values if these are small enough to travel."""
+        needed = {}
+        for place, group in self.groups.items():
+            if group.needed:
+                values = pickled(place, tree.lookup(self.common, group.path))
+                needed[place] = replace(group, values=values if len(values) <= _TRAVELS else b"")
+        return needed
+
+    def store(self, groups: Mapping[tree.Path, bytes]) -> None:
+        """Groups in place of this rank's own, as other ranks have pickled them."""
+        for path, values in groups.items():
+            found = torch.load(io.BytesIO(values), map_location="cpu", weights_only=False)
+            tree.lookup(self.common, path[:-1])[path[-1]] = found
 
     def let_go(self) -> Request:
         """Without the caller's data, of which a copy has been made."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megackpt import objects, tree
+from megackpt.adapters.param_groups import HeldGroup
 from megackpt.errors import CorruptCheckpoint, ShardingError, some
 from megackpt.runtime.collectives.failures import name_ranks
 
@@ -24,20 +25,49 @@ def check_same(what: str, said: Sequence[str]) -> None:
         raise ShardingError(f"the ranks of one save {what}: {some(named, 4)} (all must agree)")
 
 
-def check_needed(stored: Mapping[str, str], needed: Sequence[Mapping[str, str]]) -> None:
-    """Would hyperparameters be lost that other ranks than 0 need for parameters of theirs?"""
-    lost = [
-        f"{name} is {text} on rank {rank}, {stored.get(name, 'absent')} on rank 0"
-        for rank, own in enumerate(needed)
-        for name, text in own.items()
-        if stored.get(name) != text
-    ]
+def groups_to_store(
+    rank_0s: Mapping[str, HeldGroup], needed: Sequence[Mapping[str, HeldGroup]]
+) -> dict[tree.Path, bytes]:
+    """What goes in place of groups of which rank 0 has no parameter: those of the lowest rank that has some.
+
+    Raises ShardingError where other ranks need hyperparameters that would be lost all the same.
+    """
+    stored = {place: (0, group) for place, group in rank_0s.items()}
+    lost: list[str] = []
+    for rank, own in enumerate(needed):
+        for place, group in own.items():
+            if place not in stored:
+                lost.append(f"{place} is on rank {rank}, and not on rank 0")
+                continue
+            holder, held = stored[place]
+            differing = [key for key, text in group.texts.items() if held.texts.get(key) != text]
+            if held.needed:
+                lost += [
+                    f"{place}{key} is {_cut(group.texts[key])} on rank {rank}, "
+                    f"{_cut(held.texts.get(key, 'absent'))} on rank {holder}"
+                    for key in differing
+                ]
+            elif differing and not group.values:
+                lost.append(
+                    f"{place} is too large on rank {rank} for rank 0 to store it: set it there as well"
+                )
+            else:
+                stored[place] = rank, group
     if lost:
         raise ShardingError(
-            f"groups of parameters differ between ranks, and rank 0's are stored: {some(lost, 6)}. Build the optimizer "
-            "of the same groups on all ranks, also of those without a parameter there; and give groups a "
+            f"groups of parameters differ between ranks, and one list of them is stored: {some(lost, 6)}. Build the "
+            "optimizer of the same groups on all ranks, also of those without a parameter there; and give groups a "
             "'name', or leave them in the order of the checkpoint that was loaded"
         )
+    return {
+        rank_0s[place].path: group.values
+        for place, (_, group) in stored.items()
+        if group.texts != rank_0s[place].texts and group.values
+    }
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def warn_of_untrusted(blobs: Iterable[bytes]) -> None:

@@ -20,6 +20,7 @@ from weakref import finalize
 
 from megackpt import collector, events
 from megackpt.adapters.megatron import native
+from megackpt.adapters.param_groups import HeldGroup
 from megackpt.backends.base import Source, plan_in_format
 from megackpt.checkpoint import Place, absolute, begin, commit
 from megackpt.checkpoint.writing import Writing
@@ -31,10 +32,11 @@ from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, Mark, 
 from megackpt.runtime.collectives.failures import DEPARTURES
 from megackpt.runtime.staging import Snapshot, Staged, settle
 from megackpt.saver.asking import COMMON, Request, itself
-from megackpt.saver.notices import check_needed, check_same, warn_of_difference, warn_of_untrusted
+from megackpt.saver.notices import check_same, groups_to_store, warn_of_difference, warn_of_untrusted
 from megackpt.sharded import ShardedStateDict, extract, pickled
 from megackpt.strategies import COMMON_IS_KEPT, StrategyLike, resolve
 
+_NEVER = -(2**63) + 1  # the vote that no vote agrees with
 _PATIENCE = 6.0
 """Seconds that the coordinator of a save which is given up waits for the other ranks to stop writing."""
 
@@ -113,7 +115,7 @@ class _Declared:
     declarations: Declarations
     fingerprint: int | None
     common: bytes  # digest of the compared view of the common state
-    needed: Mapping[str, str]  # hyperparameters that have to be rank 0's as well
+    needed: Mapping[str, HeldGroup]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,8 +190,7 @@ class _Save:
     def prepared(self, request: Callable[[], Request]) -> _Ticket:
         self.request = attempt(request)
         held = self.ticket_held()
-        agreed = self.group.all_agree(self.vote(held))
-        ticket = held if held and agreed else self.planned()
+        ticket = held if self.agreed(held) and held else self.planned()
         self.whole.operation.id = ticket.save_id
         self.numbers = ticket.plan.numbers
         return ticket
@@ -203,14 +204,27 @@ class _Save:
         self.manifest, self.contents = held.manifest, held.contents
         return _Ticket(held.next_save_id(), request.directory, held.plan_id, held.plan)
 
+    def agreed(self, held: _Ticket | None) -> bool:
+        """Do all ranks go on without planning: with this ticket, and groups of which rank 0's are everybody's?"""
+        vote = self.vote(held)
+        votes = [_NEVER] * 4
+        if vote is not None:
+            votes = [
+                *(vote, -vote),
+                *self.request.get().vote_on_groups(abstain=not self.group.is_coordinator),
+            ]
+        # The least of t and the least of -t are opposites exactly if all t are equal.
+        tickets, minus_tickets, groups, minus_groups = self.group.lowest(votes)
+        return tickets == -minus_tickets and groups == -minus_groups
+
     def vote(self, held: _Ticket | None) -> int | None:
-        """Begin, on the coordinator; then what all ranks must agree on to go on without planning."""
+        """Begin, on the coordinator; then the number of the ticket that this rank holds."""
         if self.group.is_coordinator:
             save_id = held.save_id if held else uuid.uuid4().hex
             self.place = attempt(lambda: self.begin(save_id))
         if held is None or self.place.error is not None:
             return None
-        named = held.save_id.encode() + os.fsencode(held.directory) + repr(self.request.get().groups).encode()
+        named = held.save_id.encode() + os.fsencode(held.directory)
         return int.from_bytes(blake2b(named, digest_size=7).digest())
 
     @events.stage("begin")
@@ -240,7 +254,7 @@ class _Save:
         warn_of_untrusted(request.blobs())
         common = blake2b(view).digest()
         return _Declared(
-            request.directory, request.format, request.declared, request.fingerprint, common, request.needed
+            request.directory, request.format, request.declared, request.fingerprint, common, request.needed()
         )
 
     @events.stage("plan")
@@ -249,7 +263,7 @@ class _Save:
         request, place = self.request.get(), self.place.get()
         check_same("name different directories", [p.directory for p in parts])
         check_same("ask for different formats", [p.format for p in parts])
-        check_needed(request.groups, [p.needed for p in parts])
+        request.store(groups_to_store(request.groups, [p.needed for p in parts]))
         declared = [p.declarations for p in parts]
         plans, manifest = plan_in_format(request.backend, declared, request.policy, request.checked)
         self.manifest = replace(manifest, fingerprints=joined([p.fingerprint for p in parts]))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megackpt.errors import CorruptCheckpoint, ShardingError, some
+from megackpt.errors import CorruptCheckpoint, MismatchError, ShardingError, some
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import (
     COMMON_KEY,
@@ -222,12 +222,20 @@ def bundled(shard: ShardedObject, values: list[Any]) -> Any:
 
 
 def unbundled(shard: ShardedObject, content: Any, position: int) -> Any:
-    """The value of one object out of what its blob holds. Raises CorruptCheckpoint where that is something else."""
+    """The value of one object out of what its blob holds; a single one is that of all who ask for it.
+
+    Raises CorruptCheckpoint where the blob is no such list, MismatchError where it holds several values, and fewer
+    than are asked for here.
+    """
     if not shard.global_shape:
         return content
-    if not isinstance(content, list) or position >= len(content):
+    if not isinstance(content, list) or not content:
         raise CorruptCheckpoint(
-            f"{shard.unique_key!r}: the stored object should be a list of at least {position + 1} values, "
-            f"not a {type(content).__name__}"
+            f"{shard.unique_key!r}: the stored object should be a list of values, not a {type(content).__name__}"
         )
-    return content[position]
+    if 1 < len(content) <= position:
+        raise MismatchError(
+            f"{shard.unique_key!r} is asked for {position + 1} times on a rank, and {len(content)} values are stored: "
+            "ask for it as often as it was declared"
+        )
+    return content[position if len(content) > 1 else 0]

@@ -318,6 +318,27 @@ def test_other_values_that_differ_are_told(tmp_path):
     assert megackpt.load(grouped(), tmp_path)["o"]["state"][0]["scale"] == 5
 
 
+@pytest.mark.parametrize("value", [torch.tensor, float])
+def test_two_pieces_of_a_parameter_on_a_rank(tmp_path, value):
+    """Its buckets end inside of it; saved and loaded so, or whole."""
+
+    def state(cuts, steps):
+        pieces = {i: slice(*cut) for i, cut in enumerate(cuts)}
+        values = {
+            i: {"step": value(steps), "m": torch.full((p.stop - p.start,), steps)} for i, p in pieces.items()
+        }
+        whole = dict.fromkeys(pieces, ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3)))
+        groups = {"state": values, "param_groups": []}
+        return {"o": optim_state_to_sharding_state(groups, whole, flat_ranges=pieces)}
+
+    forms = ([(0, 12)], [(0, 6), (6, 12)])
+    for before in forms:
+        megackpt.save(state(before, 5.0), tmp_path)
+        for after in forms:
+            found = megackpt.load(state(after, 0.0), tmp_path)["o"]["state"].values()
+            assert [float(own["step"]) for own in found] == [5.0] * len(after)
+
+
 @pytest.mark.parametrize("value", [torch.zeros(1, 1), [torch.zeros(2)], {"L": [torch.zeros(1)]}])
 def test_tensors_of_a_cut_parameter_are_not_taken_for_one_value(value):
     cut = ShardedTensor.from_rank_offsets("w", torch.zeros(1, 3), (0, 0, 2))

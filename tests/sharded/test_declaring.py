@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from megackpt.errors import CorruptCheckpoint, CoverageError, ShardingError
+from megackpt.errors import CorruptCheckpoint, CoverageError, MismatchError, ShardingError
 from megackpt.planning.box import Box
 from megackpt.planning.coverage import check
 from megackpt.planning.manifest import COMMON_KEY, Declaration, Declarations, ShardId, TensorMeta
@@ -94,6 +94,9 @@ def test_objects_that_share_a_key_share_a_blob():
     content = bundled(shards[2], [shards[i].data for i in object_groups(shards)[2]])
     assert content == ["first", "second"]
     assert unbundled(shards[2], content, 1) == "second"
+    assert unbundled(shards[2], ["one"], 1) == "one"
+    with pytest.raises(MismatchError, match=r"'o/shard_0_2' is asked for 3 times on a rank, and 2 values"):
+        unbundled(shards[2], content, 2)
     with pytest.raises(
         CoverageError, match=r"'o' is not covered: \[0:1\] .* has 2 main replicas(.|\n)*twice"
     ):
@@ -106,7 +109,7 @@ def test_an_object_without_a_grid_is_its_own_blob():
     bare = ShardedObject("step", 7, (), ())
     assert bundled(bare, [7]) == 7
     assert unbundled(bare, 7, 0) == 7
-    with pytest.raises(CorruptCheckpoint, match=r"'o/shard_0_1'.*list of at least 1"):
+    with pytest.raises(CorruptCheckpoint, match=r"'o/shard_0_1'.*list of values, not a dict"):
         unbundled(ShardedObject("o", None, (1,), (0,)), {"not": "a list"}, 0)
 
 
