@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
-from math import prod
+from itertools import accumulate, product
+from operator import mul
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from megackpt.sharded import (
 from megackpt.sharded.storable import is_distributed
 
 Run = tuple[int, int]  # start and length, along one axis of the whole tensor
+Cut = tuple[int, int]  # dimension of the mesh, and factor of its strided shard, else 1
 
 DECLARED = (ShardedBase, LocalNonpersistentObject)
 REPLICATED = ("nothing", "tensors", "all")
@@ -152,13 +153,14 @@ def pieces(key: str, tensor: DTensor, replica_id: ReplicaId, _: slice | None = N
     place = mesh.get_coordinate()
     if place is None:
         return LocalNonpersistentObject(tensor)
-    try:
-        axes = runs(tuple(tensor.shape), tuple(mesh.shape), tuple(place), tensor.placements, _order(tensor))
-    except ShardingError as error:
-        raise ShardingError(f"{key!r}: {error}") from error
     with torch.no_grad():
         local = tensor.to_local().detach()
-    expected = tuple(sum(length for _, length in axis) for axis in axes)
+    layout = tuple(tensor.shape), tuple(mesh.shape), tuple(place), tensor.placements, tuple(local.shape)
+    try:
+        axes = runs(*layout, _order(tensor))
+    except ShardingError as error:
+        raise ShardingError(f"{key!r}: {error}") from error
+    expected = tuple(map(_length, axes))
     if tuple(local.shape) != expected:
         raise ShardingError(
             f"{key!r}: the local tensor of shape {tuple(local.shape)} is not the piece of {tuple(tensor.shape)} that "
@@ -194,11 +196,11 @@ def _piece(
 
 
 def _order(tensor: DTensor) -> tuple[int, ...] | None:
-    """The dimensions of the mesh in the order in which they cut; None: from left to right."""
-    cuts = getattr(tensor._spec, "shard_order", None)  # newer torch; None, too, where strided shards tell it
-    cutting = [dim for entry in cuts or () for dim in entry.mesh_dims]
-    if cutting == sorted(cutting):
+    """The dimensions of the mesh in the order in which they cut; None: the strided shards tell it, if there are any."""
+    cuts = getattr(tensor._spec, "shard_order", None)
+    if cuts is None:
         return None
+    cutting = [dim for entry in cuts for dim in entry.mesh_dims]
     return (*cutting, *(dim for dim in range(tensor.device_mesh.ndim) if dim not in cutting))
 
 
@@ -208,20 +210,20 @@ def runs(
     mesh: tuple[int, ...],
     place: tuple[int, ...],
     placements: tuple[Placement, ...],
+    local: tuple[int, ...],
     order: tuple[int, ...] | None = None,
 ) -> list[list[Run]]:
     """For each axis of a tensor the runs of indices that the rank at ``place`` of the mesh holds; at least one.
 
     As torch lays it out: the dimensions of the mesh cut one after the other (in ``order``), each what those before it
     have left, into pieces of one size with the smaller one and the empty ones at the end; a strided shard is one piece
-    of each of ``split_factor`` such pieces. Raises ShardingError for placements that are no place.
-
-    Where each dimension's factor is what the later ones cut an axis into, they have cut it first, as FSDP2 cuts what
-    tensor parallelism has left on each rank. It comes to the same in pieces of one size alone.
+    of each of ``split_factor`` such pieces. Of strided shards it makes two layouts (``_decoded``). ``local``, the local
+    tensor's shape, tells which it is; FSDP2's own where that fits. Raises ShardingError for placements that are no
+    place, and on some ranks at least where sizes anywhere on the mesh would mislead.
     """
     if len(placements) != len(mesh):
         raise ShardingError(f"{placements} are not one placement for each dimension of a mesh of {mesh}")
-    cuts: list[list[tuple[int, int]]] = [[] for _ in shape]  # of each axis: dimensions, and factors
+    cuts: list[list[Cut]] = [[] for _ in shape]
     for dim in order or range(len(mesh)):
         placement = placements[dim]
         if isinstance(placement, (Shard, _StridedShard)):
@@ -229,27 +231,78 @@ def runs(
                 raise ShardingError(
                     f"it is {placement!r} over dimension {dim} of its mesh: a tensor of shape {shape} lacks this axis"
                 )
-            cuts[placement.dim].append((dim, int(getattr(placement, "split_factor", 1))))
+            if mesh[dim] > 1:
+                cuts[placement.dim].append((dim, int(getattr(placement, "split_factor", 1))))
         elif not isinstance(placement, Replicate):
             raise ShardingError(
                 f"it is {placement!r} over dimension {dim} of its mesh: what ranks hold of it are not yet its values. "
                 "Redistribute it first: tensor.redistribute(placements=...), with Shard or Replicate there"
             )
     axes = []
-    for size, parts in zip(shape, cuts, strict=True):
-        if all(factor == prod(mesh[dim] for dim, _ in parts[i:]) for i, (_, factor) in enumerate(parts, 1)):
-            parts = [(dim, 1) for dim, _ in reversed(parts)]
-        held = [(0, size)]
-        for dim, factor in parts:
-            held = _cut(held, factor, mesh[dim], place[dim])
-        axes.append(held)
+    for size, parts, length in zip(shape, map(tuple, cuts), (*local, *shape), strict=False):
+        decoded = parts if order else _decoded(parts, mesh)
+        straight, held = _held(size, parts, mesh, place), _held(size, decoded, mesh, place)
+        fits = length == _length(held)
+        if straight != held and not (fits and _of_fsdp2(decoded)):
+            anywhere, everywhere = _alike(size, parts, mesh)
+            if everywhere if fits else anywhere:
+                raise ShardingError(
+                    f"of {placements} over a mesh of {mesh} torch makes two layouts, which the sizes of the local "
+                    f"tensors do not tell apart along an axis of {size}: nobody can tell where they lie. Distribute it "
+                    "with plain Shard placements (distribute_tensor), not with these"
+                )
+        axes.append(held if fits else straight)
     return axes
+
+
+def _decoded(parts: tuple[Cut, ...], mesh: tuple[int, ...]) -> tuple[Cut, ...]:
+    """The same cuts in the order that torch reads from their factors: into how many pieces others had cut before.
+
+    FSDP2 cuts so what tensor and expert parallelism have left, and ``redistribute`` and ``full_tensor`` take it so;
+    ``distribute_tensor`` cuts from left to right. In pieces of one size it comes to the same. A factor that tells no
+    such number is a cut of its own.
+    """
+    order: list[Cut] = []
+    for dim, factor in reversed(parts):
+        made = list(accumulate((mesh[earlier] for earlier, _ in order), mul, initial=1))
+        plain = factor in made
+        order.insert(made.index(factor) if plain else 0, (dim, 1 if plain else factor))
+    return tuple(order)
+
+
+def _of_fsdp2(order: tuple[Cut, ...]) -> bool:
+    """Whether all but the last go from left to right: FSDP2's own cut comes after those that were there."""
+    return all(factor == 1 for _, factor in order) and list(order[:-1]) == sorted(order[:-1])
+
+
+@lru_cache(maxsize=4096)
+def _alike(size: int, parts: tuple[Cut, ...], mesh: tuple[int, ...]) -> tuple[bool, bool]:
+    """Whether the two layouts give any place of the mesh as many indices, but others; and whether all as many."""
+    decoded, cutting = _decoded(parts, mesh), {dim for dim, _ in parts}
+    both = [
+        (_held(size, parts, mesh, place), _held(size, decoded, mesh, place))
+        for place in product(*(range(count if dim in cutting else 1) for dim, count in enumerate(mesh)))
+    ]
+    as_many = [(one, other) for one, other in both if _length(one) == _length(other)]
+    return any(one != other for one, other in as_many), len(as_many) == len(both)
+
+
+def _held(size: int, parts: tuple[Cut, ...], mesh: tuple[int, ...], place: tuple[int, ...]) -> list[Run]:
+    """What these cuts, one after the other, leave of an axis at one place of the mesh."""
+    held = [(0, size)]
+    for dim, factor in parts:
+        held = _cut(held, factor, mesh[dim], place[dim])
+    return held
+
+
+def _length(held: list[Run]) -> int:
+    return sum(length for _, length in held)
 
 
 def _cut(held: list[Run], factor: int, count: int, number: int) -> list[Run]:
     """Of the indices held, piece ``number`` of ``count`` of each of ``factor`` pieces."""
     taken: list[Run] = []
-    size = sum(length for _, length in held)
+    size = _length(held)
     for part in range(factor):
         start, stop = _chunk(size, factor, part)
         low, high = (start + end for end in _chunk(stop - start, count, number))

@@ -7,9 +7,10 @@ import math
 import random
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,61 +43,130 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[int], list[Placement]]:
     shape = draw(st.lists(st.integers(0, 13), min_size=1, max_size=3))
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     axis = st.integers(0, len(shape) - 1)
-    factors = st.sampled_from((1, 5, 7))  # not into how many the later ones cut, for which see below
-    strided = st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), axis, factors)
+    strided = st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), axis, st.integers(1, 8))
     kind = st.one_of(st.just(Replicate()), st.builds(Shard, axis), strided)
     return shape, mesh, [draw(kind) for _ in mesh]
 
 
+Cutting = Sequence[tuple[int, Placement]]  # which dimension of the mesh, and how
+
+
+def cut(whole: torch.Tensor, mesh: Sequence[int], cutting: Cutting) -> dict[tuple[int, ...], torch.Tensor]:
+    """What torch's own cuts, in this order, leave at each place."""
+    pieces = {}
+    for place in product(*map(range, mesh)):
+        piece = whole
+        for dim, how in cutting:
+            parts, _ = how._split_tensor(piece, mesh[dim], with_padding=False, contiguous=False)
+            piece = parts[place[dim]]
+        pieces[place] = piece
+    return pieces
+
+
+def found(
+    whole: torch.Tensor,
+    placements: Sequence[Placement],
+    pieces: dict[tuple[int, ...], torch.Tensor],
+    order: tuple[int, ...] | None = None,
+) -> dict[tuple[int, ...], torch.Tensor]:
+    """What we take local tensors of these shapes for."""
+    mesh = tuple(last + 1 for last in max(pieces))
+    taken = {}
+    for place, piece in pieces.items():
+        part = whole
+        axes = runs(tuple(whole.shape), mesh, place, tuple(placements), tuple(piece.shape), order)
+        for axis, held in enumerate(axes):
+            part = torch.cat([part.narrow(axis, *run) for run in held], axis)
+        taken[place] = part
+    return taken
+
+
+def same(one: dict[tuple[int, ...], torch.Tensor], other: dict[tuple[int, ...], torch.Tensor]) -> bool:
+    return all(torch.equal(piece, other[place]) for place, piece in one.items())
+
+
 @given(layouts())
-def test_each_rank_holds_what_torch_cuts_for_it(layout: tuple[list[int], list[int], list[Placement]]) -> None:
+def test_each_rank_holds_what_torch_cuts_for_it_or_is_refused(
+    layout: tuple[list[int], list[int], list[Placement]],
+) -> None:
+    """As distribute_tensor cuts, from left to right, and in the order that torch decodes; refused in doubt alone."""
     shape, mesh, placements = layout
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    for place in product(*map(range, mesh)):
-        expected = whole
-        for placement, count, number in zip(placements, mesh, place, strict=True):
-            if not isinstance(placement, Replicate):
-                cut, _ = placement._split_tensor(expected, count, with_padding=False, contiguous=False)
-                expected = cut[number]
-        found = whole
-        for axis, held in enumerate(runs(tuple(shape), tuple(mesh), place, tuple(placements))):
-            found = torch.cat([found.narrow(axis, *run) for run in held], axis)
-        assert torch.equal(found, expected)
+    cutting = [(dim, how) for dim, how in enumerate(placements) if not isinstance(how, Replicate)]
+    straight = cut(whole, mesh, cutting)
+    sizes = SimpleNamespace(size=mesh.__getitem__)
+    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), sizes)
+    turned = [(dim, Shard(entry.tensor_dim)) for entry in order or () for dim in entry.mesh_dims]
+    decoded = straight if order is None else cut(whole, mesh, turned)
+    for layout_of_torch in (straight, decoded):
+        try:
+            taken = found(whole, placements, layout_of_torch)
+        except ShardingError as error:
+            assert "torch makes two layouts" in str(error)  # noqa: PT017 - it may raise
+            assert order is None or not same(straight, decoded)
+        else:
+            # FSDP2's comes first, as torch's full_tensor reads it, where no local shape tells it from the other.
+            undecided = all(piece.shape == decoded[place].shape for place, piece in straight.items())
+            assert same(taken, decoded if undecided else layout_of_torch)
 
 
-@given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 6))
-def test_fsdp2_cuts_what_tensor_parallelism_has_left(rows: int, dp: int, tp: int) -> None:
-    def split(part: torch.Tensor, count: int) -> list[torch.Tensor]:
-        return Shard(0)._split_tensor(part, count, with_padding=False, contiguous=False)[0]
+@given(
+    st.integers(0, 60),
+    st.permutations([("dp", 2), ("ep", 2), ("tp", 3)]) | st.permutations([("dp", 3), ("tp", 2)]),
+)
+def test_fsdp2_cuts_what_tensor_parallelism_has_left(rows: int, axes: list[tuple[str, int]]) -> None:
+    names, mesh = zip(*axes, strict=True)
+    at = names.index("dp")
+    placements = [Shard(0) for _ in mesh]
+    factor = math.prod(mesh[at + 1 :])
+    placements[at] = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
+    others = [(dim, Shard(0)) for dim in range(len(mesh)) if dim != at]
+    pieces = cut(torch.arange(rows), mesh, [*others, (at, Shard(0))])
+    assert same(found(torch.arange(rows), placements, pieces), pieces)
 
-    places = (_StridedShard(0, split_factor=tp), Shard(0))
-    found = {place: runs((rows,), (dp, tp), place, places)[0] for place in product(range(dp), range(tp))}
-    for number, part in enumerate(split(torch.arange(rows), tp)):
-        for place, rest in enumerate(split(part, dp)):
-            ((start, length),) = found[place, number]
-            assert list(range(start, start + length)) == rest.tolist()
 
-
-def test_a_real_module_of_fsdp2_over_tp_that_does_not_divide() -> None:
+@pytest.mark.parametrize(("sizes", "rows", "rank", "row"), [((3, 2), 7, 5, 6), ((2, 2, 3), 9, 3, 5)])
+def test_a_real_module_of_fsdp2_that_does_not_divide(
+    sizes: tuple[int, ...], rows: int, rank: int, row: int
+) -> None:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=6)
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-    module = parallelize_module(nn.Linear(2, 7), mesh["tp"], ColwiseParallel())
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(sizes))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep", "tp")[: len(sizes)])
+    left = mesh["ep", "tp"] if mesh.ndim > 2 else mesh["ep"]
+    module = nn.Module()
+    weight = distribute_tensor(torch.arange(float(rows)), left, [Shard(0)] * left.ndim, src_data_rank=None)
+    module.register_parameter("w", nn.Parameter(weight))
     state = sharded(fully_shard(module, mesh=mesh["dp"]).state_dict())
     dist.destroy_process_group()
     apply_factories(state)
-    for (piece,) in state.values():
-        assert (piece.global_offset[0], piece.local_shape[0]) == (6, 1)
+    (piece,) = state["w"]
+    assert (piece.global_offset, piece.data.tolist()) == ((row,), [row])
+
+
+def test_copies_that_the_local_shapes_tell_apart_are_what_distribute_tensor_cuts() -> None:
+    strided = (_StridedShard(0, split_factor=2), Shard(0))  # FSDP2's over tensor parallelism
+    copies = cut(torch.arange(7), (3, 2), list(enumerate(strided)))
+    assert same(found(torch.arange(7), strided, copies), copies)
+    by_views = (_StridedShard(0, split_factor=6), Shard(0), Shard(0))  # whose spec tells the order
+    copies = cut(torch.arange(9), (2, 2, 3), list(enumerate(by_views)))
+    assert same(found(torch.arange(9), by_views, copies, (0, 1, 2)), copies)
+    twice = (_StridedShard(0, split_factor=6), _StridedShard(0, split_factor=2), Shard(0))
+    copies = cut(torch.arange(9), (2, 3, 2), list(enumerate(twice)))
+    with pytest.raises(ShardingError, match=r"torch makes two layouts, which .* axis of 9: .* plain Shard"):
+        found(torch.arange(9), twice, copies)
+    over_strides = (_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3))
+    with pytest.raises(ShardingError, match=r"torch makes two layouts, which .* axis of 12: .* plain Shard"):
+        found(torch.arange(12), over_strides, cut(torch.arange(12), (2, 2), list(enumerate(over_strides))))
 
 
 def test_the_order_of_the_cuts_is_the_meshs_or_another() -> None:
     whole, twice = torch.arange(7), (Shard(0), Shard(0))
     for a, b in product(range(2), range(2)):
         for order, expected in ((None, whole.chunk(2)[a].chunk(2)), ((1, 0), whole.chunk(2)[b].chunk(2))):
-            ((run,),) = runs((7,), (2, 2), (a, b), twice, order)
-            assert torch.equal(whole.narrow(0, *run), expected[b if order is None else a])
+            piece = expected[b if order is None else a]
+            ((run,),) = runs((7,), (2, 2), (a, b), twice, tuple(piece.shape), order)
+            assert torch.equal(whole.narrow(0, *run), piece)
 
 
 # --- one rank
@@ -127,7 +197,7 @@ def test_what_is_no_place_is_refused_with_the_reason(mesh: DeviceMesh, tmp_path:
     ):
         megackpt.save(sharded({"w": nowhere}), tmp_path / "a")
     with pytest.raises(ShardingError, match=r"not one placement for each dimension of a mesh of \(2, 1\)"):
-        runs((4,), (2, 1), (0, 0), (Replicate(),))
+        runs((4,), (2, 1), (0, 0), (Replicate(),), (4,))
     assert not (tmp_path / "a").exists()
     for among in ("dp", 0, [], [1], [-1], [0, "1"], [0.0]):
         with pytest.raises(
@@ -293,7 +363,8 @@ def cases(seed: int) -> dict[str, DTensor]:
             after = zip(mesh.shape[dim + 1 :], placements[dim + 1 :], strict=True)
             factor = math.prod(size for size, other in after if other == placement)
             if isinstance(placement, Shard) and chance.random() < 0.7:  # from right to left, as FSDP2 over TP
-                several = factor if factor > 1 else chance.choice((1, 2, 3))
+                alone = all(getattr(other, "dim", None) != placement.dim for other in placements[:dim])
+                several = chance.choice((1, 2, 3)) if alone and factor == 1 else factor
                 placements[dim] = _StridedShard(placement.dim, split_factor=several)
         made[f"{len(made)}.{turn}"] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return made
