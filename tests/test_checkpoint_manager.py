@@ -770,7 +770,13 @@ def test_a_run_begins_from_what_megatron_calls_a_release(tmp_path: Path) -> None
 def test_a_run_does_not_begin_anew_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     megackpt.save(state(1), tmp_path / "run" / "last.ckpt")
     assert CheckpointManager(tmp_path / "run").restore(state(-1)) is None
-    assert "the name of the checkpoint last.ckpt tells no step" in caplog.text
+    assert "the name of the torch_dist checkpoint last.ckpt tells no step" in caplog.text
+    megackpt.save(state(1), tmp_path / "stray", "safetensors")
+    for path in (tmp_path / "stray").iterdir():
+        if path.suffix != ".safetensors":
+            path.unlink()
+    assert CheckpointManager(tmp_path / "stray").restore(state(-1)) is None
+    assert "the name of the safetensors checkpoint . tells no step" in caplog.text
     with pytest.raises(CorruptCheckpoint, match="is a checkpoint itself"):
         restored(CheckpointManager(tmp_path / "run" / "last.ckpt"))
     (tmp_path / "file").touch()
@@ -792,6 +798,52 @@ def test_a_step_that_proved_damaged_does_not_count(tmp_path: Path) -> None:
     assert names(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004", TRACKER]
     saved(manager, 3, 4)
     assert names(tmp_path) == ["iter_0000003", "iter_0000004", TRACKER]
+
+
+@pytest.mark.parametrize("door", ["restore", "latest", "step"])
+def test_what_was_found_damaged_does_not_count_until_it_is_another(tmp_path: Path, door: str) -> None:
+    manager, other = CheckpointManager(tmp_path, keep_last=2), CheckpointManager(tmp_path)
+    saved(other, 1, 2, 3)
+    hurt(tmp_path / "iter_0000003")
+    if door == "step":
+        with pytest.raises(CorruptCheckpoint, match="block 0"):
+            manager.restore(state(-1), step=3)
+    else:
+        assert manager.latest(verify=True) if door == "latest" else restored(manager)
+    assert restored(manager, step=2) == (2, 2, [])
+    saved(manager, 4)
+    assert restored(manager) == (4, 4, [])  # a rollback
+    saved(manager, 4)
+    assert names(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004", TRACKER]
+    saved(manager, 5)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000005", TRACKER]
+    manager.save(6, state(3))
+    hurt(tmp_path / "iter_0000006")
+    assert restored(manager) == (5, 5, ["iter_0000006"])
+    saved(manager, 7)
+    assert names(tmp_path) == ["iter_0000005", "iter_0000006", "iter_0000007", TRACKER]
+    remove(tmp_path / "iter_0000007")
+    saved(other, 6)
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 6
+
+
+def test_a_later_one_that_is_damaged_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(CheckpointManager(tmp_path), 10, 40)
+    os.truncate(max((tmp_path / "iter_0000040").glob("*.distcp")), 10)
+    saved(CheckpointManager(tmp_path, keep_last=2), 20, 21, 22)
+    assert caplog.text.count("iter_0000040 is damaged, so it does not count") == 1
+
+
+def test_what_could_not_be_removed_is_removed_when_it_is_saved_anew(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    saved(manager, 1)
+    (tmp_path / "iter_0000001" / "notes.txt").touch()
+    saved(manager, 2)
+    saved(CheckpointManager(tmp_path), 1)
+    saved(manager, 3)
+    assert names(tmp_path / "iter_0000001") == ["notes.txt"]
 
 
 @pytest.mark.parametrize("naming", ["megatron", "torchtitan"])
@@ -820,6 +872,14 @@ def test_a_step_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFi
     saved(manager, 75)
     assert caplog.text == ""
     assert restored(manager) == (75, 75, [])
+    (tmp_path / TRACKER).write_text("9" * 300)
+    found = manager.restore(state(-1))
+    assert found is not None
+    assert (found.step, len(found.skipped)) == (75, 1)
+    remove(manager.path(50))
+    remove(manager.path(75))
+    with pytest.raises(CorruptCheckpoint, match="999': there is no such step"):
+        manager.restore(state(-1))
 
 
 def test_what_is_left_of_a_later_step_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -216,9 +216,8 @@ def _step(root: Storage, entries: frozenset[str], weigh: bool, name: str) -> lis
     if name not in entries and found.complete is False:
         return []
     if kind == stat.S_IFLNK and not found.complete:
-        found = replace(
-            found, complete=None, reason=f"a link; behind it: {found.reason}"
-        )  # a disk that is away?
+        # A disk that is away?
+        found = replace(found, complete=None, reason=f"a link; behind it: {found.reason}")
     if f"{name}-unfinished" in entries:
         found = replace(found, complete=False, reason=f"{name}-unfinished stands beside it")
     elif not found.complete and not found.format:

@@ -53,12 +53,8 @@ class Retention:
     naming: Naming
     last: int | None = None
     every: int | None = None
-    damaged: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Steps that proved damaged when they were read, and how: no look at sizes shows it."""
-    _good: dict[str, Step] = field(default_factory=dict, repr=False, compare=False)
-    """What was found good, with its weight: while that is the same it is not opened again."""
-    _over: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Of which nothing is left to remove, though the directory stays."""
+    _known: dict[str, tuple[Step, str | None]] = field(default_factory=dict, repr=False, compare=False)
+    """What is wrong with a step of this weight; empty: nothing; None: it is not to be removed, and may be anything."""
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.last), ("keep_every", self.every)):
@@ -86,12 +82,9 @@ class Retention:
             self._clear_torn(names.root)
             for name in sorted(names.replaced()):
                 self._clear(name)
-            self._over.intersection_update(names.entries)
             self._tell_of_later(names, newest)
-            named = {
-                n: self.naming.name(n) for n, found in names.numbers().items() if self.naming.name(n) in found
-            }
-            own = {n: name for n, name in named.items() if n <= newest and name not in self._over}
+            numbers = names.numbers().items()
+            own = {n: name for n, found in numbers if n <= newest and (name := self.naming.name(n)) in found}
             for number in self.superfluous(own, lambda n: any(self._good_in(names, own[n]))):
                 self._remove(names, own[number])
         except Exception as error:
@@ -99,11 +92,13 @@ class Retention:
             text = "%s is not tidied up, the next save tries again: %s"
             logger.warning(text, self.root, error, exc_info=not expected)
 
-    def forget(self, name: str) -> None:
-        """It has been saved anew."""
-        self.damaged.pop(name, None)
-        self._good.pop(name, None)
-        self._over.discard(name)
+    def known(self, step: Step) -> str | None:
+        """What was found wrong with it. None: nobody has looked since its files got these sizes and times."""
+        seen, found = self._known.get(step.name, (None, None))
+        return found if seen == step else None
+
+    def note(self, step: Step, found: str) -> None:
+        self._known[step.name] = step, found
 
     def path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"
@@ -144,24 +139,26 @@ class Retention:
             logger.warning(text, self.root, step.step, newest)
 
     def _good_in(self, names: Names, name: str) -> Iterator[Step]:
-        return filter(self._is_good, names.steps([name], weigh=self.last is not None))
+        return filter(self._is_good, names.steps([name], weigh=self.last is not None or bool(self._known)))
 
     def _is_good(self, step: Step) -> bool:
         """What a dead save left of it is cleared."""
         if not step.complete:
             self._clear(step.name)
             return False
-        problem = self.damaged.get(step.name, "")
-        if not problem and self.last is not None and self._good.get(step.name) != step:
+        problem = self.known(step)
+        if problem is None and self.last is not None:
             problem = damage_of(self.path(step.name))
-        if problem:
-            logger.warning("%s is damaged, so it does not count: %s", self.path(step.name), problem)
-        else:
-            self._good[step.name] = step
+            self.note(step, problem)
+            if problem:
+                logger.warning("%s is damaged, so it does not count: %s", self.path(step.name), problem)
         return not problem
 
     def _remove(self, names: Names, name: str) -> None:
         """What stays for good is told once."""
+        seen, found = self._known.get(name, (None, ""))
+        if found is None and seen in names.steps([name], weigh=True):
+            return
         try:
             if self._removable(name):
                 remove(self.path(name))
@@ -172,5 +169,6 @@ class Retention:
                 logger.warning("%s stays: %s", self.path(name), error)
             if not isinstance(error, (NotACheckpoint, CorruptCheckpoint)):
                 return
-        self.forget(name)
-        self._over.add(name)
+        self._known.pop(name, None)
+        for step in names.steps([name], weigh=True):
+            self._known[name] = step, None

@@ -43,9 +43,8 @@ logger = logging.getLogger("megackpt.manager")
 
 T = TypeVar("T")
 
-_OWN = frozenset(
-    {"checkpoint_dir", "sharded_strategy", "async_sharded_save", "process_group", "timeout"}
-)  # fmt: skip
+_OWN = {"checkpoint_dir", "sharded_strategy", "async_sharded_save", "process_group", "timeout"}
+_GOING_BACK = "%s is damaged, going back to the one before: %s; that one must hold all keys asked for"
 _WORKERS = {False: None, True: "thread", "thread": "thread", "process": "process"}
 
 
@@ -173,7 +172,7 @@ class CheckpointManager:
 
         Undamaged is what its index, its small files and the sizes of all others show; ``verify``: rank 0 reads it all.
         """
-        return self._on_coordinator(lambda: newest_good(self._retention, verify))[0]
+        return self._on_coordinator(lambda: newest_good(self._retention, self._retention.known, verify))[0]
 
     def restore(
         self, sharded_state_dict: ShardedStateDict, step: int | None = None, **options: Any
@@ -186,24 +185,24 @@ class CheckpointManager:
         fit the checkpoint raises as there. After an error the tensors may hold anything.
 
         Raises NotACheckpoint if a ``step`` that is asked for is not there; CorruptCheckpoint if it is damaged or,
-        without ``step``, if all are, or if there are only such as no step can be told of; StorageError if ``root`` is
-        no directory; MismatchError if the one before does not hold all keys.
+        without ``step``, if all are, or if ``root`` is a checkpoint itself; StorageError if ``root`` is no directory;
+        MismatchError if the one before does not hold all keys.
         """
         _refuse_own(options)
         if (wanted := self._agreed(step)) is not None:
-            path = self._on_coordinator(lambda: self._path_of(wanted))
-            return self._taken(wanted, self._loaded(sharded_state_dict, path, options), ())
-        damaged = self._retention.damaged
-        damaged.clear()
+            there = self._on_coordinator(lambda: self._step_of(wanted))
+            return self._taken(wanted, self._loaded(sharded_state_dict, there, options), ())
+        tried: dict[str, str] = {}  # by this call; what earlier ones found damaged is tried again
         replaced = 0
+        look = partial(newest_good, self._retention, lambda step: tried.get(step.name))
         while True:
-            found, skipped = self._on_coordinator(lambda: newest_good(self._retention, verify=False))
+            found, skipped = self._on_coordinator(look)
             if found is None or found.step is None:
                 self._on_coordinator(partial(refuse_to_begin_anew, self.root, skipped))
                 return None
             path = self._retention.path(found.name)
             try:
-                state = self._loaded(sharded_state_dict, path, _for_all_keys(options) if damaged else options)
+                state = self._loaded(sharded_state_dict, found, _for_all_keys(options) if tried else options)
             except CheckpointReplaced:
                 replaced += 1  # by a whole one
                 if replaced == ATTEMPTS:
@@ -213,19 +212,15 @@ class CheckpointManager:
                 if isinstance(error, (UntrustedClass, RankLost)):
                     raise
                 # What is gone is so for rank 0, too; else it cannot be seen from another host, which is no damage.
-                is_sure = isinstance(error, CorruptCheckpoint)
-                if not is_sure and not self._on_coordinator(partial(damage_of, path)):
+                if not isinstance(error, CorruptCheckpoint) and not self._on_coordinator(
+                    partial(damage_of, path)
+                ):
                     raise
-                if _returns_keys(options):
-                    error.add_note(
-                        "with strict=RETURN_* no older step is loaded in its place: ask for one by step="
-                    )
+                if StrictHandling.requires_returning_mismatch_keys(_strictness(options)):
+                    error.add_note("with strict=RETURN_* no older step is loaded: ask for one by step=")
                     raise
-                text = (
-                    "%s is damaged, going back to the one before: %s; that one must hold all keys asked for"
-                )
-                logger.warning(text, found.name, error)
-                damaged[found.name] = str(error)
+                logger.warning(_GOING_BACK, found.name, error)
+                tried[found.name] = str(error)
                 continue
             return self._taken(found.step, state, skipped)
 
@@ -284,7 +279,6 @@ class CheckpointManager:
         """On all ranks, when a step is complete. The run is where it was saved, or restored, last: not the highest."""
         number, step = which
         self._under_way.discard(step)
-        self._retention.forget(self._naming.name(step))
         overtaken = number <= self._newest[0]
         if not overtaken:
             self._newest = which
@@ -314,16 +308,22 @@ class CheckpointManager:
         with self._group() as group:
             return group.broadcast("find", look)
 
-    def _path_of(self, step: int) -> str:
-        """On rank 0: where this step is, in whatever style, once what this manager removes is gone."""
+    def _step_of(self, step: int) -> Step:
+        """On rank 0: what this step is, in whatever style, once what this manager removes is gone."""
         if self._later is not None:
             self._later.submit(str).result()  # when those before it are done
         named = [s for s in newest_first(self._retention, step) if s.complete is not False]
         named.sort(key=lambda s: s.complete is None)
-        return self._retention.path(named[0].name) if named else self.path(step)
+        return named[0] if named else Step(self._naming.name(step), "", step, False, "")
 
-    def _loaded(self, state: ShardedStateDict, path: str, options: dict[str, Any]) -> Any:
-        return load(state, path, process_group=self._process_group, timeout=self._timeout, **options)
+    def _loaded(self, state: ShardedStateDict, step: Step, options: dict[str, Any]) -> Any:
+        path = self._retention.path(step.name)
+        try:
+            return load(state, path, process_group=self._process_group, timeout=self._timeout, **options)
+        except CorruptCheckpoint as error:
+            if not isinstance(error, (UntrustedClass, CheckpointReplaced)):
+                self._retention.note(step, str(error))
+            raise
 
 
 def _naming(style: str) -> Naming:
@@ -347,10 +347,6 @@ def _refuse_own(options: dict[str, Any]) -> None:
 
 def _strictness(options: dict[str, Any]) -> StrictHandling:
     return parse_strict_flag(options.get("strict", StrictHandling.ASSUME_OK_UNEXPECTED))
-
-
-def _returns_keys(options: dict[str, Any]) -> bool:
-    return StrictHandling.requires_returning_mismatch_keys(_strictness(options))
 
 
 def _for_all_keys(options: dict[str, Any]) -> dict[str, Any]:
