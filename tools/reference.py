@@ -56,9 +56,10 @@ def main() -> int:
             vars(module).setdefault("__all__", [*passed_on, *names_defined(module)])
         found = {name: getattr(module, name) for name in getattr(module, "__all__", dir(module))}
         vars(module).update(found)  # those, too, that are fetched on first use
-        for made in found.values():
-            if isinstance(made, type) and issubclass(made, tuple):  # its own module knows its annotations
-                made.__new__.__annotations__ = typing.get_type_hints(made)
+    shown = [module for name, module in [*sys.modules.items()] if name.split(".")[0] == "megackpt"]
+    for made in {made for module in shown for made in vars(module).values() if isinstance(made, type)}:
+        if issubclass(made, tuple) and "_fields" in vars(made):  # its own module knows its annotations
+            made.__new__.__annotations__ = typing.get_type_hints(made)
     pdoc.render.configure(
         docformat="google", show_source=False, footer_text=f"megackpt {megackpt.__version__}"
     )

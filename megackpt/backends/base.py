@@ -244,10 +244,6 @@ class Backend(ABC):
         CorruptCheckpoint naming key, box, file and block.
         """
 
-    def notes(self, root: Storage) -> Mapping[str, Any]:  # noqa: ARG002
-        """What stands in the place of a common state, where none is stored: what authors of files noted in them."""
-        return {}
-
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:  # noqa: ARG002
         """What is wrong with a checkpoint that has no digests, by the format's own checksums; None: it has none."""
         return None

@@ -131,7 +131,12 @@ class BucketPlace(Place):
         self._beat = Heartbeat(outer.location, lock.renew)
         self._ended = weakref.finalize(self, _end, self._beat, self.save_id, os.getpid())
 
-    def announce(self, names: Iterable[str], scratch: Iterable[str] = ()) -> None:  # noqa: ARG002
+    def announce(
+        self,
+        names: Iterable[str],  # noqa: ARG002
+        scratch: Iterable[str] = (),
+        replaces: Iterable[str] = (),  # noqa: ARG002
+    ) -> None:
         """Names need not be noted: the folder is this save's alone."""
         self._scratch = (*self._scratch, *scratch)
 

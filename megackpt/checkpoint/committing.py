@@ -75,6 +75,7 @@ class DirectoryPlace(Place):
         self._made = made
         self._committed = False
         self._scratch: tuple[str, ...] = ()
+        self._replaces: tuple[str, ...] = ()
         self.storage: LocalStorage = outer.folder(staging_name(name, save_id) if staged else name)
         self.marker = Marker(save_id, names=self._inherited() if resumed else ())
         active.add(save_id)
@@ -95,9 +96,12 @@ class DirectoryPlace(Place):
             raise SaveInProgress(f"another process goes on with the save {self.save_id} in {self.path}")
         return dead.names
 
-    def announce(self, names: Iterable[str], scratch: Iterable[str] = ()) -> None:
+    def announce(
+        self, names: Iterable[str], scratch: Iterable[str] = (), replaces: Iterable[str] = ()
+    ) -> None:
         """What bears such a name already, in a directory that holds no checkpoint, is moved to ``NAME.old``."""
         self._scratch = (*self._scratch, *scratch)
+        self._replaces = (*self._replaces, *replaces)
         new = {name.partition("/")[0] for name in (*names, *self._scratch, INDEX)} - set(self.marker.names)
         for name in sorted(new.intersection(self.storage.list())):
             moved = free_name(self.storage, name)
@@ -163,7 +167,7 @@ class DirectoryPlace(Place):
 
     def publish(self, confirm: Callable[[], None]) -> None:
         if self.staged:
-            self._mark(retire=self._replaced())
+            self._mark(retire=(*self._replaced(), *self._replaces))
             self._confirm(confirm)
             logger.warning("replacing the checkpoint in %s/%s", self.outer.location, self.name)
         with turn(self.outer):

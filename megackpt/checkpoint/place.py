@@ -30,10 +30,13 @@ class Place(ABC):
         return self.storage.location
 
     @abstractmethod
-    def announce(self, names: Iterable[str], scratch: Iterable[str] = ()) -> None:
+    def announce(
+        self, names: Iterable[str], scratch: Iterable[str] = (), replaces: Iterable[str] = ()
+    ) -> None:
         """Note the top-level names that this save may make, before any is made.
 
-        ``scratch`` are files for the time of the save only: the commit removes them.
+        ``scratch`` are files for the time of the save only: the commit removes them. ``replaces``: foreign entries of
+        the checkpoint that is replaced, which this save writes alike: they go with it.
         """
 
     def keep_only(self, files: Collection[str]) -> None:

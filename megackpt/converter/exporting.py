@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _LEFT = (  # weights, and what a training or an earlier export keeps for itself
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx*", "*.ot", "*.tflite",
-    "*.npz", "*.distcp", "*.index.json", "*.index.*.json", "trainer_state.json", "megackpt.index", "metadata.json",
-    "*.old", ".*",
+    "*.npz", "*.distcp", "*.index.json", "*.index.*.json", "trainer_state.json", "metadata.json", "megackpt.*",
+    "*.old", "*.old[0-9]*", ".*",
 )  # fmt: skip
 _TEMPLATES = "additional_chat_templates"  # in a folder of their own, as transformers 5 keeps them
 _LARGEST = 1 << 30
@@ -56,9 +56,9 @@ def export_huggingface(
     Weights and files are committed atomically, as by ``convert``. A file of the target that bears the name of one that
     is copied, and is not the same, is moved to ``NAME.old``.
 
-    Raises MismatchError where tensors fit no rule, or several, rules fit no tensor or not all that others of their
-    kind do (layers, experts), or theirs would have holes or overlaps, or fewer layers than the configuration tells:
-    with all of these, before anything is written. Else what ``convert`` raises.
+    Raises MismatchError where tensors fit no rule, or several, rules fit no tensor, layers or experts are missing
+    between others, or theirs would have holes or overlaps, or fewer layers than the configuration tells: with all of
+    these, before anything is written. Else what ``convert`` raises.
     """
     from megackpt.converter.seeing import seen_through  # it needs torch, which workers start faster without
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from megackpt.backends.base import Backend, plan_in_format
-from megackpt.checkpoint import Opened, Place, begin, commit, encode_index
+from megackpt.checkpoint import INDEX, Opened, Place, begin, commit, encode_index
 from megackpt.checkpoint.committing import completed
 from megackpt.converter.budget import DEFAULT, worker_bytes, workers_within
 from megackpt.converter.crew import run_tasks
 from megackpt.converter.cutting import Task, declared, parts_of, shared_out, task_count
 from megackpt.converter.journal import JOURNAL, Done, Journal
 from megackpt.converter.working import Assignment, Bench
-from megackpt.errors import RankLost, StorageError
+from megackpt.errors import BackendError, CorruptCheckpoint, RankLost, StorageError
 from megackpt.planning.manifest import Manifest, SavePlan, TensorEntry, TensorParts
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.runtime.storage import is_url, root_at
+from megackpt.runtime.storage import Storage, is_url, root_at
 
 logger = logging.getLogger("megackpt.converter")
 
@@ -100,6 +100,11 @@ class Conversion:
         self.plans: list[SavePlan]
         self.manifest: Manifest
         self.plans, self.manifest = plan_in_format(backend, parts_of(rows, shares), SavePolicy(balance=False))
+        own = {*backend.files(len(self.plans), self.manifest), backend.last_file, INDEX}
+        if clash := sorted(own.intersection(name.partition("/")[0] for name in self.beside)):
+            raise BackendError(
+                f"{clash[0]!r} is a file of the format {backend.name}: nothing else can be called so"
+            )
 
     def save_id(self) -> str:
         """What this conversion is called: the same whenever the same is to be made of the same source."""
@@ -177,17 +182,29 @@ class Conversion:
             journal.add(bench.perform(task, moved))
 
     def accompany(self, place: Place, target: str) -> None:
-        """Put the files beside. What stands there alike is left, what is otherwise moved aside, as ever."""
-        there = root_at(target)
-        other = {
-            name.partition("/")[0]
-            for name, data in self.beside.items()
-            if there.size(name) != len(data) or there.get(name) != data
-        }
-        new = {name: data for name, data in self.beside.items() if name.partition("/")[0] in other}
-        place.announce(new)
+        """Put the files beside. What stands there alike is left (or replaced, with the rest), what is otherwise moved
+        aside, as ever."""
+        standing = self.standing(place.storage)
+        new = {name: data for name, data in self.beside.items() if name.partition("/")[0] not in standing}
+        place.announce(new, replaces=self.standing(root_at(target)))
         for name, data in new.items():
             place.storage.put(name, data)
+
+    def standing(self, root: Storage) -> set[str]:
+        """The top-level entries beside that are there already, with nothing else in them."""
+        folders: dict[str, set[str]] = {}
+        for name in self.beside:
+            folders.setdefault(name.partition("/")[0], set()).add(name)
+
+        def alike(entry: str, names: set[str]) -> bool:
+            try:
+                return all(
+                    root.size(n) == len(self.beside[n]) and root.get(n) == self.beside[n] for n in names
+                ) and (entry in names or {f"{entry}/{inside}" for inside in root.list(entry)} == names)
+            except CorruptCheckpoint:  # a file in the place of a folder
+                return False
+
+        return {entry for entry, names in folders.items() if alike(entry, names)}
 
     def tasks(self, numbers: list[int]) -> Iterator[Task]:
         for number in numbers:

@@ -106,7 +106,9 @@ class Asked:
             logger.warning("%s", strict.describe(unexpected, (), manifest, strict.requested(declared)))
         strict.check_shapes(declared, manifest, terms.dtype_policy)
         kept = np.flatnonzero(~_left_out(extracted, _bearing(declared, unexpected)))
-        wanted = Declarations.merge([declared.take(kept), common_row(manifest, rank)])
+        # What authors of files noted is no state: it would stand beside the caller's own.
+        common = [] if manifest.encoding == "noted" else [common_row(manifest, rank)]
+        wanted = Declarations.merge([declared.take(kept), *common])
         return cls(extracted, declared, strict.keys(unexpected, declared.tensors), kept, wanted)
 
     def told(self, terms: Terms) -> Told:

@@ -37,7 +37,7 @@ def load_common_state_dict(
     wanted = common_row(opened.manifest)
     reading = Reading(trusted=trusted)
     values = reading.rows(opened.storage, opened.backend, opened.manifest, wanted, [None] * len(wanted))
-    return dict(values[0] if values else opened.backend.notes(opened.storage))
+    return dict(values[0]) if values else {}
 
 
 def load_content_metadata(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from megackpt.adapters.huggingface import (
     link,
     llama,
 )
-from megackpt.converter import cutting, export_huggingface, order, passing
+from megackpt.checkpoint import committing, replacing
+from megackpt.converter import convert, cutting, export_huggingface, order, passing
 from megackpt.errors import (
     BackendError,
     CheckpointingException,
@@ -55,15 +57,14 @@ def groups(part: slice) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: x.unflatten(0, (3, 4, 2))[:, part].flatten(0, 2)
 
 
-class Reversed(Rule):
-    """A rule of a user's own: theirs are numbered from the other end."""
+class Shifted(Rule):
+    """A rule of a user's own: theirs are numbered from 1."""
 
     def names(self) -> Iterator[str]:
         yield "h.#.back"
 
     def pieces(self, shape: tuple[int, ...], naming: Callable[[str], str]) -> Any:
-        number = int(naming("#"))
-        return Name(f"h.{1 - number}.back").pieces(shape, str)
+        return Name(f"h.{1 + int(naming('#'))}.back").pieces(shape, str)
 
 
 # Our key, its shape, the rule, and what theirs are of ours.
@@ -116,9 +117,10 @@ CASES: dict[str, tuple[str, tuple[int, ...], Any, dict[str, Callable[[torch.Tens
     "a rule of one's own": (
         "layers.w",
         (2, 4, 3),
-        Reversed(),
-        {"h.1.back": lambda x: x[0], "h.0.back": lambda x: x[1]},
+        Shifted(),
+        {"h.1.back": lambda x: x[0], "h.2.back": lambda x: x[1]},
     ),
+    "a rule of one's own, of a single layer": ("layers.0.w", (4, 3), Shifted(), {"h.1.back": lambda x: x}),
 }
 
 
@@ -546,6 +548,7 @@ def test_the_files_beside(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     copied = {"tokenizer.model.v3", "source.spm", "bpe.codes", "dict.txt", "LICENSE", "train.py"}
     left = {"optimizer.pt", "training_args.bin", "trainer_state.json", ".gitattributes", "model.onnx_data"}
+    left |= {"vocab.txt.old", "vocab.txt.old2", "megackpt.journal"}
     for name in copied | left:
         (beside / name).write_text(name)
     folders = {"1_Pooling/config.json", "2_Dense/model.safetensors", "additional_chat_templates/tool.jinja"}
@@ -608,6 +611,37 @@ def test_an_export_that_fails_touches_no_file_of_others(tmp_path: Path) -> None:
     assert (out / "config.json.old").read_text() == "mine"
 
 
+def test_what_takes_the_place_of_an_export_is_complete_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    megackpt.save({"a": shard("a", torch.zeros(4))}, tmp_path / "training")
+    folder, out = tmp_path / "hf/additional_chat_templates", tmp_path / "out"
+    folder.mkdir(parents=True)
+    for name in ("../config.json", "../tokenizer.json", "tool.jinja"):
+        (folder / name).write_text("{}")
+    seen: list[set[str]] = []
+
+    def looked(*arguments: Any) -> None:
+        seen.append(files_in(out))
+        replacing.retire(*arguments)
+
+    monkeypatch.setattr(committing, "retire", looked)
+
+    def export() -> set[str]:
+        export_huggingface(tmp_path / "training", out, {"a": "a"}, tmp_path / "hf", overwrite=True)
+        return files_in(out)
+
+    first = export()
+    assert export() == first
+    assert len(seen) == 1
+    assert seen[0] > first, "and the marker"
+    (out / folder.name / "mine").write_text("mine")
+    assert export() == first | {f"{folder.name}.old/mine", f"{folder.name}.old/tool.jinja"}
+    shutil.rmtree(out / folder.name)
+    (out / folder.name).write_text("a file")
+    assert f"{folder.name}.old" in export()
+
+
 def test_exports_that_cannot_be_are_refused_before_they_begin(tmp_path: Path) -> None:
     megackpt.save({"a": shard("a", torch.zeros(4))}, tmp_path / "training")
     (tmp_path / "file").write_text("mine")
@@ -620,6 +654,9 @@ def test_exports_that_cannot_be_are_refused_before_they_begin(tmp_path: Path) ->
     for config, said in (({"dtype": torch.bfloat16}, "cannot hold"), (object(), "a dict")):
         with pytest.raises(MismatchError, match=said):
             export_huggingface(tmp_path / "training", tmp_path / "out", {"a": "a"}, config)  # type: ignore[arg-type]
+    for name in ("model.safetensors", "megackpt.index"):
+        with pytest.raises(BackendError, match=f"'{name}' is a file of the format safetensors"):
+            convert(tmp_path / "training", tmp_path / "out", "safetensors", beside={name: b"mine"})
     assert {path.name for path in tmp_path.iterdir()} == {"training", "file"}
 
 
@@ -685,30 +722,42 @@ def test_tensors_of_very_many_places_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("patterns", "keys", "missing"),
+    ("patterns", "keys", "missing", "unsure"),
     [
-        ("l.#.w", "l.0.w l.2.w", "'l.1.w'"),
-        ("l.#.w", "l.1.w", "'l.0.w'"),
-        ("l.#.w l.#.b", "l.0.w l.1.w l.0.b", "'l.1.b'"),
-        ("l.#.w l.#.b", "l.w l.0.b", "'l.1.b'"),  # the first is of all layers, one after the other
-        ("l.#.*", "l.0.w l.1.w l.0.b", "'l.1.b'"),
-        ("l.#.e.#.w", "l.0.e.0.w l.0.e.1.w l.1.e.0.w", "'l.1.e.1.w'"),
-        ("l.#.n l.*.e.#.w", "l.0.n l.1.n l.1.e.0.w l.1.e.2.w", "'l.1.e.1.w'"),
-        ("l.#.w", "l.0.w l.999999999.w", "'l.1.w', 'l.2.w'"),
-        ("l.#.n l.*.e.#.w", "l.0.n l.1.n l.1.e.0.w l.1.e.1.w", ""),
-        ("e.#.w d.#.w", "e.0.w e.1.w d.0.w", ""),
-        ("l.#.w l.#.b", "l.0.w l.1.w", "the rule 'l.#.b'"),
+        ("layers.#.w", "layers.0.w layers.2.w", "no layers.1 (", ""),
+        ("h.#.w h.#.b", "h.w h.4.b", "no h.3 (", ""),  # the first is of 3 layers, one after the other
+        ("h.#.e.*", "h.0.e.x h.1.e.y h.3.e.x", "no h.2 (", ""),
+        ("layers.#.experts.#.w", "layers.0.experts.0.w layers.0.experts.2.w", "no layers.0.experts.1 (", ""),
+        ("l.*.experts.#.w", "l.1.experts.0.w l.1.experts.2.w", "no l.1.experts.1 (", ""),
+        ("h.#.w", "h.0.w h.999999999.w", "no h.1, h.2, h.3", ""),
+        ("layers.#.w layers.#.b", "layers.0.w layers.1.w", "the rule 'layers.#.b'", ""),
+        ("layers.#.w layers.#.b", "layers.0.w layers.1.w layers.0.b", "", "'layers.#.b' is not of layers.1,"),
+        ("layers.#.*", "layers.0.attn layers.1.mamba", "", "'layers.#.attn' is not of layers.1,"),
+        ("mlp.#.*", "mlp.0.w mlp.2.w", "", "no mlp.1"),  # a Sequential, an activation between
+        ("h.#.n h.*.experts.#.w", "h.0.n h.1.n h.1.experts.0.w h.1.experts.1.w", "", ""),
+        ("e.#.w d.#.w", "e.0.w e.1.w d.0.w", "", ""),
+        (
+            "layer#.#.conv#",
+            "layer1.0.conv1 layer1.0.conv2 layer1.1.conv1 layer1.1.conv2 layer2.0.conv1",
+            "",
+            "",
+        ),
+        ("layers.#.blocks.#.w", "layers.0.blocks.0.w layers.1.blocks.0.w layers.1.blocks.1.w", "", ""),
     ],
 )
-def test_numbers_of_which_some_are_missing(patterns: str, keys: str, missing: str) -> None:
+def test_numbers_of_which_some_are_missing(
+    patterns: str, keys: str, missing: str, unsure: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Layers in the middle, parts of layers, experts: whatever rules of the same beginning have."""
     told = ""
     try:
-        shapes = [(key, (2, 3)) for key in keys.split()]
+        shapes = [(key, (3, 2)) for key in keys.split()]
         link({pattern: f"t.{pattern}" for pattern in patterns.split()}, shapes, complete=True)
     except MismatchError as error:
         told = str(error)
     assert (missing in told) if missing else not told
+    if not missing:
+        assert (unsure in caplog.text) if unsure else not caplog.text
 
 
 @pytest.mark.parametrize("function", ["rule", "build"])
@@ -815,13 +864,22 @@ def test_another_table_is_another_export(tmp_path: Path) -> None:
         assert torch.equal(load_file(tmp_path / "out/model.safetensors")["a"], expected)
 
 
-def test_an_export_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_export_goes_on_where_it_was_cut_off(
+    in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the directory that the configuration is taken from."""
     monkeypatch.setattr(cutting, "CELL", 4096)
     monkeypatch.setattr(passing, "CELL", 4096)
     monkeypatch.setattr(cutting, "SMALL_TASK", 16384)
     whole = numbered(64, 512)
     megackpt.save({"a": shard("a", whole)}, tmp_path / "training")
-    arguments = (tmp_path / "training", tmp_path / "out", {"a": Fuse((Transpose("b"), Transpose("c")))}, {})
+    config: Any = tmp_path / "out" if in_place else {}
+    if in_place:
+        config.mkdir()
+        (config / "config.json").write_text("{}")
+    table = {"a": Fuse((Transpose("b"), Transpose("c")))}
+    arguments = (tmp_path / "training", tmp_path / "out", table, config)
 
     def cut_off(done: int, total: int) -> None:
         if done > total // 2:
@@ -829,7 +887,7 @@ def test_an_export_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pyt
 
     with pytest.raises(KeyboardInterrupt):
         export_huggingface(*arguments, progress=cut_off)
-    assert not (tmp_path / "out/config.json").exists()
+    assert (tmp_path / "out/config.json").exists() == in_place
     with monkeypatch.context() as patched:
         patched.setattr(order, "commit", lambda *_: cut_off(1, 1))  # when all but the last file is there
         with pytest.raises(KeyboardInterrupt):
@@ -895,6 +953,45 @@ def test_ranks_without_a_share_save(tmp_path: Path, caplog: pytest.LogCaptureFix
     ThreadedGroup.run(4, rank)
     equal(load_file(tmp_path / "out/model.safetensors"), {"u": torch.ones(2, 5), "e": torch.ones(3, 2)})
     assert not [record for record in caplog.records if "common" in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("table", "axis", "size"),
+    [
+        ({"w": Fuse((Transpose("q"), Transpose("k"), Transpose("v")), (2, 1, 1), groups=2)}, 0, 16),
+        ({"w": Fuse(("a", "b"), groups=2, axis=1)}, 1, 8),
+        ({key: Part(Transpose("c_attn"), number, (1, 1, 1)) for number, key in enumerate("qkv")}, 0, 3),
+    ],
+    ids=["transposed, by groups", "by groups of columns", "rows of which some ranks have none"],
+)
+def test_ranks_that_do_not_meet_all_of_theirs(
+    table: dict[str, Any], axis: int, size: int, tmp_path: Path
+) -> None:
+    whole = numbered(*((size, 4) if axis == 0 else (2, size)))
+
+    def rank(group: ThreadedGroup) -> None:
+        parts = [*whole.split(-(-size // group.size), axis), whole.narrow(axis, size, 0)]
+        part = parts[min(group.rank, len(parts) - 1)]
+        place = [0, 0]
+        place[axis] = sum(one.shape[axis] for one in parts[: group.rank])
+
+        def state(data: torch.Tensor) -> dict[str, ShardedTensor]:
+            shape = tuple(data.shape)
+            return {
+                key: ShardedTensor(
+                    key, data.clone(), data.dtype, shape, tuple(whole.shape), tuple(place), None
+                )
+                for key in table
+            }
+
+        megackpt.save(
+            as_huggingface(state(part), table), tmp_path / "out", "safetensors", process_group=group
+        )
+        asked = as_huggingface(state(part - 1), table)
+        found = megackpt.load(asked, tmp_path / "out", strict="raise_all", process_group=group)
+        equal(found, dict.fromkeys(table, part))
+
+    ThreadedGroup.run(4, rank)
 
 
 def test_tensors_without_data_or_place(tmp_path: Path) -> None:

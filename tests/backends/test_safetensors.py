@@ -26,6 +26,7 @@ from megackpt import (
 from megackpt.backends.safetensors import INDEX, Safetensors
 from megackpt.backends.safetensors.headers import DTYPES, arranged
 from megackpt.checkpoint import verify
+from megackpt.converter import convert
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
 from megackpt.runtime.storage import LocalStorage, SingleFile
@@ -270,6 +271,9 @@ def test_what_an_author_noted_is_in_no_ones_way(tmp_path: Path) -> None:
     assert load_common_state_dict(tmp_path / "x.safetensors") == {"__metadata__": noted}
     assert load(whole(tensors()), tmp_path / "x.safetensors").keys() == tensors().keys()
     same(load_plain_tensors(tmp_path / "x.safetensors"), tensors())
+    for made in ("torch_dist", "torch", "safetensors"):
+        convert(tmp_path / "x.safetensors", tmp_path / made, made)
+        assert load_common_state_dict(tmp_path / made) == {"__metadata__": noted}
 
 
 def test_of_several_files_without_an_index_none_is_taken(tmp_path: Path) -> None:

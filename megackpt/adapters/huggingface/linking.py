@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,9 +16,13 @@ from megackpt.planning.coverage import miscounted
 
 Table = Mapping[str, Theirs | None]
 Links = dict[tuple[str, Shape], list[Piece]]
+Fits = dict[tuple[str, Shape], tuple["_Entry", list["_Place"]]]
+
+logger = logging.getLogger("megackpt.adapters")
 
 _MOST = 10**6  # pieces of one tensor: far more than any model has layers and experts
 _WILD = re.compile(r"[*#]")
+_LAYERS = re.compile(r"(?:^|[._])(?:layers?|h|blocks?|experts?)\.$")
 _TOKENS = re.compile(r"(\*|\.#(?=\.|$)|^#\.|#)")
 
 
@@ -25,8 +30,8 @@ def link(table: Table, tensors: Iterable[tuple[str, Shape]], complete: bool = Fa
     """For each of our tensors (key, global shape) its pieces over there; none where they have no such tensor.
 
     ``complete``: these are all tensors of the model, so each rule must fit one (of several rules with the same
-    value, one of them) for every number that its ``#`` may be, and all of them together must give each of theirs
-    exactly once.
+    value, one of them), and all of them together must give each of theirs exactly once; no layer, block or expert may
+    be missing between others.
     Raises MismatchError with all that does not fit.
     """
     given: object = table
@@ -35,7 +40,7 @@ def link(table: Table, tensors: Iterable[tuple[str, Shape]], complete: bool = Fa
     problems: list[str] = []
     entries = [_Entry.of(pattern, theirs, problems) for pattern, theirs in table.items()]
     links: Links = {}
-    fits: list[tuple[_Entry, _Place]] = []
+    fits: Fits = {}
     used: set[str] = set()
     unmapped: list[str] = []
     for key, shape in dict.fromkeys(tensors):  # many pieces of one tensor may be declared
@@ -50,7 +55,7 @@ def link(table: Table, tensors: Iterable[tuple[str, Shape]], complete: bool = Fa
             try:
                 places = entry.places(match, shape)
                 links[key, shape] = _checked(list(entry.pieces(places, shape)), shape)
-                fits += [(entry, place) for place in places]
+                fits[key, shape] = entry, places
             except Exception as error:  # noqa: BLE001 - of a rule of the caller's own, it may be any
                 told = error if isinstance(error, ShardingError) else repr(error)
                 problems.append(f"{key!r}, by the rule {entry.pattern!r}: {told}")
@@ -60,7 +65,7 @@ def link(table: Table, tensors: Iterable[tuple[str, Shape]], complete: bool = Fa
         )
     if complete:
         problems += _unused(entries, used)
-        problems += [] if problems else _uncounted(fits)
+        problems += [] if problems else _refuse_gaps(fits)
         problems += [] if problems else _miscounted(links, fits)
     if problems:
         raise MismatchError("the table does not fit: " + some(problems, between="\n"))
@@ -175,34 +180,41 @@ def _unused(entries: Iterable[_Entry], used: set[str]) -> Iterator[str]:
             yield f"no tensor fits the rule {entry.pattern!r} (for {', '.join(map(repr, entry.rule.names()))})"
 
 
-def _uncounted(fits: Iterable[tuple[_Entry, _Place]]) -> Iterator[str]:
-    """Numbers that a rule found nothing for, though there are larger ones, or rules of the same beginning did."""
-    found: dict[tuple[str, tuple[str, ...]], set[tuple[int, ...]]] = {}
-    for entry, place in fits:
-        found.setdefault((entry.pattern, place.texts), set()).add(tuple(map(int, place.numbers)))
-    beginnings = {of: _beginnings(*of) for of in found}
-    stop: dict[str, int] = {}
-    for of, numbers in found.items():
-        for beginning, column in zip(beginnings[of], zip(*numbers, strict=True), strict=True):
-            stop[beginning] = max(stop.get(beginning, 0), 1 + max(column))
-    for of, numbers in found.items():
-        # Of more numbers than there are any at all one is missing soon.
-        axes = [range(min(stop[beginning], len(numbers) + 1)) for beginning in beginnings[of]]
-        missing = (repr(_put(*of, n)) for n in product(*axes) if n not in numbers)
-        if told := list(islice(missing, 8)):
-            yield f"there is no {', '.join(told)} (where some have none: '*' in place of '#' in {of[0]!r})"
+def _refuse_gaps(fits: Fits) -> Iterator[str]:
+    """Layers, blocks and experts that are missing between others. Of what else may be missing, a warning."""
+    found: dict[str, dict[tuple[str, tuple[str, ...]], set[int]]] = {}
+    for entry, places in fits.values():
+        parts = entry.pattern.split("#")
+        for place, n in product(places, range(1, len(parts))):
+            beginning = _put("#".join(parts[:n]), place.texts, place.numbers)
+            kinds = found.setdefault(beginning, {})
+            kinds.setdefault((entry.pattern, place.texts), set()).add(int(place.numbers[n - 1]))
+    unsure: list[str] = []
+    for beginning, kinds in found.items():
+        numbers = set[int]().union(*kinds.values())
+        between = (n for n in range(min(numbers), max(numbers)) if n not in numbers)
+        if gaps := [f"{beginning}{n}" for n in islice(between, 8)]:
+            told = f"there is no {', '.join(gaps)}"
+            if _LAYERS.search(beginning):
+                yield f"{told} (if none is to be: '*' in the rule in place of that '#')"
+            else:
+                unsure.append(told)
+        for (pattern, texts), own in kinds.items():
+            if lacking := [f"{beginning}{n}" for n in sorted(numbers - own)]:
+                what = _put(pattern, texts, "#" * pattern.count("#"))
+                unsure.append(f"{what!r} is not of {some(lacking, 8, ', ')}, as others are")
+    if unsure:
+        logger.warning("the table fits, but is this all there is? %s", some(unsure, between="\n"))
 
 
-def _beginnings(pattern: str, texts: tuple[str, ...]) -> list[str]:
-    """What stands before each '#'."""
-    parts = pattern.split("#")
-    return [_put("#".join(parts[:n]), texts, "#" * n) for n in range(1, len(parts))]
-
-
-def _miscounted(links: Links, fits: Iterable[tuple[_Entry, _Place]]) -> Iterator[str]:
+def _miscounted(links: Links, fits: Fits) -> Iterator[str]:
     """Tensors over there of which something comes from nowhere, or from several places."""
-    named = (place(name) for entry, place in fits for name in (entry.rule.names() if entry.rule else ()))
-    givers: dict[str, list[tuple[str, Piece]]] = {name: [] for name in named}
+    givers: dict[str, list[tuple[str, Piece]]] = {}
+    for of, (entry, places) in fits.items():
+        names = entry.rule.names() if entry.rule else ()
+        named = {place(name) for name, place in product(names, places)}
+        if named.issuperset(piece.key for piece in links[of]):  # else a rule of one's own renumbers
+            givers |= {name: [] for name in named}
     for (key, _), pieces in links.items():
         for piece in pieces:
             given = givers.setdefault(piece.key, [])

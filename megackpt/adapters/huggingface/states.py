@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -98,7 +99,12 @@ class _Pieced:
         there = [pieces[i] for i in np.flatnonzero(near).tolist()] or pieces[:1]
         self.pieces = [inside for piece in there if (inside := piece.within(self.box)) is not None]
         met = {piece.key for piece in self.pieces}
-        self.beside = {piece.key: piece for piece in there if piece.key not in met and piece.shape}
+        # A box without elements of what this one does not meet: at the beginning, so inside whatever its shape.
+        self.beside = {
+            piece.key: replace(piece, there=Box.whole(piece.shape))
+            for piece in there
+            if piece.key not in met and piece.shape
+        }
         data = shard.data
         if data is None or data.is_meta:
             data = torch.empty(shard.local_shape, dtype=shard.dtype)

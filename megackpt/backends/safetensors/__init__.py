@@ -12,15 +12,17 @@ directory or file of this kind, also one that has but links to files, as the Hug
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+import numpy as np
+
+from megackpt import objects
 from megackpt.backends import places, sidecars, weight_maps
 from megackpt.backends.base import Backend, Finished, Source, Target
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.safetensors.headers import (
     METADATA,
-    Contents,
     TensorFile,
     arranged,
     looks_right,
@@ -29,7 +31,15 @@ from megackpt.backends.safetensors.headers import (
 )
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, some
 from megackpt.planning.box import Box
-from megackpt.planning.manifest import LoadPlan, Location, Manifest, SavePlan, WriteResult
+from megackpt.planning.manifest import (
+    COMMON,
+    Bool,
+    LoadPlan,
+    Location,
+    Manifest,
+    SavePlan,
+    WriteResult,
+)
 from megackpt.runtime.storage import SingleFile, Storage
 
 STEM = "model"
@@ -110,6 +120,11 @@ class Safetensors(Backend):
         total = sum(place.length for _, place in found)
         return Finished(manifest, {INDEX: weight_maps.emit(total, {key: place.file for key, place in found})})
 
+    def raw_chunks(self, manifest: Manifest) -> Bool:
+        # What an author noted in a header is no blob: it becomes one when it is read.
+        made = [entry.is_common and manifest.encoding == "noted" for entry in manifest.tensors]
+        return ~np.array(made, np.bool_)[manifest.chunks.tensor]
+
     def recognises(self, root: Storage) -> bool:
         root = root.following()
         index, files = _files_in(root)
@@ -123,30 +138,30 @@ class Safetensors(Backend):
 
     def read_manifest(self, root: Storage) -> Manifest:
         root = root.following()
-        index, told, contents = _contents_of(root)
+        index, files = _files_in(root)
+        if not index and not files:
+            raise NotACheckpoint(f"{root.location} has no safetensors file, or several and no index of them")
+        told = weight_maps.read(root, index) if index else {}
+        contents = {file: read_header(root, file) for file in files or dict.fromkeys(told.values())}
         tensors = [found for content in contents.values() for found in content.tensors]
         if index:
             weight_maps.check(f"{root.location}/{index}", told, [(e.key, place.file) for e, place in tensors])
         found = [(entry, Box.whole(entry.meta.shape), place) for entry, place in tensors]
         found += [] if isinstance(root, SingleFile) else list(sidecars.objects_in(root))
-        return places.told(root, found, (self.name, self.version))
-
-    def notes(self, root: Storage) -> Mapping[str, Any]:
-        """What else than the format an author noted in the first file that has any of it."""
-        noted = (content.metadata for content in _contents_of(root.following())[2].values())
-        return next(({METADATA: notes} for notes in noted if set(notes) - {"format"}), {})
+        # What else an author noted, in the first file that has any of it, unless there is a common state.
+        noted = [file for file, content in contents.items() if set(content.metadata) - {"format"}][:1]
+        noted = [] if any(entry.is_common for entry, _, _ in found) else noted
+        found += [(COMMON, Box((), ()), Location(file, 0, 0)) for file in noted]
+        manifest = places.told(root, found, (self.name, self.version))
+        return replace(manifest, encoding="noted") if noted else manifest
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
-        read_raw(root.following(), plan, into, verify)
-
-
-def _contents_of(root: Storage) -> tuple[str, dict[str, str], dict[str, Contents]]:
-    """The index, if there is one; what it tells; and what each of the files holds."""
-    index, files = _files_in(root)
-    if not index and not files:
-        raise NotACheckpoint(f"{root.location} has no safetensors file, or several and no index of them")
-    told = weight_maps.read(root, index) if index else {}
-    return index, told, {file: read_header(root, file) for file in files or dict.fromkeys(told.values())}
+        root = root.following()
+        raw = self.raw_chunks(plan.manifest)[plan.chunk]
+        read_raw(root, plan.take(raw), into, verify)
+        for item in plan.take(~raw).rows():
+            noted = read_header(root, item.chunk.location.file).metadata
+            into.blob(item.target, objects.dump({METADATA: noted}))
 
 
 def _files_in(root: Storage) -> tuple[str, list[str]]:

@@ -112,7 +112,8 @@ class Manifest:
     """What a checkpoint holds: every tensor's meta, grid and chunks.
 
     ``encoding`` tells how a chunk's location is to be understood: ``"raw"`` = the C-order bytes of its box
-    (for objects: of the blob); ``"native"`` = however the format keeps it (only its backend can tell).
+    (for objects: of the blob); ``"native"`` = however the format keeps it (only its backend can tell);
+    ``"noted"`` = raw, but for a common state that is what an author noted in a file: ``load`` leaves it out.
     ``save_id`` is the uuid (hex) of the save that wrote it, or empty for foreign checkpoints. ``fingerprints``, 8 bytes
     a rank, tell what the ranks declared to it (see planning/cache.py), or nothing.
     """
