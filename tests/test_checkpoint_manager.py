@@ -373,6 +373,21 @@ def one_of_several_jobs(run: str) -> None:
             assert found is None or found.step == found.state["value"]
 
 
+def test_a_step_that_is_completed_while_it_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on when it is looked at, and has lost its marker when it is asked what became of it."""
+    other = CheckpointManager(tmp_path, asynchronous=True)
+    other.save(5, state(5))
+    real = choosing.was_complete
+
+    def was_complete(root: str, step: finding.Step) -> bool:
+        other.finalize()
+        return real(root, step)
+
+    monkeypatch.setattr(choosing, "was_complete", was_complete)
+    assert restored(CheckpointManager(tmp_path)) == (5, 5, [])
+    other.close()
+
+
 def test_jobs_that_share_a_directory(ranks: Any, tmp_path: Path) -> None:
     """Each saves, looks for the latest and removes, whatever the others do; one finds itself set back, perhaps."""
     ranks(one_of_several_jobs, 3, tmp_path, init=False)

@@ -78,14 +78,20 @@ def _looked_for(retention: Retention, known: Known, verify: bool) -> Found:
     return None, tuple(skipped)
 
 
-def refuse_to_begin_anew(root: str, skipped: tuple[Step, ...]) -> None:
-    """What a first save left when it died is nothing to go on from; what is, or once was, complete is."""
+def begins_anew(root: str, skipped: tuple[Step, ...]) -> bool:
+    """What a first save left when it died is nothing to go on from; what is, or once was, complete is: that raises
+    CorruptCheckpoint. False: a step has been completed since it was skipped.
+    """
+    # Without a style: a tracker names what is gone.
+    lost = [s for s in skipped if s.complete is not False or not s.style or was_complete(root, s)]
     try:
-        run = list_run(root, weigh=False)
+        run = list_run(
+            root, weigh=False
+        )  # after that look, which takes a step completed meanwhile for a damaged one
     except NotACheckpoint:
         run = Run(root, None, (), ())
-    # Without a style: a tracker names what is gone.
-    lost = (s for s in skipped if s.complete is not False or not s.style or was_complete(root, s))
+    if {s.name for s in run.steps if s.complete} & {s.name for s in skipped if s.complete is False}:
+        return False
     told = [f"{s.name}: {s.reason}" for s in lost]
     if run.itself and {INDEX, "metadata.json", ".metadata"} & set(find_storage(root).list()):
         told.append(f"{root} is a checkpoint itself: the directory above it may be the one that is meant")
@@ -98,3 +104,4 @@ def refuse_to_begin_anew(root: str, skipped: tuple[Step, ...]) -> None:
     for step in (*run.steps, *filter(None, [run.itself])):
         if step.step is None and step.complete:  # weights to begin from, for example
             logger.warning(text, root, step.format, step.name)
+    return True

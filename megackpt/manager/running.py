@@ -27,7 +27,7 @@ from megackpt.errors import (
     UntrustedClass,
 )
 from megackpt.loader import load
-from megackpt.manager.choosing import ATTEMPTS, newest_first, newest_good, refuse_to_begin_anew
+from megackpt.manager.choosing import ATTEMPTS, begins_anew, newest_first, newest_good
 from megackpt.manager.finding import NAMINGS, TRACKERS, Naming, Step, list_run
 from megackpt.manager.notices import Notices
 from megackpt.manager.retention import Retention, damage_of
@@ -198,8 +198,9 @@ class CheckpointManager:
         while True:
             found, skipped = self._on_coordinator(look)
             if found is None or found.step is None:
-                self._on_coordinator(partial(refuse_to_begin_anew, self.root, skipped))
-                return None
+                if self._on_coordinator(partial(begins_anew, self.root, skipped)):
+                    return None
+                continue
             path = self._retention.path(found.name)
             try:
                 state = self._loaded(sharded_state_dict, found, _for_all_keys(options) if tried else options)
