@@ -110,9 +110,8 @@ def _main_parts(
     param: ShardedParam, data: torch.Tensor | None, flat_range: slice
 ) -> list[tuple[int, ShardedTensor]]:
     parts = _parts(param, data, flat_range)
-    for _, shard in (
-        parts if math.prod(param_shape(param)) else ()
-    ):  # without elements, all ranks have the same
+    # Of one without elements all ranks have the same.
+    for _, shard in parts if math.prod(param_shape(param)) else ():
         copy = shard.replica_id
         shard.replica_id = (*copy[:-1], 0) if isinstance(copy, (tuple, list)) else 0
     return parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from megackpt.converter.landing import LoneFile, is_lone
 from megackpt.converter.order import Conversion, Converted, Limits, Progress
 from megackpt.converter.selecting import Choice, Renames
 from megackpt.errors import BackendError, StorageError
+from megackpt.planning.manifest import Manifest
 from megackpt.runtime.storage import is_url
 from megackpt.strategies import Strategy, StrategyLike, resolve
 
@@ -41,7 +42,7 @@ def convert(
     progress: Progress | None = None,
     resume: bool = True,
     table: Table | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    beside: Mapping[str, bytes] | Callable[[Manifest], Mapping[str, bytes]] | None = None,
 ) -> Converted:
     """Rewrite a checkpoint of any readable format as a checkpoint of another.
 
@@ -68,8 +69,9 @@ def convert(
         progress: called with the bytes done and the bytes in all, every few MiB.
         resume: False = begin anew, and leave nothing behind on failure.
         table: see the source under Hugging Face's names (``as_huggingface``); objects and common state stay behind.
-        beside: small files, name -> content, that come with the checkpoint, in the same step. What bears such a name
-            and is not the same is moved to ``NAME.old``.
+        beside: small files, name -> content, that come with the checkpoint, in the same step; or what makes them of
+            the source's manifest (as ``table`` shows it). What bears such a name and is not the same is moved to
+            ``NAME.old``.
 
     Raises:
         NotACheckpoint, CorruptCheckpoint: the source is none, or is damaged.
@@ -93,13 +95,13 @@ def convert(
     backend, tasks = _target(to, 1 if lone else shards)
     opened = open_checkpoint(source)
     if table is not None:
-        from megackpt.converter.seeing import (
-            seen_through,
-        )  # it needs torch, which workers start faster without
+        # It needs torch, which workers start faster without.
+        from megackpt.converter.seeing import seen_through
 
         opened = seen_through(table, opened)
+    files = beside(opened.manifest) if callable(beside) else beside
     carried = choice.carried(opened.manifest)
-    conversion = Conversion(opened, origin, carried, backend, tasks, limits, beside)
+    conversion = Conversion(opened, origin, carried, backend, tasks, limits, files)
     return lone.run(conversion, overwrite) if lone else conversion.run(place, overwrite)
 
 

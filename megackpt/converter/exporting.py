@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megackpt.backends.safetensors import Safetensors
-from megackpt.checkpoint import open_checkpoint
 from megackpt.converter.asking import convert
 from megackpt.converter.budget import parse_size
 from megackpt.converter.order import Converted
 from megackpt.converter.selecting import Choice
 from megackpt.errors import MismatchError, StorageError, some
-from megackpt.planning.manifest import TensorEntry
+from megackpt.planning.manifest import Manifest, TensorEntry
 
 if TYPE_CHECKING:
     from megackpt.adapters.huggingface import Table
@@ -60,17 +59,18 @@ def export_huggingface(
     between others, or theirs would have holes or overlaps, or fewer layers than the configuration tells: with all of
     these, before anything is written. Else what ``convert`` raises.
     """
-    from megackpt.converter.seeing import seen_through  # it needs torch, which workers start faster without
-
     to = Safetensors(max_shard_bytes=parse_size(max_shard_size))
     files, told = _beside(config)
-    tensors = seen_through(table, open_checkpoint(source)).manifest.tensors
-    _refuse_missing_layers((entry.key for entry in tensors), told)
-    dtypes = _dtypes(tensors, options.get("cast"))
-    noted = {"dtype", "torch_dtype"}.intersection(told)
-    if noted and len(dtypes) == 1 and not isinstance(config, Mapping):
-        files["config.json"] = _json({**told, **dict.fromkeys(noted, *dtypes)})
-    return convert(source, target, to, table=table, beside=files, **options)
+
+    def fitted(manifest: Manifest) -> dict[str, bytes]:
+        _refuse_missing_layers((entry.key for entry in manifest.tensors), told)
+        dtypes = _dtypes(manifest.tensors, options.get("cast"))
+        noted = {"dtype", "torch_dtype"}.intersection(told)
+        if noted and len(dtypes) == 1 and not isinstance(config, Mapping):
+            files["config.json"] = _json({**told, **dict.fromkeys(noted, *dtypes)})
+        return files
+
+    return convert(source, target, to, table=table, beside=fitted, **options)
 
 
 def _beside(config: Mapping[str, Any] | str | Path) -> tuple[dict[str, bytes], Mapping[str, Any]]:

@@ -84,10 +84,8 @@ def begins_anew(root: str, skipped: tuple[Step, ...]) -> bool:
     """
     # Without a style: a tracker names what is gone.
     lost = [s for s in skipped if s.complete is not False or not s.style or was_complete(root, s)]
-    try:
-        run = list_run(
-            root, weigh=False
-        )  # after that look, which takes a step completed meanwhile for a damaged one
+    try:  # after that look, which takes a step completed meanwhile for a damaged one
+        run = list_run(root, weigh=False)
     except NotACheckpoint:
         run = Run(root, None, (), ())
     if {s.name for s in run.steps if s.complete} & {s.name for s in skipped if s.complete is False}:

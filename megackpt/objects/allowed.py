@@ -191,9 +191,8 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> to
         if 0 in size
         else offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     )
-    if (
-        offset < 0 or reach * dtype.itemsize > storage._untyped_storage.nbytes()
-    ):  # an empty storage would grow
+    # An empty storage would grow.
+    if offset < 0 or reach * dtype.itemsize > storage._untyped_storage.nbytes():
         raise CorruptCheckpoint("a tensor reaches beyond its storage")
     flat = torch.empty(0, dtype=dtype)
     try:

@@ -40,11 +40,8 @@ def _rewritten(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
     contents = {name: archive.content(name) for name in ("data.pkl", *archive.members)}
     try:
         contents["data.pkl"] = change(_unframed(contents["data.pkl"]))
-    except (
-        ValueError,
-        IndexError,
-        DeprecationWarning,
-    ) as error:  # names with odd escapes, where warnings are errors
+    # DeprecationWarning: names with odd escapes, where warnings are errors.
+    except (ValueError, IndexError, DeprecationWarning) as error:
         raise CorruptCheckpoint(f"a pickle is damaged: {error}") from error
     return _zipped(contents)
 

@@ -244,9 +244,8 @@ def _sorting_key(owner: NDArray[Any], boxes: Boxes) -> Int64:
     weight = 0x9E3779B97F4A7C15
     for column in (*boxes.offset.T, *boxes.shape.T):
         mixed += column.astype(np.uint64) * np.uint64(weight)
-        weight = (
-            weight * 0xD1342543DE82EF95 % 2**64
-        )  # odd, and independent enough: the sums' high bits are used
+        # Odd, and independent enough: the sums' high bits are used.
+        weight = weight * 0xD1342543DE82EF95 % 2**64
     high = owner.astype(np.uint64) << np.uint64(63 - bits)
     return (high | (mixed >> np.uint64(1 + bits))).astype(np.int64)
 

@@ -239,9 +239,8 @@ class AsyncCallsQueue:
         far = least = opposite = first = last = 0
         own = call.index, -call.index, call.looks, -call.looks
         with call.pending.meet() as ranks:
-            while (
-                first < call.looks and least == -opposite
-            ):  # again for who waits in a look refused to this rank
+            # Again for who waits in a look that was refused to this rank.
+            while first < call.looks and least == -opposite:
                 told = ranks.lowest([call.progress * _RANKS + ranks.rank, *own])
                 far, least, opposite, first, last = told
         if least != -opposite:
