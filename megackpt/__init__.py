@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megackpt.planning.strict import StrictHandling as StrictHandling
     from megackpt.runtime.async_calls import AsyncCallsQueue as AsyncCallsQueue, AsyncRequest as AsyncRequest
     from megackpt.saver import save as save
-    from megackpt.sharded import (
+    from megackpt.state import (
         LocalNonpersistentObject as LocalNonpersistentObject,
         ShardedObject as ShardedObject,
         ShardedTensor as ShardedTensor,
@@ -93,7 +93,7 @@ _HOMES = {
     "planning.strict": ("StrictHandling",),
     "runtime.async_calls": ("AsyncCallsQueue", "AsyncRequest"),
     "saver": ("save",),
-    "sharded": ("LocalNonpersistentObject", "ShardedObject", "ShardedTensor", "ShardedTensorFactory"),
+    "state": ("LocalNonpersistentObject", "ShardedObject", "ShardedTensor", "ShardedTensorFactory"),
     "strategies": (
         "FullyParallelLoadStrategyWrapper",
         "FullyParallelSaveStrategyWrapper",

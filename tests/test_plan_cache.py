@@ -27,7 +27,7 @@ from megackpt.planning.cache import cache_of
 from megackpt.planning.manifest import SavePlan
 from megackpt.runtime.collectives import SingleGroup
 from megackpt.saver.asking import Request
-from megackpt.sharded import extract
+from megackpt.state import extract
 from megackpt.strategies import resolve
 from megackpt.testing import ThreadedGroup
 

@@ -41,7 +41,7 @@ PUBLIC = (
     "megackpt.planning.save_plan",
     "megackpt.report",
     "megackpt.runtime.storage",
-    "megackpt.sharded",
+    "megackpt.state",
     "megackpt.strategies",
     "megackpt.testing",
     "megackpt.tree",

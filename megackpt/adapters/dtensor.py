@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megackpt import tree
 from megackpt.errors import ShardingError
-from megackpt.sharded import (
+from megackpt.state import (
     FactoryBuildFn,
     FactoryMergeFn,
     LocalNonpersistentObject,
@@ -31,7 +31,7 @@ from megackpt.sharded import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.sharded.storable import is_distributed
+from megackpt.state.storable import is_distributed
 
 Run = tuple[int, int]  # start and length, along one axis of the whole tensor
 Cut = tuple[int, int]  # dimension of the mesh, and factor of its strided shard, else 1

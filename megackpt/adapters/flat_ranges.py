@@ -17,7 +17,7 @@ import torch
 from megackpt import tree
 from megackpt.errors import ShardingError
 from megackpt.planning.box import Box, Int64
-from megackpt.sharded import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
+from megackpt.state import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
 
 ShardedParam = ShardedTensor | ShardedTensorFactory
 

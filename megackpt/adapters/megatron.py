@@ -16,7 +16,7 @@ from typing import Any
 from megackpt import tree
 from megackpt.adapters.flat_ranges import check_flat_range, flattened
 from megackpt.errors import ShardingError
-from megackpt.sharded import (
+from megackpt.state import (
     LocalNonpersistentObject,
     ReplicaId,
     ShardedObject,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megackpt import tree
 from megackpt.errors import ShardingError
-from megackpt.sharded import (
+from megackpt.state import (
     ReplicaId,
     ShardedBase,
     ShardedObject,

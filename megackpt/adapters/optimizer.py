@@ -29,7 +29,7 @@ from megackpt.adapters.flat_ranges import (
 from megackpt.adapters.megatron import native
 from megackpt.adapters.param_groups import declared_groups, told_apart
 from megackpt.errors import MismatchError, ShardingError
-from megackpt.sharded import (
+from megackpt.state import (
     ReplicaId,
     ShardedObject,
     ShardedStateDict,

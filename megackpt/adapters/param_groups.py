@@ -19,7 +19,7 @@ import torch
 
 from megackpt import tree
 from megackpt.errors import MismatchError
-from megackpt.sharded import ReplicaId, ShardedTensorFactory
+from megackpt.state import ReplicaId, ShardedTensorFactory
 
 Group = dict[str, Any]
 

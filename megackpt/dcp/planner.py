@@ -39,7 +39,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.sharded.storable import dtype_name
+from megackpt.state.storable import dtype_name
 
 __all__ = ["Delegate", "LoadPlanner", "SavePlanner"]
 

@@ -42,7 +42,7 @@ from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import Manifest
 from megackpt.runtime.staging import Landing, settle
 from megackpt.runtime.storage import LocalStorage, Storage, allocate, digest_blocks
-from megackpt.sharded import dtype_named
+from megackpt.state import dtype_named
 
 _READ = 1 << 20
 _SPARE = 1 << 20

@@ -18,7 +18,7 @@ from megackpt.planning import coverage, strict
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import COMMON_KEY, Bool, Declarations, Manifest, TensorEntry
 from megackpt.planning.strict import StrictHandling
-from megackpt.sharded import (
+from megackpt.state import (
     ABSENT,
     Extracted,
     ShardedObject,

@@ -12,7 +12,7 @@ from megackpt.checkpoint import find_storage, open_checkpoint
 from megackpt.errors import NotACheckpoint
 from megackpt.loader.reading import Reading, common_row, destination
 from megackpt.planning.manifest import TensorEntry
-from megackpt.sharded import ShardedObject, ShardedTensor, declare, dtype_named
+from megackpt.state import ShardedObject, ShardedTensor, declare, dtype_named
 from megackpt.strategies import (
     Strategy,
     StrategyAction,

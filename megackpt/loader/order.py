@@ -27,7 +27,7 @@ from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, group_over
 from megackpt.runtime.staging import Landing, settle
 from megackpt.runtime.storage import Storage
-from megackpt.sharded import ShardedStateDict
+from megackpt.state import ShardedStateDict
 from megackpt.strategies import Strategy, StrategyLike, asked_format, loading
 
 logger = logging.getLogger("megackpt.loader")

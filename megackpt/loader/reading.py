@@ -27,7 +27,7 @@ from megackpt.planning.manifest import (
 from megackpt.runtime.counting import counted_target
 from megackpt.runtime.staging import Landing, settle
 from megackpt.runtime.storage import Storage
-from megackpt.sharded import ShardedTensor, dtype_named
+from megackpt.state import ShardedTensor, dtype_named
 
 
 @dataclass(frozen=True)

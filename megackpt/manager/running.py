@@ -36,7 +36,7 @@ from megackpt.runtime.async_calls import AsyncCallsQueue
 from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Group, group_over
 from megackpt.runtime.storage import root_at
 from megackpt.saver import save
-from megackpt.sharded import ShardedStateDict
+from megackpt.state import ShardedStateDict
 from megackpt.strategies import StrategyLike
 
 logger = logging.getLogger("megackpt.manager")

@@ -25,7 +25,7 @@ from megackpt.megatron.serialization import (
     remove_sharded_tensors as remove_sharded_tensors,
     save as save,
 )
-from megackpt.sharded import (
+from megackpt.state import (
     LocalNonpersistentObject as LocalNonpersistentObject,
     ShardedObject as ShardedObject,
     ShardedTensor as ShardedTensor,

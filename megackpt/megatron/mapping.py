@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megackpt.errors import CheckpointingException as CheckpointingException
-from megackpt.sharded import (
+from megackpt.state import (
     CommonStateDict as CommonStateDict,
     FactoryBuildFn as FactoryBuildFn,
     FactoryMergeFn as FactoryMergeFn,

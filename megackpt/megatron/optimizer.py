@@ -13,7 +13,7 @@ from megackpt.adapters.optimizer import (
     get_param_id_to_sharded_param_map as get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor as make_sharded_optimizer_tensor,
 )
-from megackpt.sharded import LocalNonpersistentObject
+from megackpt.state import LocalNonpersistentObject
 
 
 def optim_state_to_sharding_state(

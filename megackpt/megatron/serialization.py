@@ -21,7 +21,7 @@ from megackpt.megatron.strategies.base import StrategyAction, callable_strategy,
 from megackpt.megatron.strategies.common import TorchCommonSaveStrategy
 from megackpt.planning.strict import StrictHandling
 from megackpt.runtime.async_calls import AsyncRequest
-from megackpt.sharded import ShardedStateDict
+from megackpt.state import ShardedStateDict
 from megackpt.strategies import StrategyLike
 
 F = TypeVar("F", bound=Callable[..., Any])

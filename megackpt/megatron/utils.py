@@ -11,7 +11,7 @@ from megackpt.adapters.modules import (
     replace_prefix_for_sharding as replace_prefix_for_sharding,
 )
 from megackpt.megatron.refused import refusing
-from megackpt.sharded import (
+from megackpt.state import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,

@@ -20,7 +20,7 @@ from megackpt.planning.cache import CachedPlan, PlanCache, Resumed, fingerprint
 from megackpt.planning.manifest import Declarations, SavePlan
 from megackpt.planning.save_plan import SavePolicy
 from megackpt.runtime.collectives import Group, attempt, domain_of
-from megackpt.sharded import Extracted, ShardedObject, ShardedTensor, bundled, declare, object_groups, pickled
+from megackpt.state import Extracted, ShardedObject, ShardedTensor, bundled, declare, object_groups, pickled
 from megackpt.strategies import Strategy
 
 logger = logging.getLogger("megackpt.saver")

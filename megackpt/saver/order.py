@@ -33,7 +33,7 @@ from megackpt.runtime.collectives.failures import DEPARTURES
 from megackpt.runtime.staging import Snapshot, Staged, settle
 from megackpt.saver.asking import COMMON, Request, itself
 from megackpt.saver.notices import check_same, groups_to_store, warn_of_difference, warn_of_untrusted
-from megackpt.sharded import ShardedStateDict, extract, pickled
+from megackpt.state import ShardedStateDict, extract, pickled
 from megackpt.strategies import COMMON_IS_KEPT, StrategyLike, resolve
 
 _NEVER = -(2**63) + 1  # the vote that no vote agrees with

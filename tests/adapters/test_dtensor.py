@@ -29,7 +29,7 @@ import megackpt
 from megackpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardingError, Strategy
 from megackpt.adapters.dtensor import runs, sharded
 from megackpt.adapters.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
-from megackpt.sharded import apply_factories
+from megackpt.state import apply_factories
 from megackpt.testing import ThreadedGroup
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -18,7 +18,7 @@ from megackpt.adapters.flat_ranges import make_flat_range_shards
 from megackpt.adapters.modules import ParallelLayout, make_sharded_tensors_for_checkpoint
 from megackpt.adapters.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from megackpt.errors import CoverageError, ShardingError
-from megackpt.sharded import ShardedTensor, ShardedTensorFactory, extract, is_main_replica
+from megackpt.state import ShardedTensor, ShardedTensorFactory, extract, is_main_replica
 from megackpt.testing import ThreadedGroup
 
 

@@ -22,7 +22,7 @@ from megackpt.adapters.modules import (
 )
 from megackpt.errors import ShardingError
 from megackpt.megatron import utils
-from megackpt.sharded import (
+from megackpt.state import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,

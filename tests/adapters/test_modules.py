@@ -22,7 +22,7 @@ from megackpt.adapters.modules import (
 from megackpt.errors import ShardingError
 from megackpt.planning.coverage import check
 from megackpt.planning.manifest import Declarations
-from megackpt.sharded import ShardedObject, ShardedTensor, declare, extract
+from megackpt.state import ShardedObject, ShardedTensor, declare, extract
 
 
 class FakeGroup:

@@ -21,7 +21,7 @@ from megackpt.adapters.optimizer import (
 from megackpt.errors import MismatchError, ShardingError
 from megackpt.planning.coverage import check
 from megackpt.planning.manifest import Declarations
-from megackpt.sharded import (
+from megackpt.state import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,

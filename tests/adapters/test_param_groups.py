@@ -19,7 +19,7 @@ from megackpt.adapters.modules import add_prefix_for_sharding
 from megackpt.adapters.optimizer import optim_state_to_sharding_state
 from megackpt.adapters.param_groups import _text
 from megackpt.errors import MismatchError, RankFailure, ShardingError
-from megackpt.sharded import ShardedTensor, ShardedTensorFactory
+from megackpt.state import ShardedTensor, ShardedTensorFactory
 from megackpt.testing import ThreadedGroup
 
 SHAPES = {"a": (2, 3), "b": (3,), "c": (4,), "d": (1,)} | {f"f.{i}": (2,) for i in range(3)}

@@ -30,7 +30,7 @@ from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.loader.reading import Reading
 from megackpt.runtime.storage.files import LocalReader
-from megackpt.sharded import declare
+from megackpt.state import declare
 from megackpt.testing import ThreadedGroup
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -122,7 +122,7 @@ def trains(folder: str) -> None:
                 state = declared(*made("gpt", 1), form, loading=False)
                 bases = [leaf for _, leaf in walk(state) if "Sharded" in type(leaf).__name__]
                 assert len(bases) > 20
-                assert all(isinstance(leaf, megackpt.sharded.ShardedBase) for leaf in bases)
+                assert all(isinstance(leaf, megackpt.state.ShardedBase) for leaf in bases)
                 save_as_training_does(state, f"{folder}/{number}", context, later=number == 1)
                 context.clear()
             with parallel(*loading):
@@ -152,7 +152,7 @@ def is_exchanged(folder: str) -> None:
         for name, module in own.items():
             compare(module, name)
         declared = model.sharded_state_dict()
-        assert {type(one).__module__ for one in declared.values()} == {"megackpt.sharded.values"}
+        assert {type(one).__module__ for one in declared.values()} == {"megackpt.state.values"}
         assert {type(one).__name__ for one in declared.values()} == kinds
         sys.modules[THEIRS].save({"model": declared}, folder)
     assert sys.modules[THEIRS] is dist_checkpointing

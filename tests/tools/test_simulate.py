@@ -23,7 +23,7 @@ from megackpt.errors import CheckpointingException
 from megackpt.planning.manifest import Declarations, Manifest
 from megackpt.planning.resharding import Parallelism
 from megackpt.runtime.storage import FileReader, LocalStorage
-from megackpt.sharded import dtype_named
+from megackpt.state import dtype_named
 from megackpt.strategies import backend_named
 from megackpt.testing import ThreadedGroup
 

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 import megackpt
 from megackpt.planning.save_plan import plan_save
-from megackpt.sharded import ShardedTensor, declare, extract
+from megackpt.state import ShardedTensor, declare, extract
 
 TRAINER = Path(__file__).resolve().parents[2] / "tools" / "train_gpt.py"
 SMALL = {"layers": 4, "width": 16, "heads": 4, "ffn": 8, "context": 12, "batch": 4, "microbatches": 2}

@@ -14,7 +14,7 @@ from megackpt.adapters.huggingface.linking import Links, Table, link
 from megackpt.adapters.huggingface.rules import Piece
 from megackpt.adapters.megatron import native
 from megackpt.planning.box import Box, Boxes
-from megackpt.sharded import (
+from megackpt.state import (
     LocalNonpersistentObject,
     ReplicaId,
     ShardedObject,

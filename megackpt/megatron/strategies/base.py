@@ -10,7 +10,7 @@ from typing import Any, cast
 from megackpt import converter, loader, saver, strategies
 from megackpt.errors import BackendError, CheckpointingException as CheckpointingException
 from megackpt.runtime.async_calls import AsyncCallsQueue as AsyncCallsQueue, AsyncRequest as AsyncRequest
-from megackpt.sharded import ShardedStateDict, ShardedTensor
+from megackpt.state import ShardedStateDict, ShardedTensor
 from megackpt.strategies import (
     Strategy,
     StrategyAction as StrategyAction,

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megackpt.errors import ShardingError
-from megackpt.sharded import ShardedTensor
+from megackpt.state import ShardedTensor
 
 
 class _Checkpointable(torch.Tensor):

@@ -5,13 +5,13 @@
 """
 
 from megackpt.planning.manifest import ReplicaId as ReplicaId, is_main_replica as is_main_replica
-from megackpt.sharded.declaring import (
+from megackpt.state.declaring import (
     bundled as bundled,
     declare as declare,
     object_groups as object_groups,
     unbundled as unbundled,
 )
-from megackpt.sharded.states import (
+from megackpt.state.states import (
     ABSENT as ABSENT,
     Extracted as Extracted,
     apply_factories as apply_factories,
@@ -19,13 +19,13 @@ from megackpt.sharded.states import (
     extract as extract,
     restore as restore,
 )
-from megackpt.sharded.storable import (
+from megackpt.state.storable import (
     dtype_name as dtype_name,
     dtype_named as dtype_named,
     is_declared as is_declared,
     pickled as pickled,
 )
-from megackpt.sharded.values import (
+from megackpt.state.values import (
     CommonStateDict as CommonStateDict,
     FactoryBuildFn as FactoryBuildFn,
     FactoryMergeFn as FactoryMergeFn,

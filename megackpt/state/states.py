@@ -11,8 +11,8 @@ from typing import Any, Final
 from megackpt import tree
 from megackpt.errors import MismatchError, ShardingError, some
 from megackpt.planning.manifest import COMMON_KEY
-from megackpt.sharded.storable import SHARDED, is_declared, is_distributed
-from megackpt.sharded.values import (
+from megackpt.state.storable import SHARDED, is_declared, is_distributed
+from megackpt.state.values import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,

@@ -16,7 +16,7 @@ import torch
 
 from megackpt.errors import ShardingError
 from megackpt.planning.manifest import ReplicaId, unique_key
-from megackpt.sharded.storable import data_problems, dtype_problems
+from megackpt.state.storable import data_problems, dtype_problems
 
 StateDict = dict[str, Any]
 CommonStateDict = dict[str, Any]

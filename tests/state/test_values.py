@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megackpt.errors import CheckpointingException, ShardingError
-from megackpt.sharded import (
+from megackpt.state import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from megackpt import tree
 from megackpt.errors import MismatchError, ShardingError
-from megackpt.sharded import (
+from megackpt.state import (
     ABSENT,
     LocalNonpersistentObject,
     ShardedObject,

@@ -13,7 +13,7 @@ from megackpt.errors import CorruptCheckpoint, CoverageError, MismatchError, Sha
 from megackpt.planning.box import Box
 from megackpt.planning.coverage import check
 from megackpt.planning.manifest import COMMON_KEY, Declaration, Declarations, ShardId, TensorMeta
-from megackpt.sharded import ShardedObject, ShardedTensor, bundled, declare, object_groups, unbundled
+from megackpt.state import ShardedObject, ShardedTensor, bundled, declare, object_groups, unbundled
 
 
 def test_rows_are_what_was_declared():

@@ -23,8 +23,8 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
 )
-from megackpt.sharded.storable import dtype_name
-from megackpt.sharded.values import ShardedObject, ShardedTensor
+from megackpt.state.storable import dtype_name
+from megackpt.state.values import ShardedObject, ShardedTensor
 
 Shard = ShardedTensor | ShardedObject
 Shape = tuple[int, ...]
