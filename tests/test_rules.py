@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Who may name which packages below torch.distributed; runtime/collectives may name everything.
 PLACES = {
-    "torch.distributed.checkpoint": ("dcp/", "backends/torch_dist", "megatron/"),
+    "torch.distributed.checkpoint": ("dcp/", "backends/torch_dist", "megatron/", "adapters/checkpointable"),
     "torch.distributed.tensor": ("adapters/dtensor",),
     "torch.distributed.device_mesh": ("adapters/dtensor",),
 }

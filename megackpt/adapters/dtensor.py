@@ -1,5 +1,6 @@
 """What FSDP2, HSDP and tensor-parallel models hold: their DTensors, declared as shards by mesh and placements.
 
+What else torch DCP takes for shards is declared by ``checkpointable``.
 Nothing is asked of other ranks. Keys are those of torch DCP: names joined by ".".
 """
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megackpt import tree
+from megackpt.adapters.checkpointable import ShardedCheckpointable, follows_methods
 from megackpt.errors import ShardingError
 from megackpt.state import (
     FactoryBuildFn,
@@ -31,7 +33,7 @@ from megackpt.state import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.state.storable import is_distributed
+from megackpt.state.storable import is_checkpointable, is_distributed
 
 Run = tuple[int, int]  # start and length, along one axis of the whole tensor
 Cut = tuple[int, int]  # dimension of the mesh, and factor of its strided shard, else 1
@@ -51,6 +53,9 @@ def sharded(
 
     ``save`` takes the result. ``load`` fills the local tensors of its DTensors in place and returns a state
     dict of the same DTensors, for ``set_model_state_dict`` and its relatives. What is declared already stays.
+    What torch DCP takes for a shard by protocol is one here: a plain tensor with ``global_shape``, ``global_offsets``,
+    ``local_offsets`` and ``local_sizes`` (torch 2.15's CheckpointableTensor), and what has ``__create_write_items__``,
+    ``__create_chunk_list__`` and ``__get_tensor_shard__``. Of equal chunks of several ranks one is stored.
 
     Args:
         prefix: stands before every key.
@@ -62,7 +67,8 @@ def sharded(
             with ``process_group=``, the ranks of that group.
 
     Raises ShardingError here for arguments that are none; ``save`` and ``load`` raise it on all ranks for DTensors
-    that cannot be stored: Partial ones, and local tensors that are not what the placements say.
+    that cannot be stored: Partial ones, and local tensors that are not what the placements say; and for shards by
+    protocol that contradict themselves.
     """
     if not isinstance(state_dict, dict):
         raise ShardingError(f"a state dict is expected, not a {type(state_dict).__name__}")
@@ -81,11 +87,13 @@ def sharded(
             grouped = listed or str(name).startswith("param_groups.")  # flatten_optimizer_state_dict's
             if tree.is_branch(leaf) and not _is_value(leaf):
                 todo.append((f"{key}.", leaf, listed))
-            elif isinstance(leaf, DTensor):
+            elif isinstance(leaf, DTensor) and not follows_methods(leaf):
                 mesh = leaf.device_mesh
                 if mesh not in copies:
                     copies[mesh] = 0 if holders[0] in mesh.mesh else copy
                 branch[name] = ShardedDTensor(key, leaf, (copies[mesh], _copy(leaf)))
+            elif is_checkpointable(leaf):
+                branch[name] = ShardedCheckpointable(key, leaf)
             elif is_distributed(leaf):
                 continue  # FSDP1's: refused where it is met, with the way
             elif replicated == "tensors" and grouped and isinstance(leaf, torch.Tensor) and not leaf.dim():
@@ -113,7 +121,9 @@ def _ranks(among: DeviceMesh | Iterable[int] | None) -> tuple[int, list[int]]:
 def _is_value(node: Any) -> bool:
     """A list without tensors and dicts, which torch DCP stores as one object."""
     return isinstance(node, list) and all(
-        _is_value(x) if isinstance(x, list) else not isinstance(x, (dict, torch.Tensor, *DECLARED))
+        _is_value(x)
+        if isinstance(x, list)
+        else not isinstance(x, (dict, torch.Tensor, *DECLARED)) and not is_checkpointable(x)
         for x in node
     )
 

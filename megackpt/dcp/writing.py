@@ -24,6 +24,7 @@ from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import ITEMSIZE, TensorEntry, TensorMeta
 from megackpt.runtime.staging import Staged, plain, settle
 from megackpt.runtime.storage import Storage, unsafe_names
+from megackpt.state.storable import place_problems
 
 _OURS = ".megackpt-"
 
@@ -236,6 +237,9 @@ def _check_shape(item: WriteItem, data: torch.Tensor) -> None:
         raise CheckpointingException(
             f"the planner resolves it to {tuple(data.shape)}, and has planned {wanted}"
         )
+    problems = [] if item.tensor_data is None else place_problems(data, tuple(item.tensor_data.size))
+    if problems:
+        raise CheckpointingException(f"{problems[0]} (torch {torch.__version__} may not know the protocol)")
 
 
 def _is_plain(item: WriteItem, data: torch.Tensor) -> bool:

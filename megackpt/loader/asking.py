@@ -144,7 +144,8 @@ def judge(parts: Sequence[Told], terms: Terms, manifest: Manifest) -> set[str]:
     """On the coordinator: is everything asked for exactly once? Returns the keys that nobody asks for."""
     if terms.validate:
         try:
-            coverage.check(Declarations.merge([p.declared for p in parts if p.declared is not None]))
+            asked = Declarations.merge([p.declared for p in parts if p.declared is not None])
+            coverage.check(asked.numbered())
         except CoverageError as error:
             raise CoverageError(
                 f"{error}\n(To load a part, or one twice: validate_access_integrity=False.)"

@@ -98,7 +98,7 @@ def plan_save(
     would be lost or ambiguous.
     """
     policy = SavePolicy() if policy is None else policy
-    declared = Declarations.merge(parts)
+    declared = Declarations.merge(parts).numbered()
     shards = declared.shards()
     check(declared, shards, thorough=validate)
     rows = _without_empty(declared, assign(declared, policy.balance, shards))

@@ -41,4 +41,4 @@ def shard_map_of_declarations(
     SavePolicy.
     """
     merged = declared if isinstance(declared, Declarations) else Declarations.merge(declared)
-    return page(title or "a declaration", of_declarations(merged, balance))
+    return page(title or "a declaration", of_declarations(merged.numbered(), balance))

@@ -110,7 +110,7 @@ def _traits(shard: Shard) -> tuple[Any, ...] | None:
     elif type(data) not in (torch.Tensor, torch.nn.Parameter) or data.is_nested:
         return None
     else:
-        held = (data.dtype, data.shape, data.layout, data.is_meta)
+        held = (data.dtype, data.shape, data.layout, data.is_meta, getattr(data, "global_shape", None))
     traits = (
         held, shard.dtype, shard.local_shape, shard.global_shape, shard.global_offset, shard.axis_fragmentations,
         shard.replica_id, shard.prepend_axis_num, shard.allow_shape_mismatch, shard.flattened_range,

@@ -11,7 +11,7 @@ from typing import Any, Final
 from megackpt import tree
 from megackpt.errors import MismatchError, ShardingError, some
 from megackpt.planning.manifest import COMMON_KEY
-from megackpt.state.storable import SHARDED, is_declared, is_distributed
+from megackpt.state.storable import SHARDED, distributed_name, is_declared, is_distributed
 from megackpt.state.values import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -158,9 +158,8 @@ def _misplaced(path: Path, leaf: Any) -> list[str]:
     if hidden is None:
         return []
     if is_distributed(hidden):
-        return [
-            f"{tree.show(path)}: a {type(hidden).__name__} is no common state, of which one rank's is kept; {SHARDED}"
-        ]
+        kind = distributed_name(hidden)
+        return [f"{tree.show(path)}: a {kind} is no common state, of which one rank's is kept; {SHARDED}"]
     what, where = type(hidden).__name__, type(leaf).__name__
     name = getattr(hidden, "key", "")
     lost = f"a {what} ({name!r}) in a {where} is lost"

@@ -14,9 +14,13 @@ _NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in ITEMSIZE if name != OBJECT and hasattr(torch, name)
 }
 SHARDED = (
-    "megackpt.adapters.dtensor.sharded(state_dict) declares the DTensors in its dicts and lists (FSDP1 makes DTensors "
-    "where it is given a device_mesh)"
+    "megackpt.adapters.dtensor.sharded(state_dict) declares the DTensors in its dicts and lists, and what follows one "
+    "of torch DCP's protocols for shards (FSDP1 makes DTensors where it is given a device_mesh)"
 )
+SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""What a plain tensor has that is a shard to torch DCP from 2.15 on (its ``CheckpointableTensor``)."""
+SHARD_METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+"""What an object has that tells torch DCP its own chunks (``_Checkpointable``)."""
 _DECLARED = ("ShardedBase", "LocalNonpersistentObject")
 _DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -74,9 +78,49 @@ def data_problems(data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]) -
 
 
 def is_distributed(x: Any) -> bool:
-    """A DTensor, or a ShardedTensor of torch's? By what the class has: torch.distributed.tensor may not be loaded."""
-    kind = type(x)
+    """A DTensor, a ShardedTensor of torch's, or what follows one of torch DCP's protocols for shards?
+
+    By what it has: torch.distributed.tensor may not be loaded, and older versions of torch lack the protocols.
+    """
+    return _is_distributed_class(type(x)) or is_checkpointable(x)
+
+
+def _is_distributed_class(kind: type) -> bool:
     return issubclass(kind, torch.Tensor) and (hasattr(kind, "placements") or hasattr(kind, "local_shards"))
+
+
+def is_checkpointable(x: Any) -> bool:
+    """Has it any of SHARD_METHODS, or is it a tensor with any of SHARD_FIELDS?
+
+    A part of a protocol counts: it is a shard, though one that cannot be stored. Of tensors the instance is asked, as
+    Megatron-FSDP sets the methods there; of other objects the class, which runs no ``__getattr__`` of theirs.
+    """
+    if not isinstance(x, torch.Tensor):
+        return any(hasattr(type(x), name) for name in SHARD_METHODS)
+    return any(hasattr(x, name) for name in SHARD_METHODS) or has_shard_fields(x)
+
+
+def has_shard_fields(x: torch.Tensor) -> bool:
+    """Has it any of SHARD_FIELDS? Methods of these names, as torch's LocalShardsWrapper has them, are none."""
+    return any(hasattr(x, name) and not callable(getattr(x, name)) for name in SHARD_FIELDS)
+
+
+def place_problems(data: Any, whole: tuple[int, ...]) -> list[str]:
+    """Why ``data``, which says of itself what it is a shard of, is not declared as one of ``whole``; empty if it is."""
+    said = getattr(data, "global_shape", None)
+    if said is None or callable(said) or tuple(said) == tuple(whole):
+        return []
+    shapes = f"a shard of {tuple(said)}, and is declared as one of {tuple(whole)}"
+    return [f"data says by its global_shape that it is {shapes}; {SHARDED}"]
+
+
+def distributed_name(x: Any) -> str:
+    """What messages call something distributed."""
+    kind = type(x).__name__
+    if _is_distributed_class(type(x)):
+        return kind
+    found = [name for name in (*SHARD_METHODS, *SHARD_FIELDS) if hasattr(x, name)]
+    return f"{kind} with {', '.join(found)} (a shard to torch DCP)"
 
 
 def is_declared(x: Any, *kinds: type) -> bool:
@@ -89,7 +133,7 @@ def is_declared(x: Any, *kinds: type) -> bool:
 def _foreign_tensor(data: torch.Tensor) -> str:
     """Why a tensor of this class has no plain bytes of its own to store; empty where it has."""
     kind = type(data)
-    if is_distributed(data):
+    if _is_distributed_class(kind) or any(hasattr(kind, name) for name in SHARD_METHODS):
         return f"data is a {kind.__name__}, distributed itself; {SHARDED}, or declare data.to_local() at its place"
     if data.is_nested or data.layout is not torch.strided:
         return ""
@@ -106,7 +150,7 @@ class _Sharded(Exception):
 
 def _refuse_sharded(x: Any) -> None:
     if is_distributed(x):
-        raise _Sharded(f"a {type(x).__name__}, of which one rank's part would be stored; {SHARDED}")
+        raise _Sharded(f"a {distributed_name(x)}, of which one rank's part would be stored; {SHARDED}")
     if is_declared(x):
         name = getattr(x, "key", "")
         raise _Sharded(

@@ -16,7 +16,7 @@ import torch
 
 from megackpt.errors import ShardingError
 from megackpt.planning.manifest import ReplicaId, unique_key
-from megackpt.state.storable import data_problems, dtype_problems
+from megackpt.state.storable import data_problems, dtype_problems, place_problems
 
 StateDict = dict[str, Any]
 CommonStateDict = dict[str, Any]
@@ -216,7 +216,7 @@ class ShardedTensor(ShardedBase):
                 "ShardedTensor.flattened_range is not supported. Declare the tensor in its own shape."
             )
         if self.data is not None:
-            found += data_problems(self.data, self.dtype, local)
+            found += data_problems(self.data, self.dtype, local) + place_problems(self.data, whole[n:])
         found += dtype_problems(self.dtype)
         if len(offset) != len(whole):
             found.append(

@@ -19,6 +19,7 @@ from megackpt.planning.manifest.naming import (
     ITEMSIZE as ITEMSIZE,
     NOMINAL_OBJECT as NOMINAL_OBJECT,
     OBJECT as OBJECT,
+    UNNUMBERED as UNNUMBERED,
     Bool as Bool,
     Digests as Digests,
     Int32 as Int32,

@@ -18,6 +18,7 @@ from megackpt.planning.manifest.naming import (
     TensorEntry,
     TensorMeta,
     is_main_replica,
+    is_unnumbered,
 )
 
 
@@ -67,6 +68,23 @@ class Declarations:
     def shards(self) -> Groups:
         """The distinct shards: rows that declare the same box of the same tensor, in the tensors' order."""
         return group_equal(self.tensor, self.boxes)
+
+    def numbered(self) -> Declarations:
+        """All ranks' declarations with a main replica for each shard that has unnumbered replicas only.
+
+        It is the one of the lowest rank. A shard that has a main replica already keeps it.
+        """
+        table = np.array([is_unnumbered(r) for r in self.replica_ids], dtype=np.bool_)
+        if not table.any() or not len(self):
+            return self
+        shards = self.shards()
+        has_main = np.logical_or.reduceat(self.main[shards.order], shards.bounds[:-1])
+        open_rows = table[self.replica[shards.order]] & ~has_main[shards.number]
+        # Rows of a shard ascend, and ranks with them: the first one is the lowest rank's.
+        _, first = np.unique(shards.number[open_rows], return_index=True)
+        replica = self.replica.copy()
+        replica[shards.order[open_rows][first]] = len(self.replica_ids)
+        return replace(self, replica_ids=(*self.replica_ids, 0), replica=replica)
 
     def row(self, i: int) -> Declaration:
         entry = self.tensors[self.tensor[i]]

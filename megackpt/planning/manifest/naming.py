@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,9 +43,23 @@ def carried_dtype(itemsize: int) -> np.dtype[Any]:
     return _CARRIED[itemsize]
 
 
+UNNUMBERED: Final = -(1 << 62)
+"""The replica id of a shard whose rank cannot know which other ranks hold it, or part of a replica id.
+
+No rank number and no mistake in one comes out as this value. See ``Declarations.numbered``.
+"""
+
+
 def is_main_replica(replica_id: ReplicaId) -> bool:
     """True for 0 and for tuples of zeros only."""
     return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
+
+
+def is_unnumbered(replica_id: ReplicaId) -> bool:
+    """True for ``UNNUMBERED`` and for tuples in which it stands beside nothing but zeros."""
+    if isinstance(replica_id, int):
+        return replica_id == UNNUMBERED
+    return UNNUMBERED in replica_id and not any(n for n in replica_id if n != UNNUMBERED)
 
 
 class TensorMeta(NamedTuple):
