@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _cr
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from megackpt import objects
+from megackpt.dcp.protocol import check_known
 from megackpt.errors import CheckpointingException, ShardingError
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
@@ -39,13 +40,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.state.storable import (
-    SHARD_FIELDS,
-    SHARD_METHODS,
-    distributed_name,
-    dtype_name,
-    has_shard_fields,
-)
+from megackpt.state.storable import dtype_name, has_shard_fields
 
 __all__ = ["Delegate", "LoadPlanner", "SavePlanner"]
 
@@ -134,25 +129,6 @@ def _delegated(state_dict: Mapping[str, Any], delegates: Delegates) -> dict[str,
     }
 
 
-def _check_protocol(state_dict: Mapping[str, Any]) -> None:
-    """Raise ShardingError for tensors that say that they are shards, and that this torch takes for whole ones."""
-    for key, value in state_dict.items():
-        if not isinstance(value, torch.Tensor) or not has_shard_fields(value):
-            continue
-        if hasattr(value, SHARD_METHODS[0]):  # these go first, in all versions
-            continue
-        whole = getattr(value, "global_shape", None)
-        places = zip(getattr(value, "global_offsets", ()), getattr(value, "local_sizes", ()), strict=False)
-        said = [(tuple(offset), tuple(size), tuple(whole or ())) for offset, size in places]
-        data: list[Any] = [item.tensor_data for item in _create_write_items(key, value)]
-        if said != [(tuple(d.chunk.offsets), tuple(d.chunk.sizes), tuple(d.size)) for d in data]:
-            raise ShardingError(
-                f"{key!r}: torch {torch.__version__} takes a {distributed_name(value)} for a whole tensor: the "
-                f"protocol is known from 2.15 on, where {', '.join(SHARD_FIELDS)} are all there. Or save it by "
-                "megackpt.save(megackpt.adapters.dtensor.sharded(state_dict), ...), which knows it with any torch"
-            )
-
-
 def _delegate_of(value: Any, delegates: Delegates) -> Delegate | None:
     return next((delegates[kind] for kind in type(value).__mro__ if kind in delegates), None)
 
@@ -184,7 +160,7 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.state_dict = _delegated(self.state_dict, self.delegates)
-        _check_protocol(self.state_dict)
+        check_known(self.state_dict)
 
     def create_local_plan(self) -> SavePlan:
         vars(self).pop("_pending_local_plan", None)  # of a save that failed
@@ -290,7 +266,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.state_dict[key] = value
                 self._put(key, value)
         self.state_dict = _delegated(self.state_dict, self.delegates)
-        _check_protocol(self.state_dict)
+        check_known(self.state_dict)
 
     def _put(self, key: str, value: Any) -> None:
         """Into the caller's state dict; self.state_dict is a copy."""

@@ -25,6 +25,7 @@ from megackpt.backends.torch_dist.writing import COMMON_FILE, Records, file_name
 from megackpt.checkpoint import INDEX, Place, absolute, begin, commit
 from megackpt.dcp.begun import Begun, clear_ended
 from megackpt.dcp.contents import PlannedByDcp, check_common, manifest_of, metadata_of, table_of
+from megackpt.dcp.protocol import ChunkPlace, check_plan, keep_names, named_places
 from megackpt.dcp.reading import Contents, read_items
 from megackpt.dcp.stages import Work
 from megackpt.dcp.writing import Ticket, Written, named_files, settle_all, ticket_of
@@ -98,6 +99,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         self.rank: int | None = None
         self._begun: Begun | None = None
         self._work: Work | None = None
+        self._named: dict[str, list[ChunkPlace]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """As it travels to the process of an ``async_save``: without the save that this process may be at."""
@@ -137,7 +139,16 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
                 "have written, and so nothing that could make it one checkpoint"
             )
 
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """As stock's writer does, but the copies of tensors that say which shards they are say so, too."""
+        self._named = named_places(state_dict)
+        staged: dict[str, Any] = super().stage(state_dict)
+        keep_names(state_dict, staged)
+        return staged
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        named, self._named = self._named, {}
+        check_plan(named, plan)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -489,6 +489,30 @@ def test_dcps_planners_store_what_torch_knows_and_refuse_the_rest(tmp_path: Path
         dcp.load({"x": half}, no_dist=True, planner=LoadPlanner(), checkpoint_id=tmp_path / "whole")
 
 
+def test_dcps_asynchronous_save_keeps_what_tensors_say(tmp_path: Path) -> None:
+    """Torch's staging makes new tensors. One rank's half, then its whole, through one writer of ours."""
+    half, whole = halves(0, torch.arange(32.0).reshape(8, 4)), torch.ones(4, 4)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    writer = FileSystemWriter(tmp_path)
+    try:
+        for number, tensor in enumerate((half, whole)):
+            state = {"x": [{"y": tensor}], "z": [torch.ones(2), "text"]}
+            future = dcp.async_save(state, checkpoint_id=tmp_path / str(number), storage_writer=writer)
+            if tensor is half and not KNOWS_THE_PROTOCOL:
+                with pytest.raises(
+                    CheckpointException, match=r"'x\.0\.y': the tensor says which shard it is"
+                ):
+                    future.result()
+                continue
+            future.result()
+            blank = halves(0, torch.zeros(8, 4)) if tensor is half else torch.zeros(4, 4)
+            loaded = {"x": [{"y": blank}]}
+            dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / str(number)))
+            assert torch.equal(blank, tensor)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_stock_dcp_reads_what_was_stored(tmp_path: Path) -> None:
     whole = torch.arange(32.0).reshape(8, 4)
 
