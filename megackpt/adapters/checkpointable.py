@@ -86,7 +86,8 @@ def follows_methods(x: Any) -> bool:
 def _declared(key: str, chunk: _Chunk, whole: Shape, replica_id: ReplicaId) -> ShardedTensor:
     if chunk.data.is_meta:
         raise ShardingError(
-            f"{key!r} is on the meta device: materialise it first, by module.to_empty(device=...)"
+            f"{key!r} is on the meta device: materialise it first, by module.to_empty(device=...). (Or it is a flat "
+            "range of a parameter that names its own chunks: of these only state of the parameter's shape is declared)"
         )
     # A view without what the tensor says of itself: that is of the whole local tensor.
     data = chunk.data.detach()

@@ -308,6 +308,17 @@ def test_state_of_an_optimizer_is_cut_as_its_parameter(tmp_path: Path) -> None:
     assert torch.equal(stored["optimizer.state.exp_avg.w"], whole * 2)
 
 
+def test_flat_ranges_of_such_a_parameter_are_refused(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.arange(8.0))
+    part_of((8,), parameter, ((0,), (0,), (8,)))
+    known = get_param_id_to_sharded_param_map(sharded({"w": parameter}), [parameter])
+    state = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    with pytest.raises(ShardingError, match=r"'optimizer\.state\.exp_avg\.w' .*flat range of a parameter"):
+        megackpt.save(
+            optim_state_to_sharding_state(state, known, flat_ranges={0: slice(0, 4)}), tmp_path / "a"
+        )
+
+
 # --- objects that name their chunks
 
 
