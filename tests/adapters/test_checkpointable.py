@@ -524,6 +524,7 @@ def test_dcps_asynchronous_save_keeps_what_tensors_say(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_dcp_reads_what_was_stored(tmp_path: Path) -> None:
     whole = torch.arange(32.0).reshape(8, 4)
 
