@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from megackpt.adapters.dtensor import sharded as sharded
     from megackpt.bars import progress as progress
     from megackpt.checkpoint import verify as verify
     from megackpt.converter import convert as convert, remove_sharded_tensors as remove_sharded_tensors
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "adapters.dtensor": ("sharded",),
     "bars": ("progress",),
     "checkpoint": ("verify",),
     "converter": ("convert", "remove_sharded_tensors"),

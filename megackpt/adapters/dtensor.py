@@ -49,26 +49,52 @@ def sharded(
     replicated: str = "tensors",
     among: DeviceMesh | Iterable[int] | None = None,
 ) -> ShardedStateDict:
-    """Declare a state dict: of a model, an optimizer, or both, nested as you like. It is not changed.
+    """Declare the tensors of any state dict for ``save`` and ``load``: of a model, an optimizer, or both, nested as
+    you like.
 
-    ``save`` takes the result. ``load`` fills the local tensors of its DTensors in place and returns a state
-    dict of the same DTensors, for ``set_model_state_dict`` and its relatives. What is declared already stays.
+    What ``module.state_dict()``, ``optimizer.state_dict()`` or torch's ``get_state_dict`` give becomes a sharded state
+    dict: DTensors (FSDP2, HSDP, tensor parallelism) become the shards that this rank holds, plain tensors become copies
+    that all ranks hold and one of them writes, and every other value is common state. The state dict is not changed,
+    and no data is copied. Keys are those of torch DCP: the names on the way to a tensor, joined by ".". Not collective.
+
     What torch DCP takes for a shard by protocol is one here: a plain tensor with ``global_shape``, ``global_offsets``,
     ``local_offsets`` and ``local_sizes`` (torch 2.15's CheckpointableTensor), and what has ``__create_write_items__``,
     ``__create_chunk_list__`` and ``__get_tensor_shard__``. Of equal chunks of several ranks one is stored.
 
+    ``load`` fills the tensors of the state dict in place, on their device, and returns a state dict of the same
+    tensors, with the common state as it was stored. Hand that to ``optimizer.load_state_dict``, which takes numbers
+    such as learning rates from it; the parameters of a module are filled already. An optimizer that has not made a step
+    has no tensors to ask for: torch's ``get_state_dict`` makes them.
+
     Args:
+        state_dict: dicts and lists of anything, walked into at any depth. Tensors in tuples and in objects are not
+            declared. What is declared already, a ShardedTensor for instance, stays.
         prefix: stands before every key.
         replicated: what, of all that is no DTensor, is stored under a key of its own, from one of the ranks that
-            hold it: "tensors" (the rest is common state, of which rank 0's is kept), "all" (as torch DCP stores
-            it: then DCP finds every key it would have written), or "nothing".
+            hold it: "tensors" (the rest is common state, of which rank 0's is kept; so are tensors without dimensions
+            in lists and ``param_groups``), "all" (as torch DCP stores it: then DCP finds every key it would have
+            written), or "nothing".
         among: the ranks (of the world) that hold this state, each key a piece or a copy, or their mesh; None = all
             ranks. Of a pipeline, the ranks of this stage; of a part on a mesh without rank 0, that mesh; for a save
             with ``process_group=``, the ranks of that group.
 
-    Raises ShardingError here for arguments that are none; ``save`` and ``load`` raise it on all ranks for DTensors
-    that cannot be stored: Partial ones, and local tensors that are not what the placements say; and for shards by
-    protocol that contradict themselves.
+    Returns:
+        A new sharded state dict: the same dicts and lists, with declarations in the places of tensors.
+
+    Raises:
+        ShardingError: here for a ``state_dict`` that is no dict and for other arguments that cannot be right. ``save``
+            and ``load`` raise it on all ranks for tensors that cannot be stored: Partial DTensors, local tensors that
+            are not what the placements say, sparse and quantized tensors, shards by protocol that contradict
+            themselves.
+
+    Example::
+
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        megackpt.save(megackpt.sharded(state), "run/step_100")
+
+        loaded = megackpt.load(megackpt.sharded(state), "run/step_100")  # fills the model in place
+        optimizer.load_state_dict(loaded["optimizer"])
+        step = loaded["step"]
     """
     if not isinstance(state_dict, dict):
         raise ShardingError(f"a state dict is expected, not a {type(state_dict).__name__}")

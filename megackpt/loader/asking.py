@@ -178,7 +178,8 @@ def _warn_of_undeclared(extracted: Extracted, manifest: Manifest) -> None:
     if names:
         logger.warning(
             "%s and %d more are not loaded: the state asks for them by a plain tensor or text, and only a "
-            "ShardedTensor is filled (sharded_state_dict(), not state_dict())",
+            "ShardedTensor is filled (megackpt.load(megackpt.sharded(state), directory), or sharded_state_dict() and "
+            "not state_dict())",
             ", ".join(names[:3]),
             max(0, len(names) - 3),
         )

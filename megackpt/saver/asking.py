@@ -20,6 +20,7 @@ from megackpt.planning.cache import CachedPlan, PlanCache, Resumed, fingerprint
 from megackpt.planning.manifest import Declarations, SavePlan
 from megackpt.planning.save_plan import SavePolicy
 from megackpt.runtime.collectives import Group, attempt, domain_of
+from megackpt.saver.notices import check_common_size
 from megackpt.state import Extracted, ShardedObject, ShardedTensor, bundled, declare, object_groups, pickled
 from megackpt.strategies import Strategy
 
@@ -94,7 +95,10 @@ class Request:
         content_metadata: Mapping[str, Any] | None = None,
         compare: Callable[[Any], Any] | None = itself,
         overwrite: bool = True,
+        allow_large_common_state: bool = False,
     ) -> Request:
+        if group.is_coordinator and not allow_large_common_state:
+            check_common_size(extracted.common)
         common: dict[Any, Any] = tree.dict_list_map_outplace(_compact, extracted.common)
         if content_metadata is not None:
             if not isinstance(content_metadata, Mapping):

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from megackpt import objects, tree
+from megackpt import events, objects, tree
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.errors import CorruptCheckpoint, ShardingError, some
 from megackpt.runtime.collectives.failures import name_ranks
+from megackpt.state.storable import is_distributed
 
 logger = logging.getLogger("megackpt.saver")
+
+LARGE_COMMON_STATE = 1 << 20
+"""Bytes of tensors and arrays in the common state from which on a save warns."""
+LARGEST_COMMON_STATE = 2 << 30
+"""Bytes from which on a save refuses them, unless ``allow_large_common_state`` is set."""
 
 
 def check_same(what: str, said: Sequence[str]) -> None:
@@ -68,6 +75,75 @@ def groups_to_store(
 
 def _cut(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_common_size(common: Mapping[Any, Any]) -> None:
+    """Warn of tensors and arrays in the common state that are large together; refuse very large ones.
+
+    Raises ShardingError from ``LARGEST_COMMON_STATE`` on. The walk reads no data.
+    """
+    total, largest, where = 0, -1, ""
+    counted: set[Any] = set()
+    for path, value, walked in _tensors_and_arrays(common):
+        identity, nbytes = _stored_once(value, walked)
+        if identity in counted or not nbytes:
+            continue
+        counted.add(identity)
+        total += nbytes
+        if nbytes > largest:
+            largest, where = nbytes, tree.show(path)
+    if total < LARGE_COMMON_STATE:
+        return
+    values = "1 tensor or array" if len(counted) == 1 else f"{len(counted)} tensors and arrays"
+    text = (
+        f"the common state holds {values}, {events.size(total)} in all, the largest at {where}: rank 0 alone writes "
+        "them, every rank that loads reads all of them, and they are not resharded. Declare them instead: "
+        "megackpt.save(megackpt.sharded(state), directory), loaded by megackpt.load(megackpt.sharded(state), directory)"
+    )
+    if total >= LARGEST_COMMON_STATE:
+        raise ShardingError(f"{text}. Or allow it: allow_large_common_state=True")
+    logger.warning("%s (allow_large_common_state=True silences this)", text)
+
+
+def _tensors_and_arrays(common: Mapping[Any, Any]) -> Iterator[tuple[tree.Path, Any, bool]]:
+    """Path, value, and whether only dicts and lists are around it; tuples and sets are looked into as well."""
+    todo: list[tuple[tree.Path, Any]] = [((), common)]
+    seen: set[int] = set()  # a tuple may hold a list that holds it
+    while todo:
+        above, node = todo.pop()
+        for path, leaf in tree.walk(node):
+            if isinstance(leaf, torch.Tensor | np.ndarray):
+                yield (*above, *path), leaf, not above
+            elif isinstance(leaf, tuple | set | frozenset) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                todo += [((*above, *path, i), part) for i, part in enumerate(leaf)]
+
+
+def _stored_once(value: Any, walked: bool) -> tuple[Any, int]:
+    """What is the same for values that a pickle holds once, and the bytes that it holds."""
+    if isinstance(value, np.ndarray):
+        return id(value), value.nbytes
+    if value.is_meta or is_distributed(value):  # no data; refused elsewhere
+        return None, 0
+    if value.layout is not torch.strided:
+        return id(value), value.element_size() * (value._nnz() if _is_sparse(value) else value.numel())
+    own = value.numel() * value.element_size()
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return id(value), own
+    storage = value.untyped_storage()
+    if walked and storage.nbytes() > own:
+        return object(), own  # of a view of a larger tensor a copy is stored, one at each place
+    return (value.device, storage.data_ptr()), storage.nbytes()
+
+
+def _is_sparse(value: torch.Tensor) -> bool:
+    return value.layout in (
+        torch.sparse_coo,
+        torch.sparse_csr,
+        torch.sparse_csc,
+        torch.sparse_bsr,
+        torch.sparse_bsc,
+    )
 
 
 def warn_of_untrusted(blobs: Iterable[bytes]) -> None:

@@ -52,15 +52,17 @@ def save(
     content_metadata: Mapping[str, Any] | None = None,
     *,
     overwrite: bool = True,
+    allow_large_common_state: bool = False,
     process_group: Any = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> AsyncRequest | None:
     """Save the sharded state of all ranks as one checkpoint; collective over ``process_group``.
 
     Everything in ``sharded_state_dict`` that is no ShardedTensor, ShardedObject, factory or
-    LocalNonpersistentObject is common state: the coordinator's (rank 0's) value is stored. The caller's dict
-    and objects are not changed. When this returns on any rank, the checkpoint is complete and durable; when it
-    raises, every rank raises the same story, and what stood in the directory before still stands.
+    LocalNonpersistentObject is common state: the coordinator's (rank 0's) value is stored. ``megackpt.sharded``
+    declares the tensors of any state dict. The caller's dict and objects are not changed. When this returns on any
+    rank, the checkpoint is complete and durable; when it raises, every rank raises the same story, and what stood in
+    the directory before still stands.
 
     Args:
         checkpoint_dir: made with its parents where missing. A complete checkpoint there is replaced atomically.
@@ -73,11 +75,14 @@ def save(
             ``AsyncCallsQueue``; the checkpoint is complete when that has been finalized.
         content_metadata: stored with the common state; read back by ``load_content_metadata``.
         overwrite: False = raise CheckpointExists instead of replacing a complete checkpoint.
+        allow_large_common_state: store tensors and arrays of any size as common state, without a word. Otherwise a save
+            warns of them from 1 MiB in all on, and raises ShardingError from 2 GiB on. Rank 0's value decides.
         process_group: a torch process group of the ranks that save (None: the default one, or this process alone).
         timeout: how long any rank waits for the others in one step.
 
     Raises:
-        ShardingError, CoverageError: declarations that contradict themselves or each other.
+        ShardingError, CoverageError: declarations that contradict themselves or each other, or a common state
+            that holds 2 GiB of tensors.
         CheckpointExists, SaveInProgress: the directory is taken.
         StorageError: the disk refused.
         RankFailure: other ranks failed or did not answer in time.
@@ -97,6 +102,7 @@ def save(
             content_metadata=content_metadata,
             compare=compare if validate_access_integrity else None,
             overwrite=overwrite,
+            allow_large_common_state=allow_large_common_state,
         )
 
     running = _Save(group, str(checkpoint_dir))

@@ -14,7 +14,7 @@ _NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in ITEMSIZE if name != OBJECT and hasattr(torch, name)
 }
 SHARDED = (
-    "megackpt.adapters.dtensor.sharded(state_dict) declares the DTensors in its dicts and lists, and what follows one "
+    "megackpt.sharded(state_dict) declares the DTensors in its dicts and lists, and what follows one "
     "of torch DCP's protocols for shards (FSDP1 makes DTensors where it is given a device_mesh)"
 )
 SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")

@@ -452,4 +452,4 @@ def test_what_is_asked_for_by_a_plain_tensor_or_a_text_is_told(asked, stranger, 
     assert set(loaded) == {"iteration"}
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith("'decoder.layers.1.norm.weight' and 0 more are not loaded")
-    assert "only a ShardedTensor is filled (sharded_state_dict(), not state_dict())" in told
+    assert "only a ShardedTensor is filled (megackpt.load(megackpt.sharded(state), directory), or " in told

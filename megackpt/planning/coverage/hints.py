@@ -141,7 +141,7 @@ def _counted_from_one(case: Case) -> str:
             where = f"number {place} of the replica_id" if len(columns) > 1 else "the replica_id"
             return (
                 f". At the lowest, {where} is {min(column)}: are copies counted from 1? Or is this held by some ranks "
-                "only, and declared by megackpt.adapters.dtensor.sharded without among= these?"
+                "only, and declared by megackpt.sharded without among= these?"
             )
     return ""
 
