@@ -21,7 +21,7 @@ ChunkPlace = tuple[tuple[int, ...], ...]  # offset and size of a chunk, and the 
 
 _WAY = (
     f"the protocol is known from torch 2.15 on, where {', '.join(SHARD_FIELDS)} are all there. Or save it by "
-    "megackpt.save(megackpt.adapters.dtensor.sharded(state_dict), ...), which knows it with any torch"
+    "megackpt.save(megackpt.sharded(state_dict), ...), which knows it with any torch"
 )
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megackpt import tree
+from megackpt import events, tree
 from megackpt.adapters.megatron import native
-from megackpt.errors import CoverageError, MismatchError, ShardingError
+from megackpt.errors import CoverageError, MismatchError, ShardingError, some
 from megackpt.loader.reading import common_row, destination
 from megackpt.planning import coverage, strict
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import COMMON_KEY, Bool, Declarations, Manifest, TensorEntry
-from megackpt.planning.strict import StrictHandling
+from megackpt.planning.strict import GROUPS, StrictHandling, Unasked
 from megackpt.state import (
     ABSENT,
     Extracted,
@@ -140,16 +140,22 @@ class Asked:
         return restore(self.extracted, result, common)
 
 
-def judge(parts: Sequence[Told], terms: Terms, manifest: Manifest) -> set[str]:
-    """On the coordinator: is everything asked for exactly once? Returns the keys that nobody asks for."""
+def judge(parts: Sequence[Told], terms: Terms, manifest: Manifest, directory: str) -> set[str]:
+    """On the coordinator: is everything asked for exactly once? Returns the keys that nobody asks for.
+
+    Only what ranks send anyway is looked at: where nothing is validated and the strictness does not ask for all
+    names, nobody knows what other ranks ask for.
+    """
     if terms.validate:
+        declared = Declarations.merge([p.declared for p in parts if p.declared is not None]).numbered()
         try:
-            asked = Declarations.merge([p.declared for p in parts if p.declared is not None])
-            coverage.check(asked.numbered())
+            coverage.check(declared)
         except CoverageError as error:
             raise CoverageError(
                 f"{error}\n(To load a part, or one twice: validate_access_integrity=False.)"
             ) from None
+        if terms.strict is StrictHandling.ASSUME_OK_UNEXPECTED:
+            _warn_of_unasked(strict.unasked({entry.key for entry in declared.tensors}, manifest), directory)
     if not StrictHandling.requires_global_app_metadata(terms.strict):
         return set()
     missing = strict.missing([p.names for p in parts], manifest)
@@ -164,6 +170,26 @@ def judge(parts: Sequence[Told], terms: Terms, manifest: Manifest) -> set[str]:
     if missing and StrictHandling.requires_logging(terms.strict):
         logger.warning("%s", strict.describe((), missing, manifest))
     return strict.keys(missing, manifest.tensors)
+
+
+def _warn_of_unasked(groups: Sequence[Unasked], directory: str) -> None:
+    """Name what is stored and no rank asks for, such as the moments of an optimizer that has not made a step."""
+    if not groups:
+        return
+    texts = []
+    for group in groups:
+        counts = [
+            f"{count} {kind}{'' if count == 1 else 's'}"
+            for count, kind in ((group.tensors, "tensor"), (group.objects, "object"))
+            if count
+        ]
+        texts.append(f"{group.name!r} ({', '.join([*counts, events.size(group.nbytes)])})")
+    logger.warning(
+        "%s: stored, but asked for by no rank, so not loaded: %s. (An optimizer without state asks for none: give it "
+        "its state before the load. To load a part on purpose: strict='raise_unexpected'.)",
+        directory,
+        some(texts, GROUPS, ", "),
+    )
 
 
 def _warn_of_undeclared(extracted: Extracted, manifest: Manifest) -> None:

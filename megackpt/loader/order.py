@@ -61,9 +61,10 @@ def load(
             ``metadata.json`` could be of several formats, or for a Backend object that is not registered.
         common_strategy: not used; the format keeps the common state itself.
         validate_access_integrity: check that the main replicas of all ranks together ask for every element of
-            each tensor exactly once; pass False to ask for a part on purpose.
+            each tensor exactly once; pass False to ask for a part of tensors on purpose.
         strict: what to do about keys asked for that are not stored (unexpected) and the reverse (missing);
-            True is RAISE_ALL, False is LOG_ALL.
+            True is RAISE_ALL, False is LOG_ALL. The default, ASSUME_OK_UNEXPECTED, raises for unexpected keys, and
+            logs one WARNING that names what is stored and no rank asks for; RAISE_UNEXPECTED does not log it.
         verify: check the digests of all that is read (whole blocks of 1 MiB are read); False reads the exact ranges.
         dtype_policy: "convert" stored values to the dtype asked for, or "error" where the two differ.
         key_map: key asked for -> key stored (a mapping, in which other keys need not stand; or a function).
@@ -190,7 +191,8 @@ class _Part:
 
     def judge(self, parts: Sequence[tuple[Told, Sharing]]) -> tuple[set[str], tuple[str, ...]]:
         """What is stored and nobody asks for; and which ranks read for one another."""
-        missing = judge([told for told, _ in parts], self.load.request.get().terms, self.manifest)
+        terms = self.load.request.get().terms
+        missing = judge([told for told, _ in parts], terms, self.manifest, self.directory)
         return missing, who_share([sharing for _, sharing in parts], self.root)
 
     def wishes(self, sharing: Sequence[str]) -> tuple[Declarations, Int64]:

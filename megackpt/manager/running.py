@@ -352,5 +352,11 @@ def _strictness(options: dict[str, Any]) -> StrictHandling:
 
 def _for_all_keys(options: dict[str, Any]) -> dict[str, Any]:
     """The same, but that no key asked for may be left as it is: a damaged checkpoint may have filled its tensors."""
-    every = _strictness(options) == StrictHandling.RAISE_ALL
-    return options | {"strict": StrictHandling.RAISE_ALL if every else StrictHandling.RAISE_UNEXPECTED}
+    raising = (
+        StrictHandling.RAISE_ALL,
+        StrictHandling.RAISE_UNEXPECTED,
+        StrictHandling.ASSUME_OK_UNEXPECTED,
+    )
+    return (
+        options if _strictness(options) in raising else options | {"strict": StrictHandling.RAISE_UNEXPECTED}
+    )

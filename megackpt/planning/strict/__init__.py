@@ -24,6 +24,7 @@ from megackpt.planning.manifest import (
     unique_key,
 )
 from megackpt.planning.strict.advice import ADVISED, Difference, Stored, shape_hints
+from megackpt.planning.strict.unasked import GROUPS as GROUPS, Unasked as Unasked, unasked as unasked
 
 _TOLD = 50  # keys named in a message
 
@@ -32,12 +33,13 @@ class StrictHandling(Enum):
     """What a load does about keys asked for but not stored (unexpected), or the reverse (missing)."""
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Ask for nothing that is not stored: unexpected keys raise, missing ones do not matter. The default."""
+    """Ask for nothing that is not stored: unexpected keys raise. Of missing ones a load warns. The default."""
     LOG_UNEXPECTED = "log_unexpected"
     """Leave unexpected keys out and warn."""
     LOG_ALL = "log_all"
     """Leave unexpected keys out and warn of these and of missing ones."""
     RAISE_UNEXPECTED = "raise_unexpected"
+    """Unexpected keys raise, missing ones do not matter: to load a part on purpose."""
     RAISE_ALL = "raise_all"
     RETURN_UNEXPECTED = "return_unexpected"
     """Leave unexpected keys out, and return them beside the state."""
