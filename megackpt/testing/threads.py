@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 from megackpt.errors import RankLost
 from megackpt.runtime.collectives import RankGroup, Streams
 from megackpt.runtime.collectives.failures import departure
+from megackpt.runtime.collectives.waiting import Wait
 
 T = TypeVar("T")
 Packed = bytes | memoryview
@@ -74,7 +75,8 @@ class ThreadedGroup(RankGroup):
 
         def wait() -> None:
             if coming:
-                coming[:] = self._meeting.fetch(self.rank, source, stage)
+                with Wait(self.rank, stage, lambda _: [source]):
+                    coming[:] = self._meeting.fetch(self.rank, source, stage)
 
         return wait
 
@@ -83,7 +85,8 @@ class ThreadedGroup(RankGroup):
 
     def _meet(self, collective: str, stage: str, brought: Any) -> list[Any]:
         self.log.append(collective)
-        return self._meeting.meet(self.rank, f"{collective} of the stage {stage!r}", brought)
+        with Wait(self.rank, stage, lambda _: self._meeting.awaited_by(self.rank)):
+            return self._meeting.meet(self.rank, f"{collective} of the stage {stage!r}", brought)
 
 
 @dataclass
@@ -123,6 +126,11 @@ class _Meeting:
             if not now.done and self._broken:
                 raise RankLost(str(self._broken), self._broken.failures)
             return [now.brought[each] for each in range(self.size)]
+
+    def awaited_by(self, rank: int) -> list[int] | None:
+        """Who has not come to the collective in which this rank waits; None if it does not wait any more."""
+        with self._changed:
+            return list(self._absent()) if rank in self._round.names else None
 
     def post(self, rank: int, to: int, data: bytes) -> None:
         """A message from one rank to another, which need not be there yet."""

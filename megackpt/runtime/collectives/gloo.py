@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from megackpt.errors import CheckpointingException, RankLost
 from megackpt.runtime.collectives.group import Busy, Group, Mark, Packed, RankGroup, SingleGroup
 from megackpt.runtime.collectives.line import Line
+from megackpt.runtime.collectives.waiting import Wait
 
 if TYPE_CHECKING:
     import torch
@@ -147,8 +149,11 @@ class ProcessGroup(RankGroup):
             refused = [not call for call in self._refused if not since or call != since]
             self._thread, self._refused = threading.get_ident(), []
         self._timeout, self._since = timeout, since
+        made_in = self._line.made_in
         try:
             self._line.open(timeout, refused, since)
+            if self._line.made_in != made_in:  # ranks may have left steps out while they were apart
+                self._step = 0
         except BaseException:
             self._thread = None
             raise
@@ -169,22 +174,27 @@ class ProcessGroup(RankGroup):
             options.timeout = self._timeout
             gloo.allreduce([votes], options).wait()
 
-        self._over_line("vote", reduce)
+        with self._waiting("vote"):
+            self._over_line("vote", reduce)
         return [int(vote) for vote in votes.tolist()]
 
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
-        if self.rank:
-            self._over_line(stage, lambda gloo: self._send(gloo, {0: packed}))
-            return None
-        others = range(1, self.size)
-        messages = self._over_line(stage, lambda gloo: self._receive(gloo, others, self._timeout))
+        with self._waiting(stage) as wait:
+            if self.rank:
+                self._over_line(stage, lambda gloo: self._send(gloo, {0: packed}))
+                return None
+            others = range(1, self.size)
+            messages = self._over_line(stage, lambda gloo: self._receive(gloo, others, self._timeout))
+        if wait.long:  # from here on all wait for this rank
+            self._line.arrivals.post((self._line.made_in, self._step), answering=True)
         return [packed, *messages]
 
     def _scatter(self, stage: str, packed: Sequence[Packed] | None) -> Packed:
-        if packed is None:
-            return self._over_line(stage, lambda gloo: self._receive(gloo, [0], 2 * self._timeout))[0]
-        others = {rank: packed[rank] for rank in range(1, self.size)}
-        self._over_line(stage, lambda gloo: self._send(gloo, others))
+        with self._waiting(stage):
+            if packed is None:
+                return self._over_line(stage, lambda gloo: self._receive(gloo, [0], 2 * self._timeout))[0]
+            others = {rank: packed[rank] for rank in range(1, self.size)}
+            self._over_line(stage, lambda gloo: self._send(gloo, others))
         return packed[0]
 
     def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
@@ -201,30 +211,42 @@ class ProcessGroup(RankGroup):
                 gloo.broadcast([missing if rest is None else rest], options).wait()
             return message if packed is None else packed
 
-        return self._over_line(stage, spread)
+        with self._waiting(stage):
+            return self._over_line(stage, spread)
 
     def _swap(
         self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
     ) -> Callable[[], None]:
         import torch
 
-        def begin(gloo: Any) -> list[Any]:
+        def begin(gloo: Any) -> list[tuple[int, Any]]:
             into = [torch.frombuffer(coming, dtype=torch.uint8)] if coming else []
             out = [torch.frombuffer(leaving, dtype=torch.uint8)] if leaving else []
             return [
-                *(gloo.recv([part], source, 0) for part in into),
-                *(gloo.send([part], to, 0) for part in out),
+                *((source, gloo.recv([part], source, 0)) for part in into),
+                *((to, gloo.send([part], to, 0)) for part in out),
             ]
 
         works = self._over_line(stage, begin)
 
-        def wait() -> None:
-            self._over_line(stage, lambda _: [work.wait(self._timeout) for work in works])
+        def wait_for(peer: int, work: Any) -> None:
+            with Wait(self.rank, stage, lambda _: [peer], timeout=self._timeout.total_seconds()):
+                work.wait(self._timeout)
 
-        return wait
+        def wait_for_all(_: Any) -> None:
+            for peer, work in works:
+                wait_for(peer, work)
+
+        return lambda: self._over_line(stage, wait_for_all)
 
     def _leave(self, reason: BaseException) -> None:
         self._line.leave(reason)
+
+    def _waiting(self, stage: str) -> Wait:
+        """While this rank waits for the others in its present step."""
+        step, arrivals = (self._line.made_in, self._step), self._line.arrivals
+        arrive, absent = partial(arrivals.post, step), partial(arrivals.absent, step)
+        return Wait(self.rank, stage, absent, arrive, self._timeout.total_seconds())
 
     def _over_line(self, stage: str, use: Callable[[Any], T]) -> T:
         if self._line.gloo is None:

@@ -189,6 +189,8 @@ class _Done(Generic[T]):
 class RankGroup(Group):
     """Several ranks, over primitives that move bytes. A message is a pickled value, Failure or _Verdict."""
 
+    _step = 0  # how many steps this rank has begun; on all ranks the same
+
     @abstractmethod
     def _lowest(self, numbers: Sequence[int]) -> list[int]:
         """What ``lowest`` says."""
@@ -219,12 +221,14 @@ class RankGroup(Group):
         """This rank cannot go on in the middle of a step: let the others know, without waiting."""
 
     def lowest(self, numbers: Sequence[int]) -> list[int]:
+        self._step += 1
         with self.leaving():
             return self._lowest(numbers)
 
     def reduce_scatter(
         self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]
     ) -> U:
+        self._step += 1
         with self.leaving():
             mine = self._worked(work)
             gathered = self._gather(stage, mine.packed)
@@ -238,6 +242,7 @@ class RankGroup(Group):
             return cast("U", self._opened(stage, reply))
 
     def reduce_broadcast(self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]) -> U:
+        self._step += 1
         with self.leaving():
             mine = self._worked(work)
             gathered = self._gather(stage, mine.packed)
@@ -248,6 +253,7 @@ class RankGroup(Group):
             return decided.settled(mine.error)
 
     def broadcast(self, stage: str, decide: Callable[[], U]) -> U:
+        self._step += 1
         with self.leaving():
             if not self.is_coordinator:
                 return cast("U", self._opened(stage, self._broadcast(stage, None)))

@@ -11,10 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megackpt.errors import RankLost
 from megackpt.runtime.collectives.failures import LEFT, departure
+from megackpt.runtime.collectives.waiting import Arrivals, Wait
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -51,6 +53,7 @@ class Line:
             f"megackpt/{name}/{_made[name]}", distributed_c10d._get_default_store()
         )
         self.rank, self.size = process_group.rank(), process_group.size()
+        self.arrivals = Arrivals(self.store, self.rank, self.size)
         self.global_ranks = get_process_group_ranks(process_group)
         self.call = 0
         self.made_in = 0
@@ -76,7 +79,7 @@ class Line:
             if failed < (since or self.call) and (self.gloo is None or failed >= self.made_in):
                 store = distributed_c10d.PrefixStore(f"gloo/{self.call}", self.store)
                 self.gloo = None
-                self.gloo = ProcessGroupGloo(store, self.rank, self.size, timeout)
+                self._connect(lambda: ProcessGroupGloo(store, self.rank, self.size, timeout), timeout)
                 self.made_in = self.call
         except RuntimeError as error:
             raise self.broken("connect", timeout, error) from error
@@ -88,6 +91,13 @@ class Line:
                 self.call = failed + 1
             self._late_before = not self._late_before
         raise self._given_up(failed)
+
+    def _connect(self, connect: Callable[[], Any], timeout: timedelta) -> None:
+        step = self.call, 0
+        self.arrivals.post(step)  # at once, as this thread keeps the store to itself while it connects
+        absent = partial(self.arrivals.absent, step)
+        with Wait(self.rank, "connect", absent, timeout=timeout.total_seconds()):
+            self.gloo = connect()
 
     def broken(self, stage: str, timeout: timedelta, error: Exception) -> RankLost:
         """Give the connection up, find out who is missing, and say so."""
