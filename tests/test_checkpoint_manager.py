@@ -920,7 +920,7 @@ def test_an_index_that_is_no_file_is_damage(tmp_path: Path, kind: str) -> None:
         index.symlink_to(tmp_path / "index")
     else:
         index.mkdir()
-    Retention(str(tmp_path), NAMINGS[0], 1).tidy(2)
+    Retention(str(tmp_path), NAMINGS[0], 1).tidy(lambda: (2, ()))
     assert restored(manager) == (1, 1, ["iter_0000002"])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -21,6 +21,7 @@ from megackpt.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
     SaveInProgress,
+    StorageError,
 )
 from megackpt.manager.finding import Names, Naming, Step
 from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage
@@ -31,10 +32,15 @@ logger = logging.getLogger("megackpt.manager")
 def damage_of(path: str, *, whole: bool = False) -> str:
     """What is wrong with the checkpoint here, if anything. Unless ``whole``, no byte of its tensors is read: the index,
     the digests of the small files that it names, and the sizes of all others tell.
+
+    Raises StorageError where nothing is known to be wrong, but something cannot be read: it may be later.
     """
     try:
         if whole:
-            return "; ".join(verify(path).problems[:3])
+            report = verify(path)
+            if report.unread and not report.problems:
+                raise StorageError("; ".join(report.unread[:3]))
+            return "; ".join(report.problems[:3])
         opened = open_checkpoint(path)
         if not opened.manifest.save_id and INDEX in opened.storage.list():
             return f"{INDEX} is no regular file"
@@ -75,14 +81,19 @@ class Retention:
         oldest = good[self.last - 1]
         return [step for step in ordered if step < oldest and (self.every is None or step % self.every)]
 
-    def tidy(self, newest: int) -> None:
-        """``newest`` has just been committed. What cannot be removed is left to the next time, with a warning."""
+    def tidy(self, position: Callable[[], tuple[int, Collection[int]]]) -> None:
+        """A step has just been committed. What cannot be removed is left to the next time, with a warning.
+
+        ``position``: the step that the run is at, and the steps whose saves it has begun since. It is called once the
+        directory is listed: while this works in a thread, the run begins and commits further saves.
+        """
         try:
             names = Names.of(self.root)
             self._clear_torn(names.root)
             for name in sorted(names.replaced()):
                 self._clear(name)
-            self._tell_of_later(names, newest)
+            newest, begun = position()
+            self._tell_of_later(names, newest, begun)
             numbers = names.numbers().items()
             own = {n: name for n, found in numbers if n <= newest and (name := self.naming.name(n)) in found}
             for number in self.superfluous(own, lambda n: any(self._good_in(names, own[n]))):
@@ -129,8 +140,9 @@ class Retention:
                 if now - (root.modified(name) or now) > SILENCE:
                     root.delete(name)
 
-    def _tell_of_later(self, names: Names, newest: int) -> None:
-        later = (name for number, named in names.numbers().items() if number > newest for name in named)
+    def _tell_of_later(self, names: Names, newest: int, begun: Collection[int]) -> None:
+        numbers = names.numbers().items()
+        later = (name for n, named in numbers if n > newest and n not in begun for name in named)
         text = (
             "%s holds step %d, which is after step %d that was saved now: it stays, and is what restore() finds; where "
             "the run was set back, remove what is after it"

@@ -96,6 +96,9 @@ class CheckpointManager:
         self._done: list[int] = []
         self._under_way: set[int] = set()  # steps, those of failed saves included; on all ranks the same
         self._saves = 0
+        self._begun: dict[
+            int, int
+        ] = {}  # steps whose saves were begun after that of the newest: numbers of the calls
         self._newest = (0, -1)  # where the run is: the number of that call to save, and its step
         self._notices = Notices()
         self._preempted = False
@@ -129,6 +132,7 @@ class CheckpointManager:
         if step in self._under_way:
             self._queue.maybe_finalize_async_calls(blocking=True)
         self._saves += 1
+        self._begun[step] = self._saves
         with self._group() as group:
             committed = partial(self._committed, (self._saves, step), group.is_coordinator)
         request = save(
@@ -283,6 +287,7 @@ class CheckpointManager:
         overtaken = number <= self._newest[0]
         if not overtaken:
             self._newest = which
+            self._begun = {s: call for s, call in self._begun.items() if call > number}
         if not coordinator:
             return
         if self._naming.style == "megatron" and not overtaken:
@@ -292,10 +297,16 @@ class CheckpointManager:
                 logger.warning("step %d is complete, but its tracker is not written: %s", step, error)
                 return  # what the old one names must stay
         if self._worker is None:
-            self._retention.tidy(self._newest[1])
+            self._retention.tidy(self._position)
         else:
             self._later = self._later or ThreadPoolExecutor(1, "megackpt-retention")
-            self._later.submit(lambda: self._retention.tidy(self._newest[1]))
+            self._later.submit(self._retention.tidy, self._position)
+
+    def _position(self) -> tuple[int, set[int]]:
+        """The step that the run is at, and the steps whose saves it has begun since. Called by any thread."""
+        begun = self._begun  # first: what is committed between these two lines is in it
+        number, step = self._newest
+        return step, {s for s, call in begun.copy().items() if call > number}
 
     def _agreed(self, step: int | None) -> int | None:
         """The step that all ranks ask for."""
