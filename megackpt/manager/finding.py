@@ -19,7 +19,7 @@ from megackpt.checkpoint import absolute, as_read_by, find_storage
 from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.marker import PREFIX
 from megackpt.checkpoint.records import RECORD
-from megackpt.errors import CheckpointingException, NotACheckpoint, StorageError
+from megackpt.errors import CheckpointingException, NotACheckpoint
 from megackpt.runtime.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
 
 _THREADS = 8  # steps that are looked at together: network file systems answer slowly
@@ -293,20 +293,21 @@ def _weighed(step: Step, storage: Storage | None) -> Step:
             weights = list(storage.objects().values())
         elif isinstance(storage, LocalStorage):
             weights = list(_files(storage))
-    except StorageError as error:
+    except CheckpointingException as error:
         return replace(step, complete=None, reason=str(error))
     newest = max((moment for _, moment in weights), default=0.0)
     return replace(step, bytes=sum(size for size, _ in weights), files=len(weights), saved=newest)
 
 
 def _files(storage: LocalStorage) -> Iterator[tuple[int, float]]:
-    """The size and the time of each file, and of what else is no folder."""
+    """The size and the time of each file, and of what else is no folder. Links are not descended into."""
+    itself = storage.folder("")  # in which links are links
     folders = [""]
     while folders:
         folder = folders.pop()
         for entry in storage.list(folder):
             name = f"{folder}/{entry}" if folder else entry
-            status = storage.stat(name)
+            status = itself.stat(name)
             if status is not None and stat.S_ISDIR(status.st_mode):
                 folders.append(name)
             elif status is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -26,10 +27,15 @@ from megackpt.planning.manifest import (
     TensorMeta,
     listed,
 )
-from megackpt.runtime.storage import Storage
+from megackpt.runtime.storage import LocalStorage, Storage
 
 _NAMED = 5  # missing chunks that an error names for each tensor
 _DEEPEST = 32  # folders in folders, for keys with "/" in version 1
+_FOLDERS = 1000  # that are looked into behind a link
+_LOCKS = ".sync"
+"""Megatron-Core up to 0.15 writes flattened tensors under zarr's ProcessSynchronizer: it leaves empty files that are
+called as what they lock (".zarray", "0.0") in a folder that is called as the array, with this behind.
+"""
 
 
 def holds(root: Storage, folder: str, name: str) -> bool:
@@ -50,6 +56,8 @@ def discover(root: Storage, version: int) -> Manifest:
             found.entry(COMMON_KEY, TensorMeta((), OBJECT))
             found.chunk(Box((), ()), COMMON_FILE, 0, size or 0)
         _walk(found, "", 0)
+        if not found.entries and not found.problems:
+            found.problems.append("it holds neither an array nor an object nor a common state")
     else:
         _look_through(found)
     if found.problems:
@@ -176,8 +184,9 @@ def _walk(found: _Found, folder: str, depth: int) -> None:
         raise CorruptCheckpoint(f"{found.root.location}/{folder}: folders in folders, {depth} deep")
     try:
         names = found.root.list(folder)
-    except CorruptCheckpoint as error:  # what is in there may belong to it
-        found.problems.append(str(error))
+    except CorruptCheckpoint as error:
+        if _may_be_ours(found.root, folder):
+            found.problems.append(str(error))
         return
     layout = layout_in(found.root, folder) if ZARRAY in names else None
     if layout is None and ZARRAY in names:
@@ -192,8 +201,36 @@ def _walk(found: _Found, folder: str, depth: int) -> None:
     for name in names:
         below = f"{folder}/{name}" if folder else name
         is_chunk = layout is not None and name.replace(".", "").isdigit()
-        if not is_chunk and name not in shards and found.root.size(below) is None:
+        if is_chunk or name in shards or found.root.size(below) is not None:
+            continue
+        if not (name.endswith(_LOCKS) and _is_locks(found.root, below)):
             _walk(found, below, depth + 1)
+
+
+def _may_be_ours(root: Storage, link: str) -> bool:
+    """Could this, which is neither a file nor a folder, stand for an array or an object? A link could, unless it leads
+    to a file, to a folder above, or to one in which there is nothing of the kind: a tokenizer, for example.
+    """
+    if not isinstance(root, LocalStorage):
+        return True
+    path, within = (os.path.realpath(name) for name in (f"{root.location}/{link}", root.location))
+    if os.path.isfile(path) or os.path.commonpath([path, within]) == path:
+        return False
+    folders = islice(os.walk(path), _FOLDERS + 1)
+    held = [any(n == ZARRAY or parse_shard(n) for n in names) for _, _, names in folders]
+    return not held or any(held) or len(held) > _FOLDERS
+
+
+def _is_locks(root: Storage, folder: str) -> bool:
+    """Are these Megatron's locks of an array ``KEY``, left in the folder ``KEY.sync`` beside it? An array of that name
+    has files that are not empty.
+    """
+    if not holds(root, folder.removesuffix(_LOCKS), ZARRAY):
+        return False
+    try:
+        return all(root.size(f"{folder}/{name}") == 0 for name in root.list(folder))
+    except CorruptCheckpoint:  # a link
+        return False
 
 
 def _missing(root: Storage, name: str, layout: ArrayLayout) -> list[str]:

@@ -163,6 +163,8 @@ class LocalStorage(Storage):
         except FileNotFoundError:
             return None
         except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a link that leads nowhere
+                return None
             raise failure("look at", self._path(name), error) from error
         finally:
             os.close(folder)
@@ -273,6 +275,8 @@ class LocalStorage(Storage):
             return os.path.samestat(os.stat(self.location), os.fstat(self._fd))
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise failure("look at", self.location, error) from error
 
     @contextmanager
     def _refusals(self, doing: str, name: str) -> Iterator[None]:
