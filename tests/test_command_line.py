@@ -544,7 +544,7 @@ def test_looking_needs_no_torch(checkpoint: Path) -> None:
         "import sys; from megackpt.__main__ import main; main(sys.argv[1:]);"
         "sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     )
-    for words in (["ls", checkpoint], ["show", checkpoint], ["show", NEW], ["verify", checkpoint],
+    for words in (["ls", checkpoint], ["show", checkpoint], ["show", NEW],
                   ["diff", checkpoint, checkpoint], ["plan", checkpoint, "--tp", "2"]):  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-c", script, *words], capture_output=True, cwd=ROOT, check=False

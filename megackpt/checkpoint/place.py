@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from megackpt.backends.base import Backend
+from megackpt.checkpoint.chunk_checks import damage
 from megackpt.checkpoint.finishing import finished
 from megackpt.checkpoint.opening import shortfalls
-from megackpt.checkpoint.verifying import damage
 from megackpt.errors import CorruptCheckpoint, StorageError, some
 from megackpt.planning.cache import Contents
 from megackpt.planning.manifest import Manifest

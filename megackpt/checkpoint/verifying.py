@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megackpt import events
-from megackpt.backends.base import Backend
+from megackpt import events, objects
+from megackpt.checkpoint.chunk_checks import ChunkChecks, Count, Nowhere, nobody, shares
 from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.opening import (
     Directory,
+    Shortfall,
     as_read_by,
     shortfalls,
     small_file_problems,
@@ -24,24 +21,21 @@ from megackpt.checkpoint.opening import (
     unreplaced,
 )
 from megackpt.checkpoint.replacing import own_names
-from megackpt.errors import CheckpointingException, NotACheckpoint
+from megackpt.errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    UntrustedClass,
+)
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
-    DIGEST_BLOCK,
-    DIGEST_SIZE,
+    COMMON_KEY,
     Declaration,
     Declarations,
-    LoadPlan,
     Manifest,
     ShardId,
-    TensorParts,
-    carried_dtype,
 )
-from megackpt.runtime.storage import FileReader, Storage, digest_blocks
-
-_READ = 8 * DIGEST_BLOCK  # bytes read at once by one thread
-_SHARE = 64  # chunks that one thread takes at a time
+from megackpt.runtime.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -56,46 +50,52 @@ class Report:
     problems: tuple[str, ...]
     foreign: tuple[str, ...] = ()
     """Entries of the directory that do not belong to the checkpoint."""
+    unread: tuple[str, ...] = ()
+    """What the storage refused to give (no permission, input/output errors), or what this installation cannot decode.
+    Whether it is damaged is not known."""
+    untrusted: tuple[str, ...] = ()
+    """Objects that a load gives back only where their classes are trusted. No damage; the classes were not run, so
+    these objects were not tried."""
 
     @property
     def ok(self) -> bool:
-        return not self.problems
+        """Nothing is damaged and nothing was kept from us: a load works (with ``trusted=`` for ``untrusted``)."""
+        return not self.problems and not self.unread
 
     def __str__(self) -> str:
         what = f"{self.tensors} tensors and objects, {self.bytes} bytes in {self.files} files"
         unchecked = not self.checked and self.ok
         how = " (it has no digests: sizes were checked, not the content)" if unchecked else ""
-        lines = [
-            f"{self.location}: {what}: {'all good' if self.ok else f'{len(self.problems)} problems'}{how}"
-        ]
+        counts = [(len(self.problems), "problems"), (len(self.unread), "parts that could not be read")]
+        verdict = ", ".join(f"{count} {name}" for count, name in counts if count) or "all good"
+        lines = [f"{self.location}: {what}: {verdict}{how}"]
         lines += [f"  {problem}" for problem in self.problems]
+        lines += [f"  could not be read: {part}" for part in self.unread]
+        lines += [f"  needs trusted=: {one}" for one in self.untrusted]
         if self.foreign:
             lines.append(f"  not part of the checkpoint: {', '.join(self.foreign)}")
         return "\n".join(lines)
-
-
-_Told = Callable[[int], None]
-
-
-def _nobody(_nbytes: int) -> None:
-    """Nobody wants to know how far it is."""
 
 
 def verify(
     directory: Directory,
     threads: int = 2,
     *,
-    start: _Told = _nobody,
-    advance: _Told = _nobody,
+    start: Count = nobody,
+    advance: Count = nobody,
 ) -> Report:
-    """Check all bytes of a checkpoint that has digests, in parallel, and all sizes.
+    """Check that a load of all tensors and objects would work: compare all bytes with their digests, in parallel,
+    look at all sizes, and open all objects, the common state among them.
 
     Checkpoints without digests are checked by the format's own means, where it has any (torch_dist: the
-    checksums of its zip records). ``start`` is told how many bytes will be compared with digests, ``advance`` (by
+    checksums of its zip records), and what is encoded is
+    decoded. ``start`` is told how many bytes will be compared with digests, ``advance`` (by
     several threads) how many have been.
 
-    One that is replaced meanwhile is checked anew. Raises NotACheckpoint where there is none, CheckpointReplaced
-    where it is replaced again and again; what is wrong with one is reported, not raised.
+    One that is replaced meanwhile is checked anew. What is wrong with one is reported, not raised, and so is what
+    cannot be read of one that could be opened. Raises NotACheckpoint where there is none, CheckpointReplaced where it
+    is replaced again and again, StorageError where it cannot be opened, BackendError where its format is unknown or
+    needs a package that is not there.
     """
     with events.operation("verify", directory) as running:
         report = unreplaced(
@@ -104,21 +104,21 @@ def verify(
             lambda report: report.ok,
         )
         running.bytes = report.bytes
-        if not report.ok:
+        if report.problems:
             running.problem = f"{len(report.problems)} problems: {report.problems[0]}"
+        elif report.unread:
+            running.problem = f"{len(report.unread)} parts could not be read: {report.unread[0]}"
         return report
 
 
 def _verified(
-    storage: Storage, running: events.Operation, threads: int, start: _Told, advance: _Told
+    storage: Storage, running: events.Operation, threads: int, start: Count, advance: Count
 ) -> Report:
     try:
         with events.stage("open"):
             backend, manifest, small = stored_manifest(storage)
             running.id = manifest.save_id
-    except NotACheckpoint:
-        raise
-    except CheckpointingException as error:
+    except CorruptCheckpoint as error:
         return Report(storage.called, 0, 0, 0, False, (str(error),))
     with events.stage("read") as reading:
 
@@ -131,11 +131,6 @@ def _verified(
         report = work.report(small, threads, start)
         reading.done = report.bytes
         return report
-
-
-def damage(storage: Storage, backend: Backend, manifest: Manifest, threads: int = 2) -> list[str]:
-    """Read all chunks of a manifest with digests: what is wrong with any of them."""
-    return _Work(storage, backend, manifest).run(threads)
 
 
 def _uncovered(manifest: Manifest) -> list[str]:
@@ -152,146 +147,78 @@ def _uncovered(manifest: Manifest) -> list[str]:
     return []
 
 
-class _Work:
-    """The chunks of one checkpoint, read and compared with their digests by several threads."""
+class _Work(ChunkChecks):
+    """All of one checkpoint, read, compared and opened by several threads."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        backend: Backend,
-        manifest: Manifest,
-        advance: Callable[[int], None] = _nobody,
-    ) -> None:
-        self.storage = storage
-        self.advance = advance
-        self.backend = backend
-        self.manifest = manifest
-        self.bounds = manifest.chunks.block_bounds
-        self.parts = TensorParts(manifest)
-        self.missing: set[str] = set()  # files that were to be opened
-
-    def report(self, small: Mapping[str, tuple[int, bytes]], threads: int, start: _Told) -> Report:
+    def report(self, small: Mapping[str, tuple[int, bytes]], threads: int, start: Count) -> Report:
         """Compare everything that there is to compare; ``small`` are the small files of the index."""
-        storage, backend, manifest = self.storage, self.backend, self.manifest
-        problems = small_file_problems(storage, small)
-        short = shortfalls(storage, manifest)
+        storage, manifest, chunks = self.storage, self.manifest, self.manifest.chunks
+        problems = self.looked(lambda: small_file_problems(storage, small))
+        short: list[Shortfall] = []
+        problems += self.looked(lambda: short.extend(shortfalls(storage, manifest)))
         problems += [f"{storage.location}/{file}" for file in short]
         problems += _uncovered(manifest)
-        total = int(manifest.chunks.length.sum())
-        checked = len(manifest.chunks.digests) > 0 or total == 0
-        if checked:
-            start(total)
-            problems += self.run(threads, [file.name for file in short])
-        else:
-            native = backend.verify_native(storage, manifest)
-            checked = native is not None
-            problems += native or []
+        total = int(chunks.length.sum())
+        checked = len(chunks.digests) > 0 or total == 0
+        # Bytes without digests say nothing by being read; what is encoded shows whether it can be decoded.
+        rows = np.arange(len(chunks), dtype=np.int64)
+        rows = rows if checked else rows[~self.backend.raw_chunks(manifest)]
+        start(int(chunks.length[rows].sum()))
+        gone = [file.name for file in short]
+        problems += self.run(threads, gone, rows)
+        if not checked:
+            native: list[list[str] | None] = []
+            problems += self.looked(lambda: native.append(self.backend.verify_native(storage, manifest)))
+            checked = native != [None]
+            problems += [problem for found in native for problem in found or []]
+        problems += self.open_objects(threads)
         own = {*own_names(storage), INDEX}
         foreign = tuple(entry for entry in storage.list() if entry not in own)
         files = len(manifest.files) + len(small)
-        return Report(storage.called, files, len(manifest.tensors), total, checked, tuple(problems), foreign)
+        return Report(
+            storage.called,
+            files,
+            len(manifest.tensors),
+            total,
+            checked,
+            tuple(dict.fromkeys(problems)),
+            foreign,
+            tuple(self.unread),
+            tuple(sorted(self.untrusted)),
+        )
 
-    def run(self, threads: int, told: Collection[str] = ()) -> list[str]:
-        """``told``: files of which it is known already that something of them is missing."""
-        chunks = self.manifest.chunks
-        order = np.lexsort((chunks.start, chunks.file))
-        raw = self.backend.raw_chunks(self.manifest)[order]
-        with ThreadPoolExecutor(threads) as pool:
-            found = [
-                pool.map(self.raw_share, _shares(order[raw])),
-                pool.map(self.native_share, _shares(order[~raw])),
-            ]
-            problems = [problem for problems in chain(*found) for problem in problems]
-        gone = sorted(self.missing.difference(told))
-        return [*(f"{self.storage.location}/{name} is missing" for name in gone), *problems]
-
-    def raw_share(self, rows: Int64) -> list[str]:
-        """Chunks whose bytes lie as they are in files."""
-        buffer = memoryview(bytearray(_READ))
-        problems: list[str] = []
-        number = -1
-        with ExitStack() as files:
-            reader: FileReader | None = None
-            for row in rows.tolist():
-                if int(self.manifest.chunks.file[row]) != number:
-                    number = int(self.manifest.chunks.file[row])
-                    reader = self.opened(number, files, problems)
-                if reader is not None:
-                    problems += self.bad_blocks(row, reader, buffer)
-        return problems
-
-    def opened(self, number: int, files: ExitStack, problems: list[str]) -> FileReader | None:
-        files.close()
-        if number < 0:
-            return None  # an empty chunk
-        name = self.manifest.files[number]
+    def looked(self, look: Callable[[], list[str] | None]) -> list[str]:
+        """The problems that this finds, or the one that it raises."""
         try:
-            return files.enter_context(self.storage.open(name))
-        except FileNotFoundError:
-            self.missing.add(name)  # to be told once for the file, not for each chunk of it
-            return None
-        except CheckpointingException as error:
-            problems.append(str(error))
-            return None
+            return look() or []
+        except (CheckpointingException, OSError) as error:
+            return self.problem(error)
 
-    def bad_blocks(self, row: int, reader: FileReader, buffer: memoryview) -> Iterator[str]:
-        """A problem for each block of this chunk that is not what its digest says."""
-        chunk = self.manifest.chunk(row, self.bounds)
-        start, length = chunk.location.start, chunk.location.length
-        for done in range(0, length, _READ):
-            part = buffer[: min(_READ, length - done)]
-            try:
-                reader.read_into(start + done, [part])
-            except CheckpointingException as error:
-                yield f"{self.name(row)}: {error}"
-                return
-            self.advance(len(part))
-            found = np.frombuffer(digest_blocks(part), np.uint8).reshape(-1, DIGEST_SIZE)
-            first = done // DIGEST_BLOCK
-            wrong = (found != chunk.digests[first : first + len(found)]).any(axis=1)
-            for block in (np.flatnonzero(wrong) + first).tolist():
-                at = start + block * DIGEST_BLOCK
-                end = min(at + DIGEST_BLOCK, start + length)
-                yield (
-                    f"{self.name(row)}: block {block} of {len(chunk.digests)} is damaged: "
-                    f"{self.storage.location}/{chunk.location.file}, bytes {at} to {end}"
-                )
+    def open_objects(self, threads: int) -> list[str]:
+        """Open every object whose bytes are as they should be, as a load does."""
+        chunks, tensors = self.manifest.chunks, self.manifest.tensors
+        is_object = np.array([entry.meta.is_object for entry in tensors], np.bool_)
+        rows = np.flatnonzero(is_object[chunks.tensor])
+        files = [file for file, name in enumerate(self.manifest.files) if name in self.missing]
+        rows = rows[~np.isin(rows, list(self.bad)) & ~np.isin(chunks.file[rows], files)]
+        with ThreadPoolExecutor(threads) as pool:
+            return [problem for found in pool.map(self.object_share, shares(rows)) for problem in found]
 
-    def native_share(self, rows: Int64) -> list[str]:
-        """Chunks that only the format itself can read; it compares the digests as it does in a load."""
+    def object_share(self, rows: Int64) -> list[str]:
         problems = []
-        chunks = self.manifest.chunks
         for row in rows.tolist():
-            number = int(chunks.tensor[row])
-            within = np.flatnonzero(self.parts.rows(number) == row)
-            plan = LoadPlan(self.parts.part(number), within, chunks.boxes.take([row]), np.zeros(1, np.int64))
-            itemsize = self.manifest.tensors[number].meta.itemsize
+            where = f"{self.storage.location}: {self.name(row)}"
             try:
-                self.backend.read(self.storage, plan, _Nowhere(itemsize), True)
-            except (CheckpointingException, FileNotFoundError) as error:
-                problems.append(f"{self.name(row)}: {error}")
-            self.advance(int(chunks.length[row]))
+                blobs = Nowhere(0)
+                self.backend.read(self.storage, self.plan(row), blobs, False)
+                value = objects.load(b"".join(blobs.blobs), where=where)
+                key = self.manifest.tensors[self.manifest.chunks.tensor[row]].key
+                if key == COMMON_KEY and not isinstance(value, dict):
+                    raise CorruptCheckpoint(f"{where} is a {type(value).__name__}, not a dict")
+            except UntrustedClass as error:
+                self.untrusted[str(error).split("\n")[0]] = None
+            except FileNotFoundError:
+                continue  # the sizes have told of it
+            except (CheckpointingException, OSError) as error:
+                problems += self.problem(error)
         return problems
-
-    def name(self, row: int) -> str:
-        chunks = self.manifest.chunks
-        key, meta = self.manifest.tensors[chunks.tensor[row]]
-        return str(ShardId(key, chunks.boxes.row(row, len(meta.shape))))
-
-
-def _shares(rows: Int64) -> list[Int64]:
-    return [rows[i : i + _SHARE] for i in range(0, len(rows), _SHARE)]
-
-
-@dataclass(frozen=True)
-class _Nowhere:
-    """A Target that forgets what it is given."""
-
-    itemsize: int
-
-    def open(self, target: int, box: Box) -> NDArray[Any]:  # noqa: ARG002
-        return np.empty(box.shape, carried_dtype(self.itemsize))
-
-    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None: ...
-
-    def blob(self, target: int, data: bytes) -> None: ...

@@ -9,7 +9,7 @@ import numpy as np
 
 from megackpt.backends.archives import Checked
 from megackpt.backends.base import THREADS
-from megackpt.errors import CheckpointingException
+from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Manifest, ShardId
 from megackpt.runtime.storage import Storage
@@ -46,7 +46,7 @@ def _share(root: Storage, manifest: Manifest, rows: Int64) -> tuple[list[str], b
                     found += [
                         f"{_label(manifest, row)}: {p}: {root.location}/{name}" for p in record.damage()
                     ]
-                except CheckpointingException as error:
+                except CorruptCheckpoint as error:
                     found.append(f"{_label(manifest, row)}: {error}: {root.location}/{name}")
                 unchecked = unchecked or record.unchecked
     return found, unchecked

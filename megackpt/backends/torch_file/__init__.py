@@ -21,7 +21,7 @@ from megackpt.backends.archives import Checked
 from megackpt.backends.base import Backend, Finished, Source, Target
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_file import contents, sealing
-from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint, NotACheckpoint
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     COMMON,
@@ -154,7 +154,7 @@ class TorchFile(Backend):
                     whole = Checked(reader, 0, reader.size)
                     problems += [f"{problem}: {root.location}/{name}" for problem in whole.damage()]
                     unchecked = unchecked or whole.unchecked
-            except (CheckpointingException, FileNotFoundError) as error:
+            except (CorruptCheckpoint, FileNotFoundError) as error:
                 problems.append(f"{root.location}/{name}: {error}")
         return None if unchecked and not problems else problems
 

@@ -23,7 +23,7 @@ from megackpt.backends.zarr.stores import (
     share,
     to_read,
 )
-from megackpt.errors import CheckpointingException, CorruptCheckpoint
+from megackpt.errors import CorruptCheckpoint
 from megackpt.objects.wrapping import wrapped
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import (
@@ -76,7 +76,7 @@ def damage(root: Storage, manifest: Manifest) -> list[str] | None:
             checked = reader.checks(entry, chunk)
             if checked:
                 reader.values(entry, chunk, [chunk.box])
-        except CheckpointingException as error:
+        except CorruptCheckpoint as error:
             problems.append(str(error))
             continue
         if not checked:

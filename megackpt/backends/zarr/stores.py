@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ from megackpt.backends.zarr.documents import (
 )
 from megackpt.backends.zarr.layout import ArrayLayout, Grid
 from megackpt.backends.zarr.names import ARRAY, ZARRAY
-from megackpt.errors import CheckpointingException, CorruptCheckpoint
+from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import TensorEntry
 from megackpt.runtime.storage import Storage
@@ -35,6 +37,19 @@ T = TypeVar("T")
 MISSING = -1
 ABSENT = (1 << 64) - 1
 """How an index tells of a chunk that is not there: its start and its length."""
+
+_REFUSALS = frozenset(
+    (
+        "PERMISSION_DENIED",
+        "UNAUTHENTICATED",
+        "UNAVAILABLE",
+        "DEADLINE_EXCEEDED",
+        "RESOURCE_EXHAUSTED",
+        "ABORTED",
+    )
+)
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -122,12 +137,16 @@ def shard_index(root: Storage, file: str, count: int, index: tuple[str, bool]) -
 
 @contextmanager
 def meaning(kind: type[CheckpointingException], told: str) -> Iterator[None]:
-    """tensorstore raises ValueError whatever happens: say what it means here."""
+    """tensorstore raises ValueError whatever happens: say what it means here. StorageError where the storage refused
+    (no permission, input/output errors): tensorstore tells so by its code, or by the error of the operating system.
+    """
     try:
         yield
     except ValueError as error:
         story = str(error).partition(" [tensorstore_spec=")[0]
-        raise kind(f"{told}: {story}") from error
+        number = _OS_ERROR.search(str(error))
+        refused = story.partition(":")[0] in _REFUSALS or (number and int(number[1]) not in _NOT_THERE)
+        raise (StorageError if refused else kind)(f"{told}: {story}") from error
 
 
 def latest(make: Callable[..., T]) -> Callable[..., T]:

@@ -1,0 +1,194 @@
+"""The chunks of a checkpoint, read and compared with their digests; what is damaged told from what cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt.backends.base import Backend
+from megackpt.errors import BackendError, CheckpointingException, StorageError
+from megackpt.planning.box import Box, Int64
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    DIGEST_SIZE,
+    LoadPlan,
+    Manifest,
+    ShardId,
+    TensorParts,
+    carried_dtype,
+)
+from megackpt.runtime.storage import FileReader, Storage, digest_blocks
+
+_READ = 8 * DIGEST_BLOCK  # bytes read at once by one thread
+_SHARE = 64  # chunks that one thread takes at a time
+
+Count = Callable[[int], None]
+
+
+def nobody(_nbytes: int) -> None:
+    """Nobody wants to know how far it is."""
+
+
+def damage(storage: Storage, backend: Backend, manifest: Manifest, threads: int = 2) -> list[str]:
+    """Read all chunks of a manifest with digests: what is wrong with any of them. StorageError where the storage
+    refuses some, and the others are as they should be.
+    """
+    work = ChunkChecks(storage, backend, manifest)
+    problems = work.run(threads)
+    if work.unread and not problems:
+        raise StorageError("; ".join(work.unread))
+    return problems
+
+
+class ChunkChecks:
+    """The chunks of one checkpoint, read and compared with their digests by several threads."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        backend: Backend,
+        manifest: Manifest,
+        advance: Count = nobody,
+    ) -> None:
+        self.storage = storage
+        self.advance = advance
+        self.backend = backend
+        self.manifest = manifest
+        self.bounds = manifest.chunks.block_bounds
+        self.parts = TensorParts(manifest)
+        self.missing: set[str] = set()  # files that were to be opened
+        self.bad: set[int] = set()  # rows of chunks with problems
+        self.unread: dict[str, None] = {}  # texts, each once
+        self.untrusted: dict[str, None] = {}
+
+    def problem(self, error: Exception, what: str = "") -> list[str]:
+        """The text of an error if it shows damage. What only could not be read is noted in ``unread`` instead."""
+        text = f"{what}: {error}" if what else str(error)
+        refused = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        if refused or isinstance(error, (StorageError, BackendError)):
+            self.unread[text] = None
+            return []
+        return [text]
+
+    def run(self, threads: int, told: Collection[str] = (), rows: Int64 | None = None) -> list[str]:
+        """``told``: files of which it is known already that something of them is missing. ``rows``: by default all."""
+        chunks = self.manifest.chunks
+        order = np.lexsort((chunks.start, chunks.file))
+        if rows is not None:
+            order = order[np.isin(order, rows)]
+        raw = self.backend.raw_chunks(self.manifest)[order]
+        with ThreadPoolExecutor(threads) as pool:
+            found = [
+                pool.map(self.raw_share, shares(order[raw])),
+                pool.map(self.native_share, shares(order[~raw])),
+            ]
+            problems = [problem for problems in chain(*found) for problem in problems]
+        gone = sorted(self.missing.difference(told))
+        return [*(f"{self.storage.location}/{name} is missing" for name in gone), *problems]
+
+    def plan(self, row: int) -> LoadPlan:
+        """To read one chunk."""
+        chunks = self.manifest.chunks
+        number = int(chunks.tensor[row])
+        within = np.flatnonzero(self.parts.rows(number) == row)
+        return LoadPlan(self.parts.part(number), within, chunks.boxes.take([row]), np.zeros(1, np.int64))
+
+    def raw_share(self, rows: Int64) -> list[str]:
+        """Chunks whose bytes lie as they are in files."""
+        buffer = memoryview(bytearray(_READ))
+        problems: list[str] = []
+        number = -1
+        with ExitStack() as files:
+            reader: FileReader | None = None
+            for row in rows.tolist():
+                if int(self.manifest.chunks.file[row]) != number:
+                    number = int(self.manifest.chunks.file[row])
+                    reader = self.opened(number, files, problems)
+                if reader is not None:
+                    problems += self.bad_blocks(row, reader, buffer)
+        return problems
+
+    def opened(self, number: int, files: ExitStack, problems: list[str]) -> FileReader | None:
+        files.close()
+        if number < 0:
+            return None  # an empty chunk
+        name = self.manifest.files[number]
+        try:
+            return files.enter_context(self.storage.open(name))
+        except FileNotFoundError:
+            self.missing.add(name)  # to be told once for the file, not for each chunk of it
+            return None
+        except (CheckpointingException, OSError) as error:
+            problems += self.problem(error)
+            return None
+
+    def bad_blocks(self, row: int, reader: FileReader, buffer: memoryview) -> Iterator[str]:
+        """A problem for each block of this chunk that is not what its digest says."""
+        chunk = self.manifest.chunk(row, self.bounds)
+        start, length = chunk.location.start, chunk.location.length
+        for done in range(0, length, _READ):
+            part = buffer[: min(_READ, length - done)]
+            try:
+                reader.read_into(start + done, [part])
+            except (CheckpointingException, OSError) as error:
+                self.bad.add(row)
+                yield from self.problem(error, self.name(row))
+                return
+            self.advance(len(part))
+            found = np.frombuffer(digest_blocks(part), np.uint8).reshape(-1, DIGEST_SIZE)
+            first = done // DIGEST_BLOCK
+            wrong = (found != chunk.digests[first : first + len(found)]).any(axis=1)
+            self.bad |= {row} if wrong.any() else set()
+            for block in (np.flatnonzero(wrong) + first).tolist():
+                at = start + block * DIGEST_BLOCK
+                end = min(at + DIGEST_BLOCK, start + length)
+                yield (
+                    f"{self.name(row)}: block {block} of {len(chunk.digests)} is damaged: "
+                    f"{self.storage.location}/{chunk.location.file}, bytes {at} to {end}"
+                )
+
+    def native_share(self, rows: Int64) -> list[str]:
+        """Chunks that only the format itself can read; it compares the digests as it does in a load."""
+        problems = []
+        chunks = self.manifest.chunks
+        for row in rows.tolist():
+            itemsize = self.manifest.tensors[chunks.tensor[row]].meta.itemsize
+            try:
+                self.backend.read(self.storage, self.plan(row), Nowhere(itemsize), True)
+            except (CheckpointingException, OSError) as error:
+                self.bad.add(row)
+                problems += self.problem(error, self.name(row))
+            self.advance(int(chunks.length[row]))
+        return problems
+
+    def name(self, row: int) -> str:
+        chunks = self.manifest.chunks
+        key, meta = self.manifest.tensors[chunks.tensor[row]]
+        return str(ShardId(key, chunks.boxes.row(row, len(meta.shape))))
+
+
+def shares(rows: Int64) -> list[Int64]:
+    return [rows[i : i + _SHARE] for i in range(0, len(rows), _SHARE)]
+
+
+@dataclass(frozen=True)
+class Nowhere:
+    """A Target that forgets the tensors that it is given."""
+
+    itemsize: int
+    blobs: list[bytes] = field(default_factory=list)
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:  # noqa: ARG002
+        return np.empty(box.shape, carried_dtype(self.itemsize))
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None: ...
+
+    def blob(self, target: int, data: bytes) -> None:  # noqa: ARG002
+        self.blobs.append(data)
