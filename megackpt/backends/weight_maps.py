@@ -30,6 +30,14 @@ def emit(total: int, files: Mapping[str, str]) -> bytes:
     return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
+def looks_right(root: Storage, name: str) -> bool:
+    """Could this be such an index, by its first byte?"""
+    with root.open(name) as reader:
+        first = bytearray(min(1, reader.size))
+        reader.read_into(0, [memoryview(first)])
+        return first == b"{"
+
+
 def read(root: Storage, name: str) -> dict[str, str]:
     """Key -> file. Raises CorruptCheckpoint for files that are missing, or not below this directory."""
     where = f"{root.location}/{name}"

@@ -27,7 +27,15 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import BucketStorage, LocalStorage, SingleFile, Storage, digest, is_url
+from megackpt.runtime.storage import (
+    BucketStorage,
+    LocalStorage,
+    SingleFile,
+    Storage,
+    digest,
+    is_url,
+    read_dense,
+)
 from megackpt.strategies import Strategy
 
 Directory = str | os.PathLike[str]
@@ -382,8 +390,7 @@ def _save_id(storage: Storage) -> str:
         start = bytearray(min(START, reader.size))
         reader.read_into(0, [memoryview(start)])
         length = head_length(bytes(start)) - START
-        if length > reader.size:
+        if START + length > reader.size:
             raise CorruptCheckpoint(f"{storage.location}/{INDEX} is truncated")
-        head = bytearray(length)
-        reader.read_into(START, [memoryview(head)])
+        head = read_dense(reader, START, length, f"the head of {storage.location}/{INDEX}")
         return parse_head(bytes(head)).save_id

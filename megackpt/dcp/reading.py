@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from megackpt.backends.ranges import refuse_hollow
 from megackpt.backends.torch_dist import METADATA, TorchDist
 from megackpt.backends.torch_dist.listing import (
     LARGEST,
@@ -85,8 +86,9 @@ class Contents:
     def blob(self, name: str, place: Location, verify: bool) -> bytearray:
         """The bytes of a record, compared with their digests under this name of the index."""
         where = f"{self.storage.location}: {name!r} in {place.file}"
-        data = allocate(place.length, where)
         with self.storage.open(place.file) as reader:
+            refuse_hollow(reader, place.start, place.length, where)
+            data = allocate(place.length, where)
             reader.read_into(place.start, [memoryview(data)])
         row = self.rows.get((name, None))
         known = b"" if row is None or not verify else self.manifest.chunk(row).digests.tobytes()

@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 
 from megackpt.backends.base import THREADS, Target
 from megackpt.backends.ranges.pieces import Pieces
-from megackpt.backends.ranges.sharing import Job, Share, octets as octets
+from megackpt.backends.ranges.sharing import (
+    Job,
+    Share,
+    octets as octets,
+    refuse_hollow as refuse_hollow,
+)
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import LoadPlan

@@ -15,9 +15,19 @@ from numpy.typing import NDArray
 from megackpt.backends.base import Target
 from megackpt.backends.ranges.pieces import SKIP, Pieces, name_of
 from megackpt.errors import CorruptCheckpoint
+from megackpt.objects.archive import Archive
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan
-from megackpt.runtime.storage import FileReader, Storage, allocate, digest, read_digested
+from megackpt.runtime.storage import (
+    SPARSE,
+    FileReader,
+    Storage,
+    allocate,
+    digest,
+    read_dense,
+    read_digested,
+    refuse_holes,
+)
 
 GAP = 16 << 10
 """Between the runs of one region, up to so many unwanted bytes are read along: what a call of its own costs."""
@@ -77,11 +87,30 @@ class Job:
                         f"{self.root.location}: {name_of(self.plan, row)} should end at byte {start + length}, "
                         f"but the file has {reader.size}"
                     )
+                refuse_hollow(reader, start, length, f"{self.root.location}: {name_of(self.plan, row)}")
                 data = allocate(length, f"{self.root.location}: {name_of(self.plan, row)}")
                 reader.read_into(start, [memoryview(data)])
                 for block, first in enumerate(range(0, length if self.checked else 0, DIGEST_BLOCK)):
                     self.check(row, block, digest(memoryview(data)[first : first + DIGEST_BLOCK]))
                 self.into.blob(int(self.plan.target[row]), bytes(data))
+
+
+def refuse_hollow(reader: FileReader, start: int, length: int, where: str) -> None:
+    """CorruptCheckpoint, before a large blob comes into memory, where its pickle is a hole in a sparse file, or all of
+    it is and it is no archive. Tensors in it may be holes: they are zeros.
+    """
+    if length <= SPARSE:
+        return
+
+    def fetch(at: int, size: int) -> bytes:
+        return bytes(read_dense(reader, start + at, size, where))
+
+    try:
+        archive = Archive(fetch, length)
+        at, size = archive.start("data.pkl"), archive.members["data.pkl"].size
+    except CorruptCheckpoint:
+        at, size = 0, length
+    refuse_holes(reader, start + at, size, where)
 
 
 def octets(array: Array) -> memoryview:

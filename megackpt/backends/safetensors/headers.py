@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megackpt.backends.weight_maps import unique_pairs
 from megackpt.errors import BackendError, CorruptCheckpoint, some
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
-from megackpt.runtime.storage import FileReader, Storage
+from megackpt.runtime.storage import FileReader, Storage, read_dense
 
 METADATA = "__metadata__"
 LONGEST = 100_000_000
@@ -185,8 +185,7 @@ def read_header(root: Storage, name: str) -> Contents:
                 )
             length = bytearray(_PREFIX)
             reader.read_into(0, [memoryview(length)])
-            text = bytearray(int.from_bytes(length, "little"))
-            reader.read_into(_PREFIX, [memoryview(text)])
+            text = read_dense(reader, _PREFIX, int.from_bytes(length, "little"), "its header")
             return _parsed(text, name, reader.size)
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{root.location}/{name}: {error}") from error

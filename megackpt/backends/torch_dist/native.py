@@ -20,7 +20,7 @@ import torch
 from megackpt import objects
 from megackpt.backends.archives import Described, described
 from megackpt.backends.base import THREADS, Rewriting, Target
-from megackpt.backends.ranges import read_raw
+from megackpt.backends.ranges import read_raw, refuse_hollow
 from megackpt.backends.torch_dist.flattened import Part, Parts
 from megackpt.backends.torch_dist.writing import COMMON_FILE
 from megackpt.errors import CorruptCheckpoint
@@ -174,8 +174,9 @@ def _loaded(root: Storage, plan: LoadPlan, number: int, part: Part) -> torch.Ten
     chunk = plan.manifest.chunk(number, np.zeros(number + 2, np.int64))
     entry = plan.manifest.tensors[plan.manifest.chunks.tensor[number]]
     name = f"{root.location}: {entry.key!r} {chunk.box} in {chunk.location.file}"
-    data = allocate(chunk.location.length, name)
     with root.open(chunk.location.file) as reader:
+        refuse_hollow(reader, chunk.location.start, chunk.location.length, name)
+        data = allocate(chunk.location.length, name)
         reader.read_into(chunk.location.start, [memoryview(data)])
     value = objects.load(bytes(data), where=name) if data.startswith(b"PK") else _legacy(data, name)
     dtype = getattr(torch, entry.meta.dtype)

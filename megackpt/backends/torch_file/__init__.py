@@ -101,7 +101,7 @@ class TorchFile(Backend):
     def recognises(self, root: Storage) -> bool:
         index, files = _files_in(root)
         if index:
-            return root.get(index, weight_maps.LIMIT)[:1] == b"{"
+            return weight_maps.looks_right(root, index)
         try:
             with root.open(files[0]) as reader:
                 return contents.looks_right(reader)

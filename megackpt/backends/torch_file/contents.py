@@ -20,7 +20,7 @@ from megackpt.backends.torch_file.sealing import STATE
 from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
 from megackpt.objects.archive import Archive
 from megackpt.planning.manifest import ITEMSIZE, Location, ReadItem
-from megackpt.runtime.storage import FileReader, Storage, allocate
+from megackpt.runtime.storage import FileReader, Storage, allocate, read_dense
 
 LARGEST = 1 << 30
 """Bytes of data.pkl: some millions of tensors."""
@@ -57,9 +57,7 @@ class _File(Archive):
 
     def __init__(self, reader: FileReader) -> None:
         def fetch(start: int, length: int) -> bytes:
-            data = allocate(length, "a part of it")
-            reader.read_into(start, [memoryview(data)])
-            return bytes(data)
+            return bytes(read_dense(reader, start, length, "a part of it"))
 
         if fetch(0, min(len(_LEGACY), reader.size)) == _LEGACY:
             raise BackendError(

@@ -75,6 +75,12 @@ class ArrayLayout:
         return math.prod(self.inner) * ITEMSIZE[self.dtype]
 
     @property
+    def own_bytes(self) -> int:
+        """Bytes of a chunk that can be the tensor's: where chunks are larger than it, the rest is padding."""
+        extents = (min(step, extent) for step, extent in zip(self.inner, self.shape, strict=True))
+        return math.prod(extents) * ITEMSIZE[self.dtype]
+
+    @property
     def stored_bytes(self) -> int | None:
         """Bytes that each chunk takes; None where this differs."""
         return self.chunk_bytes + 4 * self.checksum if self.raw else None

@@ -30,7 +30,7 @@ from megackpt.backends.zarr.names import ARRAY, ZARRAY
 from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import TensorEntry
-from megackpt.runtime.storage import Storage
+from megackpt.runtime.storage import Storage, read_dense
 
 T = TypeVar("T")
 
@@ -50,6 +50,9 @@ _REFUSALS = frozenset(
 )
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+
+_PADDED, _PADDING = 64 << 20, 16
+"""A chunk may be larger than its part of the tensor: by so many bytes, and beyond that so many times."""
 
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -95,6 +98,11 @@ def to_read(root: Storage, folder: str, layout: ArrayLayout, within: ts.Context)
         raise CorruptCheckpoint(
             f"a chunk of {layout.chunk_bytes} bytes in {root.location}/{folder} is more than there is memory for"
         )
+    if layout.chunk_bytes > _PADDED + _PADDING * layout.own_bytes:
+        raise CorruptCheckpoint(
+            f"{root.location}/{folder} has chunks of {layout.chunk_bytes} bytes, of which at most {layout.own_bytes} "
+            "can be the tensor's"
+        )
     spec = layout.spec | {"kvstore": root.kvstore(folder), "assume_metadata": True, "open": True}
     return ts.open(spec, context=within).result()
 
@@ -114,8 +122,9 @@ def shard_index(root: Storage, file: str, count: int, index: tuple[str, bool]) -
                 raise CorruptCheckpoint(
                     f"{where} has {reader.size} bytes, and its index alone should have {whole}"
                 )
-            data = bytearray(whole)
-            reader.read_into(0 if at == "start" else reader.size - whole, [memoryview(data)])
+            data = read_dense(
+                reader, 0 if at == "start" else reader.size - whole, whole, f"the index of {where}"
+            )
             end = reader.size
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{where} is missing") from None

@@ -15,12 +15,15 @@ from megackpt.runtime.storage.digests import (
 )
 from megackpt.runtime.storage.files import TEMPORARY as TEMPORARY
 from megackpt.runtime.storage.interface import (
+    SPARSE as SPARSE,
     Batch as Batch,
     FileReader as FileReader,
     FileUpdater as FileUpdater,
     FileWriter as FileWriter,
     Storage as Storage,
     allocate as allocate,
+    read_dense as read_dense,
+    refuse_holes as refuse_holes,
     unsafe_names as unsafe_names,
 )
 from megackpt.runtime.storage.local import LocalStorage as LocalStorage

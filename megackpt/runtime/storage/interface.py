@@ -29,12 +29,40 @@ def _is_safe(name: str) -> bool:
     return _SAFE.fullmatch(name) is not None
 
 
+SPARSE = 16 << 20
+"""So many bytes of what is read into memory whole may be holes of a sparse file."""
+DENSEST = 16
+"""Of what is beyond SPARSE, one byte of so many has to be stored: file systems that compress make holes of zeros."""
+
+
 def allocate(size: int, where: str) -> bytearray:
     """Memory for what a file is said to hold. CorruptCheckpoint if there is not so much: files may have holes."""
     try:
         return bytearray(size)
     except (MemoryError, OverflowError) as error:
         raise CorruptCheckpoint(f"{where} has {size} bytes, more than there is memory for") from error
+
+
+def read_dense(reader: FileReader, start: int, length: int, where: str) -> bytearray:
+    """Bytes that say something, and so cannot be holes, for the most part: tables, documents, pickles.
+
+    A sparse file costs its author nothing, and may claim more than there is memory for. CorruptCheckpoint if this range
+    is larger than ``SPARSE`` and less than a ``DENSEST``-th of it is stored, before any memory is taken; and where
+    there is no memory for it.
+    """
+    refuse_holes(reader, start, length, where)
+    data = allocate(length, where)
+    reader.read_into(start, [memoryview(data)])
+    return data
+
+
+def refuse_holes(reader: FileReader, start: int, length: int, where: str) -> None:
+    """CorruptCheckpoint where ``read_dense`` would not read this range."""
+    needed = -(-(length - SPARSE) // DENSEST)
+    if needed > 0 and (stored := reader.stored(start, length, needed)) < needed:
+        raise CorruptCheckpoint(
+            f"{where} claims {length} bytes, and has {stored}: the rest is a hole in the file"
+        )
 
 
 class Durable(ABC):
@@ -103,6 +131,13 @@ class FileReader(ABC):
 
         Raises CorruptCheckpoint if the file ends before they are full.
         """
+
+    def stored(self, start: int, length: int, enough: int) -> int:  # noqa: ARG002
+        """How many bytes of this range are no hole; no more than ``enough`` of them need be counted.
+
+        All of them, unless the storage has sparse files and tells of their holes.
+        """
+        return length
 
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:  # noqa: B027  nothing, unless it is of use
         """These bytes (starts and stops) will be read, about in this order, in whatever small pieces: an object store
@@ -219,15 +254,15 @@ class Storage(ABC):
     def get(self, name: str, limit: int = 1 << 32) -> bytes:
         """The whole of a small file.
 
-        FileNotFoundError if absent, CorruptCheckpoint if it is larger than ``limit`` bytes.
+        FileNotFoundError if absent, CorruptCheckpoint if it is larger than ``limit`` bytes, or is large and consists
+        of holes (see read_dense).
         """
         with self.open(name) as reader:
             if reader.size > limit:
                 raise CorruptCheckpoint(
                     f"{self.location}/{name} has {reader.size} bytes: at most {limit} can be right there"
                 )
-            data = allocate(reader.size, f"{self.location}/{name}")
-            reader.read_into(0, [memoryview(data)])
+            data = read_dense(reader, 0, reader.size, f"{self.location}/{name}")
             try:
                 return bytes(data)
             except MemoryError as error:
