@@ -145,9 +145,9 @@ def old_array(folder: Path) -> None:
 
 
 def shard(folder: Path) -> None:
-    """Of 2^30 chunks, whose index would have 16 GiB."""
+    """Of 2^27 chunks, whose index would have 2 GiB."""
     without_index(folder, "zarr")
-    cell = GIB
+    cell = 1 << 27
     sharding = {
         "chunk_shape": [1],
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
@@ -161,7 +161,7 @@ def shard(folder: Path) -> None:
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
     }
     (folder / "w/zarr.json").write_text(json.dumps(document))
-    grow(folder / "w/c.0", 17 * GIB)
+    grow(folder / "w/c.0")
 
 
 def padded_chunk(folder: Path) -> None:
