@@ -244,6 +244,10 @@ class Backend(ABC):
         CorruptCheckpoint naming key, box, file and block.
         """
 
+    def extended(self, root: Storage) -> Collection[str]:  # noqa: ARG002
+        """The keys of objects that only somebody else's code can decode, which the checkpoint names."""
+        return ()
+
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:  # noqa: ARG002
         """What is wrong with a checkpoint that has no digests, by the format's own checksums; None: it has none."""
         return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from megackpt import events, objects
+from megackpt.backends.sidecars import COMMON_FILE
 from megackpt.checkpoint.chunk_checks import ChunkChecks, Count, Nowhere, nobody, shares
 from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.opening import (
@@ -54,8 +56,8 @@ class Report:
     """What the storage refused to give (no permission, input/output errors), or what this installation cannot decode.
     Whether it is damaged is not known."""
     untrusted: tuple[str, ...] = ()
-    """Objects that a load gives back only where their classes are trusted. No damage; the classes were not run, so
-    these objects were not tried."""
+    """Objects that a load gives back only with more than the checkpoint: where their classes are trusted, or with an
+    extension of DCP's. No damage; nothing of them was run, so these objects were not tried."""
 
     @property
     def ok(self) -> bool:
@@ -204,21 +206,38 @@ class _Work(ChunkChecks):
         with ThreadPoolExecutor(threads) as pool:
             return [problem for found in pool.map(self.object_share, shares(rows)) for problem in found]
 
+    @cached_property
+    def extended(self) -> Collection[str]:
+        try:
+            return self.backend.extended(self.storage)
+        except (CheckpointingException, FileNotFoundError):
+            return ()  # what is wrong with the table that would tell is reported by itself
+
     def object_share(self, rows: Int64) -> list[str]:
         problems = []
         for row in rows.tolist():
+            key = self.manifest.tensors[self.manifest.chunks.tensor[row]].key
             where = f"{self.storage.location}: {self.name(row)}"
             try:
                 blobs = Nowhere(0)
                 self.backend.read(self.storage, self.plan(row), blobs, False)
                 value = objects.load(b"".join(blobs.blobs), where=where)
-                key = self.manifest.tensors[self.manifest.chunks.tensor[row]].key
-                if key == COMMON_KEY and not isinstance(value, dict):
+                file = self.manifest.files[self.manifest.chunks.file[row]]
+                # Beside tensors of torch_dist it is a list of one, as DCP's planner was given it.
+                listed = self.backend.name == "torch_dist" and file != COMMON_FILE
+                listed = listed and isinstance(value, list) and len(value) == 1
+                if key == COMMON_KEY and not isinstance(value[0] if listed else value, dict):
                     raise CorruptCheckpoint(f"{where} is a {type(value).__name__}, not a dict")
             except UntrustedClass as error:
                 self.untrusted[str(error).split("\n")[0]] = None
             except FileNotFoundError:
                 continue  # the sizes have told of it
+            except CorruptCheckpoint as error:
+                if key in self.extended:
+                    needs = f"{where} went through an extension of DCP's, which has to be registered"
+                    self.untrusted[needs] = None
+                else:
+                    problems += self.problem(error)
             except (CheckpointingException, OSError) as error:
                 problems += self.problem(error)
         return problems

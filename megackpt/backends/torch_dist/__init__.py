@@ -21,6 +21,7 @@ import numpy as np
 from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_dist import checksums, foreign, table, writing
+from megackpt.backends.torch_dist.listing import read_listing
 from megackpt.errors import BackendError
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
@@ -94,6 +95,9 @@ class TorchDist(Backend):
             from megackpt.backends.torch_dist import native  # brings torch
 
             native.read(root, plan, into, verify)
+
+    def extended(self, root: Storage) -> Collection[str]:
+        return {name for name, _, place in read_listing(root, METADATA) if place.through}
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
         return checksums.problems(root, manifest)
