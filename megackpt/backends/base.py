@@ -27,6 +27,7 @@ from megackpt.planning.save_plan import SavePolicy, plan_again, plan_save, tiled
 from megackpt.runtime.storage import Storage
 
 CONFIG = "metadata.json"
+_CONFIG_BYTES = 1 << 20  # a larger file of this name is not a format's
 THREADS = 2
 """With which a rank reads, or writes: a host has several ranks."""
 
@@ -105,16 +106,21 @@ class CheckpointingConfig:
 
 
 def read_config(root: Storage) -> CheckpointingConfig | None:
-    """What ``metadata.json`` says, or None where there is none. Unknown fields are ignored, as by Megatron >= 0.19."""
-    if root.size(CONFIG) is None:
+    """What ``metadata.json`` says. Unknown fields are ignored, as by Megatron >= 0.19.
+
+    None where there is none, or one that names no format: other programs have files of this name, too. Raises
+    CorruptCheckpoint where it names a format in a way that makes no sense.
+    """
+    size = root.size(CONFIG)
+    if size is None or size > _CONFIG_BYTES:
         return None
     try:
-        fields = json.loads(root.get(CONFIG, limit=1 << 20))
-        name, version = fields["sharded_backend"], fields.get("sharded_backend_version", 1)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(
-            f"{root.location}/{CONFIG} is damaged: it does not say which format wrote the checkpoint"
-        ) from error
+        fields = json.loads(root.get(CONFIG, limit=_CONFIG_BYTES))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or "sharded_backend" not in fields:
+        return None
+    name, version = fields["sharded_backend"], fields.get("sharded_backend_version", 1)
     if not isinstance(name, str) or not isinstance(version, int):
         raise CorruptCheckpoint(
             f"{root.location}/{CONFIG} is damaged: {name!r}, {version!r} are no name and version"
@@ -161,6 +167,14 @@ class Backend(ABC):
         in ``SavePlan.places``. None: ranks choose places by themselves.
         """
         return None
+
+    def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
+        """Files of the checkpoint of this manifest that the manifest does not name: tables of contents and the like.
+
+        A save that replaces the checkpoint removes them with it, where they are. So nothing may be named that
+        could be another's. Full names; not ``metadata.json``. By default what a save by one rank announces.
+        """
+        return [name for name in self.files(1, manifest) if name != CONFIG]
 
     @abstractmethod
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:

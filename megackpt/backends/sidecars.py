@@ -21,7 +21,7 @@ import xxhash
 from megackpt.backends.base import CONFIG
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
-from megackpt.planning.manifest import COMMON, OBJECT, Location, TensorEntry, TensorMeta
+from megackpt.planning.manifest import COMMON, OBJECT, Location, Manifest, TensorEntry, TensorMeta
 from megackpt.runtime.storage import Batch, Storage, digest_blocks
 
 COMMON_FILE = "common.pt"
@@ -107,6 +107,12 @@ def write_object(
     if not entry.is_common and decode_key(encode_key(entry.key)) is None:
         root.put(f"{folder(entry)}/{_KEY}", entry.key.encode("utf-8", "surrogatepass"))
     return Location(file, 0, length), b"".join(digests)
+
+
+def key_files(manifest: Manifest) -> list[str]:
+    """The files that hold the keys of objects whose folders have shortened names."""
+    objects = (entry for entry in manifest.tensors if entry.meta.is_object and not entry.is_common)
+    return [f"{folder(e)}/{_KEY}" for e in objects if decode_key(encode_key(e.key)) is None]
 
 
 class Sidecar(NamedTuple):

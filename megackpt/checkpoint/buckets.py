@@ -17,17 +17,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from megackpt import strategies
 from megackpt.checkpoint.index import INDEX, encode_index
 from megackpt.checkpoint.marker import LOCK, SILENCE, Heartbeat, Marker, active, logger, parsed
+from megackpt.checkpoint.ownership import is_replaceable, own_files
 from megackpt.checkpoint.place import Place
 from megackpt.checkpoint.records import RECORD, Record, folder_of, folders_among, read_record
-from megackpt.checkpoint.replacing import own_names
 from megackpt.errors import (
     CheckpointExists,
     CheckpointingException,
     CorruptCheckpoint,
-    NotACheckpoint,
     SaveInProgress,
     StorageError,
 )
@@ -113,7 +111,7 @@ def save_at_work(outer: BucketStorage) -> Marker | None:
 class BucketPlace(Place):
     """The folder of one save. ``base``: the version of the record that it may replace (None: there is none).
 
-    ``foreign``: what belongs to a checkpoint of others that stands under the URL itself, and is replaced, too.
+    ``foreign``: the files of a checkpoint that somebody has uploaded under the URL itself, which is replaced, too.
     """
 
     def __init__(
@@ -218,9 +216,10 @@ class BucketPlace(Place):
         """Remove what the record does not name. A save that has begun since then has the lock: then leave it all."""
         folders = folders_among(self.outer.list())
         if self._lock.held():
-            for name in (*folders, *self._foreign):
+            for name in folders:
                 if name != folder_of(self.save_id):
                     self.outer.delete(name)
+            self.outer.remove_objects(self._foreign)
 
 
 def _end(beat: Heartbeat, save_id: str, process: int) -> bool:
@@ -283,15 +282,11 @@ def _replaced(outer: BucketStorage, overwrite: bool) -> tuple[Version | None, tu
 
 
 def _foreign(outer: BucketStorage) -> tuple[str, ...]:
-    """The names that belong to a checkpoint that somebody uploaded as it is."""
+    """The files of a checkpoint that somebody uploaded as it is. Other objects stay: no save has names like theirs."""
     names = outer.list()
     if len(names) == 1 + len(folders_among(names)):  # the lock, and what dead saves left
         return ()
-    try:
-        strategies.find_backend(outer)
-    except NotACheckpoint:
-        return ()
-    return own_names(outer)
+    return own_files(outer) if is_replaceable(outer) else ()
 
 
 def place_of(url: str, save_id: str) -> Storage:

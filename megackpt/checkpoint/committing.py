@@ -28,7 +28,8 @@ from megackpt.checkpoint.marker import (
     touched,
     turn,
 )
-from megackpt.checkpoint.opening import Directory, absolute, incomplete
+from megackpt.checkpoint.opening import Directory, absolute
+from megackpt.checkpoint.ownership import foreign_entries, is_replaceable, own_files, refuse_collisions
 from megackpt.checkpoint.place import Place
 from megackpt.checkpoint.replacing import (
     check_name,
@@ -36,9 +37,7 @@ from megackpt.checkpoint.replacing import (
     clean_up,
     discard,
     folder_of,
-    free_name,
     logger,
-    own_names,
     publish,
     retire,
 )
@@ -76,6 +75,7 @@ class DirectoryPlace(Place):
         self._committed = False
         self._scratch: tuple[str, ...] = ()
         self._replaces: tuple[str, ...] = ()
+        self._old: set[str] | None = None
         self.storage: LocalStorage = outer.folder(staging_name(name, save_id) if staged else name)
         self.marker = Marker(save_id, names=self._inherited() if resumed else ())
         active.add(save_id)
@@ -99,15 +99,29 @@ class DirectoryPlace(Place):
     def announce(
         self, names: Iterable[str], scratch: Iterable[str] = (), replaces: Iterable[str] = ()
     ) -> None:
-        """What bears such a name already, in a directory that holds no checkpoint, is moved to ``NAME.old``."""
         self._scratch = (*self._scratch, *scratch)
         self._replaces = (*self._replaces, *replaces)
         new = {name.partition("/")[0] for name in (*names, *self._scratch, INDEX)} - set(self.marker.names)
-        for name in sorted(new.intersection(self.storage.list())):
-            moved = free_name(self.storage, name)
-            logger.warning("%s is in the way of a save: it is now %s", f"{self.path}/{name}", moved)
-            self.storage.rename(name, moved)
+        self._refuse_collisions(new)
         self._mark(names=(*self.marker.names, *sorted(new)))
+
+    def _refuse_collisions(self, names: Collection[str]) -> None:
+        """StorageError if foreign files of the directory have these names."""
+        target = f"{self.outer.location.rstrip('/')}/{self.name}"
+        if not self.staged:
+            refuse_collisions(target, self.storage.list(), names)
+            return
+        folder = folder_of(self.outer, self.name)
+        if folder is None or not set(names).intersection(folder.list()):
+            return
+        foreign = set(foreign_entries(folder, self._owned(folder)))
+        refuse_collisions(target, foreign.difference(self._replaces), names)
+
+    def _owned(self, folder: LocalStorage) -> set[str]:
+        """The files of the checkpoint that is replaced; asked for before the first byte is written."""
+        if self._old is None:
+            self._old = set(own_files(folder))
+        return self._old
 
     def keep_only(self, files: Collection[str]) -> None:
         kept = {*files, *self._scratch}
@@ -158,16 +172,24 @@ class DirectoryPlace(Place):
         self.storage.put_new({name: data for name, data in first if "/" in name})
         for name, data in first:
             if "/" not in name:
-                self.storage.put(name, data)
+                self._put(name, data)
         for name in self._scratch:
             self.storage.delete(name)
         if not self.staged:
             self._confirm(confirm)
-        self.storage.put(*last)
+        self._put(*last)
+
+    def _put(self, name: str, data: bytes) -> None:
+        """Put a small file, but not over one that somebody else has put there meanwhile: that one is no longer ours."""
+        if self.storage.stat(name) is not None and not self.staged:
+            last = "" if self.marker.last == name else self.marker.last
+            self._mark(names=tuple(n for n in self.marker.names if n != name), last=last)
+            refuse_collisions(self.path, [name], [name])
+        self.storage.put(name, data)
 
     def publish(self, confirm: Callable[[], None]) -> None:
         if self.staged:
-            self._mark(retire=(*self._replaced(), *self._replaces))
+            self._mark(retire=self._retired())
             self._confirm(confirm)
             logger.warning("replacing the checkpoint in %s/%s", self.outer.location, self.name)
         with turn(self.outer):
@@ -184,11 +206,14 @@ class DirectoryPlace(Place):
                 )
         self._ended()
 
-    def _replaced(self) -> tuple[str, ...]:
-        try:
-            return own_names(self.outer.folder(self.name))
-        except FileNotFoundError:  # somebody removed the old checkpoint meanwhile
+    def _retired(self) -> tuple[str, ...]:
+        """The files that are removed with the old checkpoint. Others may have come while this save went on."""
+        folder = folder_of(self.outer, self.name)
+        if folder is None:  # somebody removed the old checkpoint meanwhile
             return ()
+        owned = self._owned(folder)
+        self._refuse_collisions(self.marker.names)
+        return tuple(sorted(owned))
 
     def _confirm(self, confirm: Callable[[], None]) -> None:
         """The last look before the step that readers see: this process may have been stopped for long."""
@@ -290,7 +315,7 @@ def _begun(
     if resume and (place := _taken_over(outer, name, save_id, overwrite)):
         return place
     made = outer.make_folder(name)
-    staged = not made and incomplete(outer.folder(name)) is None
+    staged = not made and is_replaceable(outer.folder(name))
     if staged:
         check_replaceable(target, overwrite)
         if not outer.make_folder(staging_name(name, save_id), 0o700):
@@ -301,7 +326,7 @@ def _begun(
     except BaseException:
         place.abort()
         raise
-    if not staged and incomplete(place.storage, save_id) is None:
+    if not staged and is_replaceable(place.storage, save_id):
         place.abort()
         return None
     return place
@@ -314,7 +339,7 @@ def _taken_over(outer: LocalStorage, name: str, save_id: str, overwrite: bool) -
         if folder is None or folder.size(PREFIX + save_id) is None:
             continue
         staged = entry != name
-        if staged and target is not None and incomplete(target) is None:
+        if staged and target is not None and is_replaceable(target):
             check_replaceable(f"{outer.location.rstrip('/')}/{name}", overwrite)
         return DirectoryPlace(outer, name, save_id, staged=staged, resumed=True)
     return None

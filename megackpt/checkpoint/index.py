@@ -37,7 +37,7 @@ from megackpt.runtime.storage import digest
 INDEX = "megackpt.index"
 VERSION = 1
 
-_MAGIC = b"megackpt"
+MAGIC = b"megackpt"
 _START = struct.Struct("<8sII")
 START = _START.size
 
@@ -63,14 +63,18 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
     if manifest.fingerprints:  # readers that do not know this field pass it over
         head["fingerprints"] = b64encode(manifest.fingerprints).decode()
     text = json.dumps(head, separators=(",", ":")).encode()
-    parts = [_START.pack(_MAGIC, VERSION, len(text)), text]
+    parts = [_START.pack(MAGIC, VERSION, len(text)), text]
     parts += [part for _, blobs in packed.values() for part in blobs]
     body = b"".join([*parts, keys, files, manifest.chunks.digests.tobytes()])
     return body + digest(body)
 
 
-def decode_index(data: bytes, where: str = INDEX) -> tuple[Manifest, dict[str, tuple[int, bytes]]]:
+def decode_index(
+    data: bytes, where: str = INDEX, *, intact: bool = True
+) -> tuple[Manifest, dict[str, tuple[int, bytes]]]:
     """What ``encode_index`` was given; chunks sorted by tensor, digests as a view of ``data``.
+
+    ``intact=False`` also reads one that does not match its own digest.
 
     Nothing in ``data`` is believed: whatever it says, the outcome is a consistent manifest or an error, and
     the memory taken is in proportion to its length.
@@ -83,7 +87,7 @@ def decode_index(data: bytes, where: str = INDEX) -> tuple[Manifest, dict[str, t
         end = head_length(data)
         if end + DIGEST_SIZE > len(data):
             damaged("it is truncated")
-        if digest(memoryview(data)[:-DIGEST_SIZE]) != data[-DIGEST_SIZE:]:
+        if intact and digest(memoryview(data)[:-DIGEST_SIZE]) != data[-DIGEST_SIZE:]:
             damaged("it does not match its own digest")
         head = parse_head(data[START:end])
         return decode_body(head, memoryview(data)[end:-DIGEST_SIZE]), head.small
@@ -96,7 +100,7 @@ def head_length(start: bytes) -> int:
     if len(start) < START:
         damaged("it is truncated")
     magic, version, length = _START.unpack_from(start)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         damaged("it does not begin as an index does")
     if version != VERSION:
         raise BackendError(f"version {version} of the index is too new: this release reads up to {VERSION}")

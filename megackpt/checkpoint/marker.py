@@ -98,8 +98,8 @@ class Marker:
     """What a marker says.
 
     ``names`` are the top-level names that the save may make; ``last`` is the file whose appearance completes
-    it (empty before the commit); ``retire`` are the entries of the replaced checkpoint that may be removed.
-    ``removes``: it is no save but the removal of what ``names`` says, which whoever clears up goes on with.
+    it (empty before the commit); ``retire`` are the files of the replaced checkpoint, which may be removed.
+    ``removes``: it is no save but the removal of the files in ``names``, which whoever clears up goes on with.
     """
 
     save_id: str
@@ -180,16 +180,18 @@ def parsed(data: bytes, save_id: str | None = None) -> Marker:
     for key, value in fields.items() if isinstance(fields, dict) else ():
         default = given.get(key)
         if isinstance(default, tuple) and isinstance(value, list):
-            given[key] = tuple(entry for entry in value if isinstance(entry, str) and _is_entry(entry))
+            given[key] = tuple(name for name in value if isinstance(name, str) and _is_name(name))
         elif type(value) is type(default):
             given[key] = value
-    last = given["last"] if _is_entry(given["last"]) else ""
+    last = given["last"] if _is_name(given["last"]) else ""
     return Marker(**{**given, "save_id": given["save_id"] if save_id is None else save_id, "last": last})
 
 
-def _is_entry(name: str) -> bool:
-    """Markers are read back to remove what they name: only entries of the directory itself can be meant."""
-    return "/" not in name and not unsafe_names([name]) and len(os.fsencode(name)) <= LONGEST
+def _is_name(name: str) -> bool:
+    """Markers are read back to remove what they name: only what is below the directory can be meant."""
+    if unsafe_names([name]):
+        return False
+    return all(len(os.fsencode(part)) <= LONGEST for part in name.split("/"))
 
 
 @contextmanager

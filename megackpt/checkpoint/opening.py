@@ -247,8 +247,10 @@ def incomplete(storage: LocalStorage, own: str = "", asked: Strategy | None = No
     what = f"{storage.called} is not a distributed checkpoint"
     for marker in markers(storage):
         if marker.save_id != own and not marker.finished(storage):
-            state = "goes on" if marker.lives(storage) else "died before it was complete"
-            return f"{what}: {marker} {state}"
+            # A reader does not ask a file system for its time, as that would need a file to be written.
+            runs = marker.runs()
+            states = {True: "goes on", False: "died before it was complete"}
+            return f"{what}: {marker} {states.get(runs, 'goes on, or died before it was complete')}"  # type: ignore[arg-type]
     if not storage.list():
         return f"{what}: it is empty"
     try:
@@ -280,12 +282,13 @@ def stored_manifest(
     """What the checkpoint here says that it holds: its format, its contents, its small files (unchecked)."""
     if not isinstance(storage, Committed) and storage.size(INDEX) is None:
         backend = strategies.find_backend(storage, asked)
-        return backend, _by_its_own_account(backend, storage), {}
+        return backend, by_its_own_account(backend, storage), {}
     manifest, small = decode_index(storage.get(INDEX), f"{storage.location}/{INDEX}")
     return backend_of(storage, manifest, asked), manifest, small
 
 
-def _by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
+def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
+    """The manifest that the format's own table of contents gives. Errors are all of this package's."""
     try:
         return backend.read_manifest(storage)
     except (CheckpointingException, FileNotFoundError):

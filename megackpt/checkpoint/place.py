@@ -35,8 +35,10 @@ class Place(ABC):
     ) -> None:
         """Note the top-level names that this save may make, before any is made.
 
-        ``scratch`` are files for the time of the save only: the commit removes them. ``replaces``: foreign entries of
-        the checkpoint that is replaced, which this save writes alike: they go with it.
+        ``scratch`` are files for the time of the save only: the commit removes them. ``replaces``: foreign files
+        (full names) that have the bytes which this save writes: they stay, and are no collision.
+
+        Raises StorageError where foreign files have such names: nothing has been changed.
         """
 
     def keep_only(self, files: Collection[str]) -> None:

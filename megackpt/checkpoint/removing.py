@@ -26,10 +26,13 @@ from megackpt.checkpoint.marker import (
     turn,
 )
 from megackpt.checkpoint.opening import Directory, absolute, incomplete, stored_manifest
+from megackpt.checkpoint.ownership import files_of
 from megackpt.checkpoint.records import RECORD, folder_of, folders_among, read_record
-from megackpt.checkpoint.replacing import clean_up, discard, folder_of as folder_in, own_names
+from megackpt.checkpoint.replacing import clean_up, discard, folder_of as folder_in
 from megackpt.errors import NotACheckpoint, SaveInProgress, StorageError
 from megackpt.runtime.storage import TEMPORARY, BucketStorage, LocalStorage, is_url
+
+_AT_ONCE = 100  # files that are removed between two looks at the marker
 
 
 def remove(directory: Directory) -> None:
@@ -109,17 +112,20 @@ def _ours(folder: LocalStorage) -> tuple[str, ...]:
         raise NotACheckpoint(reason)
     if folder.size(INDEX) is None:
         raise NotACheckpoint(f"{folder.location} was not written by megackpt, and is left alone")
-    _, _, small = stored_manifest(folder)
-    return tuple(sorted(own_names(folder), key=lambda name: (name != CONFIG, name not in small)))
+    backend, manifest, small = stored_manifest(folder)
+    own = files_of(folder, backend, manifest, small)
+    return tuple(sorted(own, key=lambda name: (name != CONFIG, name not in small, name)))
 
 
 def _removed(outer: LocalStorage, name: str, folder: LocalStorage, marker: Marker) -> None:
-    for entry in marker.names:
+    # The first one by itself: what readers look for first is durably gone before anything else.
+    starts = range(1, len(marker.names), _AT_ONCE)
+    for batch in (marker.names[:1], *(marker.names[i : i + _AT_ONCE] for i in starts)):
         if folder.size(marker.name) is None:
             raise StorageError(
                 f"the marker {folder.location}/{marker.name} of this removal is gone: another job goes on with it"
             )
-        folder.delete(entry)
+        folder.remove_files(batch)
     with turn(outer):
         if folder.list() == [marker.name]:  # once it is away, nobody finds an empty directory
             hidden = staging_name(name, marker.save_id)

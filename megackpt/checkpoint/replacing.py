@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import logging
 import os
-import re
+import stat
 
-from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.marker import LONGEST, PREFIX, Marker, markers, siblings, staging_name
-from megackpt.checkpoint.opening import incomplete, stored_manifest
-from megackpt.errors import CheckpointExists, CheckpointingException, SaveInProgress, StorageError
-from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage
+from megackpt.checkpoint.ownership import OURS, foreign_entries, is_replaceable
+from megackpt.errors import CheckpointExists, SaveInProgress, StorageError
+from megackpt.runtime.storage import TEMPORARY, LocalStorage
 
 logger = logging.getLogger("megackpt.checkpoint")
 
-_FIXED = frozenset((INDEX, "metadata.json", ".metadata", "common.pt", "integrity.json"))
-_DATA = re.compile(r".*__\d+_\d+\.distcp")
-_OURS = (PREFIX, TEMPORARY)
+_COMPARED = 1 << 30  # bytes: files beside a checkpoint, as those of an export, are smaller
 _PASSES = 5  # over a directory that others still put files into
 
 
@@ -68,22 +65,6 @@ def _working_directory() -> str | None:
         return None
 
 
-def own_names(storage: Storage) -> tuple[str, ...]:
-    """The entries of a directory that belong to the checkpoint in it; all others are foreign."""
-    entries = storage.list()
-    try:
-        backend, manifest, small = stored_manifest(storage)
-        ranks = int(manifest.chunks.writer.max(initial=-1)) + 1
-        named = {*manifest.files, *small, *backend.files(max(ranks, 1), manifest)}
-    except CheckpointingException as error:
-        logger.warning(
-            "what belongs to the damaged checkpoint %s is told by names only: %s", storage.location, error
-        )
-        named = {entry for entry in entries if _DATA.fullmatch(entry)}
-    own = {name.partition("/")[0] for name in named} | _FIXED
-    return tuple(entry for entry in entries if entry in own)
-
-
 def publish(outer: LocalStorage, name: str, marker: Marker) -> None:
     """Put the complete sibling of this save in the place of ``name``; the commit of a replacement."""
     staging = staging_name(name, marker.save_id)
@@ -112,30 +93,41 @@ def retire(outer: LocalStorage, name: str, marker: Marker) -> None:
 
 
 def _retire(outer: LocalStorage, old: str, new: str, marker: Marker) -> None:
+    folder = outer.folder(old)
+    own = set(marker.retire)
     for _ in range(_PASSES):
-        for entry in outer.list(old):
-            if entry not in marker.retire and not entry.startswith(_OURS):
-                _move(outer, f"{old}/{entry}", new, entry, marker.names)
+        for name in list(foreign_entries(folder, own)):
+            _move(outer, f"{old}/{name}", f"{new}/{name}", keeps=name.partition("/")[0] in marker.names)
         # Once more before anything is removed: others may hold the old directory open.
-        for entry in outer.list(old):
-            if entry in marker.retire or entry.startswith(_OURS):
-                outer.delete(f"{old}/{entry}")
+        folder.remove_files([*marker.retire, *(entry for entry in folder.list() if entry.startswith(OURS))])
         if outer.remove_folder(old):
             return
     raise StorageError(f"{outer.location}/{old} cannot be removed: others keep on writing files into it")
 
 
-def _move(outer: LocalStorage, source: str, folder: str, entry: str, new_names: tuple[str, ...]) -> None:
-    """Move a foreign entry into the folder. Of two of a name the checkpoint's keeps it, else the newer."""
-    target = f"{folder}/{entry}"
+def _move(outer: LocalStorage, source: str, target: str, *, keeps: bool) -> None:
+    """Move a foreign entry to its old path. If the path has been taken meanwhile, nothing is lost: of two files of the
+    same content the foreign one stays; else the one that is there if it ``keeps`` its name, else the newer one.
+    """
     there, here = outer.stat(target), outer.stat(source)
-    if there is None:
+    if there and here and stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(here.st_mode):
+        for entry in outer.list(source):
+            _move(outer, f"{source}/{entry}", f"{target}/{entry}", keeps=keeps)
+        outer.remove_folder(source)
+    elif there is None or _are_alike(outer, source, target):
         outer.rename(source, target)
-    elif here is not None and (entry in new_names or here.st_mtime <= there.st_mtime):
+    elif here is not None and (keeps or here.st_mtime <= there.st_mtime):
         outer.rename(source, free_name(outer, target))
     else:
         outer.rename(target, free_name(outer, target))
         outer.rename(source, target)
+
+
+def _are_alike(outer: LocalStorage, one: str, other: str) -> bool:
+    size = outer.size(one)
+    if size is None or size > _COMPARED or outer.size(other) != size:
+        return False
+    return outer.get(one) == outer.get(other)
 
 
 def free_name(storage: LocalStorage, name: str) -> str:
@@ -199,17 +191,17 @@ def folder_of(outer: LocalStorage, name: str) -> LocalStorage | None:
 
 def _settle(outer: LocalStorage, name: str, sibling: str, folder: LocalStorage) -> None:
     """A sibling without marker and without a published successor: empty, or the checkpoint itself."""
-    if all(entry.startswith(_OURS) for entry in folder.list()):
+    if all(entry.startswith(OURS) for entry in folder.list()):
         outer.delete(sibling)
         return
     target = folder_of(outer, name)
-    if incomplete(folder) is not None or (target is not None and incomplete(target) is None):
+    if not is_replaceable(folder) or (target is not None and is_replaceable(target)):
         logger.warning("%s is a leftover that is left alone: look at it and remove it", folder.location)
         return
     if target is not None:
         _clean_folder(target)
         for entry in target.list():
-            _move(outer, f"{name}/{entry}", sibling, entry, tuple(folder.list()))
+            _move(outer, f"{name}/{entry}", f"{sibling}/{entry}", keeps=folder.stat(entry) is not None)
         outer.remove_folder(name)
     logger.warning("%s: going back to the checkpoint that an interrupted save moved away", folder.location)
     outer.rename(sibling, name)
@@ -225,8 +217,11 @@ def _clean_folder(target: LocalStorage, spared: str = "") -> None:
         if not marker.finished(target):
             if marker.save_id == spared:
                 continue
-            for entry in marker.names:
-                target.delete(entry)
+            if marker.removes:
+                target.remove_files(marker.names)
+            else:
+                for entry in marker.names:
+                    target.delete(entry)
         target.delete(marker.name)
     for entry in torn:
         target.delete(entry)

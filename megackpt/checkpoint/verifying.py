@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from megackpt import events, objects
+from megackpt import events, objects, strategies
+from megackpt.backends.base import CONFIG
 from megackpt.backends.sidecars import COMMON_FILE
 from megackpt.checkpoint.chunk_checks import ChunkChecks, Count, Nowhere, nobody, shares
-from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.opening import (
     Directory,
     Shortfall,
@@ -22,7 +22,7 @@ from megackpt.checkpoint.opening import (
     stored_manifest,
     unreplaced,
 )
-from megackpt.checkpoint.replacing import own_names
+from megackpt.checkpoint.ownership import files_of, foreign_entries
 from megackpt.errors import (
     CheckpointingException,
     CorruptCheckpoint,
@@ -174,8 +174,10 @@ class _Work(ChunkChecks):
             checked = native != [None]
             problems += [problem for found in native for problem in found or []]
         problems += self.open_objects(threads)
-        own = {*own_names(storage), INDEX}
-        foreign = tuple(entry for entry in storage.list() if entry not in own)
+        own = {*files_of(storage, self.backend, manifest, small)}
+        if not small and strategies.read_config(storage) is not None:
+            own.add(CONFIG)
+        foreign = tuple(foreign_entries(storage, own))
         files = len(manifest.files) + len(small)
         return Report(
             storage.called,

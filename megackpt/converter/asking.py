@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import absolute, open_checkpoint
+from megackpt.checkpoint.ownership import is_replaceable
 from megackpt.converter.budget import DEFAULT, parse_size
 from megackpt.converter.landing import LoneFile, is_lone
 from megackpt.converter.order import Conversion, Converted, Limits, Progress
@@ -70,8 +71,8 @@ def convert(
         resume: False = begin anew, and leave nothing behind on failure.
         table: see the source under Hugging Face's names (``as_huggingface``); objects and common state stay behind.
         beside: small files, name -> content, that come with the checkpoint, in the same step; or what makes them of
-            the source's manifest (as ``table`` shows it). What bears such a name and is not the same is moved to
-            ``NAME.old``.
+            the source's manifest (as ``table`` shows it). A file of the target that has such a name stays if it has
+            the same bytes, else the conversion is refused.
 
     Raises:
         NotACheckpoint, CorruptCheckpoint: the source is none, or is damaged.
@@ -110,6 +111,8 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 
     What remains is written anew and replaces the checkpoint in one atomic step: readers see the one or the other.
     Call it on one process. The common state stays. Where no key begins so, nothing is written.
+
+    Raises what ``convert`` raises, and BackendError for files that no save replaces, as Hugging Face's.
     """
     opened = open_checkpoint(checkpoint_dir)
     entries = dict(enumerate(opened.manifest.tensors))
@@ -117,6 +120,12 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     if len(kept) == len(entries):
         return
     where = _real(checkpoint_dir)
+    if not is_replaceable(opened.storage):
+        raise BackendError(
+            f"{where} is read as {opened.backend.name!r}, but nothing in it says that it is a checkpoint which may be "
+            "replaced (no megackpt.index, no metadata.json of a known format): convert it to another directory, and "
+            "leave out the keys by exclude="
+        )
     backend, tasks = _target(opened.backend.name, None)
     Conversion(opened, where, kept, backend, tasks, Limits()).run(where, overwrite=True)
 

@@ -52,8 +52,8 @@ def export_huggingface(
         options: those of ``convert``, as ``cast="bf16"``, ``overwrite=True``, ``max_memory``, ``workers``; ``select``,
             ``exclude`` and ``rename`` are about their names.
 
-    Weights and files are committed atomically, as by ``convert``. A file of the target that bears the name of one that
-    is copied, and is not the same, is moved to ``NAME.old``.
+    Weights and files are committed atomically, as by ``convert``. Where the target has a file with the name of one that
+    is copied and other bytes, as of an earlier export, the export is refused (StorageError): move that file away.
 
     Raises MismatchError where tensors fit no rule, or several, rules fit no tensor, layers or experts are missing
     between others, or theirs would have holes or overlaps, or fewer layers than the configuration tells: with all of

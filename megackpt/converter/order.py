@@ -146,10 +146,11 @@ class Conversion:
             if place.resumed:
                 place.keep_only(journal.files())
             resumed = sum(self.bytes[number] for number in journal.done)
+            beside = self.announced(place, target)
             self.work(place, journal, resumed)
             results = [journal.done[number].result for number in range(len(self.plans))]
-            if self.beside:
-                self.accompany(place, target)
+            for name, data in beside.items():
+                place.storage.put(name, data)
             commit(place, self.backend, self.manifest.located(results), self.limits.reread)
         except BaseException as error:
             self.end(place, journal, error)
@@ -181,14 +182,13 @@ class Conversion:
         for task in tasks:
             journal.add(bench.perform(task, moved))
 
-    def accompany(self, place: Place, target: str) -> None:
-        """Put the files beside. What stands there alike is left (or replaced, with the rest), what is otherwise moved
-        aside, as ever."""
+    def announced(self, place: Place, target: str) -> dict[str, bytes]:
+        """The files beside that are to be put. What is in the target with the same bytes stays there."""
         standing = self.standing(place.storage)
         new = {name: data for name, data in self.beside.items() if name.partition("/")[0] not in standing}
-        place.announce(new, replaces=self.standing(root_at(target)))
-        for name, data in new.items():
-            place.storage.put(name, data)
+        if new:
+            place.announce(new, replaces=self.standing(root_at(target)))
+        return new
 
     def standing(self, root: Storage) -> set[str]:
         """The top-level entries beside that are there already, with nothing else in them."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 from megackpt.backends.base import CONFIG, Backend, read_config
-from megackpt.errors import BackendError, NotACheckpoint, StorageError
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, StorageError
 from megackpt.runtime.storage import Storage
 from megackpt.strategies.formats import formats, made
 from megackpt.strategies.policy import Strategy, reader_of
@@ -41,10 +43,26 @@ def find_backend(storage: Storage, asked: Strategy | None = None) -> Backend:
         )
     if found:
         return next(iter(found.values()))
+    if _is_damaged(storage):
+        raise CorruptCheckpoint(
+            f"{storage.location}/{CONFIG} is damaged: it does not say which format wrote the checkpoint"
+        )
     told = f" (not asked: {'; '.join(unasked)})" if unasked else ""
     raise NotACheckpoint(
         f"{storage.called} is not a distributed checkpoint: no known format is recognised in it{told}"
     )
+
+
+def _is_damaged(storage: Storage) -> bool:
+    """Is there a ``metadata.json`` that holds no JSON? One with other fields belongs to another program."""
+    size = storage.size(CONFIG)
+    if size is None or size > 1 << 20:
+        return False
+    try:
+        json.loads(storage.get(CONFIG))
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _recognised(storage: Storage) -> tuple[dict[str, Backend], list[str]]:

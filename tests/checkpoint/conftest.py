@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +49,7 @@ class Tiny(Backend):
         )
 
     def finish(self, root, manifest):
-        toc, last = encode_index(manifest, {}), json.dumps({"format": "tiny"}).encode()
-        return Finished(manifest, {"toc": toc, "metadata.json": last})
+        return Finished(manifest, {"toc": encode_index(manifest, {}), **self.config()})
 
     def recognises(self, root):
         return root.size("metadata.json") is not None and root.size("toc") is not None

@@ -93,11 +93,24 @@ def test_a_foreign_file_with_a_name_of_the_new_checkpoint(tmp_path, saves):
     where = tmp_path / "ckpt"
     where.mkdir()
     (where / "rank0.bin").write_text("precious")
-    saves.save(where, 1)
-    assert saves.load(where) == 1
-    assert (where / "rank0.bin.old").read_text() == "precious"
-    saves.save(where, 2)
-    assert entries(where) == OWN | {"rank0.bin.old"}
+    with pytest.raises(StorageError, match=r"rank0\.bin would be written by this save"):
+        saves.save(where, 1)
+    assert entries(where) == {"rank0.bin"}
+    assert (where / "rank0.bin").read_text() == "precious"
+
+
+def test_a_small_file_that_others_put_there_meanwhile(tmp_path, saves):
+    """Just before the commit: the save fails, and the file stays."""
+
+    class Slow(type(open_backend())):
+        def finish(self, root, manifest):
+            (tmp_path / "c/metadata.json").write_text("mine")
+            return super().finish(root, manifest)
+
+    with pytest.raises(StorageError, match=r"metadata\.json would be written by this save"):
+        saves.save(tmp_path / "c", 1, backend=Slow())
+    assert entries(tmp_path / "c") == {"metadata.json"}
+    assert (tmp_path / "c/metadata.json").read_text() == "mine"
 
 
 def test_a_checkpoint_without_index_is_replaced_too(tmp_path, saves):

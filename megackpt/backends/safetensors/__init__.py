@@ -73,8 +73,16 @@ class Safetensors(Backend):
 
     def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - same names for any number
         beside = [sidecars.folder(entry) for entry in manifest.tensors if entry.meta.is_object]
-        # What stands there instead of the one or the other would be taken for the checkpoint.
-        return [*(file.name for file in self._arranged(manifest)), WHOLE, INDEX, *beside]
+        names = [file.name for file in self._arranged(manifest)]
+        # Beside several files a single one would be taken for the checkpoint. Beside that the index is not looked at.
+        return [*names, *([] if names == [WHOLE] else [WHOLE, INDEX]), *beside]
+
+    def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:
+        names = [name for name in manifest.files if name.endswith(".safetensors")]
+        index, _ = _files_in(root)
+        # A file without elements is in no manifest, and an index only where there is none of ours.
+        return [*([index] if index and names != [WHOLE] else []), *([] if names else [WHOLE]),
+                *sidecars.key_files(manifest)]  # fmt: skip
 
     def layout(self, manifest: Manifest) -> Mapping[str, Location]:
         """Raises BackendError naming the tensors that the format cannot hold."""

@@ -12,22 +12,25 @@ the common state among the objects (from 0.19 on, naming.py).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target
+from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target, read_config
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_dist import checksums, foreign, table, writing
 from megackpt.backends.torch_dist.listing import read_listing
-from megackpt.errors import BackendError
+from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.runtime.storage import Storage
 
 METADATA = ".metadata"
+INTEGRITY = "integrity.json"
+"""The digests of all files, which Megatron-Core keeps from 0.19 on if asked to."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ class TorchDist(Backend):
         ]
         return [writing.COMMON_FILE, *names, METADATA, CONFIG]
 
+    def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
+        return [METADATA, *([INTEGRITY] if _is_integrity_manifest(root) else [])]
+
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         parts = writing.distribute(plan, self.files_per_rank, self.separation_hint)
         return writing.write_parts(root, plan, data, parts)
@@ -81,9 +87,11 @@ class TorchDist(Backend):
         return common + min(self.files_per_rank, len(plan) - common)
 
     def recognises(self, root: Storage) -> bool:
-        if root.size(CONFIG) is None:
-            return root.size(METADATA) is not None  # stock DCP
-        return super().recognises(root)
+        try:
+            named = read_config(root) is not None
+        except CorruptCheckpoint:
+            return False
+        return super().recognises(root) if named else root.size(METADATA) is not None  # stock DCP
 
     def read_manifest(self, root: Storage) -> Manifest:
         return foreign.read_manifest(root, METADATA, (self.name, self.version))
@@ -101,3 +109,14 @@ class TorchDist(Backend):
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
         return checksums.problems(root, manifest)
+
+
+def _is_integrity_manifest(root: Storage) -> bool:
+    """Is this Megatron's file, which tells of the files of the checkpoint, or another's that is called alike?"""
+    if root.size(INTEGRITY) is None:
+        return False
+    try:
+        fields = json.loads(root.get(INTEGRITY, limit=1 << 28))
+        return isinstance(fields["algorithm"], str) and isinstance(fields["files"], dict)
+    except (CorruptCheckpoint, ValueError, TypeError, KeyError, RecursionError):
+        return False

@@ -51,6 +51,10 @@ class TorchFile(Backend):
     def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - any rank may hold objects
         return [sealing.NAME, *map(_fragment, range(ranks))]
 
+    def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:
+        index, _ = _files_in(root)
+        return [index] if index else [] if manifest.files else [sealing.NAME]
+
     def layout(self, manifest: Manifest) -> Mapping[str, Location]:
         """Raises BackendError for names that the file could not tell apart."""
         sealing.object_names(manifest)

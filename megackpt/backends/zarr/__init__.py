@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from megackpt.backends import sidecars
 from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target, read_config
 from megackpt.backends.zarr.assembling import assembled, fragment_names
 from megackpt.backends.zarr.documents import Packing, refuse_unfit
@@ -16,6 +17,7 @@ from megackpt.backends.zarr.listing import contents
 from megackpt.backends.zarr.names import ARRAY, MEGATRON, VERSION, ZARRAY, entry_name
 from megackpt.backends.zarr.reading import damage, raw_rows, read_rows
 from megackpt.backends.zarr.writing import foretold, write_rows
+from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Bool, LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.runtime.storage import Storage
@@ -96,7 +98,21 @@ class Zarr(Backend):
         """Does metadata.json say so? Directories of Megatron's without one are known by an array in them."""
         if super().recognises(root):
             return True
-        return root.size(CONFIG) is None and any(holds(root, name, ZARRAY) for name in root.list())
+        return self._unnamed(root) and any(holds(root, name, ZARRAY) for name in root.list())
+
+    def _unnamed(self, root: Storage) -> bool:
+        """Is there no metadata.json that names a format?"""
+        try:
+            return read_config(root) is None
+        except CorruptCheckpoint:
+            return False
+
+    def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
+        keys = sidecars.key_files(manifest)
+        if manifest.backend[1] == MEGATRON:
+            arrays = [entry.key for entry in manifest.tensors if not entry.meta.is_object]
+            return [f"{key}/{name}" for key in arrays for name in (ZARRAY, ".zattrs")]
+        return [ARRAY, *(f"{entry_name(entry)}/{ARRAY}" for entry in manifest.tensors), *keys]
 
     def read_manifest(self, root: Storage) -> Manifest:
         config = read_config(root)

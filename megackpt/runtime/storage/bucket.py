@@ -290,6 +290,12 @@ class BucketStorage(Storage):
 
         self.client.ask("remove", url, request)
 
+    def remove_objects(self, names: Sequence[str]) -> None:
+        """Remove just these objects, where they are."""
+        for first in range(0, len(names), _PAGE):
+            keys = [self.key(name) for name in names[first : first + _PAGE]]
+            self.client.ask("remove", self.url(""), partial(self._delete, keys))
+
     def _delete(self, keys: Sequence[str]) -> None:
         self.client.traffic.count(1)
         try:

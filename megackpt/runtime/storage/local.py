@@ -20,10 +20,10 @@ from megackpt.runtime.storage.files import (
     link_new,
     write_temporary,
 )
+from megackpt.runtime.storage.folders import BELOW, remove_tree, unlink
 from megackpt.runtime.storage.interface import Batch, FileUpdater, FileWriter, Storage, unsafe_names
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_BELOW = _FOLDER | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO must not hang us
 
 
@@ -68,7 +68,7 @@ class LocalStorage(Storage):
     def sync(self, folders: Iterable[str]) -> None:
         for folder in folders:
             with self._refusals("make durable", folder):
-                descriptor = os.open(folder or ".", _BELOW, dir_fd=self._fd)
+                descriptor = os.open(folder or ".", BELOW, dir_fd=self._fd)
                 try:
                     os.fsync(descriptor)
                 finally:
@@ -109,7 +109,11 @@ class LocalStorage(Storage):
     def put(self, name: str, data: bytes) -> None:
         with self._within("write", name, make=True) as (folder, last):
             temporary = write_temporary(folder, data)
-            os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+            try:
+                os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:  # a directory has this name, say
+                os.unlink(temporary, dir_fd=folder)
+                raise
             os.fsync(folder)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -183,8 +187,31 @@ class LocalStorage(Storage):
 
     def delete(self, name: str) -> None:
         with suppress(FileNotFoundError), self._within("remove", name) as (folder, last):
-            _remove(folder, last)
+            remove_tree(folder, last)
             os.fsync(folder)
+
+    def remove_files(self, names: Iterable[str]) -> None:
+        """Remove files that are there, durably, and the folders that are empty then; other folders stay."""
+        below: dict[str, list[str]] = {}
+        for name in names:
+            folder, _, last = name.rpartition("/")
+            below.setdefault(folder, []).append(last)
+        for folder in sorted(below, key=lambda name: (-name.count("/"), name)):
+            try:
+                fd = self._descend(_checked(folder) if folder else [])
+            except (FileNotFoundError, CorruptCheckpoint):  # gone, or a link: nothing of it is below the root
+                continue
+            try:
+                with self._refusals("remove files of", folder):
+                    for last in below[folder]:
+                        unlink(fd, last)
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            while folder and self.stat(folder) is not None and not self.list(folder):
+                with suppress(StorageError):  # somebody has put a file into it
+                    self.remove_folder(folder)
+                folder = folder.rpartition("/")[0]
 
     # What a file system can do to folders and an object store cannot: for the commit, not for formats.
 
@@ -226,7 +253,7 @@ class LocalStorage(Storage):
 
     def rename(self, name: str, to: str, replace: bool = True) -> None:
         """Move an entry within this root, durably; a file that is there is replaced, or in the way (StorageError)."""
-        (source, last), (target, new) = self._parent(name), self._parent(to)
+        (source, last), (target, new) = self._parent(name), self._parent(to, make=True)
         try:
             with self._refusals("rename", name):
                 move = os.rename if replace else kernel.rename_new
@@ -351,27 +378,9 @@ def _make_folder(fd: int, name: str, durably: bool = True) -> None:
 
 def _enter(fd: int, part: str, make: bool, durably: bool) -> int:
     try:
-        return os.open(part, _BELOW, dir_fd=fd)
+        return os.open(part, BELOW, dir_fd=fd)
     except FileNotFoundError:
         if not make:
             raise
     _make_folder(fd, part, durably)
-    return os.open(part, _BELOW, dir_fd=fd)
-
-
-def _remove(folder: int, name: str) -> None:
-    try:
-        fd = os.open(name, _BELOW, dir_fd=folder)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-            raise
-        os.unlink(name, dir_fd=folder)  # a file or a link: the link goes, not what it leads to
-        return
-    try:
-        for entry in os.listdir(fd):
-            _remove(fd, entry)
-    finally:
-        os.close(fd)
-    os.rmdir(name, dir_fd=folder)
+    return os.open(part, BELOW, dir_fd=fd)

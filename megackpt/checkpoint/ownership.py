@@ -1,0 +1,156 @@
+"""Which files of a directory a save may replace: whether there is a checkpoint, and which files belong to it.
+
+Decided strictly, because what belongs to the old checkpoint is removed. All other files are foreign: they stay, and a
+save that would write a file of such a name is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+
+from megackpt import strategies
+from megackpt.backends.base import CONFIG, Backend
+from megackpt.checkpoint.index import INDEX, MAGIC, decode_index
+from megackpt.checkpoint.marker import PREFIX, markers
+from megackpt.checkpoint.opening import by_its_own_account
+from megackpt.checkpoint.unpacking import SmallFiles
+from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint, StorageError, some
+from megackpt.planning.manifest import Manifest
+from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage
+
+OURS = (PREFIX, TEMPORARY)
+"""How the names begin of files that saves make for their own time only."""
+
+
+def is_replaceable(storage: Storage, own: str = "") -> bool:
+    """Is there a checkpoint here, which a save replaces? It may be damaged.
+
+    True for an index of ours, a ``metadata.json`` that names a known format, and a ``.metadata`` that can be parsed
+    (stock DCP). Other formats are recognised for reading only, because files of other programs can look like them.
+    The marker of the save ``own`` is not looked at; any other unfinished save or removal makes it False.
+    """
+    if isinstance(storage, LocalStorage):
+        unfinished = (m for m in markers(storage) if m.save_id != own and not m.finished(storage))
+        if next(unfinished, None) is not None:
+            return False
+    return _has_index(storage) or _native_format(storage) is not None
+
+
+def _has_index(storage: Storage) -> bool:
+    try:
+        with storage.open(INDEX) as reader:
+            start = bytearray(min(len(MAGIC), reader.size))
+            reader.read_into(0, [memoryview(start)])
+            return bytes(start) == MAGIC
+    except (FileNotFoundError, CorruptCheckpoint):
+        return False
+
+
+def _native_format(storage: Storage) -> Backend | None:
+    """The format that ``metadata.json`` names, or torch_dist where a ``.metadata`` can be parsed."""
+    try:
+        config = strategies.read_config(storage)
+        if config is not None:
+            return strategies.reader_of(config.sharded_backend, config.sharded_backend_version)
+        if storage.size(".metadata") is None:
+            return None
+        backend = strategies.reader_of("torch_dist", 1)
+        by_its_own_account(backend, storage)
+    except StorageError:
+        raise
+    except (CheckpointingException, FileNotFoundError):
+        return None
+    return backend
+
+
+def own_files(storage: Storage) -> tuple[str, ...]:
+    """The files of the checkpoint that ``is_replaceable`` found, by full name; they need not be there.
+
+    Named by its index, else by the format's own table of contents. Where the index is damaged both are asked.
+    CorruptCheckpoint where neither can be read.
+    """
+    named: set[str] = set()
+    problem: CheckpointingException | None = None
+    if _has_index(storage):
+        data = storage.get(INDEX)
+        try:
+            manifest, small = decode_index(data, f"{storage.location}/{INDEX}")
+        except CorruptCheckpoint as error:
+            problem = error
+            with suppress(CorruptCheckpoint):  # a flipped bit in a digest, say; a wrong name names no file
+                manifest, small = decode_index(data, INDEX, intact=False)
+                named.update(files_of(storage, _backend_of(manifest), manifest, small))
+        else:
+            named.update(files_of(storage, _backend_of(manifest), manifest, small))
+            return tuple(sorted(named))
+    backend = _native_format(storage)
+    if backend is not None:
+        try:
+            manifest = by_its_own_account(backend, storage)
+            config = [CONFIG] if strategies.read_config(storage) is not None else []
+            named.update(files_of(storage, backend, manifest, {}), config)
+            named.add(INDEX)
+            if not config:  # stock DCP has no such file
+                named.discard("common.pt")
+        except StorageError:
+            raise
+        except (CheckpointingException, FileNotFoundError) as error:
+            problem = problem or CorruptCheckpoint(str(error))
+    if not named:
+        raise CorruptCheckpoint(
+            f"{storage.location} holds a damaged checkpoint, and which of the files belong to it cannot be told: "
+            f"{problem}. Move the directory away, or save elsewhere"
+        ) from problem
+    return tuple(sorted(named))
+
+
+def _backend_of(manifest: Manifest) -> Backend | None:
+    try:
+        return strategies.reader_of(*manifest.backend)
+    except BackendError:  # a plug-in that is not installed: the index names the files
+        return None
+
+
+def files_of(
+    storage: Storage, backend: Backend | None, manifest: Manifest, small: SmallFiles
+) -> Collection[str]:
+    """The files of a checkpoint that has been read; ``small`` as the index names them."""
+    named = {*manifest.files, *small, INDEX} if manifest.save_id or small else {*manifest.files}
+    return named.union(() if backend is None else backend.unlisted(storage, manifest))
+
+
+def foreign_entries(storage: Storage, own: Collection[str]) -> Iterator[str]:
+    """The topmost entries that are none of these files, nor folders that lead to one. Saves' own files are left out."""
+    folders = {name[:at] for name in own for at in range(len(name)) if name[at] == "/"}
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        for entry in storage.list(folder):
+            name = f"{folder}/{entry}" if folder else entry
+            if name in folders and _is_folder(storage, name):
+                waiting.append(name)
+            elif name not in own and not (not folder and entry.startswith(OURS)):
+                yield name
+
+
+def _is_folder(storage: Storage, name: str) -> bool:
+    """Links are foreign: what they lead to is not below the root."""
+    if storage.size(name) is not None:
+        return False
+    try:
+        storage.list(name)
+    except CorruptCheckpoint:
+        return False
+    return True
+
+
+def refuse_collisions(location: str, foreign: Iterable[str], names: Collection[str]) -> None:
+    """StorageError if a save that writes these top-level names would meet foreign entries."""
+    met = sorted(name for name in foreign if name.partition("/")[0] in names)
+    if met:
+        raise StorageError(
+            f"cannot save to {location}: {some(met, 10, ', ')} would be written by this save, and belong"
+            f"{'s' if len(met) == 1 else ''} to no complete checkpoint: rename or move away what is yours, remove what "
+            "a failed save of another program left, or save elsewhere. Nothing was changed"
+        )
