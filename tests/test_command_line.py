@@ -252,7 +252,7 @@ def test_ls_of_a_checkpoint_and_of_nothing(
     (tmp_path / "empty").mkdir()
     plain("ls", tmp_path / "empty", status=3)
     plain("ls", tmp_path / "no", status=3)
-    (checkpoint / "metadata.json").write_text("{")
+    (checkpoint / "metadata.json").write_text('{"sharded_backend": 5}')
     plain("ls", checkpoint, status=4)
 
 

@@ -190,7 +190,7 @@ def test_what_is_no_directory_is_told_from_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_damaged_step_does_not_hide_the_others(tmp_path: Path, checkpoint: Path) -> None:
     made(tmp_path, checkpoint, "step-1", "step-2")
-    (tmp_path / "step-2" / "metadata.json").write_text("{")
+    (tmp_path / "step-2" / "metadata.json").write_text('{"sharded_backend": 5}')
     steps = named(list_run(tmp_path))
     assert [step.complete for step in steps.values()] == [True, None]
     assert "metadata.json is damaged" in steps["step-2"].reason

@@ -28,11 +28,19 @@ from typing import Any
 import numpy as np
 
 from megackpt.checkpoint.columns import damaged, pack
-from megackpt.checkpoint.unpacking import Columns, Dims, SmallFiles, column_names, decode_body, parse_head
+from megackpt.checkpoint.unpacking import (
+    Columns,
+    Dims,
+    Head,
+    SmallFiles,
+    column_names,
+    decode_body,
+    parse_head,
+)
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import DIGEST_SIZE, ITEMSIZE, Manifest, TensorEntry, TensorMeta
-from megackpt.runtime.storage import digest
+from megackpt.runtime.storage import Storage, digest, read_dense
 
 INDEX = "megackpt.index"
 VERSION = 1
@@ -105,6 +113,25 @@ def head_length(start: bytes) -> int:
     if version != VERSION:
         raise BackendError(f"version {version} of the index is too new: this release reads up to {VERSION}")
     return START + int(length)
+
+
+def read_head(storage: Storage) -> Head | None:
+    """The head of the index in this directory, without the rest; None where there is no index.
+
+    CorruptCheckpoint if it is damaged, BackendError if it is of a version that this release does not know.
+    """
+    try:
+        reader = storage.open(INDEX)
+    except FileNotFoundError:
+        return None
+    with reader:
+        start = bytearray(min(START, reader.size))
+        reader.read_into(0, [memoryview(start)])
+        length = head_length(bytes(start)) - START
+        if START + length > reader.size:
+            raise CorruptCheckpoint(f"{storage.location}/{INDEX} is truncated")
+        head = read_dense(reader, START, length, f"the head of {storage.location}/{INDEX}")
+        return parse_head(bytes(head))
 
 
 def _axes(tensors: Sequence[TensorEntry]) -> int:

@@ -14,10 +14,9 @@ import numpy as np
 
 from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
-from megackpt.checkpoint.index import INDEX, START, decode_index, head_length
+from megackpt.checkpoint.index import INDEX, decode_index, read_head
 from megackpt.checkpoint.marker import LOCK, PREFIX, markers, parsed, siblings
 from megackpt.checkpoint.records import Committed, read_record
-from megackpt.checkpoint.unpacking import parse_head
 from megackpt.errors import (
     BackendError,
     CheckpointingException,
@@ -27,15 +26,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import (
-    BucketStorage,
-    LocalStorage,
-    SingleFile,
-    Storage,
-    digest,
-    is_url,
-    read_dense,
-)
+from megackpt.runtime.storage import BucketStorage, LocalStorage, SingleFile, Storage, digest, is_url
 from megackpt.strategies import Strategy
 
 Directory = str | os.PathLike[str]
@@ -64,7 +55,7 @@ def absolute(directory: Directory) -> str:
         raise StorageError(f"{path!r} names no directory (the current one is '.')")
     if is_url(path):
         return BucketStorage(path).location
-    if path == "~" or path.startswith("~/"):
+    if path.startswith("~") and (path[1:2] in ("", "/") or os.path.expanduser(path) != path):
         raise StorageError(
             f"{path!r}: shells expand the ~, Python does not: give os.path.expanduser({path!r})"
         )
@@ -385,15 +376,5 @@ def _save_id(storage: Storage) -> str:
     """The id in the commit record or the index's head, or empty where there is neither."""
     if isinstance(storage, Committed):
         return storage.record.save_id
-    try:
-        reader = storage.open(INDEX)
-    except FileNotFoundError:
-        return ""
-    with reader:
-        start = bytearray(min(START, reader.size))
-        reader.read_into(0, [memoryview(start)])
-        length = head_length(bytes(start)) - START
-        if START + length > reader.size:
-            raise CorruptCheckpoint(f"{storage.location}/{INDEX} is truncated")
-        head = read_dense(reader, START, length, f"the head of {storage.location}/{INDEX}")
-        return parse_head(bytes(head)).save_id
+    head = read_head(storage)
+    return "" if head is None else head.save_id

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
-from megackpt.checkpoint.index import INDEX, MAGIC, decode_index
+from megackpt.checkpoint.index import INDEX, MAGIC, decode_index, read_head
 from megackpt.checkpoint.marker import PREFIX, markers
 from megackpt.checkpoint.opening import by_its_own_account
 from megackpt.checkpoint.unpacking import SmallFiles
@@ -110,6 +110,20 @@ def _backend_of(manifest: Manifest) -> Backend | None:
         return strategies.reader_of(*manifest.backend)
     except BackendError:  # a plug-in that is not installed: the index names the files
         return None
+
+
+def find_format(storage: Storage) -> Backend:
+    """As ``strategies.find_backend``; where files beside the checkpoint look like another's, its index decides.
+
+    Raises NotACheckpoint, BackendError, and CorruptCheckpoint.
+    """
+    try:
+        return strategies.find_backend(storage)
+    except BackendError:
+        head = read_head(storage)
+        if head is None:
+            raise
+        return strategies.reader_of(*head.backend)
 
 
 def files_of(

@@ -18,6 +18,7 @@ from megackpt import strategies
 from megackpt.checkpoint import absolute, as_read_by, find_storage
 from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.marker import PREFIX
+from megackpt.checkpoint.ownership import find_format
 from megackpt.checkpoint.records import RECORD
 from megackpt.errors import CheckpointingException, NotACheckpoint
 from megackpt.runtime.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
@@ -250,14 +251,14 @@ def _looked_at(path: str, step: Step) -> tuple[Step, Storage | None]:
         config = strategies.read_config(storage)
         if config is not None:
             step = replace(step, format=config.sharded_backend, version=config.sharded_backend_version)
-        backend = strategies.find_backend(storage)
+        backend = find_format(storage)
     except FileNotFoundError:
         return replace(step, complete=False, reason="it was removed at this very moment"), None
     except CheckpointingException as error:
         known = False if isinstance(error, NotACheckpoint) else None
         step = replace(step, complete=known, reason=_short(error, path))
         return (step, storage) if known is None else _incomplete(path, step)
-    if config is None:
+    if (config.sharded_backend if config else "") != backend.name:
         step = replace(step, format=backend.name, version=backend.version)
     return step, as_read_by(backend, storage)
 

@@ -565,12 +565,14 @@ def test_the_files_beside(tmp_path: Path) -> None:
     (beside / "config.json").write_text(json.dumps(told))
     arguments = (tmp_path / "training", tmp_path / "out", {"a": "a"}, beside)
     for cast, dtype in ((None, "float32"), ("fp16", "float16")):
+        before = (tmp_path / "out/config.json").read_bytes()
+        with pytest.raises(StorageError, match=r"config\.json would be written by this save"):
+            export_huggingface(*arguments, cast=cast, overwrite=True)
+        assert (tmp_path / "out/config.json").read_bytes() == before
+        (tmp_path / "out/config.json").unlink()
         export_huggingface(*arguments, cast=cast, overwrite=True)
         assert json.loads((tmp_path / "out/config.json").read_text()) == told | {"dtype": dtype}
-    kept = {name for name in files_in(tmp_path / "out") if ".old" not in name}
-    assert kept == copied | {"model.safetensors", "megackpt.index"}
-    moved = files_in(tmp_path / "out") - kept
-    assert {name.split(".old")[0] for name in moved} == {"config.json"}, "what is the same stands there once"
+    assert files_in(tmp_path / "out") == copied | {"model.safetensors", "megackpt.index"}
     (beside / "modules.json").write_text('[{"path": "0_Transformer"}]')
     with pytest.raises(StorageError, match="the model is in a folder of its own"):
         export_huggingface(*arguments, overwrite=True)
@@ -581,7 +583,7 @@ def files_in(folder: Path) -> set[str]:
 
 
 def test_an_export_that_fails_touches_no_file_of_others(tmp_path: Path) -> None:
-    """Nor does one that meets another; one that is done has moved them aside."""
+    """Nor does one that meets another."""
     training, out = tmp_path / "training", tmp_path / "out"
     megackpt.save({"a": shard("a", torch.zeros(4))}, training)
     out.mkdir()
@@ -606,9 +608,13 @@ def test_an_export_that_fails_touches_no_file_of_others(tmp_path: Path) -> None:
         with pytest.raises(SaveInProgress):
             export({"who": "the second"})
 
+    with pytest.raises(StorageError, match=r"config\.json would be written by this save"):
+        export({"who": "the first"})
+    assert files_in(tmp_path) == before
+    assert (out / "config.json").read_text() == "mine"
+    (out / "config.json").unlink()
     export({"who": "the first"}, progress=another)
     assert json.loads((out / "config.json").read_text()) == {"who": "the first"}
-    assert (out / "config.json.old").read_text() == "mine"
 
 
 def test_what_takes_the_place_of_an_export_is_complete_at_once(
@@ -636,10 +642,13 @@ def test_what_takes_the_place_of_an_export_is_complete_at_once(
     assert len(seen) == 1
     assert seen[0] > first, "and the marker"
     (out / folder.name / "mine").write_text("mine")
-    assert export() == first | {f"{folder.name}.old/mine", f"{folder.name}.old/tool.jinja"}
-    shutil.rmtree(out / folder.name)
-    (out / folder.name).write_text("a file")
-    assert f"{folder.name}.old" in export()
+    for _ in range(2):
+        with pytest.raises(StorageError, match=f"{folder.name} would be written by this save"):
+            export()
+        shutil.rmtree(out / folder.name)
+        (out / folder.name).write_text("a file")
+    (out / folder.name).unlink()
+    assert export() == first
 
 
 def test_exports_that_cannot_be_are_refused_before_they_begin(tmp_path: Path) -> None:

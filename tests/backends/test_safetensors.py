@@ -27,7 +27,7 @@ from megackpt.backends.safetensors import INDEX, Safetensors
 from megackpt.backends.safetensors.headers import DTYPES, arranged
 from megackpt.checkpoint import verify
 from megackpt.converter import convert
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, StorageError
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
 from megackpt.runtime.storage import LocalStorage, SingleFile
 from megackpt.testing import BackendSuite, ThreadedGroup, Whole, World
@@ -293,20 +293,25 @@ def test_of_one_file_and_indices_that_is_taken_which_transformers_takes(tmp_path
     same(load_plain_tensors(tmp_path / "c"), tensors())
     save_file({"w": torch.ones(2)}, tmp_path / "c/model.safetensors")
     same(load_plain_tensors(tmp_path / "c"), {"w": torch.ones(2)})
-    save(whole(tensors()), tmp_path / "c", Safetensors(shards=2))
-    same(load_plain_tensors(tmp_path / "c"), tensors())
+    with pytest.raises(StorageError, match=r"model\.safetensors would be written by this save"):
+        save(whole(tensors()), tmp_path / "c", Safetensors(shards=2))
+    same(load_plain_tensors(tmp_path / "c"), {"w": torch.ones(2)})
 
 
 @pytest.mark.parametrize("stray", ["model.safetensors", INDEX])
-def test_what_would_be_taken_for_the_checkpoint_is_moved_away(tmp_path: Path, stray: str) -> None:
-    """Of a clone without its large files, or a download that was cut off."""
+def test_what_would_be_taken_for_the_checkpoint_is_refused(tmp_path: Path, stray: str) -> None:
+    """Of a clone without its large files, or a download that was cut off. Beside one file no index is looked at."""
     for shards in (1, 2):
         folder = tmp_path / f"{shards}"
         folder.mkdir()
         (folder / stray).write_text("version https://git-lfs.github.com/spec/v1\n")
-        save(whole(tensors()), folder, Safetensors(shards=shards))
-        same(load_plain_tensors(folder), tensors())
-        assert (folder / f"{stray}.old").read_text().startswith("version https://git-lfs")
+        if (shards, stray) == (1, INDEX):
+            save(whole(tensors()), folder, Safetensors(shards=shards))
+            same(load_plain_tensors(folder), tensors())
+        else:
+            with pytest.raises(StorageError, match=f"{stray} would be written by this save"):
+                save(whole(tensors()), folder, Safetensors(shards=shards))
+        assert (folder / stray).read_text().startswith("version https://git-lfs")
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

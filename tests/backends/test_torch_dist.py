@@ -426,8 +426,11 @@ class TestForeign:
         assert backend.recognises(root)
         root.put("metadata.json", b'{"sharded_backend": "zarr"}')
         assert not backend.recognises(root)
-        root.put("metadata.json", b"[" * 100_000)
+        root.put("metadata.json", b'{"sharded_backend": 5}')
         assert not backend.recognises(root)
+        for text in (b"[" * 100_000, b"[]", b'{"title": "my data"}', b" " * (2 << 20)):  # another program's
+            root.put("metadata.json", text)
+            assert backend.recognises(root)
 
 
 class _System:

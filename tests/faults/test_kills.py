@@ -18,7 +18,15 @@ import megackpt
 pytestmark = pytest.mark.slow
 
 OLD, NEW, NEXT = 1, 2, 3
-NOTES = "what somebody else has put there"
+FOREIGN = {
+    "notes.txt": "what somebody else has put there",
+    "integrity.json": '{"checked": "yesterday"}',
+    "pytorch_model.bin": "no archive",
+    "reference.safetensors": "no tensors",
+    "dataset/.zarray": '{"zarr_format": 2}',
+    "dataset/README": "how it was measured",
+}
+"""Of which some look as if they belonged to a checkpoint."""
 FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
 MAIN = FORMATS[:2]
 
@@ -41,7 +49,7 @@ class Killing:
         megackpt.save(self.states.declared(NEXT), self.folder / "clean", self.format)
         self.expected = _files(self.folder / "clean")
         if self.before != "nothing":
-            self.expected.add("notes.txt")
+            self.expected.update(FOREIGN)
 
     @property
     def overwrites(self) -> bool:
@@ -53,8 +61,9 @@ class Killing:
         if self.before == "without index":
             (where / "megackpt.index").unlink()
         if self.before != "nothing":
-            where.mkdir(exist_ok=True)
-            (where / "notes.txt").write_text(NOTES)
+            for name, text in FOREIGN.items():
+                (where / name).parent.mkdir(parents=True, exist_ok=True)
+                (where / name).write_text(text)
 
     def order(self, where: Path, **more: Any) -> Any:
         told = self.options | more
@@ -76,6 +85,7 @@ class Killing:
     def at(self, point: int, *, name: str = "", **more: Any) -> str:
         """Kill one save; what a reader then finds. The next save must clear up."""
         where = self.place(name or str(point))
+        foreign = _inodes(where) if self.before != "nothing" else {}
         outcome = self.jobs(self.order(where, at=point, **more))
         found = self.states.seen(where)
         told = (point, more, outcome, found)
@@ -92,11 +102,16 @@ class Killing:
         assert _files(where) == self.expected, told
         assert os.listdir(where.parent) == ["ckpt"], told
         if self.before != "nothing":
-            assert (where / "notes.txt").read_text() == NOTES, told
+            assert _inodes(where) == foreign, told
+            assert all((where / name).read_text() == text for name, text in FOREIGN.items()), told
         shutil.rmtree(where.parent)
         if not outcome.died:
             return "alive"
         return "old" if found == OLD else "new" if found == NEW else "none"
+
+
+def _inodes(where: Path) -> dict[str, int]:
+    return {name: (where / name).stat().st_ino for name in FOREIGN}
 
 
 def _files(where: Path) -> set[str]:
