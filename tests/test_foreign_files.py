@@ -29,7 +29,7 @@ from tests.buckets import Bucket
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
-REFUSED = "would be written by this save"
+REFUSED = "would collide with this save"
 LOOKALIKES = {
     "notes.txt": b"mine",
     "integrity.json": b'{"checked": "yesterday"}',

@@ -93,7 +93,7 @@ def test_a_foreign_file_with_a_name_of_the_new_checkpoint(tmp_path, saves):
     where = tmp_path / "ckpt"
     where.mkdir()
     (where / "rank0.bin").write_text("precious")
-    with pytest.raises(StorageError, match=r"rank0\.bin would be written by this save"):
+    with pytest.raises(StorageError, match=r"rank0\.bin would collide with this save"):
         saves.save(where, 1)
     assert entries(where) == {"rank0.bin"}
     assert (where / "rank0.bin").read_text() == "precious"
@@ -107,7 +107,7 @@ def test_a_small_file_that_others_put_there_meanwhile(tmp_path, saves):
             (tmp_path / "c/metadata.json").write_text("mine")
             return super().finish(root, manifest)
 
-    with pytest.raises(StorageError, match=r"metadata\.json would be written by this save"):
+    with pytest.raises(StorageError, match=r"metadata\.json would collide with this save"):
         saves.save(tmp_path / "c", 1, backend=Slow())
     assert entries(tmp_path / "c") == {"metadata.json"}
     assert (tmp_path / "c/metadata.json").read_text() == "mine"

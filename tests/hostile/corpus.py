@@ -654,6 +654,8 @@ for _name, _change in {
 }.items():
     add(f"an index with {_name}", "ours", partial(lambda change, p: p.index(change), _change),
         r"megackpt\.index|head|nothing|version")  # fmt: skip
+add("an index of writers of number 2^30", "ours", lambda p: p.index(
+    lambda h: h["columns"].update(writer=[h["columns"]["writer"][0], 0, 1 << 30, 1, 0])))  # fmt: skip
 
 # Documents ----------------------------------------------------------------------------------------------------------
 
@@ -684,7 +686,9 @@ _number = 0
 for _kind, _file in _DOCUMENTS.items():
     for _name, _text in _TEXTS.items():
         _number += 1
-        add(f"{_file} of {_name}", _kind, partial(lambda file, data, p: p.put(file, data), _file, _text), ".",
+        # A metadata.json that names no format is another program's, and hides no .metadata.
+        _tells = "" if _kind == "dcp" and _name != "NaN" else "."
+        add(f"{_file} of {_name}", _kind, partial(lambda file, data, p: p.put(file, data), _file, _text), _tells,
             long=_number % 2 != 0)  # fmt: skip
 for _name, _spoil in {
     "of no format": config(sharded_backend="os"),
@@ -871,7 +875,7 @@ def hole(name: str, size: int = 1 << 40) -> Callable[[Place], None]:
 for _kind, _name, _tells in (
     ("dcp", ".metadata", r"\.metadata"),
     ("dcp", "common.pt", r"common\.pt"),
-    ("dcp", "metadata.json", r"metadata\.json"),
+    ("dcp", "metadata.json", ""),  # so large a one is another program's
     ("dcp", "__0_0.distcp", ""),  # what is behind the records nobody asks for
     ("ours", "megackpt.index", r"megackpt\.index"),
     ("ours", "common.pt", ""),  # the index says how much of it counts
