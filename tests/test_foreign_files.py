@@ -8,7 +8,7 @@ import resource
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
 from megackpt import AsyncCallsQueue, ShardedObject, ShardedTensor
+from megackpt.converter import convert
 from megackpt.dcp import FileSystemWriter
 from megackpt.errors import CheckpointingException, NotACheckpoint, StorageError
 from megackpt.manager import CheckpointManager
@@ -423,6 +424,35 @@ def test_an_index_that_claims_many_writers(tmp_path: Path, form: str) -> None:
         with little_memory(256 << 20):
             manager.save(2, state(2))
         assert not first.exists()
+
+
+def test_an_index_that_claims_a_huge_cell(tmp_path: Path) -> None:
+    megackpt.save({"w": state(1)["w"]}, tmp_path / "c", "zarr")
+    changed_index(tmp_path / "c", lambda head: head["columns"].update(grid_dim=[2, 0, 1 << 61, 1, 0]))
+    with little_memory(256 << 20), suppress(CheckpointingException):
+        convert(tmp_path / "c", tmp_path / "d", "torch_dist", workers=1)
+
+
+def test_what_an_export_would_write_alike_stays(tmp_path: Path) -> None:
+    megackpt.save(state(1), tmp_path / "source")
+    files = {"config.json": b"{}", "templates/a.jinja": b"a"}
+    put(tmp_path / "c", files)
+    before = kept(tmp_path / "c")
+    for _ in range(2):
+        convert(tmp_path / "source", tmp_path / "c", "safetensors", beside=files, overwrite=True)
+        assert before.items() <= kept(tmp_path / "c").items()
+    (tmp_path / "c/config.json").write_bytes(b"mine")
+    before = kept(tmp_path / "c")
+    with pytest.raises(StorageError, match=rf"config\.json {REFUSED}"):
+        convert(tmp_path / "source", tmp_path / "c", "safetensors", beside=files, overwrite=True)
+    assert kept(tmp_path / "c") == before
+
+
+def test_a_file_that_cannot_get_its_name_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
+    with CheckpointManager(tmp_path) as manager, suppress(CheckpointingException):
+        manager.save(1, state(1))
+    assert not list(tmp_path.glob(".megackpt-put-*"))
 
 
 def test_objects_of_others_in_a_bucket_stay(tmp_path: Path, bucket: Bucket) -> None:

@@ -259,9 +259,15 @@ def _differs_from_previous(boxes: Boxes, order: Int64) -> NDArray[np.bool_]:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of a positive number that is at most ``limit`` (at least 1)."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return max(n for n in (*small, *(number // n for n in small)) if n <= limit)
+    """The largest divisor of a positive number that is at most ``limit`` (at least 1).
+
+    Takes at most ``limit`` steps, because the number may come from a file.
+    """
+    root = math.isqrt(number)
+    least = max(1, -(-number // limit))  # times this, the largest divisor that is allowed gives the number
+    large = (number // n for n in range(least, root + 1) if number % n == 0)
+    small = (n for n in range(min(limit, root), 0, -1) if number % n == 0)
+    return next(large, 0) or next(small)
 
 
 def regular_grids(boxes: Boxes, bounds: Int64, whole: Int64) -> tuple[Int64, NDArray[np.bool_]]:

@@ -84,7 +84,8 @@ def save(
         ShardingError, CoverageError: declarations that contradict themselves or each other, or a common state
             that holds 2 GiB of tensors.
         CheckpointExists, SaveInProgress: the directory is taken.
-        StorageError: the disk refused.
+        StorageError: the disk refused, or files that belong to no checkpoint have names which this save uses.
+        CorruptCheckpoint: a damaged checkpoint is there, and which files belong to it cannot be told.
         RankFailure: other ranks failed or did not answer in time.
     """
     if common_strategy is not None:

@@ -23,7 +23,7 @@ FOREIGN = {
     "integrity.json": '{"checked": "yesterday"}',
     "pytorch_model.bin": "no archive",
     "reference.safetensors": "no tensors",
-    "dataset/.zarray": '{"zarr_format": 2}',
+    "dataset/zarr.json": '{"zarr_format": 3}',
     "dataset/README": "how it was measured",
 }
 """Of which some look as if they belonged to a checkpoint."""
@@ -215,7 +215,7 @@ def test_two_ranks_of_an_asynchronous_save(killing, note, name, victims) -> None
     ("name", "before", "options"),
     [(name, before, {}) for name in FORMATS for before in ("nothing", "checkpoint")]
     + [(name, "checkpoint", NO_EXCHANGE) for name in MAIN]
-    + [("torch_dist", "foreign", {}), ("torch_dist", "without index", {})],
+    + [*((name, "foreign", {}) for name in FORMATS), ("torch_dist", "without index", {})],
 )
 def test_one_rank_at_every_call(killing, note, name, before, options) -> None:
     kind = f"1 rank, {before}{', no exchange' if options else ''}"
