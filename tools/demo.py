@@ -259,7 +259,7 @@ def stock_dcp() -> None:
     source = checkpoint(HANDED_ON)
     stored = FileSystemReader(source).read_metadata().state_dict_metadata
     tensors = {
-        key: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        key: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="cpu")
         for key, tensor in stored.items()
         if isinstance(tensor, TensorStorageMetadata)
     }

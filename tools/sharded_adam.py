@@ -27,7 +27,7 @@ class ShardedAdam(torch.optim.Adam):
     ) -> None:
         self.params, self.group, self.ranges = list(params), group, dict[int, slice]()
         length = -(-sum(p.numel() for p in self.params) // ranks)
-        self.buffer = torch.zeros(length * ranks)
+        self.buffer = torch.zeros(length * ranks, device="cpu")
         self.parts = self.buffer.view(ranks, length).unbind()
         self.mine = self.parts[rank]
         place, shards = 0, []
@@ -41,7 +41,7 @@ class ShardedAdam(torch.optim.Adam):
         super().__init__(shards, lr=lr)
         for shard in shards:  # Adam makes these in its first step; a load needs them before
             moments = {"exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
-            self.state[shard] = {"step": torch.tensor(0.0), **moments}
+            self.state[shard] = {"step": torch.tensor(0.0, device="cpu"), **moments}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for p in self.params:

@@ -76,7 +76,9 @@ class Trainer:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.options = options
         rows = max(1, (options.mib << 20) // (4 * SIDE))
-        self.weights = [torch.randn(min(SIDE, rows - start), SIDE) for start in range(0, rows, SIDE)]
+        self.weights = [
+            torch.randn(min(SIDE, rows - start), SIDE, device="cpu") for start in range(0, rows, SIDE)
+        ]
         self.spans: list[Span] = []
         self.way = ""
         self.began = 0.0
@@ -108,7 +110,7 @@ class Trainer:
     def step(self) -> None:
         """Forwards through all matrices, an update in place, and a sum over the ranks."""
         with self.noted(STEP):
-            x = torch.ones(BATCH, SIDE)
+            x = torch.ones(BATCH, SIDE, device="cpu")
             for weight in self.weights:
                 x = torch.tanh(x[:, : weight.shape[0]] @ weight)
                 weight.mul_(0.999)

@@ -86,7 +86,7 @@ def join(tp: int, pp: int) -> Grid:
         return Grid()
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), torch.arange(world).view(pp, dp, tp)
+    rank, ranks = dist.get_rank(), torch.arange(world, device="cpu").view(pp, dp, tp)
 
     def group(rows: Tensor) -> Group:  # every rank has to make every group
         groups = [(row, dist.new_group(row)) for row in rows.tolist() if len(row) > 1]
@@ -133,7 +133,7 @@ def leave(x: Tensor, grid: Grid) -> Tensor:
 def draw(name: str, *shape: int, std: float = 0.02) -> Tensor:
     """First values of a whole weight. They depend on its name and the seed, never on who asks."""
     generator = torch.Generator().manual_seed(torch.initial_seed() ^ zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator) * std
+    return torch.randn(shape, generator=generator, device="cpu") * std
 
 
 def declare_swiglu(key: str, x: Tensor, grid: Grid, offsets: Offsets) -> ShardedTensorFactory:
@@ -286,10 +286,11 @@ class Trainer:
 
     def forward_backward(self, tokens: Tensor) -> Tensor:
         """All microbatches forward through the pipeline, then all backward. Returns the mean loss."""
-        grid, total, walks = self.grid, torch.zeros(()), []
+        grid, total, walks = self.grid, torch.zeros((), device="cpu"), []
         for piece in tokens.chunk(self.config.microbatches):
-            x = None if grid.first else torch.empty(len(piece), self.config.context, self.config.width)
-            if x is not None:
+            x = None
+            if not grid.first:
+                x = torch.empty(len(piece), self.config.context, self.config.width, device="cpu")
                 dist.recv(x, grid.stage(-1))
                 x.requires_grad_()
             y = self.stage(piece, x)

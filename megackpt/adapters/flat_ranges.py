@@ -75,7 +75,8 @@ def flattened(
     def merge(pieces: list[torch.Tensor]) -> Any:
         if not (data is None or data.is_meta) or not pieces or pieces[0] is data:
             return data
-        whole = torch.zeros(flat_range.stop - flat_range.start, dtype=pieces[0].dtype)
+        length = flat_range.stop - flat_range.start
+        whole = torch.zeros(length, dtype=pieces[0].dtype, device=pieces[0].device)
         for begin, piece in zip(begins, pieces, strict=False):
             whole[begin : begin + piece.numel()] = piece.reshape(-1)
         return whole
@@ -180,7 +181,7 @@ def _stretches(param: ShardedParam) -> Iterator[tuple[ShardedTensor, int, int, i
         _refuse_many(param.key, sum(math.prod(view.shape[: _row(view)[0]]) for view in views))
         found = [_of_view(view) for view in views]
     else:
-        numbers = torch.arange(blank.numel()).view(blank.shape)
+        numbers = torch.arange(blank.numel(), device="cpu").view(blank.shape)
         found = _of_copies(param.key, built(replace(param, data=numbers)), numbers)
     _refuse_many(param.key, sum(len(starts) for starts, _ in found))
     for piece, (starts, lengths) in zip(pieces, found, strict=True):

@@ -177,7 +177,7 @@ def _group_number(
 
     def build(key: str, _data: Any, replica_id: ReplicaId, _: slice | None) -> ShardedTensorFactory:
         named = replace(param, key=key, replica_id=replica_id)
-        number = torch.tensor(group)  # anew: a load fills it
+        number = torch.tensor(group, device="cpu")  # anew: a load fills it
         return _once_for_each(named, number, flat_range, lambda _, stored: tell({int(i) for i in stored}))
 
     key = f"optimizer.param_group.{param.key}"

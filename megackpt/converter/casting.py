@@ -20,7 +20,7 @@ def cast(array: NDArray[Any], stored: str, wanted: str) -> tuple[NDArray[Any], i
     source: torch.dtype = getattr(torch, stored)
     target: torch.dtype = getattr(torch, wanted)
     values = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).view(source)
-    result = torch.empty(values.numel(), dtype=target)
+    result = torch.empty(values.numel(), dtype=target, device="cpu")
     most = torch.finfo(target).max
     beyond = 0
     for start in range(0, values.numel(), _STEP):

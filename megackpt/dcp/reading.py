@@ -207,7 +207,10 @@ class _Into:
                 item = self._items[target]
                 stored, holder = self._stored[target], Boxes.of([self._boxes[target]])
                 is_own = item.dest_index.fqn in self._own
-                kept = resolved(self._planner, item) if is_own else torch.empty(item.lengths, dtype=stored)
+                if is_own:
+                    kept = resolved(self._planner, item)
+                else:
+                    kept = torch.empty(item.lengths, dtype=stored, device="cpu")
                 self._landings[target] = kept, is_own, Landing([kept], holder, [stored], {})
             return self._landings[target][2]
 

@@ -125,7 +125,7 @@ def destination(shard: ShardedTensor) -> torch.Tensor:
     tensor = shard.data
     if tensor is None or tensor.is_meta:
         try:
-            tensor = torch.empty(shard.local_shape, dtype=shard.dtype)
+            tensor = torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
         except RuntimeError as error:
             raise CheckpointingException(
                 f"there is no memory for {shard.key!r}, {tuple(shard.local_shape)} of {shard.dtype}"

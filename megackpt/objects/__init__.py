@@ -14,7 +14,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megackpt.errors import CorruptCheckpoint, UntrustedClass
+from megackpt.errors import CheckpointingException, CorruptCheckpoint, UntrustedClass
 from megackpt.objects import standins
 from megackpt.objects.archive import Archive
 from megackpt.objects.machine import Find, Machine, Persistent, Rule
@@ -74,7 +74,8 @@ def load(
     Raises:
         UntrustedClass: the blob names any other class or function. Nothing of it was run.
         CorruptCheckpoint: the blob is damaged, or built to exhaust time or memory.
-        Both begin with ``where``.
+        CheckpointingException: torch, or a trusted class, refuses what the blob describes.
+        All begin with ``where``.
     """
     try:
         return _Blob(data, finder(trusted, stand_ins)).load()
@@ -82,6 +83,10 @@ def load(
         raise UntrustedClass(f"{where}: {error}" if where else str(error)) from None
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"{where}: {error}" if where else str(error)) from error
+    except RuntimeError as error:  # of torch's, or of a trusted class: it need not be the file's fault
+        raise CheckpointingException(
+            f"{where}: an object cannot be made here: {type(error).__name__}: {error}"
+        ) from error
 
 
 def finder(trusted: Sequence[Any] = (), stand_ins: bool = False) -> Find:
@@ -176,7 +181,7 @@ class _Blob:
         octets = (
             torch.frombuffer(bytearray(content), dtype=torch.uint8)
             if content
-            else torch.empty(0, dtype=torch.uint8)
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         storage = torch.TypedStorage(  # type: ignore[no-untyped-call]
             wrap_storage=octets.untyped_storage(), dtype=dtype, _internal=True

@@ -11,6 +11,7 @@ import collections
 import datetime as dt
 import decimal
 import io
+import math
 import pathlib
 import signal
 import types
@@ -27,6 +28,8 @@ from megackpt.objects.standins import StandIn, StandInClass
 
 _INERT = ("megatron.",)
 """Packages whose classes are known to stand in Megatron's checkpoints."""
+
+_LARGEST = 1 << 62  # sizes, strides and numbers of elements with which torch does not overflow
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -167,18 +170,25 @@ def _layout(name: str) -> torch.layout:
 
 
 def _sparse(layout: torch.layout, data: Any) -> torch.Tensor:
-    if layout is torch.sparse_coo:
-        indices, values, size, *coalesced = data
-        tensor = torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
-        return tensor._coalesced_(True) if coalesced and coalesced[0] is True else tensor
-    compressed, plain, values, size = data
-    return torch.sparse_compressed_tensor(
-        compressed, plain, values, size, layout=layout, check_invariants=True
-    )
+    try:
+        if layout is torch.sparse_coo:
+            indices, values, size, *coalesced = data
+            tensor = torch.sparse_coo_tensor(
+                indices, values, size, device=values.device, check_invariants=True
+            )
+            return tensor._coalesced_(True) if coalesced and coalesced[0] is True else tensor
+        compressed, plain, values, size = data
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, size, layout=layout, device=values.device, check_invariants=True
+        )
+    except RuntimeError as error:  # the invariants: indices that are out of bounds, or not in order
+        raise CorruptCheckpoint(f"a sparse tensor contradicts itself: {error}") from error
 
 
 def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any) -> Any:  # noqa: ARG001 - torch's order
-    return torch.nn.Parameter(data, requires_grad=bool(requires_grad))
+    if not isinstance(data, torch.Tensor):
+        raise CorruptCheckpoint("a Parameter is made of something that is no tensor")
+    return torch.nn.Parameter(data, requires_grad=_may_require_grad(data, bool(requires_grad)))
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
@@ -186,25 +196,32 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> to
     if not isinstance(storage, torch.TypedStorage):
         raise CorruptCheckpoint("a tensor is made on something that is no storage")
     dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
-    reach = (
-        offset
-        if 0 in size
-        else offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    )
+    size, stride = tuple(size), tuple(stride)
+    if len(size) != len(stride) or not all(
+        type(n) is int and 0 <= n < _LARGEST for n in (offset, *size, *stride)
+    ):
+        raise CorruptCheckpoint(f"a tensor has the shape {size}, the strides {stride}, the offset {offset!r}")
+    if math.prod(max(n, 1) for n in size) >= _LARGEST:
+        raise CorruptCheckpoint(f"a tensor has the shape {size}, which is too large")
+    last = 0 if 0 in size else sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
     # An empty storage would grow.
-    if offset < 0 or reach * dtype.itemsize > storage._untyped_storage.nbytes():
+    if (offset + last) * dtype.itemsize > storage._untyped_storage.nbytes():
         raise CorruptCheckpoint("a tensor reaches beyond its storage")
-    flat = torch.empty(0, dtype=dtype)
-    try:
-        tensor = flat.set_(storage._untyped_storage, offset, tuple(size), tuple(stride))
-    except RuntimeError as error:
-        raise CorruptCheckpoint(f"a tensor reaches beyond its storage: {error}") from error
+    # All that can be wrong with the file has been examined: what torch refuses now is no damage.
+    flat = torch.empty(0, dtype=dtype, device="cpu")
+    tensor = flat.set_(storage._untyped_storage, offset, size, stride)
     lazily = rest[-1] if len(rest) > 2 and type(rest[-1]) is dict else {}
     if lazily.get("conj") is True and tensor.is_complex():
         tensor = tensor.conj()
-    if lazily.get("neg") is True:
+    if lazily.get("neg") is True and dtype != torch.bool:
         tensor = tensor.neg()
-    return tensor.requires_grad_(bool(rest and rest[0]))
+    return tensor.requires_grad_(_may_require_grad(tensor, bool(rest and rest[0])))
+
+
+def _may_require_grad(tensor: Any, wanted: bool) -> bool:
+    if wanted and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise CorruptCheckpoint(f"a tensor of {tensor.dtype} requires a gradient, which it cannot have")
+    return wanted
 
 
 def _types() -> dict[str, Rule]:

@@ -124,7 +124,7 @@ class Machine:
             raise CorruptCheckpoint(
                 f"unknown pickle opcode or memo entry {error} at byte {self._at}"
             ) from error
-        except (IndexError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        except (IndexError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise CorruptCheckpoint(f"a pickle is damaged at byte {self._at}: {error}") from error
         except MemoryError as error:
             raise CorruptCheckpoint(

@@ -11,7 +11,7 @@ import torch
 
 from megackpt import events, objects, tree
 from megackpt.adapters.param_groups import HeldGroup
-from megackpt.errors import CorruptCheckpoint, ShardingError, some
+from megackpt.errors import CheckpointingException, ShardingError, some
 from megackpt.runtime.collectives.failures import name_ranks
 from megackpt.state.storable import is_distributed
 
@@ -151,7 +151,7 @@ def warn_of_untrusted(blobs: Iterable[bytes]) -> None:
     for blob in blobs:
         try:
             objects.load(blob)
-        except CorruptCheckpoint as error:
+        except CheckpointingException as error:
             logger.warning("this is saved, but will not simply load: %s", error)
 
 

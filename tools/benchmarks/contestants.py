@@ -85,7 +85,7 @@ class _Slice(torch.Tensor):
 
     @classmethod
     def of(cls, piece: Piece) -> _Slice:
-        made = torch.empty(1, 1).expand(piece.shape).as_subclass(cls)
+        made = torch.empty(1, 1, device="cpu").expand(piece.shape).as_subclass(cls)
         made.piece = piece
         return made
 

@@ -69,7 +69,8 @@ class Piece:
     def _pattern(self) -> torch.Tensor:
         first = self.offset[0] * self.data.shape[1] + self.number * 1_000_003
         count = self.data.numel()
-        return torch.arange(first, first + count, dtype=torch.int64).to(torch.int32).view(self.data.shape)
+        numbers = torch.arange(first, first + count, dtype=torch.int64, device="cpu")
+        return numbers.to(torch.int32).view(self.data.shape)
 
 
 def pieces(spec: Spec, index: int, parts: int, copy: int, *, strided: bool = False) -> list[Piece]:
@@ -80,7 +81,8 @@ def pieces(spec: Spec, index: int, parts: int, copy: int, *, strided: bool = Fal
 def _pieces(spec: Spec, index: int, parts: int, copy: int, strided: bool) -> Iterator[Piece]:
     for number, rows in enumerate(spec.rows):
         shape = rows // parts, spec.columns
-        data = torch.empty(shape[::-1]).t() if strided else torch.empty(shape)
+        memory = torch.empty(shape[::-1] if strided else shape, device="cpu")
+        data = memory.t() if strided else memory
         piece = Piece(f"layers.{number}.weight", number, data, index, parts, copy)
         piece.fill()
         yield piece

@@ -121,14 +121,14 @@ class Training:
     """
 
     def __init__(self) -> None:
-        self._a = torch.rand(256, 256)
-        self._b = torch.rand(256, 256)
-        self._gradient = torch.zeros(1 << 16)
+        self._a = torch.rand(256, 256, device="cpu")
+        self._b = torch.rand(256, 256, device="cpu")
+        self._gradient = torch.zeros(1 << 16, device="cpu")
         began, products = time.perf_counter(), 0
         while time.perf_counter() - began < STEP_SECONDS:
             self._b.copy_(self._a @ self._b).div_(self._b.norm())
             products += 1
-        counted = torch.tensor(products)
+        counted = torch.tensor(products, device="cpu")
         dist.all_reduce(counted)
         self._products = max(1, int(counted) // dist.get_world_size())
 
@@ -161,7 +161,7 @@ class Training:
 
 
 def _everywhere(done: bool) -> bool:
-    flag = torch.tensor(int(done))
+    flag = torch.tensor(int(done), device="cpu")
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
 

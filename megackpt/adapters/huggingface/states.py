@@ -107,7 +107,7 @@ class _Pieced:
         }
         data = shard.data
         if data is None or data.is_meta:
-            data = torch.empty(shard.local_shape, dtype=shard.dtype)
+            data = torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
         self.data = data.detach()
         self.whole = self.data[(*(None,) * prepended, ...)]
 

@@ -147,7 +147,7 @@ def _describe(pickle: bytes) -> Described:
 def _read_odd(root: Storage, plan: LoadPlan, parts: Parts, into: Target) -> None:
     """Regions of records that only torch can read, one record after the other."""
     order = np.argsort(plan.chunk, kind="stable")
-    number, tensor = -1, torch.empty(0)
+    number, tensor = -1, torch.empty(0, device="cpu")
     for item in plan.take(order).rows():
         current = int(plan.chunk[order[0]])
         order = order[1:]

@@ -166,7 +166,7 @@ class ProcessGroup(RankGroup):
         import torch
         import torch.distributed as dist
 
-        votes = torch.tensor(numbers, dtype=torch.int64)
+        votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
         def reduce(gloo: Any) -> None:
             options = dist.AllreduceOptions()
@@ -283,7 +283,7 @@ class ProcessGroup(RankGroup):
 def _space(size: int) -> torch.Tensor:
     import torch
 
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _parted(packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]:
