@@ -12,18 +12,26 @@ from itertools import pairwise
 import numpy as np
 
 from megackpt.planning.box import Groups, Int64, runs
-from megackpt.planning.manifest import Declarations, Int32
+from megackpt.planning.manifest import Bool, Declarations, Int32
 
 _MANY = 16  # shards given away in one turn from which on numpy is faster than a loop
 
 
-def assign(declared: Declarations, balance: bool = True, shards: Groups | None = None) -> Int64:
+def assign(
+    declared: Declarations,
+    balance: bool = True,
+    shards: Groups | None = None,
+    *,
+    any_object: bool = False,
+) -> Int64:
     """The row of ``declared`` that writes each shard that has a main replica: one row a shard, ascending.
 
-    A shard's candidates are the ranks that hold it in the domain of its main replica's rank. Without
-    ``balance`` the main replica's own rank writes. Where several main replicas are declared (which coverage
-    refuses) the first one counts. Deterministic: it depends on the declarations only. Objects weigh their
-    nominal ``nbytes``. ``shards`` is ``declared.shards()`` where the caller has it already.
+    A tensor's candidates are the ranks that hold the shard in the domain of its main replica's rank. An object is
+    written by its main replica, as copies of an object often differ (the state of a random number generator);
+    with ``any_object`` it is a shard as any other. Without ``balance`` the main replica's own rank writes
+    everything. Where several main replicas are declared (which coverage refuses) the first one counts.
+    Deterministic: it depends on the declarations only. Objects weigh their nominal ``nbytes``. ``shards`` is
+    ``declared.shards()`` where the caller has it already.
     """
     shards = declared.shards() if shards is None else shards
     rows, shard = shards.order, shards.number
@@ -32,12 +40,22 @@ def assign(declared: Declarations, balance: bool = True, shards: Groups | None =
     first = first[runs(shard[first])[:-1]]
     if not balance or len(shards) == len(rows):  # or nobody holds what another one holds
         return np.sort(rows[first])
-    holders, bounds = _candidates(declared, rows, shard, first)
+    may_differ = np.zeros(len(rows), np.bool_)
+    if not any_object:
+        is_object = np.array([entry.meta.is_object for entry in declared.tensors], np.bool_)
+        may_differ = is_object[declared.tensor[rows]]
+        may_differ[first] = False
+    holders, bounds = _candidates(declared, rows, shard, first, may_differ)
     return np.sort(holders[_balanced(declared, holders, bounds)])
 
 
-def _candidates(declared: Declarations, rows: Int64, shard: Int64, first: Int64) -> tuple[Int64, Int64]:
-    """For each shard with a main replica the rows that may write it, one a rank, and the shards' bounds."""
+def _candidates(
+    declared: Declarations, rows: Int64, shard: Int64, first: Int64, may_differ: Bool
+) -> tuple[Int64, Int64]:
+    """For each shard with a main replica the rows that may write it, one a rank, and the shards' bounds.
+
+    Rows that ``may_differ`` from their main replica (the row in ``first``) are none of them.
+    """
     rank = declared.rank[rows]
     domains = np.array(declared.domains, np.int64)
     # Declarations of a single rank have one domain, whatever the rank's number.
@@ -45,7 +63,7 @@ def _candidates(declared: Declarations, rows: Int64, shard: Int64, first: Int64)
     wanted = np.full(int(shard[-1]) + 1 if len(shard) else 0, -1, np.int64)
     wanted[shard[first]] = domain[first]
     fits = domain == wanted[shard]
-    fits[wanted[shard] < 0] = False
+    fits[(wanted[shard] < 0) | may_differ] = False
     fits = np.flatnonzero(fits)
     again = (shard[fits][1:] == shard[fits][:-1]) & (rank[fits][1:] == rank[fits][:-1])
     fits = fits[np.concatenate([[True], ~again])] if len(fits) else fits

@@ -34,7 +34,8 @@ _UNBOUNDED = 1 << 62
 class SavePolicy:
     """How a save is planned.
 
-    ``balance``: spread the writing over the holders of each shard, by bytes; otherwise main replicas write.
+    ``balance``: spread the writing of tensors over the holders of each shard, by bytes; otherwise main replicas
+    write. Objects are written by their main replicas in either case.
     ``gridded``: the format stores the cells of a regular grid, chosen here for each tensor: the shards, where they
     are such cells. Where they are not, an item is a whole cell, or a piece of one that several shards share.
     ``max_item_bytes``: cut tensors' items into pieces no larger than this (one element at the least).
@@ -168,10 +169,13 @@ def tiled(manifest: Manifest, ranks: int, thorough: bool) -> bool:
 def _writable(declared: Declarations, balance: bool) -> Int64:
     """Of each shard that a rank declares the row that it would write: as ``assign`` chooses, were it chosen."""
     shards = declared.shards()
-    if balance:
-        return np.sort(shards.first)
     main = np.flatnonzero(declared.main[shards.order])
-    return np.sort(shards.order[main[runs(shards.number[main])[:-1]]])
+    mains = shards.order[main[runs(shards.number[main])[:-1]]]
+    if not balance:
+        return np.sort(mains)
+    is_object = np.array([entry.meta.is_object for entry in declared.tensors], np.bool_)
+    tensors = shards.first[~is_object[declared.tensor[shards.first]]]
+    return np.sort(np.concatenate([tensors, mains[is_object[declared.tensor[mains]]]]))
 
 
 def _padded(grids: Sequence[Grid], width: int) -> Int64:

@@ -155,7 +155,8 @@ def _sources(plan: LoadPlan, rank: Int64, ranks: int, regions: Groups) -> Int64:
         rank.astype(np.int32),
         (0,) * ranks,
     )
-    chosen = assign(declared, shards=Groups(bundles, runs(bundle[bundles])))
+    # What is read is the same whoever reads it, objects too.
+    chosen = assign(declared, shards=Groups(bundles, runs(bundle[bundles])), any_object=True)
     reader = np.empty(len(chosen), np.int64)
     reader[bundle[chosen]] = rank[chosen]
     fits = np.flatnonzero(rank == reader[bundle])[::-1]

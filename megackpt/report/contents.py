@@ -86,9 +86,10 @@ def of_declarations(declared: Declarations, balance: bool) -> Contents:
     rows = np.concatenate(groups) if groups else np.zeros(0, np.int64)
     holding = np.unique(declared.rank)
     world = np.arange(len(declared.domains)) if len(declared.domains) > 1 else holding
+    balanced = "the least loaded holder of each box; objects by main replicas"
     return {
         "kind": "declaration",
-        "facts": [["written by", "the least loaded holder of each box" if balance else "main replicas"]],
+        "facts": [["written by", balanced if balance else "main replicas"]],
         "encoding": "raw",
         "block": 0,
         "ranks": len(np.union1d(world, holding)),

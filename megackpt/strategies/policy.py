@@ -24,7 +24,8 @@ class Strategy:
 
     ``options`` go to the backend's constructor (torch_dist: ``files_per_rank``, ``separation_hint``; zarr:
     ``compression``, ``checksum``; safetensors: ``shards``, ``max_shard_bytes``).
-    ``balance`` spreads the writing over all ranks that hold a shard; False = its main replica writes it.
+    ``balance`` spreads the writing of tensors over all ranks that hold a shard, whose copies are taken to be equal;
+    False = its main replica writes it. Objects are always written by their main replica.
     ``dedup_group`` is the torch process group within which replicas stand in for one another (None: all ranks).
     ``staging_memory`` is how many bytes of host memory an asynchronous save may take for its copy on each rank
     (None: see ``runtime.memory``); what does not fit is written before ``save`` returns. Objects and the common state
