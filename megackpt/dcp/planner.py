@@ -143,9 +143,9 @@ class SavePlanner(DefaultSavePlanner):
     ``delegates``: type -> Delegate, for values of that type and of types derived from it (the nearest wins).
     Other arguments are those of ``DefaultSavePlanner``. Equal boxes of several ranks are replicas, of which one is
     written: by the least loaded rank, or the lowest with ``dedup_save_to_lowest_rank``; an object always by the
-    lowest. Holes, overlaps and disagreements raise CoverageError, which torch brings to all ranks. A plan of one rank alone is not looked at
-    for holes: with ``no_dist`` and ``use_collectives=False`` each rank plans alone. With ``enable_plan_caching``
-    a plan is reused where everything in it is equal, dtypes too.
+    lowest. Holes, overlaps and disagreements raise CoverageError, which torch brings to all ranks. A plan of one
+    rank alone is not looked at for holes: with ``no_dist`` and ``use_collectives=False`` each rank plans alone.
+    With ``enable_plan_caching`` a plan is reused where everything in it is equal, dtypes too.
     """
 
     def __init__(self, *args: Any, delegates: Delegates | None = None, **kwargs: Any) -> None:
