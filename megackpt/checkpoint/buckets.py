@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from megackpt.checkpoint.index import INDEX, encode_index
+from megackpt.checkpoint.index import INDEX, sealed_index
 from megackpt.checkpoint.marker import LOCK, SILENCE, Heartbeat, Marker, active, logger, parsed
 from megackpt.checkpoint.ownership import is_replaceable, own_files
 from megackpt.checkpoint.place import Place
@@ -153,7 +153,7 @@ class BucketPlace(Place):
         self._ended()
 
     def fill(self, small: dict[str, bytes], manifest: Manifest, confirm: Callable[[], None]) -> None:  # noqa: ARG002
-        index = encode_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
+        index = sealed_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
         *first, last = [*small.items()] or [(INDEX, index)]
         self.storage.put_new(dict(first) | {INDEX: index} if small else {})
         for name in self._scratch:

@@ -1,4 +1,7 @@
-"""Columns of integers as bytes: few of them, decoded without a loop, never trusted unchecked."""
+"""Columns of integers as bytes: few of them, decoded without a loop, never trusted unchecked.
+
+Every number in an index lies in ``[-1, LARGEST)``.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,7 @@ import numpy as np
 
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
-
-LARGEST = 1 << 62
-"""Every number in an index lies in ``[-1, LARGEST)``, so that sums of two do not overflow."""
+from megackpt.planning.manifest import LARGEST
 
 _WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 _ROW, _PATCH = np.dtype("<u4"), np.dtype("<i8")

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from megackpt.checkpoint import buckets
-from megackpt.checkpoint.index import INDEX, encode_index
+from megackpt.checkpoint.index import INDEX, sealed_index
 from megackpt.checkpoint.marker import (
     PREFIX,
     Heartbeat,
@@ -164,7 +164,7 @@ class DirectoryPlace(Place):
 
     def fill(self, small: dict[str, bytes], manifest: Manifest, confirm: Callable[[], None]) -> None:
         self.announce(small)
-        index = encode_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
+        index = sealed_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
         ordered = list(small.items())
         ordered.insert(max(len(ordered) - 1, 0), (INDEX, index))
         *first, last = ordered

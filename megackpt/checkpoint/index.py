@@ -37,7 +37,7 @@ from megackpt.checkpoint.unpacking import (
     decode_body,
     parse_head,
 )
-from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import DIGEST_SIZE, ITEMSIZE, Manifest, TensorEntry, TensorMeta
 from megackpt.runtime.storage import Storage, digest, read_dense
@@ -75,6 +75,21 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
     parts += [part for _, blobs in packed.values() for part in blobs]
     body = b"".join([*parts, keys, files, manifest.chunks.digests.tobytes()])
     return body + digest(body)
+
+
+def sealed_index(manifest: Manifest, small: SmallFiles) -> bytes:
+    """``encode_index``, and a look whether it can be read: a save that no reader takes must not be committed.
+
+    Raises CheckpointingException where it cannot.
+    """
+    try:
+        data = encode_index(manifest, small)
+        decode_index(data)
+    except (CorruptCheckpoint, ValueError) as error:
+        raise CheckpointingException(
+            f"nothing is committed, as no reader would take what this save has written: {error}"
+        ) from error
+    return data
 
 
 def decode_index(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.checkpoint.columns import LARGEST, Layout, damaged, unpack
+from megackpt.checkpoint.columns import Layout, damaged, unpack
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
     FINGERPRINT_SIZE,
     ITEMSIZE,
+    LARGEST,
+    MOST_AXES,
     Chunks,
     Manifest,
     TensorEntry,
     TensorMeta,
+    size_problem,
 )
 from megackpt.runtime.storage import unsafe_names
 
@@ -36,7 +38,6 @@ _OF_TENSORS = ("key_chars", "meta", "grid", "count")
 _OF_METAS = ("meta_dtype", "meta_ndim")
 _OF_CHUNKS = ("file", "writer", "start", "length")
 _PER_AXIS = ("pieces", "rest", "place", "shift")
-_AXES = 64  # dimensions that a tensor may have
 _NUMBERS = 1 << 31  # tensors, files and ranks are numbered in 32 bits
 _ROOM = 16  # chunks x dimensions for which there may be one byte of index
 
@@ -68,7 +69,7 @@ def parse_head(text: bytes) -> Head:
     """CorruptCheckpoint if anything is missing or of the wrong kind."""
     try:
         head = json.loads(text)
-        axes = _natural(head["axes"], _AXES + 1)
+        axes = _natural(head["axes"], MOST_AXES + 1)
         columns = head["columns"]
         name, version = head["backend"]
         keys, files = head["text"]
@@ -170,7 +171,8 @@ def _check_counts(head: Head, size: int) -> None:
         and max(metas, grids) <= tensors
         and counts["meta_dim"] <= head.axes * metas
         and counts["grid_dim"] <= head.axes * grids
-        and chunks * max(head.axes, 1) <= _ROOM * size
+        # Of chunks without bytes, and so without digests, each tensor has one.
+        and chunks * max(head.axes, 1) <= _ROOM * size + head.axes * tensors
     )
     if not same or not bounded:
         damaged("its counts do not fit together, or not its length")
@@ -217,14 +219,14 @@ def _metas(head: Head, columns: Columns) -> list[TensorMeta]:
     shapes = _tuples(columns["meta_ndim"], columns["meta_dim"], head.axes)
     dtypes = [head.dtypes[i] for i in columns["meta_dtype"].tolist()]
     for shape, dtype in zip(shapes, dtypes, strict=True):
-        if math.prod(max(d, 1) for d in shape) * max(ITEMSIZE[dtype], 1) >= LARGEST:
-            damaged(f"a tensor of shape {shape} is too large")
+        if problem := size_problem(shape, dtype):
+            damaged(f"of a tensor, {problem}")
     return list(map(TensorMeta, shapes, dtypes))
 
 
 def _grids(columns: Columns) -> tuple[Dims | None, ...]:
     ndims = columns["grid_ndim"]
-    grids: list[Dims | None] = [None, *_tuples(ndims, columns["grid_dim"], _AXES)]
+    grids: list[Dims | None] = [None, *_tuples(ndims, columns["grid_dim"], MOST_AXES)]
     _check_below(columns["grid"], len(grids))
     numbers = columns["grid"]
     gridded = numbers > 0

@@ -30,6 +30,8 @@ from megackpt.dcp.reading import Contents, read_items
 from megackpt.dcp.stages import Work
 from megackpt.dcp.writing import Ticket, Written, named_files, settle_all, ticket_of
 from megackpt.errors import CheckpointingException, CheckpointReplaced
+from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorEntry, TensorMeta
+from megackpt.planning.save_plan import refuse_unstorable
 
 Path = str | os.PathLike[str]
 
@@ -153,6 +155,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, of every save, also where the planner sends no plan anew: begin."""
+        _refuse_unstorable(plans)
         directory = absolute(self.path)
         own = METADATA, CONFIG, COMMON_FILE, INDEX
         names = named_files(self.file_name, len(plans), self.thread_count, own)
@@ -241,6 +244,20 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
 
 FileSystemWriterAsync = FileSystemWriter
 """Megatron-Core's name for it."""
+
+
+def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
+    """Before anything is written: ShardingError for keys and sizes that no index can hold."""
+    entries: set[TensorEntry] = set()
+    for plan in plans:
+        for item in plan.items:
+            meta = TensorMeta((), OBJECT)
+            if item.tensor_data is not None:
+                dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+                known = dtype if dtype in ITEMSIZE else "uint8"  # others are pickled by torch
+                meta = TensorMeta(tuple(item.tensor_data.size), known)
+            entries.add(TensorEntry(item.index.fqn, meta))
+    refuse_unstorable(tuple(entries))
 
 
 def _written_common(place: Place) -> Written:

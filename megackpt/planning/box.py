@@ -222,9 +222,11 @@ def cut(boxes: Boxes, pieces: Int64, origin: Int64) -> tuple[Int64, Boxes]:
     """Each box as the pieces that a grid cuts it into, in C order; and for each piece the row of its box.
 
     ``pieces`` and ``origin``, (n, width), are for each box the extents of the grid's cells and a corner of one.
+    Of a box without elements there is one piece, the first: the others would hold no more than it does.
     """
     lead = (boxes.offset - origin) % pieces
     counts = np.maximum(1, -(-(lead + boxes.shape) // pieces))
+    counts[(boxes.shape == 0).any(axis=1)] = 1
     totals = np.prod(counts, axis=1, dtype=np.int64)
     row = np.repeat(np.arange(len(totals)), totals)
     place = np.arange(len(row)) - np.repeat(np.cumsum(totals) - totals, totals)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megackpt.errors import ShardingError, some
 from megackpt.planning.box import Boxes, Int64, cut, group_equal, largest_divisor, regular_grids, runs
 from megackpt.planning.coverage import check, shapes_table, uncovered, unsaved
 from megackpt.planning.dedup import assign
@@ -19,6 +20,8 @@ from megackpt.planning.manifest import (
     Manifest,
     SavePlan,
     TensorEntry,
+    key_problem,
+    size_problem,
 )
 
 Grid = tuple[int, ...] | None
@@ -95,17 +98,19 @@ def plan_save(
     tensors by decreasing bytes. The manifest's chunks stand in plan order (rank 0's rows, rank 1's, ...), not
     yet located: file -1, lengths as the raw bytes will be (0 for objects).
 
-    Raises CoverageError where the declarations are not an exact tiling; without ``validate`` only where a key
-    would be lost or ambiguous.
+    Raises ShardingError for keys and sizes that no index can hold, and CoverageError where the declarations are not
+    an exact tiling; without ``validate`` only where a key would be lost or ambiguous, or a shard lies outside.
     """
     policy = SavePolicy() if policy is None else policy
     declared = Declarations.merge(parts).numbered()
     shards = declared.shards()
+    refuse_unstorable(declared.tensors)
     check(declared, shards, thorough=validate)
     rows = _without_empty(declared, assign(declared, policy.balance, shards))
     items = _Items(rows, declared.boxes.take(rows))
     grids: list[Grid] = [None] * len(declared.tensors)
     if policy.gridded:
+        items = _at_first_cell(declared, items)
         grids, cells = _grids(declared, items, policy)
         if cells is not None:
             items = _cut(items, cells, np.zeros_like(cells))
@@ -116,6 +121,18 @@ def plan_save(
     items = items.take(_plan_order(declared, items, part[items.row]))
     writer = part[items.row]
     return _plans(parts, declared, items, writer, grids), _manifest(declared, items, writer, grids)
+
+
+def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:
+    """Raise ShardingError naming the tensors that no index can hold."""
+    sizes = {meta: size_problem(*meta) for meta in {entry.meta for entry in tensors}}
+    wrong = [
+        f"{entry.key!r}: {problem}"
+        for entry in tensors
+        if (problem := sizes[entry.meta] or key_problem(entry.key))
+    ]
+    if wrong:
+        raise ShardingError(some(wrong, between="\n"))
 
 
 def plan_again(declared: Declarations, wrote: Wrote, policy: SavePolicy) -> SavePlan | None:
@@ -217,6 +234,19 @@ def _without_empty(declared: Declarations, rows: Int64) -> Int64:
     keep = np.ones(len(rows), np.bool_)
     keep[empty] = hollow & kept
     return rows[keep]
+
+
+def _at_first_cell(declared: Declarations, items: _Items) -> _Items:
+    """The items of tensors without elements stand for their whole tensors, whatever pieces these were declared in:
+    a piece may be no cell of any grid."""
+    empty = np.flatnonzero(items.boxes.volume == 0)
+    if not len(empty):
+        return items
+    whole = shapes_table(declared.tensors, items.boxes.width)
+    boxes = items.boxes.widened(whole.shape[1])
+    offset, shape = boxes.offset.copy(), boxes.shape.copy()
+    offset[empty], shape[empty] = 0, whole[declared.tensor[items.row[empty]]]
+    return _Items(items.row, Boxes(offset, shape))
 
 
 def _plan_order(declared: Declarations, items: _Items, part: Int64) -> Int64:

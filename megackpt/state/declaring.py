@@ -22,6 +22,8 @@ from megackpt.planning.manifest import (
     ReplicaId,
     TensorEntry,
     TensorMeta,
+    key_problem,
+    size_problem,
 )
 from megackpt.state.storable import dtype_name
 from megackpt.state.values import ShardedObject, ShardedTensor
@@ -83,8 +85,10 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int
                 shard.validate_metadata_integrity()
                 if saving:
                     _check_readable(shard)
+                row = _tensor_row(shard) if isinstance(shard, ShardedTensor) else _object_row(shard)
+                _check_limits(shard, row, saving)
                 kind = len(rows)
-                rows.append(_tensor_row(shard) if isinstance(shard, ShardedTensor) else _object_row(shard))
+                rows.append(row)
                 if traits is not None:
                     known[traits] = kind
             kinds.append(kind)
@@ -104,6 +108,8 @@ def _traits(shard: Shard) -> tuple[Any, ...] | None:
     so simple."""
     if type(shard) is not ShardedTensor or type(shard.key) is not str or not shard.key:
         return None  # a class of the caller's own may have its own idea of what is sound
+    if key_problem(shard.key):
+        return None
     data = shard.data
     if data is None:
         held: tuple[Any, ...] = ()
@@ -132,6 +138,14 @@ def _check_readable(shard: Shard) -> None:
             f"{shard.key!r}: data on the meta device has no values to save; materialise it first, e.g. "
             "module.to_empty(device=...) and an initialisation"
         )
+
+
+def _check_limits(shard: Shard, row: _Row, saving: bool) -> None:
+    """What no index can hold is refused before anything is written."""
+    problem = size_problem(row.whole, row.dtype) or size_problem(row.shape, row.dtype)
+    problem = problem or (key_problem(shard.key) if saving else "")
+    if problem:
+        raise ShardingError(f"{shard.key!r}: {problem}\n  declared: {shard!r}")
 
 
 def _tensor_row(shard: ShardedTensor) -> _Row:

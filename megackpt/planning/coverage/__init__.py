@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megackpt.errors import CoverageError
-from megackpt.planning.box import Groups, Int64, runs
+from megackpt.planning.box import Boxes, Groups, Int64, runs
 from megackpt.planning.coverage.explain import (
     Problem as Problem,
     explain_conflict,
@@ -42,11 +42,16 @@ def uncovered(declared: Declarations, shards: Groups | None = None) -> list[Prob
 
 
 def unsaved(declared: Declarations, shards: Groups | None = None) -> list[Problem]:
-    """The problems that would lose a whole key, or make it mean two things: what no save may pass over."""
+    """The problems that would lose a whole key, or make it mean two things, and shards outside of their tensors, which
+    no reader takes: what no save may pass over."""
     shards = declared.shards() if shards is None else shards
     conflicts = _conflicts(declared.tensors)
-    tensor, volume = declared.tensor[shards.first], declared.boxes.take(shards.first).volume
-    lost = _lost(declared, tensor, volume, _mains(declared, shards))
+    whole = shapes_table(declared.tensors, declared.boxes.width)
+    boxes = declared.boxes.take(shards.first).widened(whole.shape[1])
+    tensor, volume, mains = declared.tensor[shards.first], boxes.volume, _mains(declared, shards)
+    lost = _lost(declared, tensor, volume, mains)
+    written = (mains > 0) & ((volume > 0) | _empty(declared.tensors)[tensor])
+    lost[tensor[written & _outside(boxes, whole[tensor])]] = True
     lost[[number for numbers in conflicts.values() for number in numbers]] = False
     return _explained(declared, conflicts, np.flatnonzero(lost).tolist())
 
@@ -101,17 +106,26 @@ def _suspects(declared: Declarations, shards: Groups) -> Bool:
     volume = boxes.volume
     mains = _mains(declared, shards)
     suspects = _lost(declared, tensor, volume, mains)
-    extents = whole[tensor]
-    outside = np.zeros(len(boxes), np.bool_)
-    for axis in range(boxes.width):
-        offset, shape = boxes.offset[:, axis], boxes.shape[:, axis]
-        outside |= (offset < 0) | (shape < 0) | (offset + shape > extents[:, axis])
+    outside = _outside(boxes, whole[tensor])
     suspects[tensor[outside | ((mains > 1) & (volume != 0))]] = True
     held = np.flatnonzero((mains > 0) & (volume > 0) & ~suspects[tensor])
     bounds = runs(tensor[held])
     present = tensor[held][bounds[:-1]]
     suspects[present] = ~tile_exactly(boxes.take(held), bounds, whole[present])
     return suspects
+
+
+def _outside(boxes: Boxes, whole: Int64) -> Bool:
+    """Which boxes leave their tensors, whose shapes are the rows of ``whole``."""
+    outside = np.zeros(len(boxes), np.bool_)
+    for axis in range(boxes.width):
+        offset, shape = boxes.offset[:, axis], boxes.shape[:, axis]
+        outside |= (offset < 0) | (shape < 0) | (offset + shape > whole[:, axis])
+    return outside
+
+
+def _empty(tensors: Sequence[TensorEntry]) -> Bool:
+    return np.array([0 in entry.meta.shape for entry in tensors], np.bool_)
 
 
 def _lost(declared: Declarations, tensor: Int32, volume: Int64, mains: Int64) -> Bool:
@@ -121,8 +135,7 @@ def _lost(declared: Declarations, tensor: Int32, volume: Int64, mains: Int64) ->
     """
     lost = np.zeros(len(declared.tensors), np.bool_)
     lost[tensor] = True
-    empty = np.array([0 in entry.meta.shape for entry in declared.tensors], np.bool_)
-    useful = (mains > 0) & ((volume > 0) | empty[tensor])
+    useful = (mains > 0) & ((volume > 0) | _empty(declared.tensors)[tensor])
     lost[tensor[useful]] = False
     return lost
 

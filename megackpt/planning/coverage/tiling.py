@@ -6,6 +6,7 @@ is left is swept: the boxes' own cuts make a grid of cells, in which the boxes a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from megackpt.planning.box import Box, Boxes, Int64, regular_grids
 
 CELLS = 1 << 18  # cells of the counting grid that are held at once; larger regions are halved first
+_SURE = float(1 << 60)  # volumes from which on sums are not taken in 64 bits
 _AXES = 6  # beyond these the grid's corners cost more than halving until a region is plain
 
 
@@ -33,6 +35,11 @@ def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]
     exact = np.logical_and.reduceat(inside, bounds[:-1])
     # In bounds and of the right volume in sum: now holes and overlaps can only come together.
     exact &= np.add.reduceat(boxes.volume, bounds[:-1]) == np.prod(whole, axis=1)
+    # Where 64 bits may overflow (in floating point nothing does), the sum is taken again without bounds.
+    large = exact & (np.prod(whole.astype(np.float64), axis=1) >= _SURE)
+    for row in np.flatnonzero(large).tolist():
+        shapes = boxes.shape[bounds[row] : bounds[row + 1]].tolist()
+        exact[row] = sum(map(math.prod, shapes)) == math.prod(whole[row].tolist())
     _, regular = regular_grids(boxes, bounds, whole)
     undecided = exact & ~regular
     if undecided.any():

@@ -17,6 +17,8 @@ from megackpt.planning.manifest.naming import (
     DIGEST_SIZE as DIGEST_SIZE,
     FINGERPRINT_SIZE as FINGERPRINT_SIZE,
     ITEMSIZE as ITEMSIZE,
+    LARGEST as LARGEST,
+    MOST_AXES as MOST_AXES,
     NOMINAL_OBJECT as NOMINAL_OBJECT,
     OBJECT as OBJECT,
     UNNUMBERED as UNNUMBERED,
@@ -29,6 +31,8 @@ from megackpt.planning.manifest.naming import (
     TensorMeta as TensorMeta,
     carried_dtype as carried_dtype,
     is_main_replica as is_main_replica,
+    key_problem as key_problem,
+    size_problem as size_problem,
     unique_key as unique_key,
 )
 from megackpt.planning.manifest.plans import (

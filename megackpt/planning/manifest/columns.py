@@ -68,11 +68,13 @@ def unpack(packed: tuple[str, bytes], width: int) -> NDArray[Any]:
 
 def pack_table(tensors: Sequence[TensorEntry]) -> bytes:
     """Equal tables give equal bytes."""
-    return zlib.compress(json.dumps(tensors, separators=(",", ":")).encode(), 1)
+    # As they are: escaped, two surrogates would come back as one character.
+    text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False)
+    return zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
 
 
 @lru_cache(maxsize=_TABLES)
 def unpack_table(packed: bytes) -> tuple[TensorEntry, ...]:
     """The same object for the same bytes, most of the time: a coordinator gets as many tables as there are ranks."""
-    rows = json.loads(zlib.decompress(packed))
+    rows = json.loads(zlib.decompress(packed).decode("utf-8", "surrogatepass"))
     return tuple(TensorEntry(key, TensorMeta(tuple(shape), dtype)) for key, (shape, dtype) in rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -30,6 +32,10 @@ ITEMSIZE: dict[str, int] = {
     OBJECT: 0,
 }
 """Bytes per element of every dtype that can be stored, by torch's name for it."""
+MOST_AXES = 64
+"""Dimensions that a tensor, or a grid of objects, may have: as many as numpy's arrays."""
+LARGEST = 1 << 62
+"""Sizes, offsets and volumes in bytes are below it: sums of two do not overflow 64 bits."""
 _CARRIED = {size: np.dtype("c16" if size == 16 else f"u{size}") for size in (1, 2, 4, 8, 16)}
 
 ReplicaId = int | tuple[int, ...]
@@ -60,6 +66,31 @@ def is_unnumbered(replica_id: ReplicaId) -> bool:
     if isinstance(replica_id, int):
         return replica_id == UNNUMBERED
     return UNNUMBERED in replica_id and not any(n for n in replica_id if n != UNNUMBERED)
+
+
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
+
+def size_problem(shape: Sequence[int], dtype: str) -> str:
+    """Why no index can hold a tensor of this global shape and dtype; empty where it can."""
+    if len(shape) > MOST_AXES:
+        return f"it has {len(shape)} dimensions, and at most {MOST_AXES} can be stored"
+    # Extents of 0 count as 1: pieces of an empty tensor have volumes, too, that must not overflow.
+    if math.prod(max(extent, 1) for extent in shape) * max(ITEMSIZE[dtype], 1) >= LARGEST:
+        return f"{tuple(shape)} of {dtype} is too large: sizes must stay below 2^62 bytes, extents of 0 count as 1"
+    return ""
+
+
+def key_problem(key: str) -> str:
+    """Why nothing can be stored under this key; empty where it can."""
+    found = None if key.isascii() else _PAIR.search(key)
+    if found is None:
+        return ""
+    character = found.group().encode("utf-16", "surrogatepass").decode("utf-16")
+    return (
+        f"the key holds {character!r} as two surrogates, which JSON takes for that character: "
+        "use the character itself"
+    )
 
 
 class TensorMeta(NamedTuple):
