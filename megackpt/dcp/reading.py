@@ -41,7 +41,7 @@ from megackpt.loader.reading import replacement
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.staging import Landing, settle
+from megackpt.runtime.staging import Landing, overlaps_itself, settle
 from megackpt.runtime.storage import LocalStorage, Storage, allocate, digest_blocks
 from megackpt.state import dtype_named
 
@@ -247,6 +247,11 @@ def resolved(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
         raise MismatchError(
             f"{item.storage_index.fqn!r}: the planner asks for {tuple(item.lengths)}, and resolves it to "
             f"{tuple(tensor.shape)}"
+        )
+    if overlaps_itself(tensor):
+        raise MismatchError(
+            f"{item.storage_index.fqn!r}: the planner resolves it to a tensor of which elements share memory (shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride()}): what is read last would win"
         )
     return tensor
 

@@ -22,7 +22,7 @@ from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import ITEMSIZE, TensorEntry, TensorMeta
-from megackpt.runtime.staging import Staged, plain, settle
+from megackpt.runtime.staging import Staged, octets_of, plain, settle
 from megackpt.runtime.storage import Storage, unsafe_names
 from megackpt.state.storable import place_problems
 
@@ -260,7 +260,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 def _blocks(tensor: torch.Tensor, meta: TensorMeta) -> Iterator[memoryview]:
     value = plain(tensor)
     if value.is_cpu and value.is_contiguous():
-        return iter([value.reshape(-1).view(torch.uint8).numpy().data])
+        return iter([octets_of(value)])
     whole, row = Boxes.of([Box.whole(meta.shape)]), np.zeros(1, np.int32)
     one = planned.SavePlan(0, (TensorEntry("", meta),), (None,), row, whole, row)
     return Staged(one, [value], whole).blocks(0)

@@ -45,6 +45,9 @@ def _octets(array: Any) -> bytes | None:
         return None
     import torch
 
-    plain = array.detach().resolve_conj().resolve_neg().contiguous()
+    plain = array.detach().resolve_conj().resolve_neg()
+    plain = plain.clone(
+        memory_format=torch.contiguous_format
+    )  # contiguous() keeps odd strides of single elements
     found: bytes = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return found

@@ -18,6 +18,7 @@ from megackpt.planning import coverage, strict
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import COMMON_KEY, Bool, Declarations, Manifest, TensorEntry
 from megackpt.planning.strict import GROUPS, StrictHandling, Unasked
+from megackpt.runtime.staging import overlaps_itself
 from megackpt.state import (
     ABSENT,
     Extracted,
@@ -215,12 +216,11 @@ def _refuse_shared_memory(shards: Sequence[ShardedTensor | ShardedObject]) -> No
     """ShardingError for data in which different elements are the same memory: the last one read would win."""
     for shard in shards:
         data = shard.data if isinstance(shard, ShardedTensor) else None
-        if data is None or data.is_contiguous():
-            continue
-        if any(size > 1 and step == 0 for size, step in zip(data.shape, data.stride(), strict=True)):
+        if data is not None and overlaps_itself(data):
+            what = "an expanded tensor" if 0 in data.stride() else "a tensor that overlaps itself"
             raise ShardingError(
-                f"{shard.key!r}: cannot load into an expanded tensor (shape {tuple(data.shape)}, strides "
-                f"{data.stride()}), whose elements share memory; give data.contiguous(), or data=None"
+                f"{shard.key!r}: cannot load into {what} (shape {tuple(data.shape)}, strides {data.stride()}), whose "
+                "elements share memory; give data.contiguous(), or data=None"
             )
 
 

@@ -236,7 +236,11 @@ def read_view(root: Storage, item: ReadItem, into: Target) -> None:
     values = flat.as_strided(region.shape, region.strides)
     values = values.conj() if "conj" in found.lazily else values
     values = values.neg() if "neg" in found.lazily else values
-    octets = values.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    values = values.resolve_conj().resolve_neg()
+    values = values.clone(
+        memory_format=torch.contiguous_format
+    )  # contiguous() keeps odd strides of single elements
+    octets = values.reshape(-1).view(torch.uint8).numpy()
     place = into.open(item.target, item.box)
     place[...] = octets.view(place.dtype).reshape(np.shape(place))
     into.close(item.target, item.box, place)

@@ -8,6 +8,8 @@ from megackpt.runtime.staging.source import (
     PIECE as PIECE,
     Staged as Staged,
     host_array as host_array,
+    octets_of as octets_of,
+    overlaps_itself as overlaps_itself,
     plain as plain,
     settle as settle,
 )

@@ -19,6 +19,7 @@ PIECE = 16 * DIGEST_BLOCK
 """Bytes that are copied to the host at a time where a tensor's memory cannot be written as it stands."""
 
 _SMALL = 64 << 10
+_LOOKED_AT = 1 << 22  # elements of which each one's place is compared with the others'
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY = frozenset((torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8))
 
@@ -36,6 +37,38 @@ def region(tensor: torch.Tensor, holder: Box, box: Box) -> torch.Tensor:
     missing = len(holder.shape) - tensor.dim()
     wide = tensor[(None,) * missing] if missing else tensor
     return wide if box.shape == holder.shape else wide[box.relative_to(holder).slices()]
+
+
+def octets_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as bytes; no copy."""
+    # A contiguous tensor may have any stride along an axis of extent 1, or where it has no elements. Flattening keeps
+    # that stride, and torch then refuses the view as bytes.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Are different elements of this tensor the same memory, as in expanded tensors and in windows by ``unfold``?
+
+    Exact; but of memory that is interleaved in an uncommon way, and large, True is said without a look.
+    """
+    if tensor.numel() < 2 or tensor.is_contiguous():
+        return False
+    axes = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    # An axis whose step is larger than what the axes of smaller steps reach over never meets them. Whatever slicing,
+    # transposing and reshaping make of a contiguous tensor has such axes only.
+    meeting = 0
+    reach = 0
+    for count, (step, size) in enumerate(axes, start=1):
+        if step <= reach:
+            meeting = count
+        reach += step * (size - 1)
+    places = np.zeros(1, np.int64)
+    for step, size in axes[:meeting]:
+        if len(places) * size > _LOOKED_AT:
+            return True
+        places = np.add.outer(places, np.arange(size) * step).ravel()
+    return len(np.unique(places)) < len(places)
 
 
 def settle(tensors: Iterable[object]) -> None:
@@ -103,7 +136,7 @@ class Staged:
         if isinstance(value, bytes):
             yield memoryview(value)
         elif in_order(value):
-            yield value.reshape(-1).view(torch.uint8).numpy().data
+            yield octets_of(value)
         else:
             size = value.numel() * value.element_size()
             buffer = piece_of(size)
