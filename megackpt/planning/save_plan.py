@@ -110,7 +110,6 @@ def plan_save(
     items = _Items(rows, declared.boxes.take(rows))
     grids: list[Grid] = [None] * len(declared.tensors)
     if policy.gridded:
-        items = _at_first_cell(declared, items)
         grids, cells = _grids(declared, items, policy)
         if cells is not None:
             items = _cut(items, cells, np.zeros_like(cells))
@@ -234,19 +233,6 @@ def _without_empty(declared: Declarations, rows: Int64) -> Int64:
     keep = np.ones(len(rows), np.bool_)
     keep[empty] = hollow & kept
     return rows[keep]
-
-
-def _at_first_cell(declared: Declarations, items: _Items) -> _Items:
-    """The items of tensors without elements stand for their whole tensors, whatever pieces these were declared in:
-    a piece may be no cell of any grid."""
-    empty = np.flatnonzero(items.boxes.volume == 0)
-    if not len(empty):
-        return items
-    whole = shapes_table(declared.tensors, items.boxes.width)
-    boxes = items.boxes.widened(whole.shape[1])
-    offset, shape = boxes.offset.copy(), boxes.shape.copy()
-    offset[empty], shape[empty] = 0, whole[declared.tensor[items.row[empty]]]
-    return _Items(items.row, Boxes(offset, shape))
 
 
 def _plan_order(declared: Declarations, items: _Items, part: Int64) -> Int64:

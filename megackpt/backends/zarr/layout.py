@@ -129,9 +129,9 @@ class Cells:
     index: Int64
     is_object: Bool
     whole: Bool
-    """The box starts at a border of the grid and is the whole cell (up to the end of the tensor)."""
+    """The box starts at a border of the grid and is the whole cell (up to the end of the tensor), or is empty."""
     within: Bool
-    """The box lies in a single cell."""
+    """The box lies in a single cell, or is empty."""
 
     @classmethod
     def of(
@@ -152,7 +152,9 @@ class Cells:
         end = np.minimum(index * grid + grid, shapes[number])
         whole = ((index * grid == boxes.offset) & (boxes.stop == end)).all(axis=1)
         within = (boxes.stop <= index * grid + grid).all(axis=1)
-        return cls(grid, boxes.shape, index, is_object, whole | is_object, within | is_object)
+        # Of a tensor without elements any piece will do: there is nothing to put together.
+        alone = is_object | (boxes.shape == 0).any(axis=1)
+        return cls(grid, boxes.shape, index, is_object, whole | alone, within | alone)
 
     @property
     def prefix(self) -> Bool:

@@ -12,11 +12,11 @@ from megackpt.backends.sidecars import shard_file, write_object
 from megackpt.backends.zarr.cells import Cell, Written, cell_writer
 from megackpt.backends.zarr.documents import Packing, refuse_unfit
 from megackpt.backends.zarr.layout import Cells
-from megackpt.backends.zarr.names import fragments_file
+from megackpt.backends.zarr.names import cell_file, entry_name, fragments_file
 from megackpt.backends.zarr.stores import share
 from megackpt.errors import BackendError
 from megackpt.planning.box import Boxes, Int64
-from megackpt.planning.manifest import DIGEST_SIZE, SavePlan, WriteResult
+from megackpt.planning.manifest import DIGEST_SIZE, SavePlan, TensorEntry, WriteResult
 from megackpt.runtime.storage import Batch, Storage, digest_blocks
 
 _AT_FRONT = np.zeros(1, np.int64)
@@ -44,7 +44,7 @@ def write_rows(root: Storage, plan: SavePlan, data: Source, packing: Packing) ->
                     length = np.array([place.length], np.int64)
                     found[row] = Written(plan.boxes.take([row]), place.file, _AT_FRONT, length, digests)
                 elif not item.nbytes:
-                    found[row] = _write_empty(batch, Cell.of(entry, item.grid, item.shard.box))
+                    found[row] = _write_empty(batch, entry, plan.boxes.take([row]))
                 else:
                     found[row] = write_cell(Cell.of(entry, item.grid, item.shard.box), data.blocks(row))
 
@@ -65,6 +65,8 @@ def foretold(plan: SavePlan, blobs: Int64, packing: Packing) -> WriteResult:
             position += item.nbytes
         elif item.meta.is_object:
             file, start = shard_file(entry, box), _AT_FRONT
+        elif not item.nbytes:
+            file, start = _first_cell(entry), _AT_FRONT
         else:
             cell = Cell.of(entry, item.grid, box)
             one, file, start = cell.boxes, cell.file, cell.starts(packing.checksum)
@@ -115,11 +117,16 @@ def _write_fragments(
             yield row, Written(plan.boxes.take([row]), name, np.array([start]), size, b"".join(digests))
 
 
-def _write_empty(batch: Batch, cell: Cell) -> Written:
-    """The mark of a tensor without elements: an empty file, where its first cell would be."""
-    with batch.create(cell.file):
+def _write_empty(batch: Batch, entry: TensorEntry, boxes: Boxes) -> Written:
+    """The mark of a tensor without elements: an empty file, where its first cell would be, whichever piece it is."""
+    file = _first_cell(entry)
+    with batch.create(file):
         pass
-    return Written(cell.boxes, cell.file, _AT_FRONT, cell.lengths, b"")
+    return Written(boxes, file, _AT_FRONT, np.zeros(1, np.int64), b"")
+
+
+def _first_cell(entry: TensorEntry) -> str:
+    return cell_file(entry_name(entry), (0,) * len(entry.meta.shape))
 
 
 def sync_folders(root: Storage, rows: Sequence[Written], packing: Packing) -> None:
