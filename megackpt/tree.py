@@ -227,22 +227,29 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Path], list[Path], l
             left += [(*path, k) for k in mine if k not in yours]
             right += [(*path, k) for k in yours if k not in mine]
             todo += [((*path, k), v, yours[k]) for k, v in reversed(mine.items()) if k in yours]
-        elif hasattr(a, "replica_id") and type(a) is type(b):
+        elif _is_declared(a) and type(a) is type(b):
             todo.append(((*path, type(a)), a.data, b.data))
         elif _differ(a, b):
             mismatch.append((path, type(a), type(b)))
     return left, right, mismatch
 
 
+def _is_declared(value: Any) -> bool:
+    try:
+        return hasattr(value, "replica_id")
+    except Exception:  # noqa: BLE001 - the value's own code, which may raise anything
+        return False
+
+
 def _differ(a: Any, b: Any) -> bool:
     if a is b:
         return False
-    if getattr(a, "shape", None) != getattr(b, "shape", None):
-        return True
     try:
+        if getattr(a, "shape", None) != getattr(b, "shape", None):
+            return True
         unequal = a != b
         return bool(unequal.any() if hasattr(unequal, "any") else unequal)
-    except (RuntimeError, TypeError, ValueError):
+    except Exception:  # noqa: BLE001 - the values' own code, which may raise anything
         return True  # e.g. tensors of two devices, or a dtype without comparison: not known to be equal
 
 

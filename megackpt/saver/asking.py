@@ -53,6 +53,21 @@ def itself(common: Any) -> Any:
     return common
 
 
+def _view(compare: Callable[[Any], Any], common: Any) -> Any:
+    """What ranks compare of the common state. Where the caller's function fails, that is logged: all is compared then,
+    as the outcome is no more than a warning."""
+    # The function gets containers of its own: what it takes out is saved all the same.
+    made = attempt(lambda: compare(tree.copied(common)))
+    if made.error is None:
+        return made.value
+    logger.warning(
+        "the common state is compared as it is: preprocess_common_before_consistancy_check failed (%s: %s)",
+        type(made.error).__name__,
+        made.error,
+    )
+    return common
+
+
 def _told_apart(backend: Backend) -> str | None:
     """Its class and all that it holds, which may decide where things are to be; None where it cannot be pickled."""
     buffer = io.BytesIO()
@@ -113,8 +128,7 @@ class Request:
         )
         backend = strategy.make_backend()
         policy = SavePolicy(balance=strategy.balance)
-        # The caller's function gets containers of its own: what it takes out is saved all the same.
-        compared = None if compare is None else compare(tree.copied(common))
+        compared = None if compare is None else _view(compare, common)
         named = f"{backend.name} {backend.version}"
         checked, options = compare is not None, _told_apart(backend)
         what = f"{named} {backend.encoding} {in_format(backend, policy)} {group.size} {checked} {options}"

@@ -7,7 +7,6 @@ task of an AsyncRequest while training goes on.
 from __future__ import annotations
 
 import os
-import pickle
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,7 +69,8 @@ def save(
         common_strategy: not supported, as in Megatron-Core (NotImplementedError).
         validate_access_integrity: check that the main replicas of all ranks tile every tensor exactly, and warn on
             ranks whose common state differs from rank 0's (when a plan is made, not when one is reused).
-        preprocess_common_before_consistancy_check: gives the view of the common state used in that comparison.
+        preprocess_common_before_consistancy_check: gives the view of the common state used in that comparison. What
+            fails in it, or in comparing, is logged; the save goes on.
         async_sharded_save: return as soon as the tensors may be changed, with an AsyncRequest for an
             ``AsyncCallsQueue``; the checkpoint is complete when that has been finalized.
         content_metadata: stored with the common state; read back by ``load_content_metadata``.
@@ -277,8 +277,8 @@ class _Save:
         place.announce(request.backend.files(self.group.size, self.manifest))
         plan_id = uuid.uuid4().hex
         own, view = parts[0].common, b""
-        if any(p.common != own for p in parts):  # opened where all ranks hear of it if its own code fails
-            view = pickle.dumps(request.compared)
+        if any(p.common != own for p in parts):
+            view = pickled(COMMON, request.compared)  # as it is stored: plain pickle cannot hold some tensors
         return [
             _Ticket(
                 place.save_id,
@@ -294,7 +294,7 @@ class _Save:
         """What this rank is to write, where it lies now."""
         request = self.request.get()
         if ticket.common is not None:
-            warn_of_difference(self.group.rank, pickle.loads(ticket.common), request.compared)
+            warn_of_difference(self.group.rank, ticket.common, request.compared)
         return Staged(ticket.plan, request.held(), request.declared.boxes)
 
     def settled(self, ticket: _Ticket) -> Staged:
