@@ -48,17 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _answer(options)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is told at exit
+        _drop_output()
         return EXIT_PIPE
     except (errors.CheckpointingException, OSError) as error:
         if options.json:
             facts = {"error": {"kind": type(error).__name__, "message": str(error)}}
-            terminal.tell(Answer(lambda: facts, lambda _pretty: []), as_json=True)
+            try:
+                terminal.tell(Answer(lambda: facts, lambda _pretty: []), as_json=True)
+            except OSError:  # the error may be of the output itself
+                _drop_output()
         terminal.complain(f"{type(error).__name__}: {error}")
         return next(status for kind, status in _STATUS_OF if isinstance(error, kind))
     except KeyboardInterrupt:
         terminal.complain("interrupted")
         return EXIT_INTERRUPTED
+
+
+def _drop_output() -> None:
+    """Let what cannot be written go, so that the interpreter does not fail of it once more as it ends."""
+    if sys.stdout is not None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _answer(options: argparse.Namespace) -> int:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars, TaskID
 
 
-def is_terminal(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO | None) -> bool:
+    """False, too, of a standard stream that a process does not have (None), or has closed."""
+    if stream is None or stream.closed:
+        return False
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -25,9 +28,10 @@ def progress(force: bool = False) -> Iterator[None]:
 
     It tells the stage, the bytes that are done and those to do, and their rate. In a distributed job rank 0 alone
     draws, and its own share of the bytes; the other ranks may call this too. Where stderr is no terminal nothing is
-    drawn; with ``force``, a line at the end.
+    drawn; with ``force``, a line at the end, if there is a stderr.
     """
-    if force or is_terminal(sys.stderr):
+    there: TextIO | None = sys.stderr  # None in a process that was started without one
+    if is_terminal(there) or (force and there is not None and not there.closed):
         with events.viewing(_Drawing()):
             yield
     else:

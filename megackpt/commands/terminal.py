@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from megackpt.bars import bars, is_terminal
@@ -33,7 +33,9 @@ _GAP = "  "
 
 
 def tell(answer: Answer, as_json: bool) -> None:
-    """Print an answer to stdout."""
+    """Print an answer to stdout, where there is one."""
+    if not _is_there(sys.stdout):
+        return
     if as_json:
         print(json.dumps(jsonable(answer.facts()), indent=2, allow_nan=False))
     elif is_terminal(sys.stdout):
@@ -45,7 +47,18 @@ def tell(answer: Answer, as_json: bool) -> None:
 
 
 def complain(text: str) -> None:
-    """One message to stderr."""
+    """One message to stderr, where there is one: the exit status tells, too."""
+    if _is_there(sys.stderr):
+        with suppress(OSError):
+            _complain(text)
+
+
+def _is_there(stream: TextIO | None) -> bool:
+    """False of a standard stream that this process was started without."""
+    return stream is not None and not stream.closed
+
+
+def _complain(text: str) -> None:
     lines = [clean(line) for line in text.split("\n")]
     if is_terminal(sys.stderr):
         head, _, rest = lines[0].partition(": ")

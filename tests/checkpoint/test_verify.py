@@ -153,9 +153,9 @@ def test_formats_that_only_they_can_read(where, monkeypatch, saves, tmp_path):
 
     from megackpt.checkpoint import committing
 
-    real = committing.encode_index
+    real = committing.sealed_index
     monkeypatch.setattr(
-        committing, "encode_index", lambda manifest, small: real(replace(manifest, encoding="native"), small)
+        committing, "sealed_index", lambda manifest, small: real(replace(manifest, encoding="native"), small)
     )
     saves.size = 1000
     saves.save(tmp_path / "n", 7, backend=strategies.backend_named("native"))

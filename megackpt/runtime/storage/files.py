@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,7 @@ class LocalWriter(_Open, FileWriter):
         self._later = later
         self._written = self._started = 0
         try:
-            self._fd = os.open(name, NEW, 0o666, dir_fd=folder)
+            self._fd = create(name, folder)
         except OSError as error:
             os.close(folder)
             raise failure("create", path, error) from error
@@ -160,7 +161,7 @@ class LocalUpdater(_Open, FileUpdater):
         self._folder = folder  # ours to close
         self._path = path
         try:
-            self._fd = os.open(name, NEW & ~os.O_EXCL, 0o666, dir_fd=folder)
+            self._fd = create(name, folder, NEW & ~os.O_EXCL)
         except OSError as error:
             os.close(folder)
             raise failure("write", path, error) from error
@@ -253,10 +254,22 @@ def _write_all(fd: int, data: bytes) -> None:
     os.fsync(fd)
 
 
+def create(name: str, folder: int, flags: int = NEW) -> int:
+    """Open a file to be written. Its descriptor is none of the standard streams': in a process that was started without
+    them it would be, and whatever prints to them (C libraries do) would write into the file."""
+    fd = os.open(name, flags, 0o666, dir_fd=folder)
+    if fd > 2:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
 def write_temporary(folder: int, data: bytes) -> str:
     """A new durable file beside the one that it is for; its name."""
     name = f"{TEMPORARY}{uuid.uuid4().hex}"
-    fd = os.open(name, NEW, 0o666, dir_fd=folder)
+    fd = create(name, folder)
     try:
         _write_all(fd, data)
     except BaseException:
@@ -279,7 +292,7 @@ def link_new(folder: int, temporary: str, name: str, data: bytes) -> bool:
         if error.errno not in _NO_LINKS:
             raise
     try:
-        fd = os.open(name, NEW, 0o666, dir_fd=folder)
+        fd = create(name, folder)
     except FileExistsError:
         return False
     try:
