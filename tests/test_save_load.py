@@ -594,14 +594,16 @@ class OfRankZero:
             raise LookupError("not on this rank")
 
 
-def test_a_common_state_that_one_rank_cannot_make_anew_is_its_failure_on_all(tmp_path: Path) -> None:
+def test_a_common_state_that_one_rank_cannot_make_anew_is_a_warning_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def run(group: ThreadedGroup) -> None:
         state = {"x": OfRankZero() if group.rank == 0 else 1}
         megackpt.save(state, tmp_path, process_group=group)
 
-    for error in ThreadedGroup.outcomes(2, run):
-        assert isinstance(error, megackpt.RankFailure)
-        assert "rank 1: LookupError: not on this rank" in str(error)
+    ThreadedGroup.run(2, run)
+    assert "LookupError: not on this rank" in caplog.text
+    assert megackpt.verify(tmp_path).ok
 
 
 def test_views_in_the_common_state_are_stored_at_their_own_size(tmp_path: Path) -> None:
