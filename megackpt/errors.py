@@ -9,6 +9,7 @@ CheckpointingException              the root; the name that users of Megatron-Co
 ├── SaveInProgress                  another live job is saving to the same directory
 ├── CorruptCheckpoint               the disk is wrong: damaged, truncated, lying or hostile files
 │   ├── UntrustedClass              a pickle names a class that is not trusted (also an UnpicklingError)
+│   ├── RefusedObject               a pickle is whole, and holds what no trust makes safe to make of it
 │   └── CheckpointReplaced          the directory was overwritten while it was being read
 ├── StorageError                    the disk said no (full, unwritable, input/output error)
 ├── BackendError                    unknown format or version, missing package, or a format that cannot hold this
@@ -56,6 +57,13 @@ class CorruptCheckpoint(CheckpointingException):
 
 class UntrustedClass(CorruptCheckpoint, pickle.UnpicklingError):
     """A pickle asks for a class that nobody trusted. Nothing of it was run."""
+
+
+class RefusedObject(CorruptCheckpoint):
+    """An object's pickle is as it was written, and holds what is not made: too deep, too much work, or odd calls.
+
+    Nothing of the files is damaged. Whoever trusts the author reads it by ``torch.load(..., weights_only=False)``.
+    """
 
 
 class CheckpointReplaced(CorruptCheckpoint):

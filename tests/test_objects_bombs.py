@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import collections
+import enum
 import io
+import pickle
 import struct
 import time
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+import megackpt
 from megackpt import objects
 from megackpt.errors import CorruptCheckpoint
 
@@ -37,6 +43,11 @@ def archive(pickled: bytes, storage: bytes = b"") -> bytes:
     return buffer.getvalue()
 
 
+def number(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
 RANGE = named("builtins.range") + b"\x8a\x06\x00\x00\x00\x00\x00\x01\x85R"
 DEEP = b"N" + b"\x85" * 1_000_000
 SHARED = b")q\x00" + b"0h\x00h\x00\x86q\x00" * 60
@@ -45,6 +56,9 @@ DTYPE = named("numpy.dtype") + text("S5") + b"\x89\x88\x87Rq\x01"
 ARRAY = (
     named("numpy.core.multiarray._reconstruct") + named("numpy.ndarray") + b"K\x00\x85" + b"C\x01b\x87R(K\x01"
 )
+
+TUPLE = text("a") + b"q\x02(" + b"h\x02" * 100_000 + b"tq\x00"
+PRIME = (1 << 61) - 1  # hashes of integers are what they leave over when divided by it
 
 BOMBS = {
     "set of a range": named("builtins.set") + RANGE + b"\x85R",
@@ -85,6 +99,25 @@ BOMBS = {
     + b"K\x00J\x00\x00\x00\x10\x85K\x01\x85\x89"
     + named("collections.OrderedDict")
     + b")RtR",
+    "keywords": named("collections.deque") + b")}" + text("items") + RANGE + b"s\x92",
+    "keywords of a set": named("builtins.set") + b")}" + text("items") + RANGE + b"s\x92",
+    "a tuple of arguments": TUPLE + named("megatron.core.X") + b"q\x01(" + b"h\x01h\x00R" * 20_000 + b"t",
+    "a path of many": TUPLE + named("pathlib.PurePosixPath") + b"q\x01(" + b"h\x01h\x00R" * 20_000 + b"t",
+    "numbers of one hash": b"}(" + b"".join(number(n * PRIME) + b"N" for n in range(1, 40_000)) + b"u",
+    "one by one": b"}" + b"".join(number(n * PRIME) + b"Ns" for n in range(1, 40_000)),
+    "a set of one hash": named("builtins.set")
+    + b"]("
+    + b"".join(number(n * PRIME) for n in range(1, 40_000))
+    + b"e\x85R",
+    "tuples of one hash": b"}(" + b"".join(number(n * PRIME) + b"\x85N" for n in range(1, 40_000)) + b"u",
+    "a long key, many dicts": b"(" + b"K\x01" * 50_000 + b"tq\x00(" + b"}h\x00Ns" * 20_000 + b"t",
+    "a long number": b"\x8b\x00\x00\x02\x00"
+    + b"\x7f" * (1 << 17)
+    + b"q\x00"
+    + named("builtins.range")
+    + b"q\x01("
+    + b"h\x01h\x00\x85R" * 40_000
+    + b"t",
     "an attribute that hides a method": named("collections.OrderedDict") + b")R}" + text("keys") + b"K\x01sb",
 }
 
@@ -95,6 +128,32 @@ def test_bombs(name: str) -> None:
     with pytest.raises(CorruptCheckpoint):
         objects.load(archive(BOMBS[name]))
     assert time.monotonic() - begin < 20
+
+
+TABLES = ("keywords of a set", "a path of many", "numbers of one hash", "one by one", "a set of one hash")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_bombs_in_a_table_of_contents_of_torch(name: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + BOMBS[name] + b".")
+    with pytest.raises(megackpt.CorruptCheckpoint):
+        megackpt.load({}, tmp_path)
+
+
+def test_enums_of_a_table_of_contents_as_python_3_11_0_names_them(tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(6.0)}, checkpoint_id=tmp_path)
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for protocol in (2, 4):
+        buffer = io.BytesIO()
+        Pickler(buffer, protocol).dump(metadata)
+        assert b"getattr" in buffer.getvalue()
+        (tmp_path / ".metadata").write_bytes(buffer.getvalue())
+        assert torch.equal(megackpt.load_plain_tensors(tmp_path)["w"], torch.arange(6.0))
 
 
 def test_what_is_dropped_does_no_harm_either() -> None:

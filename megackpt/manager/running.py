@@ -23,6 +23,7 @@ from megackpt.errors import (
     NotACheckpoint,
     RankFailure,
     RankLost,
+    RefusedObject,
     ShardingError,
     UntrustedClass,
 )
@@ -214,7 +215,7 @@ class CheckpointManager:
                     raise
                 continue
             except (CorruptCheckpoint, NotACheckpoint, RankFailure) as error:
-                if isinstance(error, (UntrustedClass, RankLost)):
+                if isinstance(error, (UntrustedClass, RefusedObject, RankLost)):
                     raise
                 # What is gone is so for rank 0, too; else it cannot be seen from another host, which is no damage.
                 if not isinstance(error, CorruptCheckpoint) and not self._on_coordinator(
@@ -333,7 +334,7 @@ class CheckpointManager:
         try:
             return load(state, path, process_group=self._process_group, timeout=self._timeout, **options)
         except CorruptCheckpoint as error:
-            if not isinstance(error, (UntrustedClass, CheckpointReplaced)):
+            if not isinstance(error, (UntrustedClass, RefusedObject, CheckpointReplaced)):
                 self._retention.note(step, str(error))
             raise
 

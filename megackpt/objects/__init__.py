@@ -10,23 +10,21 @@ from __future__ import annotations
 import io
 import pickle
 import types
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megackpt.errors import CheckpointingException, CorruptCheckpoint, UntrustedClass
+from megackpt.errors import CheckpointingException, CorruptCheckpoint, RefusedObject, UntrustedClass
 from megackpt.objects import standins
 from megackpt.objects.archive import Archive
-from megackpt.objects.machine import Find, Machine, Persistent, Rule
+from megackpt.objects.finding import finder as finder
+from megackpt.objects.machine import Machine
+from megackpt.objects.rules import Find, Persistent
 from megackpt.objects.shape import check_shape
 from megackpt.objects.standins import StandIn as StandIn, StandInClass as StandInClass
 from megackpt.objects.wrapping import unwrapped as unwrapped, wrapped as wrapped
 
 if TYPE_CHECKING:
     import torch  # imported where values are made: those who only look at names and sizes need none
-
-_NEVER = frozenset(("os", "posix", "nt", "sys"))
-"""Modules from which torch, too, takes nothing, whoever vouches for it."""
 
 
 def dump(value: Any, check: Callable[[Any], None] | None = None) -> bytes:
@@ -73,7 +71,8 @@ def load(
 
     Raises:
         UntrustedClass: the blob names any other class or function. Nothing of it was run.
-        CorruptCheckpoint: the blob is damaged, or built to exhaust time or memory.
+        RefusedObject: the blob is whole, and holds what is not made of bytes from a file, whoever is trusted.
+        CorruptCheckpoint: the blob is damaged.
         CheckpointingException: torch, or a trusted class, refuses what the blob describes.
         All begin with ``where``.
     """
@@ -82,51 +81,21 @@ def load(
     except UntrustedClass as error:
         raise UntrustedClass(f"{where}: {error}" if where else str(error)) from None
     except CorruptCheckpoint as error:
-        raise CorruptCheckpoint(f"{where}: {error}" if where else str(error)) from error
+        raise type(error)(f"{where}: {error}" if where else str(error)) from error
     except RuntimeError as error:  # of torch's, or of a trusted class: it need not be the file's fault
         raise CheckpointingException(
             f"{where}: an object cannot be made here: {type(error).__name__}: {error}"
         ) from error
 
 
-def finder(trusted: Sequence[Any] = (), stand_ins: bool = False) -> Find:
-    """Which globals stand for what; see ``load``."""
-    import torch
+def check(blob: bytes) -> list[str]:
+    """Would ``load`` give back what ``dump`` has just written? What it has to be told to trust, a text a class.
 
-    from megackpt.objects.allowed import is_inert, known, stand_in, trusted_rule
+    Raises CorruptCheckpoint for what it refuses whatever is trusted. No code of any class runs.
+    """
+    from megackpt.objects.rehearsing import rehearse
 
-    vouched: dict[str, Any] = {}
-    for given in (*torch.serialization.get_safe_globals(), *trusted):
-        value, name = (
-            given if isinstance(given, tuple) else (given, f"{given.__module__}.{given.__qualname__}")
-        )
-        vouched[name] = value
-
-    def find(module: str, name: str) -> Rule:
-        # torch.save writes protocol 2, in which some things bear the names that they had in Python 2.
-        if (module, name) in NAME_MAPPING:
-            module, name = NAME_MAPPING[module, name]
-        else:
-            module = IMPORT_MAPPING.get(module, module)
-        full = f"{module}.{name}"
-        if full in vouched and module not in _NEVER:
-            return trusted_rule(vouched[full])
-        rule = known().get(full)
-        if rule is not None:
-            return rule
-        if stand_ins or is_inert(module):
-            return stand_in(module, name)
-        raise UntrustedClass(_refusal(full, name))
-
-    return find
-
-
-def _refusal(full: str, name: str) -> str:
-    return (
-        f"the object holds {full}, which is not trusted, so nothing of it was loaded\n"
-        f"  hint: if you trust this checkpoint's author, pass trusted=({name.rpartition('.')[2]},) to load, "
-        f"or call torch.serialization.add_safe_globals([{full}])"
-    )
+    return rehearse(blob)
 
 
 def interpreted(pickle: bytes, find: Find, storage: Persistent) -> Any:
@@ -154,7 +123,14 @@ class _Blob:
             raise CorruptCheckpoint(
                 "the object was saved on a big-endian machine: load and save it with torch there"
             )
-        return interpreted(self._archive.content("data.pkl"), self._find, self._storage)
+        pickled = self._archive.content("data.pkl")
+        try:
+            return interpreted(pickled, self._find, self._storage)
+        except CorruptCheckpoint as error:
+            # What has the checksum that it was written with is no damage, whatever it is.
+            if isinstance(error, UntrustedClass) or not self._archive.members["data.pkl"].crc:
+                raise
+            raise RefusedObject(f"{error} (the bytes are as they were written)") from error
 
     def _storage(self, persistent_id: Any) -> torch.TypedStorage:
         """The storage that a pickle refers to: ("storage", kind, name, device, number of elements)."""

@@ -13,17 +13,19 @@ import decimal
 import io
 import math
 import pathlib
+import re
 import signal
 import types
+import zoneinfo
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from megackpt.errors import CorruptCheckpoint
+from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.objects import arrays
-from megackpt.objects.machine import Rule, hashables, pairs
+from megackpt.objects.rules import Rule, each, first_of_each
 from megackpt.objects.standins import StandIn, StandInClass
 
 _INERT = ("megatron.",)
@@ -47,6 +49,10 @@ _STORAGES = {
 }
 
 
+_PLAIN = (int, float, str, bytes, type(None))
+_ZONE = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,4}")
+
+
 def is_inert(module: str) -> bool:
     """True for modules of Megatron-Core, whose classes become stand-ins."""
     return f"{module}.".startswith(_INERT)
@@ -56,7 +62,7 @@ def stand_in(module: str, name: str) -> Rule:
     """The rule of a class that is only named."""
     qualified = f"{module}.{name}"
     called, new = (partial(_make_stand_in, qualified, new) for new in (False, True))
-    return Rule(StandInClass(qualified), called, _build_stand_in, new)
+    return Rule(StandInClass(qualified), called, _build_stand_in, new, shares=True, keywords=True)
 
 
 def _make_stand_in(qualified: str, new: bool, *args: Any, **kwargs: Any) -> StandIn:
@@ -79,7 +85,8 @@ def _build_stand_in(instance: StandIn, state: Any) -> None:
 def trusted_rule(value: Any) -> Rule:
     """The rule of a class or function that the user vouches for: pickle's own behaviour."""
     new = partial(value.__new__, value) if isinstance(value, type) else None
-    return Rule(value, value if callable(value) else None, _build_trusted, new, keeps=True)
+    call = value if callable(value) else None
+    return Rule(value, call, _build_trusted, new, trusted=True, keywords=True)
 
 
 def _build_trusted(instance: Any, state: Any) -> None:
@@ -121,9 +128,16 @@ def _bytearray(data: bytes | str = b"", encoding: str = "latin-1") -> bytearray:
 
 
 def _default_dict(factory: Any = None, items: Any = ()) -> Any:
-    if factory not in (None, int, float, str, bool, list, dict, set, tuple):
+    if isinstance(factory, StandInClass):
+        raise UntrustedClass(
+            f"a defaultdict makes its values by {factory.qualified_name}, which is not trusted\n"
+            "  hint: if you trust this checkpoint's author, pass that class in trusted=(...) to load"
+        )
+    # A pickle can only name types of the list above all, and what a user vouches for; and functions of ours.
+    ours = getattr(factory, "__module__", "").startswith(f"{__package__}.") and not isinstance(factory, type)
+    if (factory is not None and not callable(factory)) or ours:
         raise CorruptCheckpoint(f"a defaultdict's factory is {factory!r}")
-    return pairs(partial(collections.defaultdict, factory), items)
+    return collections.defaultdict(factory, items)
 
 
 def _counter(counts: Any = ()) -> collections.Counter[Any]:
@@ -133,9 +147,33 @@ def _counter(counts: Any = ()) -> collections.Counter[Any]:
 
 
 def _slice(*bounds: Any) -> slice:
-    if not all(type(bound) in (int, type(None)) for bound in bounds):
-        raise CorruptCheckpoint("a slice has bounds that are no numbers")
+    if not all(isinstance(bound, _PLAIN) for bound in bounds):  # containers could be nested by it without end
+        raise CorruptCheckpoint("a slice has bounds that are neither numbers nor text")
     return slice(*bounds)
+
+
+def _decimal(text: str) -> decimal.Decimal:
+    if type(text) is not str:
+        raise CorruptCheckpoint("a Decimal is made of something that is no text")
+    return decimal.Decimal(text)
+
+
+def _zone(key: str, cached: bool = True) -> zoneinfo.ZoneInfo:
+    if type(key) is not str or not _ZONE.fullmatch(key):
+        raise CorruptCheckpoint("a time zone has a name that no time zone has")
+    try:
+        return zoneinfo.ZoneInfo(key) if cached else zoneinfo.ZoneInfo.no_cache(key)
+    except (KeyError, OSError, ValueError) as error:
+        raise CorruptCheckpoint(
+            f"this machine does not know the time zone {key!r} (install tzdata): {error}"
+        ) from error
+
+
+def _type_of(value: Any) -> type:
+    """How pickle writes the three types that have no name."""
+    if value is not None and value is not Ellipsis and value is not NotImplemented:
+        raise UntrustedClass("the object calls builtins.type, and nothing of it was loaded")
+    return type(value)
 
 
 def _deque(items: Any = (), size: int | None = None) -> collections.deque[Any]:
@@ -163,7 +201,7 @@ def _path(kind: type[pathlib.PurePath], *parts: str) -> pathlib.PurePath:
 
 
 def _layout(name: str) -> torch.layout:
-    layout = getattr(torch, str(name).removeprefix("torch."), None)
+    layout = getattr(torch, name.removeprefix("torch."), None) if type(name) is str else None
     if not isinstance(layout, torch.layout):
         raise CorruptCheckpoint(f"unknown tensor layout {name!r}")
     return layout
@@ -171,15 +209,16 @@ def _layout(name: str) -> torch.layout:
 
 def _sparse(layout: torch.layout, data: Any) -> torch.Tensor:
     try:
+        # On "meta" there are no indices to check: nothing is read there.
         if layout is torch.sparse_coo:
             indices, values, size, *coalesced = data
             tensor = torch.sparse_coo_tensor(
-                indices, values, size, device=values.device, check_invariants=True
+                indices, values, size, device=values.device, check_invariants=not values.is_meta
             )
             return tensor._coalesced_(True) if coalesced and coalesced[0] is True else tensor
         compressed, plain, values, size = data
         return torch.sparse_compressed_tensor(
-            compressed, plain, values, size, layout=layout, device=values.device, check_invariants=True
+            compressed, plain, values, size, layout=layout, device=values.device, check_invariants=not values.is_meta
         )
     except RuntimeError as error:  # the invariants: indices that are out of bounds, or not in order
         raise CorruptCheckpoint(f"a sparse tensor contradicts itself: {error}") from error
@@ -208,7 +247,7 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> to
     if (offset + last) * dtype.itemsize > storage._untyped_storage.nbytes():
         raise CorruptCheckpoint("a tensor reaches beyond its storage")
     # All that can be wrong with the file has been examined: what torch refuses now is no damage.
-    flat = torch.empty(0, dtype=dtype, device="cpu")
+    flat = torch.empty(0, dtype=dtype, device=storage._untyped_storage.device)
     tensor = flat.set_(storage._untyped_storage, offset, size, stride)
     lazily = rest[-1] if len(rest) > 2 and type(rest[-1]) is dict else {}
     if lazily.get("conj") is True and tensor.is_complex():
@@ -229,27 +268,35 @@ def _types() -> dict[str, Rule]:
     rules = {f"builtins.{kind.__name__}": Rule(kind) for kind in plain}
     calls: Mapping[str, tuple[Any, Callable[..., Any]]] = {
         "builtins.bytes": (bytes, _no_bytes),
-        "builtins.set": (set, partial(hashables, set)),
-        "builtins.frozenset": (frozenset, partial(hashables, frozenset)),
+        "builtins.type": (type, _type_of),
         "builtins.bytearray": (bytearray, _bytearray),
         "builtins.complex": (complex, complex),
         "builtins.range": (range, range),
         "builtins.slice": (slice, _slice),
         "_codecs.encode": (_encode, _encode),
-        "collections.Counter": (collections.Counter, _counter),
-        "decimal.Decimal": (decimal.Decimal, decimal.Decimal),
+        "decimal.Decimal": (decimal.Decimal, _decimal),
+        "zoneinfo.ZoneInfo._unpickle": (_zone, _zone),
         "signal.Signals": (signal.Signals, signal.Signals),
         "signal.Handlers": (signal.Handlers, signal.Handlers),
     }
     rules |= {name: Rule(value, call) for name, (value, call) in calls.items()}
+    rules |= {f"builtins.{kind.__name__}": Rule(kind, kind, keys=each) for kind in (set, frozenset)}
+    rules |= {f"builtins.{value!r}": Rule(value) for value in (Ellipsis, NotImplemented)}
+    rules["zoneinfo.ZoneInfo"] = Rule(zoneinfo.ZoneInfo)
+    rules["collections.Counter"] = Rule(collections.Counter, _counter, keys=first_of_each)
     rules["collections.OrderedDict"] = Rule(
-        collections.OrderedDict, partial(pairs, collections.OrderedDict), _fields
+        collections.OrderedDict, collections.OrderedDict, _fields, keys=first_of_each
     )
-    rules["collections.defaultdict"] = Rule(collections.defaultdict, _default_dict, empty=dict.clear)
+    rules["collections.defaultdict"] = Rule(
+        collections.defaultdict,
+        _default_dict,
+        empty=dict.clear,
+        keys=lambda _=None, items=(): first_of_each(items),
+    )
     rules["collections.deque"] = Rule(collections.deque, _deque, empty=collections.deque.clear)
     rules["argparse.Namespace"] = Rule(argparse.Namespace, argparse.Namespace, _fields)
     rules["types.SimpleNamespace"] = Rule(types.SimpleNamespace, types.SimpleNamespace, _fields)
-    rules["_io.BytesIO"] = rules["io.BytesIO"] = Rule(io.BytesIO, _bytes_io, _bytes_io_state)
+    rules["_io.BytesIO"] = rules["io.BytesIO"] = Rule(io.BytesIO, _bytes_io, _bytes_io_state, shares=True)
     for kind in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone):
         rules[f"datetime.{kind.__name__}"] = Rule(kind, kind)
     for path in (pathlib.PosixPath, pathlib.Path, pathlib.PurePosixPath, pathlib.PurePath):
@@ -267,7 +314,7 @@ def _torch_types() -> dict[str, Rule]:
     rules = {f"torch.{name}": Rule(dtype) for name, dtype in _STORAGES.items()}
     for name in dir(torch):
         value = getattr(torch, name)
-        if isinstance(value, torch.dtype | torch.layout):
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format | torch.qscheme):
             rules[f"torch.{name}"] = Rule(value)
     rules["torch.storage.UntypedStorage"] = rules["torch.UntypedStorage"] = Rule(torch.uint8)
     rules["torch.Size"] = Rule(torch.Size, torch.Size)

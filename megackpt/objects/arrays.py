@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.objects.machine import Rule
+from megackpt.objects.rules import Rule
 
 _DTYPE = re.compile(r"[<>|=]?(?:[?bBhHiIlLqQefdgFDGO]|[biufcSUV]\d{1,6}|[mM]8|O8|O4)")
 _UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic")

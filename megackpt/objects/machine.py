@@ -3,7 +3,7 @@
 Of pickle's opcodes it has those that protocols 2 to 5 write for plain data. Where a pickle names a global, a
 function given by the caller decides what that stands for; where it calls one, the caller's rule is what is
 called. Everything is bounded by the bytes given: no length in a pickle allocates more than is there, and what
-is given to functions again and again, to be copied each time, is counted.
+is copied or hashed again and again is counted.
 Opcodes: Python's pickletools.
 """
 
@@ -11,73 +11,19 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.objects.standins import StandIn
+from megackpt.objects.bounds import Budget
+from megackpt.objects.rules import GETATTR, Find, Name, Persistent, Rule
 
-KEY_NODES = 1000
-"""Parts that a dictionary's key may have: hashing is recursive, and tuples that share parts blow up."""
 _MAPPINGS = frozenset((dict, OrderedDict, Counter, defaultdict))
 _SEQUENCES = frozenset((list, deque))
-_STRINGS = (str, bytes, bytearray)
-_SIZED = (*_STRINGS, tuple, list, dict, set, frozenset, deque, range)
-_FREE = 64
-"""Items and characters that an argument may have for nothing: names and shapes are shared many times over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What a global stands for. ``value`` is what appears where the pickle uses it as data.
-
-    ``call`` is what happens when the pickle calls it, and ``new`` (if not given, the same) when it makes an
-    instance without calling; ``build`` is what happens with the state of an instance so made (given instance and
-    state). Without them a pickle that tries is refused. ``empty`` takes an instance apart: for types that Python
-    frees by recursion, so that a long chain of them would exhaust the stack. ``keeps``: arguments are not copied.
-    """
-
-    value: Any
-    call: Callable[..., Any] | None = None
-    build: Callable[[Any, Any], None] | None = None
-    new: Callable[..., Any] | None = None
-    empty: Callable[[Any], None] | None = None
-    keeps: bool = False
-
-
-Find = Callable[[str, str], Rule]
-Persistent = Callable[[Any], Any]
-
-
-def check_key(key: Any) -> None:
-    """Raise CorruptCheckpoint for a key whose hashing could exhaust the stack or time."""
-    waiting, count = [key], 0
-    while waiting:
-        part = waiting.pop()
-        count += 1
-        if count > KEY_NODES:
-            raise CorruptCheckpoint("a dictionary's key is nested too deeply")
-        if isinstance(part, tuple | frozenset | list):
-            waiting.extend(part)
-        elif isinstance(part, dict):
-            waiting += [*dict.keys(part), *dict.values(part)]
-        elif type(part) is StandIn:
-            waiting += [*part.args, part.state]
-
-
-def hashables(kind: Callable[[Any], Any], items: Any = ()) -> Any:
-    """``kind(items)``, for a kind that hashes each item."""
-    for item in items:
-        check_key(item)
-    return kind(items)
-
-
-def pairs(kind: Callable[[Any], Any], items: Any = ()) -> Any:
-    """``kind(items)``, for a kind that hashes the first of each two."""
-    for item in items:
-        check_key(item if isinstance(items, dict) else item[0])
-    return kind(items)
+_INT4, _UNSIGNED4 = struct.Struct("<i"), struct.Struct("<I")
+_GETATTRS = frozenset((("builtins", "getattr"), ("__builtin__", "getattr")))
 
 
 class Machine:
@@ -92,9 +38,11 @@ class Machine:
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._rules: dict[int, Rule] = {}  # by the identity of the value, which the rule keeps alive
+        self._names: dict[int, tuple[str, str]] = {}  # the same
         self._globals: dict[tuple[str, str], Rule] = {}
         self._made: dict[int, tuple[Any, Rule]] = {}
-        self._allowance = 4 * len(data) + (1 << 16)
+        self._unused = 0  # getattrs that have not been called
+        self._budget = Budget(len(data))
 
     def discard(self, kept: Container[int] | None = None) -> None:
         """Take apart what was made, so that it is freed without recursion; not what has one of these identities.
@@ -102,7 +50,7 @@ class Machine:
         What a trusted object may hold is left alone, unless nothing at all is kept.
         """
         made = list(self._made.values())
-        if kept is not None and any(rule.keeps for _, rule in made):
+        if kept is not None and any(rule.trusted for _, rule in made):
             return
         for value, rule in made:
             if rule.empty is not None and (kept is None or id(value) not in kept):
@@ -116,6 +64,8 @@ class Machine:
                 opcode = data[self._at]
                 self._at += 1
                 if opcode == 0x2E:  # STOP
+                    if self._unused:
+                        self._find("builtins", "getattr")  # as a value
                     return self._stack.pop()
                 table[opcode](self)
         except CorruptCheckpoint:
@@ -124,7 +74,9 @@ class Machine:
             raise CorruptCheckpoint(
                 f"unknown pickle opcode or memo entry {error} at byte {self._at}"
             ) from error
-        except (IndexError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            IndexError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error
+        ) as error:  # fmt: skip
             raise CorruptCheckpoint(f"a pickle is damaged at byte {self._at}: {error}") from error
         except MemoryError as error:
             raise CorruptCheckpoint(
@@ -152,29 +104,51 @@ class Machine:
         return items
 
     def _push_global(self, module: str, name: str) -> None:
-        rule = self._globals.get((module, name))
-        if rule is None:
-            rule = self._globals[module, name] = self._find(module, name)
-            self._rules[id(rule.value)] = rule
-        self._stack.append(rule.value)
+        if (module, name) in _GETATTRS:
+            self._unused += 1
+            self._stack.append(GETATTR)
+        elif self._stack and self._stack[-1] is GETATTR:
+            self._stack.append(Name(module, name))
+        else:
+            rule = self._globals.get((module, name))
+            if rule is None:
+                rule = self._globals[module, name] = self._find(module, name)
+                self._rules[id(rule.value)] = rule
+                self._names[id(rule.value)] = module, name
+            self._stack.append(rule.value)
 
     def _make(self, function: Any, args: Any, kwargs: Any = None, new: bool = False) -> None:
-        rule = self._rules.get(id(function))
+        if function is GETATTR and type(args) is tuple and len(args) == 2 and not new:
+            owner, part = args
+            module, name = self._names.get(id(owner), ("", ""))
+            if type(owner) is Name:
+                module, name = owner.module, owner.name
+            if module and type(part) is str and owner is not GETATTR:
+                self._unused -= 1
+                self._push_global(module, f"{name}.{part}")
+                return
+        rule = self._find("builtins", "getattr") if function is GETATTR else self._rules.get(id(function))
         call = None if rule is None else (new and rule.new) or rule.call
         if rule is None or call is None or type(args) is not tuple:
             raise CorruptCheckpoint(f"a pickle calls a {type(function).__name__} that may not be called")
-        if not rule.keeps:
-            self._charge(args)
-        value = call(*args, **(kwargs or {}))
+        if kwargs and not rule.keywords:
+            raise CorruptCheckpoint("a pickle gives keywords to what takes none")
+        if not rule.trusted:
+            self._budget.copy((args, kwargs) if rule.shares else (args, *args, kwargs))
+            if rule.keys is not None:
+                self._budget.hash(rule.keys(*args))
+        value = self._called(call, args, kwargs or {})
         if rule.build is not None or rule.empty is not None:
             self._made[id(value)] = value, rule
         self._stack.append(value)
 
-    def _charge(self, given: Iterable[Any]) -> None:
-        """Count what a function may copy: in all little more than a pickle can hold that shares nothing."""
-        self._allowance -= sum(len(v) for v in given if isinstance(v, _SIZED) and len(v) > _FREE)
-        if self._allowance < 0:
-            raise CorruptCheckpoint("a pickle has the same parts copied again and again")
+    def _called(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call(*args, **kwargs)
+
+    def _trusts(self, instance: Any) -> bool:
+        """Was this made by what a user vouches for?"""
+        made = self._made.get(id(instance))
+        return made is not None and made[1].trusted
 
     # One method an opcode from here on.
 
@@ -211,13 +185,16 @@ class Machine:
         self._stack.append(False)
 
     def _int4(self) -> None:
-        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+        self._stack.append(_INT4.unpack_from(self._data, self._at)[0])
+        self._at += 4
 
     def _int1(self) -> None:
-        self._stack.append(self._unsigned(1))
+        self._stack.append(self._data[self._at])
+        self._at += 1
 
     def _int2(self) -> None:
-        self._stack.append(self._unsigned(2))
+        self._stack.append(self._data[self._at] | self._data[self._at + 1] << 8)
+        self._at += 2
 
     def _long1(self) -> None:
         self._stack.append(int.from_bytes(self._take(self._unsigned(1)), "little", signed=True))
@@ -276,29 +253,28 @@ class Machine:
 
     def _frozenset(self) -> None:
         items = self._popped_to_mark()
-        for item in items:
-            check_key(item)
+        self._budget.hash(items)
         self._stack.append(frozenset(items))
 
     def _append(self) -> None:
-        value = self._stack.pop()
-        self._extend([value])
+        self._extend([self._stack.pop()])
 
     def _appends(self) -> None:
         self._extend(self._popped_to_mark())
 
     def _extend(self, items: list[Any]) -> None:
-        if type(self._stack[-1]) not in _SEQUENCES:
-            raise CorruptCheckpoint(f"a pickle appends to a {type(self._stack[-1]).__name__}")
-        self._stack[-1].extend(items)
+        target = self._stack[-1]
+        if type(target) not in _SEQUENCES and not self._trusts(target):
+            raise CorruptCheckpoint(f"a pickle appends to a {type(target).__name__}")
+        target.extend(items)
 
     def _add_items(self) -> None:
         items = self._popped_to_mark()
-        if type(self._stack[-1]) is not set:
-            raise CorruptCheckpoint(f"a pickle adds to a {type(self._stack[-1]).__name__} as to a set")
-        for item in items:
-            check_key(item)
-        self._stack[-1].update(items)
+        target = self._stack[-1]
+        if type(target) is not set:
+            raise CorruptCheckpoint(f"a pickle adds to a {type(target).__name__} as to a set")
+        self._budget.hash(items, target)
+        target.update(items)
 
     def _set_item(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
@@ -309,19 +285,38 @@ class Machine:
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if type(target) not in _MAPPINGS:
+        keys, values = items[::2], items[1::2]
+        if len(keys) != len(values):
+            raise CorruptCheckpoint("a pickle sets a key without a value")
+        if type(target) in _MAPPINGS:
+            self._budget.hash(keys, target)
+        elif not self._trusts(target):
             raise CorruptCheckpoint(f"a pickle sets items of a {type(target).__name__}")
-        for i in range(0, len(items), 2):
-            key = items[i]
-            if type(key) is not str:
-                check_key(key)
-            target[key] = items[i + 1]
+        for key, value in zip(keys, values, strict=True):
+            target[key] = value
 
     def _get(self, width: int) -> None:
-        self._stack.append(self._memo[self._unsigned(width)])
+        value = self._memo[self._unsigned(width)]
+        if type(value) is Name:
+            self._push_global(value.module, value.name)
+        else:
+            self._stack.append(value)
 
-    def _put(self, width: int) -> None:
-        self._memo[self._unsigned(width)] = self._stack[-1]
+    def _get1(self) -> None:
+        value = self._memo[self._data[self._at]]
+        self._at += 1
+        if type(value) is Name:
+            self._push_global(value.module, value.name)
+        else:
+            self._stack.append(value)
+
+    def _put1(self) -> None:
+        self._memo[self._data[self._at]] = self._stack[-1]
+        self._at += 1
+
+    def _put4(self) -> None:
+        self._memo[_UNSIGNED4.unpack_from(self._data, self._at)[0]] = self._stack[-1]
+        self._at += 4
 
     def _memoize(self) -> None:
         self._memo[len(self._memo)] = self._stack[-1]
@@ -353,11 +348,16 @@ class Machine:
     def _build(self) -> None:
         state, instance = self._stack.pop(), self._stack[-1]
         made = self._made.get(id(instance))
-        if made is None or made[1].build is None:
+        build = None if made is None else made[1].build
+        if made is None or build is None:
             raise CorruptCheckpoint(f"a pickle sets the state of a {type(instance).__name__}")
-        if not made[1].keeps:
-            self._charge((state, *state) if type(state) is tuple else (state,))
-        made[1].build(instance, state)
+        rule = made[1]
+        if not rule.trusted:
+            self._budget.copy((state, *state) if type(state) is tuple and not rule.shares else (state,))
+        self._built(build, instance, state)
+
+    def _built(self, build: Callable[[Any, Any], None], instance: Any, state: Any) -> None:
+        build(instance, state)
 
     def _persistent_id(self) -> None:
         if self._persistent is None:
@@ -390,8 +390,8 @@ _TABLE: dict[int, Opcode] = {
         b"\x8f": Machine._empty_set, b"l": Machine._list, b"t": Machine._tuple, b"\x85": Machine._tuple1,
         b"\x86": Machine._tuple2, b"\x87": Machine._tuple3, b"d": Machine._dict, b"\x91": Machine._frozenset,
         b"a": Machine._append, b"e": Machine._appends, b"\x90": Machine._add_items, b"s": Machine._set_item,
-        b"u": Machine._set_all, b"h": _sized(Machine._get, 1), b"j": _sized(Machine._get, 4),
-        b"q": _sized(Machine._put, 1), b"r": _sized(Machine._put, 4), b"\x94": Machine._memoize,
+        b"u": Machine._set_all, b"h": Machine._get1, b"j": _sized(Machine._get, 4),
+        b"q": Machine._put1, b"r": Machine._put4, b"\x94": Machine._memoize,
         b"c": Machine._global, b"\x93": Machine._stack_global, b"R": Machine._reduce, b"\x81": Machine._new,
         b"\x92": Machine._new_with, b"b": Machine._build, b"Q": Machine._persistent_id,
     }.items()

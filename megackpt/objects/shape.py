@@ -11,21 +11,23 @@ from typing import Any
 import numpy as np
 
 from megackpt.errors import CorruptCheckpoint
+from megackpt.objects.bounds import DEPTH
 from megackpt.objects.standins import StandIn
 
-DEPTH = 500
-"""Levels of containers: what Python's own pickle can still write."""
 SIZE = 1 << 27
 """Leaves, counted as often as a walk meets them: parts that are shared many times over blow up."""
+_SHARED = 256
+"""Times that all parts of a larger value may be shared, in the mean."""
 
 
-def check_shape(value: Any) -> Container[int]:
+def check_shape(value: Any, levels: int = DEPTH) -> Container[int]:
     """Raise CorruptCheckpoint for a value on which ordinary code would exhaust stack, time or memory.
 
     Returns the identities of all containers in it.
     """
     done: dict[int, tuple[int, int]] = {}  # identity -> depth, size
     open_: set[int] = set()
+    parts = size = 0
     waiting: list[tuple[Any, bool]] = [(value, False)]
     while waiting:
         part, closing = waiting.pop()
@@ -42,12 +44,15 @@ def check_shape(value: Any) -> Container[int]:
         sums = [done.get(id(p), (0, 1)) for p in inner]
         depth = 1 + max((d for d, _ in sums), default=0)
         size = 1 + sum(s for _, s in sums)
-        if depth > DEPTH or size > SIZE:
-            raise CorruptCheckpoint(
-                f"the object is nested {depth} levels deep or has {size} parts: too much to be right"
-            )
+        if depth > levels:
+            raise CorruptCheckpoint(f"the object is nested {depth} levels deep: at most {levels} can be read")
+        parts += len(sums)
         open_.discard(id(part))
         done[id(part)] = depth, size
+    if size > max(SIZE, _SHARED * parts):
+        raise CorruptCheckpoint(
+            f"the object has {size} parts, counted as often as they are met: too many are shared too often"
+        )
     return done
 
 

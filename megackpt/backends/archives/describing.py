@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megackpt import objects
 from megackpt.backends.archives.writing import plain_strides
 from megackpt.errors import BackendError, CorruptCheckpoint
-from megackpt.objects.machine import Find, Rule
+from megackpt.objects.rules import Find, Rule
 from megackpt.planning.manifest import ITEMSIZE
 
 _DIMENSIONS = 64

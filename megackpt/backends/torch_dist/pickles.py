@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.objects.machine import Machine, Rule, hashables, pairs
+from megackpt.objects.machine import Machine
+from megackpt.objects.rules import Rule, each, first_of_each
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
@@ -76,7 +77,10 @@ def _layout(name: Any) -> str:
 
 
 def _find(module: str, name: str) -> Rule:
-    if name in _RECORDS.get(module, ()):
+    kind, _, member = name.partition(".")
+    if kind in _RECORDS.get(module, ()) and "." not in member:
+        if member:  # of an enum, as Python 3.11.0 to 3.11.3 names it
+            return Rule(_make(kind))
         # A list of its own, for a value that no other rule has.
         return Rule([module, name], partial(_make, name), _build)
     if module == "torch" and name == "Size":
@@ -88,9 +92,7 @@ def _find(module: str, name: str) -> Rule:
     if module == "pathlib" and name.endswith("Path"):
         return Rule(_path, _path)
     if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
-        return (
-            Rule(dict, partial(pairs, dict)) if name == "OrderedDict" else Rule(set, partial(hashables, set))
-        )
+        return Rule(dict, dict, keys=first_of_each) if name == "OrderedDict" else Rule(set, set, keys=each)
     raise UntrustedClass(
         f".metadata names {module}.{name}, which no checkpoint's table of contents needs: "
         "it was not run, and the checkpoint was not read"
