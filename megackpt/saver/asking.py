@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -21,7 +22,16 @@ from megackpt.planning.manifest import Declarations, SavePlan
 from megackpt.planning.save_plan import SavePolicy
 from megackpt.runtime.collectives import Group, attempt, domain_of
 from megackpt.saver.notices import check_common_size
-from megackpt.state import Extracted, ShardedObject, ShardedTensor, bundled, declare, object_groups, pickled
+from megackpt.state import (
+    Extracted,
+    ShardedObject,
+    ShardedTensor,
+    bundled,
+    declare,
+    loadable,
+    object_groups,
+    pickled,
+)
 from megackpt.strategies import Strategy
 
 logger = logging.getLogger("megackpt.saver")
@@ -30,6 +40,7 @@ Held = torch.Tensor | Callable[[], bytes]
 
 CONTENT_METADATA = "content_metadata"
 COMMON = "the common state"
+_KEPT = 2**26  # bytes of pickled objects that a rank keeps from the check to the write
 _TRAVELS = 2**18  # bytes of a group's hyperparameters that a rank tells the coordinator
 
 
@@ -98,6 +109,8 @@ class Request:
     fingerprint: int | None  # None: nothing tells when a plan could be used again
     staging_memory: int | None = None  # bytes; None: the default
     groups: Mapping[str, HeldGroup] = field(default_factory=dict)  # of an optimizer's parameters
+    blobs: dict[int, bytes] = field(default_factory=dict)  # row -> an object that has been pickled already
+    wanted: list[str] = field(default_factory=list)  # what loads will have to be told to trust, in words
 
     @classmethod
     def of(
@@ -132,7 +145,7 @@ class Request:
         named = f"{backend.name} {backend.version}"
         checked, options = compare is not None, _told_apart(backend)
         what = f"{named} {backend.encoding} {in_format(backend, policy)} {group.size} {checked} {options}"
-        return cls(
+        request = cls(
             directory,
             backend,
             named,
@@ -147,6 +160,25 @@ class Request:
             strategy.staging_memory,
             held_groups(extracted.factories),
         )
+        request.judge()
+        return request
+
+    def judge(self) -> None:
+        """Pickle the objects of which this rank holds the main replica, on the coordinator also the common state.
+
+        What is small enough is kept, to be written. Raises ShardingError for what no load would give back.
+        """
+        room, judged = _KEPT, set[int]()
+        for row, shard in enumerate([*self.shards, None][: len(self.declared)]):
+            if row in judged or not self.declared.main[row] or isinstance(shard, ShardedTensor):
+                continue
+            blob, wanted = loadable(*self._object(row))
+            self.wanted.extend(wanted)
+            alike = self._bundles.get(row, [row])
+            judged.update(alike)
+            if len(blob) <= room:
+                room -= len(blob)
+                self.blobs.update(dict.fromkeys(alike, blob))
 
     def known(self, cache: PlanCache, ranks: int) -> CachedPlan | None:
         """The plan of an earlier save that declared the same, or the one that what was loaded last was written with."""
@@ -188,26 +220,31 @@ class Request:
         for path, values in groups.items():
             found = torch.load(io.BytesIO(values), map_location="cpu", weights_only=False)
             tree.lookup(self.common, path[:-1])[path[-1]] = found
+            self.blobs.pop(len(self.shards), None)
 
     def let_go(self) -> Request:
         """Without the caller's data, of which a copy has been made."""
-        return replace(self, shards=(), common={}, compared=None)
+        return replace(self, shards=(), common={}, compared=None, blobs={})
 
     def held(self) -> list[Held]:
         """For each row of ``declared``: its tensor, or what makes its blob."""
-        groups = object_groups(self.shards)
-        rows = [self._holder(shard, groups.get(i, [])) for i, shard in enumerate(self.shards)]
-        return [*rows, lambda: pickled(COMMON, dict(self.common))]
+        rows = [
+            cast(torch.Tensor, shard.data) if isinstance(shard, ShardedTensor) else partial(self._blob, row)
+            for row, shard in enumerate(self.shards)
+        ]
+        return [*rows, partial(self._blob, len(self.shards))]
 
-    def _holder(self, shard: ShardedTensor | ShardedObject, group: Sequence[int]) -> Held:
-        if isinstance(shard, ShardedTensor):
-            return cast(torch.Tensor, shard.data)
-        values = [self.shards[i].data for i in group]
-        return lambda: pickled(f"the object {shard.unique_key!r}", bundled(shard, values))
+    def _blob(self, row: int) -> bytes:
+        return self.blobs.get(row) or loadable(*self._object(row))[0]
 
-    def blobs(self) -> Iterator[bytes]:
-        """The objects of which this rank holds the main replica; on the coordinator also the common state."""
-        mains = self.declared.main
-        for i, held in enumerate(self.held()[: len(self.declared)]):
-            if mains[i] and not isinstance(held, torch.Tensor):
-                yield held()
+    def _object(self, row: int) -> tuple[str, Any]:
+        """What a row that is no tensor is called, and its value."""
+        if row == len(self.shards):
+            return COMMON, dict(self.common)
+        shard = cast(ShardedObject, self.shards[row])
+        group = self._bundles.get(row, [])
+        return f"the object {shard.unique_key!r}", bundled(shard, [self.shards[i].data for i in group])
+
+    @cached_property
+    def _bundles(self) -> Mapping[int, Sequence[int]]:
+        return object_groups(self.shards)

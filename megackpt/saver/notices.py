@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megackpt import events, objects, tree
+from megackpt import events, tree
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.errors import ShardingError, some
 from megackpt.planning.manifest import ITEMSIZE
@@ -30,6 +30,7 @@ _BITS = {
     for dtype in [getattr(torch, name, None)]
     if dtype is not None
 }
+_told: set[str] = set()  # classes that have to be trusted
 
 
 def check_same(what: str, said: Sequence[str]) -> None:
@@ -155,13 +156,16 @@ def _is_sparse(value: torch.Tensor) -> bool:
     )
 
 
-def warn_of_untrusted(blobs: Iterable[bytes]) -> None:
-    """Say now what a load would say too late: that it wants to be told to trust a class."""
-    for blob in blobs:
-        try:
-            objects.load(blob)
-        except Exception as error:  # noqa: BLE001 - of ours, or of a class that is vouched for: no save fails of it
-            logger.warning("this is saved, but will not simply load: %s", error)
+def warn_of_untrusted(wanted: Iterable[str]) -> None:
+    """Say now what a load would say too late: that it has to be told to trust a class."""
+    for refusal in wanted:
+        _told.add(refusal)
+        logger.warning("this is saved, but will not simply load: %s", refusal)
+
+
+def untold(wanted: Iterable[str]) -> list[str]:
+    """Those of them that this process has not told of yet."""
+    return [refusal for refusal in wanted if refusal not in _told]
 
 
 def warn_of_difference(rank: int, coordinators: bytes, own: Any) -> None:

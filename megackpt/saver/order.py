@@ -31,7 +31,7 @@ from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, Mark, 
 from megackpt.runtime.collectives.failures import DEPARTURES
 from megackpt.runtime.staging import Snapshot, Staged, settle
 from megackpt.saver.asking import COMMON, Request, itself
-from megackpt.saver.notices import check_same, groups_to_store, warn_of_difference, warn_of_untrusted
+from megackpt.saver.notices import check_same, groups_to_store, untold, warn_of_difference, warn_of_untrusted
 from megackpt.state import ShardedStateDict, extract, pickled
 from megackpt.strategies import COMMON_IS_KEPT, StrategyLike, resolve
 
@@ -197,7 +197,11 @@ class _Save:
     def prepared(self, request: Callable[[], Request]) -> _Ticket:
         self.request = attempt(request)
         held = self.ticket_held()
-        ticket = held if self.agreed(held) and held else self.planned()
+        if self.agreed(held) and held:
+            ticket = held
+            warn_of_untrusted(untold(self.request.get().wanted))
+        else:
+            ticket = self.planned()
         self.whole.operation.id = ticket.save_id
         self.numbers = ticket.plan.numbers
         return ticket
@@ -258,7 +262,7 @@ class _Save:
     def declared(self) -> _Declared:
         request = self.request.get()
         view = pickled(COMMON, request.compared) if request.checked else b""
-        warn_of_untrusted(request.blobs())
+        warn_of_untrusted(request.wanted)
         common = blake2b(view).digest()
         return _Declared(
             request.directory, request.format, request.declared, request.fingerprint, common, request.needed()

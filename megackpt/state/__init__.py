@@ -23,6 +23,7 @@ from megackpt.state.storable import (
     dtype_name as dtype_name,
     dtype_named as dtype_named,
     is_declared as is_declared,
+    loadable as loadable,
     pickled as pickled,
 )
 from megackpt.state.values import (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from megackpt import objects, tree
-from megackpt.errors import ShardingError
+from megackpt.errors import CorruptCheckpoint, ShardingError
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 
 _NAMES: dict[torch.dtype, str] = {
@@ -21,6 +23,9 @@ SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes"
 """What a plain tensor has that is a shard to torch DCP from 2.15 on (its ``CheckpointableTensor``)."""
 SHARD_METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 """What an object has that tells torch DCP its own chunks (``_Checkpointable``)."""
+_LEAVE_OUT = "leave it out, or wrap it in a LocalNonpersistentObject, and it is not saved"
+_SHOWN = 12  # steps of a path
+_LOOKED = 2**26  # bytes
 _DECLARED = ("ShardedBase", "LocalNonpersistentObject")
 _DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -164,21 +169,69 @@ def pickled(what: str, value: Any) -> bytes:
     try:
         return objects.dump(value, _refuse_sharded)
     except _Sharded as error:
-        where = f", at {_unpicklable(value)}," if isinstance(value, (dict, list)) else ""
-        raise ShardingError(f"{what}{where} holds {error}") from None
+        where = _where(value, _dumped)
+        raise ShardingError(f"{what}{where and where + ','} holds {error}") from None
     except Exception as error:  # pickling calls the values' own code, which may raise anything
-        where = f", at {_unpicklable(value)}" if isinstance(value, (dict, list)) else ""
         raise ShardingError(
-            f"{what} cannot be pickled{where}: {type(error).__name__}: {error} (leave it out, or wrap it in a "
-            "LocalNonpersistentObject, and it is not saved)"
+            f"{what} cannot be pickled{_where(value, _dumped)}: {type(error).__name__}: {error} ({_LEAVE_OUT})"
         ) from error
 
 
-def _unpicklable(state: Any) -> str:
-    """Where in a state the first value stands that cannot be pickled."""
-    for path, leaf in tree.walk(state):
+def loadable(what: str, value: Any) -> tuple[bytes, list[str]]:
+    """The blob of an object that is to be stored, and the classes that a load has to be told to trust, in words.
+
+    Raises ShardingError as ``pickled`` does, and for what a load would refuse whatever is trusted.
+    """
+    blob = pickled(what, value)
+    try:
+        return blob, objects.check(blob)
+    except CorruptCheckpoint as error:
+        raise ShardingError(
+            f"{what} could be saved, but never loaded{_where(value, _checked)}: {error} ({_LEAVE_OUT})"
+        ) from error
+
+
+def _dumped(value: Any) -> int:
+    return len(objects.dump(value, _refuse_sharded))
+
+
+def _checked(value: Any) -> int:
+    blob = objects.dump(value, _refuse_sharded)
+    objects.check(blob)
+    return len(blob)
+
+
+def _where(value: Any, fine: Callable[[Any], int]) -> str:
+    """ ", at PATH": the innermost part of a value that is not fine, for which ``fine`` raises; "" for all of it.
+
+    ``fine`` gives the bytes that it has looked at; after many of them the path that is known is the answer.
+    """
+    path, above, looked = list[Any](), set[int](), 0
+
+    def passes(part: Any) -> bool:
+        nonlocal looked
         try:
-            objects.dump(leaf, _refuse_sharded)
-        except Exception:  # noqa: BLE001 - this is the one
-            return tree.show(path)
-    return "one of its keys"
+            looked += fine(part) if looked < _LOOKED else 0
+        except Exception:  # noqa: BLE001 - what it is has been told of the whole
+            return False
+        return True
+
+    while id(value) not in above:  # in a cycle every part is as bad as the others
+        above.add(id(value))
+        found = next(((key, part) for key, part in _inside(value) if not passes(part)), None)
+        if found is None:
+            break
+        path.append(found[0])
+        value = found[1]
+    in_key = isinstance(value, dict) and not all(passes({key: None}) for key in value)
+    shown = tree.show(tuple(path[:_SHOWN])) + ("..." if len(path) > _SHOWN else "")
+    told = [text for text, there in (("one of its keys", in_key), (shown, path)) if there]
+    return f", at {', '.join(told)}" if told else ""
+
+
+def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, list | tuple | deque):
+        return enumerate(value)
+    return vars(value).items() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
