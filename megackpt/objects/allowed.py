@@ -218,7 +218,13 @@ def _sparse(layout: torch.layout, data: Any) -> torch.Tensor:
             return tensor._coalesced_(True) if coalesced and coalesced[0] is True else tensor
         compressed, plain, values, size = data
         return torch.sparse_compressed_tensor(
-            compressed, plain, values, size, layout=layout, device=values.device, check_invariants=not values.is_meta
+            compressed,
+            plain,
+            values,
+            size,
+            layout=layout,
+            device=values.device,
+            check_invariants=not values.is_meta,
         )
     except RuntimeError as error:  # the invariants: indices that are out of bounds, or not in order
         raise CorruptCheckpoint(f"a sparse tensor contradicts itself: {error}") from error
