@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -164,15 +165,16 @@ class _Work(ChunkChecks):
         checked = len(chunks.digests) > 0 or total == 0
         # Bytes without digests say nothing by being read; what is encoded shows whether it can be decoded.
         rows = np.arange(len(chunks), dtype=np.int64)
-        rows = rows if checked else rows[~self.backend.raw_chunks(manifest)]
-        start(int(chunks.length[rows].sum()))
-        gone = [file.name for file in short]
-        problems += self.run(threads, gone, rows)
         if not checked:
             native: list[list[str] | None] = []
             problems += self.looked(lambda: native.append(self.backend.verify_native(storage, manifest)))
             checked = native != [None]
-            problems += [problem for found in native for problem in found or []]
+            damaged = [problem for found in native for problem in found or []]
+            problems += damaged
+            self.bad.update(self.rows_named_in(damaged))
+            rows = rows[~self.backend.raw_chunks(manifest) & ~np.isin(rows, list(self.bad))]
+        start(int(chunks.length[rows].sum()))
+        problems += self.run(threads, [file.name for file in short], rows)
         problems += self.open_objects(threads)
         own = {*files_of(storage, self.backend, manifest, small)}
         if not small and strategies.read_config(storage) is not None:
@@ -197,6 +199,14 @@ class _Work(ChunkChecks):
             return look() or []
         except (CheckpointingException, OSError) as error:
             return self.problem(error)
+
+    def rows_named_in(self, problems: Sequence[str]) -> set[int]:
+        """The chunks with whose names these problems begin: what is wrong with them need not be said twice."""
+        if not problems:
+            return set()
+        names = {self.name(row): row for row in range(len(self.manifest.chunks))}
+        heads = (problem[: at.start()] for problem in problems for at in re.finditer(": ", problem))
+        return {names[head] for head in heads if head in names}
 
     def open_objects(self, threads: int) -> list[str]:
         """Open every object whose bytes are as they should be, as a load does."""
