@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +16,10 @@ from megackpt.backends.base import CONFIG, Backend
 from megackpt.checkpoint.index import INDEX, decode_index, read_head
 from megackpt.checkpoint.marker import LOCK, PREFIX, markers, parsed, siblings
 from megackpt.checkpoint.records import Committed, read_record
+from megackpt.checkpoint.tables import (
+    by_its_own_account,
+    small_file_problems,
+)
 from megackpt.errors import (
     BackendError,
     CheckpointingException,
@@ -26,7 +29,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import BucketStorage, LocalStorage, SingleFile, Storage, digest, is_url
+from megackpt.runtime.storage import BucketStorage, LocalStorage, SingleFile, Storage, is_url
 from megackpt.strategies import Strategy
 
 Directory = str | os.PathLike[str]
@@ -278,37 +281,12 @@ def stored_manifest(
     return backend_of(storage, manifest, asked), manifest, small
 
 
-def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
-    """The manifest that the format's own table of contents gives. Errors are all of this package's."""
-    try:
-        return backend.read_manifest(storage)
-    except (CheckpointingException, FileNotFoundError):
-        raise
-    except Exception as error:  # a plug-in's own code
-        raise BackendError(
-            f"{storage.called}: the format {backend.name!r} failed at reading what is there: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
 def backend_of(storage: Storage, manifest: Manifest, asked: Strategy | None = None) -> Backend:
     """The backend that reads what this manifest tells of. BackendError where it cannot, or another was asked for."""
     try:
         return strategies.reader_of(*manifest.backend, asked)
     except BackendError as error:
         raise BackendError(f"{storage.called}: {error}") from error
-
-
-def small_file_problems(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> list[str]:
-    """What is wrong with the small files that an index names."""
-    sizes = dict(zip(small, storage.sizes([*small]), strict=True))
-    whole = [name for name, (size, _) in small.items() if sizes[name] == size]
-    digests = dict(zip(whole, map(digest, storage.contents(whole)), strict=True))
-    return [
-        _small_file_problem(storage, name, sizes[name], size)
-        for name, (size, checksum) in small.items()
-        if digests.get(name) != checksum
-    ]
 
 
 @dataclass(frozen=True)
@@ -350,26 +328,6 @@ def _read(storage: Storage, asked: Strategy | None = None) -> Opened:
 def as_read_by(backend: Backend, storage: Storage) -> Storage:
     """The storage, with links where the format may have them."""
     return storage.following() if backend.follows_links else storage
-
-
-def _small_file_problem(storage: Storage, name: str, found: int | None, size: int) -> str:
-    path = f"{storage.location}/{name}"
-    if found is None:
-        return f"{path} is missing: the checkpoint's index names it"
-    what = f"has {found} bytes instead of {size}" if found != size else "does not match its digest"
-    return (
-        f"{path} {what}: it is damaged, or was written by somebody else ({_compared(storage, name)}). "
-        f"If it is right, remove {INDEX} and the format's own files are trusted"
-    )
-
-
-def _compared(storage: Storage, name: str) -> str:
-    own, other = storage.modified(name), storage.modified(INDEX)
-    if own is None or other is None:
-        return "one of the two is gone"
-    newer = name if own > other else INDEX
-    times = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) for moment in (own, other)]
-    return f"{newer} is newer: {name} {times[0]}, {INDEX} {times[1]}"
 
 
 def _save_id(storage: Storage) -> str:

@@ -13,7 +13,7 @@ from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
 from megackpt.checkpoint.index import INDEX, MAGIC, decode_index, read_head
 from megackpt.checkpoint.marker import PREFIX, markers
-from megackpt.checkpoint.opening import by_its_own_account
+from megackpt.checkpoint.tables import by_its_own_account, native_format, table_of_another
 from megackpt.checkpoint.unpacking import SmallFiles
 from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint, StorageError, some
 from megackpt.planning.manifest import Manifest
@@ -34,7 +34,7 @@ def is_replaceable(storage: Storage, own: str = "") -> bool:
         unfinished = (m for m in markers(storage) if m.save_id != own and not m.finished(storage))
         if next(unfinished, None) is not None:
             return False
-    return _has_index(storage) or _native_format(storage) is not None
+    return _has_index(storage) or native_format(storage) is not None
 
 
 def _has_index(storage: Storage) -> bool:
@@ -47,31 +47,16 @@ def _has_index(storage: Storage) -> bool:
         return False
 
 
-def _native_format(storage: Storage) -> Backend | None:
-    """The format that ``metadata.json`` names, or torch_dist where a ``.metadata`` can be parsed."""
-    try:
-        config = strategies.read_config(storage)
-        if config is not None:
-            return strategies.reader_of(config.sharded_backend, config.sharded_backend_version)
-        if storage.size(".metadata") is None:
-            return None
-        backend = strategies.reader_of("torch_dist", 1)
-        by_its_own_account(backend, storage)
-    except StorageError:
-        raise
-    except (CheckpointingException, FileNotFoundError):
-        return None
-    return backend
-
-
 def own_files(storage: Storage) -> tuple[str, ...]:
     """The files of the checkpoint that ``is_replaceable`` found, by full name; they need not be there.
 
-    Named by its index, else by the format's own table of contents. Where the index is damaged both are asked.
+    Named by its index, else by the format's own table of contents. Both are asked where the index is damaged, and
+    where another library has saved over this checkpoint, so that the table is not the index's.
     CorruptCheckpoint where neither can be read.
     """
     named: set[str] = set()
     problem: CheckpointingException | None = None
+    other: tuple[str, Backend] | None = None
     if _has_index(storage):
         data = storage.get(INDEX)
         try:
@@ -83,16 +68,17 @@ def own_files(storage: Storage) -> tuple[str, ...]:
                 named.update(files_of(storage, _backend_of(manifest), manifest, small))
         else:
             named.update(files_of(storage, _backend_of(manifest), manifest, small))
-            return tuple(sorted(named))
-    backend = _native_format(storage)
+            other = table_of_another(storage, small)
+            if other is None:
+                return tuple(sorted(named))
+    backend = native_format(storage) if other is None else other[1]
     if backend is not None:
         try:
             manifest = by_its_own_account(backend, storage)
             config = [CONFIG] if strategies.read_config(storage) is not None else []
-            named.update(files_of(storage, backend, manifest, {}), config)
-            named.add(INDEX)
-            if not config:  # stock DCP has no such file
-                named.discard("common.pt")
+            listed = {*files_of(storage, backend, manifest, {}), *config, INDEX}
+            # Stock DCP has no common.pt.
+            named |= listed if config else listed - {"common.pt"}
         except StorageError:
             raise
         except (CheckpointingException, FileNotFoundError) as error:

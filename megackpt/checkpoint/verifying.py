@@ -19,11 +19,11 @@ from megackpt.checkpoint.opening import (
     Shortfall,
     as_read_by,
     shortfalls,
-    small_file_problems,
     stored_manifest,
     unreplaced,
 )
 from megackpt.checkpoint.ownership import files_of, foreign_entries
+from megackpt.checkpoint.tables import small_file_problems
 from megackpt.errors import (
     CheckpointingException,
     CorruptCheckpoint,

@@ -1,0 +1,118 @@
+"""Tables of contents: what a format's own one says, and whether the small files are those that our index names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from megackpt import strategies
+from megackpt.backends.base import CONFIG, Backend
+from megackpt.checkpoint.index import INDEX
+from megackpt.checkpoint.records import Committed
+from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint, StorageError
+from megackpt.planning.manifest import Manifest
+from megackpt.runtime.storage import Storage, digest
+
+METADATA = ".metadata"
+
+
+def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
+    """The manifest that the format's own table of contents gives. Errors are all of this package's."""
+    try:
+        return backend.read_manifest(storage)
+    except (CheckpointingException, FileNotFoundError):
+        raise
+    except Exception as error:  # a plug-in's own code
+        raise BackendError(
+            f"{storage.called}: the format {backend.name!r} failed at reading what is there: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def small_file_problems(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> list[str]:
+    """What is wrong with the small files that an index names, or that another library's table is beside it."""
+    problems = _problems(storage, small)
+    if problems or (other := table_of_another(storage, small)) is None:
+        return problems
+    table, _ = other
+    two = (
+        f"{storage.location} holds two checkpoints: the one that {INDEX} describes, and one of another library, which "
+        f"{table} describes ({_compared(storage, table)}). Which is meant cannot be told: move away {INDEX}, or the "
+        f"other's {table}. The next save to this directory replaces both"
+    )
+    return [two]
+
+
+def _problems(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> list[str]:
+    sizes = dict(zip(small, storage.sizes([*small]), strict=True))
+    whole = [name for name, (size, _) in small.items() if sizes[name] == size]
+    digests = dict(zip(whole, map(digest, storage.contents(whole)), strict=True))
+    return [
+        _small_file_problem(storage, name, sizes[name], size)
+        for name, (size, checksum) in small.items()
+        if digests.get(name) != checksum
+    ]
+
+
+def _small_file_problem(storage: Storage, name: str, found: int | None, size: int) -> str:
+    path = f"{storage.location}/{name}"
+    if found is None:
+        return f"{path} is missing: the checkpoint's index names it"
+    what = f"has {found} bytes instead of {size}" if found != size else "does not match its digest"
+    return (
+        f"{path} {what}: it is damaged, or was written by somebody else ({_compared(storage, name)}). "
+        f"If it is right, remove {INDEX} and the format's own files are trusted"
+    )
+
+
+def _compared(storage: Storage, name: str) -> str:
+    own, other = storage.modified(name), storage.modified(INDEX)
+    if own is None or other is None:
+        return "one of the two is gone"
+    newer = name if own > other else INDEX
+    times = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) for moment in (own, other)]
+    return f"{newer} is newer: {name} {times[0]}, {INDEX} {times[1]}"
+
+
+def table_of_another(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> tuple[str, Backend] | None:
+    """The table of contents that another library has put beside the index, or over a file that the index names.
+
+    Its name and its format. Stock DCP and Megatron save into a directory as it is, and leave our index where it was.
+    ``small``: the files that the index names.
+    """
+    if isinstance(storage, Committed) or storage.size(INDEX) is None:
+        return None
+    for name in (CONFIG, METADATA):
+        there = storage.size(name) is not None
+        if there and (name not in small or _problems(storage, {name: small[name]})):
+            backend = _format_of(storage, name)
+            if backend is not None:
+                return name, backend
+    return None
+
+
+def native_format(storage: Storage) -> Backend | None:
+    """The format that ``metadata.json`` names, or torch_dist where a ``.metadata`` can be parsed."""
+    try:
+        named = strategies.read_config(storage) is not None
+    except (CorruptCheckpoint, FileNotFoundError):
+        return None
+    return _format_of(storage, CONFIG if named else METADATA)
+
+
+def _format_of(storage: Storage, table: str) -> Backend | None:
+    try:
+        if table == CONFIG:
+            config = strategies.read_config(storage)
+            if config is None:
+                return None
+            return strategies.reader_of(config.sharded_backend, config.sharded_backend_version)
+        if storage.size(METADATA) is None:
+            return None
+        backend = strategies.reader_of("torch_dist", 1)
+        by_its_own_account(backend, storage)
+    except StorageError:
+        raise
+    except (CheckpointingException, FileNotFoundError):
+        return None
+    return backend
