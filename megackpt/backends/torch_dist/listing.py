@@ -80,7 +80,7 @@ class Listing:
         try:
             return self._places[name, offset]
         except KeyError:
-            raise CorruptCheckpoint(f"it does not tell where {name!r} (at {offset}) is stored") from None
+            raise CorruptCheckpoint(f"it does not tell where {name!r:.300} (at {offset}) is stored") from None
 
 
 def read_listing(root: Storage, name: str) -> Listing:

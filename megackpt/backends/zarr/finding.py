@@ -31,7 +31,7 @@ from megackpt.runtime.storage import LocalStorage, Storage
 
 _NAMED = 5  # missing chunks that an error names for each tensor
 _DEEPEST = 32  # folders in folders, for keys with "/" in version 1
-_FOLDERS = 1000  # that are looked into behind a link
+_ENTRIES = 10_000  # that are looked at behind a link
 _LOCKS = ".sync"
 """Megatron-Core up to 0.15 writes flattened tensors under zarr's ProcessSynchronizer: it leaves empty files that are
 called as what they lock (".zarray", "0.0") in a folder that is called as the array, with this behind.
@@ -216,9 +216,19 @@ def _may_be_ours(root: Storage, link: str) -> bool:
     path, within = (os.path.realpath(name) for name in (f"{root.location}/{link}", root.location))
     if os.path.isfile(path) or os.path.commonpath([path, within]) == path:
         return False
-    folders = islice(os.walk(path), _FOLDERS + 1)
-    held = [any(n == ZARRAY or parse_shard(n) for n in names) for _, _, names in folders]
-    return not held or any(held) or len(held) > _FOLDERS
+    waiting, entries = [path], 0
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as folder:
+                for entry in folder:
+                    entries += 1
+                    if entries > _ENTRIES or entry.name == ZARRAY or parse_shard(entry.name):
+                        return True
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+        except OSError:  # it leads nowhere, or may not be looked into
+            return True
+    return False
 
 
 def _is_locks(root: Storage, folder: str) -> bool:

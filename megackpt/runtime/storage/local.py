@@ -26,12 +26,15 @@ from megackpt.runtime.storage.interface import Batch, FileUpdater, FileWriter, S
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO must not hang us
 
+_LONGEST = 255  # bytes that a name may have on any file system that we know
+
 
 def _checked(name: str) -> list[str]:
-    """The parts of a name, or CorruptCheckpoint if it could lead out of the root."""
-    if unsafe_names([name]):
-        raise CorruptCheckpoint(f"{name!r} is no name of a file inside a checkpoint")
-    return name.split("/")
+    """The parts of a name, or CorruptCheckpoint if it could lead out of the root, or no file can have it."""
+    parts = name.split("/")
+    if unsafe_names([name]) or any(len(os.fsencode(part)) > _LONGEST for part in parts):
+        raise CorruptCheckpoint(f"{name!r:.300} is no name of a file inside a checkpoint")
+    return parts
 
 
 class LocalStorage(Storage):
