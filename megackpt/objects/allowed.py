@@ -158,11 +158,11 @@ def _decimal(text: str) -> decimal.Decimal:
     return decimal.Decimal(text)
 
 
-def _zone(key: str, cached: bool = True) -> zoneinfo.ZoneInfo:
+def _zone(key: str, cached: bool = True) -> zoneinfo.ZoneInfo:  # noqa: ARG001 - zoneinfo's order
     if type(key) is not str or not _ZONE.fullmatch(key):
         raise CorruptCheckpoint("a time zone has a name that no time zone has")
     try:
-        return zoneinfo.ZoneInfo(key) if cached else zoneinfo.ZoneInfo.no_cache(key)
+        return zoneinfo.ZoneInfo(key)  # the cached one always: each other would take its own memory
     except (KeyError, OSError, ValueError) as error:
         raise CorruptCheckpoint(
             f"this machine does not know the time zone {key!r} (install tzdata): {error}"
@@ -200,11 +200,21 @@ def _path(kind: type[pathlib.PurePath], *parts: str) -> pathlib.PurePath:
     return kind(*parts)
 
 
+def _slashes(*parts: Any) -> int:
+    """What pathlib does for parts: it splits each."""
+    return 16 * sum(part.count("/") for part in parts if type(part) is str)
+
+
 def _layout(name: str) -> torch.layout:
     layout = getattr(torch, name.removeprefix("torch."), None) if type(name) is str else None
     if not isinstance(layout, torch.layout):
         raise CorruptCheckpoint(f"unknown tensor layout {name!r}")
     return layout
+
+
+def _elements(_: Any, data: Any) -> int:
+    """What it costs to check the indices of a sparse tensor."""
+    return sum(part.numel() for part in data if isinstance(part, torch.Tensor)) // 512
 
 
 def _sparse(layout: torch.layout, data: Any) -> torch.Tensor:
@@ -259,7 +269,7 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> to
     if lazily.get("conj") is True and tensor.is_complex():
         tensor = tensor.conj()
     if lazily.get("neg") is True and dtype != torch.bool:
-        tensor = tensor.neg()
+        tensor = torch._neg_view(tensor)  # lazily, as what was saved
     return tensor.requires_grad_(_may_require_grad(tensor, bool(rest and rest[0])))
 
 
@@ -307,9 +317,11 @@ def _types() -> dict[str, Rule]:
         rules[f"datetime.{kind.__name__}"] = Rule(kind, kind)
     for path in (pathlib.PosixPath, pathlib.Path, pathlib.PurePosixPath, pathlib.PurePath):
         made = path if issubclass(path, pathlib.Path) else pathlib.PurePosixPath
-        rules[f"pathlib.{path.__name__}"] = Rule(path, partial(_path, made))
+        rules[f"pathlib.{path.__name__}"] = Rule(path, partial(_path, made), work=_slashes)
     for name in ("WindowsPath", "PureWindowsPath"):
-        rules[f"pathlib.{name}"] = Rule(getattr(pathlib, name), partial(_path, pathlib.PureWindowsPath))
+        rules[f"pathlib.{name}"] = Rule(
+            getattr(pathlib, name), partial(_path, pathlib.PureWindowsPath), work=_slashes
+        )
     rules |= {  # Python 3.11 pickles members of these enums by name
         f"signal.{member.name}": Rule(member) for member in (*signal.Signals, *signal.Handlers)
     }
@@ -328,7 +340,7 @@ def _torch_types() -> dict[str, Rule]:
     rules["torch.Tensor"] = Rule(torch.Tensor)
     rules["torch.nn.parameter.Parameter"] = Rule(torch.nn.Parameter)
     rules["torch.serialization._get_layout"] = Rule(_layout, _layout)
-    rules["torch._utils._rebuild_sparse_tensor"] = Rule(_sparse, _sparse)
+    rules["torch._utils._rebuild_sparse_tensor"] = Rule(_sparse, _sparse, work=_elements)
     rules["torch._utils._rebuild_parameter"] = Rule(_parameter, _parameter)
     for version in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
         rules[f"torch._utils.{version}"] = Rule(_tensor, _tensor)

@@ -96,6 +96,8 @@ def members(read: Read, size: int) -> dict[str, Member]:
         if top != folder or not rest or rest in found:
             raise CorruptCheckpoint(f"a torch archive has a doubled or misplaced member {name!r}")
         found[rest] = member
+    if sum(member.size for member in found.values()) > start:
+        raise CorruptCheckpoint("the members of a torch archive lie in the same bytes")
     if at != length:
         raise CorruptCheckpoint("a torch archive's directory is longer than its entries")
     return found

@@ -20,9 +20,8 @@ from megackpt.objects.rules import GETATTR, Find, Name, Persistent, Rule
 
 _MAPPINGS = frozenset((dict, OrderedDict, Counter, defaultdict))
 _SEQUENCES = frozenset((list, deque))
-
-
 _INT4, _UNSIGNED4 = struct.Struct("<i"), struct.Struct("<I")
+_LONGEST = 1024  # characters of a dotted name
 _GETATTRS = frozenset((("builtins", "getattr"), ("__builtin__", "getattr")))
 
 
@@ -124,6 +123,8 @@ class Machine:
             if type(owner) is Name:
                 module, name = owner.module, owner.name
             if module and type(part) is str and owner is not GETATTR:
+                if len(name) + len(part) > _LONGEST:  # each level of a chain keeps a longer one
+                    raise CorruptCheckpoint("the dotted name of a class is too long")
                 self._unused -= 1
                 self._push_global(module, f"{name}.{part}")
                 return
@@ -137,6 +138,8 @@ class Machine:
             self._budget.copy((args, kwargs) if rule.shares else (args, *args, kwargs))
             if rule.keys is not None:
                 self._budget.hash(rule.keys(*args))
+            if rule.work is not None:
+                self._budget.spend(rule.work(*args))
         value = self._called(call, args, kwargs or {})
         if rule.build is not None or rule.empty is not None:
             self._made[id(value)] = value, rule
@@ -375,7 +378,6 @@ def _sized(method: Callable[[Machine, int], None], width: int) -> Opcode:
     return lambda machine: method(machine, width)
 
 
-# The private methods of the class above, by the byte that calls them.
 _TABLE: dict[int, Opcode] = {
     opcode[0]: method
     for opcode, method in {

@@ -15,8 +15,8 @@ class Rule:
     instance without calling; ``build`` is what happens with the state of an instance so made (given instance and
     state). Without them a pickle that tries is refused. ``empty`` takes an instance apart: for types that Python
     frees by recursion, so that a long chain of them would exhaust the stack. ``keys`` gives what a call hashes, of
-    its arguments. ``shares``: arguments are not copied. ``trusted``: a user vouches for it, so that instances do
-    what pickle has them do.
+    its arguments; ``work`` what else it costs, in units of the budget. ``shares``: arguments are not copied.
+    ``trusted``: a user vouches for it, so that instances do what pickle has them do.
     """
 
     value: Any
@@ -25,6 +25,7 @@ class Rule:
     new: Callable[..., Any] | None = None
     empty: Callable[[Any], None] | None = None
     keys: Callable[..., Iterable[Any]] | None = None
+    work: Callable[..., int] | None = None
     shares: bool = False
     trusted: bool = False
     keywords: bool = False

@@ -31,8 +31,7 @@ def check_shape(value: Any, levels: int = DEPTH) -> Container[int]:
     waiting: list[tuple[Any, bool]] = [(value, False)]
     while waiting:
         part, closing = waiting.pop()
-        inner = _parts(part)
-        if inner is None or id(part) in done:
+        if id(part) in done or (inner := _parts(part)) is None:  # in this order: a look at the parts costs
             continue
         if not closing:
             if id(part) in open_:
