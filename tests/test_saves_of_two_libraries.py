@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.errors import CorruptCheckpoint
+from megackpt.errors import CheckpointingException, CorruptCheckpoint
 from megackpt.testing import ThreadedGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -79,3 +83,37 @@ def test_the_other_checkpoint_is_read_once_the_index_is_moved_away(tmp_path: Pat
     (tmp_path / "c/megackpt.index").unlink()
     (tmp_path / "c/model.safetensors").unlink()
     assert megackpt.load(state(-1), tmp_path / "c")["step"] == 2
+
+
+def die_while_writing(where: Path) -> None:
+    """A process that saves is killed when it has begun to write."""
+    process = os.fork()
+    if process:
+        assert os.waitpid(process, 0)[1] != 0
+        return
+
+    def look(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and str(args[0]).endswith(".distcp"):
+            os._exit(9)
+
+    sys.addaudithook(look)
+    megackpt.save(state(1), where)
+    os._exit(0)
+
+
+def test_a_save_that_died_takes_no_later_one_of_another_library_with_it(tmp_path: Path) -> None:
+    where = tmp_path / "c"
+    die_while_writing(where)
+    assert [name for name in os.listdir(where) if name.startswith(".megackpt-saving")]
+    save_as_megatron(2, where, 1)
+    size = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, size[1]))
+    try:  # the next save clears up, and then fails
+        with pytest.raises(CheckpointingException):
+            megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(100_000))}, where)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, size)
+    assert megackpt.load(state(-1), where)["step"] == 2
+    save(3, where, "torch_dist", 1)
+    assert megackpt.load(state(-1), where)["step"] == 3

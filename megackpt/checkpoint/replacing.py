@@ -18,7 +18,9 @@ import os
 import stat
 
 from megackpt.checkpoint.marker import LONGEST, PREFIX, Marker, markers, siblings, staging_name
+from megackpt.checkpoint.opening import shortfalls
 from megackpt.checkpoint.ownership import OURS, foreign_entries, is_replaceable
+from megackpt.checkpoint.tables import by_its_own_account, native_format
 from megackpt.errors import CheckpointExists, SaveInProgress, StorageError
 from megackpt.runtime.storage import TEMPORARY, LocalStorage
 
@@ -207,6 +209,15 @@ def _settle(outer: LocalStorage, name: str, sibling: str, folder: LocalStorage) 
     outer.rename(sibling, name)
 
 
+def _is_saved_by_another(target: LocalStorage) -> bool:
+    """Has another library completed a checkpoint here since a save died that had put no small file yet?
+
+    It may have written over files of the dead save, so that no name tells whose a file is.
+    """
+    backend = native_format(target)
+    return backend is not None and not shortfalls(target, by_its_own_account(backend, target))
+
+
 def _clean_folder(target: LocalStorage, spared: str = "") -> None:
     """Remove what dead saves left in the directory itself; of a finished one only its marker is left."""
     # Listed before the markers: whoever has begun since then is seen by its marker, or has none to lose yet.
@@ -219,7 +230,7 @@ def _clean_folder(target: LocalStorage, spared: str = "") -> None:
                 continue
             if marker.removes:
                 target.remove_files(marker.names)
-            else:
+            elif marker.last or not _is_saved_by_another(target):
                 for entry in marker.names:
                     target.delete(entry)
         target.delete(marker.name)
