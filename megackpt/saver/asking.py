@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from megackpt import tree
@@ -169,8 +170,9 @@ class Request:
         What is small enough is kept, to be written. Raises ShardingError for what no load would give back.
         """
         room, judged = _KEPT, set[int]()
-        for row, shard in enumerate([*self.shards, None][: len(self.declared)]):
-            if row in judged or not self.declared.main[row] or isinstance(shard, ShardedTensor):
+        shards = [*self.shards, None]  # None: the common state, which only the coordinator declares
+        for row in np.flatnonzero(self.declared.main).tolist():
+            if row in judged or isinstance(shards[row], ShardedTensor):
                 continue
             blob, wanted = loadable(*self._object(row))
             self.wanted.extend(wanted)
