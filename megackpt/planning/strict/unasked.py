@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from math import prod
 from typing import NamedTuple
@@ -13,6 +15,7 @@ from megackpt.planning.manifest import Manifest
 GROUPS = 6
 """Groups that keys are put into at most, by the names with which they begin."""
 _DEPTH = 8  # names of a key that are looked at
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a name that is a number
 
 
 class Unasked(NamedTuple):
@@ -30,30 +33,29 @@ def unasked(asked: Collection[str], manifest: Manifest) -> list[Unasked]:
     A tensor or object of which any part is asked for is not in it. ``nbytes`` is the size of whole tensors and
     of serialised objects.
     """
-    left = [i for i, e in enumerate(manifest.tensors) if e.key not in asked and not e.is_common]
-    if not left:
-        return []
-    chunks, tensors = manifest.chunks, manifest.tensors
-    lengths = np.bincount(chunks.tensor, weights=chunks.length, minlength=len(tensors))
+    tensors = manifest.tensors
+    kinds: dict[str, list[int]] = {}  # layers differ in numbers only, so there are few kinds of very many keys
+    for i, entry in enumerate(tensors):
+        if entry.key not in asked and not entry.is_common:
+            kinds.setdefault(_NUMBER.sub("*", entry.key), []).append(i)
     groups: dict[str, list[int]] = {}
-    for i, pattern in zip(left, _patterns([tensors[i].key for i in left]), strict=True):
-        groups.setdefault(pattern, []).append(i)
+    for pattern, numbers in zip(_patterns(list(kinds)), kinds.values(), strict=True):
+        groups.setdefault(pattern, []).extend(numbers)
     found = []
     for pattern, numbers in groups.items():
-        metas = [tensors[i].meta for i in numbers]
-        nbytes = sum(
-            int(lengths[i]) if meta.is_object else prod(meta.shape) * meta.itemsize
-            for i, meta in zip(numbers, metas, strict=True)
-        )
-        objects = sum(meta.is_object for meta in metas)
+        metas = Counter(tensors[i].meta for i in numbers)
+        objects = [i for i in numbers if tensors[i].meta.is_object] if any(m.is_object for m in metas) else []
+        nbytes = sum(count * prod(meta.shape) * meta.itemsize for meta, count in metas.items())
+        if objects:
+            nbytes += int(manifest.chunks.length[np.isin(manifest.chunks.tensor, objects)].sum())
         name = tensors[numbers[0]].key if len(numbers) == 1 else pattern
-        found.append(Unasked(name, len(numbers) - objects, objects, nbytes))
+        found.append(Unasked(name, len(numbers) - len(objects), len(objects), nbytes))
     return sorted(found, key=lambda group: (-group.nbytes, group.name))
 
 
 def _patterns(keys: Sequence[str]) -> list[str]:
     """For each key the group that it is in: as many of its names as leave few groups, but one at least."""
-    names = [["*" if name.isdigit() else name for name in key.split(".", _DEPTH)] for key in keys]
+    names = [key.split(".", _DEPTH) for key in keys]
     chosen: list[str] = []
     for depth in range(1, _DEPTH + 1):
         patterns = [".".join(each[:depth]) + (".*" if len(each) > depth else "") for each in names]
