@@ -114,7 +114,7 @@ class DirectoryPlace(Place):
         folder = folder_of(self.outer, self.name)
         if folder is None or not set(names).intersection(folder.list()):
             return
-        foreign = set(foreign_entries(folder, self._owned(folder)))
+        foreign = set(foreign_entries(folder, self._owned(folder), names))
         refuse_collisions(target, foreign.difference(self._replaces), names)
 
     def _owned(self, folder: LocalStorage) -> set[str]:

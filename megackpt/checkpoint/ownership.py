@@ -120,29 +120,40 @@ def files_of(
     return named.union(() if backend is None else backend.unlisted(storage, manifest))
 
 
-def foreign_entries(storage: Storage, own: Collection[str]) -> Iterator[str]:
-    """The topmost entries that are none of these files, nor folders that lead to one. Saves' own files are left out."""
-    folders = {name[:at] for name in own for at in range(len(name)) if name[at] == "/"}
-    waiting = [""]
+def foreign_entries(
+    storage: Storage, own: Collection[str], names: Collection[str] | None = None
+) -> Iterator[str]:
+    """The topmost entries that are none of these files, nor folders that lead to one. Saves' own files are left out.
+
+    ``names``: the entries of the directory itself that are looked at; by default all.
+    """
+    folders: set[str] = set()
+    for name in own:
+        above = name.rpartition("/")[0]
+        while above and above not in folders:
+            folders.add(above)
+            above = above.rpartition("/")[0]
+    top = [e for e in storage.list() if not e.startswith(OURS) and (names is None or e in names)]
+    waiting = [("", top)]
     while waiting:
-        folder = waiting.pop()
-        for entry in storage.list(folder):
+        folder, entries = waiting.pop()
+        for entry in entries:
             name = f"{folder}/{entry}" if folder else entry
-            if name in folders and _is_folder(storage, name):
-                waiting.append(name)
-            elif name not in own and not (not folder and entry.startswith(OURS)):
+            inner = _listed(storage, name) if name in folders else None
+            if inner is not None:
+                waiting.append((name, inner))
+            elif name not in own:
                 yield name
 
 
-def _is_folder(storage: Storage, name: str) -> bool:
-    """Links are foreign: what they lead to is not below the root."""
+def _listed(storage: Storage, name: str) -> list[str] | None:
+    """What is in a folder; None of a file, and of a link: what it leads to is not below the root."""
     if storage.size(name) is not None:
-        return False
+        return None
     try:
-        storage.list(name)
+        return storage.list(name)
     except CorruptCheckpoint:
-        return False
-    return True
+        return None
 
 
 def refuse_collisions(location: str, foreign: Iterable[str], names: Collection[str]) -> None:

@@ -195,26 +195,31 @@ class LocalStorage(Storage):
 
     def remove_files(self, names: Iterable[str]) -> None:
         """Remove files that are there, durably, and the folders that are empty then; other folders stay."""
-        below: dict[str, list[str]] = {}
+        files: dict[str, list[str]] = {}
         for name in names:
             folder, _, last = name.rpartition("/")
-            below.setdefault(folder, []).append(last)
-        for folder in sorted(below, key=lambda name: (-name.count("/"), name)):
+            files.setdefault(folder, []).append(last)
+        folders = {*files, *(name[:at] for name in files for at, sign in enumerate(name) if sign == "/")} - {""}
+        inner: dict[str, list[str]] = {}
+        for name in folders:
+            folder, _, last = name.rpartition("/")
+            inner.setdefault(folder, []).append(last)
+        # From the deepest up: a folder may be empty once those in it are gone.
+        for folder in [*sorted(folders, key=lambda name: (-name.count("/"), name)), ""]:
             try:
                 fd = self._descend(_checked(folder) if folder else [])
             except (FileNotFoundError, CorruptCheckpoint):  # gone, or a link: nothing of it is below the root
                 continue
             try:
                 with self._refusals("remove files of", folder):
-                    for last in below[folder]:
+                    for last in files.get(folder, []):
                         unlink(fd, last)
+                    for last in inner.get(folder, []):
+                        with suppress(OSError):  # not empty, or no folder: it stays
+                            os.rmdir(last, dir_fd=fd)
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            while folder and self.stat(folder) is not None and not self.list(folder):
-                with suppress(StorageError):  # somebody has put a file into it
-                    self.remove_folder(folder)
-                folder = folder.rpartition("/")[0]
 
     # What a file system can do to folders and an object store cannot: for the commit, not for formats.
 
