@@ -19,11 +19,9 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
-from megackpt import AsyncCallsQueue, ShardedObject, ShardedTensor
-from megackpt.converter import convert
+from megackpt import AsyncCallsQueue, CheckpointManager, ShardedObject, ShardedTensor, convert
 from megackpt.dcp import FileSystemWriter
 from megackpt.errors import CheckpointingException, NotACheckpoint, StorageError
-from megackpt.manager import CheckpointManager
 from megackpt.testing import ThreadedGroup
 from tests.buckets import Bucket
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor
+from megackpt import CheckpointManager, ShardedTensor
 from megackpt.__main__ import main
 from megackpt.errors import CorruptCheckpoint
-from megackpt.manager import CheckpointManager
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMATS = ("torch_dist", "zarr", "safetensors", "torch")

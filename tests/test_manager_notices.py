@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megackpt import ShardedTensor
-from megackpt.manager import CheckpointManager
+from megackpt import CheckpointManager, ShardedTensor
 
 ADVICE = "remove what is after it"
 

@@ -18,10 +18,9 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor
+from megackpt import CheckpointManager, ShardedTensor
 from megackpt.__main__ import main
 from megackpt.errors import CheckpointingException, StorageError
-from megackpt.manager import CheckpointManager
 
 GIB, MIB = 1 << 30, 1 << 20
 ALLOWED = 256 * MIB
@@ -249,12 +248,13 @@ def test_every_reader_refuses_it(tmp_path: Path, name: str) -> None:
     FORGED[name](folder)
     manager = CheckpointManager(run)
     with little_memory():
-        for read in (
-            lambda: megackpt.load(state(), folder),
-            lambda: manager.restore({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 4))}),
-        ):
+        with pytest.raises(CheckpointingException):
+            megackpt.load(state(), folder)
+        if name == "metadata.json":  # so large a file of this name is another program's
+            assert manager.restore(state()) is None
+        else:
             with pytest.raises(CheckpointingException):
-                read()
+                manager.restore({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 4))})
         with suppress(CheckpointingException):  # without what is forged there may be tensors
             megackpt.load_plain_tensors(folder)
     with little_memory():

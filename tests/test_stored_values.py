@@ -33,8 +33,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import megackpt
-from megackpt import ShardedObject, ShardedTensor, objects
-from megackpt.manager import CheckpointManager
+from megackpt import CheckpointManager, ShardedObject, ShardedTensor, objects
 
 
 class Plain(enum.Enum):

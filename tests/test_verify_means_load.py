@@ -16,10 +16,9 @@ import torch
 import xxhash
 
 import megackpt
-from megackpt import ShardedObject, ShardedTensor
+from megackpt import CheckpointManager, ShardedObject, ShardedTensor
 from megackpt.__main__ import main
 from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
-from megackpt.manager import CheckpointManager
 
 FORMATS = ("torch_dist", "zarr", "safetensors")
 GOLDEN = Path(__file__).parent / "golden"

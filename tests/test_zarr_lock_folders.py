@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import megackpt
+from megackpt import CheckpointManager
 from megackpt.__main__ import main
 from megackpt.errors import CorruptCheckpoint
-from megackpt.manager import CheckpointManager
 
 GOLDEN = Path(__file__).parent / "golden" / "mcore-0.12.3-zarr-tp2pp1dp2"
 

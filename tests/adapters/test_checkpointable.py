@@ -22,8 +22,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megackpt
-from megackpt import CoverageError, ShardedObject, ShardedTensor, ShardingError
-from megackpt.adapters.dtensor import sharded
+from megackpt import CoverageError, ShardedObject, ShardedTensor, ShardingError, sharded
 from megackpt.adapters.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from megackpt.dcp import FileSystemReader, FileSystemWriter
 from megackpt.dcp.planner import LoadPlanner, SavePlanner

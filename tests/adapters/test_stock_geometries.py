@@ -29,8 +29,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megackpt
-from megackpt import ShardingError
-from megackpt.adapters.dtensor import sharded
+from megackpt import ShardingError, sharded
 from megackpt.testing import ThreadedGroup
 
 Shape = tuple[int, ...]

@@ -34,7 +34,9 @@ def unasked(asked: Collection[str], manifest: Manifest) -> list[Unasked]:
     of serialised objects.
     """
     tensors = manifest.tensors
-    kinds: dict[str, list[int]] = {}  # layers differ in numbers only, so there are few kinds of very many keys
+    kinds: dict[
+        str, list[int]
+    ] = {}  # layers differ in numbers only, so there are few kinds of very many keys
     for i, entry in enumerate(tensors):
         if entry.key not in asked and not entry.is_common:
             kinds.setdefault(_NUMBER.sub("*", entry.key), []).append(i)

@@ -199,7 +199,8 @@ class LocalStorage(Storage):
         for name in names:
             folder, _, last = name.rpartition("/")
             files.setdefault(folder, []).append(last)
-        folders = {*files, *(name[:at] for name in files for at, sign in enumerate(name) if sign == "/")} - {""}
+        above = {name[:at] for name in files for at, sign in enumerate(name) if sign == "/"}
+        folders = {*files, *above} - {""}
         inner: dict[str, list[str]] = {}
         for name in folders:
             folder, _, last = name.rpartition("/")
