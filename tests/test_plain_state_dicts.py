@@ -55,6 +55,17 @@ def test_one_warning_tells_number_size_cost_and_cure(
     assert megackpt.load({}, tmp_path / "d")["model"]["b"][0].sum() == weight.numel()
 
 
+def test_a_run_is_warned_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"weight": torch.zeros(MIB)}
+    for step in range(3):
+        megackpt.save(state, tmp_path / "run" / f"iter_{step:07}")
+        megackpt.save(state, tmp_path / "run" / "latest")
+    assert len(warnings(caplog)) == 1
+    megackpt.save({"weight": torch.zeros(MIB), "more": torch.zeros(9)}, tmp_path / "run" / "latest")
+    megackpt.save(state, tmp_path / "another" / "latest")
+    assert len(warnings(caplog)) == 3
+
+
 @pytest.mark.parametrize(
     ("nbytes", "warned"), [(MIB - 1, False), (MIB, True)], ids=["below the limit", "at the limit"]
 )
@@ -192,6 +203,14 @@ def test_two_tensors_of_one_name_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(megackpt.CoverageError, match=r"'a\.b' is not covered.*\n.*\n.*holds? the key twice"):
         megackpt.save(megackpt.sharded(state), tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+def test_a_checkpoint_of_before_the_function_was_used_says_how_to_load_it(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.arange(3.0)}}
+    megackpt.save(state, tmp_path / "c")
+    with pytest.raises(megackpt.MismatchError, match=r"megackpt\.load\(\{\}, directory\) returns what is stored"):
+        megackpt.load(megackpt.sharded(state), tmp_path / "c")
+    assert torch.equal(megackpt.load({}, tmp_path / "c")["model"]["w"], torch.arange(3.0))
 
 
 def test_a_plain_target_is_told_of_the_function(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

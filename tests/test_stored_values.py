@@ -204,6 +204,19 @@ def test_a_value_comes_back_or_is_refused_at_the_save(name: str, tmp_path: Path)
     assert same(loaded(tmp_path / "c")["deep"][0], VALUES[name])
 
 
+@pytest.mark.parametrize("function", [torch.relu, torch.tanh, torch.Tensor.relu, torch.nn.functional.gelu])
+@pytest.mark.parametrize("for_the_process", [False, True])
+def test_methods_of_c_come_back_where_they_are_trusted(
+    function: Any, for_the_process: bool, tmp_path: Path
+) -> None:
+    megackpt.save({"activation": function, "w": torch.ones(1)}, tmp_path / "c")
+    with pytest.raises(megackpt.UntrustedClass, match=function.__name__):
+        megackpt.load({}, tmp_path / "c")
+    with torch.serialization.safe_globals([function] if for_the_process else []):
+        trusted = () if for_the_process else (function,)
+        assert megackpt.load({}, tmp_path / "c", trusted=trusted)["activation"] is function
+
+
 MUST_COME_BACK = [
     name for name in VALUES if name.startswith(("defaultdict", "a key", "a set", "nested", "a moment", "slices",
     "streams", "paths", "one ", "enums", "outer", "a list of", "a dict of"))

@@ -161,7 +161,8 @@ def refuse_collisions(location: str, foreign: Iterable[str], names: Collection[s
     met = sorted(name for name in foreign if name.partition("/")[0] in names)
     if met:
         raise StorageError(
-            f"cannot save to {location}: {some(met, 10, ', ')} would collide with this save, and belong"
-            f"{'s' if len(met) == 1 else ''} to no complete checkpoint: rename or move away what is yours, remove what "
-            "a failed save of another program left, or save elsewhere. Nothing was changed"
+            f"cannot save to {location}: {some(met, 10, ', ')} would collide with this save, and "
+            f"{'is' if len(met) == 1 else 'are'} of no checkpoint that a save replaces (Hugging Face's files are of none): "
+            "rename or move away what is yours, remove what a failed save of another program left, or save elsewhere. "
+            "Nothing was changed"
         )

@@ -6,6 +6,7 @@ import builtins
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Mapping, Sequence
 from enum import EnumType
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 from megackpt.errors import UntrustedClass
@@ -48,11 +49,19 @@ def vouched_for(trusted: Sequence[Any] = ()) -> dict[str, Any]:
 
     vouched: dict[str, Any] = {}
     for given in (*torch.serialization.get_safe_globals(), *trusted):
-        value, name = (
-            given if isinstance(given, tuple) else (given, f"{given.__module__}.{given.__qualname__}")
-        )
+        value, name = given if isinstance(given, tuple) else (given, _name_in_a_pickle(given))
         vouched[name] = value
     return vouched
+
+
+def _name_in_a_pickle(given: Any) -> str:
+    """Its module and its name there. Of a method of C's (torch.relu is one) these are its class's, and its own."""
+    if isinstance(given, BuiltinFunctionType | MethodDescriptorType):
+        reduced = given.__reduce__()
+        if isinstance(reduced, tuple) and isinstance(reduced[1][0], type):
+            owner, name = reduced[1]
+            return f"{owner.__module__}.{owner.__qualname__}.{name}"
+    return f"{given.__module__}.{given.__qualname__}"
 
 
 def renamed(module: str, name: str) -> tuple[str, str]:

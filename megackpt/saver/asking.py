@@ -127,7 +127,7 @@ class Request:
         allow_large_common_state: bool = False,
     ) -> Request:
         if group.is_coordinator and not allow_large_common_state:
-            check_common_size(extracted.common)
+            check_common_size(extracted.common, directory)
         common: dict[Any, Any] = tree.dict_list_map_outplace(_compact, extracted.common)
         if content_metadata is not None:
             if not isinstance(content_metadata, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ _BITS = {
     if dtype is not None
 }
 _told: set[str] = set()  # classes that have to be trusted
+_warned: set[tuple[str, str]] = set()  # of large common states: where, and what
 
 
 def check_same(what: str, said: Sequence[str]) -> None:
@@ -87,10 +89,11 @@ def _cut(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def check_common_size(common: Mapping[Any, Any]) -> None:
+def check_common_size(common: Mapping[Any, Any], directory: str) -> None:
     """Warn of tensors and arrays in the common state that are large together; refuse very large ones.
 
-    Raises ShardingError from ``LARGEST_COMMON_STATE`` on. The walk reads no data.
+    Raises ShardingError from ``LARGEST_COMMON_STATE`` on. The walk reads no data. A run that saves the same again, to
+    this directory or beside it, is warned once.
     """
     total, largest, where = 0, -1, ""
     counted: set[Any] = set()
@@ -112,7 +115,10 @@ def check_common_size(common: Mapping[Any, Any]) -> None:
     )
     if total >= LARGEST_COMMON_STATE:
         raise ShardingError(f"{text}. Or allow it: allow_large_common_state=True")
-    logger.warning("%s (allow_large_common_state=True silences this)", text)
+    warned = os.path.dirname(directory), text
+    if warned not in _warned:
+        _warned.add(warned)
+        logger.warning("%s (allow_large_common_state=True silences this)", text)
 
 
 def _tensors_and_arrays(common: Mapping[Any, Any]) -> Iterator[tuple[tree.Path, Any, bool]]:
@@ -199,7 +205,8 @@ def _compare(rank: int, coordinators: Any, own: Any) -> None:
     if only_own or only_coordinators or mismatched:
         logger.warning(
             "Rank %d common state dict differs from rank 0 common state dict. "
-            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
+            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s. Rank 0's values are saved, and all ranks "
+            "get them at a load: what each rank has of its own belongs in a ShardedObject or a LocalNonpersistentObject",
             rank,
             str(only_coordinators),  # here, and not in a handler: keys may fail to be shown
             rank,
