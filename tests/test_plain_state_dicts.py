@@ -208,7 +208,9 @@ def test_two_tensors_of_one_name_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_checkpoint_of_before_the_function_was_used_says_how_to_load_it(tmp_path: Path) -> None:
     state = {"model": {"w": torch.arange(3.0)}}
     megackpt.save(state, tmp_path / "c")
-    with pytest.raises(megackpt.MismatchError, match=r"megackpt\.load\(\{\}, directory\) returns what is stored"):
+    with pytest.raises(
+        megackpt.MismatchError, match=r"megackpt\.load\(\{\}, directory\) returns what is stored"
+    ):
         megackpt.load(megackpt.sharded(state), tmp_path / "c")
     assert torch.equal(megackpt.load({}, tmp_path / "c")["model"]["w"], torch.arange(3.0))
 

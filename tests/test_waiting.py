@@ -139,7 +139,7 @@ class Told(logging.Handler):
 
 
 def come_late(folder: str) -> None:
-    """Rank 1 comes late to the first save and to the second, rank 0 to the load, each once the others have said so."""
+    """Rank 1 comes late to two saves and the second load, rank 0 to the first load, each once the others have said so."""
     rank, seen = int(os.environ["RANK"]), Path(folder)
     logging.getLogger("megackpt").addHandler(Told(seen))
 
@@ -154,6 +154,9 @@ def come_late(folder: str) -> None:
     megackpt.save(state(rank), seen / "c")
     if rank == 0:
         until_told("open", 1, 2)
+    megackpt.load(state(rank), seen / "c")
+    if rank == 1:
+        until_told("compare", 2)
     megackpt.load(state(rank), seen / "c")
 
 
@@ -172,3 +175,5 @@ def test_processes_name_the_rank_that_has_not_come(ranks: Any, tmp_path: Path) -
     assert named("vote", 0) in ("rank 1", "rank 2", "ranks 1-2")
     assert named("vote", 2) in ("rank 1", "rank 0")
     assert named("open", 1) == named("open", 2) == "rank 0"
+    # Rank 2 has the message of 'open', which rank 0 cannot send to rank 1 yet: both wait for rank 1.
+    assert named("open", 0) == named("compare", 2) == "rank 1"

@@ -205,8 +205,7 @@ def _compare(rank: int, coordinators: Any, own: Any) -> None:
     if only_own or only_coordinators or mismatched:
         logger.warning(
             "Rank %d common state dict differs from rank 0 common state dict. "
-            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s. Rank 0's values are saved, and all ranks "
-            "get them at a load: what each rank has of its own belongs in a ShardedObject or a LocalNonpersistentObject",
+            "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
             rank,
             str(only_coordinators),  # here, and not in a handler: keys may fail to be shown
             rank,
@@ -214,6 +213,14 @@ def _compare(rank: int, coordinators: Any, own: Any) -> None:
             str(mismatched),
         )
     tensors = [path for path, *kinds in mismatched if any(issubclass(kind, torch.Tensor) for kind in kinds)]
+    others = [path for path, *_ in mismatched if path not in tensors]
+    if others or only_own:
+        logger.warning(
+            "of %s%s rank 0's values alone are saved, and all ranks get them at a load: what each rank has of its own belongs "
+            "in a ShardedObject, or in a LocalNonpersistentObject, which is not saved",
+            tree.show((others or only_own)[0]),
+            f" and {len(others) + len(only_own) - 1} more" if len(others) + len(only_own) > 1 else "",
+        )
     if tensors:
         logger.warning(
             "only rank 0's values of %s and %d more tensors are saved: what differs between ranks belongs in a "

@@ -10,7 +10,8 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -179,14 +180,12 @@ class ProcessGroup(RankGroup):
         return [int(vote) for vote in votes.tolist()]
 
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
-        with self._waiting(stage) as wait:
+        with self._waiting(stage):
             if self.rank:
                 self._over_line(stage, lambda gloo: self._send(gloo, {0: packed}))
                 return None
             others = range(1, self.size)
             messages = self._over_line(stage, lambda gloo: self._receive(gloo, others, self._timeout))
-        if wait.long:  # from here on all wait for this rank
-            self._line.arrivals.post((self._line.made_in, self._step), answering=True)
         return [packed, *messages]
 
     def _scatter(self, stage: str, packed: Sequence[Packed] | None) -> Packed:
@@ -242,11 +241,15 @@ class ProcessGroup(RankGroup):
     def _leave(self, reason: BaseException) -> None:
         self._line.leave(reason)
 
-    def _waiting(self, stage: str) -> Wait:
+    @contextmanager
+    def _waiting(self, stage: str) -> Iterator[None]:
         """While this rank waits for the others in its present step."""
         step, arrivals = (self._line.made_in, self._step), self._line.arrivals
         arrive, absent = partial(arrivals.post, step), partial(arrivals.absent, step)
-        return Wait(self.rank, stage, absent, arrive, self._timeout.total_seconds())
+        with Wait(self.rank, stage, absent, arrive, self._timeout.total_seconds()) as wait:
+            yield
+        if wait.long and self.is_coordinator:  # from here on all wait for this rank
+            arrivals.post(step, answering=True)
 
     def _over_line(self, stage: str, use: Callable[[Any], T]) -> T:
         if self._line.gloo is None:

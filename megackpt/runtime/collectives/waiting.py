@@ -184,15 +184,18 @@ class Arrivals:
         if self._rank == 0:
             store.set("awaited", json.dumps([*step, missing]))
             return missing
-        if missing or self._read(store, 0) != [*step, 0]:
+        made_in, made, answering = self._read(store, 0)
+        at = made_in, made
+        if answering or made_in != step[0] or at > step:
             return [0]
+        # Rank 0 waits itself: in this step or, for a rank that has not taken its message, in an earlier one.
         deadline = time.monotonic() + max(after / 6, 2 * grace)
         while not over.wait(max(after / 10, 0.05)) and time.monotonic() < deadline:
             if store.check(["awaited"]):
                 *told, ranks = json.loads(store.get("awaited"))
-                if told == [*step]:
+                if told == [*at]:
                     if len(ranks) <= LOOKED_AT:  # some may have come since
-                        ranks = [rank for rank in ranks if self._read(store, rank)[:2] < [*step]]
+                        ranks = [rank for rank in ranks if self._read(store, rank)[:2] < [*at]]
                     return ranks or [0]
         return [0]
 
