@@ -46,6 +46,7 @@ def test_one_warning_tells_number_size_cost_and_cure(
     state = {"model": {"a": weight, "b": [weight + 1]}, "curve": np.zeros(MIB // 2, np.uint8)}
     megackpt.save(state, tmp_path / "c")
     [text] = warnings(caplog)
+    assert "leaves 512.0 KiB as they are, numpy arrays" in text
     for word in ("3 tensors and arrays", "2.0 MiB", "['model']", "rank 0 alone writes", "not resharded"):
         assert word in text
     assert "megackpt.save(megackpt.sharded(state), directory)" in text
@@ -209,7 +210,7 @@ def test_a_checkpoint_of_before_the_function_was_used_says_how_to_load_it(tmp_pa
     state = {"model": {"w": torch.arange(3.0)}}
     megackpt.save(state, tmp_path / "c")
     with pytest.raises(
-        megackpt.MismatchError, match=r"megackpt\.load\(\{\}, directory\) returns what is stored"
+        megackpt.MismatchError, match=r"megackpt\.load\(\{\}, directory\) returns it, with tensors"
     ):
         megackpt.load(megackpt.sharded(state), tmp_path / "c")
     assert torch.equal(megackpt.load({}, tmp_path / "c")["model"]["w"], torch.arange(3.0))

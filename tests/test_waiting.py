@@ -139,7 +139,7 @@ class Told(logging.Handler):
 
 
 def come_late(folder: str) -> None:
-    """Rank 1 comes late to two saves and the second load, rank 0 to the first load, each once the others have said so."""
+    """Rank 1 comes late to two saves and the second load, rank 0 to the first: each once the others have said so."""
     rank, seen = int(os.environ["RANK"]), Path(folder)
     logging.getLogger("megackpt").addHandler(Told(seen))
 

@@ -162,7 +162,7 @@ def refuse_collisions(location: str, foreign: Iterable[str], names: Collection[s
     if met:
         raise StorageError(
             f"cannot save to {location}: {some(met, 10, ', ')} would collide with this save, and "
-            f"{'is' if len(met) == 1 else 'are'} of no checkpoint that a save replaces (Hugging Face's files are of none): "
-            "rename or move away what is yours, remove what a failed save of another program left, or save elsewhere. "
-            "Nothing was changed"
+            f"{'is' if len(met) == 1 else 'are'} of no checkpoint that a save replaces (Hugging Face's files are "
+            "of none): rename or move away what is yours, remove what a failed save of another program left, or save "
+            "elsewhere. Nothing was changed"
         )

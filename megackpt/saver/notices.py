@@ -95,7 +95,7 @@ def check_common_size(common: Mapping[Any, Any], directory: str) -> None:
     Raises ShardingError from ``LARGEST_COMMON_STATE`` on. The walk reads no data. A run that saves the same again, to
     this directory or beside it, is warned once.
     """
-    total, largest, where = 0, -1, ""
+    total, largest, where, left = 0, -1, "", 0
     counted: set[Any] = set()
     for path, value, walked in _tensors_and_arrays(common):
         identity, nbytes = _stored_once(value, walked)
@@ -103,6 +103,7 @@ def check_common_size(common: Mapping[Any, Any], directory: str) -> None:
             continue
         counted.add(identity)
         total += nbytes
+        left += nbytes * (not walked or isinstance(value, np.ndarray))  # which ``sharded`` leaves as they are
         if nbytes > largest:
             largest, where = nbytes, tree.show(path)
     if total < LARGE_COMMON_STATE:
@@ -113,6 +114,11 @@ def check_common_size(common: Mapping[Any, Any], directory: str) -> None:
         "them, every rank that loads reads all of them, and they are not resharded. Declare them instead: "
         "megackpt.save(megackpt.sharded(state), directory), loaded by megackpt.load(megackpt.sharded(state), directory)"
     )
+    if left:
+        text += (
+            f" (which leaves {events.size(left)} as they are, numpy arrays and what is in tuples or sets: "
+            "torch.from_numpy and lists make tensors of them that it declares)"
+        )
     if total >= LARGEST_COMMON_STATE:
         raise ShardingError(f"{text}. Or allow it: allow_large_common_state=True")
     warned = os.path.dirname(directory), text
@@ -216,8 +222,8 @@ def _compare(rank: int, coordinators: Any, own: Any) -> None:
     others = [path for path, *_ in mismatched if path not in tensors]
     if others or only_own:
         logger.warning(
-            "of %s%s rank 0's values alone are saved, and all ranks get them at a load: what each rank has of its own belongs "
-            "in a ShardedObject, or in a LocalNonpersistentObject, which is not saved",
+            "of %s%s rank 0's values alone are saved, and all ranks get them at a load: what each rank has of its own "
+            "belongs in a ShardedObject, or in a LocalNonpersistentObject, which is not saved",
             tree.show((others or only_own)[0]),
             f" and {len(others) + len(only_own) - 1} more" if len(others) + len(only_own) > 1 else "",
         )

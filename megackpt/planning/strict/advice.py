@@ -78,10 +78,8 @@ class Stored:
             return found
         asked_heads, heads = (sorted({n.partition(".")[0] for n in them}) for them in (names, self.metas))
         if not heads:
-            return [
-                "nothing but common state is stored: was the sharded state saved at all? megackpt.load({}, directory) "
-                "returns what is stored, also tensors that were not declared (by megackpt.sharded, for instance)"
-            ]
+            where = "megackpt.load({}, directory) returns it, with tensors that were saved without megackpt.sharded"
+            return [f"nothing but common state is stored: was the sharded state saved at all? {where}"]
         if set(asked_heads).isdisjoint(heads):
             told = f"{_listing(asked_heads)}, but with {_listing(heads)}"
             return [f"nothing that is stored begins with {told}: was this part of the state saved at all?"]
