@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import uuid
 
 from megackpt.checkpoint.marker import LONGEST, PREFIX, Marker, markers, siblings, staging_name
 from megackpt.checkpoint.opening import shortfalls
@@ -162,8 +163,29 @@ def clean_up(outer: LocalStorage, name: str, spared: str = "") -> None:
             continue
         if not any(marker.lives(folder) for marker in markers(folder)):
             discard(outer, sibling, PREFIX + save_id)
-    if (target := folder_of(outer, name)) is not None:
-        _clean_folder(target, spared)
+    if (target := folder_of(outer, name)) is not None and _clean_folder(target, spared):
+        _renew(outer, name)
+
+
+def _renew(outer: LocalStorage, name: str) -> None:
+    """Put a new directory in the place of an empty one, in which a save has died.
+
+    A rank of that save may be alive, having been stopped for long, and hold the old directory open. What it still
+    writes goes with the old one. In the new one it would be a foreign file, over which no later save may write.
+    """
+    target = folder_of(outer, name)
+    if target is None or target.list() or target.location == _working_directory():
+        return
+    fresh = staging_name(name, uuid.uuid4().hex)
+    if not outer.make_folder(fresh, 0o700):
+        return
+    try:
+        if outer.dress_as(fresh, name):
+            outer.rename(fresh, name)
+            return
+    except StorageError as error:  # a mount point, or somebody has put a file there meanwhile
+        logger.debug("%s is used again as it is: %s", target.location, error)
+    outer.remove_folder(fresh)
 
 
 def discard(outer: LocalStorage, staging: str, marker: str) -> None:
@@ -218,8 +240,12 @@ def _is_saved_by_another(target: LocalStorage) -> bool:
     return backend is not None and not shortfalls(target, by_its_own_account(backend, target))
 
 
-def _clean_folder(target: LocalStorage, spared: str = "") -> None:
-    """Remove what dead saves left in the directory itself; of a finished one only its marker is left."""
+def _clean_folder(target: LocalStorage, spared: str = "") -> bool:
+    """Remove what dead saves left in the directory itself; of a finished one only its marker is left.
+
+    Says whether an unfinished one was among them.
+    """
+    unfinished = False
     # Listed before the markers: whoever has begun since then is seen by its marker, or has none to lose yet.
     torn = [entry for entry in target.list() if entry.startswith(TEMPORARY)]
     for marker in markers(target):
@@ -228,6 +254,7 @@ def _clean_folder(target: LocalStorage, spared: str = "") -> None:
         if not marker.finished(target):
             if marker.save_id == spared:
                 continue
+            unfinished = True
             if marker.removes:
                 target.remove_files(marker.names)
             elif marker.last or not _is_saved_by_another(target):
@@ -236,3 +263,4 @@ def _clean_folder(target: LocalStorage, spared: str = "") -> None:
         target.delete(marker.name)
     for entry in torn:
         target.delete(entry)
+    return unfinished

@@ -102,7 +102,7 @@ def test_files_that_are_larger_than_the_memory(
     monkeypatch.setattr("megackpt.runtime.storage.interface.bytearray", allocate, raising=False)
     with (folder / name).open("ab") as file:
         file.truncate(1 << 31)
-    with pytest.raises(megackpt.CorruptCheckpoint, match="memory|a hole in the file"):
+    with pytest.raises(megackpt.CorruptCheckpoint, match=r"memory|a hole in the file"):
         megackpt.load_common_state_dict(folder)
 
 
