@@ -29,10 +29,13 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: 
 _LONGEST = 255  # bytes that a name may have on any file system that we know
 
 
-def _checked(name: str) -> list[str]:
-    """The parts of a name, or CorruptCheckpoint if it could lead out of the root, or no file can have it."""
+def _checked(name: str, new: bool = False) -> list[str]:
+    """The parts of a name, or CorruptCheckpoint if it could lead out of the root, or no file can have it.
+
+    ``new``: the name is no checkpoint's, but one that a save gives. The file system says whether it is too long.
+    """
     parts = name.split("/")
-    if unsafe_names([name]) or any(len(os.fsencode(part)) > _LONGEST for part in parts):
+    if unsafe_names([name]) or (not new and any(len(os.fsencode(part)) > _LONGEST for part in parts)):
         raise CorruptCheckpoint(f"{name!r:.300} is no name of a file inside a checkpoint")
     return parts
 
@@ -337,7 +340,7 @@ class LocalStorage(Storage):
 
     def _parent(self, name: str, make: bool = False, durably: bool = True) -> tuple[int, str]:
         """A descriptor of the folder that an entry is in (the caller's to close), and its last part."""
-        *folders, last = _checked(name)
+        *folders, last = _checked(name, new=make)
         return self._descend(folders, make, durably), last
 
     def _descend(self, folders: Sequence[str], make: bool = False, durably: bool = True) -> int:
