@@ -128,9 +128,15 @@ class Refusing:
     def at(self, victim: int, point: int, error: int) -> str:
         where = self.place(f"{victim}.{point}.{error}")
         outcome = self.jobs(self.order(where, victims=(victim,), at=point + 1, refuse=error, of=REFUSABLE))
-        call, path = [made for made in outcome.calls if made[0] in REFUSABLE][point]
-        told = (victim, point, call, path, outcome.codes, outcome.story)
+        made = [one for one in outcome.calls if one[0] in REFUSABLE]
         found = self.states.seen(where)
+        if point == len(made):
+            # Two runs need not make equally many calls: of the ranks, the one that creates a folder syncs it.
+            assert (outcome.codes, found) == ([0, 0], 2), (victim, point, outcome.codes, outcome.story)
+            shutil.rmtree(where.parent)
+            return "no such call"
+        call, path = made[point]
+        told = (victim, point, call, path, outcome.codes, outcome.story)
         if outcome.codes == [0, 0]:  # only to clear up was refused, which is left to the next save
             assert (found, victim) == (2, 0), told
             assert "clearing up is left to the next save" in outcome.story, told
@@ -187,14 +193,15 @@ def test_a_disk_that_refuses_a_write_or_an_fsync_of_one_of_two_ranks(
     heard = Counter(jobs.each(lambda i: refusing.at(victim, chosen[i], errors[i]), range(len(chosen)), 4))
     kind = f"{name}, asynchronous ({later})" if later else name
     note(HEAD, kind, f"{'the coordinator' if victim == 0 else 'the other'} of 2 ranks", *_counted(heard))
-    assert heard["told"] > len(chosen) // 2
+    # A sample of two may meet a call that only clears up.
+    assert heard["told"] > (0 if count else (len(chosen) - heard["no such call"]) // 2)
 
 
 HEAD = ("a write or fsync is refused", "where", "points", "all ranks told", "only clearing up was refused")
 
 
 def _counted(heard: Counter[str]) -> tuple[int, ...]:
-    return heard.total(), heard["told"], heard["clearing up"]
+    return heard["told"] + heard["clearing up"], heard["told"], heard["clearing up"]
 
 
 @pytest.mark.campaign

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Barrier
 
 from megackpt.errors import BackendError
 from megackpt.planning.box import Box
-from megackpt.planning.manifest import ITEMSIZE, OBJECT
+from megackpt.planning.manifest import ITEMSIZE, OBJECT, Manifest
 from megackpt.runtime.storage import LocalStorage
 from megackpt.testing.laws.harness import Harness, check, summary
 from megackpt.testing.watched import WatchedStorage
@@ -156,10 +157,19 @@ class WritingLaws(Harness):
     def test_an_instance_serves_many_saves(self, tmp_path: Path) -> None:
         """One after the other and at once: an instance holds options, and nothing of a save."""
         worlds = [self.world(), self.small_world(), self.world()]
+        for number, world in enumerate(worlds):
+            self.expect_all(world, *self.save(tmp_path / f"{number}", world))
+
+        start = Barrier(len(worlds))
+
+        def save_at_once(number: int) -> tuple[LocalStorage, Manifest]:
+            start.wait()
+            return self.save(tmp_path / f"{number}-at-once", worlds[number])
+
         with ThreadPoolExecutor(len(worlds)) as pool:
-            saves = [pool.submit(self.save, tmp_path / str(i), world) for i, world in enumerate(worlds)]
-        for world, one in zip(worlds, saves, strict=True):
-            self.expect_all(world, *one.result())
+            saved = list(pool.map(save_at_once, range(len(worlds))))
+        for world, (root, manifest) in zip(worlds, saved, strict=True):
+            self.expect_all(world, root, manifest)
 
     def _expect_refusal(self, folder: Path, world: World, key: str) -> None:
         try:
