@@ -231,8 +231,10 @@ def _ending(step: Stage) -> Iterator[None]:
 
 
 def _tell(step: Stage, seconds: float, error: str | None) -> None:
-    logged = logger.isEnabledFor(logging.INFO)
     running = step.operation
+    # One INFO line for an operation; what its stages and the other ranks did is for whoever asks.
+    level = logging.INFO if step.name == TOTAL and running.rank == 0 else logging.DEBUG
+    logged = logger.isEnabledFor(level)
     if not running.name or not (_watches or logged):
         return
     short = None if error is None else error.partition("\n")[0][:_LONGEST]
@@ -248,7 +250,7 @@ def _tell(step: Stage, seconds: float, error: str | None) -> None:
         error=short,
     )
     if logged:
-        logger.info("%s", event, extra=asdict(event))
+        logger.log(level, "%s", event, extra=asdict(event))
     for watch in _watches:
         watch.tell(event)
 

@@ -235,7 +235,7 @@ def test_log_records_have_the_fields(tmp_path: Path) -> None:
     handler.setFormatter(Json())
     logger = logging.getLogger("megackpt.events")
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     try:
         heard = told(lambda: save(tmp_path / "a", ranks=2))
         heard += told(lambda: save(tmp_path / "b", strategy=Full()))
@@ -250,6 +250,17 @@ def test_log_records_have_the_fields(tmp_path: Path) -> None:
         messages
     )
     assert any("write, rank 1 of 4: failed after" in message for message in messages)
+
+
+def test_an_operation_logs_one_line_at_level_info(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "megackpt")
+    save(tmp_path / "a", ranks=2)
+    save(tmp_path / "a", ranks=2)
+    megackpt.verify(tmp_path / "a")
+    save(tmp_path / "b", strategy=Full())  # fails, on all ranks
+    lines = [(record.levelname, record.stage, record.rank) for record in caplog.records]
+    assert lines == [("INFO", "total", 0)] * 4
+    assert [record.operation for record in caplog.records] == ["save", "save", "verify", "save"]
 
 
 class Terminal:

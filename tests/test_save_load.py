@@ -767,9 +767,10 @@ def test_overwriting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CheckpointExists):
         megackpt.save({"n": 2}, tmp_path / "c", overwrite=False)
     assert megackpt.load({}, tmp_path / "c") == {"n": 1}
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.DEBUG, "megackpt.checkpoint"):
         megackpt.save({"n": 2}, tmp_path / "c", "zarr")
-    assert "replacing the checkpoint" in caplog.text
+    replaced = [record for record in caplog.records if "replacing the checkpoint" in record.message]
+    assert [record.levelname for record in replaced] == ["DEBUG"]  # overwriting is the default
     assert megackpt.load({}, tmp_path / "c") == {"n": 2}
     assert megackpt.get_default_load_sharded_strategy(tmp_path / "c").backend == "zarr"
 

@@ -277,7 +277,7 @@ def _replaced(outer: BucketStorage, overwrite: bool) -> tuple[Version | None, tu
             f"{outer.location} holds a complete checkpoint: pass overwrite=True to replace it"
         )
     if record or foreign:
-        logger.warning("replacing the checkpoint in %s", outer.location)
+        logger.debug("replacing the checkpoint in %s", outer.location)
     return base, foreign
 
 

@@ -191,7 +191,7 @@ class DirectoryPlace(Place):
         if self.staged:
             self._mark(retire=self._retired())
             self._confirm(confirm)
-            logger.warning("replacing the checkpoint in %s/%s", self.outer.location, self.name)
+            logger.debug("replacing the checkpoint in %s/%s", self.outer.location, self.name)
         with turn(self.outer):
             if self.staged:
                 publish(self.outer, self.name, self.marker)

@@ -55,7 +55,7 @@ def test_replacing_keeps_what_is_foreign(tmp_path, saves, either_way, caplog):
     (where / "logs/run").write_text("mine too")
     os.chmod(where, 0o2750)
     os.chown(where, 12, 34)
-    caplog.set_level("WARNING", logger="megackpt.checkpoint")
+    caplog.set_level("DEBUG", logger="megackpt.checkpoint")
     saves.save(where, 2)
     assert saves.load(where) == 2
     assert entries(where) == OWN | {"notes.txt", "logs"}
