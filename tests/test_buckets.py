@@ -260,3 +260,19 @@ def test_saved_in_the_background(bucket: Bucket, url: str, persistent: bool) -> 
     assert loaded["step"] == 3
     assert torch.equal(weight, torch.full((64, 32), 3.0))
     assert len({key.split("/")[2] for key in held(bucket)}) == 2
+
+
+def test_a_bucket_that_does_not_exist_is_named(bucket: Bucket) -> None:
+    url = "s3://no-such-bucket-here/run/iter_100"
+    calls = {
+        "save": lambda: megackpt.save({"step": 1}, url),
+        "load": lambda: megackpt.load({}, url),
+        "verify": lambda: megackpt.verify(url),
+        "latest": lambda: megackpt.CheckpointManager("s3://no-such-bucket-here/run").latest(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(StorageError, match=r"there is no bucket s3://no-such-bucket-here[.]") as caught:
+            call()
+        assert bucket.endpoint in str(caught.value), name
+        assert "<" not in str(caught.value), name
+        assert "probe" not in str(caught.value), name

@@ -7,6 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -320,14 +321,16 @@ def conditional_puts(storage: BucketStorage) -> bool:
     if known not in _proven and not _single_writer():
         name = f"{PROBE}{uuid.uuid4().hex}"
         try:
-            if not _refuses(storage, name):
-                return False
+            refuses = _refuses(storage, name)
         except StorageError as error:
+            with suppress(StorageError):  # the first error says more
+                storage.delete(name)
             if "status code: 501" not in str(error):
                 raise
             return False
-        finally:
-            storage.delete(name)
+        storage.delete(name)
+        if not refuses:
+            return False
         _proven.add(known)
     return True
 

@@ -37,6 +37,10 @@ AT_ONCE = 16
 
 _FOREVER = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
 """Answers that would come again: the request itself is wrong, or may not be made."""
+_STATUS = re.compile(r"status code: \d{3}[\w ]*")
+_ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>")
+"""The XML in which S3, Google and Azure say what is wrong."""
+_NO_BUCKET = frozenset(("NoSuchBucket", "ContainerNotFound"))
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
 
@@ -98,10 +102,19 @@ def passing(error: Exception, refused: ModuleType) -> bool:
 
 
 def failure(doing: str, url: str, error: Exception, tries: int = 1) -> StorageError:
-    """What to tell the user when the object store refuses."""
-    told = str(error).partition("\n\nDebug source")[0].strip()[:800]
-    often = f" (tried {tries} times)" if tries > 1 else ""
-    return StorageError(f"cannot {doing} {url}{often}: {told}")
+    """The error to raise when the object store refuses."""
+    text = str(error).partition("\n\nDebug source")[0].strip()
+    status, answer = _STATUS.search(text), _ANSWER.search(text)
+    if answer and answer["code"] in _NO_BUCKET:
+        scheme, _, path = url.partition("://")
+        return StorageError(
+            f"there is no bucket {scheme}://{path.partition('/')[0]}. Is its name right, and the endpoint "
+            f"({endpoint() or 'the default of ' + scheme + '://'})? megackpt creates no buckets"
+        )
+    if status and answer:
+        text = f"{status[0]}, {answer['code']}: {answer['message']}"
+    times = f" (tried {tries} times)" if tries > 1 else ""
+    return StorageError(f"cannot {doing} {url}{times}: {text[:800]}")
 
 
 def pool() -> ThreadPoolExecutor:
