@@ -51,13 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return EXIT_PIPE
     except (errors.CheckpointingException, OSError) as error:
+        text = str(error).replace("overwrite=True", "--overwrite")  # the name that it has here
         if options.json:
-            facts = {"error": {"kind": type(error).__name__, "message": str(error)}}
+            facts = {"error": {"kind": type(error).__name__, "message": text}}
             try:
                 terminal.tell(Answer(lambda: facts, lambda _pretty: []), as_json=True)
             except OSError:  # the error may be of the output itself
                 _drop_output()
-        terminal.complain(f"{type(error).__name__}: {error}")
+        terminal.complain(f"{type(error).__name__}: {text}")
         return next(status for kind, status in _STATUS_OF if isinstance(error, kind))
     except KeyboardInterrupt:
         terminal.complain("interrupted")
