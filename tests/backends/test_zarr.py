@@ -12,8 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorstore as ts
+import torch
+import xarray
 import zarr
 
+import megackpt
+from megackpt import ShardedTensor
 from megackpt.backends.sidecars import encode_key
 from megackpt.backends.zarr import Zarr
 from megackpt.backends.zarr.documents import PLAIN, array_document, parse_array
@@ -290,3 +294,13 @@ def test_other_zarr_groups_are_no_checkpoints(tmp_path: Path) -> None:
     group = zarr.create_group(tmp_path / "g")
     group.create_array("a", shape=(4,), dtype="float32")
     assert not Zarr().recognises(LocalStorage(tmp_path / "g"))
+
+
+def test_xarray_opens_the_group(tmp_path: Path) -> None:
+    weights = {"layer.weight": torch.arange(12.0).view(3, 4), "square": torch.eye(3), "step": torch.tensor(7)}
+    state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in weights.items()}
+    megackpt.save(state, tmp_path / "c", "zarr")
+    opened = xarray.open_zarr(tmp_path / "c")
+    assert opened["layer.weight"].dims == ("layer.weight.dim_0", "layer.weight.dim_1")
+    for key, data in weights.items():
+        assert torch.equal(torch.tensor(opened[key].values), data)

@@ -23,7 +23,10 @@ def contents(manifest: Manifest, packing: Packing) -> dict[str, bytes]:
         if not entry.meta.is_object:
             document = json.loads(array_document(shape, dtype, grid_of(shape, grid), packing))
             hint = {"megackpt": _LINE} if dtype in EXOTIC else {}
-            documents[name] = document | {"attributes": {"key": entry.key, **hint}}
+            document["attributes"] = {"key": entry.key, **hint}
+            # xarray opens no array without names. It takes axes of one name to be of one length, in the whole group.
+            document["dimension_names"] = [f"{name}.dim_{axis}" for axis in range(len(shape))]
+            documents[name] = document
             files[f"{name}/{ARRAY}"] = _encoded(documents[name])
     files[ARRAY] = _encoded(_group(manifest, documents))
     return files
