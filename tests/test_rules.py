@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Who may name which packages below torch.distributed; runtime/collectives may name everything.
 PLACES = {
     "torch.distributed.checkpoint": ("dcp/", "backends/torch_dist", "megatron/", "adapters/checkpointable"),
-    "torch.distributed.tensor": ("adapters/dtensor",),
+    "torch.distributed.tensor": ("adapters/dtensor", "torch_versions"),
     "torch.distributed.device_mesh": ("adapters/dtensor",),
 }
 # What others may ask: who is there. What they may not: talk.

@@ -34,6 +34,7 @@ from megackpt.state import (
     ShardedTensorFactory,
 )
 from megackpt.state.storable import is_checkpointable, is_distributed
+from megackpt.torch_versions import order_of_cuts, strides_are_cut_at_once
 
 Run = tuple[int, int]  # start and length, along one axis of the whole tensor
 Cut = tuple[int, int]  # dimension of the mesh, and factor of its strided shard, else 1
@@ -193,7 +194,7 @@ def pieces(key: str, tensor: DTensor, replica_id: ReplicaId, _: slice | None = N
         local = tensor.to_local().detach()
     layout = tuple(tensor.shape), tuple(mesh.shape), tuple(place), tensor.placements, tuple(local.shape)
     try:
-        axes = runs(*layout, _order(tensor))
+        axes = runs(*layout, order_of_cuts(tensor))
     except ShardingError as error:
         raise ShardingError(f"{key!r}: {error}") from error
     expected = tuple(map(_length, axes))
@@ -231,15 +232,6 @@ def _piece(
     )
 
 
-def _order(tensor: DTensor) -> tuple[int, ...] | None:
-    """The dimensions of the mesh in the order in which they cut; None: the strided shards tell it, if there are any."""
-    cuts = getattr(tensor._spec, "shard_order", None)
-    if cuts is None:
-        return None
-    cutting = [dim for entry in cuts for dim in entry.mesh_dims]
-    return (*cutting, *(dim for dim in range(tensor.device_mesh.ndim) if dim not in cutting))
-
-
 @lru_cache(maxsize=4096)
 def runs(
     shape: tuple[int, ...],
@@ -253,9 +245,10 @@ def runs(
 
     As torch lays it out: the dimensions of the mesh cut one after the other (in ``order``), each what those before it
     have left, into pieces of one size with the smaller one and the empty ones at the end; a strided shard is one piece
-    of each of ``split_factor`` such pieces. Of strided shards it makes two layouts (``_decoded``). ``local``, the local
-    tensor's shape, tells which it is; FSDP2's own where that fits. Raises ShardingError for placements that are no
-    place, and on some ranks at least where sizes anywhere on the mesh would mislead.
+    of each of ``split_factor`` such pieces (``strides_are_cut_at_once`` tells how these are cut). Of strided shards it
+    makes two layouts (``_decoded``). ``local``, the local tensor's shape, tells which it is; FSDP2's own where that
+    fits. Raises ShardingError for placements that are no place, and on some ranks at least where sizes anywhere on the
+    mesh would mislead.
     """
     if len(placements) != len(mesh):
         raise ShardingError(f"{placements} are not one placement for each dimension of a mesh of {mesh}")
@@ -340,8 +333,11 @@ def _cut(held: list[Run], factor: int, count: int, number: int) -> list[Run]:
     taken: list[Run] = []
     size = _length(held)
     for part in range(factor):
-        start, stop = _chunk(size, factor, part)
-        low, high = (start + end for end in _chunk(stop - start, count, number))
+        if strides_are_cut_at_once():
+            low, high = _chunk(size, factor * count, part * count + number)
+        else:
+            start, stop = _chunk(size, factor, part)
+            low, high = (start + end for end in _chunk(stop - start, count, number))
         for begin, length in held:
             first, last = max(low, 0), min(high, length)
             if first < last and taken and sum(taken[-1]) == begin + first:
