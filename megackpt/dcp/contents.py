@@ -219,15 +219,16 @@ def metadata_of(listing: Listing, items: Mapping[ChunkName, Listed], load_id: st
             described[name].chunks.append(chunk)
     meta, version = listing.record.field("storage_meta"), listing.record.field("version")
     said = meta if isinstance(meta, Record) else Record("StorageMeta")
-    return Metadata(
+    metadata = Metadata(
         described,
         planner_data=listing.record.field("planner_data"),
         storage_data=stored,
         storage_meta=StorageMeta(
             said.field("checkpoint_id"), said.field("save_id"), load_id, said.field("modules") or []
         ),
-        version=version,
     )
+    metadata.version = version  # no argument: torch 2.8 has no such field, and reads those that have
+    return metadata
 
 
 def _described(name: str, meta: TensorMeta) -> BytesStorageMetadata | TensorStorageMetadata:

@@ -163,10 +163,16 @@ class SavePlanner(DefaultSavePlanner):
         check_known(self.state_dict)
 
     def create_local_plan(self) -> SavePlan:
+        cache, key = self._cached_save_plan, self._cached_plans_key
+        before = {key: cache[key]} if key in cache else {}
         vars(self).pop("_pending_local_plan", None)  # of a save that failed
         plan: SavePlan = super().create_local_plan()
-        if not plan.usable and self.plan != self._cached_save_plan[self._cached_plans_key]:
-            self._pending_local_plan = plan = self.plan  # torch compares no dtypes
+        if self._enable_plan_caching:
+            # Up to 2.11 torch has cached the new plan already, though the save may fail.
+            cache.pop(key, None)
+            cache.update(before)
+            if plan.usable or self.plan != before[key]:  # torch compares no dtypes
+                self._pending_local_plan = plan = self.plan
         return plan
 
     def _create_global_plan_with_caching(
@@ -201,6 +207,9 @@ class SavePlanner(DefaultSavePlanner):
         plan: SavePlan = super().finish_plan(new_plan)
         if self._enable_plan_caching:
             _unfinished.pop(self._cached_plans_key, None)
+            pending = vars(self).pop("_pending_local_plan", None)
+            if pending is not None:  # up to torch 2.11
+                self._cached_save_plan[self._cached_plans_key] = pending
         return plan
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

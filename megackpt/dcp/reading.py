@@ -44,6 +44,7 @@ from megackpt.planning.manifest import Manifest
 from megackpt.runtime.staging import Landing, overlaps_itself, settle
 from megackpt.runtime.storage import LocalStorage, Storage, allocate, digest_blocks
 from megackpt.state import dtype_named
+from megackpt.torch_versions import COPIES_FLOAT4
 
 _READ = 1 << 20
 _SPARE = 1 << 20
@@ -279,8 +280,11 @@ def _read_opaque(
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != box.shape:
         raise CorruptCheckpoint(f"{where}: the record holds no tensor of {box.shape}")
     within = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
-    target = resolved(planner, item)
-    target.copy_(value[within])
+    part, target = value[within], resolved(planner, item)
+    if part.dtype is target.dtype is torch.float4_e2m1fn_x2 and not COPIES_FLOAT4:
+        target.view(torch.uint8).copy_(part.view(torch.uint8))
+    else:
+        target.copy_(part)
     planner.commit_tensor(item, target)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import threading
 import uuid
@@ -32,6 +33,9 @@ from megackpt.dcp.writing import Ticket, Written, named_files, settle_all, ticke
 from megackpt.errors import CheckpointingException, CheckpointReplaced
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorEntry, TensorMeta
 from megackpt.planning.save_plan import refuse_unstorable
+from megackpt.torch_versions import DROPS_ERRORS_OF_READERS
+
+_log = logging.getLogger("megackpt.dcp")
 
 Path = str | os.PathLike[str]
 
@@ -323,9 +327,15 @@ class FileSystemReader(StorageReader):
 
         Raises NotACheckpoint, CorruptCheckpoint or UntrustedClass. With ``rank``: what stock's writer left there for
         this rank alone, and nothing else; torch talks to no other rank then. The metadata has no ``all_local_plans``.
+        With torch 2.9 to 2.11, whose ``load`` drops these errors, they are logged as warnings, too.
         """
-        self._contents = Contents.of(self.path, kwargs.get("rank"))
-        return metadata_of(self._contents.listing, self._contents.items, self.load_id)
+        try:
+            self._contents = Contents.of(self.path, kwargs.get("rank"))
+            return metadata_of(self._contents.listing, self._contents.items, self.load_id)
+        except CheckpointingException as error:
+            if DROPS_ERRORS_OF_READERS:
+                _log.warning("%s: %s", type(error).__name__, error)
+            raise
 
     def set_up_storage_reader(
         self,

@@ -14,7 +14,8 @@ import signal
 import textwrap
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +40,13 @@ from megackpt.runtime.storage import LocalStorage
 from megackpt.runtime.storage.files import LocalReader
 from megackpt.runtime.storage.objects import BucketWriter
 from tests.buckets import Bucket
+from tests.torch_names import (
+    ASKS_FOR_METADATA_TWICE,
+    COPIES_FLOAT4,
+    DROPS_ERRORS_OF_READERS,
+    HAS_SAVES_WITHOUT_COLLECTIVES,
+    PROCESS_OUTLIVES_ERRORS,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -111,6 +119,15 @@ def assert_same(found: Any, expected: Any, at: str = "") -> None:
         assert found == expected, at
 
 
+@contextmanager
+def refused(caplog: pytest.LogCaptureFixture, reason: str) -> Iterator[None]:
+    """A load that cannot open the checkpoint says why, in our log where torch drops it."""
+    caplog.clear()
+    with pytest.raises(CheckpointException) as caught:
+        yield
+    assert re.search(reason, caplog.text if DROPS_ERRORS_OF_READERS else str(caught.value), re.DOTALL)
+
+
 def loaded(reader: Any, like: dict[str, Any], **more: Any) -> dict[str, Any]:
     state: dict[str, Any] = emptied(like)
     dcp.load(state, storage_reader=reader, **more)
@@ -158,13 +175,13 @@ def test_megackpt_loads_what_was_saved_through_dcp(where: Path) -> None:
 
 def test_the_table_of_contents_is_what_stock_would_have_written(where: Path, tmp_path: Path) -> None:
     ours = dcp.save(nested(1), storage_writer=FileSystemWriter(where))
-    stock = dcp.save(nested(1), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
-    written = pickle.loads((where / ".metadata").read_bytes())
+    dcp.save(nested(1), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
+    written, stock = (pickle.loads((path / ".metadata").read_bytes()) for path in (where, tmp_path / "stock"))
     for found in (ours, written, FileSystemReader(where).read_metadata()):
         assert found.state_dict_metadata.keys() == stock.state_dict_metadata.keys()
         assert found.planner_data == stock.planner_data
         assert found.storage_data.keys() == stock.storage_data.keys()
-        assert found.version == stock.version
+        assert found.version == getattr(stock, "version", "1.0.0")  # torch 2.8 writes none
         assert found.storage_meta.save_id == written.storage_meta.save_id
     assert written.state_dict_metadata == stock.state_dict_metadata
     assert written.storage_data == FileSystemReader(where).read_metadata().storage_data
@@ -289,6 +306,7 @@ def test_what_stock_callers_pass(where: Path) -> None:
         FileSystemReader(where).prepare_local_plan(dcp.LoadPlan([]))
 
 
+@pytest.mark.skipif(not HAS_SAVES_WITHOUT_COLLECTIVES, reason="torch 2.8 has no such saves")
 def test_a_save_without_collectives_is_refused_and_stocks_is_read(where: Path) -> None:
     with pytest.raises(CheckpointingException, match="needs use_collectives=True"):
         dcp.save(nested(1), storage_writer=FileSystemWriter(where), use_collectives=False)
@@ -373,7 +391,7 @@ def test_a_save_of_another_thread_is_left_alone_by_a_reset(where: Path) -> None:
     future = dcp.async_save(state, storage_writer=writer, planner=Slow())
     try:
         assert begun.wait(60)
-        with pytest.raises(CheckpointException, match=r"SaveInProgress.*AsyncCheckpointExecutor"):
+        with pytest.raises(CheckpointException, match=r"SaveInProgress.*Executor"):
             dcp.save(state, checkpoint_id=where.parent / "other", storage_writer=writer)
     finally:
         go_on.set()
@@ -519,7 +537,7 @@ def test_tensors_of_a_dtype_that_is_no_whole_bytes(where: Path) -> None:
     state = {"q": pairs.view(torch.float4_e2m1fn_x2), "w": torch.ones(3)}
     for make in (FileSystemWriter, dcp.FileSystemWriter):
         dcp.save(state, storage_writer=make(where))
-        for reader in READERS:
+        for reader in READERS if COPIES_FLOAT4 else READERS[:1]:
             assert_same(loaded(reader(where), state), state)
         if make is FileSystemWriter:
             assert megackpt.verify(where).ok
@@ -619,7 +637,7 @@ class Payload:
 
 
 def test_a_hostile_table_of_contents_is_refused(
-    where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     state = {"w": torch.ones(3)}
@@ -644,15 +662,15 @@ def test_a_hostile_table_of_contents_is_refused(
         dcp.save(state, storage_writer=dcp.FileSystemWriter(where))
         table = where / ".metadata"
         table.write_bytes(pickle.dumps(payload(pickle.loads(table.read_bytes()))))
-        with pytest.raises(CheckpointException, match=r"posix\.system|no file inside|should end at byte"):
+        with refused(caplog, r"posix\.system|no file inside|should end at byte"):
             loaded(FileSystemReader(where), state)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_directory_of_another_format(where: Path, tmp_path: Path) -> None:
+def test_a_directory_of_another_format(where: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, where, "zarr")
     for path, told in ((where, "not one of torch DCP's"), (tmp_path / "none", "does not exist")):
-        with pytest.raises(CheckpointException, match=told):
+        with refused(caplog, told):
             loaded(FileSystemReader(path), {"w": torch.ones(4)})
 
 
@@ -803,7 +821,10 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened(
     assert seen
 
 
-def test_a_momentary_error_of_one_rank_does_not_part_it_from_the_others(where: Path) -> None:
+@pytest.mark.skipif(not ASKS_FOR_METADATA_TWICE, reason="torch 2.8 asks once")
+def test_a_momentary_error_of_one_rank_does_not_part_it_from_the_others(
+    where: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Momentary(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             if not kwargs:
@@ -813,12 +834,11 @@ def test_a_momentary_error_of_one_rank_does_not_part_it_from_the_others(where: P
     dcp.save({"w": torch.ones(4)}, storage_writer=FileSystemWriter(where))
     shutil.copy(where / ".metadata", where / "__0.metadata")
     # torch asks again, with the rank: an answer would make this rank load without collectives, which others are in.
-    with pytest.raises(
-        CheckpointException, match=r"for a moment.*__0\.metadata without a \.metadata beside it"
-    ):
+    first = "" if DROPS_ERRORS_OF_READERS else "for a moment.*"
+    with refused(caplog, rf"{first}__0\.metadata without a \.metadata beside it"):
         dcp.load({"w": torch.zeros(4)}, storage_reader=Momentary(where))
     (where / "__0.metadata").unlink()
-    with pytest.raises(CheckpointException, match=r"for a moment.*holds no __0\.metadata"):
+    with refused(caplog, rf"{first}holds no __0\.metadata"):
         dcp.load({"w": torch.zeros(4)}, storage_reader=Momentary(where))
 
 
@@ -956,14 +976,16 @@ def killed(where: str) -> None:
     dcp.save(nested(9), storage_writer=Dies(where))
 
 
-def test_a_save_that_is_killed_before_its_commit(ranks: Any, where: Path) -> None:
+def test_a_save_that_is_killed_before_its_commit(
+    ranks: Any, where: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for seed in (None, 1):
         if seed is not None:
             dcp.save(nested(seed), storage_writer=FileSystemWriter(where))
         (process,) = ranks(killed, 1, where, check=False)
         assert process.returncode == -signal.SIGKILL, process.stderr
         if seed is None:
-            with pytest.raises(CheckpointException, match="died before it was complete"):
+            with refused(caplog, "died before it was complete"):
                 loaded(FileSystemReader(where), nested(1))
         else:
             assert_same(loaded(FileSystemReader(where), nested(seed)), nested(seed))
@@ -991,10 +1013,11 @@ def in_the_background(folder: str) -> None:
     writer.overwrite = False
     with pytest.raises(CheckpointException, match="CheckpointExists"):
         dcp.async_save(sharded(4), checkpoint_id=place, **told).result()
-    dcp.async_save(sharded(5), checkpoint_id=f"{folder}/5", **told).result()
-    check(f"{folder}/5", 5)
+    if PROCESS_OUTLIVES_ERRORS:
+        dcp.async_save(sharded(5), checkpoint_id=f"{folder}/5", **told).result()
+        check(f"{folder}/5", 5)
 
 
 def test_two_ranks_in_the_background(ranks: Any, tmp_path: Path) -> None:
     ranks(in_the_background, 2, tmp_path, timeout=120)
-    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3", "5"]
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3", *["5"][:PROCESS_OUTLIVES_ERRORS]]
