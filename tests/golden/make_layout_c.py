@@ -66,7 +66,8 @@ def write(folder: Path, pieces: Sequence[Piece], plan: type = SavePlan, **more: 
         places[index] = _StorageInfo(f"__{piece.rank}_0.distcp", len(written), len(record.getvalue()))
         files[piece.rank] = written + record.getvalue()
         items[piece.rank].append(WriteItem(index, kind, tensor_data=about))
-    metadata = Metadata(described, None, places, StorageMeta(save_id="synthetic"), "1.0.0")
+    metadata = Metadata(described, None, places, StorageMeta(save_id="synthetic"))
+    metadata.version = "1.0.0"  # no argument of torch 2.8's
     metadata.all_local_plans = [plan(its, planner_data={}) for its in items.values()]  # type: ignore[attr-defined]
     vars(metadata).update(more)
     for rank, written in files.items():
