@@ -354,7 +354,7 @@ def test_closing_gives_up_what_is_under_way(worker: ProcessWorker, tmp_path: Pat
     for task in (first, second):
         with pytest.raises(CheckpointingException, match="given up"):
             ended(task).get()
-    assert gone(pid)
+    until(lambda: gone(pid))
     worker.close()
     assert done(worker, chores.pid) not in (pid, None)
 
