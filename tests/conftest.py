@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.buckets import bucket, line, s3_server  # noqa: F401  the fixtures
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".peers"
+LAUNCH = ROOT / "tests" / "launch.py"
 
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "strace": (lambda: shutil.which("strace") is not None, "the strace command is missing"),
@@ -78,16 +80,58 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.line(f"{count:5} marked {name}: {how} runs them, and installs what they need")
 
 
+class Parent:
+    """A process that has imported torch and forks ranks (launch.py), started when it is first asked."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def __call__(
+        self, call: list[str], shared: dict[str, str], folder: Path, nproc: int, timeout: float
+    ) -> list[int | None]:
+        """The ranks' exit codes (None: killed after ``timeout`` seconds). Their output is in ``folder``."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", str(LAUNCH)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=shared,
+                text=True,
+            )
+        order = {
+            "call": call,
+            "env": shared,
+            "directory": os.getcwd(),
+            "ranks": [
+                {"env": _rank(rank), "out": str(folder / f"{rank}.out"), "err": str(folder / f"{rank}.err")}
+                for rank in range(nproc)
+            ],
+            "timeout": timeout,
+        }
+        assert self._process.stdin
+        assert self._process.stdout
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        codes: list[int | None] = json.loads(self._process.stdout.readline())
+        return codes
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.communicate(timeout=60)  # it ends when there are no more orders
+
+
 class Ranks:
     """Runs a function of a test file, or a script, on N processes, as torchrun would, and waits for them.
 
     ``ranks(function, 4, *args)`` calls the module-level ``function(*args)`` in each process, with a gloo
     default group made already (``init=False``: without). The arguments must survive JSON (paths become text).
     ``ranks("script.py", 4, "--option")`` runs a script that calls ``init_process_group()`` itself.
+    Functions run in forks of a process that has imported torch, scripts and what needs another environment
+    (``env``) in processes of their own.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, forked: Parent) -> None:
         self._folder = folder
+        self._forked = forked
         self._started: list[subprocess.Popen[str]] = []
         self._runs = 0
 
@@ -108,22 +152,25 @@ class Ranks:
         if callable(target):
             call = {"init": init, "rendezvous": str(folder / "rendezvous"), "args": args}
             file = str(inspect.getsourcefile(target))
-            told = json.dumps(call, default=str)
-            command = [str(ROOT / "tests" / "launch.py"), file, target.__name__, told]
+            command = [str(LAUNCH), file, target.__name__, json.dumps(call, default=str)]
         else:
             command = [str(target), *map(str, args)]
         shared = {**os.environ, **_torchrun(nproc), **(env or {})}
-        processes = [self._start(command, shared, folder, rank) for rank in range(nproc)]
-        late = self._wait(processes, timeout)
+        if callable(target) and env is None:
+            codes = self._forked(command[1:], shared, folder, nproc, timeout)
+        else:
+            processes = [self._start(command, shared, folder, rank) for rank in range(nproc)]
+            codes = self._wait(processes, timeout)
         finished = [
             subprocess.CompletedProcess(
                 command,
-                process.returncode,
+                code if code is not None else -signal.SIGKILL,
                 (folder / f"{rank}.out").read_text(),
                 (folder / f"{rank}.err").read_text(),
             )
-            for rank, process in enumerate(processes)
+            for rank, code in enumerate(codes)
         ]
+        late = [rank for rank, code in enumerate(codes) if code is None]
         failed = [rank for rank, process in enumerate(finished) if check and process.returncode]
         if late or failed:
             story = "\n".join(f"--- rank {r}:\n{p.stdout}{p.stderr}" for r, p in enumerate(finished))
@@ -134,7 +181,7 @@ class Ranks:
     def _start(
         self, command: list[str], shared: dict[str, str], folder: Path, rank: int
     ) -> subprocess.Popen[str]:
-        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        env = {**shared, **_rank(rank)}
         with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
             process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", *command], stdout=out, stderr=err, env=env, text=True
@@ -142,16 +189,16 @@ class Ranks:
         self._started.append(process)
         return process
 
-    def _wait(self, processes: list[subprocess.Popen[str]], timeout: float) -> list[int]:
+    def _wait(self, processes: list[subprocess.Popen[str]], timeout: float) -> list[int | None]:
         deadline = time.monotonic() + timeout
-        late = []
-        for rank, process in enumerate(processes):
+        codes: list[int | None] = []
+        for process in processes:
             try:
-                process.wait(max(deadline - time.monotonic(), 0))
+                codes.append(process.wait(max(deadline - time.monotonic(), 0)))
             except subprocess.TimeoutExpired:
-                late.append(rank)
+                codes.append(None)
         self.stop()
-        return late
+        return codes
 
     def stop(self) -> None:
         """Kill what still runs."""
@@ -160,6 +207,10 @@ class Ranks:
                 process.kill()
                 process.wait()
         self._started.clear()
+
+
+def _rank(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def _torchrun(nproc: int) -> dict[str, str]:
@@ -176,10 +227,17 @@ def _torchrun(nproc: int) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="session")
+def parent_of_ranks() -> Iterator[Parent]:
+    parent = Parent()
+    yield parent
+    parent.close()
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, parent_of_ranks: Parent) -> Iterator[Ranks]:
     """Real processes; see Ranks."""
-    runner = Ranks(tmp_path_factory.mktemp("ranks"))
+    runner = Ranks(tmp_path_factory.mktemp("ranks"), parent_of_ranks)
     yield runner
     runner.stop()
 

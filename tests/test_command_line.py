@@ -411,17 +411,17 @@ def test_help_explains_every_status(capsys: pytest.CaptureFixture[str]) -> None:
         assert told == ["0", "1", "2", "3", "4", "5", "6", "130"]
 
 
-def test_names_cannot_steer_a_terminal(tmp_path: Path) -> None:
+def test_names_cannot_steer_a_terminal(tmp_path: Path, plain: Callable[..., str]) -> None:
     """Keys, file names, directories, texts of errors: nothing of them reaches the terminal as it is."""
     evil = "k\x1b]0;owned\x07\x1b[2J\nfake\u202e.w"
     folder = tmp_path / "d\x1b[31mred"
     megackpt.save({"w": ShardedTensor.from_rank_offsets(evil, torch.zeros(2)), evil: {evil: evil}}, folder)
     (folder / "x\x1b[5m").touch()
     for words in (["show", folder], ["show", folder, "--common"], ["show", folder, evil], ["verify", folder]):
-        for told in (piped(*words).stdout, piped(*words, "--json").stdout):
-            assert told
-            assert all(c.isprintable() or c == "\n" for c in told)
-            assert "fake" not in [line.strip() for line in told.splitlines()]
+        for printed in (plain(*words), plain(*words, "--json")):
+            assert printed
+            assert all(c.isprintable() or c == "\n" for c in printed)
+            assert "fake" not in [line.strip() for line in printed.splitlines()]
         shown = on_terminal(*words)
         assert shown.status == 0
         assert "\x07" not in shown.raw

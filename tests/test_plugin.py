@@ -38,6 +38,7 @@ def run(command, site=None, cwd=ROOT):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_an_installed_format_works_by_its_name(site, tmp_path):
     program = """
         import torch, megackpt
@@ -121,6 +122,7 @@ def test_without_the_package_the_name_is_unknown(site, tmp_path):
     run([sys.executable, "-c", textwrap.dedent(load)], None, tmp_path)
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass_where_it_is_installed(site, tmp_path):
     """Among them the laws of formats, as an author of a plug-in runs them: warnings are errors."""
     shutil.copy(EXAMPLE / "test_megackpt_npz.py", tmp_path)

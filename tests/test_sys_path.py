@@ -25,9 +25,11 @@ class Odd(str):
 
 
 def test_writer_processes_and_workers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
+    # Python's own search for plug-ins fails at bytes: it is done before they are there, and once in a process.
+    megackpt.save(state, tmp_path / "first")
     odd = [Path("/some/where"), b"/in/bytes", None, 7, Odd("/odd"), "/quoted'\"{path}\\", "/\udc80"]
     monkeypatch.setattr(sys, "path", [*odd, *sys.path])
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
     queue = megackpt.AsyncCallsQueue(persistent=True)
     request = megackpt.save(state, tmp_path / "a", async_sharded_save=True)
     assert request is not None

@@ -723,6 +723,8 @@ def test_a_bucket_in_the_background(bucket: Bucket) -> None:
         dcp.async_save({"bad": torch.ones(1)}, storage_writer=writer, planner=Failing()).result()
     assert_same(loaded(FileSystemReader(where), nested(2)), nested(2))
     assert megackpt.verify(where).ok
+    dcp.async_save(nested(3), storage_writer=writer).result()  # it clears the failed save away
+    assert_same(loaded(FileSystemReader(where), nested(3)), nested(3))
     assert not bucket.uploads()
 
 

@@ -33,6 +33,7 @@ def figures(report: dict[str, Any]) -> list[tuple[str, str, set[str]]]:
     return [(row["figure"], row["what"], set(row["values"])) for row in rows]
 
 
+@pytest.mark.slow
 def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     done = benchmark(tmp_path, "--markdown", "--json", str(told), "--peers", "torch DCP", *ALONE)
@@ -64,6 +65,7 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [told]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run_and_a_missing_peer_is_named(tmp_path: Path) -> None:
     """A format that there is not; Megatron, in a tree that has no .peers."""
     tree = tmp_path / "tree"

@@ -10,10 +10,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "timeline.py"
 WAYS = ("sync", "process")
 
 
+@pytest.mark.slow
 def test_a_save_commits_in_the_call_that_began_it_or_in_a_later_one(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -83,6 +83,7 @@ def run_as_rank(rank: int, world: int, rendezvous: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_every_parallelism_computes_the_same(tmp_path: Path) -> None:
     mp.spawn(run_as_rank, args=(4, f"file://{tmp_path / 'rendezvous'}"), nprocs=4)
 
