@@ -6,7 +6,9 @@ its own. The whole corpus is a campaign; every run has a part of it.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import subprocess
 import sys
@@ -80,13 +82,27 @@ def tried(base: Path, names: list[str]) -> dict[str, Outcome]:
         server.process.kill()
         server.process.wait()
     return {
-        name: {**outcome, "home": str(Path(trials[name]["outside"]).parent)}
+        name: {**outcome, "witness": (Path(trials[name]["outside"]).parent / "witness").exists()}
         for name, outcome in found.items()
     }
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """The first of several pytest processes tries the corpus, the others wait for its results."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    results = shared / "corpus.json"
+    with open(shared / "corpus.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not results.exists():
+            results.write_text(json.dumps(_tried(request, tmp_path_factory.mktemp("corpus"))))
+    found: dict[str, Outcome] = json.loads(results.read_text())
+    return found
+
+
+def _tried(request: pytest.FixtureRequest, folder: Path) -> dict[str, Outcome]:
     items = [
         item
         for item in request.session.items
@@ -94,7 +110,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     ]
     chosen = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
     warm = next(name for name, case in CASES.items() if case.kind == WARM)
-    found = tried(tmp_path_factory.mktemp("corpus"), list(dict.fromkeys([warm, *chosen])))
+    found = tried(folder, list(dict.fromkeys([warm, *chosen])))
     told(found)
     return found
 
@@ -119,7 +135,7 @@ def test_broken_checkpoints(name: str, outcomes: dict[str, Outcome]) -> None:
     assert not [
         event for event in outcome["events"] if not (case.linked and event.startswith("opened outside"))
     ]
-    assert not (Path(outcome["home"]) / "witness").exists()
+    assert not outcome["witness"]
     assert outcome["memory"] < MEMORY
     readers = outcome["readers"]
     assert readers.keys() == healthy.keys()

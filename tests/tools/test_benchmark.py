@@ -89,6 +89,7 @@ def test_megatron_takes_part(tmp_path: Path) -> None:
     assert saves == loads == {"torch_dist", "Megatron FP"}
 
 
+@pytest.mark.slow
 def test_wrong_options_are_told_before_anything_is_measured(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     for wrong, told in {
