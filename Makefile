@@ -8,10 +8,10 @@ PEERS := .peers/.ready
 MARKED := campaign slow strace browser megatron transformers root
 EMPTY :=
 EXPRESSION := not ($(subst $(EMPTY) , or ,$(MARKED)))
-# Two processes: most tests wait for ranks, disks or interpreters to start. worksteal keeps most tests
+# Three processes: tests often wait for ranks, disks or interpreters to start. worksteal keeps most tests
 # of a file together, and goes on where a test crashes its process (loadfile then waits for ever,
 # pytest-xdist#1378).
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 # Tests start some hundred interpreters: without bytecode each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
