@@ -517,13 +517,13 @@ class TestHostile:
         ],
     )
     def test_bombs_and_rubbish(self, pickled: bytes) -> None:
-        begin = time.monotonic()
+        begin = time.thread_time()
         if pickled.endswith(b"e.") and b"q\x00" in pickled:  # a list in itself is odd, but pickle writes it
             assert len(objects.load(archive(pickled))) == 100
             return
         with pytest.raises(CorruptCheckpoint):
             objects.load(archive(pickled))
-        assert time.monotonic() - begin < 5
+        assert time.thread_time() - begin < 5
 
     def test_shared_parts_that_explode(self) -> None:
         value: list[Any] = []

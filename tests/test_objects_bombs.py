@@ -124,10 +124,10 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(name: str) -> None:
-    begin = time.monotonic()
+    begin = time.thread_time()
     with pytest.raises(CorruptCheckpoint):
         objects.load(archive(BOMBS[name]))
-    assert time.monotonic() - begin < 20
+    assert time.thread_time() - begin < 20
 
 
 TABLES = ("keywords of a set", "a path of many", "numbers of one hash", "one by one", "a set of one hash")

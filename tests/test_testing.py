@@ -50,7 +50,7 @@ def test_ranks_at_different_collectives_stop_with_an_error():
         assert isinstance(error, RankFailure)
         assert "different collectives" in str(error)
         assert "rank 1 is at broadcast of the stage 'open'" in str(error)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30  # and not the timeout
 
 
 def test_different_stages_are_different_collectives():
@@ -66,7 +66,7 @@ def test_a_rank_that_raises_outside_a_collective_ends_the_wait_of_the_others():
 
     start = time.monotonic()
     got = ThreadedGroup.outcomes(3, call)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30  # and not the timeout
     assert isinstance(got[2], ValueError)
     for error in got[:2]:
         assert isinstance(error, RankFailure)

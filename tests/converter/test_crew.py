@@ -37,7 +37,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("to", ["torch_dist", "zarr", "safetensors", "torch"])
+@pytest.mark.parametrize(
+    "to",
+    ["torch_dist", *(pytest.param(to, marks=pytest.mark.slow) for to in ("zarr", "safetensors", "torch"))],
+)
 def test_two_workers_make_what_one_makes(tmp_path, large, files, to) -> None:
     megackpt.convert(large, tmp_path / "one", to, workers=1)
     told: list[int] = []

@@ -80,7 +80,9 @@ def test_a_full_disk(small_disk: Path, name: str, later: str) -> None:
     assert os.listdir(small_disk) == ["c"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:])]
+)
 def test_writes_that_are_cut_short_go_on(
     jobs: Any, nursery: Any, states: Any, tmp_path: Path, name: str
 ) -> None:
@@ -169,7 +171,7 @@ REFUSABLE = ("write", "writev", "pwrite64", "pwritev", *SYNCS)
     [
         *((name, "") for name in FORMATS[:2]),
         ("torch_dist", "thread"),
-        ("zarr", "process"),
+        pytest.param("zarr", "process", marks=pytest.mark.slow),
         pytest.param("torch_dist", "process", marks=pytest.mark.campaign),
         pytest.param("zarr", "thread", marks=pytest.mark.campaign),
     ],
@@ -190,7 +192,7 @@ def test_a_disk_that_refuses_a_write_or_an_fsync_of_one_of_two_ranks(
     points, dice = refusing.points(victim), random.Random(count)
     chosen = dice.sample(points, count) if count else points
     errors = [dice.choice((errno.EIO, errno.ENOSPC, errno.EDQUOT)) for _ in chosen]
-    heard = Counter(jobs.each(lambda i: refusing.at(victim, chosen[i], errors[i]), range(len(chosen)), 4))
+    heard = Counter(jobs.each(lambda i: refusing.at(victim, chosen[i], errors[i]), range(len(chosen)), 2))
     kind = f"{name}, asynchronous ({later})" if later else name
     note(HEAD, kind, f"{'the coordinator' if victim == 0 else 'the other'} of 2 ranks", *_counted(heard))
     # A sample of two may meet a call that only clears up.

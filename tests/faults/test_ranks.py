@@ -91,6 +91,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.slow
 def test_the_others_are_told_and_go_on(tmp_path: Path, worlds: Any) -> None:
     reports = worlds(SAMPLE, tmp_path)
     assert len(reports) == len(SAMPLE)
