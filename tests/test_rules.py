@@ -14,7 +14,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Who may name which packages below torch.distributed; runtime/collectives may name everything.
 PLACES = {
-    "torch.distributed.checkpoint": ("dcp/", "backends/torch_dist", "megatron/", "adapters/checkpointable"),
+    "torch.distributed.checkpoint": (
+        "dcp/",
+        "backends/torch_dist",
+        "megatron/torch_dcp",
+        "adapters/checkpointable",
+    ),
     "torch.distributed.tensor": ("adapters/dtensor", "torch_versions"),
     "torch.distributed.device_mesh": ("adapters/dtensor",),
 }
@@ -105,8 +110,7 @@ def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_names_say_what_belongs_there(path: Path) -> None:
     banned = {"utils", "util", "helpers", "helper", "common", "core", "misc"}
-    if not name(path).startswith("megatron/"):  # Megatron's own names
-        assert not banned & {part.removesuffix(".py") for part in Path(name(path)).parts}
+    assert not banned & {part.removesuffix(".py") for part in Path(name(path)).parts}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)

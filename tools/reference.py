@@ -34,7 +34,7 @@ PUBLIC = (
     "megackpt.dcp",
     "megackpt.errors",
     "megackpt.manager",
-    "megackpt.megatron.installing",
+    "megackpt.megatron",
     "megackpt.planning.box",
     "megackpt.planning.load_plan",
     "megackpt.planning.manifest",

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import megackpt.megatron
-from megackpt.megatron.installing import MODULES, THEIRS
-from megackpt.megatron.refused import Refused
+from megackpt.megatron.import_hook import THEIRS
+from megackpt.megatron.modules import MODULES, Refused
 from megackpt.tree import walk
 
 pytestmark = pytest.mark.megatron

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from importlib import import_module
@@ -13,11 +14,10 @@ import torch
 
 import megackpt
 from megackpt import megatron
-from megackpt.megatron.installing import MODULES, unoffered
-from megackpt.megatron.refused import REFUSED
+from megackpt.megatron.modules import MODULES, SOURCES
+from megackpt.megatron.table import Refusal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDER = ROOT / "megackpt" / "megatron"
 GUIDE = (ROOT / "docs" / "from-megatron.md").read_text(encoding="utf-8")
 
 NAMES = {
@@ -72,6 +72,8 @@ NAMES = {
 }
 """What could be imported before the modules were made from a table, by module."""
 
+REFUSED = {row: source for row, source in SOURCES.items() if isinstance(source, Refusal)}
+
 MAIN = {
     ".serialization.load": "sharded_state_dict checkpoint_dir sharded_strategy validate_access_integrity strict "
     "verify_integrity process_group",
@@ -114,12 +116,6 @@ def found(path: str) -> Any:
     return value
 
 
-def test_every_file_is_a_module_that_install_knows() -> None:
-    inside = (path.relative_to(FOLDER).with_suffix("").parts for path in FOLDER.rglob("*.py"))
-    named = {"".join(f".{part}" for part in parts if part != "__init__") for parts in inside}
-    assert named - {".installing", ".refused"} == set(MODULES)
-
-
 @pytest.mark.parametrize("module", NAMES)
 def test_what_programs_import_is_there(module: str) -> None:
     for name in NAMES[module].split():
@@ -150,30 +146,28 @@ def test_signatures_of_the_main_branch_are_taken(path: str) -> None:
     inspect.signature(found(path)).bind_partial(**dict.fromkeys(MAIN[path].split()))
 
 
-@pytest.mark.megatron
-def test_nothing_of_0_16_is_missing() -> None:
-    told = unoffered(ROOT / ".peers" / "megatron" / "core" / "dist_checkpointing")
-    assert sorted(told) == [  # steps of theirs, which nobody outside calls, and another name of an argument
-        "strategies.common.TorchCommonLoadStrategy.check_backend_compatibility(loaded_version)",
-        "strategies.filesystem_async.FileSystemWriterAsync.preload_tensors",
-        "strategies.filesystem_async.FileSystemWriterAsync.prepare_decentralized_global_plan",
-        "strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data",
-        "strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc",
-        "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.apply_loading_parallelization",
-        "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.check_backend_compatibility(loaded_version)",
-        "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_objects",
-        "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_tensors",
-        "strategies.fully_parallel.FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-        "strategies.torch.TorchDistLoadShardedStrategy.check_backend_compatibility(loaded_version)",
-    ]
+def defined(package: str) -> set[str]:
+    """The public functions and classes of a release's modules, by their names in full."""
+    folder = ROOT / ".peers" / package / "core" / "dist_checkpointing"
+    return {
+        ".".join([*(part for part in file.relative_to(folder).with_suffix("").parts), node.name])
+        for file in folder.rglob("*.py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    }
 
 
 @pytest.mark.megatron
-def test_what_0_12_has_besides() -> None:
-    told = unoffered(ROOT / ".peers" / "mcore-0.12.3" / "megatron" / "core" / "dist_checkpointing")
-    assert "strategies.zarr.pad_to_expected_shape" in told
-    names = [name for name in told if not re.search(r"\.[A-Z]\w+\.", name)]  # methods apart
-    assert all(name.startswith("strategies.") for name in names), names
+def test_all_functions_and_classes_of_0_16_are_in_the_table() -> None:
+    assert len(defined("megatron")) > 100
+    assert defined("megatron") <= {".".join(row) for row in SOURCES}
+
+
+@pytest.mark.megatron
+def test_of_0_12_the_table_lacks_steps_of_its_formats() -> None:
+    lacking = defined("mcore-0.12.3/megatron") - {".".join(row) for row in SOURCES}
+    assert "strategies.zarr.pad_to_expected_shape" in lacking
+    assert all(name.startswith("strategies.") and name.split(".")[-1].islower() for name in lacking)
 
 
 @pytest.mark.parametrize(("module", "name"), REFUSED)
@@ -181,7 +175,9 @@ def test_what_is_refused_imports_and_says_why(module: str, name: str) -> None:
     refused = found(f".{module}.{name}")
     assert refused is found(f".{module}.{name}")
     assert not isinstance(7, refused)
-    told = rf"^{re.escape(module)}\.{name} is not offered by megackpt: {re.escape(REFUSED[module, name])}$"
+    told = (
+        rf"^{re.escape(module)}\.{name} is not offered by megackpt: {re.escape(REFUSED[module, name].why)}$"
+    )
     with pytest.raises(megackpt.CheckpointingException, match=told):
         refused(1, a=2)
     with pytest.raises(megackpt.CheckpointingException, match=told):

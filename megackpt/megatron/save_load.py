@@ -1,4 +1,4 @@
-"""Megatron's ``serialization``: save, load and their relatives, as 0.16 to 0.19 call them."""
+"""Megatron's functions that save, load and check a checkpoint, as 0.16 to 0.19 call them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from megackpt import loader, saver
-from megackpt.converter import remove_sharded_tensors as remove_sharded_tensors
-from megackpt.loader import (
-    load_common_state_dict as load_common_state_dict,
-    load_content_metadata as load_content_metadata,
-    load_plain_tensors as load_plain_tensors,
-    load_sharded_metadata as load_sharded_metadata,
-    load_tensors_metadata as load_tensors_metadata,
+from megackpt import checkpoint, loader, saver
+from megackpt.backends.base import CONFIG
+from megackpt.backends.torch_dist.writing import COMMON_FILE
+from megackpt.errors import CorruptCheckpoint, NotACheckpoint
+from megackpt.megatron.strategy_classes import (
+    TorchCommonSaveStrategy,
+    callable_strategy,
+    checked,
+    get_default_strategy,
 )
-from megackpt.loader.contents import CkptShardedMetadata as CkptShardedMetadata
-from megackpt.megatron.strategies.base import StrategyAction, callable_strategy, checked, get_default_strategy
-from megackpt.megatron.strategies.common import TorchCommonSaveStrategy
 from megackpt.planning.strict import StrictHandling
 from megackpt.runtime.async_calls import AsyncRequest
 from megackpt.state import ShardedStateDict
-from megackpt.strategies import StrategyLike
+from megackpt.strategies import CheckpointingConfig, StrategyAction, StrategyLike, read_config
+
+CONFIG_FNAME = CONFIG
+COMMON_STATE_FNAME = COMMON_FILE
+load_common = loader.load_common_state_dict
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _in_either_order(function: F) -> F:
-    """From 0.19 on there is no ``common_strategy``: the bool behind it stands in its place then."""
+    """Accept the positional arguments of 0.16, and of 0.19, which has no ``common_strategy``.
+
+    The argument at its place is a bool there.
+    """
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +56,7 @@ def load(
     process_group: Any = None,
     **further: Any,
 ) -> Any:
-    """``megackpt.load``, whose further arguments are taken, too."""
+    """Call ``megackpt.load``. ``further`` are its other arguments."""
     return loader.load(
         sharded_state_dict,
         checkpoint_dir,
@@ -79,7 +84,7 @@ def save(
     process_group: Any = None,
     **further: Any,
 ) -> AsyncRequest | None:
-    """``megackpt.save``, whose further arguments are taken, too."""
+    """Call ``megackpt.save``. ``further`` are its other arguments."""
     return saver.save(
         sharded_state_dict,
         checkpoint_dir,
@@ -100,12 +105,43 @@ def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int 
 
 
 def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -> TorchCommonSaveStrategy:
-    """Something to hold; ``save`` refuses it, as Megatron's does: the format keeps the common state itself."""
+    """An object to hold; ``save`` refuses it: the format keeps the common state itself."""
     return TorchCommonSaveStrategy(backend, version)
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> Any:
     """The strategy that reads this checkpoint."""
-    return callable_strategy(
-        StrategyAction.LOAD_SHARDED, loader.get_default_load_sharded_strategy(checkpoint_dir)
-    )
+    found = loader.get_default_load_sharded_strategy(checkpoint_dir)
+    return callable_strategy(StrategyAction.LOAD_SHARDED, found)
+
+
+def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
+    """What metadata.json contains; None if there is none."""
+    try:
+        return read_config(checkpoint.find_storage(checkpoint_dir))
+    except NotACheckpoint:
+        return None
+
+
+def verify_checkpoint(checkpoint_dir: str | Path) -> None:
+    """Raise NotACheckpoint unless the directory is a complete checkpoint."""
+    checkpoint.open_checkpoint(checkpoint_dir)
+
+
+def verify_checkpoint_and_load_strategy(
+    checkpoint_dir: str | Path, sharded_strategy: StrategyLike = None, common_strategy: Any = None
+) -> tuple[StrategyLike, Any]:
+    """The strategies to load with: the given ones, else what reads this checkpoint."""
+    default = get_default_load_sharded_strategy(checkpoint_dir)
+    return default if sharded_strategy is None else sharded_strategy, common_strategy
+
+
+def verify_integrity_manifest(checkpoint_dir: str | Path) -> None:
+    """Read all data and compare it with its digests. Raises CorruptCheckpoint."""
+    report = checkpoint.verify(checkpoint_dir)
+    if not report.ok:
+        raise CorruptCheckpoint("\n".join(map(str, report.problems)))
+
+
+def validate_sharded_objects_handling(sharded_strategy: Any, common_strategy: Any) -> None:
+    """Do nothing: every format here stores objects."""

@@ -1,7 +1,0 @@
-"""Megatron's ``exchange_utils``: nothing of it."""
-
-from __future__ import annotations
-
-from megackpt.megatron.refused import refusing
-
-__getattr__ = refusing(__name__)

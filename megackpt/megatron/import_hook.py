@@ -1,0 +1,168 @@
+"""Puts our modules in the place of ``megatron.core.dist_checkpointing``, and takes them out."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType, TracebackType
+from typing import Any
+
+from megackpt.megatron.modules import MODULES, PACKAGE
+
+THEIRS = "megatron.core.dist_checkpointing"
+
+TESTED = ("0.16.1",)
+"""Releases of megatron-core that the tests install this in."""
+
+
+class Installed:
+    """What ``install`` returns: a context, at whose end the modules of that call are taken out."""
+
+    def __init__(self, first: bool) -> None:
+        self._first = first
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._first:
+            uninstall()
+
+
+def install() -> Installed:
+    """Make ``megatron.core.dist_checkpointing`` and its modules those of ``megackpt.megatron``.
+
+    Call it before Megatron is imported: then its models build megackpt's objects from the start.
+    If Megatron has been imported, its modules are replaced, and so are the names that modules of
+    ``megatron`` have imported from them. Not replaced are names that other modules have imported
+    (``from megatron.core.dist_checkpointing import save`` in a script that calls this later),
+    classes derived from Megatron's, default values of arguments, and existing objects.
+
+    Undone by ``uninstall()``, or as a context: ``with megackpt.megatron.install(): ...``
+    Warns (UserWarning) if the tests do not cover the release of Megatron-Core. If this call
+    raises, because warnings are errors or a module does not import, nothing has been replaced.
+    """
+    if _hook in sys.meta_path:
+        return Installed(first=False)
+    sys.meta_path.insert(0, _hook)
+    _hook.replaced = _take_out()
+    try:
+        if _hook.replaced:
+            names = [name for name in _hook.replaced if _suffix(name) in MODULES]
+            _replace(_hook.replaced, {name: import_module(name) for name in names})
+            _warn_of_release()
+    except BaseException:
+        uninstall()
+        raise
+    return Installed(first=True)
+
+
+def uninstall() -> None:
+    """Restore Megatron-Core's modules, also in modules of ``megatron`` imported in between."""
+    if _hook not in sys.meta_path:
+        return
+    sys.meta_path.remove(_hook)
+    ours = _take_out()
+    sys.modules.update(_hook.replaced)
+    _hook.replaced = {}
+    if "megatron.core" in sys.modules:
+        theirs = {name: _import_if_possible(name) for name in ours}
+        _replace(ours, {name: module for name, module in theirs.items() if module is not None})
+
+
+def _suffix(name: str) -> str | None:
+    """What follows ``THEIRS`` in the name of a module in that package; None for other modules."""
+    inside = name == THEIRS or name.startswith(f"{THEIRS}.")
+    return name.removeprefix(THEIRS) if inside else None
+
+
+def _take_out() -> dict[str, ModuleType]:
+    """Remove the modules with Megatron's names from ``sys.modules``, and return them."""
+    names = [name for name in sys.modules if _suffix(name) is not None]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def _import_if_possible(name: str) -> ModuleType | None:
+    """Megatron's own module; None if this release has none, or it does not import."""
+    try:
+        return import_module(name)
+    except Exception:  # noqa: BLE001 - of any release's code; there is no object to restore then
+        return None
+
+
+def _replace(old: Mapping[str, ModuleType], new: Mapping[str, ModuleType]) -> None:
+    """In all modules of Megatron, replace objects of ``old`` by those of the same names in ``new``.
+
+    Objects are found by identity: a module may have imported one under another name.
+    """
+    replacements: dict[int, tuple[Any, Any]] = {}
+    for name, module in new.items():
+        replacements[id(old[name])] = old[name], module
+        for key, value in list(vars(old[name]).items()):
+            home = str(getattr(value, "__module__", ""))
+            if not isinstance(value, type | FunctionType) or not hasattr(module, key):
+                continue
+            if home.startswith(("megackpt.", THEIRS)):
+                replacements[id(value)] = value, getattr(module, key)
+    for name, module in list(sys.modules.items()):
+        inside = name.partition(".")[0] == "megatron" and _suffix(name) is None
+        if inside and isinstance(module, ModuleType):
+            for key, value in list(vars(module).items()):
+                if id(value) in replacements:
+                    setattr(module, key, replacements[id(value)][1])
+
+
+class _Hook(MetaPathFinder, Loader):
+    """Finds our modules under Megatron's names."""
+
+    def __init__(self) -> None:
+        self.replaced: dict[str, ModuleType] = {}
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        suffix = _suffix(fullname)
+        if suffix is None:
+            return None
+        if suffix not in MODULES:
+            # Not left to other finders: they would find our files, and import them a second time.
+            raise ModuleNotFoundError(
+                f"{fullname} has no counterpart in {PACKAGE}, which is installed in the place of {THEIRS}",
+                name=fullname,
+            )
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if spec.name == THEIRS and not self.replaced:
+            _warn_of_release()
+        module = import_module(spec.name.replace(THEIRS, PACKAGE, 1))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module, which has been executed, its own spec again."""
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
+
+
+_hook = _Hook()
+
+
+def _warn_of_release() -> None:
+    try:
+        version = import_module("megatron.core.package_info").__version__
+    except (ImportError, AttributeError):
+        version = "an unknown release"
+    if version not in TESTED:
+        warnings.warn(
+            f"megackpt.megatron is tested with megatron-core {', '.join(TESTED)}, and is installed "
+            f"in the place of {version}: try a save and a load before you rely on it",
+            stacklevel=2,
+        )

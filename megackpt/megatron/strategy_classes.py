@@ -1,0 +1,316 @@
+"""Megatron's strategy classes: each is a Strategy of ours that also saves or loads when called."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+from megackpt import converter, loader, saver, strategies
+from megackpt.errors import BackendError, CheckpointingException
+from megackpt.runtime.async_calls import AsyncCallsQueue, AsyncRequest
+from megackpt.state import ShardedStateDict, ShardedTensor
+from megackpt.strategies import Strategy, StrategyAction, StrategyLike
+
+Directory = str | Path
+
+async_calls = AsyncCallsQueue()
+
+
+class _OpenStrategy(Strategy):
+    """A Strategy that takes any attribute and compares by identity.
+
+    Callers set attributes on Megatron's strategies and keep them in sets. A Strategy is frozen;
+    what is set here has no effect on a save or load.
+    """
+
+    __setattr__ = object.__setattr__
+    __delattr__ = object.__delattr__
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+
+class SaveStrategyBase(_OpenStrategy):
+    """The base of strategies that save."""
+
+
+class SaveShardedStrategy(SaveStrategyBase):
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Directory) -> None:
+        """Save this as a checkpoint of its own, which is complete when this returns."""
+        saver.save(sharded_state_dict, checkpoint_dir, self)
+
+
+class AsyncSaveShardedStrategy(SaveShardedStrategy):
+    """The attributes are for callers that read and set them. Plans are always kept and compared."""
+
+    use_cached_ckpt_structure = False
+    validated_cache_reuse = False
+    validated_loaded_metadata_reuse = False
+    cached_central_plan: Any = None
+    cached_local_plan: Any = None
+    cached_global_metadata: Any = None
+    cached_distribution: Any = None
+
+    def save(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: Directory,
+        async_strategy: str = "nvrx",
+    ) -> None:
+        super().save(sharded_state_dict, checkpoint_dir)
+
+    def async_save(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: Directory,
+        async_strategy: str = "nvrx",
+    ) -> AsyncRequest:
+        """Begin to save this; the request is for an AsyncCallsQueue."""
+        request = saver.save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True)
+        return cast("AsyncRequest", request)
+
+
+class LoadStrategyBase(_OpenStrategy):
+    """The base of strategies that load."""
+
+    def check_backend_compatibility(self, loaded_backend: Any) -> None:
+        """Do nothing: a load raises if it cannot read a format."""
+
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        """Do nothing: a load raises if it cannot read a version."""
+
+
+class LoadShardedStrategy(LoadStrategyBase):
+    cached_global_metadata: Any = None
+
+    def load(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: Directory,
+        async_strategy: str = "nvrx",
+    ) -> Any:
+        """Load what the state asks for, without the rest of the common state."""
+        loaded = loader.load(sharded_state_dict, checkpoint_dir, self, validate_access_integrity=False)
+        return _select(sharded_state_dict, loaded)
+
+    def load_tensors_metadata(
+        self, checkpoint_dir: Directory, metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        return loader.load_tensors_metadata(checkpoint_dir, self)
+
+    def load_sharded_metadata(self, checkpoint_dir: Directory) -> loader.contents.CkptShardedMetadata:
+        return loader.load_sharded_metadata(checkpoint_dir, self)
+
+    def remove_sharded_tensors(self, checkpoint_dir: Directory, key_prefix: str) -> None:
+        converter.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
+    """Saves torch_dist: ``thread_count`` files for each rank.
+
+    Keys that begin with ``separation_hint`` get files of their own. The other arguments have no
+    effect: one rank writes each shard, and a plan is used again if it fits.
+    """
+
+    keep_only_main_replica = True
+    thread_count = 2
+    separation_hint: str | None = None
+
+    def __init__(
+        self,
+        backend: str = "torch_dist",
+        version: int | None = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int = 2,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
+        cpu_shm_mode: Any = None,
+    ) -> None:
+        options = {"files_per_rank": thread_count, "separation_hint": separation_hint}
+        super().__init__(backend, version, options)
+        self.keep_only_main_replica = keep_only_main_replica
+        self.thread_count = thread_count
+        self.separation_hint = separation_hint
+        self.use_cached_ckpt_structure = cached_metadata
+
+
+class TorchDistLoadShardedStrategy(LoadShardedStrategy):
+    """Loads torch_dist. The arguments have no effect: each load opens the checkpoint itself."""
+
+    def __init__(self, cache_metadata: bool = False, checkpoint_name: Any = None) -> None:
+        super().__init__("torch_dist", 1)
+
+
+class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
+    """Saves zarr. Version 2 is zarr v3; to save version 1 (zarr v2, Megatron's own) raises."""
+
+    def __init__(self, backend: str = "zarr", version: int | None = None) -> None:
+        super().__init__(backend, version)
+
+
+class ZarrLoadShardedStrategy(LoadShardedStrategy):
+    """Loads zarr of every version."""
+
+    def __init__(self) -> None:
+        super().__init__("zarr")
+
+
+class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
+    """Loads zarr. Tensors are loaded to the caller's device, whatever the argument is."""
+
+    def __init__(self, load_directly_on_device: bool = False) -> None:
+        super().__init__()
+
+
+class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy, strategies.FullyParallelSaveStrategyWrapper):
+    """``megackpt.FullyParallelSaveStrategyWrapper`` with Megatron's further arguments."""
+
+    def __init__(
+        self,
+        strategy: StrategyLike,
+        parallelization_group: Any = None,
+        do_cache_distribution: bool = False,
+        validate_access_integrity: bool = True,
+        pg_cache_path: Any = None,
+        pg_cache_create: Any = False,
+    ) -> None:
+        strategies.FullyParallelSaveStrategyWrapper.__init__(
+            self, strategy, parallelization_group, do_cache_distribution
+        )
+
+
+class FullyParallelLoadStrategyWrapper(LoadShardedStrategy, strategies.FullyParallelLoadStrategyWrapper):
+    """``megackpt.FullyParallelLoadStrategyWrapper`` with Megatron's further arguments."""
+
+    def __init__(
+        self,
+        strategy: StrategyLike,
+        parallelization_group: Any = None,
+        do_cache_distribution: bool = False,
+        exchange_algo: str = "broadcast",
+        validate_access_integrity: bool = True,
+        pg_cache_path: Any = None,
+        pg_cache_create: Any = False,
+        per_rank_object_load: bool = False,
+    ) -> None:
+        strategies.FullyParallelLoadStrategyWrapper.__init__(
+            self, strategy, parallelization_group, do_cache_distribution, exchange_algo
+        )
+
+
+class TwoStageDataParallelLoadShardedStrategy(FullyParallelLoadStrategyWrapper):
+    """Loads any format. The ranks of the group exchange what they read, on every file system."""
+
+    def __init__(self, data_parallel_group: Any, cpu_transfer: bool = True) -> None:
+        super().__init__(None, data_parallel_group, exchange_algo="always")
+
+
+class LoadCommonStrategy(LoadStrategyBase):
+    def load_common(self, checkpoint_dir: Directory) -> dict[Any, Any]:
+        return loader.load_common_state_dict(checkpoint_dir)
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Directory) -> Any:
+        loaded = loader.load(sharded_objects_state_dict, checkpoint_dir, validate_access_integrity=False)
+        return _select(sharded_objects_state_dict, loaded)
+
+    def load_sharded_metadata(self, checkpoint_dir: Directory) -> loader.contents.CkptShardedMetadata:
+        return loader.load_sharded_metadata(checkpoint_dir)
+
+
+class TorchCommonLoadStrategy(LoadCommonStrategy):
+    """Loads the common state of any format."""
+
+
+class SaveCommonStrategy(SaveStrategyBase):
+    def save_common(self, common_state_dict: Any, checkpoint_dir: Directory) -> None:
+        raise CheckpointingException(strategies.COMMON_IS_KEPT)
+
+    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Directory) -> None:
+        self.save_common(sharded_objects_state_dict, checkpoint_dir)
+
+
+class TorchCommonSaveStrategy(SaveCommonStrategy):
+    """An object to hold: its methods raise."""
+
+
+class MCoreMetadata:
+    """For pickles of up to 0.15 that name it."""
+
+
+class MCoreSavePlan:
+    """For pickles of up to 0.15 that name it."""
+
+
+def register_default_common_strategies() -> None:
+    """Do nothing: the formats are registered."""
+
+
+def register_default_torch_strategies() -> None:
+    """Do nothing: the formats are registered."""
+
+
+def warmup_persistent_caller(*_: Any, **__: Any) -> None:
+    """Do nothing: a queue starts its worker with the first save, in some hundredths of a second."""
+
+
+def callable_strategy(action: StrategyAction, given: Any) -> Any:
+    """``given`` as a strategy of Megatron's class for its format and this action.
+
+    Returned as it is: what is of such a class already, and strategies of other classes.
+    """
+    strategy = strategies.as_strategy(given)
+    if isinstance(given, _OpenStrategy) or type(strategy) is not Strategy:
+        return given
+    kind: type[_OpenStrategy]
+    if action is StrategyAction.SAVE_SHARDED:
+        saving = {"torch_dist": TorchDistSaveShardedStrategy, "zarr": ZarrSaveShardedStrategy}
+        kind = saving.get(strategy.backend, AsyncSaveShardedStrategy)
+    else:
+        loading = {"torch_dist": TorchDistLoadShardedStrategy, "zarr": ZarrLoadShardedStrategy}
+        kind = loading.get(strategy.backend, LoadShardedStrategy)
+    # Not by their __init__, which takes Megatron's arguments: all fields are known here.
+    result = kind.__new__(kind)
+    for field in fields(Strategy):
+        setattr(result, field.name, getattr(strategy, field.name))
+    return result
+
+
+def get_default_strategy(action: StrategyAction, backend: str, version: int | None = None) -> Any:
+    """The strategy registered for this, else the format's own. Raises BackendError if none is.
+
+    ``version`` None: the format's newest.
+    """
+    found = strategies.get_default_strategy(action, backend, version)
+    return callable_strategy(action, found)
+
+
+def checked(given: Any) -> Any:
+    """``given``, a strategy for save or load, unless its class overrides a method of ours.
+
+    Raises BackendError then: save and load would not call that method.
+    """
+    inner = given
+    while getattr(inner, "base_strategy", None) is not None:
+        inner = inner.base_strategy
+    for kind in type(inner).__mro__ if isinstance(inner, _OpenStrategy) else ():
+        own = {"save", "async_save", "load"}.intersection(vars(kind))
+        if own and not kind.__module__.startswith("megackpt."):
+            raise BackendError(
+                f"{kind.__module__}.{kind.__qualname__} has a {min(own)}() of its own, which is "
+                "not called here: a format of your own is a megackpt.backends.base.Backend "
+                "(docs/adding-a-backend.md)"
+            )
+    return given
+
+
+def _select(asked: Any, loaded: Any) -> Any:
+    """The part of ``loaded`` at the places where ``asked`` has something."""
+    if isinstance(asked, dict) and isinstance(loaded, dict):
+        return {key: _select(value, loaded[key]) for key, value in asked.items() if key in loaded}
+    if isinstance(asked, list) and isinstance(loaded, list):
+        return [_select(*pair) for pair in zip(asked, loaded, strict=True)]
+    return loaded
