@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType, TracebackType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from megackpt.megatron.modules import MODULES, PACKAGE
@@ -19,21 +20,13 @@ TESTED = ("0.16.1",)
 """Releases of megatron-core that the tests install this in."""
 
 
-class Installed:
+class Installed(AbstractContextManager["Installed"]):
     """What ``install`` returns: a context, at whose end the modules of that call are taken out."""
 
     def __init__(self, first: bool) -> None:
         self._first = first
 
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._first:
             uninstall()
 
@@ -104,21 +97,19 @@ def _replace(old: Mapping[str, ModuleType], new: Mapping[str, ModuleType]) -> No
 
     Objects are found by identity: a module may have imported one under another name.
     """
-    replacements: dict[int, tuple[Any, Any]] = {}
+    replacements: dict[int, Any] = {}
     for name, module in new.items():
-        replacements[id(old[name])] = old[name], module
+        replacements[id(old[name])] = module
         for key, value in list(vars(old[name]).items()):
-            home = str(getattr(value, "__module__", ""))
-            if not isinstance(value, type | FunctionType) or not hasattr(module, key):
-                continue
-            if home.startswith(("megackpt.", THEIRS)):
-                replacements[id(value)] = value, getattr(module, key)
+            own = str(getattr(value, "__module__", "")).startswith(("megackpt.", THEIRS))
+            if own and isinstance(value, type | FunctionType) and hasattr(module, key):
+                replacements[id(value)] = getattr(module, key)
     for name, module in list(sys.modules.items()):
         inside = name.partition(".")[0] == "megatron" and _suffix(name) is None
         if inside and isinstance(module, ModuleType):
             for key, value in list(vars(module).items()):
                 if id(value) in replacements:
-                    setattr(module, key, replacements[id(value)][1])
+                    setattr(module, key, replacements[id(value)])
 
 
 class _Hook(MetaPathFinder, Loader):

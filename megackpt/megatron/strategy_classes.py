@@ -39,7 +39,12 @@ class SaveStrategyBase(_OpenStrategy):
 
 
 class SaveShardedStrategy(SaveStrategyBase):
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Directory) -> None:
+    def save(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: Directory,
+        async_strategy: str = "nvrx",
+    ) -> None:
         """Save this as a checkpoint of its own, which is complete when this returns."""
         saver.save(sharded_state_dict, checkpoint_dir, self)
 
@@ -54,14 +59,6 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
     cached_local_plan: Any = None
     cached_global_metadata: Any = None
     cached_distribution: Any = None
-
-    def save(
-        self,
-        sharded_state_dict: ShardedStateDict,
-        checkpoint_dir: Directory,
-        async_strategy: str = "nvrx",
-    ) -> None:
-        super().save(sharded_state_dict, checkpoint_dir)
 
     def async_save(
         self,

@@ -182,7 +182,7 @@ def test_helpers_know_them_and_ours_alike() -> None:
         given = state(kinds)
         found = {
             name: sorted(getattr(utils, name)(given)[0])
-            for name in vars(utils)
+            for name in dir(utils)
             if name.startswith("extract_") and name != "extract_matching_values"
         }
         assert found == {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,27 @@ def test_what_programs_import_is_there(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_are_attributes_of_their_packages(module: str) -> None:
     assert found(module) is import_module(f"megackpt.megatron{module}")
+
+
+def test_a_new_process_imports_a_module_by_its_full_name_and_what_it_needs_only() -> None:
+    program = (
+        "from megackpt.megatron.strategies.base import *\n"
+        "import megackpt.megatron.strategies.torch as module, pickle, sys\n"
+        "assert AsyncSaveShardedStrategy.__name__ and '_ShardId' not in dir()\n"
+        "assert 'torch.distributed.checkpoint' not in sys.modules\n"
+        "assert 'LocalShardsContainer' in dir(module)\n"
+        "assert 'torch.distributed.checkpoint' not in sys.modules\n"
+        "assert module.LocalShardsContainer.__module__ == 'megackpt.megatron.torch_dcp'\n"
+        "name = b'cmegackpt.megatron.strategies.zarr\\nZarrLoadShardedStrategy\\n.'\n"
+        "assert pickle.loads(name).__name__ == 'ZarrLoadShardedStrategy'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_module_that_is_nowhere() -> None:
+    for name in ("nothing", "strategies.nothing", "mapping.nothing"):
+        with pytest.raises(ModuleNotFoundError, match=f"megackpt.megatron.{name}"):
+            import_module(f"megackpt.megatron.{name}")
 
 
 def test_names_that_are_nowhere() -> None:
