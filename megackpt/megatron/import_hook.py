@@ -80,7 +80,7 @@ def _suffix(name: str) -> str | None:
 
 def _take_out() -> dict[str, ModuleType]:
     """Remove the modules with Megatron's names from ``sys.modules``, and return them."""
-    names = [name for name in sys.modules if _suffix(name) is not None]
+    names = [name for name in list(sys.modules) if _suffix(name) is not None]
     return {name: sys.modules.pop(name) for name in names}
 
 
