@@ -38,7 +38,7 @@ from megackpt.runtime.collectives import Busy, group_over
 from megackpt.runtime.storage import Storage
 from megackpt.testing import ThreadedGroup
 
-FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+FORMATS = ("torch_dist", "zarr", "safetensors")
 ROWS = 1024
 
 

@@ -28,7 +28,7 @@ from megackpt.runtime.counting import CountedSource
 from megackpt.runtime.staging import PIECE
 from megackpt.testing import ThreadedGroup
 
-FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+FORMATS = ("torch_dist", "zarr", "safetensors")
 ROWS, COLUMNS = 64, 1024
 
 

@@ -27,7 +27,7 @@ from tests.buckets import Bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+FORMATS = ("torch_dist", "zarr", "safetensors")
 REFUSED = "would collide with this save"
 LOOKALIKES = {
     "notes.txt": b"mine",
@@ -44,8 +44,6 @@ OF_THE_FORMAT = {
     "zarr": {".metadata": b"flutter: 3", "model.safetensors": b"?", "model.pt": b"?"},
     "safetensors": {".metadata": b"flutter: 3", "metadata.json": b'{"title": "my data"}',
                     "model.safetensors.index.json": b"{}", "zarr.json": b"{}"},
-    "torch": {".metadata": b"flutter: 3", "metadata.json": b"no JSON", "common.pt": b"?",
-              "model.safetensors": b"?"},
 }  # fmt: skip
 """Names that other formats write."""
 
@@ -159,7 +157,7 @@ COLLISIONS = [
     ("torch_dist", "metadata.json"), ("torch_dist", ".metadata"), ("torch_dist", "common.pt"),
     ("torch_dist", "__0_0.distcp"), ("torch_dist", "megackpt.index"), ("zarr", "w/table.csv"),
     ("zarr", "zarr.json"), ("zarr", "rng.objects"), ("zarr", "metadata.json"),
-    ("safetensors", "model.safetensors"), ("safetensors", "common.pt"), ("torch", "model.pt"),
+    ("safetensors", "model.safetensors"), ("safetensors", "common.pt"),
 ]  # fmt: skip
 
 
@@ -317,7 +315,7 @@ def test_conversions_leave_what_is_in_the_target(tmp_path: Path) -> None:
     megackpt.save(state(1), tmp_path / "source")
     put(tmp_path / "c", LOOKALIKES)
     before = kept(tmp_path / "c")
-    for form in FORMATS:
+    for form in (*FORMATS, "torch"):
         megackpt.convert(tmp_path / "source", tmp_path / "c", form, overwrite=True)
         assert loaded(tmp_path / "c") == 1
         assert before.items() <= kept(tmp_path / "c").items()
@@ -329,6 +327,11 @@ def test_conversions_leave_what_is_in_the_target(tmp_path: Path) -> None:
     taken = kept(tmp_path / "taken")
     with pytest.raises(StorageError, match=rf"metadata\.json {REFUSED}"):
         megackpt.convert(tmp_path / "source", tmp_path / "taken", "zarr", overwrite=True)
+    assert kept(tmp_path / "taken") == taken
+    put(tmp_path / "taken", {"model.pt": b"mine"})
+    taken = kept(tmp_path / "taken")
+    with pytest.raises(StorageError, match=rf"model\.pt {REFUSED}"):
+        megackpt.convert(tmp_path / "source", tmp_path / "taken", "torch", overwrite=True)
     assert kept(tmp_path / "taken") == taken
 
 

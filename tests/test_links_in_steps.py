@@ -16,7 +16,7 @@ from megackpt.__main__ import main
 from megackpt.errors import CorruptCheckpoint
 
 GOLDEN = Path(__file__).parent / "golden"
-FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+FORMATS = ("torch_dist", "zarr", "safetensors")
 LINKS = {
     "tokenizer": "../../tokenizer",
     "notes": "../../notes.txt",

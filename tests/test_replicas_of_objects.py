@@ -15,7 +15,7 @@ from megackpt import FullyParallelSaveStrategyWrapper, ShardedObject, ShardedTen
 from megackpt.dcp import SavePlanner
 from megackpt.testing import ThreadedGroup
 
-FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+FORMATS = ("torch_dist", "zarr", "safetensors")
 
 
 def state(rank: int, main: int, step: int = 0) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from megackpt.testing import ThreadedGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+FORMATS = ("torch_dist", "zarr", "safetensors")
 
 
 def state(value: float, rank: int = 0, ranks: int = 1, step: bool = True) -> dict[str, Any]:

@@ -87,8 +87,6 @@ class Finished:
 
     manifest: Manifest
     files: Mapping[str, bytes] = field(default_factory=dict)
-    scratch: Collection[str] = ()
-    """Files that ranks wrote, and that the format has taken what it needs out of: the commit removes them."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +143,8 @@ class Backend(ABC):
     """Items are cut below this: the most that is taken into memory, or put into a file, at a time."""
     encoding: str = "raw"
     """What the manifest of a save is to say of its chunks; see Manifest."""
+    export_only: ClassVar[bool] = False
+    """True: one process has to write everything. ``convert`` writes this format, and ``save`` refuses it."""
     follows_links: ClassVar[bool] = False
     """May data files be links to files elsewhere? (See Storage.following; for formats that bear no code.)"""
 

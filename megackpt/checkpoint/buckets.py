@@ -123,7 +123,6 @@ class BucketPlace(Place):
         self._lock = lock
         self._base = base
         self._foreign = tuple(foreign)
-        self._scratch: tuple[str, ...] = ()
         self._record: Record | None = None
         self._committed = False  # or perhaps: nothing may be removed any more
         self._beat = Heartbeat(outer.location, lock.renew)
@@ -131,12 +130,11 @@ class BucketPlace(Place):
 
     def announce(
         self,
-        names: Iterable[str],  # noqa: ARG002
+        names: Iterable[str],
         scratch: Iterable[str] = (),
-        replaces: Iterable[str] = (),  # noqa: ARG002
+        replaces: Iterable[str] = (),
     ) -> None:
         """Names need not be noted: the folder is this save's alone."""
-        self._scratch = (*self._scratch, *scratch)
 
     def abort(self) -> None:
         if not self._ended() or self._committed:
@@ -156,8 +154,6 @@ class BucketPlace(Place):
         index = sealed_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
         *first, last = [*small.items()] or [(INDEX, index)]
         self.storage.put_new(dict(first) | {INDEX: index} if small else {})
-        for name in self._scratch:
-            self.storage.delete(name)
         self.storage.put(*last)
         held = int(manifest.chunks.length.sum()) + sum(map(len, small.values())) + len(index)
         count = len(manifest.files) + len(small) + 1

@@ -22,7 +22,7 @@ def finished(backend: Backend, storage: Storage, manifest: Manifest, contents: C
     if last is not None and last.made_of == made_of:
         known = backend.renewed(last.files, last.save_id, manifest.save_id)
     result = backend.finish(storage, manifest) if known is None else Finished(manifest, known)
-    if result.manifest is manifest and not result.scratch:
+    if result.manifest is manifest:
         contents.last = Emitted(made_of, manifest.save_id, result.files)
     return result
 

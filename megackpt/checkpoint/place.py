@@ -89,8 +89,6 @@ def commit(
     result = finished(backend, place.storage, manifest, contents)
     if reread and (problems := damage(place.storage, backend, result.manifest)):
         raise CorruptCheckpoint("what was written is not what is read again:\n" + "\n".join(problems))
-    if result.scratch:
-        place.announce((), scratch=result.scratch)
     place.fill(dict(result.files), result.manifest, confirm)
     place.publish(confirm)
 

@@ -49,7 +49,8 @@ def convert(
 
     The target is committed atomically: it is complete when this returns, and untouched when this raises. A run
     that was killed, or that failed for want of disk space, is gone on with by the same call, and the target is the
-    same, byte for byte, as if it had never been interrupted.
+    same, byte for byte, as if it had never been interrupted. A torch file ("torch") is written by one process, and a
+    run that is interrupted before everything is written starts from zero.
 
     Args:
         to: the target's format, as for ``save``.
@@ -59,7 +60,7 @@ def convert(
         max_memory: bytes ("64MiB", "1GB", or a number) that this process and its workers may take together, above
             what they take when idle.
         workers: processes that do the work (1: this one alone; None: by size and processors). Never more than fit
-            into ``max_memory``.
+            into ``max_memory``; for a torch file one.
         select, exclude: patterns of keys (``*``, ``?``, ``[...]``): what is carried (default: everything), and what
             of it is not. The common state goes by the name "common_state", and is left out by ``exclude`` only.
         rename: "OLD=NEW" (or pairs, or a mapping): each ``*`` in OLD stands for any text, as short as possible, and

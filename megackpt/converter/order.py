@@ -95,7 +95,8 @@ class Conversion:
         self.whole = type(backend).layout is not Backend.layout
         rows = declared(opened.manifest, carried, opened.backend.decoded(opened.manifest), self.whole)
         self.total = int(rows.nbytes.sum())
-        shares = shared_out(rows, tasks or task_count(self.total))
+        count = 1 if backend.export_only else tasks or task_count(self.total)
+        shares = shared_out(rows, count)
         self.bytes = [int(rows.nbytes[own].sum()) for own in shares]
         self.plans: list[SavePlan]
         self.manifest: Manifest

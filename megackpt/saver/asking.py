@@ -140,7 +140,7 @@ class Request:
             common=group.is_coordinator,
             saving=True,
         )
-        backend = strategy.make_backend()
+        backend = strategy.make_writer()
         policy = SavePolicy(balance=strategy.balance)
         compared = None if compare is None else _view(compare, common)
         named = f"{backend.name} {backend.version}"

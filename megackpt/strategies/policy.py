@@ -56,8 +56,19 @@ class Strategy:
         if self.exchange not in EXCHANGES:
             raise BackendError(f"exchange is one of {', '.join(map(repr, EXCHANGES))}, not {self.exchange!r}")
 
+    def make_writer(self) -> Backend:
+        """As ``make_backend``, to save with. Raises BackendError for a format that only ``convert`` writes."""
+        backend = self.make_backend()
+        if backend.export_only:
+            raise BackendError(
+                f"{backend.name!r} is an export format: one process has to write all of it, so no save does. Save as "
+                "'torch_dist' or 'safetensors', and export that checkpoint: "
+                f"megackpt.convert(checkpoint_dir, target, {backend.name!r})"
+            )
+        return backend
+
     def make_backend(self) -> Backend:
-        """The format that this names, to save with.
+        """The format that this names, to write.
 
         Raises BackendError where it is unknown, its package is missing, or the version is read but not written.
         """
@@ -257,7 +268,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int | No
         raise BackendError(f"Cannot find a default strategy for: {what}: {COMMON_IS_KEPT}")
     strategy = Strategy(backend, version)
     try:
-        strategy.make_backend() if action is StrategyAction.SAVE_SHARDED else strategy.make_reader(version)
+        strategy.make_writer() if action is StrategyAction.SAVE_SHARDED else strategy.make_reader(version)
     except BackendError as error:
         verb = "find" if error.__cause__ is None else "import"
         raise BackendError(f"Cannot {verb} a default strategy for: {what}. Error: {error}") from error

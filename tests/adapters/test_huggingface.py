@@ -395,7 +395,8 @@ def test_every_format_is_exported(strategy: Any, tmp_path: Path, monkeypatch: py
     save_file(theirs(), hf / "model.safetensors")
     state = ours(0, 1, stacked=True)
     megackpt.load(as_huggingface(state, table), hf)
-    megackpt.save(state, tmp_path / "training", strategy)
+    megackpt.save(state, tmp_path / "saved")
+    megackpt.convert(tmp_path / "saved", tmp_path / "training", strategy)
     export_huggingface(tmp_path / "training", tmp_path / "out", table, CONFIG, cast="fp32", workers=2)
     equal(
         load_file(tmp_path / "out/model.safetensors"), {key: value.float() for key, value in theirs().items()}

@@ -1,4 +1,4 @@
-"""torch files: torch reads what we write, we read what torch.save wrote of many shapes, hostile files do nothing."""
+"""torch files: torch reads what we export, we read what torch.save wrote of many shapes, hostile files do nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import random
+import shutil
 import struct
 import warnings
 import zipfile
@@ -21,23 +22,29 @@ import pytest
 import torch
 
 from megackpt import (
+    CheckpointManager,
+    FullyParallelSaveStrategyWrapper,
     ShardedObject,
     ShardedTensor,
+    Strategy,
+    convert,
     load,
     load_common_state_dict,
     load_plain_tensors,
     load_tensors_metadata,
     save,
 )
+from megackpt.backends import places
 from megackpt.backends.archives import writing
 from megackpt.backends.torch_dist import TorchDist
-from megackpt.backends.torch_file import TorchFile, sealing
+from megackpt.backends.torch_file import TorchFile, members
 from megackpt.checkpoint import verify
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.runtime.storage import LocalStorage, SingleFile
 from megackpt.testing import BackendSuite, ThreadedGroup, Whole, World
 
+GOLDEN = Path(__file__).parent.parent / "golden" / "torch-file-v1"
 State = dict[str, torch.Tensor]
 STATE = "megackpt.state"
 
@@ -64,6 +71,13 @@ def whole(state: State) -> dict[str, Any]:
     return {key: ShardedTensor.from_rank_offsets(key, t, replica_id=0) for key, t in state.items()}
 
 
+def export(state: dict[str, Any], folder: Path) -> None:
+    """Save the state beside the folder, and export it into the folder as a torch file."""
+    saved = folder.with_name("saved")
+    save(state, saved)
+    convert(saved, folder, "torch")
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[[object], Path]:
     """Writes a value as torch.save does, and gives the path."""
@@ -81,7 +95,7 @@ def file(tmp_path: Path) -> Callable[[object], Path]:
 @pytest.mark.parametrize("mmap", [False, True])
 def test_plain_torch_reads_ours(tmp_path: Path, mmap: bool) -> None:
     rng = ShardedObject("rng", {"seed": 5}, (1,), (0,), replica_id=0)
-    save(whole(TENSORS) | {"rng": rng, "step": 7}, tmp_path / "c", "torch")
+    export(whole(TENSORS) | {"rng": rng, "step": 7}, tmp_path / "c")
     assert sorted(os.listdir(tmp_path / "c")) == ["megackpt.index", "model.pt"]
     found = torch.load(tmp_path / "c/model.pt", weights_only=True, mmap=mmap)
     blobs = found.pop(STATE)
@@ -92,7 +106,7 @@ def test_plain_torch_reads_ours(tmp_path: Path, mmap: bool) -> None:
 
 
 def test_it_is_a_zip_archive_that_anybody_checks(tmp_path: Path) -> None:
-    save(whole(TENSORS) | {"step": 7}, tmp_path / "c", "torch")
+    export(whole(TENSORS) | {"step": 7}, tmp_path / "c")
     with zipfile.ZipFile(tmp_path / "c/model.pt") as archive:
         assert archive.testzip() is None
         places = [member.header_offset for member in archive.infolist()]
@@ -122,7 +136,7 @@ def test_every_dtype_is_torchs_too(tmp_path: Path, name: str) -> None:
         warnings.simplefilter("ignore")  # torch has something to say about complex32
         state = {"t": octets.view(getattr(torch, name)).reshape(3, -1)}
         torch.save(state, tmp_path / "theirs.pt")
-        save(whole(state), tmp_path / "c", "torch")
+        export(whole(state), tmp_path / "c")
         ours = torch.load(tmp_path / "c/model.pt", weights_only=True)["t"]
         theirs = load_plain_tensors(tmp_path / "theirs.pt")["t"]
     for found in (ours, theirs):
@@ -131,10 +145,10 @@ def test_every_dtype_is_torchs_too(tmp_path: Path, name: str) -> None:
 
 
 def test_large_sizes_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (writing, sealing):  # what begins at 4 GiB otherwise
+    for module in (writing, members):  # what begins at 4 GiB otherwise
         monkeypatch.setattr(module, "LIMIT", 100)
-    state = TENSORS | {"large": torch.ones(40)}  # nobody else's, as plans with these places are kept
-    save(whole(state) | {"step": 7}, tmp_path / "c", "torch")
+    state = TENSORS | {"large": torch.ones(40)}
+    export(whole(state) | {"step": 7}, tmp_path / "c")
     with zipfile.ZipFile(tmp_path / "c/model.pt") as archive:
         assert archive.testzip() is None
     found = torch.load(tmp_path / "c/model.pt", weights_only=True)
@@ -157,7 +171,7 @@ def test_more_members_than_a_plain_directory_counts(tmp_path: Path) -> None:
 # -- several ranks
 
 
-def test_tp2_dp2_saves_and_tp4_loads(tmp_path: Path) -> None:
+def test_an_export_of_tp2_dp2_is_loaded_by_tp4(tmp_path: Path) -> None:
     state = {"rows": torch.randn(64, 33), "columns": torch.randn(257, 64).to(torch.bfloat16)}
 
     def shards(group: ThreadedGroup, fill: float) -> dict[str, Any]:
@@ -172,7 +186,7 @@ def test_tp2_dp2_saves_and_tp4_loads(tmp_path: Path) -> None:
 
     def saving(group: ThreadedGroup) -> None:
         rng = ShardedObject("rng", {"rank": group.rank}, (4,), (group.rank,), replica_id=0)
-        save(shards(group, 0) | {"rng": rng, "step": 3}, tmp_path / "c", "torch", process_group=group)
+        save(shards(group, 0) | {"rng": rng, "step": 3}, tmp_path / "saved", process_group=group)
 
     def loading(group: ThreadedGroup) -> None:
         wanted = shards(group, 9.0)
@@ -184,6 +198,7 @@ def test_tp2_dp2_saves_and_tp4_loads(tmp_path: Path) -> None:
             assert torch.equal(found[key], tensor.chunk(4, axis)[group.rank])
 
     ThreadedGroup.run(4, saving)
+    convert(tmp_path / "saved", tmp_path / "c", "torch")
     assert sorted(os.listdir(tmp_path / "c")) == ["megackpt.index", "model.pt"]
     assert verify(tmp_path / "c").ok
     found = torch.load(tmp_path / "c/model.pt", weights_only=True)
@@ -195,7 +210,7 @@ def test_tp2_dp2_saves_and_tp4_loads(tmp_path: Path) -> None:
 
 
 def test_without_our_index_checksums_tell(tmp_path: Path) -> None:
-    save(whole(TENSORS) | {"step": 7}, tmp_path / "c", "torch")
+    export(whole(TENSORS) | {"step": 7}, tmp_path / "c")
     (tmp_path / "c/megackpt.index").unlink()
     report = verify(tmp_path / "c")
     assert report.ok
@@ -207,23 +222,25 @@ def test_without_our_index_checksums_tell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["tensor", "object"])
-def test_what_changes_before_the_file_is_sealed_is_noticed(tmp_path, monkeypatch, at) -> None:
-    sealed = sealing.adopt
+def test_what_changes_before_the_checksums_are_taken_is_noticed(tmp_path, monkeypatch, at) -> None:
+    real = places.gathered
 
-    def damaged(root, manifest):
-        adopted, members = sealed(root, manifest)
+    def damaged(manifest, locations):
+        gathered, several = real(manifest, locations)
         row = next(
             n
-            for n, t in enumerate(adopted.chunks.tensor)
-            if adopted.tensors[t].meta.is_object == (at == "object")
+            for n, t in enumerate(gathered.chunks.tensor)
+            if gathered.tensors[t].meta.is_object == (at == "object")
         )
-        with root.update(adopted.files[0]) as updater:
-            updater.write_at(int(adopted.chunks.start[row]) + 1, [memoryview(b"\xaa")])
-        return adopted, members
+        (path,) = tmp_path.glob("*/model.pt")
+        with path.open("r+b") as file:
+            file.seek(int(gathered.chunks.start[row]) + 1)
+            file.write(b"\xaa")
+        return gathered, several
 
-    monkeypatch.setattr(sealing, "adopt", damaged)
+    monkeypatch.setattr(places, "gathered", damaged)
     with pytest.raises(CorruptCheckpoint, match=r"is not what is read again from .*model\.pt"):
-        save(whole(TENSORS) | {"step": 7}, tmp_path / "ckpt", TorchFile())
+        export(whole(TENSORS) | {"step": 7}, tmp_path / "ckpt")
     with pytest.raises(NotACheckpoint):
         load_plain_tensors(tmp_path / "ckpt")
 
@@ -231,10 +248,73 @@ def test_what_changes_before_the_file_is_sealed_is_noticed(tmp_path, monkeypatch
 def test_names_that_would_mean_two_things_are_refused(tmp_path: Path) -> None:
     state = whole({STATE: torch.zeros(2)})
     with pytest.raises(BackendError, match=r"under 'megackpt\.state'"):
-        save(state, tmp_path / "c", "torch")
+        export(state, tmp_path / "c")
     with pytest.raises(BackendError, match="both be named 'x/shard_0_1'"):
         _Suite().planned(World({}, {"x": {(0,): b""}, "x/shard_0_1": {(): b""}}), 1)
     assert not (tmp_path / "c").exists()
+
+
+# -- saves
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "strategy",
+    ["torch", ("torch", 1), Strategy("torch"), TorchFile(), FullyParallelSaveStrategyWrapper("torch")],
+    ids=lambda strategy: type(strategy).__name__,
+)
+def test_saves_are_refused_on_every_rank(tmp_path: Path, strategy: Any, asynchronous: bool) -> None:
+    def saving(group: ThreadedGroup) -> None:
+        shard = ShardedTensor.from_rank_offsets("t", torch.ones(2), (0, group.rank, group.size))
+        save({"t": shard}, tmp_path / "c", strategy, async_sharded_save=asynchronous, process_group=group)
+
+    for outcome in ThreadedGroup.outcomes(3, saving):
+        assert isinstance(outcome, BackendError)
+        assert "Save as 'torch_dist' or 'safetensors'" in str(outcome)
+        assert "megackpt.convert(checkpoint_dir, target, 'torch')" in str(outcome)
+    assert not list(tmp_path.iterdir())
+
+
+def test_saves_of_a_manager_are_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", "torch", asynchronous=True) as manager:
+        with pytest.raises(BackendError, match=r"megackpt\.convert"):
+            manager.save(1, whole(TENSORS))
+        assert manager.latest() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_save_leaves_the_checkpoint_that_is_there(tmp_path: Path) -> None:
+    save(whole(TENSORS), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(BackendError, match="export format"):
+        save(whole({"other": torch.ones(3)}), tmp_path, "torch")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_checkpoint_that_was_saved_in_parallel_is_read(tmp_path: Path, indexed: bool) -> None:
+    """By four ranks, with an earlier version."""
+    folder = tmp_path / "c"
+    shutil.copytree(GOLDEN, folder)
+    if not indexed:
+        (folder / "megackpt.index").unlink()
+    expected = torch.load(f"{GOLDEN}.expected.pt", weights_only=True)
+    same(load_plain_tensors(folder), expected)
+    assert load_common_state_dict(folder) == {"step": 1234, "args": {"lr": 0.1, "betas": (0.9, 0.95)}}
+    report = verify(folder)
+    assert report.ok
+    assert report.checked
+    rngs = {rank: ShardedObject("rng", None, (4,), (rank,)) for rank in range(4)}
+    columns = ShardedTensor.from_rank_offsets("model.columns.weight", torch.zeros(6, 4).bfloat16(), (1, 2, 4))
+    found = load({"rng": rngs, "w": columns}, folder, validate_access_integrity=False)
+    assert torch.equal(found["w"], expected["model.columns.weight"][:, 8:12])
+    assert found["rng"][3] == {"rank": 3, "state": bytes(range(3, 12))}
+    convert(folder, tmp_path / "again", "torch")
+    same(load_plain_tensors(tmp_path / "again"), expected)
+    if indexed:  # a save replaces it, with all of its files
+        save(whole(TENSORS), folder)
+        same(load_plain_tensors(folder), TENSORS)
+        assert not (folder / "model.pt").exists()
 
 
 # -- what torch.save wrote of others

@@ -48,19 +48,18 @@ def interrupted(folder: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> dict[
     return told
 
 
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
 @pytest.mark.parametrize("damaged", [False, True])
 def test_what_changed_since_is_written_again(
-    tmp_path: Path, weight: torch.Tensor, to: str, damaged: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, weight: torch.Tensor, damaged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These formats take their digests at the end, from what is there."""
-    told = interrupted(tmp_path, to, monkeypatch)
+    """This format takes its digests at the end, from what is there."""
+    told = interrupted(tmp_path, "safetensors", monkeypatch)
     path = tmp_path / "target" / told["files"][0]
     if damaged:
         whole = bytearray(path.read_bytes())
         whole[told["start"][0] + 5] ^= 1
         path.write_bytes(whole)
-    done = megackpt.convert(tmp_path / "source", tmp_path / "target", to, workers=1)
+    done = megackpt.convert(tmp_path / "source", tmp_path / "target", "safetensors", workers=1)
     assert bool(done.resumed) is not damaged
     assert torch.equal(megackpt.load_plain_tensors(tmp_path / "target")["w"], weight)
 

@@ -95,7 +95,7 @@ def test_a_death_at_any_step(tmp_path, source, files, monkeypatch, to, before, s
     prepared()
     megackpt.convert(source, target, to, overwrite=True)
     whole, tasks = files(target), len(performed)
-    assert tasks > 4
+    assert tasks == 1 if to == "torch" else tasks > 4
     saved = 0
     for step in range(1, LIMIT, stride):
         os.rename(tmp_path / "run", tmp_path / f"run{step}")

@@ -20,7 +20,7 @@ import megackpt
 from megackpt import AsyncCallsQueue, ShardedTensor
 from megackpt.errors import StorageError
 
-FORMATS = ["torch_dist", "zarr", "safetensors", "torch"]
+FORMATS = ["torch_dist", "zarr", "safetensors"]
 
 
 @pytest.fixture

@@ -53,6 +53,14 @@ def flipped(states, where: Path, count: int, seed: int) -> tuple[Counter[str], C
     return outcomes, harmless, wrong
 
 
+def written(states, where: Path, name: str) -> None:
+    """A checkpoint of this format: saved, or (a torch file) exported."""
+    saved = where.with_name("saved") if name == "torch" else where
+    megackpt.save(states.declared(1), saved, "torch_dist" if name == "torch" else name)
+    if name == "torch":
+        megackpt.convert(saved, where, name)
+
+
 HEAD = ("one bit flipped", "flips", "caught", "harmless", "unnoticed", "harmless where")
 
 
@@ -67,7 +75,7 @@ def counted(kind: str, outcomes: Counter[str], harmless: Counter[str]) -> tuple[
     + [pytest.param(name, 2000, marks=pytest.mark.campaign) for name in FORMATS],
 )
 def test_a_flipped_bit_is_caught_or_harmless(states, note, tmp_path, name, count) -> None:
-    megackpt.save(states.declared(1), tmp_path / "ckpt", name)
+    written(states, tmp_path / "ckpt", name)
     outcomes, harmless, wrong = flipped(states, tmp_path / "ckpt", count, seed=count)
     note(HEAD, *counted(name, outcomes, harmless))
     assert not wrong
@@ -79,7 +87,7 @@ def test_a_flipped_bit_is_caught_or_harmless(states, note, tmp_path, name, count
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_the_index_errors_are_still_ours(states, note, tmp_path, name) -> None:
     """Where the digests have been taken away a load cannot see all; how much it sees is a figure."""
-    megackpt.save(states.declared(1), tmp_path / "ckpt", name)
+    written(states, tmp_path / "ckpt", name)
     (tmp_path / "ckpt" / "megackpt.index").unlink()
     outcomes, harmless, _ = flipped(states, tmp_path / "ckpt", 2000, seed=3)
     note(HEAD, *counted(f"{name}, its megackpt.index removed", outcomes, harmless))

@@ -27,7 +27,7 @@ FOREIGN = {
     "dataset/README": "how it was measured",
 }
 """Of which some look as if they belonged to a checkpoint."""
-FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+FORMATS = ("torch_dist", "zarr", "safetensors")
 MAIN = FORMATS[:2]
 
 

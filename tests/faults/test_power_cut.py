@@ -14,7 +14,7 @@ import megackpt
 
 pytestmark = pytest.mark.root
 
-FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+FORMATS = ("torch_dist", "zarr", "safetensors")
 
 
 @contextmanager

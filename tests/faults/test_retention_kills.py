@@ -65,7 +65,7 @@ def data(checkpoint: Path) -> set[str]:
     [
         ({"format": "torch_dist"}, 5), ({"format": "zarr"}, 17), ({"format": "torch_dist", "later": "thread"}, 13),
         *(pytest.param(order, 1, marks=pytest.mark.campaign) for order in (
-            {"format": "torch_dist"}, {"format": "zarr"}, {"format": "safetensors"}, {"format": "torch"},
+            {"format": "torch_dist"}, {"format": "zarr"}, {"format": "safetensors"},
             {"format": "torch_dist", "later": "thread"},
             {"format": "torch_dist", "ranks": 2, "victims": (0, 1), "timeout": 2},
             {"format": "torch_dist", "ranks": 2, "victims": (0,), "timeout": 2},

@@ -148,7 +148,6 @@ def test_arguments_in_the_order_of_0_16_and_of_0_19(tmp_path: Path) -> None:
         lambda: get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1),
         ZarrSaveShardedStrategy,
         lambda: get_default_save_sharded_strategy("zarr"),
-        lambda: get_default_save_sharded_strategy("torch"),
     ],
 )
 def test_a_strategy_saves_when_it_is_called(made: Callable[[], Any], tmp_path: Path) -> None:
@@ -157,8 +156,6 @@ def test_a_strategy_saves_when_it_is_called(made: Callable[[], Any], tmp_path: P
     assert isinstance(strategy, megackpt.Strategy)
     assert strategy.can_handle_sharded_objects
     declared = state(WEIGHT)
-    if strategy.backend == "torch":
-        del declared["o"]
     strategy.save(declared, tmp_path / "now")
     assert torch.equal(whole(tmp_path / "now"), WEIGHT)
     request = copy.deepcopy(strategy).async_save(declared, tmp_path / "later", async_strategy="mcore")
@@ -167,6 +164,11 @@ def test_a_strategy_saves_when_it_is_called(made: Callable[[], Any], tmp_path: P
     reader = get_default_load_sharded_strategy(tmp_path / "now")
     assert isinstance(reader, LoadShardedStrategy)
     assert reader.backend == strategy.backend
+
+
+def test_an_export_format_is_no_strategy_of_a_save() -> None:
+    with pytest.raises(megackpt.BackendError, match=r"Cannot find a default strategy .* is an export format"):
+        get_default_save_sharded_strategy("torch")
 
 
 @pytest.mark.parametrize(

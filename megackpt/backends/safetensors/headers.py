@@ -66,8 +66,7 @@ def refuse_unfit(tensors: Sequence[TensorEntry]) -> None:
     wrong = [f"{key!r}: {why}" for key, meta in tensors if (why := _unfit(key, meta))]
     if wrong:
         raise BackendError(
-            f"safetensors cannot hold {some(wrong)}. hint: save as torch_dist or torch, "
-            "or change the dtype first"
+            f"safetensors cannot hold {some(wrong)}. hint: write torch_dist, or change the dtype first"
         )
 
 

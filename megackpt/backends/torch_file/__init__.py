@@ -1,10 +1,9 @@
 """One torch.save file: whole tensors, objects and the common state, as plain ``torch.load`` opens them.
 
-    model.pt    {key: tensor, ..., "megackpt.state": {name: blob as a uint8 tensor}}; see sealing.py
+    model.pt    {key: tensor, ..., "megackpt.state": {name: blob as a uint8 tensor}}; see members.py
 
-Ranks write their pieces of each tensor to where these belong; what makes an archive of the file comes when all have
-written. Reads any file of torch.save's, by its path, also nested states and views; and the ``pytorch_model.bin`` of
-Hugging Face's directories. No pickle is run.
+A format for export: one process, that of a conversion, writes the whole file. Reads any file of torch.save's, by its
+path, also nested states and views; and the ``pytorch_model.bin`` of Hugging Face's directories. No pickle is run.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import ClassVar
 import numpy as np
 
 from megackpt.backends import places, sidecars, weight_maps
-from megackpt.backends.archives import Checked
+from megackpt.backends.archives import Checked, Member, aligned_start
 from megackpt.backends.base import Backend, Finished, Source, Target
 from megackpt.backends.ranges import read_raw
-from megackpt.backends.torch_file import contents, sealing
+from megackpt.backends.torch_file import contents, members
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
@@ -46,49 +45,51 @@ class TorchFile(Backend):
     name: ClassVar[str] = "torch"
     version: ClassVar[int] = 1
     reads: ClassVar[Collection[int]] = frozenset({1})
+    export_only: ClassVar[bool] = True
     last_file = "megackpt.index"
 
-    def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - any rank may hold objects
-        return [sealing.NAME, *map(_fragment, range(ranks))]
+    def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - always one file
+        return [members.NAME]
 
     def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:
         index, _ = _files_in(root)
-        return [index] if index else [] if manifest.files else [sealing.NAME]
+        return [index] if index else [] if manifest.files else [members.NAME]
 
     def layout(self, manifest: Manifest) -> Mapping[str, Location]:
         """Raises BackendError for names that the file could not tell apart."""
-        sealing.object_names(manifest)
-        return sealing.places(manifest)
+        members.object_names(manifest)
+        return members.tensor_locations(manifest)
 
     def lone_file(self, manifest: Manifest) -> str:  # noqa: ARG002 - it is always the same
         """The one file that holds all of this manifest."""
-        return sealing.NAME
+        return members.NAME
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
+        """Write the tensors where ``layout`` puts them, and after them the objects. The plan is of everything."""
         found = places.write_tensors(root, plan, data)
-        blobs = [
+        located = [place for place in plan.places or () if place is not None]
+        end = max((place.start + place.length for place in located), default=0)
+        objects = [
             row for row, number in enumerate(plan.tensor.tolist()) if plan.tensors[number].meta.is_object
         ]
-        if blobs:
-            # How long blobs are nobody knows beforehand: they wait in a file of their own.
-            with root.create(_fragment(plan.rank)) as writer:
-                for row in blobs:
-                    start, digests = writer.position, []
-                    for block in data.blocks(row):
-                        digests.append(digest_blocks(block))
-                        writer.write([block])
-                    place = Location(_fragment(plan.rank), start, writer.position - start)
-                    found[row] = places.Landed(place, b"".join(digests))
+        with root.update(members.NAME) as updater:
+            for number, row in enumerate(objects, len(located)):
+                # An object comes after all others, because its size is known only now.
+                blob = b"".join(data.blocks(row))
+                start = aligned_start(Member(members.payload_name(number), len(blob), end))
+                updater.write_at(start, [memoryview(blob)])
+                end = start + len(blob)
+                place = Location(members.NAME, start, len(blob))
+                found[row] = places.Landed(place, digest_blocks(memoryview(blob)))
         return places.result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
-        fragments = [name for name in manifest.files if name != sealing.NAME]
-        manifest, _ = places.gathered(manifest, sealing.places(manifest))
-        manifest, members = sealing.adopt(root, manifest)
+        """Read every payload once, for the digests of whole tensors and the checksums of the archive."""
+        manifest, _ = places.gathered(manifest, members.tensor_locations(manifest))
         every = np.arange(len(manifest.chunks), dtype=np.int64)
         manifest, checksums = places.surveyed(root, manifest, every, crc=True)
-        sealing.seal(root, manifest, sealing.with_checksums(members, checksums))
-        return Finished(manifest, scratch=fragments)
+        members.write_archive(root, manifest, checksums)
+        return Finished(manifest)
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
         # What lies otherwise than in C order, or is no blob yet, has no bytes of its own in the manifest.
@@ -186,17 +187,13 @@ def _named(name: str) -> tuple[TensorEntry, Box]:
     return TensorEntry(key if shape else name, TensorMeta(shape, OBJECT)), Box(offset, (1,) * len(offset))
 
 
-def _fragment(rank: int) -> str:
-    return f"{sealing.NAME}.objects-{rank}"
-
-
 def _files_in(root: Storage) -> tuple[str, list[str]]:
     """The index of several files, or else the one file that is meant (in a list; or none)."""
     names = root.list()
     if isinstance(root, SingleFile):
         return "", names
-    if sealing.NAME in names:
-        return "", [sealing.NAME]
+    if members.NAME in names:
+        return "", [members.NAME]
     # Where the same weights are there as safetensors, too, they are read from these.
     if any(name.endswith(".safetensors") for name in names):
         return "", []

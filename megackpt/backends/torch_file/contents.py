@@ -16,7 +16,7 @@ import numpy as np
 from megackpt import objects, tree
 from megackpt.backends.archives import Described, Refused, described
 from megackpt.backends.base import Target
-from megackpt.backends.torch_file.sealing import STATE
+from megackpt.backends.torch_file.members import STATE
 from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
 from megackpt.objects.archive import Archive
 from megackpt.planning.manifest import ITEMSIZE, Location, ReadItem

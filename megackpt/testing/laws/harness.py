@@ -49,7 +49,8 @@ class Harness:
     def save(self, folder: Path, world: World, ranks: int = 1) -> tuple[LocalStorage, Manifest]:
         """Save a world whose shards so many ranks hold in turn; returns where, and the manifest of what is stored.
 
-        All ranks write at once, each through a storage of its own, as processes would.
+        All ranks write at once, each through a storage of its own, as processes would. A format with ``export_only``
+        has one rank.
         """
         root = LocalStorage(folder, create=True)
         before = set(root.list())
@@ -70,6 +71,8 @@ class Harness:
         return root, manifest
 
     def planned(self, world: World, ranks: int) -> tuple[list[SavePlan], Manifest]:
+        if self.backend.export_only:
+            ranks = 1
         shards = list(world.shards())
         parts = [world.declared(shards[rank::ranks], rank) for rank in range(ranks)]
         return plan_in_format(self.backend, parts, SavePolicy())
@@ -87,8 +90,6 @@ class Harness:
         check(last == self.backend.last_file, f"finish ends with {last}, not with last_file")
         for name, data in finished.files.items():
             root.put(name, data)
-        for name in finished.scratch:
-            root.delete(name)
         check(self.backend.recognises(root), "does not recognise its own complete checkpoint")
         return finished.manifest
 
