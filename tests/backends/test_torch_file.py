@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
@@ -243,6 +244,19 @@ def test_what_changes_before_the_checksums_are_taken_is_noticed(tmp_path, monkey
         export(whole(TENSORS) | {"step": 7}, tmp_path / "ckpt")
     with pytest.raises(NotACheckpoint):
         load_plain_tensors(tmp_path / "ckpt")
+
+
+def test_no_archive_is_made_where_a_tensor_was_not_written(tmp_path: Path) -> None:
+    suite = _Suite()
+    world = World({key: Whole.random("float32", (4,), (4,)) for key in "abc"}, common=b"common")
+    (plan,), manifest = suite.planned(world, 1)
+    root = LocalStorage(tmp_path, create=True)
+    manifest = manifest.located([suite.write(tmp_path, world, plan)])
+    rows = np.array([row for row in range(len(manifest.chunks)) if manifest.chunks.tensor[row] != 1])
+    chunks = manifest.chunks.take(rows, manifest.chunks.block_bounds)
+    with pytest.raises(BackendError, match=r"model\.pt: a payload is missing before byte"):
+        TorchFile().finish(root, dataclasses.replace(manifest, chunks=chunks))
+    assert not TorchFile().recognises(root)
 
 
 def test_names_that_would_mean_two_things_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from megackpt.runtime.storage import Storage
 
 NAME = "model.pt"
 STATE = "megackpt.state"
-"""The key under which the common state and the objects stand, beside the tensors."""
+"""The key of the common state and the objects in the dict of tensors."""
 
 _MANY = 0xFFFF  # members from which on the directory must be a wide one
 
@@ -76,10 +76,18 @@ def object_names(manifest: Manifest) -> dict[str, int]:
 
 
 def write_archive(root: Storage, manifest: Manifest, checksums: Mapping[int, int]) -> None:
-    """Write everything but the payloads. ``manifest`` says where these are; ``checksums``: chunk -> its CRC-32."""
+    """Write everything but the payloads. ``manifest`` says where these are; ``checksums``: chunk -> its CRC-32.
+
+    Raises BackendError where the payloads do not follow one another, as where a tensor was not written.
+    """
     chunks = manifest.chunks
     order = np.argsort(chunks.start)
     placed = framed(chunks.length[order].tolist())
+    starts = chunks.start[order].tolist()
+    if wrong := [s for s, member in zip(starts, placed, strict=True) if s != aligned_start(member)]:
+        raise BackendError(
+            f"{root.location}/{NAME}: a payload is missing before byte {wrong[0]}; convert again, or report this"
+        )
     payloads = {
         row: replace(member, crc=checksums[row]) for row, member in zip(order.tolist(), placed, strict=True)
     }
