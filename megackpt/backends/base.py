@@ -144,7 +144,7 @@ class Backend(ABC):
     encoding: str = "raw"
     """What the manifest of a save is to say of its chunks; see Manifest."""
     export_only: ClassVar[bool] = False
-    """True: one process has to write everything. ``convert`` writes this format, and ``save`` refuses it."""
+    """True: one process has to write everything. ``convert`` does, and ``save`` refuses the format."""
     follows_links: ClassVar[bool] = False
     """May data files be links to files elsewhere? (See Storage.following; for formats that bear no code.)"""
 

@@ -49,8 +49,8 @@ def convert(
 
     The target is committed atomically: it is complete when this returns, and untouched when this raises. A run
     that was killed, or that failed for want of disk space, is gone on with by the same call, and the target is the
-    same, byte for byte, as if it had never been interrupted. A torch file ("torch") is written by one process, and a
-    run that is interrupted before everything is written starts from zero.
+    same, byte for byte, as if it had never been interrupted. A torch file ("torch") is written by one
+    process, and a run that is interrupted before everything is written starts from zero.
 
     Args:
         to: the target's format, as for ``save``.

@@ -65,8 +65,8 @@ def save(
 
     Args:
         checkpoint_dir: made with its parents where missing. A complete checkpoint there is replaced atomically.
-        sharded_strategy: a format's name ("torch_dist", "zarr", "safetensors"), a pair ("zarr", 2), or a Strategy with
-            its policy. "torch" is written by ``convert`` only.
+        sharded_strategy: a format's name ("torch_dist", "zarr", "safetensors"), a pair ("zarr", 2),
+            or a Strategy with its policy. "torch" is written by ``convert`` only.
         common_strategy: not supported, as in Megatron-Core (NotImplementedError).
         validate_access_integrity: check that the main replicas of all ranks tile every tensor exactly, and warn on
             ranks whose common state differs from rank 0's (when a plan is made, not when one is reused).
@@ -82,7 +82,7 @@ def save(
         timeout: how long any rank waits for the others in one step.
 
     Raises:
-        BackendError: the format is unknown, cannot hold this, or is an export format that only ``convert`` writes.
+        BackendError: the format is unknown, cannot hold this, or is written by ``convert`` only.
         ShardingError, CoverageError: declarations that contradict themselves or each other, or a common state
             that holds 2 GiB of tensors.
         CheckpointExists, SaveInProgress: the directory is taken.

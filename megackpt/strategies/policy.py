@@ -57,12 +57,12 @@ class Strategy:
             raise BackendError(f"exchange is one of {', '.join(map(repr, EXCHANGES))}, not {self.exchange!r}")
 
     def make_writer(self) -> Backend:
-        """As ``make_backend``, to save with. Raises BackendError for a format that only ``convert`` writes."""
+        """As ``make_backend``, to save with. BackendError for a format that only ``convert`` writes."""
         backend = self.make_backend()
         if backend.export_only:
             raise BackendError(
-                f"{backend.name!r} is an export format: one process has to write all of it, so no save does. Save as "
-                "'torch_dist' or 'safetensors', and export that checkpoint: "
+                f"{backend.name!r} is an export format: one process has to write all of it, so no "
+                "save does. Save as 'torch_dist' or 'safetensors', and export that checkpoint: "
                 f"megackpt.convert(checkpoint_dir, target, {backend.name!r})"
             )
         return backend
@@ -268,7 +268,10 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int | No
         raise BackendError(f"Cannot find a default strategy for: {what}: {COMMON_IS_KEPT}")
     strategy = Strategy(backend, version)
     try:
-        strategy.make_writer() if action is StrategyAction.SAVE_SHARDED else strategy.make_reader(version)
+        if action is StrategyAction.SAVE_SHARDED:
+            strategy.make_writer()
+        else:
+            strategy.make_reader(version)
     except BackendError as error:
         verb = "find" if error.__cause__ is None else "import"
         raise BackendError(f"Cannot {verb} a default strategy for: {what}. Error: {error}") from error

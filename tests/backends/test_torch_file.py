@@ -261,7 +261,7 @@ def test_no_archive_is_made_where_a_tensor_was_not_written(tmp_path: Path) -> No
 
 def test_names_that_would_mean_two_things_are_refused(tmp_path: Path) -> None:
     state = whole({STATE: torch.zeros(2)})
-    with pytest.raises(BackendError, match=r"under 'megackpt\.state'"):
+    with pytest.raises(BackendError, match=r"'megackpt\.state' is where a torch file keeps"):
         export(state, tmp_path / "c")
     with pytest.raises(BackendError, match="both be named 'x/shard_0_1'"):
         _Suite().planned(World({}, {"x": {(0,): b""}, "x/shard_0_1": {(): b""}}), 1)

@@ -2,8 +2,9 @@
 
     model.pt    {key: tensor, ..., "megackpt.state": {name: blob as a uint8 tensor}}; see members.py
 
-A format for export: one process, that of a conversion, writes the whole file. Reads any file of torch.save's, by its
-path, also nested states and views; and the ``pytorch_model.bin`` of Hugging Face's directories. No pickle is run.
+A format for export: one process, that of a conversion, writes the whole file. Reads any file of
+torch.save's, by its path, also nested states and views; and the ``pytorch_model.bin`` of Hugging
+Face's directories. No pickle is run.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class TorchFile(Backend):
         return members.NAME
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
-        """Write the tensors where ``layout`` puts them, and after them the objects. The plan is of everything."""
+        """Write the tensors where ``layout`` puts them, then the objects. The plan is of everything."""
         found = places.write_tensors(root, plan, data)
         located = [place for place in plan.places or () if place is not None]
         end = max((place.start + place.length for place in located), default=0)
@@ -84,7 +85,7 @@ class TorchFile(Backend):
         return places.result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
-        """Read every payload once, for the digests of whole tensors and the checksums of the archive."""
+        """Read every payload once, for digests and for the checksums of the archive."""
         manifest, _ = places.gathered(manifest, members.tensor_locations(manifest))
         every = np.arange(len(manifest.chunks), dtype=np.int64)
         manifest, checksums = places.surveyed(root, manifest, every, crc=True)

@@ -1,6 +1,6 @@
-"""The members of one torch.save file: where the payload of each begins, and the bytes that frame the payloads.
+"""The members of one torch.save file: where each payload begins, and the bytes that frame the payloads.
 
-    data/0, data/1, ...    header, then payload: the tensors, in the manifest's order; then the blobs of objects
+    data/0, data/1, ...    header, then payload: the tensors in the manifest's order, then the blobs
     data.pkl               pickle of {key: tensor}, and of STATE: {name: blob as a uint8 tensor}
     byteorder, version     as torch writes them
                            directory of all these, which makes a zip archive of the file
@@ -17,7 +17,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from megackpt.backends.archives import LIMIT, Member, aligned_start, directory, header, tensor_opcodes, text
+from megackpt.backends.archives import (
+    LIMIT,
+    Member,
+    aligned_start,
+    directory,
+    header,
+    tensor_opcodes,
+    text,
+)
 from megackpt.errors import BackendError
 from megackpt.planning.manifest import Location, Manifest, TensorEntry, unique_key
 from megackpt.runtime.storage import Storage
@@ -34,7 +42,7 @@ def payload_name(number: int) -> bytes:
 
 
 def framed(sizes: Iterable[int]) -> list[Member]:
-    """The members that hold payloads of these sizes (bytes), one after the other from the file's first byte on."""
+    """The members that hold payloads of these sizes (bytes), one after the other from byte 0."""
     found: list[Member] = []
     position = 0
     for number, size in enumerate(sizes):
@@ -52,7 +60,7 @@ def tensors_of(manifest: Manifest) -> list[TensorEntry]:
 
 
 def tensor_locations(manifest: Manifest) -> dict[str, Location]:
-    """Key -> where the tensor's bytes are. It depends on the tensors alone, so it is known before the first write."""
+    """Key -> where the tensor's bytes are. Tensors alone decide it: it is known before the first write."""
     tensors = tensors_of(manifest)
     members = framed(math.prod(meta.shape) * meta.itemsize for _, meta in tensors)
     return {
@@ -62,23 +70,25 @@ def tensor_locations(manifest: Manifest) -> dict[str, Location]:
 
 
 def object_names(manifest: Manifest) -> dict[str, int]:
-    """The name of each object's shard -> its chunk. Raises BackendError for names that mean two things."""
+    """The name of each object's shard -> its chunk. BackendError for names that mean two things."""
     names: dict[str, int] = {}
     for row, number in enumerate(manifest.chunks.tensor.tolist()):
         key, meta = manifest.tensors[number]
         if meta.is_object:
-            name = unique_key(key, manifest.chunks.boxes.row(row, len(meta.shape)).offset, meta.shape)
+            offset = manifest.chunks.boxes.row(row, len(meta.shape)).offset
+            name = unique_key(key, offset, meta.shape)
             if names.setdefault(name, row) != row:
                 raise BackendError(f"two objects would both be named {name!r} in a torch file")
     if any(entry.key == STATE for entry in tensors_of(manifest)):
-        raise BackendError(f"a torch file keeps objects under {STATE!r}, so no tensor can have this name")
+        raise BackendError(f"{STATE!r} is where a torch file keeps objects: rename the tensor")
     return names
 
 
 def write_archive(root: Storage, manifest: Manifest, checksums: Mapping[int, int]) -> None:
-    """Write everything but the payloads. ``manifest`` says where these are; ``checksums``: chunk -> its CRC-32.
+    """Write everything but the payloads, whose places ``manifest`` has.
 
-    Raises BackendError where the payloads do not follow one another, as where a tensor was not written.
+    ``checksums``: chunk -> its CRC-32. Raises BackendError where the payloads do not follow one
+    another, as where a tensor was not written.
     """
     chunks = manifest.chunks
     order = np.argsort(chunks.start)
@@ -86,11 +96,12 @@ def write_archive(root: Storage, manifest: Manifest, checksums: Mapping[int, int
     starts = chunks.start[order].tolist()
     if wrong := [s for s, member in zip(starts, placed, strict=True) if s != aligned_start(member)]:
         raise BackendError(
-            f"{root.location}/{NAME}: a payload is missing before byte {wrong[0]}; convert again, or report this"
+            f"{root.location}/{NAME}: a payload is missing before byte {wrong[0]}; "
+            "convert again, or report this"
         )
-    payloads = {
-        row: replace(member, crc=checksums[row]) for row, member in zip(order.tolist(), placed, strict=True)
-    }
+    payloads = {}
+    for row, member in zip(order.tolist(), placed, strict=True):
+        payloads[row] = replace(member, crc=checksums[row])
     last = end(placed[-1]) if placed else 0
     tail, table = bytearray(), list(payloads.values())
     pickle = _pickle(manifest, payloads)

@@ -49,8 +49,8 @@ class Harness:
     def save(self, folder: Path, world: World, ranks: int = 1) -> tuple[LocalStorage, Manifest]:
         """Save a world whose shards so many ranks hold in turn; returns where, and the manifest of what is stored.
 
-        All ranks write at once, each through a storage of its own, as processes would. A format with ``export_only``
-        has one rank.
+        All ranks write at once, each through a storage of its own, as processes would. A format with
+        ``export_only`` has one rank.
         """
         root = LocalStorage(folder, create=True)
         before = set(root.list())
