@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megackpt.errors import CheckpointingException, CorruptCheckpoint, RefusedObject, UntrustedClass
 from megackpt.objects import standins
 from megackpt.objects.archive import Archive
+from megackpt.objects.enums import ENUMS_BY_NAME, enum_by_value
 from megackpt.objects.finding import finder as finder
 from megackpt.objects.machine import Machine
 from megackpt.objects.rules import Find, Persistent
@@ -33,17 +34,19 @@ def dump(value: Any, check: Callable[[Any], None] | None = None) -> bytes:
     StandIns for plain classes of Megatron-Core are written as what they stand for. ``check`` sees all that is within
     but Python's plain values and containers, and may raise.
     """
-    blob = _saved(value, pickle if check is None else _watched(check))
+    plain = check is None and not ENUMS_BY_NAME
+    blob = _saved(value, pickle if plain else _watched(check))
     return _saved(value, standins) if standins.__name__.encode() in blob else blob
 
 
-def _watched(check: Callable[[Any], None]) -> Any:
+def _watched(check: Callable[[Any], None] | None) -> Any:
     """What torch.save takes for pickle, whose pickler shows what it meets."""
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            check(value)
-            return NotImplemented
+            if check is not None:
+                check(value)
+            return enum_by_value(value)
 
     return types.SimpleNamespace(__name__="pickle", Pickler=Pickler)
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from reprlib import recursive_repr
 from typing import Any, ClassVar
 
+from megackpt.objects.enums import enum_by_value
+
 
 class StandInClass:
     """A class that was only named. Calling it makes a StandIn; nothing is imported."""
@@ -95,6 +97,9 @@ class Pickler(pickle._Pickler):
     """
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
+
+    def reducer_override(self, value: Any) -> Any:
+        return enum_by_value(value)
 
     def save_stand_in(self: Any, value: StandIn) -> None:
         if value.qualified_name not in _PLAIN:
