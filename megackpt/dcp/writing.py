@@ -183,12 +183,12 @@ class _Part:
             head, tail = frame(dtype, shape)
             around = len(head), len(tail)
         else:
-            landed = records.blob(iter([data]))
+            landed = records.blob(iter([memoryview(data)]))
             dtype, around = "", (0, 0)
         written = Written(name, *landed, dtype, around, through)
         return WriteResult(item.index, landed.length + sum(around), written)
 
-    def _resolved(self, item: WriteItem) -> tuple[torch.Tensor | memoryview, tuple[str, ...]]:
+    def _resolved(self, item: WriteItem) -> tuple[torch.Tensor | bytes, tuple[str, ...]]:
         """A plain tensor, or bytes as they are to stand in the file and the extensions that they went through."""
         data = self._source.resolve_data(item)
         if not isinstance(data, torch.Tensor | io.BytesIO):
@@ -207,15 +207,15 @@ class _Part:
         if not through:
             stream = buffer
             if isinstance(data, io.BytesIO):
-                return data.getbuffer(), ()
+                return data.getvalue(), ()
             if _is_plain(item, data):
                 return data, ()
         if isinstance(data, io.BytesIO):
-            stream.write(data.getbuffer())
+            stream.write(data.getvalue())
         else:
             torch.save(_compact(data), stream)
         stream.close()
-        return buffer.getbuffer(), tuple(through)
+        return buffer.getvalue(), tuple(through)
 
 
 class _Kept(io.BytesIO):

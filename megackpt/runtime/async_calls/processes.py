@@ -273,7 +273,7 @@ class _Pickler(pickle.Pickler):
         return serving.arena, (number,)
 
 
-def _pickled(task: Task[Any]) -> tuple[memoryview, dict[int, Arena]]:
+def _pickled(task: Task[Any]) -> tuple[bytes, dict[int, Arena]]:
     """The work, and the arenas that it names by numbers."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -284,7 +284,8 @@ def _pickled(task: Task[Any]) -> tuple[memoryview, dict[int, Arena]]:
             f"{task.name}: this work cannot be handed to a writer process ({error}): it must be picklable, so use "
             "functions that a module defines at its top, or AsyncCallsQueue(persistent=False), which writes in threads"
         ) from error
-    return buffer.getbuffer(), pickler.arenas
+    # No copy. Python 3.12.1 crashes where a cycle (a traceback, say) holds what getbuffer gives.
+    return buffer.getvalue(), pickler.arenas
 
 
 _unused = itertools.count(1)
