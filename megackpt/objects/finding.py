@@ -13,14 +13,17 @@ from megackpt.errors import UntrustedClass
 from megackpt.objects.rules import Find, Rule
 
 _MODULES = frozenset((
-    "_ctypes", "_functools", "_operator", "_pickle", "_posixsubprocess", "builtins", "code",
-    "codeop", "copyreg", "ctypes", "functools", "gc", "imp", "importlib", "inspect", "io",
-    "marshal", "multiprocessing", "nt", "operator", "os", "pdb", "pickle", "posix", "pty",
-    "pydoc", "runpy", "shutil", "site", "socket", "subprocess", "sys", "timeit", "types",
-    "webbrowser",
+    "_ctypes", "_functools", "_imp", "_operator", "_pickle", "_posixsubprocess", "_pyio",
+    "_pyrepl", "_socket", "builtins", "code", "codeop", "copyreg", "ctypes", "functools", "gc",
+    "imp", "importlib", "inspect", "io", "marshal", "multiprocessing", "nt", "operator",
+    "os", "pdb", "pickle", "posix", "pty", "pydoc", "runpy", "shutil", "site",
+    "socket", "subprocess", "sys", "timeit", "types", "webbrowser",
 ))  # fmt: skip
 """Modules of Python's own whose functions and classes do what their arguments say, or reach whatever is loaded."""
 _NAMES = frozenset((
+    "_io.FileIO",
+    "_io.open",
+    "_io.open_code",
     "numpy.load",
     "torch._jit_internal",
     "torch.hub",
