@@ -1,6 +1,6 @@
 """bfloat16 and float8 for zarr-python: ``import megackpt.zarr_dtypes``, and it reads and writes them. Knows no torch.
 
-Also registered as entry points in the group ``zarr.data_type``, which zarr-python (3.1.6) collects and does not load.
+Also entry points in the group ``zarr.data_type``, which zarr-python 3.4.2 loads, and 3.1.6 only collects.
 The names in both versions of zarr are those that tensorstore writes.
 """
 
@@ -13,7 +13,12 @@ from typing import Any, ClassVar, Self
 import ml_dtypes
 import numpy as np
 from zarr.core.dtype.common import HasEndianness, HasItemSize  # what codecs ask of a data type
-from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
+from zarr.dtype import ZDType, data_type_registry
+
+try:
+    from zarr.errors import DataTypeValidationError  # type: ignore[attr-defined, unused-ignore]
+except ImportError:  # zarr 3.1
+    from zarr.dtype import DataTypeValidationError
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import zarr
-from zarr.dtype import DataTypeValidationError, data_type_registry
+from zarr.dtype import data_type_registry
 
 from megackpt import zarr_dtypes
 from megackpt.backends.zarr import Zarr
@@ -94,11 +94,11 @@ def test_fill_values(value: float | str) -> None:
 def test_other_data_types_are_not_ours() -> None:
     for kind in KINDS.values():
         for other in ("float32", "float16", None, 5):
-            with pytest.raises(DataTypeValidationError):
+            with pytest.raises(zarr_dtypes.DataTypeValidationError):
                 kind.from_json(other, zarr_format=3)
-        with pytest.raises(DataTypeValidationError):
+        with pytest.raises(zarr_dtypes.DataTypeValidationError):
             kind.from_native_dtype(np.dtype("float32"))
-    with pytest.raises(DataTypeValidationError, match="little-endian"):
+    with pytest.raises(zarr_dtypes.DataTypeValidationError, match="little-endian"):
         KINDS["bfloat16"](endianness="big")
 
 
@@ -142,10 +142,10 @@ def test_plain_zarr_python_reads_every_array_after_one_line(tmp_path: Path, dtyp
         assert members["odd.shards"].shards is not None
         """
     )
-    assert told.splitlines() == [
-        f"No Zarr data type found that matches '{dtype}'",
-        "['known', 'odd', 'odd.shards']",
-    ]
+    *refused, members = told.splitlines()
+    # zarr 3.1 only collects entry points; 3.4 loads them.
+    assert refused in ([f"No Zarr data type found that matches '{dtype}'"], [])
+    assert members == "['known', 'odd', 'odd.shards']"
 
 
 def test_the_entry_points_name_every_kind() -> None:
