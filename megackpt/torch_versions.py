@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+TIMES_OPERATIONS_OUT = RELEASE >= (2, 9)
+"""Collectives of gloo keep the timeout of their own options. Older releases keep the one that the group was made with.
+(Messages from one rank to another keep the timeout of their ``wait`` in all releases.)"""
 
 DROPS_ERRORS_OF_READERS = (2, 9) <= RELEASE < (2, 12)
 """Where a storage reader cannot read the metadata, ``dcp.load`` says "metadata is None", and no more."""
@@ -23,6 +29,8 @@ def order_of_cuts(tensor: DTensor) -> tuple[int, ...] | None:
     torch has orders since 2.10. There one beside strided shards is what torch decoded from them, and takes the place
     of their factors; since 2.11 it is beside them only where they are cuts of their own.
     """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     cuts = getattr(tensor._spec, "shard_order", None)
     is_decoded = not hasattr(tensor._spec, "use_strided_shard_as_shard_order")
     if cuts is None or (is_decoded and any(isinstance(p, _StridedShard) for p in tensor.placements)):
@@ -38,6 +46,8 @@ def strides_are_cut_at_once() -> bool:
     True: into n * f pieces, of which each rank has every n-th. False: into f pieces, and each of these into n. In
     pieces of one size it comes to the same. (FSDP2 never cuts so: it cuts what tensor parallelism has left.)
     """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     pieces, _ = _StridedShard(0, split_factor=2)._split_tensor(
         torch.arange(5, device="cpu"), 2, with_padding=False
     )

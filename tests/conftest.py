@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from tests.buckets import bucket, line, s3_server  # noqa: F401  the fixtures
+from tests.torch_names import without_gloo
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".peers"
@@ -165,7 +166,7 @@ class Ranks:
             subprocess.CompletedProcess(
                 command,
                 code if code is not None else -signal.SIGKILL,
-                (folder / f"{rank}.out").read_text(),
+                without_gloo((folder / f"{rank}.out").read_text()),
                 (folder / f"{rank}.err").read_text(),
             )
             for rank, code in enumerate(codes)

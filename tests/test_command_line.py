@@ -513,7 +513,7 @@ def test_layers_that_are_alike_are_folded(tmp_path: Path) -> None:
 
 
 def test_no_color() -> None:
-    shown = on_terminal("verify", NEW, NO_COLOR="1")
+    shown = on_terminal("verify", NEW, width=300, NO_COLOR="1")  # one line, wherever this is
     assert "all good" in shown.text
     assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])m", shown.raw)
     assert ESCAPE not in on_terminal("show", NEW, TERM="dumb").raw

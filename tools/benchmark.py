@@ -20,14 +20,14 @@ from benchmarks.races import Arena
 from benchmarks.ranks import BenchmarkFailed, Team
 from benchmarks.states import Spec
 from benchmarks.table import Report, machine
+from benchmarks.training import TRAINERS
 
 TEAM = ("torch DCP", "Megatron", "Megatron FP")
 ALONE = ("safetensors", "tensorstore", "zarr-python")
 RACES, ALONE_RACES = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P14"), ("P1", "P2")
 LATER = ("P7", "P8")
 IN_THE_BACKGROUND = {
-    "torch DCP": ("torch DCP, thread", "torch DCP, thread, reuse", "torch DCP, process"),
-    "Megatron": ("Megatron, fork",),
+    peer: [name for name in TRAINERS if name.startswith(f"{peer}, ")] for peer in ("torch DCP", "Megatron")
 }
 DESK = ("P9", "P10", "P13")
 FIGURES = (*RACES, *DESK)

@@ -44,7 +44,11 @@ def megatron(
 
     def made(name: str, names: tuple[str, ...], defaults: dict[str, Any], **methods: Any) -> Any:
         fields = [(n, Any) for n in names] + [(n, Any, field(default=d)) for n, d in defaults.items()]
-        return make_dataclass(name, fields, bases=(base,), namespace=module["namespace"] | methods)  # type: ignore[arg-type]
+        kind = make_dataclass(name, fields, bases=(base,), namespace=methods)  # type: ignore[arg-type]
+        kind.__module__ = (
+            base.__module__
+        )  # from Python 3.12 on it is the caller's, whatever the namespace has
+        return kind
 
     def build(self: Any) -> Any:
         return self.build_fn(self.key, self.data, self.replica_id, None)

@@ -113,6 +113,7 @@ def worlds() -> Callable[[list[dict[str, Any]], Path], list[dict[str, Any]]]:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        # Other lines are gloo's: that of torch 2.8 to 2.10 prints when it connects.
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
     return carried_out

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.torch_names import HAS_STAGERS
+
 ROOT = Path(__file__).resolve().parents[2]
 FORMATS = ["torch_dist", "zarr"]
 ALONE = ["safetensors", "tensorstore", "zarr-python"]
-STOCK = ["torch DCP, thread", "torch DCP, thread, reuse", "torch DCP, process"]
+REUSE = ["torch DCP, thread, reuse"] if HAS_STAGERS else []
+STOCK = ["torch DCP, thread", *REUSE, "torch DCP, process"]
 
 
 def benchmark(folder: Path, *options: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:

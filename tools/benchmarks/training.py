@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 import megackpt
@@ -59,8 +59,8 @@ class Stock(Trainer):
             "process_group": dist.new_group(backend="gloo"),  # the trainer's own is in use meanwhile
         }
         if reuse:
-            keep = StagingOptions(False, True, use_async_staging=False, use_non_blocking_copy=False)
-            self._options["async_stager"] = DefaultStager(keep)
+            keep = staging.StagingOptions(False, True, use_async_staging=False, use_non_blocking_copy=False)
+            self._options["async_stager"] = staging.DefaultStager(keep)
 
     def begin(self, declared: Any, folder: Path) -> FINISHED:
         begun = async_save(declared, checkpoint_id=folder, **self._options)
@@ -93,6 +93,8 @@ TRAINERS: dict[str, Callable[[Place], Trainer]] = {
     "torch DCP, process": lambda place: Stock(place, AsyncCheckpointerType.PROCESS, False),
     "Megatron, fork": lambda _: Megatrons(),
 }
+if not hasattr(staging, "DefaultStager"):  # torch 2.8
+    del TRAINERS["torch DCP, thread, reuse"]
 
 
 def trainer(name: str, place: Place) -> Trainer:

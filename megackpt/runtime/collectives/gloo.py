@@ -10,12 +10,15 @@ import atexit
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from megackpt.errors import CheckpointingException, RankLost
 from megackpt.runtime.collectives.group import Busy, Group, Mark, Packed, RankGroup, SingleGroup
@@ -167,6 +170,14 @@ class ProcessGroup(RankGroup):
         import torch
         import torch.distributed as dist
 
+        from megackpt.torch_versions import TIMES_OPERATIONS_OUT
+
+        if not TIMES_OPERATIONS_OUT:
+            packed = self._gather("vote", np.array(numbers, np.int64).tobytes())
+            all_votes = [np.frombuffer(vote, np.int64) for vote in packed or ()]
+            lowest = np.min(all_votes, axis=0).tobytes() if all_votes else None
+            return [int(vote) for vote in np.frombuffer(self._broadcast("vote", lowest), np.int64)]
+
         votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
         def reduce(gloo: Any) -> None:
@@ -198,6 +209,11 @@ class ProcessGroup(RankGroup):
 
     def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
         import torch.distributed as dist
+
+        from megackpt.torch_versions import TIMES_OPERATIONS_OUT
+
+        if not TIMES_OPERATIONS_OUT:
+            return self._scatter(stage, None if packed is None else [packed] * self.size)
 
         def spread(gloo: Any) -> Packed:
             options = dist.BroadcastOptions()
@@ -257,6 +273,8 @@ class ProcessGroup(RankGroup):
         try:
             return use(self._line.gloo)
         except Exception as error:  # whatever it was, the ranks are no longer at the same message
+            # Its frames hold the connection, whose end the other ranks wait for.
+            traceback.clear_frames(error.__traceback__)
             raise self._line.broken(stage, self._timeout, error) from error
 
     def _send(self, gloo: Any, messages: dict[int, Packed]) -> None:
