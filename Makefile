@@ -6,6 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .peers/.ready
 MARKED := campaign slow strace browser megatron transformers root
+CORE := tests/state tests/adapters tests/dcp tests/interop tests/runtime/test_collectives.py
 EMPTY :=
 EXPRESSION := not ($(subst $(EMPTY) , or ,$(MARKED)))
 # Three processes: tests often wait for ranks, disks or interpreters to start. worksteal keeps most tests
@@ -16,13 +17,14 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Tests start some hundred interpreters: without bytecode each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check campaign faults bench lint types layers reference cover peers system clean
+.PHONY: help demo test check compat compat-core campaign faults bench lint types layers reference cover peers system clean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train, kill, resume at another parallelism, convert: the main job, told step by step"
 	@echo "make test    the tests that need nothing but pip"
 	@echo "make check   format, lint, types, layers and all tests, with what they need"
+	@echo "make compat  the tests of make test on the oldest and the newest torch, and on other Pythons (some 25 GB)"
 	@echo "make campaign    the long tests: conversions killed at every step, memory of every pair of formats"
 	@echo "make faults  saves killed at every system call, power cuts, flipped bits, failing ranks and disks: the figures"
 	@echo "make bench   speed beside the plain-I/O limit and the peers"
@@ -64,6 +66,14 @@ test: $(READY)
 check: lint types layers reference peers system
 	@$(PYTEST) -m 'not campaign'
 
+# ONLY: names of pairs, of those in docs/compatibility.md; PATHS: tests (all by default).
+compat:
+	@$(PYTHON) tools/compat.py --where '$(EXPRESSION)' $(addprefix --only=,$(ONLY)) $(PATHS)
+
+# What depends most on torch, on the oldest release that is supported: short enough for every change.
+compat-core:
+	@$(MAKE) --no-print-directory compat ONLY=oldest PATHS='$(CORE)'
+
 campaign: peers
 	@$(BIN)/python -m pytest -m campaign --ignore tests/faults
 
@@ -93,6 +103,6 @@ cover: $(READY)
 
 # Leaves .venv: remove it by hand to start from nothing.
 clean:
-	rm -rf .peers .demo build dist *.egg-info .coverage .coverage.* .hypothesis
+	rm -rf .peers .demo .compat build dist *.egg-info .coverage .coverage.* .hypothesis
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
