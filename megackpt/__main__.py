@@ -15,7 +15,6 @@ from megackpt.commands.answers import Answer, Progress
 
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_NOTHING, EXIT_CORRUPT, EXIT_FORMAT, EXIT_STORAGE = range(7)
 EXIT_INTERRUPTED, EXIT_PIPE = 130, 141
-_RANKS = 1 << 16  # of a plan: some seconds for hundreds of tensors
 
 STATUS = f"""\
 exit status:
@@ -92,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", parser_class=_Command
     )
-    for add in (_add_ls, _add_show, _add_verify, _add_diff, _add_plan, _add_convert):
+    for add in (_add_ls, _add_show, _add_verify, _add_diff, _add_convert):
         add(commands)
     return parser
 
@@ -212,58 +211,6 @@ def _tolerance(text: str) -> float:
         if 0 <= (value := float(text)) < float("inf"):
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is no tolerance")
-
-
-def _add_plan(commands: _Commands) -> None:
-    command = _command(
-        commands,
-        "plan",
-        "what a save at another parallelism would write: bytes and files of each rank",
-        "Nothing is read but the table of contents; what is cut along which axis is inferred from the chunks.",
-    )
-    command.add_argument("checkpoint", metavar="CKPT")
-    command.add_argument("--tp", type=_degree, default=1, metavar="N", help="tensor-parallel ranks")
-    command.add_argument("--pp", type=_degree, default=1, metavar="N", help="pipeline stages")
-    command.add_argument("--dp", type=_degree, metavar="N", help="data-parallel ranks")
-    command.add_argument(
-        "--ep", type=_degree, default=1, metavar="N", help="expert-parallel groups, a divisor of DP"
-    )
-    command.add_argument("--ranks", type=_degree, metavar="N", help="all ranks: instead of --dp")
-    command.add_argument(
-        "--fsdp", action="store_true", help="data-parallel ranks cut tensors, too (FSDP, ZeRO-3)"
-    )
-    command.add_argument(
-        "--to", metavar="FORMAT", help="the format to save in; the checkpoint's own if left out"
-    )
-    command.set_defaults(run=_plan, usage_error=command.error)
-
-
-def _plan(options: argparse.Namespace, _progress: Progress) -> Answer:
-    from megackpt.commands.rehearsing import plan
-    from megackpt.planning.resharding import Parallelism
-
-    inner = options.tp * options.pp
-    data = options.dp or (options.ranks or inner) // inner
-    if options.ranks is not None and data * inner != options.ranks:
-        options.usage_error(
-            f"{options.ranks} ranks are not TP x PP x DP: {options.tp} x {options.pp} x {data}"
-        )
-    if data * inner > _RANKS:
-        options.usage_error(f"{data * inner} ranks are more than {_RANKS}")
-    if data % options.ep:
-        options.usage_error(f"--ep {options.ep} does not divide the {data} data-parallel ranks")
-    return plan(
-        options.checkpoint,
-        Parallelism(options.tp, options.pp, data, options.ep, options.fsdp),
-        options.to,
-    )
-
-
-def _degree(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if 1 <= (value := int(text)) <= _RANKS:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks from 1 to {_RANKS}")
 
 
 def _add_convert(commands: _Commands) -> None:

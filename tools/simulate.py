@@ -18,12 +18,12 @@ from pathlib import Path
 
 from simulation.course import MOST_RANKS, Load, Save, simulate_load, simulate_save
 from simulation.model import Model
+from simulation.parallelism import Parallelism
 from simulation.plotting import plot
 from simulation.telling import answer
 
 from megackpt.commands import terminal
 from megackpt.errors import CheckpointingException
-from megackpt.planning.resharding import Parallelism
 from megackpt.strategies import backend_named
 
 LARGEST = 10_000_000  # of anything; their products have to fit into 64 bits, too

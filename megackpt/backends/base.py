@@ -204,17 +204,6 @@ class Backend(ABC):
         """
         return np.full(len(manifest.chunks), manifest.encoding == "raw")
 
-    def count_files(self, plan: SavePlan) -> int:
-        """To how many files a rank with this plan writes, about: for rehearsals. By default, one for each row."""
-        return len(plan) if plan.places is None else len({place.file for place in plan.places if place})
-
-    def foretold(self, plan: SavePlan, blobs: Int64) -> WriteResult | None:  # noqa: ARG002
-        """What ``write`` would tell of this plan, without digests, for rehearsals; None: nobody can know.
-
-        ``blobs`` tells for each row of an object its bytes.
-        """
-        return None
-
     def lone_file(self, manifest: Manifest) -> str:  # noqa: ARG002
         """The name of the one file that holds all of this manifest, for formats whose files need no directory.
 

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import cast
 
 import torch
+from simulation.layout import located
+from simulation.parallelism import Parallelism, Places, grid_pieces
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -40,9 +41,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
 )
-from megackpt.planning.resharding import Parallelism, Places, grid_pieces
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.rehearsal import located
 from megackpt.runtime.staging import Staged
 from megackpt.runtime.storage import FileWriter, LocalStorage
 from megackpt.strategies import backend_named
@@ -179,7 +178,7 @@ def _world(ranks: int, copies: int) -> list[Declarations]:
 
 def _located(plans: Sequence[SavePlan], manifest: Manifest) -> Manifest:
     """As torch_dist would have written it."""
-    return cast(Manifest, located(TorchDist(), plans, manifest))
+    return located(TorchDist(), plans, manifest)
 
 
 def _dcp_item(row: Declaration) -> WriteItem:

@@ -35,12 +35,12 @@ class Again:
 
 
 def simulate_again(
-    backend: Backend, parts: Sequence[Declarations], plans: Sequence[SavePlan], manifest: Manifest | None
+    backend: Backend, parts: Sequence[Declarations], plans: Sequence[SavePlan], manifest: Manifest
 ) -> Again:
     """``manifest``: what is stored, and where; with the fingerprints of all ranks."""
     ranks = np.unique(np.linspace(0, len(parts) - 1, _LOOKED_AT).astype(int)).tolist()
     asked = _mean([_timed(partial(fingerprint, parts[rank], backend.name)) for rank in ranks])
-    if manifest is None or any(name.startswith("__fragments_") for name in manifest.files):
+    if any(name.startswith("__fragments_") for name in manifest.files):
         return Again(asked, None, None, None, None, same=False)
     storage, contents = cast(Storage, LocalStorage("/")), Contents()  # nothing is looked at
     finished(backend, storage, manifest, contents)

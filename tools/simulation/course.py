@@ -14,16 +14,15 @@ import numpy as np
 from megackpt.backends.base import Backend, plan_in_format
 from megackpt.backends.ranges import read_raw
 from megackpt.checkpoint import decode_index, encode_index
-from megackpt.errors import CheckpointingException
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import FINGERPRINT_SIZE, Declarations, Manifest, SavePlan
-from megackpt.planning.resharding import Parallelism
+from megackpt.planning.manifest import FINGERPRINT_SIZE, Declarations, Manifest
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.rehearsal import index_size, located
 from megackpt.runtime.storage import FileReader, LocalStorage, Storage, digest
 from simulation.again import Again, simulate_again
+from simulation.layout import index_size, located
 from simulation.model import Model
+from simulation.parallelism import Parallelism
 
 SAVE_COLLECTIVES = ("all_agree", "gather", "scatter", "gather", "broadcast")
 AGAIN_COLLECTIVES = ("all_agree", "gather", "broadcast")
@@ -56,9 +55,11 @@ class Save:
     scattered: Int64  # bytes of each rank's plan
     written: Int64  # bytes that each rank writes
     files: Int64  # to how many files each rank writes
-    manifest: Manifest | None  # what will be stored and where; None: only the save itself can tell
-    small: dict[str, int]  # bytes of the small files of the table of contents; empty: as above
-    index: int | None  # bytes of megackpt.index
+    manifest: Manifest  # what will be stored and where
+    small: dict[
+        str, int
+    ]  # bytes of the small files of the table of contents; empty where ranks share zarr cells
+    index: int | None  # bytes of megackpt.index; None: as above
     plain_index: int | None  # the same without digests
     chunks: int
     again: Again
@@ -69,7 +70,7 @@ class Save:
 
     @property
     def all_files(self) -> int:
-        return len(self.manifest.files) if self.manifest else int(self.files.sum())
+        return len(self.manifest.files)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +118,12 @@ def simulate_save(
         gathered=gathered,
         scattered=scattered,
         written=written,
-        files=_files(backend, plans, manifest),
+        files=_files(manifest, job.ranks),
         manifest=manifest,
         small=small,
         index=index,
         plain_index=plain,
-        chunks=len(planned.chunks) if manifest is None else len(manifest.chunks),
+        chunks=len(manifest.chunks),
         again=simulate_again(backend, received, plans, manifest),
     )
 
@@ -134,18 +135,16 @@ def _with_common(planned: Manifest, size: int) -> Manifest:
     return replace(planned, chunks=replace(planned.chunks, length=length))
 
 
-def _files(backend: Backend, plans: Sequence[SavePlan], manifest: Manifest | None) -> Int64:
-    if manifest is None:
-        return np.array([backend.count_files(plan) for plan in plans], np.int64)
+def _files(manifest: Manifest, ranks: int) -> Int64:
     pairs = np.unique(manifest.chunks.writer.astype(np.int64) << 32 | manifest.chunks.file)
-    return np.bincount(pairs >> 32, minlength=len(plans)).astype(np.int64)
+    return np.bincount(pairs >> 32, minlength=ranks).astype(np.int64)
 
 
 def _contents(
-    clock: Clock, backend: Backend, manifest: Manifest | None
+    clock: Clock, backend: Backend, manifest: Manifest
 ) -> tuple[dict[str, int], int | None, int | None]:
     """Sizes of the small files, and of the index with and without digests; none where cells have to be assembled."""
-    if manifest is None or any(name.startswith("__fragments_") for name in manifest.files):
+    if any(name.startswith("__fragments_") for name in manifest.files):
         return {}, None, None
     with clock("emit"):
         files = backend.finish(cast(Storage, LocalStorage("/")), manifest).files  # looks at no storage then
@@ -160,12 +159,9 @@ def _contents(
 
 def simulate_load(model: Model, job: Parallelism, save: Save, sample: int = 64) -> Load:
     """Plan a load of the model by the ranks of this job; of more than ``sample``, by so many that lie evenly apart."""
-    manifest = save.manifest
-    if manifest is None:
-        raise CheckpointingException("what this format writes, and so what a load reads, is not known before")
     parts = model.declared(job)
     ranks = tuple(np.unique(np.linspace(0, job.ranks - 1, min(sample, job.ranks)).astype(int)).tolist())
-    rows = [_one_rank(parts[rank], manifest) for rank in ranks]
+    rows = [_one_rank(parts[rank], save.manifest) for rank in ranks]
     seconds, needed, read, requests = zip(*rows, strict=True)
     counts = (np.array(column, np.int64) for column in (needed, read, requests))
     return Load(job, ranks, np.array(seconds), *counts)

@@ -17,7 +17,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
 )
-from megackpt.planning.resharding import ANY, Parallelism, Places, grid_pieces
+from simulation.parallelism import ANY, Parallelism, Places, grid_pieces
 
 STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megackpt.errors import CheckpointingException
-from megackpt.planning.resharding import Parallelism
 from megackpt.strategies import backend_named
 from simulation.course import Save, simulate_save
 from simulation.model import Model
+from simulation.parallelism import Parallelism
 
 RANKS = (64, 256, 1024, 4096, 16_384)
 LAYERS = (32, 128, 512, 2048)
@@ -80,7 +80,7 @@ def sweeps() -> Iterator[Point]:
 
 
 def point(sweep: str, name: str, save: Save) -> Point:
-    if save.manifest is None or save.plain_index is None:
+    if save.plain_index is None:
         raise CheckpointingException(f"what {name} writes is not known before")
     steps = ("receive", "plan", "tell", "emit", "index")
     return Point(

@@ -10,7 +10,6 @@ import numpy as np
 
 from megackpt.commands.answers import Answer, Block, Line, Table, counted, number, size
 from megackpt.planning.box import Int64
-from megackpt.planning.resharding import Parallelism
 from simulation.course import (
     AGAIN_COLLECTIVES,
     LOAD_COLLECTIVES,
@@ -19,6 +18,7 @@ from simulation.course import (
     Save,
     per_shard,
 )
+from simulation.parallelism import Parallelism
 
 STEPS = {
     "receive": "unpack what all ranks declare",

@@ -101,9 +101,6 @@ class Npz(Backend):
                 raise BackendError(f"the key {key[:80]!r}... is too long to be a name in an archive")
         return [*(f"{self.prefix}_{rank}.npz" for rank in range(ranks)), CONTENTS, CONFIG]
 
-    def count_files(self, plan: SavePlan) -> int:
-        return 1
-
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         name = f"{self.prefix}_{plan.rank}.npz"
         with root.create(name) as file:

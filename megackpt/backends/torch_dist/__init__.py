@@ -24,7 +24,6 @@ from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_dist import checksums, foreign, table, writing
 from megackpt.backends.torch_dist.listing import read_listing
 from megackpt.errors import BackendError, CorruptCheckpoint
-from megackpt.planning.box import Int64
 from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.runtime.storage import Storage
 
@@ -77,14 +76,6 @@ class TorchDist(Backend):
     def renewed(self, files: Mapping[str, bytes], before: str, now: str) -> Mapping[str, bytes] | None:
         data = table.renamed(files[METADATA], before, now)
         return None if data is None else {**files, METADATA: data}
-
-    def foretold(self, plan: SavePlan, blobs: Int64) -> WriteResult:
-        parts = writing.distribute(plan, self.files_per_rank, self.separation_hint)
-        return writing.foretold(plan, parts, blobs)
-
-    def count_files(self, plan: SavePlan) -> int:
-        common = sum(bool(plan.tensors[number].is_common) for number in plan.tensor.tolist())
-        return common + min(self.files_per_rank, len(plan) - common)
 
     def recognises(self, root: Storage) -> bool:
         try:

@@ -13,14 +13,12 @@ import numpy as np
 
 from megackpt.backends.archives import ALIGNMENT
 from megackpt.backends.base import Source
-from megackpt.backends.torch_dist.records import frame, frame_lengths
+from megackpt.backends.torch_dist.records import frame
 from megackpt.errors import BackendError
-from megackpt.planning.box import Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
     ITEMSIZE,
-    OBJECT,
     SavePlan,
     TensorEntry,
     WriteResult,
@@ -116,39 +114,6 @@ def write_parts(root: Storage, plan: SavePlan, data: Source, parts: list[FilePar
         np.array([p.length for p in places], np.int64),
         np.frombuffer(b"".join(p.digests for p in places), np.uint8).reshape(-1, DIGEST_SIZE),
     )
-
-
-def foretold(plan: SavePlan, parts: list[FilePart], blobs: Int64) -> WriteResult:
-    """What ``write_parts`` would tell, but for the digests; ``blobs``: for each row of an object its bytes."""
-    size, head, tail = _frames(plan, blobs)
-    file = np.zeros(len(plan), np.int32)
-    start = np.zeros(len(plan), np.int64)
-    for number, part in enumerate(parts):
-        # Records begin and payloads lie at multiples of ALIGNMENT; blobs have no frame and begin anywhere.
-        position, starts = 0, []
-        for octets, front, end in zip(
-            size[part.rows].tolist(), head[part.rows].tolist(), tail[part.rows].tolist(), strict=True
-        ):
-            starts.append(position + (-position % ALIGNMENT if front else 0) + front)
-            position = starts[-1] + octets + end
-        file[part.rows] = number
-        start[part.rows] = starts
-    names, none = [part.name for part in parts], np.zeros((0, DIGEST_SIZE), np.uint8)
-    return WriteResult.of_rows(plan.boxes, names, file, start, size, none)
-
-
-def _frames(plan: SavePlan, blobs: Int64) -> tuple[Int64, Int64, Int64]:
-    """For each row the bytes of its payload, and of its record's head and tail (none around blobs)."""
-    size, head, tail = blobs.copy(), np.zeros_like(blobs), np.zeros_like(blobs)
-    kinds = [(entry.meta.dtype, len(entry.meta.shape)) for entry in plan.tensors]
-    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    kind_of = np.array([numbers[kind] for kind in kinds], np.int64)[plan.tensor]
-    for (dtype, ndim), number in numbers.items():
-        rows = np.flatnonzero(kind_of == number)
-        if dtype != OBJECT and len(rows):
-            head[rows], tail[rows] = frame_lengths(dtype, plan.boxes.shape[rows, :ndim])
-            size[rows] = plan.boxes.take(rows).volume * ITEMSIZE[dtype]
-    return size, head, tail
 
 
 def _write_file(root: Storage, part: FilePart, plan: SavePlan, data: Source) -> list[Landed]:

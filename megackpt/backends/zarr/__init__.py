@@ -12,11 +12,11 @@ from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target, re
 from megackpt.backends.zarr.assembling import assembled, fragment_names
 from megackpt.backends.zarr.documents import Packing, refuse_unfit
 from megackpt.backends.zarr.finding import discover, holds
-from megackpt.backends.zarr.layout import Cells, grid_of, inner_of
+from megackpt.backends.zarr.layout import grid_of, inner_of
 from megackpt.backends.zarr.listing import contents
 from megackpt.backends.zarr.names import ARRAY, MEGATRON, VERSION, ZARRAY, entry_name
 from megackpt.backends.zarr.reading import damage, raw_rows, read_rows
-from megackpt.backends.zarr.writing import foretold, write_rows
+from megackpt.backends.zarr.writing import write_rows
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Bool, LoadPlan, Manifest, SavePlan, WriteResult
@@ -62,13 +62,6 @@ class Zarr(Backend):
         """Raises BackendError where an array cannot hold a tensor, before anything is written."""
         refuse_unfit(manifest.tensors, manifest.grids)
         return [*map(entry_name, manifest.tensors), *fragment_names(manifest), ARRAY, CONFIG]
-
-    def count_files(self, plan: SavePlan) -> int:
-        whole = Cells.of(plan.tensors, plan.grids, plan.tensor, plan.boxes).whole
-        return int(whole.sum()) + (not whole.all())
-
-    def foretold(self, plan: SavePlan, blobs: Int64) -> WriteResult | None:
-        return foretold(plan, blobs, self.packing) if self.packing.compression is None else None
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         return write_rows(root, plan, data, self.packing)

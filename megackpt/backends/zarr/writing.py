@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from megackpt.backends.base import Source
-from megackpt.backends.sidecars import shard_file, write_object
+from megackpt.backends.sidecars import write_object
 from megackpt.backends.zarr.cells import Cell, Written, cell_writer
 from megackpt.backends.zarr.documents import Packing, refuse_unfit
 from megackpt.backends.zarr.layout import Cells
@@ -51,27 +51,6 @@ def write_rows(root: Storage, plan: SavePlan, data: Source, packing: Packing) ->
     share(len(singles) + (len(fragments) > 0), work)
     rows = [found[row] for row in range(len(plan))]
     sync_folders(root, rows, packing)
-    return result_of(rows, plan.boxes.width)
-
-
-def foretold(plan: SavePlan, blobs: Int64, packing: Packing) -> WriteResult:
-    """What ``write_rows`` would tell, but for the digests, of what is not compressed; ``blobs``: bytes of objects."""
-    fragments, position = set(_fragments(plan).tolist()), 0
-    rows = []
-    for row, item in enumerate(plan.rows()):
-        entry, box, one = plan.tensors[plan.tensor[row]], item.shard.box, Boxes.of([item.shard.box])
-        if row in fragments:
-            file, start = fragments_file(plan.rank), np.array([position])
-            position += item.nbytes
-        elif item.meta.is_object:
-            file, start = shard_file(entry, box), _AT_FRONT
-        elif not item.nbytes:
-            file, start = _first_cell(entry), _AT_FRONT
-        else:
-            cell = Cell.of(entry, item.grid, box)
-            one, file, start = cell.boxes, cell.file, cell.starts(packing.checksum)
-        length = blobs[[row]] if item.meta.is_object else one.volume * item.meta.itemsize
-        rows.append(Written(one, file, start, length, b""))
     return result_of(rows, plan.boxes.width)
 
 

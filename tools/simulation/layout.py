@@ -1,0 +1,124 @@
+"""Where a save of torch_dist or zarr puts each chunk, computed without writing it.
+
+A second description of both formats' layout. tests/tools/test_simulate.py compares it with real saves, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from megackpt.backends.archives import ALIGNMENT
+from megackpt.backends.base import Backend
+from megackpt.backends.sidecars import shard_file
+from megackpt.backends.torch_dist import TorchDist
+from megackpt.backends.torch_dist.records import frame_lengths
+from megackpt.backends.torch_dist.writing import distribute
+from megackpt.backends.zarr import Zarr
+from megackpt.backends.zarr.cells import Cell, Written
+from megackpt.backends.zarr.layout import Cells
+from megackpt.backends.zarr.names import cell_file, entry_name, fragments_file
+from megackpt.backends.zarr.writing import result_of
+from megackpt.checkpoint import encode_index
+from megackpt.errors import CheckpointingException
+from megackpt.planning.box import Boxes, Int64
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    DIGEST_SIZE,
+    ITEMSIZE,
+    OBJECT,
+    Manifest,
+    SavePlan,
+    WriteResult,
+)
+
+NO_DIGESTS = np.zeros((0, DIGEST_SIZE), np.uint8)
+
+
+def located(backend: Backend, plans: Sequence[SavePlan], planned: Manifest) -> Manifest:
+    """The manifest as a save would commit it, without digests.
+
+    ``planned`` has the lengths of objects. Raises CheckpointingException for formats and options whose layout
+    depends on the data.
+    """
+    chunks = planned.chunks
+    bounds = np.searchsorted(chunks.writer, np.arange(len(plans) + 1)).tolist()
+    results: list[WriteResult] = []
+    for plan, (low, high) in zip(plans, pairwise(bounds), strict=True):
+        lengths = chunks.length[low:high]
+        if isinstance(backend, TorchDist):
+            results.append(_torch_dist(backend, plan, lengths))
+        elif isinstance(backend, Zarr) and backend.packing.compression is None:
+            results.append(_zarr(backend, plan, lengths))
+        else:
+            raise CheckpointingException(
+                f"cannot simulate a save as {backend.name}: only torch_dist and uncompressed zarr have a layout "
+                "that is known before the save"
+            )
+    named = replace(planned, backend=(backend.name, backend.version), encoding=backend.encoding)
+    return replace(named, save_id="0" * 32).located(results)
+
+
+def index_size(manifest: Manifest, small: Mapping[str, tuple[int, bytes]]) -> int:
+    """Bytes of the index of a manifest without digests, plus the digests that a save adds to it."""
+    blocks = int((-(-manifest.chunks.length // DIGEST_BLOCK)).sum())
+    return len(encode_index(manifest, small)) + blocks * DIGEST_SIZE
+
+
+def _torch_dist(backend: TorchDist, plan: SavePlan, lengths: Int64) -> WriteResult:
+    """What ``TorchDist.write`` returns; ``lengths``: bytes of each row."""
+    head, tail = np.zeros_like(lengths), np.zeros_like(lengths)
+    kinds = [(entry.meta.dtype, len(entry.meta.shape)) for entry in plan.tensors]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    kind_of = np.array([numbers[kind] for kind in kinds], np.int64)[plan.tensor]
+    size = lengths.copy()
+    for (dtype, ndim), number in numbers.items():
+        rows = np.flatnonzero(kind_of == number)
+        # Objects have no record around them.
+        if dtype != OBJECT and len(rows):
+            head[rows], tail[rows] = frame_lengths(dtype, plan.boxes.shape[rows, :ndim])
+            size[rows] = plan.boxes.take(rows).volume * ITEMSIZE[dtype]
+    parts = distribute(plan, backend.files_per_rank, backend.separation_hint)
+    file = np.zeros(len(plan), np.int32)
+    start = np.zeros(len(plan), np.int64)
+    for number, part in enumerate(parts):
+        position, starts = 0, []
+        for row in part.rows:
+            # Records begin and payloads lie at multiples of ALIGNMENT; objects begin anywhere.
+            if head[row]:
+                position += -position % ALIGNMENT + int(head[row])
+            starts.append(position)
+            position += int(size[row] + tail[row])
+        file[part.rows] = number
+        start[part.rows] = starts
+    names = [part.name for part in parts]
+    return WriteResult.of_rows(plan.boxes, names, file, start, size, NO_DIGESTS)
+
+
+def _zarr(backend: Zarr, plan: SavePlan, lengths: Int64) -> WriteResult:
+    """What ``Zarr.write`` returns for uncompressed cells; ``lengths``: bytes of each row."""
+    whole = Cells.of(plan.tensors, plan.grids, plan.tensor, plan.boxes).whole
+    front = np.zeros(1, np.int64)
+    position = 0
+    rows = []
+    for row, item in enumerate(plan.rows()):
+        entry, boxes = plan.tensors[plan.tensor[row]], Boxes.of([item.shard.box])
+        length = boxes.volume * item.meta.itemsize
+        if not whole[row]:
+            # Pieces of cells that ranks share go into one file of this rank, back to back.
+            found = Written(boxes, fragments_file(plan.rank), np.array([position]), length, b"")
+            position += item.nbytes
+        elif item.meta.is_object:
+            found = Written(boxes, shard_file(entry, item.shard.box), front, lengths[[row]], b"")
+        elif not item.nbytes:
+            first = cell_file(entry_name(entry), (0,) * len(entry.meta.shape))
+            found = Written(boxes, first, front, length, b"")
+        else:
+            cell = Cell.of(entry, item.grid, item.shard.box)
+            starts = cell.starts(backend.packing.checksum)
+            found = Written(cell.boxes, cell.file, starts, cell.lengths, b"")
+        rows.append(found)
+    return result_of(rows, plan.boxes.width)
