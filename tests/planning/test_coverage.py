@@ -192,7 +192,7 @@ def test_one_missing_cell_of_a_grid() -> None:
     rows = [row for row in grid("w", (8, 8), (4, 2)) if row[0] != 5]
     text = only(world(rows))
     assert "[4:6, 4:8] of (8, 8) has no main replica" in text
-    assert "exactly one cell of (2, 4) elements, number (2, 1) of the grid, is missing" in text
+    assert "no rank declares the region; is a rank or a pipeline stage missing" in text
 
 
 def test_a_missing_pipeline_stage() -> None:
@@ -204,7 +204,7 @@ def test_a_missing_pipeline_stage() -> None:
 
 def test_every_replica_is_a_copy() -> None:
     text = only(world([(r, "w", (4,), Box((0,), (4,)), (0, 0, r + 1)) for r in range(3)]))
-    assert "every replica has a non-zero replica_id" in text
+    assert "every replica of the region has a non-zero replica_id" in text
     assert "ranks 0-2 [0:4] (replica_id (0, 0, 1), (0, 0, 2), (0, 0, 3))" in text
 
 
@@ -214,20 +214,19 @@ def test_the_same_rank_declares_a_box_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("boxes", "hint"),
+    "boxes",
     [
-        ([Box((0, 0), (8, 4))], "transposed"),
-        ([Box((-4, 0), (4, 8)), Box((0, 0), (4, 8))], "never negative"),
-        ([Box((0, 0, 1), (4, 8, 2))], "prepend_axis_num"),
-        ([Box((0, 0), (4, 9))], "ends 1 behind the end of axis 1; do the pieces hold padding"),
-        ([Box((0, 16), (4, 8))], "global shape that of one rank"),
-        ([Box((0, 8), (4, 4)), Box((0, 4), (4, 4))], "counted from 1?"),
+        [Box((0, 0), (8, 4))],
+        [Box((-4, 0), (4, 8)), Box((0, 0), (4, 8))],
+        [Box((0, 0, 1), (4, 8, 2))],
+        [Box((0, 0), (4, 9))],
+        [Box((0, 8), (4, 4)), Box((0, 4), (4, 4))],
     ],
 )
-def test_out_of_bounds(boxes: list[Box], hint: str) -> None:
+def test_out_of_bounds(boxes: list[Box]) -> None:
     text = only(world((i, "w", (4, 8), box, 0) for i, box in enumerate(boxes)))
     assert f"{boxes[0]} lies outside of (4, 8)" in text
-    assert hint in text
+    assert "hint: is the global shape that of one rank" in text
 
 
 def test_ranks_that_cut_differently() -> None:
@@ -241,26 +240,16 @@ def test_holes_between_irregular_boxes() -> None:
     rows: list[Row] = [(0, "w", (9,), Box((0,), (2,)), 0), (1, "w", (9,), Box((3,), (5,)), 0)]
     text = only(world(rows))
     assert "[2:3] of (9,) has no main replica; [8:9]" in text
-    assert "leave elements out" in text
+    assert "hint: no rank declares the region" in text
 
 
-@pytest.mark.parametrize(
-    ("shape", "hint"),
-    [
-        ((1, 4, 6), "prepend_axis_num differ on rank 2"),
-        ((6, 4), "transposed on rank 2"),
-        ((2, 6), "1 pieces along axis 0 instead of 2"),
-        ((8, 6), "multiple of the other"),
-        ((4, 7), "the same model must be built"),
-        ((4, 6, 2), "numbers of dimensions differ"),
-    ],
-)
-def test_global_shapes_that_disagree(shape: tuple[int, ...], hint: str) -> None:
+@pytest.mark.parametrize("shape", [(1, 4, 6), (6, 4), (2, 6), (4, 7), (4, 6, 2)])
+def test_global_shapes_that_disagree(shape: tuple[int, ...]) -> None:
     whole = (4, 6)
     rows: list[Row] = [(r, "w", whole, Box((2 * r, 0), (2, 6)), 0) for r in range(2)]
     text = only(world([*rows, (2, "w", shape, Box.whole(shape), 1)]))
     assert f"ranks 0, 1 {whole} float32; rank 2 {shape} float32" in text
-    assert hint in text
+    assert "hint: is the number of fragments, the axis or prepend_axis_num wrong on rank 2" in text
 
 
 def test_dtypes_that_disagree() -> None:
@@ -272,7 +261,9 @@ def test_dtypes_that_disagree() -> None:
 
 def test_a_tensor_and_an_object_of_one_name() -> None:
     rows: list[Row] = [(r, "w", (), Box((), ()), r) for r in range(2)]
-    assert "names a tensor and an object" in only(world(rows, odd={1: "object"}))
+    text = only(world(rows, odd={1: "object"}))
+    assert "rank 0 () float32; rank 1 objects () object" in text
+    assert "declared as another kind" in text
 
 
 def test_all_problems_of_all_keys_at_once_but_not_without_bound() -> None:
@@ -323,8 +314,8 @@ def test_objects_are_unit_boxes() -> None:
     assert uncovered(world(rows, "object")) == []
     text = only(world(rows[:3], "object"))
     assert "[1:2, 1:2] of objects (2, 2) has no main replica" in text
-    assert "exactly one object, number (1, 1)" in text
-    assert "different pipeline stages?" in only(
+    assert "hint: no rank declares the region" in text
+    assert "is the replica_id forgotten?" in only(
         world([(r, "step", (), Box((), ()), 0) for r in range(2)], "object")
     )
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megackpt.errors import some
-from megackpt.planning.box import Box, Boxes, Groups, Int64, runs
+from megackpt.planning.box import Box, Boxes, Groups, Int64
 from megackpt.planning.coverage.tiling import miscounted
 from megackpt.planning.manifest import Declarations, TensorEntry, TensorMeta
 
@@ -28,7 +28,6 @@ class Case:
     numbers: Int64  # of the shards that are looked at, those nearest to what is wrong first
     boxes: list[Box]  # theirs
     mains: Int64  # main replicas of each of them
-    single: bool  # some box has one main replica, as it should
     outside: list[int]  # boxes that leave the tensor
     holes: list[Box]
     overlaps: list[tuple[Box, int]]
@@ -51,15 +50,11 @@ class Case:
     def ranks(self, i: int) -> list[int]:
         return [int(rank) for rank in self.declared.rank[self.rows(i)]]
 
-    def holder(self, i: int) -> str:
-        return f"{self.boxes[i]} of {named(self.ranks(i))}"
-
 
 class Way(NamedTuple):
-    """One of several ways in which a key is declared: rows and ranks."""
+    """One of several ways in which a key is declared, and by which ranks."""
 
     meta: TensorMeta
-    rows: Int64
     ranks: list[int]
 
     def size(self) -> int:
@@ -68,13 +63,12 @@ class Way(NamedTuple):
 
 def ways(declared: Declarations, numbers: Sequence[int]) -> list[Way]:
     """The ways in which a key that stands several times in the table is declared."""
-    rows = np.flatnonzero(np.isin(declared.tensor, numbers))
-    rows = rows[np.argsort(declared.tensor[rows], kind="stable")]
-    parts = np.split(rows, runs(declared.tensor[rows])[1:-1])
-    return [
-        Way(declared.tensors[declared.tensor[of[0]]].meta, of, np.unique(declared.rank[of]).tolist())
-        for of in parts
-    ]
+    found = []
+    for number in sorted(numbers):
+        ranks = np.unique(declared.rank[declared.tensor == number]).tolist()
+        if ranks:
+            found.append(Way(declared.tensors[number].meta, ranks))
+    return found
 
 
 def case_of(declared: Declarations, number: int) -> Case:
@@ -103,7 +97,6 @@ def case_of(declared: Declarations, number: int) -> Case:
         order,
         [wide.row(i, int(extra[i])) for i in order.tolist()],
         mains[order],
-        bool(((mains == 1) & (boxes.volume > 0)).any()),
         np.flatnonzero(leaves[order]).tolist(),
         [box for box, count in found if count == 0],
         [(box, count) for box, count in found if count > 1],

@@ -99,7 +99,7 @@ def explain_conflict(declared: Declarations, numbers: Sequence[int]) -> Problem:
     key = declared.tensors[numbers[0]].key
     told = [f"{named(way.ranks)} {shape_text(way.meta)} {way.meta.dtype}" for way in found]
     most, fewest = max(found, key=Way.size), min(found[::-1], key=Way.size)
-    hint = conflict_hint(declared, most, fewest if fewest is not most else found[-1])
+    hint = conflict_hint(most, fewest if fewest is not most else found[-1])
     lines = [
         f"{key!r} is declared in {len(found)} ways, where all ranks must agree on global shape and dtype.",
         "  declared: " + some(told, BOXES),
