@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
 import threading
-from base64 import b64decode
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,8 +21,6 @@ from megackpt import ShardedObject, ShardedTensor, Strategy
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.zarr import Zarr
 from megackpt.checkpoint import open_checkpoint
-from megackpt.planning.cache import cache_of
-from megackpt.planning.manifest import SavePlan
 from megackpt.runtime.collectives import SingleGroup
 from megackpt.saver.asking import Request
 from megackpt.state import extract
@@ -291,7 +287,6 @@ def test_a_format_that_cannot_be_pickled_on_one_rank_is_planned_anew_on_all(
     with caplog.at_level(logging.DEBUG, "megackpt"):
         ThreadedGroup.run(RANKS, run)
     assert "this Holding cannot be pickled: cannot pickle '_thread.lock'" in caplog.text
-    assert open_checkpoint(tmp_path).manifest.fingerprints == b""
 
 
 # ---- the table of contents
@@ -390,139 +385,11 @@ def test_a_format_that_has_its_own_finish_is_asked_every_time(tmp_path: Path) ->
     assert Counting.made == 3
 
 
-# ---- after a resume
-
-
-def plans(group: ThreadedGroup) -> list[SavePlan]:
-    return [held.plan for held in cache_of(group)._plans.values()]
-
-
-def described(plan: SavePlan) -> list[Any]:
-    return [plan.rank, plan.grids, plan.source.tolist(), list(plan.rows())]
-
-
-def resumed_plans_are_those_planned(
-    folder: Path, ranks: int, state: Callable[[int], State], strategy: str
-) -> None:
-    """Save, resume in new groups, save again: by one vote, with the same plans, files and index."""
-
-    def first(group: ThreadedGroup) -> Any:
-        assert save(state(group.rank), folder / "a", group, strategy) == MISS
-        return described(*plans(group))
-
-    def second(group: ThreadedGroup) -> Any:
-        megackpt.load(state(group.rank), folder / "a", process_group=group)
-        assert save(state(group.rank), folder / "b", group, strategy) == HIT
-        assert save(state(group.rank), folder / "c", group, strategy) == HIT
-        return described(*plans(group))
-
-    assert ThreadedGroup.run(ranks, first) == ThreadedGroup.run(ranks, second)
-    names = [{p.relative_to(folder / x) for p in (folder / x).rglob("*")} for x in "abc"]
-    assert names[0] == names[1] == names[2]
-    first_manifest = open_checkpoint(folder / "a").manifest
-    for x in "bc":
-        assert megackpt.verify(folder / x).ok
-        assert contents(folder / x) == contents(folder / "a")
-        found = open_checkpoint(folder / x).manifest
-        assert (found.tensors, found.grids, found.files, found.fingerprints) == (
-            first_manifest.tensors, first_manifest.grids, first_manifest.files, first_manifest.fingerprints,
-        )  # fmt: skip
-        for name in ("tensor", "writer", "file", "start", "length", "digests"):
-            assert np.array_equal(getattr(found.chunks, name), getattr(first_manifest.chunks, name)), name
-
-
-def parallel(tp: int, pp: int, dp: int) -> Callable[[int], State]:
-    def state(rank: int) -> State:
-        t, p, d = rank % tp, rank // tp % pp, rank // (tp * pp)
-        made: State = {"iteration": 3, "all": tensor("all", torch.full((7,), 1.5), replica=rank)}
-        for layer in range(p * 4 // pp, (p + 1) * 4 // pp):
-            for name, axis in (("column", 0), ("row", 1)):
-                data = torch.arange(24, dtype=torch.float32).reshape(6, 4) + layer + t
-                made[f"{layer}.{name}"] = ShardedTensor.from_rank_offsets(
-                    f"layers.{name}",
-                    data,
-                    (0, layer, 4),
-                    (1 + axis, t, tp),
-                    replica_id=(0, 0, d),
-                    prepend_axis_num=1,
-                )
-            made[f"{layer}.norm"] = ShardedTensor.from_rank_offsets(
-                f"{layer}.norm", torch.ones(8, dtype=torch.bfloat16), replica_id=(0, t, d)
-            )
-            rows = ShardedTensor.from_rank_offsets(
-                f"{layer}.moment", torch.full((6, 4), float(rank)), (0, t * dp + d, tp * dp)
-            )
-            made[f"{layer}.moment"] = rows
-        made["rng"] = ShardedObject("rng", ["state", rank], (tp * pp, dp), (t * pp + p, d))
-        made["scalar"] = tensor_of_no_dimensions(rank)
-        return made
-
-    return state
-
-
-def tensor_of_no_dimensions(rank: int) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets("scalar", torch.tensor(11), replica_id=rank)
-
-
-@pytest.mark.parametrize("strategy", FORMATS)
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 2), (2, 2, 2), (1, 1, 4)])
-def test_the_first_save_after_a_resume_goes_on_with_the_plan(
-    tmp_path: Path, strategy: str, tp: int, pp: int, dp: int
-) -> None:
-    resumed_plans_are_those_planned(tmp_path, tp * pp * dp, parallel(tp, pp, dp), strategy)
-
-
-def test_chunks_of_shards_are_cells_again(tmp_path: Path) -> None:
-    """zarr's shards are larger than what the index lists: its chunks."""
-
-    def state(rank: int) -> State:
-        whole = torch.arange(6 << 20, dtype=torch.int16).reshape(-1, 64)
-        half = len(whole) // 2
-        return {"large": tensor("large", whole[rank * half :][:half].clone(), rank * half, len(whole))}
-
-    resumed_plans_are_those_planned(tmp_path, 2, state, "zarr")
-    assert len(open_checkpoint(tmp_path / "b").manifest.chunks) > 3
-
-
-def test_shards_of_any_lengths(tmp_path: Path) -> None:
-    cuts = [0, 7, 7, 20, 31]
-
-    def state(rank: int) -> State:
-        a, b = cuts[rank], cuts[rank + 1]
-        return {
-            "uneven": tensor("uneven", torch.arange(a, b), a, 31),
-            "none": tensor("none", torch.zeros(0, 3)),
-        } | ({} if rank else {"step": 1})
-
-    def declared(rank: int) -> State:
-        made = state(rank)
-        made["none"].replica_id = rank
-        return made
-
-    resumed_plans_are_those_planned(tmp_path, 4, declared, "torch_dist")
-
-
-def test_saves_of_two_runs_never_bear_one_id(tmp_path: Path) -> None:
-    ThreadedGroup.run(2, lambda group: save(parallel(2, 1, 1)(group.rank), tmp_path / "a", group))
-
-    def resume(group: ThreadedGroup, name: str) -> None:
-        megackpt.load(parallel(2, 1, 1)(group.rank), tmp_path / "a", process_group=group)
-        assert save(parallel(2, 1, 1)(group.rank), tmp_path / name, group) == HIT
-
-    for name in "bc":
-        ThreadedGroup.run(2, lambda group, name=name: resume(group, name))
-    ids = {open_checkpoint(tmp_path / name).manifest.save_id for name in "abc"}
-    assert len(ids) == 3
-
-
 def test_a_forked_process_saves_under_ids_of_its_own(tmp_path: Path) -> None:
-    """After a load, and after a save."""
     code = """if True:
         import os, torch, megackpt
         state = {"w": megackpt.ShardedTensor.from_rank_offsets("w", torch.ones(4))}
         megackpt.save(state, "a")
-        megackpt.load(state, "a")
-        megackpt.planning.cache.cache_of(megackpt.runtime.collectives.group_over())._plans.clear()
         for parents, childs in (("b", "c"), ("d", "e")):
             pid = os.fork()
             megackpt.save(state, parents if pid else childs)
@@ -532,140 +399,3 @@ def test_a_forked_process_saves_under_ids_of_its_own(tmp_path: Path) -> None:
         """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
     assert len({open_checkpoint(tmp_path / name).manifest.save_id for name in "abcde"}) == 5
-
-
-def test_ranks_that_loaded_otherwise_plan_anew_on_all(tmp_path: Path) -> None:
-    """One rank's job has loaded something else, or nothing: nobody goes on with the plan of what the others loaded."""
-    state = parallel(2, 1, 1)
-    for name in "ab":
-        ThreadedGroup.run(2, lambda group, name=name: save(state(group.rank), tmp_path / name, group))
-
-    def run(group: ThreadedGroup) -> None:
-        for name in ("a", "b"):
-            megackpt.load(state(group.rank), tmp_path / name, process_group=group)
-            cache = cache_of(group)
-            if name == "a":
-                held = cache.resumed
-                cache.resumed = held if group.rank == 0 else None
-            assert save(state(group.rank), tmp_path / f"of {name}", group) == (MISS if name == "a" else HIT)
-        megackpt.load(state(group.rank), tmp_path / "b", process_group=group)
-        cache._plans.clear()
-        if group.rank == 0:
-            cache.resumed = held  # of another load than the other rank's
-        assert save(state(group.rank), tmp_path / "of both", group) == MISS
-        assert megackpt.verify(tmp_path / "of both").ok
-
-    ThreadedGroup.run(2, run)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_since_the_checkpoint_is_a_miss_on_all(
-    tmp_path: Path, change: Callable[[State, int], None]
-) -> None:
-    ThreadedGroup.run(RANKS, lambda group: save(state_of(group.rank), tmp_path / "a", group))
-
-    def run(group: ThreadedGroup) -> None:
-        megackpt.load(state_of(group.rank), tmp_path / "a", process_group=group)
-        now = state_of(group.rank, 2.0)
-        if group.rank == 1:
-            change(now, 1)
-        assert save(now, tmp_path / "b", group) == MISS
-        loaded(now, tmp_path / "b", group)
-        assert save(now, tmp_path / "b", group) == HIT
-
-    ThreadedGroup.run(RANKS, run)
-
-
-def test_another_number_of_ranks_plans_anew(tmp_path: Path) -> None:
-    def state(rank: int) -> State:
-        return {"all": tensor("all", torch.ones(8), replica=rank)}
-
-    ThreadedGroup.run(2, lambda group: save(state(group.rank), tmp_path / "a", group))
-
-    def run(group: ThreadedGroup) -> None:
-        megackpt.load(state(group.rank), tmp_path / "a", process_group=group)
-        assert cache_of(group).resumed is None
-        assert save(state(group.rank), tmp_path / "b", group) == MISS
-
-    ThreadedGroup.run(3, run)
-
-
-def test_shared_cells_and_chosen_places_are_planned_anew_and_it_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def shared(rank: int) -> State:
-        a, b = (0, 77) if rank == 0 else (77, 200)
-        return {"b": tensor("b", torch.arange(200.0)[a:b], a, 200)}
-
-    for strategy, said in (("zarr", "planning anew"), ("safetensors", "planning anew")):
-        folder = tmp_path / strategy
-        ThreadedGroup.run(2, lambda group, f=folder, s=strategy: save(shared(group.rank), f / "a", group, s))
-
-        def run(group: ThreadedGroup, folder: Path = folder, strategy: str = strategy) -> None:
-            megackpt.load(shared(group.rank), folder / "a", process_group=group)
-            assert save(shared(group.rank), folder / "b", group, strategy) == MISS
-            assert save(shared(group.rank), folder / "b", group, strategy) == HIT
-
-        with caplog.at_level(logging.DEBUG, "megackpt"):
-            caplog.clear()
-            ThreadedGroup.run(2, run)
-        assert said in caplog.text
-        assert torch.equal(megackpt.load_plain_tensors(folder / "b")["b"], torch.arange(200.0))
-
-
-def test_an_index_that_leaves_something_out_is_not_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever forges one may know all fingerprints: what is saved next is whole all the same."""
-    from dataclasses import replace
-
-    from megackpt.loader import order
-
-    state = parallel(2, 1, 1)
-    ThreadedGroup.run(2, lambda group: save(state(group.rank), tmp_path / "a", group))
-    opened = order.open_checkpoint
-
-    def forged(*given: Any) -> Any:
-        found = opened(*given)
-        chunks = found.manifest.chunks
-        kept = np.flatnonzero(chunks.tensor != found.manifest.numbers()["all"])
-        return replace(found, manifest=replace(found.manifest, chunks=chunks.take(kept, chunks.block_bounds)))
-
-    monkeypatch.setattr(order, "open_checkpoint", forged)
-
-    def run(group: ThreadedGroup) -> None:
-        asked = state(group.rank)
-        del asked["all"]
-        megackpt.load(asked, tmp_path / "a", process_group=group)
-        assert save(state(group.rank), tmp_path / "b", group) == MISS
-
-    ThreadedGroup.run(2, run)
-    assert set(megackpt.load_plain_tensors(tmp_path / "b")) >= {"all", "scalar"}
-
-
-def test_the_index_has_a_fingerprint_of_each_rank_and_no_plan(tmp_path: Path) -> None:
-    ThreadedGroup.run(RANKS, lambda group: save(state_of(group.rank), tmp_path, group))
-    index = (tmp_path / "megackpt.index").read_bytes()
-    head = json.loads(index[16 : 16 + int.from_bytes(index[12:16], "little")])
-    assert len(b64decode(head["fingerprints"])) == 8 * RANKS
-    assert b64decode(head["fingerprints"]) == open_checkpoint(tmp_path).manifest.fingerprints
-    assert b"SavePlan" not in index
-
-
-def test_ranks_keep_little_of_what_they_load(tmp_path: Path) -> None:
-    """Other ranks than the coordinator: their own chunks, and the tables of these."""
-
-    def state(rank: int) -> State:
-        return {f"{i}": tensor(f"{i}.{rank}", torch.ones(1)) for i in range(20)}
-
-    ThreadedGroup.run(4, lambda group: save(state(group.rank), tmp_path, group))
-
-    def run(group: ThreadedGroup) -> None:
-        megackpt.load(state(group.rank), tmp_path, process_group=group)
-        held = cache_of(group).resumed
-        assert held is not None
-        assert (held.manifest is not None) is group.is_coordinator
-        assert len(held.wrote.tensors) == len(held.wrote.boxes) == 20 + group.is_coordinator
-        assert len(held.wrote.grids) == len(held.wrote.tensors)
-
-    ThreadedGroup.run(4, run)

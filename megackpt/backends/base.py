@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
-from megackpt.planning.cache import Resumed
 from megackpt.planning.manifest import (
     Bool,
     Declarations,
@@ -23,7 +22,7 @@ from megackpt.planning.manifest import (
     SavePlan,
     WriteResult,
 )
-from megackpt.planning.save_plan import SavePolicy, plan_again, plan_save, tiled
+from megackpt.planning.save_plan import SavePolicy, plan_save
 from megackpt.runtime.storage import Storage
 
 CONFIG = "metadata.json"
@@ -263,20 +262,6 @@ def plan_in_format(
     plans, manifest = plan_save(parts, in_format(backend, policy), validate)
     places = backend.layout(manifest)
     return plans if places is None else [plan.placed(places) for plan in plans], manifest
-
-
-def plan_of_stored(
-    backend: Backend, declared: Declarations, resumed: Resumed, policy: SavePolicy, ranks: int, validate: bool
-) -> SavePlan | None:
-    """What ``plan_in_format`` gave a rank whose declarations were these when it wrote what it has loaded since.
-
-    None where this cannot be told; ``planning.save_plan.plan_again`` says why.
-    """
-    if type(backend).layout is not Backend.layout:
-        return None  # it chooses places, with all tensors in view
-    if resumed.manifest is not None and not tiled(resumed.manifest, ranks, validate):
-        return None
-    return plan_again(declared, resumed.wrote, in_format(backend, policy))
 
 
 def in_format(backend: Backend, policy: SavePolicy) -> SavePolicy:

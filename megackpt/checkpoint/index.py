@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import struct
-from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,8 +67,6 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
         "text": [len(keys), len(files)],
         "columns": {name: layout.fields() for name, (layout, _) in packed.items()},
     }
-    if manifest.fingerprints:  # readers that do not know this field pass it over
-        head["fingerprints"] = b64encode(manifest.fingerprints).decode()
     text = json.dumps(head, separators=(",", ":")).encode()
     parts = [_START.pack(MAGIC, VERSION, len(text)), text]
     parts += [part for _, blobs in packed.values() for part in blobs]

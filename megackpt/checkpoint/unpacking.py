@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
-    FINGERPRINT_SIZE,
     ITEMSIZE,
     LARGEST,
     MOST_AXES,
@@ -62,7 +60,6 @@ class Head:
     derived: bool  # lengths of tensor chunks follow from their boxes; the column has those of objects only
     text: tuple[int, int]  # bytes of all keys, bytes of all file names
     layouts: dict[str, Layout]
-    fingerprints: bytes  # of all ranks; nothing in an index of before they were kept
 
 
 def parse_head(text: bytes) -> Head:
@@ -83,7 +80,6 @@ def parse_head(text: bytes) -> Head:
             head["derived"] is True,
             (_natural(keys), _natural(files)),
             {n: Layout.parse(columns[n]) for n in column_names(axes)},
-            b64decode(_string(head.get("fingerprints", "")), validate=True),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         damaged(f"its head makes no sense ({type(error).__name__}: {error})")
@@ -110,8 +106,6 @@ def _check_head(head: Head) -> None:
         damaged(f"unknown dtypes {unknown}")
     if any(len(checksum) != DIGEST_SIZE for _, checksum in head.small.values()):
         damaged("a digest of a small file has the wrong length")
-    if len(head.fingerprints) % FINGERPRINT_SIZE:
-        damaged("fingerprints of ranks are cut off")
     _check_names(list(head.small))
 
 
@@ -150,7 +144,6 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
         head.encoding,
         head.backend,
         head.save_id,
-        head.fingerprints,
     )
 
 

@@ -116,6 +116,8 @@ class Conversion:
             told += [
                 (*pair, opened.storage.modified(pair[0])) for pair in zip(manifest.files, sizes, strict=True)
             ]
+        # A conversion by another table of names is another one, even where the chunks are alike.
+        told.append(repr(sorted(getattr(opened.backend, "made_of", {}).items())))
         told += [
             self.backend.name,
             self.backend.version,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -16,7 +15,6 @@ from megackpt.checkpoint import Opened, as_read_by
 from megackpt.errors import BackendError, MismatchError
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import (
-    FINGERPRINT_SIZE,
     Chunks,
     LoadPlan,
     Manifest,
@@ -55,8 +53,6 @@ def seen_through(table: Table, opened: Opened) -> Opened:
     if problems:
         raise MismatchError("\n".join(problems))
     seen = chunks.manifest(list(entries.values()), manifest)
-    told = repr(sorted(made_of.items())).encode()  # so that a conversion by another table is another one
-    seen = replace(seen, fingerprints=blake2b(told, digest_size=FINGERPRINT_SIZE).digest())
     return replace(opened, backend=_Seen(opened.backend, manifest, made_of), manifest=seen)
 
 

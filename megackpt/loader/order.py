@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from megackpt import collector, events
 from megackpt.backends.base import Backend
@@ -19,7 +18,6 @@ from megackpt.loader.asking import Asked, KeyMap, Terms, Told, judge
 from megackpt.loader.reading import Reading, landing_of
 from megackpt.loader.sharing import Sharing, exchange, who_share
 from megackpt.planning.box import Int64
-from megackpt.planning.cache import Resumed, cache_of
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
 from megackpt.planning.sharing import Share, plan_sharing
@@ -124,7 +122,7 @@ class _Load:
     request: Attempt[_Request]
 
     def run(self) -> Any:
-        directory, manifest, load_id = self.group.broadcast("open", self.open)
+        directory, manifest = self.group.broadcast("open", self.open)
         part = _Part(self, directory, manifest)
         missing, shared = self.group.reduce_broadcast("compare", part.compare, part.judge)
         if shared:
@@ -135,13 +133,12 @@ class _Load:
         else:
             total = self.group.reduce_broadcast("read", part.read, _total)
         events.here().operation.bytes = total
-        cache_of(self.group).resumed = part.resumed(load_id)
         if StrictHandling.requires_returning_mismatch_keys(self.request.get().terms.strict):
             return part.state, missing, part.asked.unexpected
         return part.state
 
     @events.stage("open")
-    def open(self) -> tuple[str, Manifest, str]:
+    def open(self) -> tuple[str, Manifest]:
         request = self.request.get()
         try:
             manifest = open_checkpoint(request.directory, request.asked).manifest
@@ -153,7 +150,7 @@ class _Load:
                 "is the directory shared between all hosts?)"
             ) from error
         events.here().operation.id = manifest.save_id
-        return request.directory, manifest, uuid4().hex
+        return request.directory, manifest
 
 
 class _Part:
@@ -228,11 +225,6 @@ class _Part:
     def _fetch(self, plan: LoadPlan) -> None:
         self.landing = landing_of(self.asked.wanted, self.manifest, self.asked.tensors())
         self.load.request.get().reading.fetch(self.root, self.backend, plan, self.landing)
-
-    def resumed(self, load_id: str) -> Resumed | None:
-        """What the next save needs to go on with the plan that this checkpoint was written with."""
-        group, declared = self.load.group, self.asked.declared.tensors
-        return Resumed.of(self.manifest, load_id, group.rank, group.size, declared)
 
 
 def _by_rank(parts: Sequence[Mapping[int, int]]) -> dict[tuple[int, int], int]:

@@ -1,11 +1,9 @@
-"""Same declarations, same plan: a fingerprint of what a rank declares, the plans made earlier, and those of the
-checkpoint that was loaded last."""
+"""Same declarations, same plan: a fingerprint of what a rank declares, and the plans made earlier."""
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha1
 from itertools import count
@@ -15,16 +13,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from megackpt.planning.manifest import (
-    FINGERPRINT_SIZE,
     Declarations,
     Manifest,
     SavePlan,
-    TensorEntry,
     TensorMeta,
 )
-from megackpt.planning.save_plan import Wrote
-
-logger = logging.getLogger(__name__)
 
 
 def fingerprint(declared: Declarations, extra: str = "") -> int:
@@ -59,12 +52,7 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
         declared.rank,
     ):
         hasher.update(repr(column.shape).encode() + np.ascontiguousarray(column).tobytes())
-    return int.from_bytes(hasher.digest()[:FINGERPRINT_SIZE], "little") >> 1
-
-
-def joined(fingerprints: Sequence[int | None]) -> bytes:
-    """Those of all ranks, as an index keeps them: nothing where a rank has none."""
-    return b"" if None in fingerprints else np.array(fingerprints, "<i8").tobytes()
+    return int.from_bytes(hasher.digest()[:8], "little") >> 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,47 +93,20 @@ class CachedPlan:
         return uuid5(NAMESPACE_OID, f"{self.plan_id} {next(self._uses)}").hex
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Resumed:
-    """What a rank remembers of the checkpoint that it has loaded, for the first save that declares what that one did.
-
-    ``plan_id`` names this load, the same on all ranks and no other load's.
-    """
-
-    plan_id: str
-    fingerprint: int
-    wrote: Wrote
-    manifest: Manifest | None  # on the coordinator: without places
-    uses: Iterator[int] = field(default_factory=count)  # of all plans that threads derive from it
-
-    @classmethod
-    def of(
-        cls, manifest: Manifest, plan_id: str, rank: int, ranks: int, declared: Sequence[TensorEntry]
-    ) -> Resumed | None:
-        """None where another number of ranks wrote it, or nobody told what was declared."""
-        if len(manifest.fingerprints) != FINGERPRINT_SIZE * ranks:
-            return None
-        prints = np.frombuffer(manifest.fingerprints, "<i8")
-        kept = manifest.unlocated() if rank == 0 else None
-        return cls(plan_id, int(prints[rank]), Wrote.of(manifest, rank, declared), kept)
-
-
 class PlanCache:
-    """The plans of the last few different declarations of one rank, and what it has loaded since."""
+    """The plans of the last few different declarations of one rank."""
 
     def __init__(self, size: int = 4) -> None:
         if size < 1:
             raise ValueError(f"a cache of {size} plans holds nothing; size must be at least 1")
         self._size = size
         self._plans: OrderedDict[int, CachedPlan] = OrderedDict()
-        self.resumed: Resumed | None = None
 
     def get(self, fingerprint: int) -> CachedPlan | None:
         """The plan made for these declarations, or None."""
         held = self._plans.pop(fingerprint, None)
         if held is not None:
             self._plans[fingerprint] = held  # the last one now
-            self._known(fingerprint)
         return held
 
     def put(
@@ -153,37 +114,13 @@ class PlanCache:
     ) -> CachedPlan:
         """Keep the plan of a new planning round, unless there is no fingerprint to find it by."""
         held = CachedPlan(plan_id, plan, manifest)
-        return held if fingerprint is None else self._kept(fingerprint, held)
-
-    def _kept(self, fingerprint: int, held: CachedPlan) -> CachedPlan:
-        """The one unused for longest makes room."""
+        if fingerprint is None:
+            return held
         self._plans.pop(fingerprint, None)
         self._plans[fingerprint] = held
-        self._known(fingerprint)
         while len(self._plans) > self._size:
             self._plans.popitem(last=False)
         return held
-
-    def derived(self, fingerprint: int, derive: Callable[[Resumed], SavePlan | None]) -> CachedPlan | None:
-        """The plan that the checkpoint loaded last was written with, if it was one of these declarations."""
-        resumed = self.resumed
-        if resumed is None or resumed.fingerprint != fingerprint:
-            return None
-        self.resumed = None  # it is tried once
-        plan = derive(resumed)
-        if plan is None:
-            logger.debug(
-                "what was loaded declared the same, but does not tell who planned what: planning anew"
-            )
-            return None
-        return self._kept(
-            fingerprint, CachedPlan(resumed.plan_id, plan, resumed.manifest, _uses=resumed.uses)
-        )
-
-    def _known(self, fingerprint: int) -> None:
-        resumed = self.resumed  # which another thread may take away meanwhile
-        if resumed is not None and resumed.fingerprint == fingerprint:
-            self.resumed = None
 
 
 _caches: WeakKeyDictionary[Hashable, PlanCache] = WeakKeyDictionary()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megackpt.errors import ShardingError, some
-from megackpt.planning.box import Boxes, Int64, cut, group_equal, largest_divisor, regular_grids, runs
-from megackpt.planning.coverage import check, shapes_table, uncovered, unsaved
+from megackpt.planning.box import Boxes, Int64, cut, largest_divisor, regular_grids, runs
+from megackpt.planning.coverage import check, shapes_table
 from megackpt.planning.dedup import assign
 from megackpt.planning.manifest import (
     DIGEST_SIZE,
     Bool,
     Chunks,
     Declarations,
-    Int32,
     Manifest,
     SavePlan,
     TensorEntry,
@@ -53,28 +52,6 @@ class SavePolicy:
     def __post_init__(self) -> None:
         if min(self.cell_bytes, 1 if self.max_item_bytes is None else self.max_item_bytes) < 1:
             raise ValueError(f"max_item_bytes and cell_bytes must be positive: {self}")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Wrote:
-    """What one rank wrote of a stored checkpoint, and what is stored of the tensors that it is known to declare."""
-
-    rank: int
-    tensors: tuple[TensorEntry, ...]
-    number: Int32  # of each of these in the manifest's own table
-    tensor: Int32  # of each chunk, in `tensors`
-    boxes: Boxes
-    grids: Mapping[TensorEntry, Grid]  # of these and of those declared, where they are stored
-
-    @classmethod
-    def of(cls, manifest: Manifest, rank: int, declared: Collection[TensorEntry]) -> Wrote:
-        chunks = manifest.chunks
-        rows = np.flatnonzero(chunks.writer == rank)
-        number, tensor = np.unique(chunks.tensor[rows], return_inverse=True)
-        entries = tuple(manifest.tensors[n] for n in number.tolist())
-        chosen = dict(zip(manifest.tensors, manifest.grids, strict=True))
-        grids = {entry: chosen[entry] for entry in (*entries, *declared) if entry in chosen}
-        return cls(rank, entries, number, tensor.astype(np.int32), chunks.boxes.take(rows), grids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,93 +109,6 @@ def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:
     ]
     if wrong:
         raise ShardingError(some(wrong, between="\n"))
-
-
-def plan_again(declared: Declarations, wrote: Wrote, policy: SavePolicy) -> SavePlan | None:
-    """The plan that ``plan_save`` would give this rank, found in what it wrote when it declared just the same.
-
-    None where it cannot be told exactly: ranks shared cells, or the format cut what was planned.
-    """
-    table = {entry: i for i, entry in enumerate(declared.tensors)}
-    if not wrote.grids.keys() >= table.keys() >= set(wrote.tensors):
-        return None
-    tensors = np.array([table[entry] for entry in wrote.tensors], np.int64)
-    grids = tuple(map(wrote.grids.get, declared.tensors))
-    width = max(wrote.boxes.width, declared.boxes.width)
-    rows = _writable(declared, policy.balance)
-    rows = rows[np.isin(declared.tensor[rows], tensors)]
-    items = _Items(rows, declared.boxes.take(rows).widened(width))
-    stored, owner = wrote.boxes.widened(width), tensors[wrote.tensor]
-    volume = int(stored.volume.sum())
-    if policy.gridded:
-        cells = _padded(grids, width)
-        items = _cut(items, cells[declared.tensor[rows]], np.zeros((len(rows), width), np.int64))
-        stored = _whole_cells(stored, cells[owner], shapes_table(declared.tensors, width)[owner])
-    elif policy.max_item_bytes is not None:
-        items = _cut(items, _piece_shapes(declared, items, policy.max_item_bytes), items.boxes.offset)
-    found = _found(declared.tensor[items.row], items.boxes, owner, stored)
-    if found is None or not np.isin(items.row[~found], items.row[found], invert=True).all():
-        return None
-    items = items.take(np.flatnonzero(found))
-    if int(items.boxes.volume.sum()) != volume:
-        return None
-    items = items.take(_plan_order(declared, items, np.zeros(len(items.row), np.int64)))
-    number = np.full(len(declared.tensors), -1, np.int32)
-    number[tensors] = wrote.number
-    tensor = declared.tensor[items.row]
-    source = items.row.astype(np.int32)
-    return SavePlan(wrote.rank, declared.tensors, grids, tensor, items.boxes, source, numbers=number[tensor])
-
-
-def tiled(manifest: Manifest, ranks: int, thorough: bool) -> bool:
-    """Do the chunks of a stored checkpoint make a save by this many ranks, as ``plan_save`` demands of what they
-    declare?"""
-    chunks, count = manifest.chunks, len(manifest.chunks)
-    if len(np.unique(chunks.tensor)) < len(manifest.tensors):
-        return False
-    if count and not 0 <= chunks.writer.min() <= chunks.writer.max() < ranks:
-        return False
-    held = Declarations.of_boxes(manifest.tensors, chunks.tensor, chunks.boxes, np.zeros(count, np.int64))
-    return not (uncovered if thorough else unsaved)(held)
-
-
-def _writable(declared: Declarations, balance: bool) -> Int64:
-    """Of each shard that a rank declares the row that it would write: as ``assign`` chooses, were it chosen."""
-    shards = declared.shards()
-    main = np.flatnonzero(declared.main[shards.order])
-    mains = shards.order[main[runs(shards.number[main])[:-1]]]
-    if not balance:
-        return np.sort(mains)
-    is_object = np.array([entry.meta.is_object for entry in declared.tensors], np.bool_)
-    tensors = shards.first[~is_object[declared.tensor[shards.first]]]
-    return np.sort(np.concatenate([tensors, mains[is_object[declared.tensor[mains]]]]))
-
-
-def _padded(grids: Sequence[Grid], width: int) -> Int64:
-    """The cells of these grids, (n, width); without one, as objects are, a cell is one element."""
-    cells = np.ones((len(grids), width), np.int64)
-    for number, grid in enumerate(grids):
-        cells[number, : len(grid or ())] = grid or ()
-    return cells
-
-
-def _whole_cells(boxes: Boxes, cells: Int64, whole: Int64) -> Boxes:
-    """The cells in which these boxes begin, up to the end of their tensors."""
-    offset = boxes.offset // cells * cells
-    return Boxes(offset, np.minimum(cells, whole - offset))
-
-
-def _found(tensor: Int32, boxes: Boxes, owner: Int64, stored: Boxes) -> Bool | None:
-    """Which boxes are stored; None where one that is stored is not among them, or is there twice."""
-    count = len(boxes)
-    groups = group_equal(np.concatenate([tensor, owner]), Boxes.concat([boxes, stored]))
-    ours = np.bincount(groups.number, groups.order < count, len(groups))
-    theirs = np.bincount(groups.number, groups.order >= count, len(groups))
-    if (ours[theirs > 0] != 1).any():
-        return None
-    found = np.zeros(count, np.bool_)
-    found[groups.first[(ours == 1) & (theirs > 0)]] = True
-    return found
 
 
 def _without_empty(declared: Declarations, rows: Int64) -> Int64:

@@ -16,10 +16,10 @@ import torch
 
 from megackpt import tree
 from megackpt.adapters.param_groups import HeldGroup, held_groups
-from megackpt.backends.base import Backend, in_format, plan_of_stored
+from megackpt.backends.base import Backend, in_format
 from megackpt.errors import ShardingError
-from megackpt.planning.cache import CachedPlan, PlanCache, Resumed, fingerprint
-from megackpt.planning.manifest import Declarations, SavePlan
+from megackpt.planning.cache import fingerprint
+from megackpt.planning.manifest import Declarations
 from megackpt.planning.save_plan import SavePolicy
 from megackpt.runtime.collectives import Group, attempt, domain_of
 from megackpt.saver.notices import check_common_size
@@ -181,23 +181,6 @@ class Request:
             if len(blob) <= room:
                 room -= len(blob)
                 self.blobs.update(dict.fromkeys(alike, blob))
-
-    def known(self, cache: PlanCache, ranks: int) -> CachedPlan | None:
-        """The plan of an earlier save that declared the same, or the one that what was loaded last was written with."""
-        told = self.fingerprint
-        if told is None:
-            return None
-        held = cache.get(told)
-        if held is not None:
-            return held
-
-        def derive(resumed: Resumed) -> SavePlan | None:
-            return plan_of_stored(self.backend, self.declared, resumed, self.policy, ranks, self.checked)
-
-        found = attempt(lambda: cache.derived(told, derive))
-        if found.error is not None:
-            logger.debug("no plan can be told from what was loaded: %s", found.error)
-        return found.value
 
     def vote_on_groups(self, *, abstain: bool) -> list[int]:
         """Two numbers whose least of all ranks are opposites exactly if the groups of all that vote are alike; others

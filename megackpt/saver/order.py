@@ -24,8 +24,8 @@ from megackpt.backends.base import Source, plan_in_format
 from megackpt.checkpoint import Place, absolute, begin, commit
 from megackpt.checkpoint.writing import Writing
 from megackpt.errors import CheckpointingException, RankLost
-from megackpt.planning.cache import Contents, cache_of, joined
-from megackpt.planning.manifest import Declarations, Int32, Manifest, SavePlan, WriteResult
+from megackpt.planning.cache import Contents, cache_of
+from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.runtime.async_calls import AsyncRequest, Pending, Task, ThreadWorker
 from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, Mark, attempt, group_over
 from megackpt.runtime.collectives.failures import DEPARTURES
@@ -122,7 +122,6 @@ class _Declared:
     directory: str
     format: str
     declarations: Declarations
-    fingerprint: int | None
     common: bytes  # digest of the compared view of the common state
     needed: Mapping[str, HeldGroup]
 
@@ -149,7 +148,6 @@ class _Save:
         self.place: Attempt[Place] = Attempt(None)
         self.manifest: Manifest | None = None
         self.contents: Contents | None = None
-        self.numbers: Int32 | None = None
         self.mark = Mark()
         self.whole = events.begun(events.TOTAL, events.Operation("save", directory, group.rank, group.size))
 
@@ -205,14 +203,15 @@ class _Save:
         else:
             ticket = self.planned()
         self.whole.operation.id = ticket.save_id
-        self.numbers = ticket.plan.numbers
         return ticket
 
     def ticket_held(self) -> _Ticket | None:
         """The plan of an earlier save of these declarations, under an id that all ranks derive alike."""
         request = self.request.value
-        held = None if request is None else request.known(self.cache, self.group.size)
-        if request is None or held is None:
+        if request is None or request.fingerprint is None:
+            return None
+        held = self.cache.get(request.fingerprint)
+        if held is None:
             return None
         self.manifest, self.contents = held.manifest, held.contents
         return _Ticket(held.next_save_id(), request.directory, held.plan_id, held.plan)
@@ -266,9 +265,7 @@ class _Save:
         view = pickled(COMMON, request.compared) if request.checked else b""
         warn_of_untrusted(request.wanted)
         common = blake2b(view).digest()
-        return _Declared(
-            request.directory, request.format, request.declared, request.fingerprint, common, request.needed()
-        )
+        return _Declared(request.directory, request.format, request.declared, common, request.needed())
 
     @events.stage("plan")
     def plan(self, parts: Sequence[_Declared]) -> list[_Ticket]:
@@ -279,8 +276,8 @@ class _Save:
         request.store(groups_to_store(request.groups, [p.needed for p in parts]))
         declared = [p.declarations for p in parts]
         plans, manifest = plan_in_format(request.backend, declared, request.policy, request.checked)
-        self.manifest = replace(manifest, fingerprints=joined([p.fingerprint for p in parts]))
-        place.announce(request.backend.files(self.group.size, self.manifest))
+        self.manifest = manifest
+        place.announce(request.backend.files(self.group.size, manifest))
         plan_id = uuid.uuid4().hex
         own, view = parts[0].common, b""
         if any(p.common != own for p in parts):
@@ -356,9 +353,7 @@ class _Save:
 
     def conclude(self, task: Task[WriteResult]) -> None:
         """All ranks have written, or some have failed."""
-        self.whole.operation.bytes = self.group.reduce_broadcast(
-            "write", lambda: task.get().numbered(self.numbers), self.commit
-        )
+        self.whole.operation.bytes = self.group.reduce_broadcast("write", task.get, self.commit)
         events.over(self.whole)
 
     @events.stage("commit")

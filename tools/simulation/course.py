@@ -16,7 +16,7 @@ from megackpt.backends.ranges import read_raw
 from megackpt.checkpoint import decode_index, encode_index
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import FINGERPRINT_SIZE, Declarations, Manifest
+from megackpt.planning.manifest import Declarations, Manifest
 from megackpt.planning.save_plan import SavePolicy
 from megackpt.runtime.storage import FileReader, LocalStorage, Storage, digest
 from simulation.again import Again, simulate_again
@@ -103,8 +103,7 @@ def simulate_save(
         plans, planned = plan_in_format(backend, received, SavePolicy(), validate)
     with clock("tell"):
         scattered = np.array([len(pickle.dumps(replace(p, tensors=()), protocol=5)) for p in plans], np.int64)
-    # Fingerprints have a size, whatever they are.
-    planned = replace(_with_common(planned, common), fingerprints=bytes(FINGERPRINT_SIZE * job.ranks))
+    planned = _with_common(planned, common)
     with clock("locate"):
         manifest = located(backend, plans, planned)
     small, index, plain = _contents(clock, backend, manifest)
@@ -124,7 +123,7 @@ def simulate_save(
         index=index,
         plain_index=plain,
         chunks=len(manifest.chunks),
-        again=simulate_again(backend, received, plans, manifest),
+        again=simulate_again(backend, received, manifest),
     )
 
 

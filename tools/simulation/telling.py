@@ -140,19 +140,14 @@ def _save(save: Save) -> Iterator[Block]:
 
 
 def _planning(save: Save) -> list[list[str]]:
-    """A miss beside a hit (P11), and beside the first save after a load."""
+    """A miss beside a hit (P11)."""
     again, anew = save.again, sum(save.seconds[step] for step in ("receive", "plan", "tell"))
     known = _milliseconds(again.fingerprint)
     rows = [
         ["planned anew", _milliseconds(anew + again.fingerprint), known],
         ["plan used again: a fingerprint and a vote", known, known],
     ]
-    if again.derived is not None and again.coordinator is not None:
-        found = "found in what was loaded" if again.same else "not found in what was loaded: planned anew"
-        first, other = (_milliseconds(again.fingerprint + t) for t in (again.coordinator, again.derived))
-        rows.append([found, first, other])
-    if again.kept is not None and again.contents is not None:
-        rows.append(["what a load keeps for that", "", _milliseconds(again.kept)])
+    if again.contents is not None:
         emitted = _milliseconds(save.seconds["emit"])
         rows.append([f"table of contents used again (made: {emitted})", _milliseconds(again.contents), ""])
     return rows

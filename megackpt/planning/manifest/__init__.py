@@ -15,7 +15,6 @@ from megackpt.planning.manifest.naming import (
     COMMON_KEY as COMMON_KEY,
     DIGEST_BLOCK as DIGEST_BLOCK,
     DIGEST_SIZE as DIGEST_SIZE,
-    FINGERPRINT_SIZE as FINGERPRINT_SIZE,
     ITEMSIZE as ITEMSIZE,
     LARGEST as LARGEST,
     MOST_AXES as MOST_AXES,

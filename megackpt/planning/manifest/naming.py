@@ -18,7 +18,6 @@ COMMON_KEY = "common_state"
 NOMINAL_OBJECT = 1024  # bytes; what an object weighs in planning, as its real size is not known yet
 DIGEST_BLOCK = 1 << 20  # bytes of a chunk that share one digest
 DIGEST_SIZE = 16  # xxh3-128
-FINGERPRINT_SIZE = 8  # bytes of what tells a rank's declarations from others
 
 ITEMSIZE: dict[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),

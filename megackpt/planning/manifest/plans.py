@@ -37,8 +37,7 @@ class SavePlan:
     """One rank's part of a save. Rows stand in the order in which the rank should write them.
 
     ``places``, for formats that keep each tensor whole in a file that all ranks write into, tells where each of
-    ``tensors`` begins (None: nowhere in particular); see ``Backend.layout``. ``numbers``, where no coordinator made
-    this plan (see ``plan_again``), tells for each row its tensor's number in the manifest. It stays with the rank.
+    ``tensors`` begins (None: nowhere in particular); see ``Backend.layout``.
     """
 
     rank: int
@@ -48,7 +47,6 @@ class SavePlan:
     boxes: Boxes
     source: Int32
     places: tuple[Location | None, ...] | None = None
-    numbers: Int32 | None = None
 
     def __len__(self) -> int:
         return len(self.tensor)

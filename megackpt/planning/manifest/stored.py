@@ -18,7 +18,7 @@ class WriteResult:
 
     A format may cut a row (``item``) into several pieces, whose ``boxes`` (global coordinates) tile the row's.
     ``digests`` holds ceil(length / DIGEST_BLOCK) rows for each piece, in order: xxh3-128 of each block of
-    its raw bytes (for objects: of the blob's bytes). ``tensor`` is filled in by the saver, see ``numbered``.
+    its raw bytes (for objects: of the blob's bytes).
     """
 
     item: Int64
@@ -28,11 +28,6 @@ class WriteResult:
     start: Int64
     length: Int64
     digests: Digests
-    tensor: Int32 | None = None  # number in the manifest's table, where the coordinator has no plan
-
-    def numbered(self, numbers: Int32 | None) -> WriteResult:
-        """With the tensors that the plan's rows are of, where it tells (``SavePlan.numbers``)."""
-        return self if numbers is None else replace(self, tensor=numbers[self.item])
 
     @classmethod
     def of_rows(
@@ -114,8 +109,7 @@ class Manifest:
     ``encoding`` tells how a chunk's location is to be understood: ``"raw"`` = the C-order bytes of its box
     (for objects: of the blob); ``"native"`` = however the format keeps it (only its backend can tell);
     ``"noted"`` = raw, but for a common state that is what an author noted in a file: ``load`` leaves it out.
-    ``save_id`` is the uuid (hex) of the save that wrote it, or empty for foreign checkpoints. ``fingerprints``, 8 bytes
-    a rank, tell what the ranks declared to it (see planning/cache.py), or nothing.
+    ``save_id`` is the uuid (hex) of the save that wrote it, or empty for foreign checkpoints.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -125,7 +119,6 @@ class Manifest:
     encoding: str = "raw"
     backend: tuple[str, int] = ("", 0)
     save_id: str = ""
-    fingerprints: bytes = field(default=b"", repr=False)
 
     @classmethod
     def of(cls, tensors: Iterable[TensorEntry], rows: Sequence[tuple[int, Box, str, int, int]]) -> Manifest:
@@ -168,16 +161,12 @@ class Manifest:
     def located(self, results: Sequence[WriteResult]) -> Manifest:
         """This manifest with the pieces that the ranks report as its chunks.
 
-        The chunks must stand in the order of plan_save: rank by rank, and within a rank in the plan's order; but
-        where the pieces tell their tensors themselves (``WriteResult.tensor``).
+        The chunks must stand in the order of plan_save: rank by rank, and within a rank in the plan's order.
         """
         files: dict[str, int] = {}
         file = [renumbered(r.file, r.files, files) for r in results]
         first = np.searchsorted(self.chunks.writer, np.arange(len(results))).tolist()
-        tensor = [
-            self.chunks.tensor[r.item + begin] if r.tensor is None else r.tensor
-            for r, begin in zip(results, first, strict=True)
-        ]
+        tensor = [self.chunks.tensor[r.item + begin] for r, begin in zip(results, first, strict=True)]
         chunks = Chunks(
             joined(tensor, np.int32),
             Boxes.concat([r.boxes for r in results]).widened(self.chunks.boxes.width),
@@ -188,16 +177,6 @@ class Manifest:
             digests=np.concatenate([r.digests for r in results] or [np.zeros((0, DIGEST_SIZE), np.uint8)]),
         )
         return replace(self, chunks=chunks, files=tuple(files))
-
-    def unlocated(self) -> Manifest:
-        """This manifest as it was planned: with the chunks and who wrote them, without places and digests."""
-        chunks = replace(
-            self.chunks,
-            file=np.full(len(self.chunks), -1, np.int32),
-            start=np.zeros(len(self.chunks), np.int64),
-            digests=np.zeros((0, DIGEST_SIZE), np.uint8),
-        )
-        return replace(self, chunks=chunks, files=(), save_id="")
 
 
 class TensorParts:
