@@ -376,6 +376,25 @@ class TestHostile:
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize(
+        "pickled",
+        [
+            b"(%(getattr)b2%(red)bt.",  # getattr, copied and called once: it stays below the member
+            b"(%(getattr)b2%(red)b0cos\nsystem\nt.",
+            b"}%(getattr)b2%(red)bs.",
+            b"(%(getattr)bcos\nsystem\n\x85q\x000(%(colour)bX\x03\0\0\0REDtR0h\x00t.",  # a tuple kept aside
+        ],
+    )
+    def test_names_given_to_getattr_are_no_values(self, pickled: bytes) -> None:
+        colour = f"c{Colour.__module__}\n{Colour.__qualname__}\n".encode()
+        parts = {
+            b"getattr": b"cbuiltins\ngetattr\n",
+            b"colour": colour,
+            b"red": colour + b"X\x03\0\0\0RED\x86R",
+        }
+        with pytest.raises(UntrustedClass, match="the object holds"):
+            objects.load(archive(b"\x80\x02" + pickled % parts), trusted=(Colour,))
+
+    @pytest.mark.parametrize(
         "call",
         [
             Calls(bytearray, 1 << 40),

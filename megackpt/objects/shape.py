@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.errors import CorruptCheckpoint
+from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.objects.bounds import DEPTH
+from megackpt.objects.finding import refusal
+from megackpt.objects.rules import Name
 from megackpt.objects.standins import StandIn
 
 SIZE = 1 << 27
@@ -23,6 +25,7 @@ _SHARED = 256
 def check_shape(value: Any, levels: int = DEPTH) -> Container[int]:
     """Raise CorruptCheckpoint for a value on which ordinary code would exhaust stack, time or memory.
 
+    Raises UntrustedClass for one that holds a name that was only given to getattr, or getattr itself.
     Returns the identities of all containers in it.
     """
     done: dict[int, tuple[int, int]] = {}  # identity -> depth, size
@@ -67,4 +70,6 @@ def _parts(value: Any) -> Iterable[Any] | None:
         return vars(value).values()
     if isinstance(value, StandIn):
         return (*value.args, value.state)
+    if isinstance(value, Name):
+        raise UntrustedClass(refusal(value.module, value.name))
     return None
