@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import copyreg
 import datetime as dt
 import decimal
 import enum
@@ -40,6 +41,10 @@ class Point:
 
 class Colour(enum.Enum):
     RED = 1
+
+
+def colour_named(name: str) -> Colour:
+    return Colour[name]
 
 
 class Slotted:
@@ -220,6 +225,13 @@ class TestTrust:
         assert point == Point(1)
         assert colour is Colour.RED
         assert slotted.a == 5
+
+    @pytest.mark.parametrize("check", [None, lambda _: None])
+    def test_what_copyreg_says_of_an_enum_holds(
+        self, check: Callable[[Any], None] | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(copyreg.dispatch_table, Colour, lambda member: (colour_named, (member.name,)))
+        assert objects.load(objects.dump(Colour.RED, check), trusted=(colour_named,)) is Colour.RED
 
     def test_torch_safe_globals_are_honoured_and_left_alone(self) -> None:
         with torch.serialization.safe_globals([Point]):
