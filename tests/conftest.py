@@ -111,8 +111,16 @@ class Parent:
         }
         assert self._process.stdin
         assert self._process.stdout
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        codes: list[int | None] = json.loads(self._process.stdout.readline())
+        try:
+            print(json.dumps(order), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:  # the next ranks get another parent
+            ended, self._process = self._process, None
+            ended.communicate(timeout=60)
+            pytest.fail(f"the parent of the ranks ended: exit code {ended.returncode}", pytrace=False)
+        codes: list[int | None] = json.loads(answer)
         return codes
 
     def close(self) -> None:
