@@ -49,6 +49,14 @@ def worker() -> Iterator[ProcessWorker]:
     worker.close()
 
 
+@pytest.fixture
+def patient() -> Iterator[ProcessWorker]:
+    """A worker that does not kill a process which is only slow to stop."""
+    worker = ProcessWorker(grace=PATIENCE)
+    yield worker
+    worker.close()
+
+
 def ended(task: Task[Any]) -> Task[Any]:
     assert task.wait(PATIENCE)
     return task
@@ -200,17 +208,17 @@ def test_a_process_that_dies_while_idle_is_replaced(worker: ProcessWorker) -> No
     assert done(worker, chores.pid) not in (pid, None)
 
 
-def test_a_cancelled_task_stops_and_its_process_stays(worker: ProcessWorker, tmp_path: Path) -> None:
-    first, pid = begun(worker, tmp_path / "first")
+def test_a_cancelled_task_stops_and_its_process_stays(patient: ProcessWorker, tmp_path: Path) -> None:
+    first, pid = begun(patient, tmp_path / "first")
     second: Task[int] = Task(chores.pid, "second")
-    worker.start(second)
+    patient.start(second)
     third: Task[int] = Task(chores.Note(tmp_path, "third"), "third")
-    worker.start(third)
-    worker.stop(third)  # one that has not begun: the one that goes on is left alone
+    patient.start(third)
+    patient.stop(third)  # one that has not begun: the one that goes on is left alone
     assert third.outcome is not None
     assert first.outcome is None
     reason = StorageError("too late")
-    worker.stop(first, reason)
+    patient.stop(first, reason)
     assert first.outcome is not None
     assert first.outcome.error is reason
     assert ended(second).get() == pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.torch_names import without_gloo
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "timeline.py"
 WAYS = ("sync", "process")
@@ -31,11 +30,9 @@ def test_a_save_commits_in_the_call_that_began_it_or_in_a_later_one(tmp_path: Pa
     command += [f"--dir={tmp_path}", *(f"--way={way}" for way in WAYS)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    lines = without_gloo(ended.stdout).splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        "synchronous",
-        "asynchronous, writer process",
-    ]
+    # gloo of torch 2.8 prints there, too, and its lines run into one another.
+    ways = re.findall(r"^((?:a?synchronous)[a-z, ]*):", ended.stdout, re.MULTILINE)
+    assert ways == ["synchronous", "asynchronous, writer process"]
     spans = json.loads((tmp_path / "spans.json").read_text())
     assert os.listdir(tmp_path) == ["spans.json"]
     for way in WAYS:
