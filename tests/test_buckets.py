@@ -93,7 +93,7 @@ def test_the_command_line(bucket: Bucket, url: str, capsys: pytest.CaptureFixtur
     told = {}
     for command in (
         ["ls", f"{bucket.url}/run"], ["ls", url], ["show", url], ["show", url, "--common"], ["verify", url],
-        ["diff", url, other], ["plan", url, "--tp", "4"], ["convert", url, f"{bucket.url}/z", "--to", "zarr"],
+        ["diff", url, other], ["convert", url, f"{bucket.url}/z", "--to", "zarr"],
     ):  # fmt: skip
         assert main(command) == 0, command
         told[" ".join(command)] = capsys.readouterr().out
