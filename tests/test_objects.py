@@ -209,6 +209,11 @@ def test_other_protocols(protocol: int) -> None:
     assert objects.load(buffer.getvalue()) == [b"x", {1}, frozenset((2,)), "y", bytearray(b"z"), {"k": 2**70}]
 
 
+def test_paths_as_python_3_13_names_them() -> None:
+    pickled = b"\x80\x02cpathlib._local\nPosixPath\n(X\x01\0\0\0aX\x01\0\0\0btR."
+    assert objects.load(archive(pickled)) == pathlib.PosixPath("a/b")
+
+
 class TestTrust:
     @pytest.mark.parametrize("value", [Point(1), Colour.RED, Slotted(), Point])
     def test_unknown_classes_are_named_and_not_made(self, value: Any) -> None:

@@ -68,7 +68,11 @@ def _name_in_a_pickle(given: Any) -> str:
 
 
 def renamed(module: str, name: str) -> tuple[str, str]:
-    """torch.save writes protocol 2, in which some things bear the names that they had in Python 2."""
+    """torch.save writes protocol 2, in which some things bear the names that they had in Python 2.
+
+    Python 3.13 pickles paths by the private module that has them there.
+    """
+    module = "pathlib" if module == "pathlib._local" else module
     return NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
 
 

@@ -10,6 +10,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 
 def text(value: str) -> bytes:
@@ -78,7 +79,7 @@ RUNNING: Mapping[str, Callable[[str], bytes]] = {
         named("subprocess", "check_call"), b"]" + b"".join(text(w) + b"a" for w in command.split())
     ),
     "getattr chain": _through_getattr,
-    "pathlib's os": lambda command: called(by_stack("pathlib", "os.system"), text(command)),
+    "pathlib's os": lambda command: called(by_stack(Path.__module__, "os.system"), text(command)),
     "argparse's _os": lambda command: called(by_stack("argparse", "_os.system"), text(command)),
     "torch's sys": lambda command: called(by_stack("torch", "os.system"), text(command)),
     "torch.storage": _load_from_bytes,

@@ -1,4 +1,7 @@
-"""What torch DCP wrote under Debian's Python 3.11.2, where a member of an enum is pickled as a call of getattr."""
+"""What torch DCP writes under Pythons that name things otherwise.
+
+Debian's Python 3.11.2 pickles a member of an enum as a call of getattr, 3.13 a path by the private module it is in.
+"""
 
 from __future__ import annotations
 
@@ -79,3 +82,12 @@ def test_a_getattr_of_anything_else_is_refused(tmp_path: Path) -> None:
         (tmp_path / "c" / ".metadata").write_bytes(table.replace(old, new))
         with pytest.raises((megackpt.UntrustedClass, megackpt.CorruptCheckpoint)):
             megackpt.load_plain_tensors(tmp_path / "c")
+
+
+def test_paths_as_python_3_13_names_them(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    shutil.copytree(FOLDER, tmp_path / "c")
+    table = (FOLDER / ".metadata").read_bytes()
+    assert b"\x8c\x07pathlib\x94" in table
+    table = table.replace(b"\x8c\x07pathlib\x94", b"\x8c\x0epathlib._local\x94")
+    (tmp_path / "c" / ".metadata").write_bytes(table)
+    assert_same(megackpt.load_plain_tensors(tmp_path / "c"), expected)

@@ -89,7 +89,7 @@ def _find(module: str, name: str) -> Rule:
         return Rule(name)  # a dtype; one that is none is found out where it is used as one
     if (module, name) == ("torch.serialization", "_get_layout"):
         return Rule(_layout, _layout)
-    if module == "pathlib" and name.endswith("Path"):
+    if module in ("pathlib", "pathlib._local") and name.endswith("Path"):  # the second: Python 3.13
         return Rule(_path, _path)
     if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
         return Rule(dict, dict, keys=first_of_each) if name == "OrderedDict" else Rule(set, set, keys=each)
