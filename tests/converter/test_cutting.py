@@ -185,5 +185,6 @@ def test_an_excerpt_is_the_manifest_of_some_tensors() -> None:
     assert [entry.key for entry in part.tensors] == ["c", "a"]
     assert part.files == ("f0", "f1", "f3", "f4")
     for key in ("a", "c"):
-        assert part.chunks_of(key) == manifest.chunks_of(key)
+        placed, known = ([(c.box, c.location, c.writer) for c in m.chunks_of(key)] for m in (part, manifest))
+        assert placed == known
     assert TensorParts(manifest).excerpt([]).files == ()
