@@ -114,7 +114,7 @@ def test_plain_data_comes_back() -> None:
         np.array([1, 2**31], ">i8"),
         np.array(["2020-02-29", "NaT"], "M8[D]"),
         np.array([1, -1], ">m8[25us]"),
-        np.array([3], "m8"),
+        np.array([3], "i8").view("m8"),
         np.array([(1, 2.5, b"a"), (3, 4.5, b"bc")], [("x", "i1"), ("y", "<f4"), ("z", "S3")]),
         np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
         np.array([([[1, 2]], "1999")], [("x", ">i4", (1, 2)), ("when", "M8[Y]")]),
