@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from megackpt.adapters.dtensor import sharded as sharded
     from megackpt.bars import progress as progress
     from megackpt.checkpoint import verify as verify
-    from megackpt.converter import convert as convert, remove_sharded_tensors as remove_sharded_tensors
+    from megackpt.converter import (
+        convert as convert,
+        remove_sharded_tensors as remove_sharded_tensors,
+    )
     from megackpt.errors import (
         BackendError as BackendError,
         CheckpointExists as CheckpointExists,
@@ -45,7 +48,10 @@ if TYPE_CHECKING:
     )
     from megackpt.manager import CheckpointManager as CheckpointManager
     from megackpt.planning.strict import StrictHandling as StrictHandling
-    from megackpt.runtime.async_calls import AsyncCallsQueue as AsyncCallsQueue, AsyncRequest as AsyncRequest
+    from megackpt.runtime.async_calls import (
+        AsyncCallsQueue as AsyncCallsQueue,
+        AsyncRequest as AsyncRequest,
+    )
     from megackpt.saver import save as save
     from megackpt.state import (
         LocalNonpersistentObject as LocalNonpersistentObject,
@@ -97,7 +103,12 @@ _HOMES = {
     "planning.strict": ("StrictHandling",),
     "runtime.async_calls": ("AsyncCallsQueue", "AsyncRequest"),
     "saver": ("save",),
-    "state": ("LocalNonpersistentObject", "ShardedObject", "ShardedTensor", "ShardedTensorFactory"),
+    "state": (
+        "LocalNonpersistentObject",
+        "ShardedObject",
+        "ShardedTensor",
+        "ShardedTensorFactory",
+    ),
     "strategies": (
         "FullyParallelLoadStrategyWrapper",
         "FullyParallelSaveStrategyWrapper",
@@ -119,7 +130,9 @@ if not TYPE_CHECKING:
         try:
             home = _HOME_OF[name]
         except KeyError:
-            raise AttributeError(f"module 'megackpt' has no attribute {name!r}") from None
+            raise AttributeError(
+                f"module 'megackpt' has no attribute {name!r}"
+            ) from None
         value = getattr(import_module(f"megackpt.{home}"), name)
         globals()[name] = value
         return value

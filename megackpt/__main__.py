@@ -13,7 +13,9 @@ from megackpt import __version__, errors
 from megackpt.commands import terminal
 from megackpt.commands.answers import Answer, Progress
 
-EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_NOTHING, EXIT_CORRUPT, EXIT_FORMAT, EXIT_STORAGE = range(7)
+EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_NOTHING, EXIT_CORRUPT, EXIT_FORMAT, EXIT_STORAGE = (
+    range(7)
+)
 EXIT_INTERRUPTED, EXIT_PIPE = 130, 141
 
 STATUS = f"""\
@@ -42,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status (see STATUS). Wrong usage leaves through SystemExit."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # keys hold what a terminal's encoding may not
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # keys hold what a terminal's encoding may not
     options = _parser().parse_args(arguments)
     try:
         return _answer(options)
@@ -50,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return EXIT_PIPE
     except (errors.CheckpointingException, OSError) as error:
-        text = str(error).replace("overwrite=True", "--overwrite")  # the name that it has here
+        text = str(error).replace(
+            "overwrite=True", "--overwrite"
+        )  # the name that it has here
         if options.json:
             facts = {"error": {"kind": type(error).__name__, "message": text}}
             try:
@@ -87,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{STATUS}\n\nEach command explains itself: megackpt COMMAND --help.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"megackpt {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"megackpt {__version__}"
+    )
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", parser_class=_Command
     )
@@ -108,7 +116,9 @@ class _Command(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
-_Commands: TypeAlias = "argparse._SubParsersAction[_Command]"  # argparse has no public name for it
+_Commands: TypeAlias = (
+    "argparse._SubParsersAction[_Command]"  # argparse has no public name for it
+)
 
 
 def _command(commands: _Commands, name: str, what: str, more: str = "") -> _Command:
@@ -119,13 +129,17 @@ def _command(commands: _Commands, name: str, what: str, more: str = "") -> _Comm
         epilog=STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--json", action="store_true", help="print facts for programs, as JSON")
+    command.add_argument(
+        "--json", action="store_true", help="print facts for programs, as JSON"
+    )
     return command
 
 
 def _add_ls(commands: _Commands) -> None:
     command = _command(
-        commands, "ls", "the checkpoints of a run: which steps, complete or not, which is the latest"
+        commands,
+        "ls",
+        "the checkpoints of a run: which steps, complete or not, which is the latest",
     )
     command.add_argument("directory", metavar="DIR", nargs="?", default=".")
     command.set_defaults(run=_ls)
@@ -145,13 +159,27 @@ def _add_show(commands: _Commands) -> None:
         "With the key of one entry: where each of its chunks lies.",
     )
     command.add_argument("checkpoint", metavar="CKPT")
-    command.add_argument("key", metavar="KEY", nargs="?", help="one key, or a pattern: 'decoder.*.bias'")
-    command.add_argument("--chunks", action="store_true", help="the layout of every entry shown")
     command.add_argument(
-        "--all", action="store_true", help="on a terminal: every key in full, no tree, no folding"
+        "key", metavar="KEY", nargs="?", help="one key, or a pattern: 'decoder.*.bias'"
     )
-    command.add_argument("--common", action="store_true", help="the common state; no class of it is imported")
-    command.add_argument("--html", metavar="FILE", help="write the shard map, one page that opens offline")
+    command.add_argument(
+        "--chunks", action="store_true", help="the layout of every entry shown"
+    )
+    command.add_argument(
+        "--all",
+        action="store_true",
+        help="on a terminal: every key in full, no tree, no folding",
+    )
+    command.add_argument(
+        "--common",
+        action="store_true",
+        help="the common state; no class of it is imported",
+    )
+    command.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write the shard map, one page that opens offline",
+    )
     command.set_defaults(run=_show)
 
 
@@ -189,10 +217,17 @@ def _add_diff(commands: _Commands) -> None:
     )
     command.add_argument("a", metavar="A")
     command.add_argument("b", metavar="B")
-    command.add_argument("--rtol", type=_tolerance, metavar="RTOL", help="relative tolerance")
-    command.add_argument("--atol", type=_tolerance, metavar="ATOL", help="absolute tolerance")
     command.add_argument(
-        "--select", default="*", metavar="PATTERN", help="only the keys that match: 'decoder.*'"
+        "--rtol", type=_tolerance, metavar="RTOL", help="relative tolerance"
+    )
+    command.add_argument(
+        "--atol", type=_tolerance, metavar="ATOL", help="absolute tolerance"
+    )
+    command.add_argument(
+        "--select",
+        default="*",
+        metavar="PATTERN",
+        help="only the keys that match: 'decoder.*'",
     )
     command.set_defaults(run=_diff)
 
@@ -203,7 +238,9 @@ def _diff(options: argparse.Namespace, progress: Progress) -> Answer:
 
     given = options.rtol is not None or options.atol is not None
     tolerance = Tolerance(options.rtol or 0.0, options.atol or 0.0) if given else None
-    return diff(options.a, options.b, progress, select=options.select, tolerance=tolerance)
+    return diff(
+        options.a, options.b, progress, select=options.select, tolerance=tolerance
+    )
 
 
 def _tolerance(text: str) -> float:

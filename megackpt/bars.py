@@ -43,7 +43,9 @@ class _Drawing:
 
     def __init__(self) -> None:
         # Of the same thread again where a garbage collection within ends a save that was dropped.
-        self._lock = threading.RLock()  # of begin and end; ``follow`` is called under a lock of rich's
+        self._lock = (
+            threading.RLock()
+        )  # of begin and end; ``follow`` is called under a lock of rich's
         self._bars: Bars | None = None
         self._lines: dict[events.Operation, _Line] = {}
         self._going = 0
@@ -60,7 +62,9 @@ class _Drawing:
             if self._bars is None:
                 self._bars = bars(sys.stderr, self.follow, transient=False)
                 self._bars.start()
-            self._lines[running] = _Line(self._bars.add_task(running.name, total=None), stage)
+            self._lines[running] = _Line(
+                self._bars.add_task(running.name, total=None), stage
+            )
             self._going += 1
 
     def ended(self, stage: events.Stage) -> None:
@@ -80,9 +84,16 @@ class _Drawing:
             running, stage = line.stage.operation, line.stage
             moving = stage if stage.todo else line.moving
             share = f" (rank 0 of {running.ranks})" if running.ranks > 1 else ""
-            drawn.update(line.task, description=f"{running.name}{share}: {stage.ended or stage.name}")
+            drawn.update(
+                line.task,
+                description=f"{running.name}{share}: {stage.ended or stage.name}",
+            )
             if moving.todo:
-                drawn.update(line.task, completed=moving.done, total=max(moving.todo, moving.done))
+                drawn.update(
+                    line.task,
+                    completed=moving.done,
+                    total=max(moving.todo, moving.done),
+                )
 
 
 class _Line:
@@ -98,7 +109,9 @@ class _Line:
         self.stage = stage
 
 
-def bars(stream: TextIO, follow: Callable[[Bars], None] | None = None, transient: bool = True) -> Bars:
+def bars(
+    stream: TextIO, follow: Callable[[Bars], None] | None = None, transient: bool = True
+) -> Bars:
     """rich's bars with bytes and their rate. ``follow`` is called with them each time they are about to be drawn."""
     from rich.console import Console
     from rich.progress import (

@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _lock = threading.Lock()
-_holders = [0, False]  # how many hold it off (ranks may be threads), and whether it was on before
+_holders = [
+    0,
+    False,
+]  # how many hold it off (ranks may be threads), and whether it was on before
 
 
 @contextmanager
@@ -45,4 +48,6 @@ def _forked() -> None:
 
 
 # A process that is forked meanwhile has its own heap to see to.
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forked)
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forked
+)

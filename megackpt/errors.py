@@ -96,7 +96,11 @@ class RankLost(RankFailure):
     """Ranks did not answer in time, or are gone. What they still do to the disk, nobody knows."""
 
 
-def some(items: Sequence[object], shown: int = 20, between: str = "; ", others: str = "more") -> str:
+def some(
+    items: Sequence[object], shown: int = 20, between: str = "; ", others: str = "more"
+) -> str:
     """The first of these in words, and how many others there are."""
     told = [str(item) for item in items[:shown]]
-    return between.join([*told, f"and {len(items) - shown} {others}"] if len(items) > shown else told)
+    return between.join(
+        [*told, f"and {len(items) - shown} {others}"] if len(items) > shown else told
+    )

@@ -115,7 +115,9 @@ class Watch:
             if not self._failed:
                 self._failed = True
                 logger.exception(
-                    "the callback %r failed, at %s; its further errors are not told", self._callback, event
+                    "the callback %r failed, at %s; its further errors are not told",
+                    self._callback,
+                    event,
                 )
 
     def stop(self) -> None:
@@ -127,7 +129,10 @@ class Watch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -159,7 +164,9 @@ def viewing(viewer: Viewer) -> Iterator[None]:
 
 
 @contextmanager
-def operation(name: str, path: object, rank: int = 0, ranks: int = 1) -> Iterator[Operation]:
+def operation(
+    name: str, path: object, rank: int = 0, ranks: int = 1
+) -> Iterator[Operation]:
     """All that this thread does within belongs to one operation."""
     whole = begun(TOTAL, Operation(name, str(path), rank, ranks))
     with _ending(whole), within(whole):
@@ -202,7 +209,11 @@ def over(step: Stage, raised: BaseException | None = None) -> None:
     if step.ended:
         return
     whole = step.name == TOTAL
-    error = None if raised is None else f"{type(raised).__name__}: {told(raised)}".rstrip(": ")
+    error = (
+        None
+        if raised is None
+        else f"{type(raised).__name__}: {told(raised)}".rstrip(": ")
+    )
     if whole:
         step.done = step.operation.bytes
         error = error or step.operation.problem

@@ -33,10 +33,15 @@ def order_of_cuts(tensor: DTensor) -> tuple[int, ...] | None:
 
     cuts = getattr(tensor._spec, "shard_order", None)
     is_decoded = not hasattr(tensor._spec, "use_strided_shard_as_shard_order")
-    if cuts is None or (is_decoded and any(isinstance(p, _StridedShard) for p in tensor.placements)):
+    if cuts is None or (
+        is_decoded and any(isinstance(p, _StridedShard) for p in tensor.placements)
+    ):
         return None
     cutting = [dim for entry in cuts for dim in entry.mesh_dims]
-    return (*cutting, *(dim for dim in range(tensor.device_mesh.ndim) if dim not in cutting))
+    return (
+        *cutting,
+        *(dim for dim in range(tensor.device_mesh.ndim) if dim not in cutting),
+    )
 
 
 @lru_cache(maxsize=1)

@@ -80,7 +80,9 @@ def hollow(like: Any) -> Any:
     return [{} if isinstance(value, dict) else None for value in like]
 
 
-def graft(target: Any, path: Path, leaf: Any, like: Any, *, replace: bool = False) -> None:
+def graft(
+    target: Any, path: Path, leaf: Any, like: Any, *, replace: bool = False
+) -> None:
     """Put ``leaf`` at ``path`` into ``target``, in place.
 
     Containers that are missing on the way are made as they are in ``like``, a tree that has this path; so
@@ -93,9 +95,13 @@ def graft(target: Any, path: Path, leaf: Any, like: Any, *, replace: bool = Fals
         if vacant(child):
             target[key] = child = hollow(like)
         elif isinstance(child, dict) != isinstance(like, dict) or not is_branch(child):
-            raise ValueError(f"{show(path[:depth])} is a {_kind(child)} here and a {_kind(like)} there")
+            raise ValueError(
+                f"{show(path[:depth])} is a {_kind(child)} here and a {_kind(like)} there"
+            )
         elif isinstance(child, list) and len(child) != len(like):
-            raise ValueError(f"{show(path[:depth])} is a list of {len(child)} here and of {len(like)} there")
+            raise ValueError(
+                f"{show(path[:depth])} is a list of {len(child)} here and of {len(like)} there"
+            )
         target = child
     key = path[-1]
     present = target.get(key) if isinstance(target, dict) else target[key]
@@ -122,7 +128,9 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
     while todo:
         source, target, depth = todo.pop()
         if depth > MAX_DEPTH:
-            raise ShardingError(f"nested deeper than {MAX_DEPTH} levels: does a container hold itself?")
+            raise ShardingError(
+                f"nested deeper than {MAX_DEPTH} levels: does a container hold itself?"
+            )
         for key, value in items(source):
             if is_branch(value):
                 target[key] = _blank(value)
@@ -178,7 +186,9 @@ def extract_matching_values(
         if not is_branch(value):
             (match if predicate(value) else rest)[key] = value
             continue
-        inner_match, inner_rest = extract_matching_values(value, predicate, return_lists_as_dicts)
+        inner_match, inner_rest = extract_matching_values(
+            value, predicate, return_lists_as_dicts
+        )
         if inner_match:
             match[key] = inner_match
         if inner_rest or not value:
@@ -203,14 +213,23 @@ def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
         elif isinstance(into, list) and isinstance(other, list):
             if len(into) != len(other):
                 sizes = f"{len(into)} and {len(other)}"
-                raise ValueError(f"lists of different lengths ({sizes}) cannot be merged, at {show(path)}")
-            todo += [((*path, i), a, b) for i, (a, b) in enumerate(zip(into, other, strict=True))]
+                raise ValueError(
+                    f"lists of different lengths ({sizes}) cannot be merged, at {show(path)}"
+                )
+            todo += [
+                ((*path, i), a, b)
+                for i, (a, b) in enumerate(zip(into, other, strict=True))
+            ]
         else:
-            raise ValueError(f"both sides hold a value at {show(path)}: {into!r} and {other!r}")
+            raise ValueError(
+                f"both sides hold a value at {show(path)}: {into!r} and {other!r}"
+            )
     return x1
 
 
-def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Path], list[Path], list[tuple[Path, type, type]]]:
+def diff(
+    x1: Any, x2: Any, prefix: Path = ()
+) -> tuple[list[Path], list[Path], list[tuple[Path, type, type]]]:
     """(paths only in x1, paths only in x2, [(path, type in x1, type in x2)] of leaves that differ).
 
     Arrays and tensors are compared by shape and values; two declared shards by their data. Leaves that
@@ -226,7 +245,11 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Path], list[Path], l
             mine, yours = dict(items(a)), dict(items(b))
             left += [(*path, k) for k in mine if k not in yours]
             right += [(*path, k) for k in yours if k not in mine]
-            todo += [((*path, k), v, yours[k]) for k, v in reversed(mine.items()) if k in yours]
+            todo += [
+                ((*path, k), v, yours[k])
+                for k, v in reversed(mine.items())
+                if k in yours
+            ]
         elif _is_declared(a) and type(a) is type(b):
             todo.append(((*path, type(a)), a.data, b.data))
         elif _differ(a, b):

@@ -12,7 +12,10 @@ from typing import Any, ClassVar, Self
 
 import ml_dtypes
 import numpy as np
-from zarr.core.dtype.common import HasEndianness, HasItemSize  # what codecs ask of a data type
+from zarr.core.dtype.common import (
+    HasEndianness,
+    HasItemSize,
+)  # what codecs ask of a data type
 from zarr.dtype import ZDType, data_type_registry
 
 try:
@@ -60,7 +63,9 @@ class _Float(ZDType[Any, Any], HasItemSize):
 
     def to_json(self, zarr_format: int) -> Any:
         return (
-            self._zarr_v3_name if zarr_format == 3 else {"name": self._zarr_v3_name, "object_codec_id": None}
+            self._zarr_v3_name
+            if zarr_format == 3
+            else {"name": self._zarr_v3_name, "object_codec_id": None}
         )
 
     def _check_scalar(self, data: object) -> bool:
@@ -76,12 +81,19 @@ class _Float(ZDType[Any, Any], HasItemSize):
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:  # noqa: ARG002 (the same in both)
         if isinstance(data, str) and data.startswith("0x"):  # the bits themselves
-            return np.array(int(data, 16), f"u{self.item_size}").view(self._native())[()]
-        return self.cast_scalar(_WORDS.get(data, data) if isinstance(data, str) else data)
+            return np.array(int(data, 16), f"u{self.item_size}").view(self._native())[
+                ()
+            ]
+        return self.cast_scalar(
+            _WORDS.get(data, data) if isinstance(data, str) else data
+        )
 
     def to_json_scalar(self, data: object, *, zarr_format: int) -> float | str:  # noqa: ARG002 (the same in both)
         value = float(self.cast_scalar(data))
-        return next((word for word, meant in _WORDS.items() if repr(meant) == repr(value)), value)
+        return next(
+            (word for word, meant in _WORDS.items() if repr(meant) == repr(value)),
+            value,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,5 +126,12 @@ Float8E5M2 = _float8("float8_e5m2")
 Float8E5M2FNUZ = _float8("float8_e5m2fnuz")
 Float8E8M0FNU = _float8("float8_e8m0fnu")
 
-for _kind in (BFloat16, Float8E4M3FN, Float8E4M3FNUZ, Float8E5M2, Float8E5M2FNUZ, Float8E8M0FNU):
+for _kind in (
+    BFloat16,
+    Float8E4M3FN,
+    Float8E4M3FNUZ,
+    Float8E5M2,
+    Float8E5M2FNUZ,
+    Float8E8M0FNU,
+):
     data_type_registry.register(_kind._zarr_v3_name, _kind)

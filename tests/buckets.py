@@ -41,7 +41,12 @@ class Bucket:
 
     def uploads(self) -> list[str]:
         """Uploads in parts that are neither finished nor given up."""
-        return [one["Key"] for one in self.client.list_multipart_uploads(Bucket=self.name).get("Uploads", ())]
+        return [
+            one["Key"]
+            for one in self.client.list_multipart_uploads(Bucket=self.name).get(
+                "Uploads", ()
+            )
+        ]
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +125,9 @@ def line(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     host, port = bucket.endpoint.removeprefix("http://").split(":")
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
         line = Line(f"http://127.0.0.1:{listening.getsockname()[1]}")
-        threading.Thread(target=_accept, args=(listening, line, (host, int(port))), daemon=True).start()
+        threading.Thread(
+            target=_accept, args=(listening, line, (host, int(port))), daemon=True
+        ).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", line.endpoint)
         yield line
         listening.shutdown(socket.SHUT_RDWR)
@@ -132,7 +139,9 @@ def _accept(listening: socket.socket, line: Line, server: tuple[str, int]) -> No
             connection, _ = listening.accept()
         except OSError:
             return  # closed: the test is over
-        threading.Thread(target=_serve, args=(connection, line, server), daemon=True).start()
+        threading.Thread(
+            target=_serve, args=(connection, line, server), daemon=True
+        ).start()
 
 
 def _serve(connection: socket.socket, line: Line, server: tuple[str, int]) -> None:
@@ -146,13 +155,17 @@ def _serve(connection: socket.socket, line: Line, server: tuple[str, int]) -> No
                 continue
             answer = b"" if how == "reset" else _forward(request, server)
             if how in ("reset", "swallow"):
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
                 return
             head, _, body = answer.partition(b"\r\n\r\n")
             if how in ("truncate", "shorten"):
                 body = body[: len(body) // 2]
             if how == "shorten":
-                head = re.sub(rb"(?im)^(content-length:) *\d+", rb"\1 %d" % len(body), head)
+                head = re.sub(
+                    rb"(?im)^(content-length:) *\d+", rb"\1 %d" % len(body), head
+                )
                 if found := re.search(rb"(?im)^content-range: bytes (\d+)-(\d+)", head):
                     last = b"%d" % (int(found[1]) + len(body) - 1)
                     head = head[: found.start(2)] + last + head[found.end(2) :]

@@ -27,11 +27,23 @@ PEERS = ROOT / ".peers"
 LAUNCH = ROOT / "tests" / "launch.py"
 
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
-    "strace": (lambda: shutil.which("strace") is not None, "the strace command is missing"),
+    "strace": (
+        lambda: shutil.which("strace") is not None,
+        "the strace command is missing",
+    ),
     "root": (lambda: os.geteuid() == 0, "needs root"),
-    "browser": (lambda: any(map(shutil.which, ("chromium", "google-chrome"))), "no browser is installed"),
-    "megatron": ((PEERS / "megatron").is_dir, 'megatron-core is missing: "make peers" installs it'),
-    "transformers": ((PEERS / "huggingface").is_dir, 'transformers is missing: "make peers"'),
+    "browser": (
+        lambda: any(map(shutil.which, ("chromium", "google-chrome"))),
+        "no browser is installed",
+    ),
+    "megatron": (
+        (PEERS / "megatron").is_dir,
+        'megatron-core is missing: "make peers" installs it',
+    ),
+    "transformers": (
+        (PEERS / "huggingface").is_dir,
+        'transformers is missing: "make peers"',
+    ),
 }
 
 left_out: Counter[str] = Counter()
@@ -60,15 +72,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    left_out.update(Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - left_out)
+    left_out.update(
+        Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - left_out
+    )
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport() -> Generator[
+    None, pytest.TestReport, pytest.TestReport
+]:
     """Names of files that are no text stand in logs, and xdist's workers can only send text."""
     report = yield
     report.sections = [
-        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+        (name, text.encode(errors="backslashreplace").decode())
+        for name, text in report.sections
     ]
     return report
 
@@ -78,7 +95,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("left out")
         for name, count in sorted(left_out.items()):
             how = "make campaign or make faults" if name == "campaign" else "make check"
-            terminalreporter.line(f"{count:5} marked {name}: {how} runs them, and installs what they need")
+            terminalreporter.line(
+                f"{count:5} marked {name}: {how} runs them, and installs what they need"
+            )
 
 
 class Parent:
@@ -88,7 +107,12 @@ class Parent:
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(
-        self, call: list[str], shared: dict[str, str], folder: Path, nproc: int, timeout: float
+        self,
+        call: list[str],
+        shared: dict[str, str],
+        folder: Path,
+        nproc: int,
+        timeout: float,
     ) -> list[int | None]:
         """The ranks' exit codes (None: killed after ``timeout`` seconds). Their output is in ``folder``."""
         if self._process is None:
@@ -104,7 +128,11 @@ class Parent:
             "env": shared,
             "directory": os.getcwd(),
             "ranks": [
-                {"env": _rank(rank), "out": str(folder / f"{rank}.out"), "err": str(folder / f"{rank}.err")}
+                {
+                    "env": _rank(rank),
+                    "out": str(folder / f"{rank}.out"),
+                    "err": str(folder / f"{rank}.err"),
+                }
                 for rank in range(nproc)
             ],
             "timeout": timeout,
@@ -119,13 +147,18 @@ class Parent:
         if not answer:  # the next ranks get another parent
             ended, self._process = self._process, None
             ended.communicate(timeout=60)
-            pytest.fail(f"the parent of the ranks ended: exit code {ended.returncode}", pytrace=False)
+            pytest.fail(
+                f"the parent of the ranks ended: exit code {ended.returncode}",
+                pytrace=False,
+            )
         codes: list[int | None] = json.loads(answer)
         return codes
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.communicate(timeout=60)  # it ends when there are no more orders
+            self._process.communicate(
+                timeout=60
+            )  # it ends when there are no more orders
 
 
 class Ranks:
@@ -159,16 +192,27 @@ class Ranks:
         folder = self._folder / f"ranks{self._runs}"
         folder.mkdir()
         if callable(target):
-            call = {"init": init, "rendezvous": str(folder / "rendezvous"), "args": args}
+            call = {
+                "init": init,
+                "rendezvous": str(folder / "rendezvous"),
+                "args": args,
+            }
             file = str(inspect.getsourcefile(target))
-            command = [str(LAUNCH), file, target.__name__, json.dumps(call, default=str)]
+            command = [
+                str(LAUNCH),
+                file,
+                target.__name__,
+                json.dumps(call, default=str),
+            ]
         else:
             command = [str(target), *map(str, args)]
         shared = {**os.environ, **_torchrun(nproc), **(env or {})}
         if callable(target) and env is None:
             codes = self._forked(command[1:], shared, folder, nproc, timeout)
         else:
-            processes = [self._start(command, shared, folder, rank) for rank in range(nproc)]
+            processes = [
+                self._start(command, shared, folder, rank) for rank in range(nproc)
+            ]
             codes = self._wait(processes, timeout)
         finished = [
             subprocess.CompletedProcess(
@@ -180,10 +224,20 @@ class Ranks:
             for rank, code in enumerate(codes)
         ]
         late = [rank for rank, code in enumerate(codes) if code is None]
-        failed = [rank for rank, process in enumerate(finished) if check and process.returncode]
+        failed = [
+            rank
+            for rank, process in enumerate(finished)
+            if check and process.returncode
+        ]
         if late or failed:
-            story = "\n".join(f"--- rank {r}:\n{p.stdout}{p.stderr}" for r, p in enumerate(finished))
-            what = f"ranks {late} ran longer than {timeout} s" if late else f"ranks {failed} failed"
+            story = "\n".join(
+                f"--- rank {r}:\n{p.stdout}{p.stderr}" for r, p in enumerate(finished)
+            )
+            what = (
+                f"ranks {late} ran longer than {timeout} s"
+                if late
+                else f"ranks {failed} failed"
+            )
             pytest.fail(f"{what}\n{story}", pytrace=False)
         return finished
 
@@ -191,14 +245,23 @@ class Ranks:
         self, command: list[str], shared: dict[str, str], folder: Path, rank: int
     ) -> subprocess.Popen[str]:
         env = {**shared, **_rank(rank)}
-        with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
+        with (
+            open(folder / f"{rank}.out", "w") as out,
+            open(folder / f"{rank}.err", "w") as err,
+        ):
             process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", *command], stdout=out, stderr=err, env=env, text=True
+                [sys.executable, "-X", "faulthandler", *command],
+                stdout=out,
+                stderr=err,
+                env=env,
+                text=True,
             )
         self._started.append(process)
         return process
 
-    def _wait(self, processes: list[subprocess.Popen[str]], timeout: float) -> list[int | None]:
+    def _wait(
+        self, processes: list[subprocess.Popen[str]], timeout: float
+    ) -> list[int | None]:
         deadline = time.monotonic() + timeout
         codes: list[int | None] = []
         for process in processes:
@@ -232,7 +295,9 @@ def _torchrun(nproc: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        ),
     }
 
 
@@ -244,7 +309,9 @@ def parent_of_ranks() -> Iterator[Parent]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, parent_of_ranks: Parent) -> Iterator[Ranks]:
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, parent_of_ranks: Parent
+) -> Iterator[Ranks]:
     """Real processes; see Ranks."""
     runner = Ranks(tmp_path_factory.mktemp("ranks"), parent_of_ranks)
     yield runner

@@ -90,7 +90,11 @@ def become(rank: dict[str, Any], env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    for fd, path, mode in ((0, os.devnull, os.O_RDONLY), (1, rank["out"], flags), (2, rank["err"], flags)):
+    for fd, path, mode in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, rank["out"], flags),
+        (2, rank["err"], flags),
+    ):
         opened = os.open(path, mode, 0o644)
         os.dup2(opened, fd)
         os.close(opened)
@@ -102,7 +106,9 @@ def codes(pids: list[int], timeout: float) -> list[int | None]:
     ended: list[int | None] = []
     for pid in pids:
         end = os.pidfd_open(pid)
-        ready, _, _ = select.select([end, sys.stdin], [], [], max(deadline - time.monotonic(), 0))
+        ready, _, _ = select.select(
+            [end, sys.stdin], [], [], max(deadline - time.monotonic(), 0)
+        )
         if end not in ready:
             os.kill(pid, signal.SIGKILL)
         os.close(end)

@@ -21,7 +21,13 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import AsyncCallsQueue, AsyncRequest, ShardedObject, ShardedTensor, Strategy
+from megackpt import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    ShardedObject,
+    ShardedTensor,
+    Strategy,
+)
 from megackpt.backends.base import Source
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.errors import (
@@ -71,8 +77,12 @@ def state(rank: int, ranks: int, value: float) -> dict[str, Any]:
         "weight": ShardedTensor.from_rank_offsets(
             "weight", torch.full((ROWS, 8), value + rank), (0, rank, ranks)
         ),
-        "strided": ShardedTensor.from_rank_offsets("strided", torch.full((4, 6), value).t(), replica_id=rank),
-        "object": ShardedObject("object", {"value": value, "rank": rank}, (ranks,), (rank,)),
+        "strided": ShardedTensor.from_rank_offsets(
+            "strided", torch.full((4, 6), value).t(), replica_id=rank
+        ),
+        "object": ShardedObject(
+            "object", {"value": value, "rank": rank}, (ranks,), (rank,)
+        ),
         "step": value,
     }
 
@@ -89,23 +99,33 @@ def change(held: dict[str, Any]) -> None:
 def check(directory: Path, ranks: int, value: float) -> None:
     """All that was saved with this value is there."""
     asked = {
-        "weight": ShardedTensor.from_rank_offsets("weight", torch.empty(ranks * ROWS, 8)),
+        "weight": ShardedTensor.from_rank_offsets(
+            "weight", torch.empty(ranks * ROWS, 8)
+        ),
         "strided": ShardedTensor.from_rank_offsets("strided", torch.empty(6, 4)),
-        "objects": [ShardedObject("object", None, (ranks,), (rank,)) for rank in range(ranks)],
+        "objects": [
+            ShardedObject("object", None, (ranks,), (rank,)) for rank in range(ranks)
+        ],
         "step": 0,
     }
     got = megackpt.load(asked, directory)
-    expected = torch.arange(ranks).repeat_interleave(ROWS)[:, None] + torch.full((1, 8), value)
+    expected = torch.arange(ranks).repeat_interleave(ROWS)[:, None] + torch.full(
+        (1, 8), value
+    )
     assert torch.equal(got["weight"], expected)
     assert torch.equal(got["strided"], torch.full((6, 4), value))
     assert got["objects"] == [{"value": value, "rank": rank} for rank in range(ranks)]
     assert got["step"] == value
 
 
-def begun(group: ThreadedGroup, directory: Path, value: float = 1.0, strategy: Any = None) -> AsyncRequest:
+def begun(
+    group: ThreadedGroup, directory: Path, value: float = 1.0, strategy: Any = None
+) -> AsyncRequest:
     """An asynchronous save under way, of tensors that have changed since."""
     held = state(group.rank, group.size, value)
-    request = megackpt.save(held, directory, strategy, async_sharded_save=True, process_group=group)
+    request = megackpt.save(
+        held, directory, strategy, async_sharded_save=True, process_group=group
+    )
     change(held)
     assert request is not None
     return request
@@ -117,11 +137,15 @@ def queue_of(group: ThreadedGroup, **options: Any) -> AsyncCallsQueue:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_tensors_may_change_as_soon_as_save_returns(tmp_path: Path, name: str, ranks: int) -> None:
+def test_tensors_may_change_as_soon_as_save_returns(
+    tmp_path: Path, name: str, ranks: int
+) -> None:
     def run(group: ThreadedGroup) -> list[int]:
         queue = queue_of(group)
         for number in range(3):
-            queue.schedule_async_request(begun(group, tmp_path / str(number), number, name))
+            queue.schedule_async_request(
+                begun(group, tmp_path / str(number), number, name)
+            )
         finalized = queue.maybe_finalize_async_calls(blocking=True)
         queue.close()
         return finalized
@@ -134,12 +158,21 @@ def test_tensors_may_change_as_soon_as_save_returns(tmp_path: Path, name: str, r
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_files_are_those_of_a_synchronous_save(tmp_path: Path, name: str) -> None:
     def run(group: ThreadedGroup) -> None:
-        megackpt.save(state(group.rank, group.size, 1.0), tmp_path / "now", name, process_group=group)
+        megackpt.save(
+            state(group.rank, group.size, 1.0),
+            tmp_path / "now",
+            name,
+            process_group=group,
+        )
         begun(group, tmp_path / "later", 1.0, name).execute_sync()
 
     ThreadedGroup.run(2, run)
     now, later = (
-        {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        {
+            file.relative_to(folder): file.read_bytes()
+            for file in folder.rglob("*")
+            if file.is_file()
+        }
         for folder in (tmp_path / "now", tmp_path / "later")
     )
     assert now.keys() == later.keys()
@@ -198,12 +231,18 @@ def test_saves_in_flight_are_finalized_in_order(tmp_path: Path, gate: Gate) -> N
     check(tmp_path / "second", 2, 2.0)
 
 
-@pytest.mark.parametrize("error", [StorageError("the disk is full"), RuntimeError("odd"), MemoryError()])
-def test_an_error_on_one_rank_is_everybodys(tmp_path: Path, gate: Gate, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [StorageError("the disk is full"), RuntimeError("odd"), MemoryError()]
+)
+def test_an_error_on_one_rank_is_everybodys(
+    tmp_path: Path, gate: Gate, error: Exception
+) -> None:
     gate._failing[2] = error
 
     def run(group: ThreadedGroup) -> tuple[type[BaseException], str]:
-        megackpt.save(state(group.rank, group.size, 0.0), tmp_path / "a", process_group=group)
+        megackpt.save(
+            state(group.rank, group.size, 0.0), tmp_path / "a", process_group=group
+        )
         queue = queue_of(group)
         queue.schedule_async_request(begun(group, tmp_path / "a", 1.0, gate))
         queue.schedule_async_request(begun(group, tmp_path / "b", 2.0))
@@ -223,7 +262,9 @@ def test_an_error_on_one_rank_is_everybodys(tmp_path: Path, gate: Gate, error: E
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_a_worker_that_hangs_is_given_up(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hangs_is_given_up(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megackpt.runtime.async_calls.workers.GRACE", 0.1)
     gate._closed_to.add(1)
 
@@ -249,7 +290,9 @@ def test_what_is_aborted_leaves_nothing(tmp_path: Path, gate: Gate, old: bool) -
 
     def run(group: ThreadedGroup) -> None:
         if old:
-            megackpt.save(state(group.rank, group.size, 0.0), tmp_path / "a", process_group=group)
+            megackpt.save(
+                state(group.rank, group.size, 0.0), tmp_path / "a", process_group=group
+            )
         queue = queue_of(group)
         queue.schedule_async_request(begun(group, tmp_path / "a", 1.0, gate))
         if group.rank == 0:
@@ -352,7 +395,12 @@ def test_requests_of_other_makes() -> None:
         AsyncRequest(work, ("now",), finish).execute_sync()
         return told
 
-    expected = [((1, "preloaded", 3), {"key": 4}), "finalized", (("now",), {}), "finalized"]
+    expected = [
+        ((1, "preloaded", 3), {"key": 4}),
+        "finalized",
+        (("now",), {}),
+        "finalized",
+    ]
     assert ThreadedGroup.run(2, run) == [expected] * 2
 
 
@@ -373,7 +421,10 @@ def test_collectives_are_counted(tmp_path: Path) -> None:
             assert set(group.log[:-2]) == {"all_agree"}  # one a poll
         return counted
 
-    assert ThreadedGroup.run(2, run) == [[["all_agree", "gather", "scatter"], ["all_agree"]]] * 2
+    assert (
+        ThreadedGroup.run(2, run)
+        == [[["all_agree", "gather", "scatter"], ["all_agree"]]] * 2
+    )
 
 
 @pytest.mark.parametrize("name", ["torch_dist", "zarr"])
@@ -381,7 +432,9 @@ def test_beyond_the_cap_it_writes_while_it_stages(tmp_path: Path, name: str) -> 
     def large(group: ThreadedGroup, value: float) -> dict[str, Any]:
         tensors = [torch.full((1 << 18,), value + number) for number in range(6)]
         return {
-            f"w{number}": ShardedTensor.from_rank_offsets(f"w{number}", tensor, (0, group.rank, group.size))
+            f"w{number}": ShardedTensor.from_rank_offsets(
+                f"w{number}", tensor, (0, group.rank, group.size)
+            )
             for number, tensor in enumerate(tensors)
         }
 
@@ -414,12 +467,18 @@ def test_a_disk_that_fails_beyond_the_cap(tmp_path: Path, gate: Gate) -> None:
     gate._failing[0] = StorageError("the disk is full")
 
     def run(group: ThreadedGroup) -> None:
-        held = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1 << 20), (0, group.rank, group.size))}
+        held = {
+            "w": ShardedTensor.from_rank_offsets(
+                "w", torch.ones(1 << 20), (0, group.rank, group.size)
+            )
+        }
         object.__setattr__(gate, "files_per_rank", 1)
         strategy = megackpt.strategies.policy._Given(  # type: ignore[attr-defined]
             "torch_dist", 1, instance=gate, staging_memory=1 << 20
         )
-        request = megackpt.save(held, tmp_path / "a", strategy, async_sharded_save=True, process_group=group)
+        request = megackpt.save(
+            held, tmp_path / "a", strategy, async_sharded_save=True, process_group=group
+        )
         assert request is not None
         with pytest.raises(StorageError, match="the disk is full"):
             request.execute_sync()
@@ -437,7 +496,9 @@ def test_the_events_of_an_asynchronous_save(tmp_path: Path) -> None:
         assert request is not None
         queue.schedule_async_request(request)
         queue.close()
-    stages = [event.stage for event in events if event.stage != "plan"]  # where none is reused
+    stages = [
+        event.stage for event in events if event.stage != "plan"
+    ]  # where none is reused
     assert stages == ["declare", "begin", "stage", "write", "commit", "total"]
     assert len({event.id for event in events if event.id}) == 1
     total, write = events[-1], events[-3]
@@ -450,7 +511,9 @@ def test_a_process_that_forgets_its_saves_is_told(
 ) -> None:
     gate._closed_to.add(0)
     queue = AsyncCallsQueue()
-    request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", gate, async_sharded_save=True)
+    request = megackpt.save(
+        state(0, 1, 1.0), tmp_path / "a", gate, async_sharded_save=True
+    )
     assert request is not None
     queue.schedule_async_request(request)
     threading.Timer(0.1, gate._open.set).start()
@@ -487,7 +550,9 @@ def test_a_function_that_cannot_be_begun_on_one_rank_is_everybodys_error() -> No
             return 0
 
         queue = queue_of(group)
-        queue.schedule_async_request(AsyncRequest(lambda *_: None, (0, 0), [], {}, preload))
+        queue.schedule_async_request(
+            AsyncRequest(lambda *_: None, (0, 0), [], {}, preload)
+        )
         with pytest.raises(RankFailure, match="no memory to load into") as raised:
             queue.close()
         return str(raised.value)
@@ -508,7 +573,9 @@ def test_requests_are_megatrons_tuples() -> None:
     assert Theirs._fields == AsyncRequest._fields
     told: list[Any] = []
     queue = AsyncCallsQueue()
-    queue.schedule_async_request(Theirs(told.append, ("worked",), [lambda: told.append("finalized")]))  # type: ignore[arg-type]
+    queue.schedule_async_request(
+        Theirs(told.append, ("worked",), [lambda: told.append("finalized")])
+    )  # type: ignore[arg-type]
     queue.close()
     assert told == ["worked", "finalized"]
     assert AsyncRequest(print, (), [])._replace(call_idx=3).call_idx == 3
@@ -516,7 +583,9 @@ def test_requests_are_megatrons_tuples() -> None:
         AsyncRequest(print, (), [], preload_fn=lambda: 0).execute_sync()
 
 
-def test_a_request_that_is_over_cannot_be_added_to_or_finalized_again(tmp_path: Path) -> None:
+def test_a_request_that_is_over_cannot_be_added_to_or_finalized_again(
+    tmp_path: Path,
+) -> None:
     request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", async_sharded_save=True)
     assert request is not None
     queue = AsyncCallsQueue()
@@ -524,12 +593,16 @@ def test_a_request_that_is_over_cannot_be_added_to_or_finalized_again(tmp_path: 
     with pytest.raises(RuntimeError, match="scheduled already"):
         request.add_finalize_fn(lambda: None)
     queue.close()
-    with pytest.raises(CheckpointingException, match="this save is over, done, already"):
+    with pytest.raises(
+        CheckpointingException, match="this save is over, done, already"
+    ):
         request.execute_sync()
     check(tmp_path / "a", 1, 1.0)
 
 
-def test_a_queue_that_nobody_keeps_is_not_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_queue_that_nobody_keeps_is_not_forgotten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", async_sharded_save=True)
     assert request is not None
     AsyncCallsQueue().schedule_async_request(request)
@@ -571,7 +644,9 @@ def test_what_was_finalized_before_an_error_is_told() -> None:
     assert raised.value.__notes__ == ["this call has finalized before: [0, 1]"]
 
 
-def test_somebody_who_fails_at_being_told_hinders_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_somebody_who_fails_at_being_told_hinders_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     task: Task[int] = Task(lambda _: 7, "work")
     told: list[Any] = []
     task.on_end(lambda outcome: told.append(1 // (outcome.value or 0 - 7)))
@@ -602,16 +677,25 @@ assert megackpt.load_plain_tensors(sys.argv[1])["w"].tolist() == [1.0] * 8
 """
 
 
-def test_a_forked_process_that_ends_leaves_its_parents_save_alone(tmp_path: Path) -> None:
+def test_a_forked_process_that_ends_leaves_its_parents_save_alone(
+    tmp_path: Path,
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORKING, str(tmp_path / "a")], capture_output=True, text=True, check=False
+        [sys.executable, "-c", FORKING, str(tmp_path / "a")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "so they are no checkpoints" not in done.stderr
 
 
 def large_on(group: ThreadedGroup) -> dict[str, Any]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1 << 20), (0, group.rank, group.size))}
+    return {
+        "w": ShardedTensor.from_rank_offsets(
+            "w", torch.ones(1 << 20), (0, group.rank, group.size)
+        )
+    }
 
 
 def test_a_thread_that_cannot_be_started_on_one_rank_is_everybodys_error(
@@ -628,12 +712,20 @@ def test_a_thread_that_cannot_be_started_on_one_rank_is_everybodys_error(
 
     def run(group: ThreadedGroup) -> str:
         refused.here = group.rank == 1
-        strategy = Strategy("torch_dist", staging_memory=1 << 20)  # in turns: a thread is needed at once
+        strategy = Strategy(
+            "torch_dist", staging_memory=1 << 20
+        )  # in turns: a thread is needed at once
         request = megackpt.save(
-            large_on(group), tmp_path / "a", strategy, async_sharded_save=True, process_group=group
+            large_on(group),
+            tmp_path / "a",
+            strategy,
+            async_sharded_save=True,
+            process_group=group,
         )
         assert request is not None
-        with pytest.raises(RankFailure, match="rank 1: RuntimeError: can't start new thread") as raised:
+        with pytest.raises(
+            RankFailure, match="rank 1: RuntimeError: can't start new thread"
+        ) as raised:
             request.execute_sync()
         return str(raised.value)
 
@@ -671,7 +763,9 @@ def refused_looks(directory: str) -> None:
         assert begun.wait(30)
         if rank == 0:
             for refused in (queue.maybe_finalize_async_calls, queue.close):
-                with pytest.raises(Busy, match="another thread of this process is saving or loading"):
+                with pytest.raises(
+                    Busy, match="another thread of this process is saving or loading"
+                ):
                     refused()
             assert queue.get_num_unfinalized_calls() == 1
         dist.barrier()
@@ -686,7 +780,9 @@ def refused_looks(directory: str) -> None:
                 with pytest.raises(Busy):
                     pool.submit(queue.maybe_finalize_async_calls).result(30)
         looks = [queue.maybe_finalize_async_calls()]
-        if rank == 1:  # the first one was one of which rank 0 has heard only in its second
+        if (
+            rank == 1
+        ):  # the first one was one of which rank 0 has heard only in its second
             looks.append(queue.maybe_finalize_async_calls())
         assert looks == ([[1]] if rank == 0 else [[], [1]])
         assert task.outcome is not None
@@ -705,14 +801,19 @@ def test_a_second_thread_is_refused_and_takes_nothing_away() -> None:
     told: list[str] = []
     looking, over = threading.Event(), threading.Event()
     queue = AsyncCallsQueue()
-    queue.schedule_async_request(AsyncRequest(None, (), [looking.set, lambda: over.wait(30) and None]))
-    queue.schedule_async_request(AsyncRequest(over.wait, (30,), [lambda: told.append("last")]))
+    queue.schedule_async_request(
+        AsyncRequest(None, (), [looking.set, lambda: over.wait(30) and None])
+    )
+    queue.schedule_async_request(
+        AsyncRequest(over.wait, (30,), [lambda: told.append("last")])
+    )
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(queue.maybe_finalize_async_calls, blocking=True)
         assert looking.wait(30)
         for refused in (queue.maybe_finalize_async_calls, queue.close):
             with pytest.raises(
-                CheckpointingException, match="another thread is at work with this AsyncCalls"
+                CheckpointingException,
+                match="another thread is at work with this AsyncCalls",
             ):
                 refused()
         assert told == []
@@ -760,7 +861,9 @@ def test_who_keeps_a_request_that_is_over_keeps_nothing_else(tmp_path: Path) -> 
     ThreadedGroup.run(2, run)
 
 
-def test_a_view_held_as_a_parameter_is_stored_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+def test_a_view_held_as_a_parameter_is_stored_without_what_it_is_a_view_of(
+    tmp_path: Path,
+) -> None:
     large = torch.arange(1 << 18, dtype=torch.float32)
     held = {str(grad): torch.nn.Parameter(large[2:4], grad) for grad in (False, True)}
     megackpt.save(dict(held), tmp_path / "a")
@@ -773,7 +876,9 @@ def test_a_view_held_as_a_parameter_is_stored_without_what_it_is_a_view_of(tmp_p
 def test_who_would_end_the_process_from_a_thread_has_failed() -> None:
     queue = AsyncCallsQueue()
     queue.schedule_async_request(AsyncRequest(sys.exit, (3,), []))
-    with pytest.raises(RankFailure, match=r"RuntimeError: the thread was told to end: SystemExit\(3\)"):
+    with pytest.raises(
+        RankFailure, match=r"RuntimeError: the thread was told to end: SystemExit\(3\)"
+    ):
         queue.close()
     with pytest.raises(SystemExit):
         AsyncRequest(sys.exit, (3,), []).execute_sync()
@@ -815,7 +920,9 @@ def test_the_first_error_is_that_of_close(monkeypatch: pytest.MonkeyPatch) -> No
         raise RankLost("a rank is gone")
 
     def fail() -> None:
-        monkeypatch.setattr(AsyncCallsQueue, "_all_done", lost)  # from the next request on
+        monkeypatch.setattr(
+            AsyncCallsQueue, "_all_done", lost
+        )  # from the next request on
         raise OSError("the disk is full")
 
     queue = AsyncCallsQueue()
@@ -829,12 +936,17 @@ def test_the_first_error_is_that_of_close(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_request_that_is_dropped_is_told(tmp_path: Path) -> None:
     heard: list[megackpt.Event] = []
     with megackpt.watching(heard.append):
-        request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", async_sharded_save=True)
+        request = megackpt.save(
+            state(0, 1, 1.0), tmp_path / "a", async_sharded_save=True
+        )
         assert "total" not in {event.stage for event in heard}
         del request
         gc.collect()
     (total,) = (event for event in heard if event.stage == "total")
-    assert total.error == "CheckpointingException: a: its request was dropped before it was finalized"
+    assert (
+        total.error
+        == "CheckpointingException: a: its request was dropped before it was finalized"
+    )
 
 
 class Untold(Exception):
@@ -852,7 +964,9 @@ def test_an_error_without_a_text_is_everybodys_too() -> None:
         queue.schedule_async_request(AsyncRequest(fail, (), []))
         assert queue._calls[0].task.wait(10)
         assert ("its text cannot be had" in queue.status()) == (group.rank == 1)
-        with pytest.raises(RankFailure, match="rank 1: Untold: its text cannot be had: ValueError") as raised:
+        with pytest.raises(
+            RankFailure, match="rank 1: Untold: its text cannot be had: ValueError"
+        ) as raised:
             queue.close()
         return str(raised.value)
 

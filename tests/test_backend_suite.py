@@ -48,7 +48,10 @@ class Hasty(TorchDist):
 
 class NotDurable(TorchDist):
     def files(self, ranks, manifest):
-        return [*super().files(ranks, manifest), *(f"log{rank}" for rank in range(ranks))]
+        return [
+            *super().files(ranks, manifest),
+            *(f"log{rank}" for rank in range(ranks)),
+        ]
 
     def write(self, root, plan, data):
         Path(root.location, f"log{plan.rank}").write_text("unsynced")
@@ -135,7 +138,9 @@ class Raw(TorchDist):
 
     def read_manifest(self, root):
         manifest = super().read_manifest(root)
-        chunks = replace(manifest.chunks, start=np.maximum(manifest.chunks.start - 64, 0))
+        chunks = replace(
+            manifest.chunks, start=np.maximum(manifest.chunks.start - 64, 0)
+        )
         return replace(manifest, chunks=chunks, encoding="raw")
 
 
@@ -143,7 +148,9 @@ class Forgetful(TorchDist):
     def read_manifest(self, root):
         manifest = super().read_manifest(root)
         rows = np.arange(len(manifest.chunks) - 1)
-        return replace(manifest, chunks=manifest.chunks.take(rows, manifest.chunks.block_bounds))
+        return replace(
+            manifest, chunks=manifest.chunks.take(rows, manifest.chunks.block_bounds)
+        )
 
 
 class Careless(TorchDist):
@@ -208,7 +215,9 @@ CRIMES = [
 
 
 @pytest.mark.parametrize(
-    ("backend", "law", "told"), CRIMES, ids=lambda x: None if isinstance(x, str) else type(x).__name__
+    ("backend", "law", "told"),
+    CRIMES,
+    ids=lambda x: None if isinstance(x, str) else type(x).__name__,
 )
 def test_who_breaks_a_law_is_told(tmp_path, backend, law, told):
     suite = type("TestOne", (BackendSuite,), {"backend": backend})()
@@ -244,7 +253,9 @@ def test_a_watched_storage_tells_what_a_power_cut_would_take(tmp_path):
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/c").touch()
     assert list(root.lost()) == ["a/b/c"]
-    root.kvstore("a/b")  # from here on it may be tensorstore's, which sees to the file and its name
+    root.kvstore(
+        "a/b"
+    )  # from here on it may be tensorstore's, which sees to the file and its name
     root.sync(["a"])
     assert list(root.lost()) == ["a/b/c"]
     root.sync([""])

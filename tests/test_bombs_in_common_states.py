@@ -39,12 +39,26 @@ def number(value: int) -> bytes:
 
 def again(function: str, argument: bytes) -> bytes:
     """The same call many times over, of an argument that is written once."""
-    return named(function) + b"q\x01" + argument + b"q\x020](" + b"h\x01h\x02R" * TIMES + b"e"
+    return (
+        named(function)
+        + b"q\x01"
+        + argument
+        + b"q\x020]("
+        + b"h\x01h\x02R" * TIMES
+        + b"e"
+    )
 
 
 def tensor(shape: tuple[int, ...], *more: bytes) -> bytes:
     """One element, as often as the shape says."""
-    storage = b"(" + text("storage") + named("torch.LongStorage") + text("0") + text("cpu") + b"K\x01tQ"
+    storage = (
+        b"("
+        + text("storage")
+        + named("torch.LongStorage")
+        + text("0")
+        + text("cpu")
+        + b"K\x01tQ"
+    )
     sizes = b"(" + b"".join(map(number, shape)) + b"t(" + b"K\x00" * len(shape) + b"t"
     ordered = named("collections.OrderedDict") + b")R"
     return (
@@ -53,7 +67,9 @@ def tensor(shape: tuple[int, ...], *more: bytes) -> bytes:
     )  # fmt: skip
 
 
-LAYOUT = named("torch.serialization._get_layout") + b"(" + text("torch.sparse_coo") + b"tR"
+LAYOUT = (
+    named("torch.serialization._get_layout") + b"(" + text("torch.sparse_coo") + b"tR"
+)
 
 
 def sparse(elements: int) -> bytes:

@@ -50,7 +50,9 @@ def expect(where: Any, tp: int, pp: int, dp: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", FORMATS)
-def test_the_walk_of_a_checkpoint(tmp_path: Path, bucket: Bucket, url: str, strategy: str) -> None:
+def test_the_walk_of_a_checkpoint(
+    tmp_path: Path, bucket: Bucket, url: str, strategy: str
+) -> None:
     """Saved, replaced, loaded at other parallelisms, verified; to a directory and back, to another bucket's folder."""
     saved(url, strategy, 2, 2, 2)
     saved(url, strategy, 2, 2, 2)  # the plan is reused, the checkpoint replaced
@@ -69,10 +71,21 @@ def test_the_walk_of_a_checkpoint(tmp_path: Path, bucket: Bucket, url: str, stra
     megackpt.remove_sharded_tensors(url, "layers")
     assert "layers.w" not in megackpt.load_tensors_metadata(url)
     assert bucket.uploads() == []
-    assert len({key.rpartition("megackpt-")[2][:32] for key in held(bucket) if "megackpt-" in key}) == 3
+    assert (
+        len(
+            {
+                key.rpartition("megackpt-")[2][:32]
+                for key in held(bucket)
+                if "megackpt-" in key
+            }
+        )
+        == 3
+    )
 
 
-def test_other_tools_read_the_folder_of_a_save(tmp_path: Path, bucket: Bucket, url: str) -> None:
+def test_other_tools_read_the_folder_of_a_save(
+    tmp_path: Path, bucket: Bucket, url: str
+) -> None:
     """What the record names is an ordinary checkpoint: copied to a directory, torch reads it by itself."""
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -84,7 +97,9 @@ def test_other_tools_read_the_folder_of_a_save(tmp_path: Path, bucket: Bucket, u
     expect(tmp_path, 1, 1, 1)
 
 
-def test_the_command_line(bucket: Bucket, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(
+    bucket: Bucket, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (100, 200):
         saved(f"{bucket.url}/run/iter_{step}", "torch_dist", 2, 1, 1)
     BucketStorage(f"{bucket.url}/run").put("latest_checkpointed_iteration.txt", b"100")
@@ -104,7 +119,11 @@ def test_the_command_line(bucket: Bucket, url: str, capsys: pytest.CaptureFixtur
     assert "is a checkpoint: torch_dist 1" in told[f"ls {url}"]
     assert "megackpt-" not in told[f"ls {url}"]
     assert "the same" in told[f"diff {url} {other}"]
-    assert main(["ls", f"{bucket.url}/nothing"]) == main(["show", f"{bucket.url}/nothing"]) == 3
+    assert (
+        main(["ls", f"{bucket.url}/nothing"])
+        == main(["show", f"{bucket.url}/nothing"])
+        == 3
+    )
     storage = open_checkpoint(url).storage
     storage.put("__0_0.distcp", b"")
     capsys.readouterr()
@@ -124,17 +143,23 @@ def test_formats_that_fill_files_at_several_places_are_refused(
         megackpt.convert(tmp_path / "local", url, strategy, state=False)
     ending = {"safetensors": "safetensors", "torch": "pt"}[strategy]
     with pytest.raises(BackendError, match="on file systems only"):
-        megackpt.convert(tmp_path / "local", f"{bucket.url}/model.{ending}", strategy, state=False)
+        megackpt.convert(
+            tmp_path / "local", f"{bucket.url}/model.{ending}", strategy, state=False
+        )
     assert held(bucket) == []
 
 
 @pytest.mark.parametrize("strategy", [*FORMATS, "safetensors", "torch"])
-def test_what_is_uploaded_as_it_is_can_be_read(tmp_path: Path, url: str, strategy: str) -> None:
+def test_what_is_uploaded_as_it_is_can_be_read(
+    tmp_path: Path, url: str, strategy: str
+) -> None:
     saved(tmp_path / "source", "torch_dist", 2, 1, 1)
     megackpt.convert(tmp_path / "source", tmp_path / "local", strategy)
     for path in (tmp_path / "local").rglob("*"):
         if path.is_file():
-            BucketStorage(url).put(str(path.relative_to(tmp_path / "local")), path.read_bytes())
+            BucketStorage(url).put(
+                str(path.relative_to(tmp_path / "local")), path.read_bytes()
+            )
     expect(url, 2, 1, 1)
     assert megackpt.verify(url).ok
     megackpt.convert(url, tmp_path / "back", "torch_dist")
@@ -168,9 +193,14 @@ def test_a_slice_costs_its_bytes_and_few_requests(
 ) -> None:
     """An eighth of each of four tensors, unverified: more than needed is the head of each file, at most 64 KiB."""
     megackpt.save(large(), url, strategy)
-    slices = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(256, 2048), (0, 3, 8)) for key in large()}
+    slices = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros(256, 2048), (0, 3, 8))
+        for key in large()
+    }
     told = Told()
-    monkeypatch.setattr(client.Traffic, "count", lambda _, *args, **more: told.count(*args, **more))
+    monkeypatch.setattr(
+        client.Traffic, "count", lambda _, *args, **more: told.count(*args, **more)
+    )
     line.seen.clear()
     state = megackpt.load(slices, url, validate_access_integrity=False, verify=False)
     for key, shard in large().items():
@@ -178,7 +208,9 @@ def test_a_slice_costs_its_bytes_and_few_requests(
     needed = 4 * 256 * 2048 * 4
     assert needed <= told.read <= 1.05 * needed
     assert len(line.seen) <= 4 + 4 + 12  # regions, files, and their metadata
-    assert len(line.seen) <= told.requests  # which also counts what a save of another test still sends
+    assert (
+        len(line.seen) <= told.requests
+    )  # which also counts what a save of another test still sends
     assert {method for method, _ in line.seen} <= {"GET", "HEAD"}
 
 
@@ -187,11 +219,19 @@ def on_processes(url: str) -> None:
     rank = int(os.environ["RANK"])
     for value in (1.0, 2.0):
         data = torch.full((4, 6), value) * (rank + 1)
-        megackpt.save({"w": ShardedTensor.from_rank_offsets("w", data, (0, rank, 2)), "value": value}, url)
+        megackpt.save(
+            {
+                "w": ShardedTensor.from_rank_offsets("w", data, (0, rank, 2)),
+                "value": value,
+            },
+            url,
+        )
     blank = ShardedTensor.from_rank_offsets("w", torch.zeros(8, 3), (1, rank, 2))
     state = megackpt.load({"w": blank}, url)
     assert state["value"] == 2.0
-    assert torch.equal(state["w"], torch.tensor([2.0, 4.0]).repeat_interleave(4)[:, None].expand(8, 3))
+    assert torch.equal(
+        state["w"], torch.tensor([2.0, 4.0]).repeat_interleave(4)[:, None].expand(8, 3)
+    )
 
 
 def test_real_processes(bucket: Bucket, url: str, ranks: Any) -> None:
@@ -208,14 +248,19 @@ def test_a_checkpoint_that_is_replaced_under_a_load_is_loaded_again(
     """The second save comes between the table of contents and the first byte of data."""
 
     def state(value: float) -> dict[str, Any]:
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((256, 256), value)), "value": value}
+        return {
+            "w": ShardedTensor.from_rank_offsets("w", torch.full((256, 256), value)),
+            "value": value,
+        }
 
     megackpt.save(state(1.0), url, strategy)
     first = open_checkpoint(url).manifest.save_id
     waiting = [True]
 
     def fault(request: Any) -> None:
-        reads_data = first in request.path and not request.path.endswith(("index", "json", ".metadata"))
+        reads_data = first in request.path and not request.path.endswith(
+            ("index", "json", ".metadata")
+        )
         if request.method == "GET" and reads_data and waiting:
             waiting.clear()
             megackpt.save(state(2.0), url, strategy)
@@ -229,7 +274,9 @@ def test_a_checkpoint_that_is_replaced_under_a_load_is_loaded_again(
 
 @pytest.mark.parametrize("strategy", FORMATS)
 @pytest.mark.parametrize("damage", ["truncated", "replaced", "deleted"])
-def test_damaged_data_is_not_loaded(bucket: Bucket, url: str, strategy: str, damage: str) -> None:
+def test_damaged_data_is_not_loaded(
+    bucket: Bucket, url: str, strategy: str, damage: str
+) -> None:
     saved(url, strategy, 1, 1, 1)
     opened = open_checkpoint(url)
     place = next(iter(opened.manifest.chunks_of("embedding"))).location
@@ -240,7 +287,10 @@ def test_damaged_data_is_not_loaded(bucket: Bucket, url: str, strategy: str, dam
         opened.storage.put(place.file, data[: place.start + 10])
     else:
         opened.storage.put(
-            place.file, data[: place.start] + bytes(place.length) + data[place.start + place.length :]
+            place.file,
+            data[: place.start]
+            + bytes(place.length)
+            + data[place.start + place.length :],
         )
     report = megackpt.verify(url)
     assert not report.ok
@@ -270,10 +320,14 @@ def test_a_bucket_that_does_not_exist_is_named(bucket: Bucket) -> None:
         "save": lambda: megackpt.save({"step": 1}, url),
         "load": lambda: megackpt.load({}, url),
         "verify": lambda: megackpt.verify(url),
-        "latest": lambda: megackpt.CheckpointManager("s3://no-such-bucket-here/run").latest(),
+        "latest": lambda: megackpt.CheckpointManager(
+            "s3://no-such-bucket-here/run"
+        ).latest(),
     }
     for name, call in calls.items():
-        with pytest.raises(StorageError, match=r"there is no bucket s3://no-such-bucket-here[.]") as caught:
+        with pytest.raises(
+            StorageError, match=r"there is no bucket s3://no-such-bucket-here[.]"
+        ) as caught:
             call()
         assert bucket.endpoint in str(caught.value), name
         assert "<" not in str(caught.value), name

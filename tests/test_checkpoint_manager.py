@@ -18,7 +18,15 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.checkpoint import begin, buckets, clear, committing, marker, remove, removing
+from megackpt.checkpoint import (
+    begin,
+    buckets,
+    clear,
+    committing,
+    marker,
+    remove,
+    removing,
+)
 from megackpt.checkpoint.marker import Marker
 from megackpt.errors import (
     CheckpointingException,
@@ -43,7 +51,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def state(value: float, rank: int = 0, size: int = 1) -> dict[str, Any]:
     half = torch.full((8 // size,), float(value))
-    return {"w": ShardedTensor.from_rank_offsets("w", half, (0, rank, size)), "value": value}
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", half, (0, rank, size)),
+        "value": value,
+    }
 
 
 def saved(manager: CheckpointManager, *steps: int) -> None:
@@ -51,7 +62,9 @@ def saved(manager: CheckpointManager, *steps: int) -> None:
         manager.save(step, state(step))
 
 
-def restored(manager: CheckpointManager, **options: Any) -> tuple[int, float, list[str]] | None:
+def restored(
+    manager: CheckpointManager, **options: Any
+) -> tuple[int, float, list[str]] | None:
     found = manager.restore(state(-1), **options)
     if found is None:
         return None
@@ -109,13 +122,17 @@ def test_a_run_from_its_first_step_to_a_restart(tmp_path: Path) -> None:
 def test_which_steps_stay(last: int | None, every: int | None, stay: list[int]) -> None:
     steps = [12, 0, 15, 5, 7, 10]
     rules = Retention("run", NAMINGS[0], last, every)
-    assert rules.superfluous(steps, lambda _: True) == [s for s in sorted(steps) if s not in stay]
+    assert rules.superfluous(steps, lambda _: True) == [
+        s for s in sorted(steps) if s not in stay
+    ]
     assert rules.superfluous(steps, lambda _: False) == []
 
 
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": True}, {"keep_last": 1, "keep_every": 0},
                                      {"keep_every": 5}, {"naming": "composer"}, {"asynchronous": "fork"}])  # fmt: skip
-def test_what_makes_no_sense_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_what_makes_no_sense_is_refused(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match=next(reversed(options))):
         CheckpointManager(tmp_path, **options)
 
@@ -133,11 +150,17 @@ def test_other_names(tmp_path: Path, naming: str, name: str) -> None:
     manager = CheckpointManager(tmp_path, naming=naming, keep_last=1)
     saved(manager, 6, 7)
     assert names(tmp_path) == [name]
-    assert restored(CheckpointManager(tmp_path)) == (7, 7, [])  # whatever the one that looks would call it
+    assert restored(CheckpointManager(tmp_path)) == (
+        7,
+        7,
+        [],
+    )  # whatever the one that looks would call it
     assert restored(CheckpointManager(tmp_path), step=7) == (7, 7, [])
 
 
-def test_what_is_not_ours_is_never_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_ours_is_never_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     saved(CheckpointManager(tmp_path), 1, 2)
     saved(CheckpointManager(tmp_path, naming="torchtitan"), 1)
@@ -158,7 +181,9 @@ def test_what_is_not_ours_is_never_removed(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text == ""  # what stays has been told
 
 
-def test_damaged_ones_are_skipped_and_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_ones_are_skipped_and_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = CheckpointManager(tmp_path)
     saved(manager, 1, 2, 3, 4, 5)
     hurt(tmp_path / "iter_0000003")
@@ -177,7 +202,12 @@ def test_damaged_ones_are_skipped_and_stay(tmp_path: Path, caplog: pytest.LogCap
     with pytest.raises(CorruptCheckpoint, match="block 0"):
         manager.restore(state(-1), step=3)
     CheckpointManager(tmp_path, keep_last=2).save(6, state(6))
-    assert [step.step for step in manager.steps()] == [3, 4, 5, 6]  # 4 shows its damage, so it does not count
+    assert [step.step for step in manager.steps()] == [
+        3,
+        4,
+        5,
+        6,
+    ]  # 4 shows its damage, so it does not count
 
 
 def test_the_last_good_one_is_never_removed(
@@ -197,12 +227,15 @@ def test_the_last_good_one_is_never_removed(
     assert restored(manager) == (1, 1, ["iter_0000002"])
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
+    tmp_path: Path,
+) -> None:
     manager = CheckpointManager(tmp_path)
     saved(manager, 3)
     hurt(tmp_path / "iter_0000003")
     with pytest.raises(
-        CorruptCheckpoint, match=r"none of the checkpoints in .* can be loaded[\s\S]*iter_0000003: "
+        CorruptCheckpoint,
+        match=r"none of the checkpoints in .* can be loaded[\s\S]*iter_0000003: ",
     ):
         manager.restore(state(-1))
 
@@ -215,7 +248,9 @@ def test_what_does_not_fit_is_no_damage(tmp_path: Path) -> None:
         manager.restore(state(-1))
     assert manager.restore(state(-1), trusted=(Odd,)) is not None
     with pytest.raises(MismatchError):
-        manager.restore({"v": ShardedTensor.from_rank_offsets("v", torch.zeros(8))}, trusted=(Odd,))
+        manager.restore(
+            {"v": ShardedTensor.from_rank_offsets("v", torch.zeros(8))}, trusted=(Odd,)
+        )
 
 
 class Odd:
@@ -224,8 +259,14 @@ class Odd:
 
 def test_leftovers_of_dead_saves_are_cleared(tmp_path: Path) -> None:
     saved(CheckpointManager(tmp_path), 1)
-    dead = Marker("ab" * 16, pid=2**22 + 5, started=1, names=("__0_0.distcp", "common.pt"))
-    for name in ("iter_0000002", "iter_0000003", ".iter_0000001.megackpt-" + dead.save_id):
+    dead = Marker(
+        "ab" * 16, pid=2**22 + 5, started=1, names=("__0_0.distcp", "common.pt")
+    )
+    for name in (
+        "iter_0000002",
+        "iter_0000003",
+        ".iter_0000001.megackpt-" + dead.save_id,
+    ):
         (tmp_path / name).mkdir()
         dead.put(LocalStorage(tmp_path / name))
         (tmp_path / name / "__0_0.distcp").write_text("half")
@@ -244,7 +285,9 @@ def test_leftovers_of_dead_saves_are_cleared(tmp_path: Path) -> None:
     assert names(tmp_path / "iter_0000003") == ["notes.txt"]
 
 
-def test_a_run_that_was_set_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_was_set_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Steps after the one that is saved are of another life: they neither count nor go."""
     manager = CheckpointManager(tmp_path, keep_last=2)
     saved(CheckpointManager(tmp_path), 10, 20, 30, 40)
@@ -310,7 +353,9 @@ def test_an_error_in_the_loop_gives_up_what_is_under_way(tmp_path: Path) -> None
     assert names(tmp_path) == []
 
 
-def test_a_failed_save_is_over_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_over_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(committing, "_PAUSES", (0.0,))
     with CheckpointManager(tmp_path, asynchronous=True, keep_last=1) as manager:
         saved(manager, 1)
@@ -325,7 +370,9 @@ def test_a_failed_save_is_over_and_training_goes_on(tmp_path: Path, monkeypatch:
     assert restored(manager) == (3, 3, [])
 
 
-def test_a_tracker_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """What it names stays."""
     manager = CheckpointManager(tmp_path, keep_last=1)
     saved(manager, 1)
@@ -365,7 +412,9 @@ def test_all_ranks_go_on_from_the_same_step(tmp_path: Path) -> None:
 
 
 def one_of_several_jobs(run: str) -> None:
-    with CheckpointManager(run, keep_last=2, asynchronous=bool(int(os.environ["RANK"]))) as manager:
+    with CheckpointManager(
+        run, keep_last=2, asynchronous=bool(int(os.environ["RANK"]))
+    ) as manager:
         for step in range(int(os.environ["RANK"]), 15, 3):
             manager.save(step, state(step))
             found = manager.restore(state(-1))
@@ -373,7 +422,9 @@ def one_of_several_jobs(run: str) -> None:
             assert found is None or found.step == found.state["value"]
 
 
-def test_a_step_that_is_completed_while_it_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_completed_while_it_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It goes on when it is looked at, and has lost its marker when it is asked what became of it."""
     other = CheckpointManager(tmp_path, asynchronous=True)
     other.save(5, state(5))
@@ -418,22 +469,35 @@ def test_signals_are_noted_and_put_back(tmp_path: Path) -> None:
 def test_in_a_bucket(bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "megackpt")
     root = f"{bucket.url}/run"
-    with CheckpointManager(root, keep_last=2, keep_every=4, asynchronous=True) as manager:
+    with CheckpointManager(
+        root, keep_last=2, keep_every=4, asynchronous=True
+    ) as manager:
         saved(manager, 4, 5, 6, 7)
     assert [step.step for step in manager.steps()] == [4, 6, 7]
     assert {key.split("/")[1] for key in stored(bucket)} == {
         "iter_0000004", "iter_0000006", "iter_0000007", TRACKER
     }  # fmt: skip
-    assert bucket.client.get_object(Bucket=bucket.name, Key=f"run/{TRACKER}")["Body"].read() == b"7"
+    assert (
+        bucket.client.get_object(Bucket=bucket.name, Key=f"run/{TRACKER}")[
+            "Body"
+        ].read()
+        == b"7"
+    )
     assert restored(CheckpointManager(root)) == (7, 7, [])
     # Removals that died: after the record, and before it.
-    bucket.client.delete_object(Bucket=bucket.name, Key="run/iter_0000006/megackpt.commit")
+    bucket.client.delete_object(
+        Bucket=bucket.name, Key="run/iter_0000006/megackpt.commit"
+    )
     place = begin(f"{root}/iter_0000007", save_id="ab" * 16)
     place.storage.put("data", b"half")
     place.abandon()
     assert restored(CheckpointManager(root)) == (7, 7, [])
     saved(CheckpointManager(root, keep_last=2), 8)
-    assert {key.split("/")[1] for key in stored(bucket)} == {"iter_0000007", "iter_0000008", TRACKER}
+    assert {key.split("/")[1] for key in stored(bucket)} == {
+        "iter_0000007",
+        "iter_0000008",
+        TRACKER,
+    }
     with pytest.raises(NotACheckpoint, match="no save of megackpt is complete"):
         remove(f"{root}/iter_0000009")
     clear(f"{root}/iter_0000007")
@@ -442,7 +506,9 @@ def test_in_a_bucket(bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def two(value: float) -> dict[str, Any]:
-    return state(value) | {"a": ShardedTensor.from_rank_offsets("a", torch.full((8,), float(value)))}
+    return state(value) | {
+        "a": ShardedTensor.from_rank_offsets("a", torch.full((8,), float(value)))
+    }
 
 
 @pytest.mark.parametrize("strict", ["log_all", "ignore_all", False, "return_all"])
@@ -487,7 +553,9 @@ def test_set_back_while_a_save_is_under_way(tmp_path: Path) -> None:
     assert (tmp_path / TRACKER).read_text() == "25"
 
 
-@pytest.mark.parametrize(("code", "stays"), [(None, True), (0, True), (1, False), ("why", False)])
+@pytest.mark.parametrize(
+    ("code", "stays"), [(None, True), (0, True), (1, False), ("why", False)]
+)
 def test_leaving_by_sys_exit(
     tmp_path: Path, code: Any, stays: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -499,13 +567,19 @@ def test_leaving_by_sys_exit(
     with pytest.raises(SystemExit):
         train()
     assert (restored(CheckpointManager(tmp_path)) == (1, 1, [])) is stays
-    assert ("given up, as other ranks may not come: iter_0000001" in caplog.text) is not stays
+    assert (
+        "given up, as other ranks may not come: iter_0000001" in caplog.text
+    ) is not stays
 
 
-def test_what_else_is_in_the_directory_of_a_step_is_not_that_step(tmp_path: Path) -> None:
+def test_what_else_is_in_the_directory_of_a_step_is_not_that_step(
+    tmp_path: Path,
+) -> None:
     manager = CheckpointManager(tmp_path)
     saved(manager, 1)
-    megackpt.save(state(99), tmp_path / "iter_0000002" / "ema")  # and killed before the save of the step
+    megackpt.save(
+        state(99), tmp_path / "iter_0000002" / "ema"
+    )  # and killed before the save of the step
     assert restored(manager) == (1, 1, ["iter_0000002"])
     with pytest.raises(NotACheckpoint):
         manager.restore(state(-1), step=2)
@@ -547,7 +621,9 @@ def test_steps_behind_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["tables", "directory"])
-def test_a_run_that_lost_its_steps_does_not_begin_anew(tmp_path: Path, lost: str) -> None:
+def test_a_run_that_lost_its_steps_does_not_begin_anew(
+    tmp_path: Path, lost: str
+) -> None:
     manager = CheckpointManager(tmp_path)
     saved(manager, 3)
     if lost == "tables":
@@ -556,7 +632,10 @@ def test_a_run_that_lost_its_steps_does_not_begin_anew(tmp_path: Path, lost: str
             (tmp_path / "iter_0000003" / name).unlink()
     else:
         remove(manager.path(3))
-    with pytest.raises(CorruptCheckpoint, match=r"iter_0000003: data files|names step '3': there is no such"):
+    with pytest.raises(
+        CorruptCheckpoint,
+        match=r"iter_0000003: data files|names step '3': there is no such",
+    ):
         manager.restore(state(-1))
 
 
@@ -575,7 +654,9 @@ def test_two_names_of_one_step(tmp_path: Path) -> None:
         assert restored(manager, step=7) == (7, 7, [])
 
 
-def test_later_steps_of_any_name_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_later_steps_of_any_name_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     megackpt.save(state(1), tmp_path / "20261122")
     saved(CheckpointManager(tmp_path), 100)
     assert "holds step 20261122, which is after step 100" in caplog.text
@@ -587,7 +668,9 @@ def test_ranks_that_ask_for_different_steps(tmp_path: Path) -> None:
     def job(group: ThreadedGroup) -> None:
         manager = CheckpointManager(tmp_path, process_group=group)
         for step in (5 + group.rank, (None, 5)[group.rank]):
-            with pytest.raises(ShardingError, match="the ranks restore different steps"):
+            with pytest.raises(
+                ShardingError, match="the ranks restore different steps"
+            ):
                 manager.restore(state(-1, group.rank, group.size), step=step)
         assert manager.restore(state(-1, group.rank, group.size), step=6) is not None
 
@@ -654,7 +737,9 @@ def test_what_belongs_to_the_manager_is_refused_for_one_step(tmp_path: Path) -> 
         manager.restore(state(1), step=-1)
 
 
-def test_what_was_committed_beside_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_committed_beside_a_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(committing, "_PAUSES", (0.0,))
     with CheckpointManager(tmp_path, asynchronous=True) as manager:
         saved(manager, 1, 2)
@@ -673,7 +758,9 @@ def test_a_removal_in_a_bucket_keeps_its_lock_and_stops_without(
     monkeypatch.setattr(marker, "HEARTBEAT", 0.01)
     renewed = threading.Event()
     renew, read = buckets.Lock.renew, removing.read_record
-    monkeypatch.setattr(buckets.Lock, "renew", lambda self: renew(self) and (renewed.set() or True))
+    monkeypatch.setattr(
+        buckets.Lock, "renew", lambda self: renew(self) and (renewed.set() or True)
+    )
 
     def reading(outer: Any) -> Any:
         found = read(outer)
@@ -689,10 +776,15 @@ def test_a_removal_in_a_bucket_keeps_its_lock_and_stops_without(
         found, version = read(outer)
         key = "step/megackpt.commit"
         body = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
-        bucket.client.put_object(Bucket=bucket.name, Key=key, Body=body.rstrip() + b" " * (len(body) % 7 + 1))
+        bucket.client.put_object(
+            Bucket=bucket.name, Key=key, Body=body.rstrip() + b" " * (len(body) % 7 + 1)
+        )
         return found, version
 
-    for reader, told in ((robbed, "took the removal"), (outrun, "saved to by another job")):
+    for reader, told in (
+        (robbed, "took the removal"),
+        (outrun, "saved to by another job"),
+    ):
         monkeypatch.setattr(removing, "read_record", reader)
         with pytest.raises(SaveInProgress, match=told):
             remove(url)
@@ -702,16 +794,22 @@ def test_a_removal_in_a_bucket_keeps_its_lock_and_stops_without(
     assert stored(bucket) == []
 
 
-def test_no_more_is_opened_than_has_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_opened_than_has_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(CheckpointManager(tmp_path), *range(8))
     looked: list[int | None] = []
     opened: list[int] = []
     look, opening = finding._looked_at, retention.open_checkpoint
     monkeypatch.setattr(
-        finding, "_looked_at", lambda path, step: looked.append(step.step) or look(path, step)
+        finding,
+        "_looked_at",
+        lambda path, step: looked.append(step.step) or look(path, step),
     )
     monkeypatch.setattr(
-        retention, "open_checkpoint", lambda path: opened.append(int(path[-7:])) or opening(path)
+        retention,
+        "open_checkpoint",
+        lambda path: opened.append(int(path[-7:])) or opening(path),
     )
 
     def counted(call: Callable[[], object]) -> tuple[list[int | None], list[int]]:
@@ -735,7 +833,9 @@ def test_a_step_under_way_is_saved_again(tmp_path: Path, again: bool | None) -> 
     """The last save of a loop, of a step that the loop has saved."""
 
     def train(group: ThreadedGroup) -> None:
-        with CheckpointManager(tmp_path, asynchronous=True, process_group=group) as manager:
+        with CheckpointManager(
+            tmp_path, asynchronous=True, process_group=group
+        ) as manager:
             for step in (10, 20):
                 manager.save(step, state(step, group.rank, group.size))
             manager.save(20, state(21, group.rank, group.size), asynchronous=again)
@@ -747,7 +847,9 @@ def test_a_step_under_way_is_saved_again(tmp_path: Path, again: bool | None) -> 
     assert restored(manager, step=10) == (10, 10, [])
 
 
-def test_what_one_rank_does_not_see_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_rank_does_not_see_is_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where a network file system shows a rank the directory of a while ago."""
     saved(CheckpointManager(tmp_path), 1, 2)
     blind = threading.local()
@@ -778,14 +880,20 @@ def test_a_run_begins_from_what_megatron_calls_a_release(tmp_path: Path) -> None
     (tmp_path / TRACKER).write_text("release")
     remove(manager.path(6))
     remove(tmp_path / "release")
-    with pytest.raises(CorruptCheckpoint, match="names step 'release': there is no such step"):
+    with pytest.raises(
+        CorruptCheckpoint, match="names step 'release': there is no such step"
+    ):
         manager.restore(state(-1))
 
 
-def test_a_run_does_not_begin_anew_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_does_not_begin_anew_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     megackpt.save(state(1), tmp_path / "run" / "last.ckpt")
     assert CheckpointManager(tmp_path / "run").restore(state(-1)) is None
-    assert "the name of the torch_dist checkpoint last.ckpt tells no step" in caplog.text
+    assert (
+        "the name of the torch_dist checkpoint last.ckpt tells no step" in caplog.text
+    )
     megackpt.save(state(1), tmp_path / "stray", "safetensors")
     for path in (tmp_path / "stray").iterdir():
         if path.suffix != ".safetensors":
@@ -816,8 +924,13 @@ def test_a_step_that_proved_damaged_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("door", ["restore", "latest", "step"])
-def test_what_was_found_damaged_does_not_count_until_it_is_another(tmp_path: Path, door: str) -> None:
-    manager, other = CheckpointManager(tmp_path, keep_last=2), CheckpointManager(tmp_path)
+def test_what_was_found_damaged_does_not_count_until_it_is_another(
+    tmp_path: Path, door: str
+) -> None:
+    manager, other = (
+        CheckpointManager(tmp_path, keep_last=2),
+        CheckpointManager(tmp_path),
+    )
     saved(other, 1, 2, 3)
     hurt(tmp_path / "iter_0000003")
     if door == "step":
@@ -844,14 +957,18 @@ def test_what_was_found_damaged_does_not_count_until_it_is_another(tmp_path: Pat
     assert latest.step == 6
 
 
-def test_a_later_one_that_is_damaged_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_later_one_that_is_damaged_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saved(CheckpointManager(tmp_path), 10, 40)
     os.truncate(max((tmp_path / "iter_0000040").glob("*.distcp")), 10)
     saved(CheckpointManager(tmp_path, keep_last=2), 20, 21, 22)
     assert caplog.text.count("iter_0000040 is damaged, so it does not count") == 1
 
 
-def test_what_could_not_be_removed_is_removed_when_it_is_saved_anew(tmp_path: Path) -> None:
+def test_what_could_not_be_removed_is_removed_when_it_is_saved_anew(
+    tmp_path: Path,
+) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     saved(manager, 1)
     (tmp_path / "iter_0000001" / "notes.txt").touch()
@@ -877,7 +994,9 @@ def test_a_step_that_was_set_aside_is_found(tmp_path: Path, naming: str) -> None
     assert not [entry for entry in names(tmp_path) if entry.startswith(".")]
 
 
-def test_a_step_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_is_gone_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = CheckpointManager(tmp_path)
     saved(manager, 50, 100)
     remove(manager.path(100))
@@ -897,7 +1016,9 @@ def test_a_step_that_is_gone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFi
         manager.restore(state(-1))
 
 
-def test_what_is_left_of_a_later_step_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_left_of_a_later_step_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = CheckpointManager(tmp_path, keep_last=2)
     saved(manager, 10, 40)
     (tmp_path / "iter_0000040" / "eval.json").touch()
@@ -924,8 +1045,12 @@ def test_an_index_that_is_no_file_is_damage(tmp_path: Path, kind: str) -> None:
     assert restored(manager) == (1, 1, ["iter_0000002"])
 
 
-def test_a_step_is_looked_for_when_removals_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "remove", lambda path: threading.Event().wait(0.5) or remove(path))
+def test_a_step_is_looked_for_when_removals_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        retention, "remove", lambda path: threading.Event().wait(0.5) or remove(path)
+    )
     with CheckpointManager(tmp_path, keep_last=1, asynchronous=True) as manager:
         saved(manager, 1, 2)
         assert manager.finalize() == [1, 2]

@@ -37,7 +37,10 @@ ESCAPE = "\x1b"
 def state(value: float = 0.0) -> dict[str, Any]:
     weight = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024) + value
     return {
-        "halves": [ShardedTensor.from_rank_offsets("w", h, (0, i, 2)) for i, h in enumerate(weight.chunk(2))],
+        "halves": [
+            ShardedTensor.from_rank_offsets("w", h, (0, i, 2))
+            for i, h in enumerate(weight.chunk(2))
+        ],
         "step": ShardedTensor.from_rank_offsets("step", torch.tensor(7)),
         "o": ShardedObject("rng", {"seed": 1}, (1,), (0,)),
         "iteration": 5,
@@ -64,7 +67,9 @@ def plain(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 @pytest.fixture
 def asked(plain: Callable[..., str]) -> Callable[..., Any]:
     """Run a command with --json."""
-    return lambda *arguments, status=0: json.loads(plain(*arguments, "--json", status=status))
+    return lambda *arguments, status=0: json.loads(
+        plain(*arguments, "--json", status=status)
+    )
 
 
 class Shown(NamedTuple):
@@ -91,7 +96,12 @@ def on_terminal(*arguments: str | Path, width: int = 100, **env: str) -> Shown:
     }
     env = {**kept, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **env}
     process = subprocess.Popen(
-        [*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=env, cwd=ROOT
+        [*COMMAND, *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=env,
+        cwd=ROOT,
     )
     os.close(slave)
     parts = []
@@ -131,7 +141,11 @@ def test_show(checkpoint: Path, plain: Callable[..., str]) -> None:
 
 def test_show_as_json(checkpoint: Path, asked: Callable[..., Any]) -> None:
     facts = asked("show", checkpoint)
-    assert (facts["format"], facts["version"], facts["digests"]) == ("torch_dist", 1, True)
+    assert (facts["format"], facts["version"], facts["digests"]) == (
+        "torch_dist",
+        1,
+        True,
+    )
     assert {e["key"]: (e["dtype"], e["shape"], e["chunks"], e["bytes"]) for e in facts["entries"]}["w"] == (
         "float32", [1024, 1024], 2, 4 << 20
     )  # fmt: skip
@@ -144,8 +158,15 @@ def test_the_layout_of_one_tensor(
     (entry,) = asked("show", checkpoint, "w")["entries"]
     for i, chunk in enumerate(entry["layout"]):
         assert (chunk["offset"], chunk["shape"]) == ([512 * i, 0], [512, 1024])
-        data = (checkpoint / chunk["file"]).read_bytes()[chunk["start"] :][: chunk["length"]]
-        assert data == torch.arange(i << 19, (i + 1) << 19, dtype=torch.float32).numpy().tobytes()
+        data = (checkpoint / chunk["file"]).read_bytes()[chunk["start"] :][
+            : chunk["length"]
+        ]
+        assert (
+            data
+            == torch.arange(i << 19, (i + 1) << 19, dtype=torch.float32)
+            .numpy()
+            .tobytes()
+        )
         assert len(chunk["digests"]) == 2
         assert chunk["rank"] == 0
     text = plain("show", checkpoint, "w")
@@ -153,14 +174,26 @@ def test_the_layout_of_one_tensor(
     assert f"{entry['layout'][0]['digests'][0]} +1" in text
 
 
-def test_patterns(checkpoint: Path, plain: Callable[..., str], asked: Callable[..., Any]) -> None:
-    assert [e["key"] for e in asked("show", checkpoint, "*s*")["entries"]] == ["common_state", "step"]
-    assert all("layout" in e for e in asked("show", checkpoint, "*s*", "--chunks")["entries"])
+def test_patterns(
+    checkpoint: Path, plain: Callable[..., str], asked: Callable[..., Any]
+) -> None:
+    assert [e["key"] for e in asked("show", checkpoint, "*s*")["entries"]] == [
+        "common_state",
+        "step",
+    ]
+    assert all(
+        "layout" in e for e in asked("show", checkpoint, "*s*", "--chunks")["entries"]
+    )
     assert plain("show", checkpoint, "stepp", status=3) == ""
-    assert "no key 'stepp'" in asked("show", checkpoint, "stepp", status=3)["error"]["message"]
+    assert (
+        "no key 'stepp'"
+        in asked("show", checkpoint, "stepp", status=3)["error"]["message"]
+    )
 
 
-def test_the_nearest_keys_are_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_nearest_keys_are_told(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", str(checkpoint), "stepp"]) == 3
     assert "the nearest are 'step'" in capsys.readouterr().err
 
@@ -196,12 +229,17 @@ def test_no_class_of_a_checkpoint_is_imported(
     assert "s.inner['a b'][1] = 2.5" in lines
     assert "s.inner.t = tensor of int64, 3: [0, 1, 2]" in lines
     common = asked("show", tmp_path / "c", "--common")["common"]
-    assert common["s"]["inner"] == {"a b": [1, 2.5], "t": {"dtype": "int64", "shape": [3]}}
+    assert common["s"]["inner"] == {
+        "a b": [1, 2.5],
+        "t": {"dtype": "int64", "shape": [3]},
+    }
     assert common["nan"] == "nan"
     assert not Secret.touched
 
 
-def test_the_shard_map(checkpoint: Path, tmp_path: Path, plain: Callable[..., str]) -> None:
+def test_the_shard_map(
+    checkpoint: Path, tmp_path: Path, plain: Callable[..., str]
+) -> None:
     page = tmp_path / "map.html"
     assert str(page) in plain("show", checkpoint, "--html", page)
     assert "<html" in page.read_text(encoding="utf-8")
@@ -228,7 +266,9 @@ def test_verify_tells_good_from_bad(
 # ls
 
 
-def test_ls(tmp_path: Path, plain: Callable[..., str], asked: Callable[..., Any]) -> None:
+def test_ls(
+    tmp_path: Path, plain: Callable[..., str], asked: Callable[..., Any]
+) -> None:
     for name in ("iter_0000100", "iter_0000200"):
         shutil.copytree(NEW, tmp_path / name)
     (tmp_path / "iter_0000300").mkdir()
@@ -239,10 +279,15 @@ def test_ls(tmp_path: Path, plain: Callable[..., str], asked: Callable[..., Any]
     assert rows["iter_0000200"][-2:] == ["complete,", "latest"]
     assert "iter_0000300: it is empty" in lines
     assert (
-        lines[-1] == "latest_checkpointed_iteration.txt names 300 as the latest: iter_0000300 is not complete"
+        lines[-1]
+        == "latest_checkpointed_iteration.txt names 300 as the latest: iter_0000300 is not complete"
     )
     facts = asked("ls", tmp_path)
-    assert (facts["latest"], facts["checkpoint"], len(facts["steps"])) == ("iter_0000200", None, 3)
+    assert (facts["latest"], facts["checkpoint"], len(facts["steps"])) == (
+        "iter_0000200",
+        None,
+        3,
+    )
 
 
 def test_ls_of_a_checkpoint_and_of_nothing(
@@ -259,7 +304,12 @@ def test_ls_of_a_checkpoint_and_of_nothing(
 # diff
 
 
-def test_diff(checkpoint: Path, tmp_path: Path, plain: Callable[..., str], asked: Callable[..., Any]) -> None:
+def test_diff(
+    checkpoint: Path,
+    tmp_path: Path,
+    plain: Callable[..., str],
+    asked: Callable[..., Any],
+) -> None:
     other = state()
     other["halves"][1].data[3, 7] += 0.5
     other["iteration"] = 6
@@ -270,7 +320,10 @@ def test_diff(checkpoint: Path, tmp_path: Path, plain: Callable[..., str], asked
         .splitlines()[-1]
         .startswith("the same: 4 keys compared (4 the same by")
     )
-    lines = [line.split() for line in plain("diff", checkpoint, tmp_path / "b", status=1).splitlines()]
+    lines = [
+        line.split()
+        for line in plain("diff", checkpoint, tmp_path / "b", status=1).splitlines()
+    ]
     assert ["B", "extra"] in lines
     assert ["w", "1", "1,048,576", "0.5", f"{0.5 / 2**20:.6g}", "0", "0"] in lines
     assert ["w", "[515,", "7]", "527367", "527367.5"] in lines
@@ -278,13 +331,19 @@ def test_diff(checkpoint: Path, tmp_path: Path, plain: Callable[..., str], asked
     assert lines[-1][0] == "different:"
     facts = asked("diff", checkpoint, tmp_path / "b", status=1)
     assert facts["only_b"] == ["extra"]
-    assert facts["tensors"][0]["first"] == [{"index": [515, 7], "a": 527367.0, "b": 527367.5}]
+    assert facts["tensors"][0]["first"] == [
+        {"index": [515, 7], "a": 527367.0, "b": 527367.5}
+    ]
     assert asked("diff", checkpoint, tmp_path / "b", "--select", "s*")["same"]
-    assert asked("diff", checkpoint, tmp_path / "b", "--select", "w", "--atol", "1")["same"]
+    assert asked("diff", checkpoint, tmp_path / "b", "--select", "w", "--atol", "1")[
+        "same"
+    ]
     assert plain("diff", checkpoint, tmp_path / "no", status=3) == ""
 
 
-def test_a_selection_of_nothing_is_told(checkpoint: Path, plain: Callable[..., str]) -> None:
+def test_a_selection_of_nothing_is_told(
+    checkpoint: Path, plain: Callable[..., str]
+) -> None:
     plain("diff", checkpoint, checkpoint, "--select", "common*")
     plain("diff", checkpoint, checkpoint, "--select", "nosuch", status=3)
 
@@ -293,12 +352,18 @@ def test_a_selection_of_nothing_is_told(checkpoint: Path, plain: Callable[..., s
 
 
 def test_convert_there_and_back(
-    checkpoint: Path, tmp_path: Path, plain: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    checkpoint: Path,
+    tmp_path: Path,
+    plain: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     there, back = tmp_path / "z", tmp_path / "t"
     assert "written as zarr" in plain("convert", checkpoint, there, "--to", "zarr")
     plain("convert", there, back, "--to", "torch_dist")
-    first, last = megackpt.load_plain_tensors(checkpoint), megackpt.load_plain_tensors(back)
+    first, last = (
+        megackpt.load_plain_tensors(checkpoint),
+        megackpt.load_plain_tensors(back),
+    )
     assert all(torch.equal(first[key], last[key]) for key in ("w", "step"))
     assert main(["convert", str(checkpoint), str(there), "--to", "zarr"]) == 1
     refused = capsys.readouterr().err
@@ -310,7 +375,14 @@ def test_convert_there_and_back(
 
 def test_the_doors_are_one_thing(checkpoint: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/convert.py", checkpoint, tmp_path / "z", "--to", "zarr"],
+        [
+            sys.executable,
+            ROOT / "tools/convert.py",
+            checkpoint,
+            tmp_path / "z",
+            "--to",
+            "zarr",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -351,10 +423,14 @@ def test_every_error_has_its_status(
     assert main(["ls", "x"]) == status
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == ("interrupted\n" if status == 130 else f"{kind.__name__}: of x\n")
+    assert captured.err == (
+        "interrupted\n" if status == 130 else f"{kind.__name__}: of x\n"
+    )
 
 
-def test_what_is_wrong_is_told(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_told(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", str(tmp_path / "no")]) == 3
     assert "does not exist" in capsys.readouterr().err
     assert main(["convert", str(checkpoint), str(tmp_path / "x"), "--to", "zrr"]) == 5
@@ -375,13 +451,26 @@ def test_help_explains_every_status(capsys: pytest.CaptureFixture[str]) -> None:
         assert told == ["0", "1", "2", "3", "4", "5", "6", "130"]
 
 
-def test_names_cannot_steer_a_terminal(tmp_path: Path, plain: Callable[..., str]) -> None:
+def test_names_cannot_steer_a_terminal(
+    tmp_path: Path, plain: Callable[..., str]
+) -> None:
     """Keys, file names, directories, texts of errors: nothing of them reaches the terminal as it is."""
     evil = "k\x1b]0;owned\x07\x1b[2J\nfake\u202e.w"
     folder = tmp_path / "d\x1b[31mred"
-    megackpt.save({"w": ShardedTensor.from_rank_offsets(evil, torch.zeros(2)), evil: {evil: evil}}, folder)
+    megackpt.save(
+        {
+            "w": ShardedTensor.from_rank_offsets(evil, torch.zeros(2)),
+            evil: {evil: evil},
+        },
+        folder,
+    )
     (folder / "x\x1b[5m").touch()
-    for words in (["show", folder], ["show", folder, "--common"], ["show", folder, evil], ["verify", folder]):
+    for words in (
+        ["show", folder],
+        ["show", folder, "--common"],
+        ["show", folder, evil],
+        ["verify", folder],
+    ):
         for printed in (plain(*words), plain(*words, "--json")):
             assert printed
             assert all(c.isprintable() or c == "\n" for c in printed)
@@ -401,16 +490,23 @@ def test_names_cannot_steer_a_terminal(tmp_path: Path, plain: Callable[..., str]
 
 def test_a_pipe_gets_every_key_whole(tmp_path: Path) -> None:
     key = "layers." + "long_" * 80 + "weight"
-    megackpt.save({"w": ShardedTensor.from_rank_offsets(key, torch.zeros(2))}, tmp_path / "c")
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets(key, torch.zeros(2))}, tmp_path / "c"
+    )
     done = piped("show", tmp_path / "c", COLUMNS="20", FORCE_COLOR="1")
-    assert any(line.startswith(f"{key}  float32  2 ") for line in done.stdout.splitlines())
+    assert any(
+        line.startswith(f"{key}  float32  2 ") for line in done.stdout.splitlines()
+    )
     assert ESCAPE not in done.stdout
     assert not done.stderr
 
 
 def test_a_reader_that_goes_away(checkpoint: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "show", checkpoint], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+        [*COMMAND, "show", checkpoint],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -429,16 +525,24 @@ def test_interrupted(tmp_path: Path) -> None:
         "sys.exit(main(['ls']))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-def test_numbers_in_keys_that_count_no_layers(tmp_path: Path, plain: Callable[..., str]) -> None:
+def test_numbers_in_keys_that_count_no_layers(
+    tmp_path: Path, plain: Callable[..., str]
+) -> None:
     keys = [f"layers.{'9' * 5000}.w", "layers.0.w"]
     parts = [ShardedTensor.from_rank_offsets(key, torch.zeros(4)) for key in keys]
     megackpt.save({"parts": parts}, tmp_path / "ckpt")
-    assert [row.item for row in folded([Item(key, "float32", (4,), 1, 16) for key in keys])].count(None) == 1
+    assert [
+        row.item for row in folded([Item(key, "float32", (4,), 1, 16) for key in keys])
+    ].count(None) == 1
 
 
 def test_on_a_terminal_keys_are_a_tree() -> None:
@@ -448,11 +552,14 @@ def test_on_a_terminal_keys_are_a_tree() -> None:
     lines = shown.text.splitlines()
     assert any(re.match(r"^    └── self_attention  +\S+ KiB$", line) for line in lines)
     assert any(
-        re.match(r"^        └── linear_qkv\.weight  +bfloat16  +4x24x8  +8  +\S+ KiB$", line)
+        re.match(
+            r"^        └── linear_qkv\.weight  +bfloat16  +4x24x8  +8  +\S+ KiB$", line
+        )
         for line in lines
     )
     assert any(
-        line.startswith("optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight") for line in lines
+        line.startswith("optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight")
+        for line in lines
     )
     whole = on_terminal("show", NEW, "--all").text
     assert "decoder.layers.self_attention.linear_qkv.weight" in whole
@@ -467,7 +574,10 @@ def test_layers_that_are_alike_are_folded(tmp_path: Path) -> None:
         for name in "ab"
     }
     megackpt.save(layers, tmp_path / "c")
-    lines = [line[:20].rstrip() for line in on_terminal("show", tmp_path / "c").text.splitlines()]
+    lines = [
+        line[:20].rstrip()
+        for line in on_terminal("show", tmp_path / "c").text.splitlines()
+    ]
     assert lines[lines.index("h") :][:10] == [
         "h", "├── 0-4 (5 alike)", "│   ├── a", "│   └── b", "├── 5", "│   ├── a", "│   └── b",
         "└── 6-11 (6 alike)", "    ├── a", "    └── b",
@@ -476,7 +586,9 @@ def test_layers_that_are_alike_are_folded(tmp_path: Path) -> None:
 
 
 def test_no_color() -> None:
-    shown = on_terminal("verify", NEW, width=300, NO_COLOR="1")  # one line, wherever this is
+    shown = on_terminal(
+        "verify", NEW, width=300, NO_COLOR="1"
+    )  # one line, wherever this is
     assert "all good" in shown.text
     assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])m", shown.raw)
     assert ESCAPE not in on_terminal("show", NEW, TERM="dumb").raw
@@ -484,10 +596,15 @@ def test_no_color() -> None:
 
 def test_narrow_terminals_fold_and_cut_nothing(tmp_path: Path) -> None:
     key = "a_very_long_name_" * 6
-    megackpt.save({"w": ShardedTensor.from_rank_offsets(key, torch.zeros(2, 3))}, tmp_path / "c")
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets(key, torch.zeros(2, 3))}, tmp_path / "c"
+    )
     shown = on_terminal("show", tmp_path / "c", width=60)
     assert all(len(line) <= 60 for line in shown.text.splitlines())
-    cells = [line[: line.find("  ")] if "  " in line else line for line in shown.text.splitlines()]
+    cells = [
+        line[: line.find("  ")] if "  " in line else line
+        for line in shown.text.splitlines()
+    ]
     assert key in "".join(cells)
     assert "…" not in shown.text
 
@@ -501,7 +618,9 @@ def test_a_bar_tells_how_far_it_is(checkpoint: Path) -> None:
 
 
 def test_ascii_terminals() -> None:
-    shown = on_terminal("show", NEW, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    shown = on_terminal(
+        "show", NEW, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"
+    )
     assert shown.status == 0
     assert shown.raw.isascii()
     assert "`-- self_attention" in shown.text
@@ -515,7 +634,10 @@ def test_looking_needs_no_torch(checkpoint: Path) -> None:
     for words in (["ls", checkpoint], ["show", checkpoint], ["show", NEW],
                   ["diff", checkpoint, checkpoint]):  # fmt: skip
         done = subprocess.run(
-            [sys.executable, "-c", script, *words], capture_output=True, cwd=ROOT, check=False
+            [sys.executable, "-c", script, *words],
+            capture_output=True,
+            cwd=ROOT,
+            check=False,
         )
         assert done.returncode == 0, words
 
@@ -523,8 +645,12 @@ def test_looking_needs_no_torch(checkpoint: Path) -> None:
 # other formats, and the page about all this
 
 
-@pytest.mark.parametrize("golden", sorted(p.name for p in GOLDEN.iterdir() if (p / "metadata.json").exists()))
-def test_goldens(golden: str, plain: Callable[..., str], asked: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "golden", sorted(p.name for p in GOLDEN.iterdir() if (p / "metadata.json").exists())
+)
+def test_goldens(
+    golden: str, plain: Callable[..., str], asked: Callable[..., Any]
+) -> None:
     assert plain("ls", GOLDEN / golden)
     entries = asked("show", GOLDEN / golden)["entries"]
     assert entries
@@ -545,10 +671,18 @@ def test_every_format_is_looked_at(
     assert asked("verify", there)["ok"]
 
 
-def test_stock_dcp(tmp_path: Path, plain: Callable[..., str], asked: Callable[..., Any]) -> None:
-    dcp.save({"w": torch.arange(6.0), "n": 3}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+def test_stock_dcp(
+    tmp_path: Path, plain: Callable[..., str], asked: Callable[..., Any]
+) -> None:
+    dcp.save(
+        {"w": torch.arange(6.0), "n": 3},
+        checkpoint_id=tmp_path / "step-1",
+        no_dist=True,
+    )
     assert asked("ls", tmp_path)["latest"] == "step-1"
-    assert asked("show", tmp_path / "step-1", "w")["entries"][0]["layout"][0]["shape"] == [6]
+    assert asked("show", tmp_path / "step-1", "w")["entries"][0]["layout"][0][
+        "shape"
+    ] == [6]
     assert "no common state" in plain("show", tmp_path / "step-1", "--common")
 
 
@@ -560,16 +694,24 @@ def fields(section: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"\w+", row)}
 
 
-def test_the_page_lists_the_fields(checkpoint: Path, tmp_path: Path, asked: Callable[..., Any]) -> None:
+def test_the_page_lists_the_fields(
+    checkpoint: Path, tmp_path: Path, asked: Callable[..., Any]
+) -> None:
     assert set(asked("ls", checkpoint)) == fields("ls")
     page = str(tmp_path / "m.html")
-    assert set(asked("show", checkpoint, "w", "--common", "--html", page)) == fields("show")
+    assert set(asked("show", checkpoint, "w", "--common", "--html", page)) == fields(
+        "show"
+    )
     assert set(asked("verify", checkpoint)) == fields("verify")
     assert set(asked("diff", checkpoint, checkpoint)) == fields("diff")
-    assert set(asked("convert", checkpoint, tmp_path / "z", "--to", "zarr")) == fields("convert")
+    assert set(asked("convert", checkpoint, tmp_path / "z", "--to", "zarr")) == fields(
+        "convert"
+    )
 
 
-def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(NEW, tmp_path / "run" / "iter_0000100")
     megackpt.convert(NEW, tmp_path / "run" / "iter_0000200", "torch_dist")
     monkeypatch.chdir(tmp_path)

@@ -30,7 +30,11 @@ W = torch.arange(24.0).reshape(4, 6)
 
 
 def sources() -> list[Path]:
-    return sorted(path for folder in ("megackpt", "tools") for path in (ROOT / folder).rglob("*.py"))
+    return sorted(
+        path
+        for folder in ("megackpt", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+    )
 
 
 def dotted(node: ast.expr) -> list[str]:
@@ -47,23 +51,36 @@ def unplaced(text: str) -> Iterator[tuple[int, str]]:
     known = {"torch": torch}
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
-            known |= {alias.asname or alias.name: getattr(torch, alias.name, None) for alias in node.names}
+            known |= {
+                alias.asname or alias.name: getattr(torch, alias.name, None)
+                for alias in node.names
+            }
     for node in ast.walk(module):
         if not isinstance(node, ast.Call):
             continue
         first, *rest = dotted(node.func) or [""]
-        value = functools.reduce(lambda part, name: getattr(part, name, None), rest, known.get(first))
+        value = functools.reduce(
+            lambda part, name: getattr(part, name, None), rest, known.get(first)
+        )
         named = any(keyword.arg == "device" for keyword in node.keywords)
-        if value is not None and not named and any(value is factory for factory in FACTORIES):
+        if (
+            value is not None
+            and not named
+            and any(value is factory for factory in FACTORIES)
+        ):
             yield node.lineno, ".".join([first, *rest])
 
 
 def test_every_tensor_that_is_made_names_its_device() -> None:
-    assert list(unplaced("import torch\nfrom torch import ones as o\ntorch.zeros(2)\no(3)")) == [
+    assert list(
+        unplaced("import torch\nfrom torch import ones as o\ntorch.zeros(2)\no(3)")
+    ) == [
         (3, "torch.zeros"),
         (4, "o"),
     ]
-    assert not list(unplaced("import torch\ntorch.zeros(2, device='cpu')\ntorch.frombuffer(b'')"))
+    assert not list(
+        unplaced("import torch\ntorch.zeros(2, device='cpu')\ntorch.frombuffer(b'')")
+    )
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {what} without device="
         for path in sources()
@@ -102,7 +119,9 @@ def state() -> dict[str, Any]:
 def wishes() -> dict[str, Any]:
     return {
         "w": ShardedTensor("w", None, torch.float32, (4, 6), (4, 6), (0, 0), (1, 1)),
-        "t": ShardedTensor("t", None, torch.float64, (6, 4), (6, 4), (0, 0), (1, 1)),  # converted
+        "t": ShardedTensor(
+            "t", None, torch.float64, (6, 4), (6, 4), (0, 0), (1, 1)
+        ),  # converted
         "rng": ShardedObject("rng", None, (1,), (0,)),
     }
 
@@ -158,9 +177,22 @@ def test_conversions(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.usefixtures("on_meta")
 def test_dcps_own_save_and_load(tmp_path: Path) -> None:
-    given = {"w": W.clone(), "odd": W[:, 2], "rng": torch.get_rng_state(), "n": {"step": 3}}
-    dcp.save(given, storage_writer=FileSystemWriter(tmp_path / "a"), planner=SavePlanner(), no_dist=True)
-    for reader in (FileSystemReader(tmp_path / "a"), dcp.FileSystemReader(tmp_path / "a")):
+    given = {
+        "w": W.clone(),
+        "odd": W[:, 2],
+        "rng": torch.get_rng_state(),
+        "n": {"step": 3},
+    }
+    dcp.save(
+        given,
+        storage_writer=FileSystemWriter(tmp_path / "a"),
+        planner=SavePlanner(),
+        no_dist=True,
+    )
+    for reader in (
+        FileSystemReader(tmp_path / "a"),
+        dcp.FileSystemReader(tmp_path / "a"),
+    ):
         into = {
             "w": torch.zeros(4, 6, dtype=torch.float64, device="cpu"),
             "odd": torch.zeros(4, device="cpu"),
@@ -176,9 +208,13 @@ def test_dcps_own_save_and_load(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("on_meta")
 def test_what_others_wrote(tmp_path: Path) -> None:
-    dcp.save({"w": W.clone(), "col": W[:, 2:3]}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(
+        {"w": W.clone(), "col": W[:, 2:3]}, checkpoint_id=tmp_path / "dcp", no_dist=True
+    )
     torch.save({"w": W.clone(), "v": W.t()}, tmp_path / "w.pt")
-    torch.save({"w": W.clone()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"w": W.clone()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False
+    )
     assert torch.equal(megackpt.load_plain_tensors(tmp_path / "dcp")["w"], W)
     assert torch.equal(megackpt.load_plain_tensors(tmp_path / "dcp")["col"], W[:, 2:3])
     assert torch.equal(megackpt.load_plain_tensors(tmp_path / "w.pt")["v"], W.t())
@@ -198,7 +234,9 @@ def test_optimizer_states(tmp_path: Path) -> None:
             "state": {i: {"exp_avg": torch.full_like(W, moment + i)} for i in range(2)},
             "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}],
         }
-        optim_state_to_sharding_state(found, get_param_id_to_sharded_param_map(model, weights))
+        optim_state_to_sharding_state(
+            found, get_param_id_to_sharded_param_map(model, weights)
+        )
         return found
 
     megackpt.save(declared(1.0), tmp_path / "a")
@@ -217,8 +255,12 @@ class Refuses:
 def test_what_fails_to_be_made_here_is_no_damage(tmp_path: Path) -> None:
     value = Refuses()
     value.__dict__["kept"] = 1
-    megackpt.save({"o": value, "w": ShardedTensor.from_rank_offsets("w", W)}, tmp_path / "a")
-    with pytest.raises(CheckpointingException, match="no accelerator is present") as caught:
+    megackpt.save(
+        {"o": value, "w": ShardedTensor.from_rank_offsets("w", W)}, tmp_path / "a"
+    )
+    with pytest.raises(
+        CheckpointingException, match="no accelerator is present"
+    ) as caught:
         megackpt.load({}, tmp_path / "a", trusted=(Refuses,))
     assert not isinstance(caught.value, CorruptCheckpoint)
 
@@ -228,10 +270,16 @@ def two_ranks(directory: str) -> None:
     mine = W[2 * rank : 2 * rank + 2]
 
     def save_and_load() -> None:
-        whole = ShardedTensor("w", None, torch.float32, (4, 6), (4, 6), (0, 0), (1, 1), rank)
-        piece = ShardedTensor("w", mine, torch.float32, (2, 6), (4, 6), (2 * rank, 0), (2, 1))
+        whole = ShardedTensor(
+            "w", None, torch.float32, (4, 6), (4, 6), (0, 0), (1, 1), rank
+        )
+        piece = ShardedTensor(
+            "w", mine, torch.float32, (2, 6), (4, 6), (2 * rank, 0), (2, 1)
+        )
         large = "x" * (3 << 20)  # a message that takes memory of its own
-        megackpt.save({"w": piece, "rng": torch.get_rng_state(), "large": large}, directory)
+        megackpt.save(
+            {"w": piece, "rng": torch.get_rng_state(), "large": large}, directory
+        )
         got = megackpt.load({"w": piece.without_data()}, directory)
         assert torch.equal(got["w"], mine)
         assert got["large"] == large

@@ -27,14 +27,19 @@ from megackpt.runtime.staging import host_array
 MIB = 1 << 20
 
 
-def cut(key: str, tensor: torch.Tensor, pieces: int, axis: int = 0) -> list[ShardedTensor]:
+def cut(
+    key: str, tensor: torch.Tensor, pieces: int, axis: int = 0
+) -> list[ShardedTensor]:
     parts = tensor.chunk(pieces, axis)
     return [
-        ShardedTensor.from_rank_offsets(key, p.contiguous(), (axis, i, pieces)) for i, p in enumerate(parts)
+        ShardedTensor.from_rank_offsets(key, p.contiguous(), (axis, i, pieces))
+        for i, p in enumerate(parts)
     ]
 
 
-def saved(folder: Path, name: str, state: dict[str, Any], to: str = "torch_dist") -> Path:
+def saved(
+    folder: Path, name: str, state: dict[str, Any], to: str = "torch_dist"
+) -> Path:
     megackpt.save(state, folder / name, to)
     return folder / name
 
@@ -59,7 +64,11 @@ def test_equal_digests_are_enough(tmp_path: Path) -> None:
 def test_other_cuts_and_formats_are_read(tmp_path: Path) -> None:
     w = torch.arange(64.0).reshape(8, 8)
     a = saved(tmp_path, "a", {"w": cut("w", w, 2)})
-    for name, pieces, axis, to in (("b", 4, 0, "torch_dist"), ("c", 2, 1, "torch_dist"), ("d", 4, 1, "zarr")):
+    for name, pieces, axis, to in (
+        ("b", 4, 0, "torch_dist"),
+        ("c", 2, 1, "torch_dist"),
+        ("d", 4, 1, "zarr"),
+    ):
         told = found(a, saved(tmp_path, name, {"w": cut("w", w, pieces, axis)}, to))
         assert told.same
         assert told.bytes_read >= 2 * w.nbytes
@@ -74,7 +83,9 @@ def test_of_a_chunk_only_the_blocks_that_differ_are_read(tmp_path: Path) -> None
     assert told.bytes_read == 2 * MIB
     assert (tensor.elements, tensor.largest, tensor.total) == (1, 2.0, len(w))
     assert tensor.mean == 2.0 / len(w)
-    assert [(e.index, e.a, e.b) for e in tensor.first] == [((3 * MIB // 4 + 1,), 0.0, 2.0)]
+    assert [(e.index, e.a, e.b) for e in tensor.first] == [
+        ((3 * MIB // 4 + 1,), 0.0, 2.0)
+    ]
 
 
 def test_memory_stays_bounded_and_large_tensors_are_told_right(
@@ -102,14 +113,22 @@ def test_memory_stays_bounded_and_large_tensors_are_told_right(
     assert (by_key["w"].elements, by_key["w"].largest) == (6000, 99)
     assert by_key["w"].mean == (w - w.flip(1)).abs().double().mean().item()
     assert [e.index for e in by_key["w"].first] == [(0, i) for i in range(5)]
-    assert (by_key["v"].elements, by_key["v"].largest, by_key["v"].mean) == (6000, 1, 1.0)
+    assert (by_key["v"].elements, by_key["v"].largest, by_key["v"].mean) == (
+        6000,
+        1,
+        1.0,
+    )
 
 
 def test_keys_shapes_and_dtypes(tmp_path: Path) -> None:
     a = saved(
         tmp_path,
         "a",
-        {"x": cut("x", torch.ones(4), 1), "y": cut("y", torch.ones(4), 1), "n": cut("n", torch.ones(4), 1)},
+        {
+            "x": cut("x", torch.ones(4), 1),
+            "y": cut("y", torch.ones(4), 1),
+            "n": cut("n", torch.ones(4), 1),
+        },
     )
     b = saved(
         tmp_path,
@@ -134,7 +153,10 @@ def test_keys_shapes_and_dtypes(tmp_path: Path) -> None:
 
 def test_values_of_other_dtypes_are_compared(tmp_path: Path) -> None:
     w = torch.tensor([1.0, 1.0 + 2**-10, float("nan"), float("inf")])
-    a, b = saved(tmp_path, "a", {"w": cut("w", w, 1)}), saved(tmp_path, "b", {"w": cut("w", w.bfloat16(), 1)})
+    a, b = (
+        saved(tmp_path, "a", {"w": cut("w", w, 1)}),
+        saved(tmp_path, "b", {"w": cut("w", w.bfloat16(), 1)}),
+    )
     (tensor,) = found(a, b).tensors
     assert (tensor.elements, tensor.largest, tensor.nans) == (1, 2**-10, (0, 0))
     assert not found(a, b, tolerance=Tolerance(absolute=1e-3)).tensors
@@ -146,7 +168,9 @@ def test_nans(tmp_path: Path) -> None:
     b = saved(tmp_path, "b", {"w": cut("w", torch.tensor([nan, nan, 3.0, 5.0]), 1)})
     (tensor,) = found(a, b).tensors
     assert (tensor.elements, tensor.nans, tensor.largest) == (3, (1, 1), 3.0)
-    assert tensor.mean == 3.0 / 2  # of the two places where there is a difference to be measured
+    assert (
+        tensor.mean == 3.0 / 2
+    )  # of the two places where there is a difference to be measured
 
 
 def test_bits_decide_unless_a_tolerance_is_given(tmp_path: Path) -> None:
@@ -176,7 +200,9 @@ def test_objects_and_the_common_state(tmp_path: Path) -> None:
             "only": {f"a{seed}": 1},
         }
 
-    told = found(saved(tmp_path, "a", state(1, 0.1)), saved(tmp_path, "b", state(2, 0.2)))
+    told = found(
+        saved(tmp_path, "a", state(1, 0.1)), saved(tmp_path, "b", state(2, 0.2))
+    )
     changes = {one.key: set(one.changes) for one in told.objects}
     assert {(one.key, one.box) for one in told.objects} == {
         ("o", Box((0,), (1,))),
@@ -222,7 +248,9 @@ def test_parts_of_objects_differ_bit_for_bit(tmp_path: Path, a: Any, b: Any) -> 
         lambda: np.longdouble(1.5),
     ],
 )
-def test_parts_that_are_the_same_are_not_told(tmp_path: Path, same: Callable[[], Any]) -> None:
+def test_parts_that_are_the_same_are_not_told(
+    tmp_path: Path, same: Callable[[], Any]
+) -> None:
     a, b = ({"x": same(), "step": n} for n in (1, 2))
     (one,) = found(saved(tmp_path, "a", a), saved(tmp_path, "b", b)).objects
     assert one.changes == ((("step",), 1, 2),)
@@ -251,7 +279,10 @@ def test_classes_that_nobody_trusts_are_looked_into(tmp_path: Path) -> None:
 
 def test_damage_is_no_difference(tmp_path: Path) -> None:
     w = torch.arange(64.0)
-    a, b = saved(tmp_path, "a", {"w": cut("w", w, 2)}), saved(tmp_path, "b", {"w": cut("w", w + 1, 1)})
+    a, b = (
+        saved(tmp_path, "a", {"w": cut("w", w, 2)}),
+        saved(tmp_path, "b", {"w": cut("w", w + 1, 1)}),
+    )
     file = a / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-300])
     with pytest.raises(megackpt.CorruptCheckpoint):
@@ -272,20 +303,28 @@ def test_any_bits_of_any_dtype(dtype: str, data: st.DataObject) -> None:
             octets[at] = data.draw(st.integers(0, 255))
         if dtype == "bool":
             octets = bytearray(b & 1 for b in octets)
-        sides.append(torch.frombuffer(octets, dtype=getattr(torch, dtype)).reshape(2, 3))
+        sides.append(
+            torch.frombuffer(octets, dtype=getattr(torch, dtype)).reshape(2, 3)
+        )
     raw = [host_array(side.contiguous()) for side in sides]
     tally = Tally((4, 3), (dtype, dtype), None)
     tally.add(Box((2, 0), (2, 3)), *raw)
 
     x, y = (exact(side.reshape(-1)) for side in sides)
-    differing = [i for i in range(6) if raw[0].reshape(-1)[i].tobytes() != raw[1].reshape(-1)[i].tobytes()]
+    differing = [
+        i
+        for i in range(6)
+        if raw[0].reshape(-1)[i].tobytes() != raw[1].reshape(-1)[i].tobytes()
+    ]
     nans = [sum(v[i] != v[i] for i in differing) for v in (x, y)]
     with np.errstate(all="ignore"):
         apart = [far(x[i], y[i]) for i in differing if x[i] == x[i] and y[i] == y[i]]
     apart = [float("nan") if d != d else d for d in apart]
     assert tally.elements == len(differing)
     assert tally.nans == tuple(nans)
-    assert [e.index for e in tally.first] == [(2 + i // 3, i % 3) for i in differing[:5]]
+    assert [e.index for e in tally.first] == [
+        (2 + i // 3, i % 3) for i in differing[:5]
+    ]
     measured = [d for d in apart if math.isfinite(d)]
     if len(measured) == len(apart):
         assert tally.largest == pytest.approx(max(measured, default=0), rel=1e-12)

@@ -80,9 +80,13 @@ def unlike(rank: int) -> dict[str, Any]:
     }
 
 
-def save(state: Callable[[int], dict[Any, Any]], directory: Path, asynchronous: bool = False) -> None:
+def save(
+    state: Callable[[int], dict[Any, Any]], directory: Path, asynchronous: bool = False
+) -> None:
     def run(group: ThreadedGroup) -> None:
-        shard = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, group.rank, group.size))
+        shard = ShardedTensor.from_rank_offsets(
+            "w", torch.ones(2), (0, group.rank, group.size)
+        )
         request = megackpt.save(
             {"w": shard, **state(group.rank)},
             directory,
@@ -98,12 +102,18 @@ def save(state: Callable[[int], dict[Any, Any]], directory: Path, asynchronous: 
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if "common state dict differs" in r.getMessage()]
+    return [
+        r.getMessage()
+        for r in caplog.records
+        if "common state dict differs" in r.getMessage()
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", [n for n in DTYPES if hasattr(torch, n)])
-def test_tensors_of_every_dtype_travel(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_tensors_of_every_dtype_travel(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     dtype = getattr(torch, name)
     same = torch.ones(32, dtype=torch.uint8).view(dtype)
 
@@ -122,7 +132,9 @@ def test_tensors_of_every_dtype_travel(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_comparisons_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture, asynchronous: bool) -> None:
+def test_comparisons_that_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asynchronous: bool
+) -> None:
     save(unlike, tmp_path / "a", asynchronous)
     (text,) = warnings(caplog)
     for key in ("compares", "fails", "oddly", "tensor", "only"):
@@ -136,7 +148,11 @@ def test_what_cannot_even_be_opened_or_shown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type
 ) -> None:
     def state(rank: int) -> dict[Any, Any]:
-        return {"o": FailsToOpen(rank)} if kind is FailsToOpen else {"o": {FailsAsKey(): rank}}
+        return (
+            {"o": FailsToOpen(rank)}
+            if kind is FailsToOpen
+            else {"o": {FailsAsKey(): rank}}
+        )
 
     caplog.set_level(logging.WARNING)
     save(state, tmp_path / "a")
@@ -145,7 +161,9 @@ def test_what_cannot_even_be_opened_or_shown(
     assert torch.equal(megackpt.load_plain_tensors(tmp_path / "a")["w"], torch.ones(4))
 
 
-def test_a_view_that_fails_is_no_reason_either(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_view_that_fails_is_no_reason_either(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def view(common: Any) -> Any:
         raise LookupError("of the view")
 

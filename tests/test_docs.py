@@ -39,7 +39,9 @@ def named(page: Path) -> str:
 
 def blocks(page: Path, *languages: str) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    found = [Block(m[1], text.count("\n", 0, m.start(2)), m[2]) for m in FENCE.finditer(text)]
+    found = [
+        Block(m[1], text.count("\n", 0, m.start(2)), m[2]) for m in FENCE.finditer(text)
+    ]
     return [block for block in found if block.language in languages]
 
 
@@ -57,15 +59,23 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "python"):
-        source = "\n" * block.line + block.text  # so that a traceback tells the page's own lines
+        source = (
+            "\n" * block.line + block.text
+        )  # so that a traceback tells the page's own lines
         exec(compile(source, page, "exec"), module.__dict__)  # noqa: S102 - the code of our own pages
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_code_is_marked_with_its_language(page: Path) -> None:
-    fences = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("```")]
+    fences = [
+        line
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("```")
+    ]
     assert set(fences[1::2]) <= {"```"}
-    assert set(fences[0::2]) <= {"```python", "```sh", "```text"}, "an unmarked block is a block nobody runs"
+    assert set(fences[0::2]) <= {"```python", "```sh", "```text"}, (
+        "an unmarked block is a block nobody runs"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -94,7 +104,11 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_commands_exist() -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(
+            r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     wrong = []
     for page, words in commands():
         while words and re.fullmatch(r"\w+=.*", words[0]):  # settings for one command
@@ -133,7 +147,9 @@ def test_the_map_of_the_house_names_what_is_there() -> None:
         paths = [folder / name.strip() for name in names.split(",")]
         if not line.startswith(" "):
             below = paths[0]
-        paths += [paths[0] / name for name in re.findall(r"\w+\.\w+", told)]  # files that its words name
+        paths += [
+            paths[0] / name for name in re.findall(r"\w+\.\w+", told)
+        ]  # files that its words name
         missing += [str(path.relative_to(ROOT)) for path in paths if not path.exists()]
     assert not missing
 
@@ -141,25 +157,39 @@ def test_the_map_of_the_house_names_what_is_there() -> None:
 def test_the_map_shows_every_room() -> None:
     (block,) = blocks(README, "text")
     rooms = {
-        p.name for p in (ROOT / "megackpt").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+        p.name
+        for p in (ROOT / "megackpt").iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").exists()
     }
     named_rooms = set(re.findall(r"[\w.]+", block.text))
-    assert {room.removesuffix(".py") for room in rooms} <= {word.removesuffix(".py") for word in named_rooms}
+    assert {room.removesuffix(".py") for room in rooms} <= {
+        word.removesuffix(".py") for word in named_rooms
+    }
 
 
-@pytest.mark.parametrize("name", [name for name in megackpt.__all__ if not name.startswith("_")])
+@pytest.mark.parametrize(
+    "name", [name for name in megackpt.__all__ if not name.startswith("_")]
+)
 def test_the_guide_explains_every_public_name(name: str) -> None:
     assert re.search(rf"\b{name}\b", GUIDE.read_text(encoding="utf-8"))
 
 
 def test_the_guide_lists_every_error() -> None:
-    listed = set(re.findall(r"^\| `(\w+)`", GUIDE.read_text(encoding="utf-8"), re.MULTILINE))
-    kinds = {name for name, value in vars(errors).items() if isinstance(value, type)} & set(megackpt.__all__)
+    listed = set(
+        re.findall(r"^\| `(\w+)`", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    kinds = {
+        name for name, value in vars(errors).items() if isinstance(value, type)
+    } & set(megackpt.__all__)
     assert kinds <= listed
 
 
 def test_design_notes_are_numbered_without_a_gap() -> None:
     notes = sorted((ROOT / "docs" / "design").glob("*.md"))
     assert [int(note.name[:4]) for note in notes] == list(range(1, len(notes) + 1))
-    wrong = [n.name for n in notes if not n.read_text(encoding="utf-8").startswith(f"# {n.name[:4]} ")]
+    wrong = [
+        n.name
+        for n in notes
+        if not n.read_text(encoding="utf-8").startswith(f"# {n.name[:4]} ")
+    ]
     assert not wrong

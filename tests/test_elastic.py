@@ -74,12 +74,19 @@ class Job:
         deadline = time.monotonic() + LATEST
         while max(self.steps(), default=0) < step:
             if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"step {step} is not reached:\n{self.output.read_text()[-6000:]}")
+                pytest.fail(
+                    f"step {step} is not reached:\n{self.output.read_text()[-6000:]}"
+                )
             time.sleep(0.02)
 
     def workers(self, rank: int) -> list[int]:
         """The process that was this rank in each life."""
-        return [int(pid) for pid in re.findall(rf"rank {rank} is process (\d+)", self.output.read_text())]
+        return [
+            int(pid)
+            for pid in re.findall(
+                rf"rank {rank} is process (\d+)", self.output.read_text()
+            )
+        ]
 
     def losses(self) -> list[tuple[int, float]]:
         """Of each step that was done, in whatever life."""
@@ -99,7 +106,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return dict(job.losses())
 
 
-def test_a_worker_is_killed_and_then_there_are_fewer(tmp_path: Path, uninterrupted: dict[int, float]) -> None:
+def test_a_worker_is_killed_and_then_there_are_fewer(
+    tmp_path: Path, uninterrupted: dict[int, float]
+) -> None:
     job = Job(tmp_path / "run")
     with job.started(12, *TWO, "--max-restarts=1") as process:
         job.reaches(6, process)
@@ -125,7 +134,9 @@ def test_a_worker_is_killed_and_then_there_are_fewer(tmp_path: Path, uninterrupt
 
 
 @pytest.mark.campaign
-def test_a_node_is_lost_and_the_other_goes_on_alone(tmp_path: Path, uninterrupted: dict[int, float]) -> None:
+def test_a_node_is_lost_and_the_other_goes_on_alone(
+    tmp_path: Path, uninterrupted: dict[int, float]
+) -> None:
     """Two agents meet; one of them dies with its worker, and torchrun itself goes on with a smaller world."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -136,8 +147,12 @@ def test_a_node_is_lost_and_the_other_goes_on_alone(tmp_path: Path, uninterrupte
     )  # fmt: skip
     job = Job(tmp_path / "run")
     with ExitStack() as nodes:
-        staying = nodes.enter_context(job.started(16, *meeting, "--rdzv-conf=last_call_timeout=15,is_host=1"))
-        lost = nodes.enter_context(job.started(16, *meeting, "--rdzv-conf=last_call_timeout=15,is_host=0"))
+        staying = nodes.enter_context(
+            job.started(16, *meeting, "--rdzv-conf=last_call_timeout=15,is_host=1")
+        )
+        lost = nodes.enter_context(
+            job.started(16, *meeting, "--rdzv-conf=last_call_timeout=15,is_host=0")
+        )
         job.reaches(6, staying)
         workers = {job.workers(rank)[-1] for rank in (0, 1)}
         (theirs,) = workers & set(children(lost.pid))

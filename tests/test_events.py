@@ -22,7 +22,13 @@ import megackpt
 from megackpt import Event, ShardedTensor, events
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
-from megackpt.errors import CoverageError, MismatchError, NotACheckpoint, RankFailure, StorageError
+from megackpt.errors import (
+    CoverageError,
+    MismatchError,
+    NotACheckpoint,
+    RankFailure,
+    StorageError,
+)
 from megackpt.planning.manifest import SavePlan
 from megackpt.runtime.counting import CountedSource
 from megackpt.runtime.staging import PIECE
@@ -36,14 +42,21 @@ def state(rank: int, tp: int = 2, rows: int = ROWS) -> dict[str, Any]:
     cut, copy = rank % tp, rank // tp
     weight = torch.full((rows // tp, COLUMNS), float(cut))
     return {
-        "weight": ShardedTensor.from_rank_offsets("weight", weight, (0, cut, tp), replica_id=copy),
+        "weight": ShardedTensor.from_rank_offsets(
+            "weight", weight, (0, cut, tp), replica_id=copy
+        ),
         "iteration": 7,
     }
 
 
-def save(directory: Path, ranks: int = 4, strategy: Any = "torch_dist", tp: int = 2) -> list[Any]:
+def save(
+    directory: Path, ranks: int = 4, strategy: Any = "torch_dist", tp: int = 2
+) -> list[Any]:
     return ThreadedGroup.outcomes(
-        ranks, lambda group: megackpt.save(state(group.rank, tp), directory, strategy, process_group=group)
+        ranks,
+        lambda group: megackpt.save(
+            state(group.rank, tp), directory, strategy, process_group=group
+        ),
     )
 
 
@@ -63,23 +76,33 @@ def stages(heard: list[Event], rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_stage_of_every_rank_is_told_with_its_bytes(tmp_path: Path, name: str) -> None:
+def test_every_stage_of_every_rank_is_told_with_its_bytes(
+    tmp_path: Path, name: str
+) -> None:
     saved = told(lambda: save(tmp_path / "a", strategy=name))
     assert stages(saved, 0) == ["declare", "begin", "plan", "write", "commit", "total"]
-    assert all(stages(saved, rank) == ["declare", "write", "total"] for rank in (1, 2, 3))
+    assert all(
+        stages(saved, rank) == ["declare", "write", "total"] for rank in (1, 2, 3)
+    )
     written = [e.bytes for e in of(saved, "write")]
     assert sum(written) == megackpt.verify(tmp_path / "a").bytes > ROWS * COLUMNS * 4
     assert {e.bytes for e in of(saved, "total")} == {sum(written)}
-    assert {e.id for e in saved if e.stage != "declare"} == {open_checkpoint(tmp_path / "a").manifest.save_id}
+    assert {e.id for e in saved if e.stage != "declare"} == {
+        open_checkpoint(tmp_path / "a").manifest.save_id
+    }
 
     def load(group: ThreadedGroup) -> None:
         megackpt.load(state(group.rank, 4), tmp_path / "a", process_group=group)
 
     loaded = told(lambda: ThreadedGroup.run(4, load))
     assert stages(loaded, 0) == ["open", "compare", "read", "total"]
-    assert all(stages(loaded, rank) == ["compare", "read", "total"] for rank in (1, 2, 3))
+    assert all(
+        stages(loaded, rank) == ["compare", "read", "total"] for rank in (1, 2, 3)
+    )
     landed = [e.bytes for e in of(loaded, "read")]
-    blob = landed[0] - ROWS * COLUMNS  # each rank reads a quarter of 4-byte elements, and the common state
+    blob = (
+        landed[0] - ROWS * COLUMNS
+    )  # each rank reads a quarter of 4-byte elements, and the common state
     assert blob > 0
     assert landed == [ROWS * COLUMNS + blob] * 4
     assert {e.bytes for e in of(loaded, "total")} == {sum(landed)}
@@ -87,7 +110,11 @@ def test_every_stage_of_every_rank_is_told_with_its_bytes(tmp_path: Path, name: 
 
     for e in (*saved, *loaded):
         assert (e.ranks, e.path, e.error) == (4, str(tmp_path / "a"), None)
-        assert 0 <= e.seconds <= max(total.seconds for total in of(saved + loaded, "total"))
+        assert (
+            0
+            <= e.seconds
+            <= max(total.seconds for total in of(saved + loaded, "total"))
+        )
 
 
 def test_a_reused_plan_is_seen_by_the_stage_that_is_missing(tmp_path: Path) -> None:
@@ -146,7 +173,9 @@ def test_a_load_that_does_not_fit_fails_where_it_is_compared(tmp_path: Path) -> 
 
     def load(group: ThreadedGroup) -> None:
         asked = state(group.rank, rows=ROWS * (1 + group.rank))
-        megackpt.load(asked, tmp_path / "a", validate_access_integrity=False, process_group=group)
+        megackpt.load(
+            asked, tmp_path / "a", validate_access_integrity=False, process_group=group
+        )
 
     outcomes: list[Any] = []
     heard = told(lambda: outcomes.extend(ThreadedGroup.outcomes(2, load)))
@@ -219,7 +248,10 @@ def test_where_nobody_listens_no_event_is_made(
 
     monkeypatch.setattr(events, "Event", never)
     assert save(tmp_path / "a", ranks=2) == [None, None]
-    with megackpt.watching(print), pytest.raises(AssertionError, match="an event was made"):
+    with (
+        megackpt.watching(print),
+        pytest.raises(AssertionError, match="an event was made"),
+    ):
         megackpt.verify(tmp_path / "a")
 
 
@@ -244,15 +276,20 @@ def test_log_records_have_the_fields(tmp_path: Path) -> None:
         logger.removeHandler(handler)
     records = [json.loads(line) for line in stream.getvalue().splitlines()]
     messages = [record.pop("message") for record in records]
-    assert sorted(map(str, records)) == sorted(str(asdict(e)) for e in heard)  # threads of ranks tell at once
+    assert sorted(map(str, records)) == sorted(
+        str(asdict(e)) for e in heard
+    )  # threads of ranks tell at once
     saved = next(e for e in heard if e.stage == "total")
-    assert f"save {tmp_path / 'a'} ({saved.id}): total, rank {saved.rank} of 2: 257.2 KiB in" in "".join(
-        messages
+    assert (
+        f"save {tmp_path / 'a'} ({saved.id}): total, rank {saved.rank} of 2: 257.2 KiB in"
+        in "".join(messages)
     )
     assert any("write, rank 1 of 4: failed after" in message for message in messages)
 
 
-def test_an_operation_logs_one_line_at_level_info(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_operation_logs_one_line_at_level_info(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "megackpt")
     save(tmp_path / "a", ranks=2)
     save(tmp_path / "a", ranks=2)
@@ -260,7 +297,12 @@ def test_an_operation_logs_one_line_at_level_info(tmp_path: Path, caplog: pytest
     save(tmp_path / "b", strategy=Full())  # fails, on all ranks
     lines = [(record.levelname, record.stage, record.rank) for record in caplog.records]
     assert lines == [("INFO", "total", 0)] * 4
-    assert [record.operation for record in caplog.records] == ["save", "save", "verify", "save"]
+    assert [record.operation for record in caplog.records] == [
+        "save",
+        "save",
+        "verify",
+        "save",
+    ]
 
 
 class Terminal:
@@ -307,7 +349,9 @@ def test_a_bar_tells_a_terminal_the_share_of_rank_0(
     heard: list[Event] = []
     with megackpt.progress(), megackpt.watching(heard.append):
         save(tmp_path / "a", ranks=2, strategy=name)
-        ThreadedGroup.run(2, lambda g: megackpt.load(state(g.rank), tmp_path / "a", process_group=g))
+        ThreadedGroup.run(
+            2, lambda g: megackpt.load(state(g.rank), tmp_path / "a", process_group=g)
+        )
         megackpt.verify(tmp_path / "a")
     drawn = terminal.drawn()
     assert "\x1b[" in drawn  # it moves
@@ -319,14 +363,18 @@ def test_a_bar_tells_a_terminal_the_share_of_rank_0(
     assert {e.error for e in heard} == {None}
 
 
-def test_a_bar_that_ends_in_a_failure_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_that_ends_in_a_failure_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = on_a_terminal(monkeypatch)
     with megackpt.progress(), pytest.raises(NotACheckpoint):
         megackpt.load(state(0, 1), tmp_path / "none")
     assert "load: failed" in terminal.drawn()
 
 
-def test_nothing_is_drawn_where_no_terminal_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_drawn_where_no_terminal_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)
     with megackpt.progress():
@@ -356,9 +404,15 @@ def test_an_error_without_a_text_is_told() -> None:
             raise ValueError("it has no text")
 
     heard: list[Event] = []
-    with events.watching(heard.append), pytest.raises(Untold), events.operation("save", "a"):
+    with (
+        events.watching(heard.append),
+        pytest.raises(Untold),
+        events.operation("save", "a"),
+    ):
         raise Untold
-    assert [event.error for event in heard] == ["Untold: its text cannot be had: ValueError"]
+    assert [event.error for event in heard] == [
+        "Untold: its text cannot be had: ValueError"
+    ]
 
 
 def test_large_tensors_are_counted_in_pieces() -> None:

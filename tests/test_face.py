@@ -34,7 +34,11 @@ MEGATRON = {
 
 
 def is_for_type_checkers(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 def imported(module: ast.Module, package: str) -> dict[str, tuple[str, ...]]:
@@ -45,7 +49,9 @@ def imported(module: ast.Module, package: str) -> dict[str, tuple[str, ...]]:
             if isinstance(node, ast.ImportFrom):
                 home = str(node.module).removeprefix(f"{package}.")
                 for alias in node.names:
-                    assert alias.asname == alias.name, f"{alias.name} is not exported again for type checkers"
+                    assert alias.asname == alias.name, (
+                        f"{alias.name} is not exported again for type checkers"
+                    )
                     homes.setdefault(home, []).append(alias.name)
     return {home: tuple(names) for home, names in homes.items()}
 
@@ -56,12 +62,18 @@ def test_type_checkers_and_the_interpreter_see_the_same_names(face: ModuleType) 
     assert imported(module, face.__name__) == face._HOMES
 
 
-@pytest.mark.parametrize(("face", "name"), [(face, name) for face in FACES for name in face.__all__])
-def test_every_public_name_resolves_to_what_its_home_has(face: ModuleType, name: str) -> None:
+@pytest.mark.parametrize(
+    ("face", "name"), [(face, name) for face in FACES for name in face.__all__]
+)
+def test_every_public_name_resolves_to_what_its_home_has(
+    face: ModuleType, name: str
+) -> None:
     value = getattr(face, name)
     home = face._HOME_OF.get(name)
     assert value is not None
-    assert home is None or value is getattr(import_module(f"{face.__name__}.{home}"), name)
+    assert home is None or value is getattr(
+        import_module(f"{face.__name__}.{home}"), name
+    )
     assert name in dir(face)
 
 
@@ -83,7 +95,11 @@ def test_all_that_megatron_exports_is_there() -> None:
 @pytest.mark.megatron
 def test_megatron_exports_what_we_think() -> None:
     init = ROOT / ".peers" / "megatron" / "core" / "dist_checkpointing" / "__init__.py"
-    imports = [n for n in ast.parse(init.read_text(encoding="utf-8")).body if isinstance(n, ast.ImportFrom)]
+    imports = [
+        n
+        for n in ast.parse(init.read_text(encoding="utf-8")).body
+        if isinstance(n, ast.ImportFrom)
+    ]
     assert {alias.name for node in imports for alias in node.names} == MEGATRON
 
 
@@ -100,6 +116,11 @@ def test_megatron_exports_what_we_think() -> None:
 def test_importing_needs_no_torch(statement: str) -> None:
     code = f"{statement}; import sys; sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,13 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
-from megackpt import AsyncCallsQueue, CheckpointManager, ShardedObject, ShardedTensor, convert
+from megackpt import (
+    AsyncCallsQueue,
+    CheckpointManager,
+    ShardedObject,
+    ShardedTensor,
+    convert,
+)
 from megackpt.dcp import FileSystemWriter
 from megackpt.errors import CheckpointingException, NotACheckpoint, StorageError
 from megackpt.testing import ThreadedGroup
@@ -52,7 +58,9 @@ def state(value: float, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
     whole = torch.arange(64.0).reshape(16, 4) + value
     rows = 16 // ranks
     return {
-        "w": ShardedTensor.from_rank_offsets("w", whole[rank * rows :][:rows].clone(), (0, rank, ranks)),
+        "w": ShardedTensor.from_rank_offsets(
+            "w", whole[rank * rows :][:rows].clone(), (0, rank, ranks)
+        ),
         "rng": ShardedObject("rng", {"seed": value}, (1,), (0,), replica_id=rank),
         "step": value,
     }
@@ -91,7 +99,9 @@ def no_large_files() -> Iterator[None]:
 
 def save_async(value: float, where: Path, form: str, worker: str = "thread") -> None:
     queue = AsyncCallsQueue(persistent=worker == "process")
-    queue.schedule_async_request(megackpt.save(state(value), where, form, async_sharded_save=True))
+    queue.schedule_async_request(
+        megackpt.save(state(value), where, form, async_sharded_save=True)
+    )
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
 
@@ -131,7 +141,9 @@ def test_files_of_others_stay_where_a_process_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_first_save_that_fails_leaves_what_stood_there(tmp_path: Path, form: str) -> None:
+def test_a_first_save_that_fails_leaves_what_stood_there(
+    tmp_path: Path, form: str
+) -> None:
     put(tmp_path, LOOKALIKES | OF_THE_FORMAT[form])
     before = kept(tmp_path)
     big = ShardedTensor.from_rank_offsets("w", torch.ones(100_000))
@@ -169,7 +181,9 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_changed(
     before = kept(tmp_path)
 
     def run(group: ThreadedGroup) -> None:
-        megackpt.save(state(1, group.rank, 2), tmp_path / "c", form, process_group=group)
+        megackpt.save(
+            state(1, group.rank, 2), tmp_path / "c", form, process_group=group
+        )
 
     for error in ThreadedGroup.outcomes(2, run):
         assert isinstance(error, CheckpointingException)
@@ -185,7 +199,9 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_changed(
     assert loaded(tmp_path / "c") == 1
 
 
-def test_beside_a_checkpoint_a_name_that_the_next_one_takes_is_refused_too(tmp_path: Path) -> None:
+def test_beside_a_checkpoint_a_name_that_the_next_one_takes_is_refused_too(
+    tmp_path: Path,
+) -> None:
     where = tmp_path / "c"
     megackpt.save(state(1), where, "safetensors")
     put(where, {"metadata.json": b'{"title": "my data"}'})
@@ -193,9 +209,13 @@ def test_beside_a_checkpoint_a_name_that_the_next_one_takes_is_refused_too(tmp_p
     for call in (
         lambda: megackpt.save(state(2), where),
         lambda: save_async(2, where, "torch_dist"),
-        lambda: dcp.save({"w": torch.ones(2)}, storage_writer=FileSystemWriter(where), no_dist=True),
+        lambda: dcp.save(
+            {"w": torch.ones(2)}, storage_writer=FileSystemWriter(where), no_dist=True
+        ),
     ):
-        with pytest.raises((StorageError, CheckpointException), match=rf"metadata\.json {REFUSED}"):
+        with pytest.raises(
+            (StorageError, CheckpointException), match=rf"metadata\.json {REFUSED}"
+        ):
             call()
         assert kept(tmp_path) == before
     assert loaded(where) == 1
@@ -227,7 +247,9 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(tmp_path: Path) -> None
     assert (where / "w").is_symlink()
 
 
-def test_stock_dcp_is_replaced_and_what_only_looks_like_it_is_not(tmp_path: Path) -> None:
+def test_stock_dcp_is_replaced_and_what_only_looks_like_it_is_not(
+    tmp_path: Path,
+) -> None:
     where = tmp_path / "c"
     dcp.save({"old": torch.ones(4)}, checkpoint_id=where, no_dist=True)
     put(where, LOOKALIKES)
@@ -256,13 +278,21 @@ def test_a_hugging_face_directory_is_not_replaced(tmp_path: Path) -> None:
     assert before.items() <= kept(tmp_path / "hf").items()
 
 
-@pytest.mark.parametrize("text", [b'{"trained_by": "me"}', b"[1, 2]", b"no JSON", b" " * (2 << 20), b"{}"])
-def test_a_metadata_json_of_others_hides_no_checkpoint(tmp_path: Path, text: bytes) -> None:
+@pytest.mark.parametrize(
+    "text", [b'{"trained_by": "me"}', b"[1, 2]", b"no JSON", b" " * (2 << 20), b"{}"]
+)
+def test_a_metadata_json_of_others_hides_no_checkpoint(
+    tmp_path: Path, text: bytes
+) -> None:
     dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     megackpt.save({"w": state(1)["w"]}, tmp_path / "ours", "safetensors")
     megackpt.save({"w": state(1)["w"]}, tmp_path / "hf", "safetensors")
     (tmp_path / "hf/megackpt.index").unlink()
-    for name, form in (("dcp", "torch_dist"), ("hf", "safetensors"), ("ours", "safetensors")):
+    for name, form in (
+        ("dcp", "torch_dist"),
+        ("hf", "safetensors"),
+        ("ours", "safetensors"),
+    ):
         expected = megackpt.load_plain_tensors(tmp_path / name)["w"]
         put(tmp_path / name, {"metadata.json": text})
         assert megackpt.check_is_distributed_checkpoint(tmp_path / name)
@@ -326,12 +356,16 @@ def test_conversions_leave_what_is_in_the_target(tmp_path: Path) -> None:
     put(tmp_path / "taken", {"metadata.json": b'{"title": "my data"}'})
     taken = kept(tmp_path / "taken")
     with pytest.raises(StorageError, match=rf"metadata\.json {REFUSED}"):
-        megackpt.convert(tmp_path / "source", tmp_path / "taken", "zarr", overwrite=True)
+        megackpt.convert(
+            tmp_path / "source", tmp_path / "taken", "zarr", overwrite=True
+        )
     assert kept(tmp_path / "taken") == taken
     put(tmp_path / "taken", {"model.pt": b"mine"})
     taken = kept(tmp_path / "taken")
     with pytest.raises(StorageError, match=rf"model\.pt {REFUSED}"):
-        megackpt.convert(tmp_path / "source", tmp_path / "taken", "torch", overwrite=True)
+        megackpt.convert(
+            tmp_path / "source", tmp_path / "taken", "torch", overwrite=True
+        )
     assert kept(tmp_path / "taken") == taken
 
 
@@ -346,14 +380,18 @@ def test_dcp_saves_leave_what_is_in_the_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_retention_removes_the_checkpoint_and_leaves_the_rest(tmp_path: Path, form: str) -> None:
+def test_retention_removes_the_checkpoint_and_leaves_the_rest(
+    tmp_path: Path, form: str
+) -> None:
     with CheckpointManager(tmp_path, form, keep_last=1) as manager:
         manager.save(1, state(1))
         put(tmp_path / "iter_0000001", LOOKALIKES | {"w/README": b"mine"})
         before = kept(tmp_path / "iter_0000001")
         manager.save(2, state(2))
     left = kept(tmp_path / "iter_0000001")
-    assert left == {name: held for name, held in before.items() if name in {*LOOKALIKES, "w/README"}}
+    assert left == {
+        name: held for name, held in before.items() if name in {*LOOKALIKES, "w/README"}
+    }
     put(tmp_path / "iter_0000002", LOOKALIKES | OF_THE_FORMAT[form])
     (step,) = [step for step in CheckpointManager(tmp_path).steps() if step.complete]
     assert (step.step, step.format) == (2, form)
@@ -392,7 +430,9 @@ def changed_index(where: Path, change: Any) -> None:
     head = json.loads(data[16 : 16 + length])
     change(head)
     text = json.dumps(head).encode()
-    body = struct.pack("<8sII", magic, version, len(text)) + text + data[16 + length : -16]
+    body = (
+        struct.pack("<8sII", magic, version, len(text)) + text + data[16 + length : -16]
+    )
     (where / "megackpt.index").write_bytes(body + xxhash.xxh3_128_digest(body))
 
 
@@ -429,7 +469,10 @@ def test_an_index_that_claims_many_writers(tmp_path: Path, form: str) -> None:
 
 def test_an_index_that_claims_a_huge_cell(tmp_path: Path) -> None:
     megackpt.save({"w": state(1)["w"]}, tmp_path / "c", "zarr")
-    changed_index(tmp_path / "c", lambda head: head["columns"].update(grid_dim=[2, 0, 1 << 61, 1, 0]))
+    changed_index(
+        tmp_path / "c",
+        lambda head: head["columns"].update(grid_dim=[2, 0, 1 << 61, 1, 0]),
+    )
     with little_memory(256 << 20), suppress(CheckpointingException):
         convert(tmp_path / "c", tmp_path / "d", "torch_dist", workers=1)
 
@@ -440,12 +483,24 @@ def test_what_an_export_would_write_alike_stays(tmp_path: Path) -> None:
     put(tmp_path / "c", files)
     before = kept(tmp_path / "c")
     for _ in range(2):
-        convert(tmp_path / "source", tmp_path / "c", "safetensors", beside=files, overwrite=True)
+        convert(
+            tmp_path / "source",
+            tmp_path / "c",
+            "safetensors",
+            beside=files,
+            overwrite=True,
+        )
         assert before.items() <= kept(tmp_path / "c").items()
     (tmp_path / "c/config.json").write_bytes(b"mine")
     before = kept(tmp_path / "c")
     with pytest.raises(StorageError, match=rf"config\.json {REFUSED}"):
-        convert(tmp_path / "source", tmp_path / "c", "safetensors", beside=files, overwrite=True)
+        convert(
+            tmp_path / "source",
+            tmp_path / "c",
+            "safetensors",
+            beside=files,
+            overwrite=True,
+        )
     assert kept(tmp_path / "c") == before
 
 
@@ -461,7 +516,9 @@ def test_objects_of_others_in_a_bucket_stay(tmp_path: Path, bucket: Bucket) -> N
     megackpt.save(state(1), tmp_path / "local", "zarr")
     (tmp_path / "local/megackpt.index").unlink()
     ours = {f"run/{name}": data for name, (_, data) in kept(tmp_path / "local").items()}
-    others = {f"run/{name}": data for name, data in LOOKALIKES.items()} | {"run/w/README": b"mine"}
+    others = {f"run/{name}": data for name, data in LOOKALIKES.items()} | {
+        "run/w/README": b"mine"
+    }
     for key, data in (ours | others).items():
         bucket.client.put_object(Bucket=bucket.name, Key=key, Body=data)
     for value in (2, 3):
@@ -480,10 +537,14 @@ def test_objects_of_others_in_a_bucket_stay(tmp_path: Path, bucket: Bucket) -> N
     assert put_back.keys() <= {*bucket.keys()}
 
 
-def test_a_tilde_is_expanded_by_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_expanded_by_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     user = os.path.basename(os.path.expanduser("~")) or "root"
-    known = next((u for u in (user, "root") if os.path.expanduser(f"~{u}") != f"~{u}"), None)
+    known = next(
+        (u for u in (user, "root") if os.path.expanduser(f"~{u}") != f"~{u}"), None
+    )
     for path in ("~/c", *([f"~{known}/c"] if known else [])):
         with pytest.raises(StorageError, match="expanduser"):
             megackpt.save(state(1), path)

@@ -36,9 +36,14 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def piece(
-    shape: tuple[int, ...], whole: tuple[int, ...], offset: tuple[int, ...], key: str = "large"
+    shape: tuple[int, ...],
+    whole: tuple[int, ...],
+    offset: tuple[int, ...],
+    key: str = "large",
 ) -> ShardedTensor:
-    return ShardedTensor(key, torch.ones(shape), torch.float32, shape, whole, offset, None)
+    return ShardedTensor(
+        key, torch.ones(shape), torch.float32, shape, whole, offset, None
+    )
 
 
 def large_object(shape: tuple[int, ...]) -> ShardedObject:
@@ -71,7 +76,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], bool]] = {
     "a piece larger than all": (lambda: piece((4,), (2,), (0,)), False),
     "an empty piece outside": (lambda: piece((0, 4), (0, 4), (5, 0)), False),
     "an object of a grid of 65 axes": (lambda: large_object((1,) * 65), True),
-    "an object of a grid beyond 2^62": (lambda: large_object((1 << 32, 1 << 30)), False),
+    "an object of a grid beyond 2^62": (
+        lambda: large_object((1 << 32, 1 << 30)),
+        False,
+    ),
 }
 
 
@@ -80,7 +88,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], bool]] = {
 def test_is_refused_before_a_byte(tmp_path: Path, what: str, name: str) -> None:
     made, validated = REFUSED[what]
     good = tmp_path / "a"
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, good, name)
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, good, name
+    )
     before = {path: path.read_bytes() for path in good.rglob("*") if path.is_file()}
     for asynchronous, validate in itertools.product((False, True), {validated, False}):
         options: dict[str, Any] = {
@@ -90,7 +100,9 @@ def test_is_refused_before_a_byte(tmp_path: Path, what: str, name: str) -> None:
         for directory in (good, tmp_path / "new"):
             with pytest.raises(ShardingError, match="large"):
                 megackpt.save({"s": made()}, directory, name, **options)
-    assert {path: path.read_bytes() for path in good.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in good.rglob("*") if path.is_file()
+    } == before
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert torch.equal(megackpt.load_plain_tensors(good)["w"], torch.ones(3))
 
@@ -106,13 +118,18 @@ def test_what_is_just_small_enough(tmp_path: Path, name: str) -> None:
     if name == "torch_dist":  # the others hold whole tensors, or cells of a grid
         whole = (1 << 40, (1 << 20) - 1)
         held["end"] = piece((2, 4), whole, (whole[0] - 2, whole[1] - 4), "end")
-    held |= {f"{i}": ShardedTensor.from_rank_offsets(f"{i}", torch.ones((0,) * axes)) for i in range(300)}
+    held |= {
+        f"{i}": ShardedTensor.from_rank_offsets(f"{i}", torch.ones((0,) * axes))
+        for i in range(300)
+    }
     options: dict[str, Any] = {"validate_access_integrity": False}
     megackpt.save(held, tmp_path / "a", name, **options)
     asked = {key: shard.without_data() for key, shard in held.items()}
     got = megackpt.load(asked, tmp_path / "a", **options)
     assert all(torch.equal(got[key], shard.data) for key, shard in held.items())
-    assert not [p for p in megackpt.verify(tmp_path / "a").problems if "end" not in str(p)]
+    assert not [
+        p for p in megackpt.verify(tmp_path / "a").problems if "end" not in str(p)
+    ]
     if name == "safetensors":
         megackpt.convert(tmp_path / "a", tmp_path / "b", "torch", workers=1)
         got = megackpt.load(asked, tmp_path / "b", **options)
@@ -120,11 +137,16 @@ def test_what_is_just_small_enough(tmp_path: Path, name: str) -> None:
 
 
 extents = st.one_of(
-    st.integers(0, 3), st.sampled_from([1 << k for k in (10, 20, 30, 31, 32, 40, 59, 61, 62)])
+    st.integers(0, 3),
+    st.sampled_from([1 << k for k in (10, 20, 30, 31, 32, 40, 59, 61, 62)]),
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_what_is_saved_is_loaded(tmp_path: Path, data: st.DataObject) -> None:
     """Small pieces anywhere in tensors of any size, and outside: refused by key, or had back."""
@@ -146,7 +168,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path, data: st.DataObject) -> None:
         if "drawn" not in str(error):
             raise
         return
-    got = megackpt.load({"s": shard.without_data()}, tmp_path / "h", validate_access_integrity=False)
+    got = megackpt.load(
+        {"s": shard.without_data()}, tmp_path / "h", validate_access_integrity=False
+    )
     assert torch.equal(got["s"], values)
 
 
@@ -164,7 +188,9 @@ def test_on_every_rank_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_key_of_two_surrogates_is_not_taken_for_the_character(tmp_path: Path, name: str) -> None:
+def test_a_key_of_two_surrogates_is_not_taken_for_the_character(
+    tmp_path: Path, name: str
+) -> None:
     def shard(key: str, value: float) -> ShardedTensor:
         return ShardedTensor.from_rank_offsets(f"x{key}y", torch.full((2,), value))
 
@@ -176,7 +202,9 @@ def test_a_key_of_two_surrogates_is_not_taken_for_the_character(tmp_path: Path, 
     ):
         with pytest.raises(ShardingError, match=r"\\ud83d\\ude00"):
             megackpt.save(held, tmp_path / "a", name)
-    assert torch.equal(megackpt.load({"a": shard(SMILE, 0.0)}, tmp_path / "a")["a"], torch.ones(2))
+    assert torch.equal(
+        megackpt.load({"a": shard(SMILE, 0.0)}, tmp_path / "a")["a"], torch.ones(2)
+    )
 
 
 def test_ranks_do_not_mix_up_such_keys(tmp_path: Path) -> None:
@@ -202,7 +230,11 @@ def test_conversions_and_dcp(tmp_path: Path) -> None:
     dcp.save({PAIR: torch.ones(2)}, checkpoint_id=tmp_path / "stock", no_dist=True)
     with pytest.raises(ShardingError, match=r"\\ud83d\\ude00"):
         megackpt.convert(tmp_path / "stock", tmp_path / "b", "zarr", workers=1)
-    for bad in ({"large": dims}, {PAIR: torch.ones(2)}, {"large": torch.ones(0, 1 << 61)}):
+    for bad in (
+        {"large": dims},
+        {PAIR: torch.ones(2)},
+        {"large": torch.ones(0, 1 << 61)},
+    ):
         with pytest.raises(CheckpointException, match=r"large|\\ud83d\\ude00"):
             dcp.save(bad, storage_writer=FileSystemWriter(tmp_path / "b"), no_dist=True)
     assert not (tmp_path / "b").exists()

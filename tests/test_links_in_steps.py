@@ -50,7 +50,10 @@ def check_readers(run: Path, key: str | None) -> None:
     """All that looks at a run, or at its second step. ``key``: of a tensor to restore."""
     step, manager = run / "iter_0000002", CheckpointManager(run)
     asked = {} if key is None else {key: state()["w"]}
-    assert [(found.step, found.complete) for found in manager.steps()] == [(1, True), (2, True)]
+    assert [(found.step, found.complete) for found in manager.steps()] == [
+        (1, True),
+        (2, True),
+    ]
     assert all(found.bytes < 1 << 20 for found in manager.steps())
     assert manager.latest().step == 2
     assert manager.latest(verify=True).step == 2
@@ -60,7 +63,9 @@ def check_readers(run: Path, key: str | None) -> None:
     assert main(["ls", str(run)]) == 0
     assert main(["show", str(step)]) == 0
     assert main(["diff", str(step), str(step)]) == 0
-    assert main(["convert", str(step), str(run.parent / "new"), "--to", "torch_dist"]) == 0
+    assert (
+        main(["convert", str(step), str(run.parent / "new"), "--to", "torch_dist"]) == 0
+    )
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["with index", "without index"])
@@ -106,11 +111,15 @@ def test_in_a_hugging_face_folder(run: Path) -> None:
     add_links(run / "iter_0000002")
     check_readers(run, "w")
     sizes = [found.bytes for found in CheckpointManager(run).steps()]
-    assert sizes[0] >= (run.parent / "blob1").stat().st_size  # of what the link leads to
+    assert (
+        sizes[0] >= (run.parent / "blob1").stat().st_size
+    )  # of what the link leads to
     assert main(["ls", str(run.parent)]) == 0
 
 
-@pytest.mark.parametrize("golden", ["mcore-0.16.1-tp2pp1dp2", "mcore-0.12.3-zarr-tp2pp1dp2"])
+@pytest.mark.parametrize(
+    "golden", ["mcore-0.16.1-tp2pp1dp2", "mcore-0.12.3-zarr-tp2pp1dp2"]
+)
 def test_in_steps_of_megatron(run: Path, golden: str) -> None:
     for number in (1, 2):
         shutil.copytree(GOLDEN / golden, run / f"iter_000000{number}")

@@ -21,7 +21,9 @@ GOLDEN = Path(__file__).parent / "golden" / "mcore-0.16.1-tp2pp1dp2"
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "ckpt"
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(8.0))}, folder)
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.arange(8.0))}, folder
+    )
     return folder
 
 
@@ -42,15 +44,27 @@ def named(run: Run) -> dict[str, Step]:
         ("torchtitan", ("step-100", "step-20"), (20, 100)),
         ("torchtitan", ("step_100", "step_20"), (20, 100)),
         ("transformers", ("checkpoint-500", "checkpoint-1000"), (500, 1000)),
-        ("lightning", ("epoch=3-step=100.ckpt", "epoch=10-step=1000-v1.ckpt"), (100, 1000)),
-        ("lightning", ("model--val_loss=0.52-step=99-consumed_samples=800.0-last",), (99,)),
+        (
+            "lightning",
+            ("epoch=3-step=100.ckpt", "epoch=10-step=1000-v1.ckpt"),
+            (100, 1000),
+        ),
+        (
+            "lightning",
+            ("model--val_loss=0.52-step=99-consumed_samples=800.0-last",),
+            (99,),
+        ),
         ("deepspeed", ("global_step100", "global_step20"), (20, 100)),
         ("composer", ("ep0-ba100", "ep1-ba200"), (100, 200)),
         ("plain", ("100", "000020"), (20, 100)),
     ],
 )
 def test_styles(
-    tmp_path: Path, checkpoint: Path, style: str, names: tuple[str, ...], steps: tuple[int, ...]
+    tmp_path: Path,
+    checkpoint: Path,
+    style: str,
+    names: tuple[str, ...],
+    steps: tuple[int, ...],
 ) -> None:
     run = made(tmp_path, checkpoint, *names)
     assert tuple(step.step for step in run.steps) == steps
@@ -67,22 +81,31 @@ def test_what_is_told_of_a_step(tmp_path: Path) -> None:
     files = [file for file in GOLDEN.rglob("*") if file.is_file()]
     assert (step.format, step.version, step.files) == ("torch_dist", 1, len(files))
     assert step.bytes == sum(file.stat().st_size for file in files)
-    assert step.saved == max(file.stat().st_mtime for file in tmp_path.rglob("*") if file.is_file())
+    assert step.saved == max(
+        file.stat().st_mtime for file in tmp_path.rglob("*") if file.is_file()
+    )
 
 
-def test_other_things_in_the_directory_are_none_of_ours(tmp_path: Path, checkpoint: Path) -> None:
+def test_other_things_in_the_directory_are_none_of_ours(
+    tmp_path: Path, checkpoint: Path
+) -> None:
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "log.txt").write_text("step 100")
     (tmp_path / ".hidden").mkdir()
     run = made(tmp_path, checkpoint, "iter_0000100", "final")
-    assert [(step.name, step.step) for step in run.steps] == [("iter_0000100", 100), ("final", None)]
+    assert [(step.name, step.step) for step in run.steps] == [
+        ("iter_0000100", 100),
+        ("final", None),
+    ]
 
 
 def test_why_a_step_is_not_complete(tmp_path: Path, checkpoint: Path) -> None:
     made(tmp_path, checkpoint, "iter_0000001")
     (tmp_path / "iter_0000002").mkdir()
     shutil.copytree(
-        GOLDEN, tmp_path / "iter_0000003", ignore=shutil.ignore_patterns("metadata.json", ".metadata")
+        GOLDEN,
+        tmp_path / "iter_0000003",
+        ignore=shutil.ignore_patterns("metadata.json", ".metadata"),
     )
     (tmp_path / "iter_0000004").mkdir()
     Marker("0123", pid=1, started=0).put(LocalStorage(tmp_path / "iter_0000004"))
@@ -114,7 +137,9 @@ def test_what_others_left_unfinished(tmp_path: Path, checkpoint: Path) -> None:
         ("7", "_CHECKPOINT_METADATA", "orbax"),
     ],
 )
-def test_formats_of_others_are_named(tmp_path: Path, name: str, file: str, whose: str) -> None:
+def test_formats_of_others_are_named(
+    tmp_path: Path, name: str, file: str, whose: str
+) -> None:
     path = tmp_path / name / file
     path.parent.mkdir(parents=True)
     path.write_bytes(b"12345")
@@ -136,15 +161,27 @@ def test_a_checkpoint_below_a_step(tmp_path: Path, checkpoint: Path) -> None:
     ("file", "says", "meant", "problem"),
     [
         ("latest_checkpointed_iteration.txt", "200\n", "iter_0000200", ""),
-        ("latest_checkpointed_iteration.txt", "100", "iter_0000100", "iter_0000200 is newer, and complete"),
-        ("latest_checkpointed_iteration.txt", "300", "iter_0000300", "iter_0000300 is not complete"),
+        (
+            "latest_checkpointed_iteration.txt",
+            "100",
+            "iter_0000100",
+            "iter_0000200 is newer, and complete",
+        ),
+        (
+            "latest_checkpointed_iteration.txt",
+            "300",
+            "iter_0000300",
+            "iter_0000300 is not complete",
+        ),
         ("latest_checkpointed_iteration.txt", "400", "", "there is no such step"),
         ("latest_checkpointed_iteration.txt", "release", "release", ""),
         ("latest", "iter_0000200", "iter_0000200", ""),
         ("latest", "", "", "there is no such step"),
     ],
 )
-def test_trackers(tmp_path: Path, checkpoint: Path, file: str, says: str, meant: str, problem: str) -> None:
+def test_trackers(
+    tmp_path: Path, checkpoint: Path, file: str, says: str, meant: str, problem: str
+) -> None:
     made(tmp_path, checkpoint, "iter_0000100", "iter_0000200", "release")
     (tmp_path / "iter_0000300").mkdir()
     (tmp_path / file).write_text(says)
@@ -171,7 +208,9 @@ def test_a_checkpoint_is_told_to_be_one(tmp_path: Path, checkpoint: Path) -> Non
     assert run.itself is not None
     assert run.itself.format == "torch_dist"
     assert not run.steps
-    both = made(Path(shutil.copytree(checkpoint, tmp_path / "run")), checkpoint, "checkpoint-5")
+    both = made(
+        Path(shutil.copytree(checkpoint, tmp_path / "run")), checkpoint, "checkpoint-5"
+    )
     assert both.itself is not None
     assert [step.step for step in both.steps] == [5]
 
@@ -185,10 +224,15 @@ def test_nothing(tmp_path: Path) -> None:
 def test_what_is_no_directory_is_told_from_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hi")
     os.mkfifo(tmp_path / "fifo")
-    assert [list_run(tmp_path / name).itself for name in ("file", "fifo")] == [None, None]
+    assert [list_run(tmp_path / name).itself for name in ("file", "fifo")] == [
+        None,
+        None,
+    ]
 
 
-def test_a_damaged_step_does_not_hide_the_others(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_damaged_step_does_not_hide_the_others(
+    tmp_path: Path, checkpoint: Path
+) -> None:
     made(tmp_path, checkpoint, "step-1", "step-2")
     (tmp_path / "step-2" / "metadata.json").write_text('{"sharded_backend": 5}')
     steps = named(list_run(tmp_path))
@@ -206,9 +250,13 @@ def test_what_is_no_step_is_not_walked_through(
     monkeypatch.setattr(
         LocalStorage,
         "list",
-        lambda self, name="": looked.append(f"{self.location}/{name}") or real(self, name),
+        lambda self, name="": (
+            looked.append(f"{self.location}/{name}") or real(self, name)
+        ),
     )
-    assert [step.name for step in made(tmp_path, checkpoint, "step-1").steps] == ["step-1"]
+    assert [step.name for step in made(tmp_path, checkpoint, "step-1").steps] == [
+        "step-1"
+    ]
     assert not any("deep" in name for name in looked)
 
 

@@ -27,7 +27,11 @@ def test_not_while_retention_is_slower_than_the_saves(
     main, may_list, real = threading.main_thread(), threading.Event(), os.listdir
 
     def late(path: Any = ".") -> list[str]:
-        where = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
+        where = (
+            os.readlink(f"/proc/self/fd/{path}")
+            if isinstance(path, int)
+            else os.fspath(path)
+        )
         if where == str(tmp_path) and threading.current_thread() is not main:
             may_list.wait(60)
         return real(path)
@@ -43,7 +47,9 @@ def test_not_while_retention_is_slower_than_the_saves(
         manager.save(6, state(6))
         may_list.set()
     assert ADVICE not in caplog.text
-    assert [step.step for step in CheckpointManager(tmp_path).steps() if step.complete] == [6]
+    assert [
+        step.step for step in CheckpointManager(tmp_path).steps() if step.complete
+    ] == [6]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -65,7 +71,10 @@ def test_in_a_run_that_was_set_back(
 def test_in_a_run_that_was_set_back_by_the_same_manager(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), CheckpointManager(tmp_path, keep_last=3) as manager:
+    with (
+        caplog.at_level(logging.WARNING),
+        CheckpointManager(tmp_path, keep_last=3) as manager,
+    ):
         for step in (10, 20):
             manager.save(step, state(step))
         assert ADVICE not in caplog.text

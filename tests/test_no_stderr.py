@@ -70,8 +70,12 @@ def test_saves_queues_and_conversions(tmp_path: Path, closed: str) -> None:
         (">/dev/full", ["verify", "good", "--json"], 6),
     ],
 )
-def test_exit_statuses(tmp_path: Path, streams: str, arguments: list[str], status: int) -> None:
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "good")
+def test_exit_statuses(
+    tmp_path: Path, streams: str, arguments: list[str], status: int
+) -> None:
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "good"
+    )
     command = [sys.executable, "-m", "megackpt", *arguments]
     assert run(f'exec "$@" {streams}', *command, where=tmp_path) == status
 
@@ -101,9 +105,18 @@ def test_the_command_line_without_streams(
         megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, name)
     for path in Path(bad).glob("*.distcp"):
         path.write_bytes(bytes(path.stat().st_size))
-    rest = [str(tmp_path / "out"), "--to", "zarr", "--workers", "1"] if command == "convert" else []
+    rest = (
+        [str(tmp_path / "out"), "--to", "zarr", "--workers", "1"]
+        if command == "convert"
+        else []
+    )
     expected = {good: 0, nothing: 3} | ({bad: 1} if command == "verify" else {})
-    for stdout, stderr in ((None, None), (sys.stdout, None), (None, sys.stderr), (sys.stdout, Full())):
+    for stdout, stderr in (
+        (None, None),
+        (sys.stdout, None),
+        (None, sys.stderr),
+        (sys.stdout, Full()),
+    ):
         monkeypatch.setattr(sys, "stdout", stdout)
         monkeypatch.setattr(sys, "stderr", stderr)
         for name, status in expected.items():

@@ -69,7 +69,9 @@ PLAIN = {
         range(3),
         slice(1, 2),
     ],
-    "namespace": argparse.Namespace(lr=0.1, path=pathlib.PosixPath("/a/b"), inner=argparse.Namespace(z=1)),
+    "namespace": argparse.Namespace(
+        lr=0.1, path=pathlib.PosixPath("/a/b"), inner=argparse.Namespace(z=1)
+    ),
     "simple": types.SimpleNamespace(q=2),
     "ordered": collections.OrderedDict(b=1, a=2),
     "counter": collections.Counter("aab"),
@@ -115,16 +117,25 @@ def test_plain_data_comes_back() -> None:
         np.array(["2020-02-29", "NaT"], "M8[D]"),
         np.array([1, -1], ">m8[25us]"),
         np.array([3], "i8").view("m8"),
-        np.array([(1, 2.5, b"a"), (3, 4.5, b"bc")], [("x", "i1"), ("y", "<f4"), ("z", "S3")]),
+        np.array(
+            [(1, 2.5, b"a"), (3, 4.5, b"bc")], [("x", "i1"), ("y", "<f4"), ("z", "S3")]
+        ),
         np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
         np.array([([[1, 2]], "1999")], [("x", ">i4", (1, 2)), ("when", "M8[Y]")]),
-        np.array([(7,)], np.dtype({"names": ["far"], "formats": ["u2"], "offsets": [5], "itemsize": 9})),
+        np.array(
+            [(7,)],
+            np.dtype(
+                {"names": ["far"], "formats": ["u2"], "offsets": [5], "itemsize": 9}
+            ),
+        ),
         np.zeros((2, 0), [("a", "c8")]),
     ],
 )
 def test_numpy_arrays_come_back(array: np.ndarray[Any, Any]) -> None:
     found = objects.load(objects.dump(array))
-    expected = pickle.loads(pickle.dumps(array, 2))  # numpy brings numbers into the machine's byte order
+    expected = pickle.loads(
+        pickle.dumps(array, 2)
+    )  # numpy brings numbers into the machine's byte order
     assert (found.dtype, found.shape, found.flags.f_contiguous) == (
         expected.dtype,
         expected.shape,
@@ -151,7 +162,11 @@ def test_numpy_scalars_come_back(protocol: int) -> None:
 
 
 def test_generator_states_come_back() -> None:
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     found = objects.load(objects.dump(state))
     assert found["python"] == state["python"]
     np.random.set_state(found["numpy"])
@@ -174,7 +189,11 @@ def test_generator_states_come_back() -> None:
 )
 def test_tensors_come_back(tensor: torch.Tensor) -> None:
     found = objects.load(objects.dump([tensor]))[0]
-    assert (type(found), found.dtype, found.shape) == (type(tensor), tensor.dtype, tensor.shape)
+    assert (type(found), found.dtype, found.shape) == (
+        type(tensor),
+        tensor.dtype,
+        tensor.shape,
+    )
     assert (found.requires_grad, found.layout) == (tensor.requires_grad, tensor.layout)
     assert torch.equal(found.to_dense().float(), tensor.to_dense().float())
     if found.layout == torch.strided:
@@ -197,16 +216,28 @@ def test_what_torch_reads_and_writes() -> None:
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(3)}, buffer)
     assert torch.equal(objects.load(buffer.getvalue())["a"], torch.ones(3))
-    assert torch.equal(torch.load(io.BytesIO(objects.dump(torch.ones(2))), weights_only=True), torch.ones(2))
+    assert torch.equal(
+        torch.load(io.BytesIO(objects.dump(torch.ones(2))), weights_only=True),
+        torch.ones(2),
+    )
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_other_protocols(protocol: int) -> None:
     buffer = io.BytesIO()
     torch.save(
-        [b"x", {1}, frozenset((2,)), "y", bytearray(b"z"), {"k": 2**70}], buffer, pickle_protocol=protocol
+        [b"x", {1}, frozenset((2,)), "y", bytearray(b"z"), {"k": 2**70}],
+        buffer,
+        pickle_protocol=protocol,
     )
-    assert objects.load(buffer.getvalue()) == [b"x", {1}, frozenset((2,)), "y", bytearray(b"z"), {"k": 2**70}]
+    assert objects.load(buffer.getvalue()) == [
+        b"x",
+        {1},
+        frozenset((2,)),
+        "y",
+        bytearray(b"z"),
+        {"k": 2**70},
+    ]
 
 
 def test_paths_as_python_3_13_names_them() -> None:
@@ -218,7 +249,9 @@ class TestTrust:
     @pytest.mark.parametrize("value", [Point(1), Colour.RED, Slotted(), Point])
     def test_unknown_classes_are_named_and_not_made(self, value: Any) -> None:
         name = type(value).__name__ if not isinstance(value, type) else value.__name__
-        with pytest.raises(UntrustedClass, match=rf"common\.pt: .*\.{name}, which is not trusted") as caught:
+        with pytest.raises(
+            UntrustedClass, match=rf"common\.pt: .*\.{name}, which is not trusted"
+        ) as caught:
             objects.load(objects.dump({"deep": [value]}), where="common.pt")
         assert isinstance(caught.value, pickle.UnpicklingError)
         assert f"trusted=({name},)" in str(caught.value)
@@ -235,8 +268,15 @@ class TestTrust:
     def test_what_copyreg_says_of_an_enum_holds(
         self, check: Callable[[Any], None] | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(copyreg.dispatch_table, Colour, lambda member: (colour_named, (member.name,)))
-        assert objects.load(objects.dump(Colour.RED, check), trusted=(colour_named,)) is Colour.RED
+        monkeypatch.setitem(
+            copyreg.dispatch_table,
+            Colour,
+            lambda member: (colour_named, (member.name,)),
+        )
+        assert (
+            objects.load(objects.dump(Colour.RED, check), trusted=(colour_named,))
+            is Colour.RED
+        )
 
     def test_torch_safe_globals_are_honoured_and_left_alone(self) -> None:
         with torch.serialization.safe_globals([Point]):
@@ -292,7 +332,11 @@ class Fields:
         fields = module.Fields()
         fields.a = torch.ones(2)
         return objects.dump(
-            {"kind": module.ModelType.encoder, "again": module.ModelType.encoder, "fields": fields}
+            {
+                "kind": module.ModelType.encoder,
+                "again": module.ModelType.encoder,
+                "fields": fields,
+            }
         )
 
     def test_stand_ins(self, blob: bytes) -> None:
@@ -301,7 +345,10 @@ class Fields:
         assert found["kind"].qualified_name == "megatron.core.enums.ModelType"
         assert found["kind"].args == (1,)
         assert found["kind"] == found["again"]
-        assert repr(found["kind"]) == "<stand-in for megatron.core.enums.ModelType args=(1,)>"
+        assert (
+            repr(found["kind"])
+            == "<stand-in for megatron.core.enums.ModelType args=(1,)>"
+        )
         assert torch.equal(found["fields"].state["a"], torch.ones(2))
         assert found["fields"].a is found["fields"].state["a"]
         assert "a" in dir(found["fields"])
@@ -320,17 +367,26 @@ class Fields:
         assert again["kind"] is again["again"]
         assert torch.equal(again["fields"].a, found["fields"].a)
 
-    def test_saved_stand_ins_for_plain_classes_are_what_they_stand_for(self, blob: bytes) -> None:
+    def test_saved_stand_ins_for_plain_classes_are_what_they_stand_for(
+        self, blob: bytes
+    ) -> None:
         module = sys.modules["megatron.core.enums"]
         found = objects.load(blob)
-        saved = objects.dump({"kinds": [found["kind"], found["again"]], "tensor": torch.ones(2)})
+        saved = objects.dump(
+            {"kinds": [found["kind"], found["again"]], "tensor": torch.ones(2)}
+        )
         assert b"megackpt" not in saved
         kinds = torch.load(io.BytesIO(saved), weights_only=False)["kinds"]
         assert kinds == [module.ModelType.encoder] * 2
 
     def test_others_never_come_alive(self) -> None:
         """A hostile checkpoint may hold stand-ins of any name; what is saved of them runs nothing."""
-        for name in ("os.system", "megatron.core.utils.run", "megatron.core.enums\nModelType", "x"):
+        for name in (
+            "os.system",
+            "megatron.core.utils.run",
+            "megatron.core.enums\nModelType",
+            "x",
+        ):
             hostile = objects.load(pickled_stand_in(name, ("touch witness",)))
             saved = objects.dump([hostile, objects.StandInClass(name)])
             found = torch.load(io.BytesIO(saved), weights_only=False)
@@ -343,7 +399,11 @@ class Fields:
         for name in ("z", "value", "__len__", "__setstate__"):
             with pytest.raises(AttributeError, match=f"a.B has no attribute '{name}'"):
                 getattr(slots, name)
-        for twin in (copy.copy(slots), copy.deepcopy(slots), pickle.loads(pickle.dumps(slots))):
+        for twin in (
+            copy.copy(slots),
+            copy.deepcopy(slots),
+            pickle.loads(pickle.dumps(slots)),
+        ):
             assert twin == slots
         assert not hasattr(objects.StandIn.__new__(objects.StandIn), "x")
         loop = objects.StandIn("a.B", (), {})
@@ -364,7 +424,9 @@ NESTED = np.dtype([("inner", "i4")])
 class Calls:
     """Pickles as a call of any function."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any, state: Any = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *args: Any, state: Any = None
+    ) -> None:
         self.call = function, args, state
 
     def __reduce__(self) -> Any:
@@ -383,7 +445,18 @@ def archive(pickled: bytes, **storages: bytes) -> bytes:
 class TestHostile:
     @pytest.mark.parametrize(
         "function",
-        [os.system, eval, exec, getattr, __import__, open, pickle.loads, torch.load, os._exit, type],
+        [
+            os.system,
+            eval,
+            exec,
+            getattr,
+            __import__,
+            open,
+            pickle.loads,
+            torch.load,
+            os._exit,
+            type,
+        ],
     )
     def test_functions_are_refused_and_not_run(
         self, function: Callable[..., Any], tmp_path: pathlib.Path
@@ -424,9 +497,19 @@ class TestHostile:
                 True,
                 state=(3, "<", None, ("a",), {"a": (np.dtype("i4"), 99)}, 8, 8, 0),
             ),
-            Calls(np.dtype, "S4", False, True, state=(3, "|", None, None, None, 1 << 30, 1, 0)),
             Calls(
-                np.dtype, "V4", False, True, state=(3, "|", None, ("a",), {"a": (np.dtype("i8"), 0)}, 4, 1, 0)
+                np.dtype,
+                "S4",
+                False,
+                True,
+                state=(3, "|", None, None, None, 1 << 30, 1, 0),
+            ),
+            Calls(
+                np.dtype,
+                "V4",
+                False,
+                True,
+                state=(3, "|", None, ("a",), {"a": (np.dtype("i8"), 0)}, 4, 1, 0),
             ),
             Calls(
                 np.dtype,
@@ -436,16 +519,40 @@ class TestHostile:
                 state=(3, "|", None, ("a",), {"a": (np.dtype("i4"), -1)}, 4, 1, 0),
             ),
             Calls(
-                np.dtype, "V8", False, True, state=(3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+                np.dtype,
+                "V8",
+                False,
+                True,
+                state=(3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0),
             ),
             Calls(
-                np.dtype, "V8", False, True, state=(3, "|", None, ("a",), {"b": (np.dtype("i8"), 0)}, 8, 1, 0)
+                np.dtype,
+                "V8",
+                False,
+                True,
+                state=(3, "|", None, ("a",), {"b": (np.dtype("i8"), 0)}, 8, 1, 0),
             ),
-            Calls(np.dtype, "V4", False, True, state=(3, "|", None, ("a",), {"a": (NESTED, 0)}, 4, 1, 0)),
             Calls(
-                np.dtype, "V8", False, True, state=(3, "|", (np.dtype("i4"), (1 << 40,)), None, None, 8, 1, 0)
+                np.dtype,
+                "V4",
+                False,
+                True,
+                state=(3, "|", None, ("a",), {"a": (NESTED, 0)}, 4, 1, 0),
             ),
-            Calls(np.dtype, "V8", False, True, state=(3, "|", (np.dtype("i4"), (-2,)), None, None, 8, 1, 0)),
+            Calls(
+                np.dtype,
+                "V8",
+                False,
+                True,
+                state=(3, "|", (np.dtype("i4"), (1 << 40,)), None, None, 8, 1, 0),
+            ),
+            Calls(
+                np.dtype,
+                "V8",
+                False,
+                True,
+                state=(3, "|", (np.dtype("i4"), (-2,)), None, None, 8, 1, 0),
+            ),
             Calls(
                 np.dtype,
                 "M8",
@@ -460,8 +567,12 @@ class TestHostile:
                 True,
                 state=(4, "<", None, None, None, -1, -1, 0, (None, (b"s", 0, 1, 1))),
             ),
-            Calls(np.dtype, "M8", False, True, state=(4, "<", None, None, None, -1, -1, 0)),
-            Calls(np.float32(1).__reduce__()[0], np.dtype((np.int32, (2,))), b"abcdefgh"),
+            Calls(
+                np.dtype, "M8", False, True, state=(4, "<", None, None, None, -1, -1, 0)
+            ),
+            Calls(
+                np.float32(1).__reduce__()[0], np.dtype((np.int32, (2,))), b"abcdefgh"
+            ),
             Calls(
                 np.frombuffer(b"", np.uint8).__reduce__()[0],
                 np.ndarray,
@@ -488,14 +599,18 @@ class TestHostile:
             field = b"}X\x01\0\0\0a" + memo + b"K\0\x86s"
             return b"(K\x03X\x01\0\0\0|NX\x01\0\0\0a\x85" + field + b"K\x08K\x01K\0tb"
 
-        outer_first = b"\x80\x02" + opened + b"q\0" + opened + b"q\1" + b"0" + holding(b"h\1")
+        outer_first = (
+            b"\x80\x02" + opened + b"q\0" + opened + b"q\1" + b"0" + holding(b"h\1")
+        )
         (name,) = objects.load(archive(outer_first + b".")).names
         assert name == "a"
         with pytest.raises(CorruptCheckpoint):
             objects.load(archive(outer_first + b"h\1" + holding(b"h\0") + b"\x86."))
 
     def test_damage_to_structures(self) -> None:
-        array = np.array([([1, 2], "1999-01", 3.5)], [("x", ">i4", 2), ("t", "M8[M]"), ("y", "f8")])
+        array = np.array(
+            [([1, 2], "1999-01", 3.5)], [("x", ">i4", 2), ("t", "M8[M]"), ("y", "f8")]
+        )
         whole = pickle.dumps(array, 2)
         for at in range(len(whole)):
             for bit in range(8):
@@ -507,14 +622,25 @@ class TestHostile:
 
     def test_builtin_dtypes_are_not_changed(self) -> None:
         objects.load(objects.dump(np.dtype(">i4")))
-        hostile = Calls(np.dtype, "i4", False, False, state=(3, ">", None, None, None, -1, -1, 0))
+        hostile = Calls(
+            np.dtype, "i4", False, False, state=(3, ">", None, None, None, -1, -1, 0)
+        )
         assert objects.load(objects.dump(hostile)).byteorder == ">"
         assert np.dtype("i4").isnative
 
     @pytest.mark.parametrize(
-        ("size", "stride"), [((3,), (1,)), ((2, 2), (0, 5)), ((1,), (1 << 62,)), ((-1,), (1,)), ((2,), (-1,))]
+        ("size", "stride"),
+        [
+            ((3,), (1,)),
+            ((2, 2), (0, 5)),
+            ((1,), (1 << 62,)),
+            ((-1,), (1,)),
+            ((2,), (-1,)),
+        ],
     )
-    def test_tensors_stay_inside_their_storage(self, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    def test_tensors_stay_inside_their_storage(
+        self, size: tuple[int, ...], stride: tuple[int, ...]
+    ) -> None:
         offset = 1 if size == (1,) else 0
         pickled = (
             b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nByteStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x02tQ"
@@ -527,7 +653,9 @@ class TestHostile:
             objects.load(archive(pickled, **{"0": b"ab"}))
 
     def test_a_storage_that_claims_more_than_is_there(self) -> None:
-        storage = b"(X\x07\0\0\0storagectorch\nByteStorage\nX\x01\0\0\x000X\x03\0\0\0cpu"
+        storage = (
+            b"(X\x07\0\0\0storagectorch\nByteStorage\nX\x01\0\0\x000X\x03\0\0\0cpu"
+        )
         pickled = b"\x80\x02" + storage + b"\x8a\x06\0\0\0\0\0\x01tQ."
         with pytest.raises(CorruptCheckpoint, match="holds 2 bytes"):
             objects.load(archive(pickled, **{"0": b"ab"}))
@@ -554,7 +682,9 @@ class TestHostile:
     )
     def test_bombs_and_rubbish(self, pickled: bytes) -> None:
         begin = time.thread_time()
-        if pickled.endswith(b"e.") and b"q\x00" in pickled:  # a list in itself is odd, but pickle writes it
+        if (
+            pickled.endswith(b"e.") and b"q\x00" in pickled
+        ):  # a list in itself is odd, but pickle writes it
             assert len(objects.load(archive(pickled))) == 100
             return
         with pytest.raises(CorruptCheckpoint):
@@ -591,7 +721,13 @@ class TestHostile:
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
             file.writestr("a/data.pkl", b"\0" * (1 << 20))
-        for data in (buffer.getvalue(), b"\x80\x02N.", b"PK\3\4", bytes(1000), archive(b"\x80\x02N.") + b"x"):
+        for data in (
+            buffer.getvalue(),
+            b"\x80\x02N.",
+            b"PK\3\4",
+            bytes(1000),
+            archive(b"\x80\x02N.") + b"x",
+        ):
             with pytest.raises(CorruptCheckpoint):
                 objects.load(data)
 

@@ -51,10 +51,20 @@ def number(value: int) -> bytes:
 RANGE = named("builtins.range") + b"\x8a\x06\x00\x00\x00\x00\x00\x01\x85R"
 DEEP = b"N" + b"\x85" * 1_000_000
 SHARED = b")q\x00" + b"0h\x00h\x00\x86q\x00" * 60
-STORAGE = b"(" + text("storage") + named("torch.FloatStorage") + text("0") + text("cpu") + b"K\x00tQ"
+STORAGE = (
+    b"("
+    + text("storage")
+    + named("torch.FloatStorage")
+    + text("0")
+    + text("cpu")
+    + b"K\x00tQ"
+)
 DTYPE = named("numpy.dtype") + text("S5") + b"\x89\x88\x87Rq\x01"
 ARRAY = (
-    named("numpy.core.multiarray._reconstruct") + named("numpy.ndarray") + b"K\x00\x85" + b"C\x01b\x87R(K\x01"
+    named("numpy.core.multiarray._reconstruct")
+    + named("numpy.ndarray")
+    + b"K\x00\x85"
+    + b"C\x01b\x87R(K\x01"
 )
 
 TUPLE = text("a") + b"q\x02(" + b"h\x02" * 100_000 + b"tq\x00"
@@ -76,11 +86,19 @@ BOMBS = {
     + b"h\x01h\x00\x85R" * 20_000
     + b"t",
     "counted tuples": named("collections.Counter") + b"]K\x01" + DEEP + b"\x86a\x85R",
-    "counted shared tuples": named("collections.Counter") + b"]K\x01" + SHARED + b"\x86a\x85R",
-    "stand-in as a key": b"}" + named("megackpt.objects.standins.StandIn") + DEEP + b"\x85RNs",
+    "counted shared tuples": named("collections.Counter")
+    + b"]K\x01"
+    + SHARED
+    + b"\x86a\x85R",
+    "stand-in as a key": b"}"
+    + named("megackpt.objects.standins.StandIn")
+    + DEEP
+    + b"\x85RNs",
     "slices": chain(200_000, named("builtins.slice") + b"h\x00\x85R"),
     "deques": chain(200_000, named("collections.deque") + b"(h\x00l\x85R"),
-    "default dicts": chain(200_000, named("collections.defaultdict") + b")RK\x01h\x00s"),
+    "default dicts": chain(
+        200_000, named("collections.defaultdict") + b")RK\x01h\x00s"
+    ),
     "arrays of objects": named("numpy.dtype")
     + text("O8")
     + b"\x89\x88\x87Rq\x01"
@@ -100,17 +118,37 @@ BOMBS = {
     + named("collections.OrderedDict")
     + b")RtR",
     "keywords": named("collections.deque") + b")}" + text("items") + RANGE + b"s\x92",
-    "keywords of a set": named("builtins.set") + b")}" + text("items") + RANGE + b"s\x92",
-    "a tuple of arguments": TUPLE + named("megatron.core.X") + b"q\x01(" + b"h\x01h\x00R" * 20_000 + b"t",
-    "a path of many": TUPLE + named("pathlib.PurePosixPath") + b"q\x01(" + b"h\x01h\x00R" * 20_000 + b"t",
-    "numbers of one hash": b"}(" + b"".join(number(n * PRIME) + b"N" for n in range(1, 40_000)) + b"u",
+    "keywords of a set": named("builtins.set")
+    + b")}"
+    + text("items")
+    + RANGE
+    + b"s\x92",
+    "a tuple of arguments": TUPLE
+    + named("megatron.core.X")
+    + b"q\x01("
+    + b"h\x01h\x00R" * 20_000
+    + b"t",
+    "a path of many": TUPLE
+    + named("pathlib.PurePosixPath")
+    + b"q\x01("
+    + b"h\x01h\x00R" * 20_000
+    + b"t",
+    "numbers of one hash": b"}("
+    + b"".join(number(n * PRIME) + b"N" for n in range(1, 40_000))
+    + b"u",
     "one by one": b"}" + b"".join(number(n * PRIME) + b"Ns" for n in range(1, 40_000)),
     "a set of one hash": named("builtins.set")
     + b"]("
     + b"".join(number(n * PRIME) for n in range(1, 40_000))
     + b"e\x85R",
-    "tuples of one hash": b"}(" + b"".join(number(n * PRIME) + b"\x85N" for n in range(1, 40_000)) + b"u",
-    "a long key, many dicts": b"(" + b"K\x01" * 50_000 + b"tq\x00(" + b"}h\x00Ns" * 20_000 + b"t",
+    "tuples of one hash": b"}("
+    + b"".join(number(n * PRIME) + b"\x85N" for n in range(1, 40_000))
+    + b"u",
+    "a long key, many dicts": b"("
+    + b"K\x01" * 50_000
+    + b"tq\x00("
+    + b"}h\x00Ns" * 20_000
+    + b"t",
     "a long number": b"\x8b\x00\x00\x02\x00"
     + b"\x7f" * (1 << 17)
     + b"q\x00"
@@ -118,7 +156,10 @@ BOMBS = {
     + b"q\x01("
     + b"h\x01h\x00\x85R" * 40_000
     + b"t",
-    "an attribute that hides a method": named("collections.OrderedDict") + b")R}" + text("keys") + b"K\x01sb",
+    "an attribute that hides a method": named("collections.OrderedDict")
+    + b")R}"
+    + text("keys")
+    + b"K\x01sb",
 }
 
 
@@ -130,7 +171,13 @@ def test_bombs(name: str) -> None:
     assert time.thread_time() - begin < 20
 
 
-TABLES = ("keywords of a set", "a path of many", "numbers of one hash", "one by one", "a set of one hash")
+TABLES = (
+    "keywords of a set",
+    "a path of many",
+    "numbers of one hash",
+    "one by one",
+    "a set of one hash",
+)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -140,12 +187,18 @@ def test_bombs_in_a_table_of_contents_of_torch(name: str, tmp_path: Path) -> Non
         megackpt.load({}, tmp_path)
 
 
-def test_enums_of_a_table_of_contents_as_python_3_11_0_names_them(tmp_path: Path) -> None:
+def test_enums_of_a_table_of_contents_as_python_3_11_0_names_them(
+    tmp_path: Path,
+) -> None:
     dcp.save({"w": torch.arange(6.0)}, checkpoint_id=tmp_path)
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+            return (
+                (getattr, (type(value), value.name))
+                if isinstance(value, enum.Enum)
+                else NotImplemented
+            )
 
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     for protocol in (2, 4):
@@ -153,7 +206,9 @@ def test_enums_of_a_table_of_contents_as_python_3_11_0_names_them(tmp_path: Path
         Pickler(buffer, protocol).dump(metadata)
         assert b"getattr" in buffer.getvalue()
         (tmp_path / ".metadata").write_bytes(buffer.getvalue())
-        assert torch.equal(megackpt.load_plain_tensors(tmp_path)["w"], torch.arange(6.0))
+        assert torch.equal(
+            megackpt.load_plain_tensors(tmp_path)["w"], torch.arange(6.0)
+        )
 
 
 def test_what_is_dropped_does_no_harm_either() -> None:
@@ -162,7 +217,9 @@ def test_what_is_dropped_does_no_harm_either() -> None:
 
 
 def test_what_a_trusted_object_holds_stays() -> None:
-    blob = objects.dump(Holder(collections.deque([1, 2]), collections.defaultdict(list, a=[3])))
+    blob = objects.dump(
+        Holder(collections.deque([1, 2]), collections.defaultdict(list, a=[3]))
+    )
     found = objects.load(blob, trusted=(Holder,))
     assert (list(found.queue), dict(found.table)) == ([1, 2], {"a": [3]})
 

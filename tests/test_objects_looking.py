@@ -30,7 +30,9 @@ class Config:
 
 
 def test_unknown_classes_are_shown_by_name() -> None:
-    blob = objects.dump({"c": Config(a=1, inner=Config(b=[Colour.RED])), "kind": Config})
+    blob = objects.dump(
+        {"c": Config(a=1, inner=Config(b=[Colour.RED])), "kind": Config}
+    )
     with pytest.raises(UntrustedClass):
         objects.load(blob)
     assert look(blob) == {
@@ -63,15 +65,24 @@ def test_known_containers_are_opened() -> None:
 
 
 def test_what_has_no_text_of_its_own_is_taken_apart() -> None:
-    told = look(objects.dump({"b": io.BytesIO(b"abc"), "s": torch.tensor([0.0, 2.0]).to_sparse()}))
+    told = look(
+        objects.dump(
+            {"b": io.BytesIO(b"abc"), "s": torch.tensor([0.0, 2.0]).to_sparse()}
+        )
+    )
     assert told["b"] == b"abc"
     assert (told["s"]["<class>"], told["s"]["shape"]) == ("torch.sparse_coo", [2])
-    assert (told["s"]["indices"].tolist(), told["s"]["values"].tolist()) == ([[1]], [2.0])
+    assert (told["s"]["indices"].tolist(), told["s"]["values"].tolist()) == (
+        [[1]],
+        [2.0],
+    )
 
 
 def test_numbers_that_python_does_not_write() -> None:
     long = 10**5000
-    told = look(objects.dump({long: {long}, "range": range(long), "in a key": {(long,): 1}}))
+    told = look(
+        objects.dump({long: {long}, "range": range(long), "in a key": {(long,): 1}})
+    )
     assert told[hex(long)] == [hex(long)]
     assert told["range"] == "<range of numbers too long to tell>"
     assert repr(told)

@@ -44,9 +44,16 @@ def shared() -> dict[str, Any]:
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
     lambda inner: (
-        st.lists(inner) | st.dictionaries(st.text(), inner) | st.lists(inner, max_size=5).map(tuple)
+        st.lists(inner)
+        | st.dictionaries(st.text(), inner)
+        | st.lists(inner, max_size=5).map(tuple)
     ),
     max_leaves=30,
 )
@@ -87,28 +94,51 @@ def test_values_that_contain_themselves() -> None:
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_torch_reads_them(protocol: int) -> None:
     base = torch.arange(40.0)
-    value = {"t": base[3:9], "same": base, "bf16": torch.ones(2, 3, dtype=torch.bfloat16), "n": [1, "two"]}
-    (found,) = torch.load(io.BytesIO(objects.wrapped(dumped(value, protocol))), weights_only=True)
-    bare = torch.load(io.BytesIO(objects.unwrapped(dumped([value], protocol))), weights_only=True)
+    value = {
+        "t": base[3:9],
+        "same": base,
+        "bf16": torch.ones(2, 3, dtype=torch.bfloat16),
+        "n": [1, "two"],
+    }
+    (found,) = torch.load(
+        io.BytesIO(objects.wrapped(dumped(value, protocol))), weights_only=True
+    )
+    bare = torch.load(
+        io.BytesIO(objects.unwrapped(dumped([value], protocol))), weights_only=True
+    )
     for each in (found, bare):
         assert each["n"] == [1, "two"]
         assert torch.equal(each["bf16"], value["bf16"])
         assert torch.equal(each["t"], base[3:9])
-        assert each["t"].untyped_storage().data_ptr() == each["same"].untyped_storage().data_ptr()
+        assert (
+            each["t"].untyped_storage().data_ptr()
+            == each["same"].untyped_storage().data_ptr()
+        )
 
 
 def test_storages_are_aligned_as_torch_aligns_them() -> None:
-    blob = objects.wrapped(dumped({"a": torch.ones(3), "b": torch.zeros(5, dtype=torch.uint8)}))
+    blob = objects.wrapped(
+        dumped({"a": torch.ones(3), "b": torch.zeros(5, dtype=torch.uint8)})
+    )
     with zipfile.ZipFile(io.BytesIO(blob)) as file:
-        starts = [m.header_offset for m in file.infolist() if m.filename.startswith("archive/data/")]
+        starts = [
+            m.header_offset
+            for m in file.infolist()
+            if m.filename.startswith("archive/data/")
+        ]
     assert len(starts) == 2
     for start in starts:
-        name, extra = (int.from_bytes(blob[start + at : start + at + 2], "little") for at in (26, 28))
+        name, extra = (
+            int.from_bytes(blob[start + at : start + at + 2], "little")
+            for at in (26, 28)
+        )
         assert (start + 30 + name + extra) % 64 == 0
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_classes_that_nobody_knows_survive(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_that_nobody_knows_survive(
+    protocol: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = types.ModuleType("nobodys.module")
     module.Thing = type("Thing", (), {"__module__": "nobodys.module"})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "nobodys", types.ModuleType("nobodys"))
@@ -117,7 +147,9 @@ def test_classes_that_nobody_knows_survive(protocol: int, monkeypatch: pytest.Mo
     thing.a = {"b": 1}
     bare, listed = dumped(thing, protocol), dumped([thing], protocol)
     monkeypatch.delitem(sys.modules, "nobodys.module")
-    assert pickled(objects.unwrapped(objects.wrapped(bare))).endswith(pickled(bare)[-20:])
+    assert pickled(objects.unwrapped(objects.wrapped(bare))).endswith(
+        pickled(bare)[-20:]
+    )
     for blob in (objects.wrapped(bare), objects.unwrapped(listed)):
         with pytest.raises(UntrustedClass, match=r"nobodys\.module\.Thing"):
             objects.load(blob)
@@ -166,7 +198,9 @@ def test_crafted_pickles_are_refused(crafted: bytes) -> None:
         objects.unwrapped(archive(crafted))
 
 
-@pytest.mark.parametrize("crafted", [b"\x80\x02K\1K\2.", b"\x80\x02.", b"\x80\x02(K\1.", b"\x80\x02K\1.K\2."])
+@pytest.mark.parametrize(
+    "crafted", [b"\x80\x02K\1K\2.", b"\x80\x02.", b"\x80\x02(K\1.", b"\x80\x02K\1.K\2."]
+)
 def test_only_single_values_are_put_into_lists(crafted: bytes) -> None:
     with pytest.raises(CorruptCheckpoint):
         objects.wrapped(archive(crafted))

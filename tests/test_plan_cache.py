@@ -35,11 +35,24 @@ State = dict[str, Any]
 Run = Callable[[ThreadedGroup], Any]
 
 
-def tensor(key: str, data: torch.Tensor, offset: int = 0, whole: int | None = None, replica: Any = 0) -> Any:
+def tensor(
+    key: str,
+    data: torch.Tensor,
+    offset: int = 0,
+    whole: int | None = None,
+    replica: Any = 0,
+) -> Any:
     shape = data.shape
     full = (whole or shape[0], *shape[1:])
     return ShardedTensor(
-        key, data, data.dtype, shape, full, (offset, *[0] * (len(shape) - 1)), None, replica_id=replica
+        key,
+        data,
+        data.dtype,
+        shape,
+        full,
+        (offset, *[0] * (len(shape) - 1)),
+        None,
+        replica_id=replica,
     )
 
 
@@ -48,7 +61,10 @@ def state_of(rank: int, value: float = 1.0) -> State:
     return {
         "cut": tensor("cut", torch.full((4, 3), value + rank), 4 * rank, 4 * RANKS),
         "all": tensor("all", torch.full((5,), value), replica=rank),
-        "own": [tensor(f"own.{rank}", torch.full((n,), value + n), at, 8) for n, at in ((4, 0), (4, 4))],
+        "own": [
+            tensor(f"own.{rank}", torch.full((n,), value + n), at, 8)
+            for n, at in ((4, 0), (4, 4))
+        ],
         "object": ShardedObject("object", {"value": value}, (RANKS,), (rank,)),
         "step": value,
     }
@@ -60,7 +76,8 @@ def shape(state: State, rank: int) -> None:
 
 def dtype(state: State, rank: int) -> None:
     state["own"] = [
-        tensor(f"own.{rank}", torch.full((n,), n).to(torch.int64), at, 8) for n, at in ((4, 0), (4, 4))
+        tensor(f"own.{rank}", torch.full((n,), n).to(torch.int64), at, 8)
+        for n, at in ((4, 0), (4, 4))
     ]
 
 
@@ -69,7 +86,10 @@ def key(state: State, rank: int) -> None:
 
 
 def offset(state: State, rank: int) -> None:
-    state["own"] = [tensor(f"own.{rank}", torch.full((n,), 1.0 * n), at, 8) for n, at in ((3, 0), (5, 3))]
+    state["own"] = [
+        tensor(f"own.{rank}", torch.full((n,), 1.0 * n), at, 8)
+        for n, at in ((3, 0), (5, 3))
+    ]
 
 
 def swapped(state: State, rank: int) -> None:
@@ -78,7 +98,9 @@ def swapped(state: State, rank: int) -> None:
 
 def replica(state: State, rank: int) -> None:
     state["all"].replica_id += 10 * (rank > 0)
-    state["own"].append(tensor(f"own.{rank}", state["own"][0].data.clone(), 0, 8, replica=(0, 1)))
+    state["own"].append(
+        tensor(f"own.{rank}", state["own"][0].data.clone(), 0, 8, replica=(0, 1))
+    )
 
 
 def another(state: State, rank: int) -> None:
@@ -103,7 +125,9 @@ def loaded(state: State, folder: Path, group: ThreadedGroup) -> None:
     found = megackpt.load(blank, folder, process_group=group)
     assert torch.equal(found["cut"], state["cut"].data)
     assert torch.equal(found["all"], state["all"].data)
-    assert all(torch.equal(a, s.data) for a, s in zip(found["own"], state["own"], strict=True))
+    assert all(
+        torch.equal(a, s.data) for a, s in zip(found["own"], state["own"], strict=True)
+    )
     assert found["object"] == state["object"].data
     assert found["step"] == state["step"]
 
@@ -114,8 +138,17 @@ def logged(group: ThreadedGroup, step: Callable[[], Any]) -> list[str]:
     return group.log[before:]
 
 
-def save(state: State, folder: Path, group: ThreadedGroup, strategy: Any = None, **options: Any) -> list[str]:
-    return logged(group, lambda: megackpt.save(state, folder, strategy, process_group=group, **options))
+def save(
+    state: State,
+    folder: Path,
+    group: ThreadedGroup,
+    strategy: Any = None,
+    **options: Any,
+) -> list[str]:
+    return logged(
+        group,
+        lambda: megackpt.save(state, folder, strategy, process_group=group, **options),
+    )
 
 
 @pytest.mark.parametrize("changed", [0, 2])
@@ -132,7 +165,14 @@ def test_any_change_on_one_rank_is_a_miss_on_all(
             return made
 
         folder = tmp_path / "c"
-        turns = [(False, MISS), (False, HIT), (True, MISS), (True, HIT), (False, MISS), (False, HIT)]
+        turns = [
+            (False, MISS),
+            (False, HIT),
+            (True, MISS),
+            (True, HIT),
+            (False, MISS),
+            (False, HIT),
+        ]
         for turn, (other, expected) in enumerate(turns):
             now = state(float(turn), other)
             assert save(now, folder, group, strategy) == expected, turn
@@ -158,7 +198,14 @@ def test_other_options_on_one_rank_are_a_miss_on_all(
 ) -> None:
     def run(group: ThreadedGroup) -> None:
         changed = after if group.rank == rank else before
-        turns = [(before, MISS), (before, HIT), (changed, MISS), (changed, HIT), (after, MISS), (after, HIT)]
+        turns = [
+            (before, MISS),
+            (before, HIT),
+            (changed, MISS),
+            (changed, HIT),
+            (after, MISS),
+            (after, HIT),
+        ]
         for turn, (strategy, expected) in enumerate(turns):
             state = state_of(group.rank, float(turn))
             assert save(state, tmp_path / "c", group, strategy) == expected, turn
@@ -173,13 +220,18 @@ def test_validation_is_part_of_what_is_agreed_on(tmp_path: Path, rank: int) -> N
         for turn, expected in enumerate([MISS, HIT, MISS, HIT]):
             state = state_of(group.rank, float(turn))
             checked = turn < 2 or group.rank != rank
-            assert save(state, tmp_path, group, validate_access_integrity=checked) == expected
+            assert (
+                save(state, tmp_path, group, validate_access_integrity=checked)
+                == expected
+            )
             loaded(state, tmp_path, group)
 
     ThreadedGroup.run(RANKS, run)
 
 
-def test_another_domain_on_one_rank_is_a_miss_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_domain_on_one_rank_is_a_miss_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Real groups of ranks need processes; what is made of them is a number.
     monkeypatch.setattr("megackpt.saver.asking.domain_of", lambda given: given or 0)
 
@@ -187,7 +239,9 @@ def test_another_domain_on_one_rank_is_a_miss_on_all(tmp_path: Path, monkeypatch
         for turn, expected in enumerate([MISS, HIT, MISS, HIT]):
             state = state_of(group.rank, float(turn))
             domain = 1 if turn > 1 and group.rank == 1 else None
-            assert save(state, tmp_path, group, Strategy(dedup_group=domain)) == expected
+            assert (
+                save(state, tmp_path, group, Strategy(dedup_group=domain)) == expected
+            )
             loaded(state, tmp_path, group)
 
     ThreadedGroup.run(RANKS, run)
@@ -256,17 +310,24 @@ def test_formats_of_others_share_no_plan_and_no_table_of_contents(
             folder, equal = tmp_path / str(turn), deepcopy(backend)
             assert save(state_of(group.rank), folder, group, equal) == expected, turn
             loaded(state_of(group.rank), folder, group)
-            assert (folder / "metadata.json").read_bytes() == backend.config()["metadata.json"]
+            assert (folder / "metadata.json").read_bytes() == backend.config()[
+                "metadata.json"
+            ]
 
     ThreadedGroup.run(RANKS, run)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("encoding", "native"), ("gridded", True), ("max_item_bytes", 8)]
+    ("name", "value"),
+    [("encoding", "native"), ("gridded", True), ("max_item_bytes", 8)],
 )
-def test_what_a_format_says_of_itself_counts(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_format_says_of_itself_counts(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def asked() -> int | None:
-        return Request.of(extract(state_of(0)), "/c", resolve(Mine()), SingleGroup()).fingerprint
+        return Request.of(
+            extract(state_of(0)), "/c", resolve(Mine()), SingleGroup()
+        ).fingerprint
 
     before = asked()
     assert before is not None
@@ -312,7 +373,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     save_id = open_checkpoint(folder).manifest.save_id.encode()
     names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
     small = [n for n in names if n.endswith((".metadata", ".json"))]
-    return {name: (folder / name).read_bytes().replace(save_id, b"-" * 32) for name in sorted(small)}
+    return {
+        name: (folder / name).read_bytes().replace(save_id, b"-" * 32)
+        for name in sorted(small)
+    }
 
 
 @pytest.mark.parametrize("strategy", FORMATS)
@@ -330,7 +394,10 @@ def test_the_table_of_contents_is_made_once_for_as_long_as_all_stays_where_it_is
         counts = []
         for turn in range(len(sizes)):
             expected = HIT if turn else MISS
-            assert save(state(group.rank, turn), tmp_path / str(turn), group, strategy) == expected
+            assert (
+                save(state(group.rank, turn), tmp_path / str(turn), group, strategy)
+                == expected
+            )
             loaded(state(group.rank, turn), tmp_path / str(turn), group)
             counts.append(len(finishes))
         return counts
@@ -339,19 +406,31 @@ def test_the_table_of_contents_is_made_once_for_as_long_as_all_stays_where_it_is
     for turn in range(len(sizes)):
         fresh = tmp_path / f"fresh {turn}"
         ThreadedGroup.run(
-            RANKS, lambda group, turn=turn, fresh=fresh: save(state(group.rank, turn), fresh, group, strategy)
+            RANKS,
+            lambda group, turn=turn, fresh=fresh: save(
+                state(group.rank, turn), fresh, group, strategy
+            ),
         )
         assert contents(tmp_path / str(turn)) == contents(fresh)
         assert megackpt.verify(tmp_path / str(turn)).ok
     if strategy == "torch_dist":
-        ids = {open_checkpoint(tmp_path / str(turn)).manifest.save_id for turn in range(len(sizes))}
+        ids = {
+            open_checkpoint(tmp_path / str(turn)).manifest.save_id
+            for turn in range(len(sizes))
+        }
         assert len(ids) == len(sizes)
         for turn in range(len(sizes)):  # each in its own .metadata
-            found = [i for i in ids if i.encode() in (tmp_path / str(turn) / ".metadata").read_bytes()]
+            found = [
+                i
+                for i in ids
+                if i.encode() in (tmp_path / str(turn) / ".metadata").read_bytes()
+            ]
             assert found == [open_checkpoint(tmp_path / str(turn)).manifest.save_id]
 
 
-def test_cells_that_ranks_share_are_assembled_in_every_save(tmp_path: Path, finishes: list[str]) -> None:
+def test_cells_that_ranks_share_are_assembled_in_every_save(
+    tmp_path: Path, finishes: list[str]
+) -> None:
     full = torch.arange(200, dtype=torch.float32)
 
     def run(group: ThreadedGroup) -> None:
@@ -360,7 +439,9 @@ def test_cells_that_ranks_share_are_assembled_in_every_save(tmp_path: Path, fini
             state = {"b": tensor("b", full[a:b] + turn, a, 200)}
             assert save(state, tmp_path / "c", group, "zarr") == (HIT if turn else MISS)
             if group.is_coordinator:
-                assert torch.equal(megackpt.load_plain_tensors(tmp_path / "c")["b"], full + turn)
+                assert torch.equal(
+                    megackpt.load_plain_tensors(tmp_path / "c")["b"], full + turn
+                )
             group.broadcast("looked at", lambda: None)
             group.reduce_broadcast("looked at", lambda: None, lambda _: None)
 
@@ -398,4 +479,7 @@ def test_a_forked_process_saves_under_ids_of_its_own(tmp_path: Path) -> None:
             assert os.waitpid(pid, 0)[1] == 0
         """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
-    assert len({open_checkpoint(tmp_path / name).manifest.save_id for name in "abcde"}) == 5
+    assert (
+        len({open_checkpoint(tmp_path / name).manifest.save_id for name in "abcde"})
+        == 5
+    )

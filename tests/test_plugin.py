@@ -22,8 +22,21 @@ def site(tmp_path_factory):
     """Where pip has installed the example, from a copy and without asking any index."""
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(EXAMPLE, folder / "source")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    alone = ["--no-index", "--no-deps", "--no-build-isolation", "--target", str(folder / "site")]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    alone = [
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(folder / "site"),
+    ]
     run([*pip, *alone, str(folder / "source")])
     return folder / "site"
 
@@ -32,7 +45,13 @@ def run(command, site=None, cwd=ROOT):
     path = os.pathsep.join([*([str(site)] if site else []), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=300
+        command,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -126,8 +145,20 @@ def test_without_the_package_the_name_is_unknown(site, tmp_path):
 def test_its_own_tests_pass_where_it_is_installed(site, tmp_path):
     """Among them the laws of formats, as an author of a plug-in runs them: warnings are errors."""
     shutil.copy(EXAMPLE / "test_megackpt_npz.py", tmp_path)
-    options = ["-q", "-W", "error", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    told = run([sys.executable, "-m", "pytest", *options, "test_megackpt_npz.py"], site, tmp_path)
+    options = [
+        "-q",
+        "-W",
+        "error",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+    ]
+    told = run(
+        [sys.executable, "-m", "pytest", *options, "test_megackpt_npz.py"],
+        site,
+        tmp_path,
+    )
     assert re.search(r"\b\d{2} passed", told)
     assert "failed" not in told
     assert "skipped" not in told
@@ -141,7 +172,11 @@ def test_the_laws_can_be_imported_without_pytest():
 def test_the_page_shows_the_whole_module_and_nothing_else():
     """The blocks of the page up to "Using it" are the module, in its order and to the letter."""
     text = PAGE.read_text(encoding="utf-8")
-    shown = re.findall(r"^```python\n(.*?)^```$", text.partition("## Using it")[0], re.MULTILINE | re.DOTALL)
+    shown = re.findall(
+        r"^```python\n(.*?)^```$",
+        text.partition("## Using it")[0],
+        re.MULTILINE | re.DOTALL,
+    )
     module = (EXAMPLE / "megackpt_npz.py").read_text(encoding="utf-8")
     docstring, _, code = module.partition('"""\n\n')
     assert "\n\n".join(shown).split() == code.split()
@@ -156,6 +191,7 @@ def test_the_page_shows_the_other_files_as_they_are(name):
     blocks = re.findall(r"^```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     taken = [block for block in blocks if block.rstrip() in content]
     assert len(taken) == 1
-    assert {"pyproject.toml": "[project.entry-points", "test_megackpt_npz.py": "class TestNpz"}[
-        name
-    ] in taken[0]
+    assert {
+        "pyproject.toml": "[project.entry-points",
+        "test_megackpt_npz.py": "class TestNpz",
+    }[name] in taken[0]

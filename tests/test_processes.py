@@ -29,10 +29,14 @@ SIZE = 1 << 16
 def state(value: float, rank: int, size: int) -> dict[str, Any]:
     """Eight tensors cut over all ranks, one replicated one, and a common value that must go with them."""
     shards: dict[str, Any] = {
-        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.full((SIZE // size,), value), (0, rank, size))
+        f"w{i}": ShardedTensor.from_rank_offsets(
+            f"w{i}", torch.full((SIZE // size,), value), (0, rank, size)
+        )
         for i in range(8)
     }
-    shards["bias"] = ShardedTensor.from_rank_offsets("bias", torch.full((5,), value), replica_id=rank)
+    shards["bias"] = ShardedTensor.from_rank_offsets(
+        "bias", torch.full((5,), value), replica_id=rank
+    )
     return {**shards, "value": value}
 
 
@@ -53,7 +57,9 @@ def save_and_reshard(directory: str) -> None:
         assert loaded["value"] == 2.0
         assert all((loaded[f"w{i}"] == 2.0).all() for i in range(8))
         half = Path(directory) / f"{strategy}-half{rank // 2}"
-        megackpt.save(state(3.0 + rank // 2, rank % 2, 2), half, strategy, process_group=pair)
+        megackpt.save(
+            state(3.0 + rank // 2, rank % 2, 2), half, strategy, process_group=pair
+        )
         dist.barrier()
         assert megackpt.load({}, Path(directory) / f"{strategy}-half1")["value"] == 4.0
     trainer_still_works()
@@ -77,32 +83,55 @@ def read_once_in_each_group(directory: str) -> None:
     def held(dtype: torch.dtype, value: float) -> dict[str, Any]:
         data = torch.full((SIZE,), value).to(dtype)
         shards = [
-            ShardedTensor.from_rank_offsets(f"w{i}", data.clone(), (0, rank % 2, 2), replica_id=rank // 2)
+            ShardedTensor.from_rank_offsets(
+                f"w{i}", data.clone(), (0, rank % 2, 2), replica_id=rank // 2
+            )
             for i in range(40)
         ]
         return {
             "shards": shards,
-            "object": ShardedObject("o", {"of": rank % 2}, (2,), (rank % 2,), rank // 2),
+            "object": ShardedObject(
+                "o", {"of": rank % 2}, (2,), (rank % 2,), rank // 2
+            ),
         }
 
     LocalReader.read_into = read_into  # type: ignore[method-assign]
     pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    for dtype, strategy in ((torch.float8_e4m3fn, "torch_dist"), (torch.complex64, "zarr")):
+    for dtype, strategy in (
+        (torch.float8_e4m3fn, "torch_dist"),
+        (torch.complex64, "zarr"),
+    ):
         path = Path(directory) / strategy
-        megackpt.save(held(dtype, 0.5), path, FullyParallelSaveStrategyWrapper(strategy, pair))
+        megackpt.save(
+            held(dtype, 0.5), path, FullyParallelSaveStrategyWrapper(strategy, pair)
+        )
         expected = held(dtype, 0.5)["shards"][0].data.view(torch.uint8)
         for group in (pair, None):
             counted = 0
-            wrapper = FullyParallelLoadStrategyWrapper(None, group, exchange_algo="always")
+            wrapper = FullyParallelLoadStrategyWrapper(
+                None, group, exchange_algo="always"
+            )
             loaded = megackpt.load(held(dtype, 0), path, wrapper)
-            assert all(torch.equal(found.view(torch.uint8), expected) for found in loaded["shards"])
+            assert all(
+                torch.equal(found.view(torch.uint8), expected)
+                for found in loaded["shards"]
+            )
             assert loaded["object"] == {"of": rank % 2}
             total = torch.tensor(counted)
             dist.all_reduce(total)
             nbytes = 2 * 40 * expected.nbytes
-            assert nbytes <= int(total) < nbytes * 1.1, (int(total), nbytes)  # tables of contents, beside
-    with pytest.raises(megackpt.CheckpointingException, match="load_group must be a process group that"):
-        megackpt.load({}, path, FullyParallelLoadStrategyWrapper(None, dist.GroupMember.NON_GROUP_MEMBER))
+            assert nbytes <= int(total) < nbytes * 1.1, (
+                int(total),
+                nbytes,
+            )  # tables of contents, beside
+    with pytest.raises(
+        megackpt.CheckpointingException, match="load_group must be a process group that"
+    ):
+        megackpt.load(
+            {},
+            path,
+            FullyParallelLoadStrategyWrapper(None, dist.GroupMember.NON_GROUP_MEMBER),
+        )
     trainer_still_works()
 
 
@@ -125,7 +154,9 @@ def one_rank_fails(directory: str) -> None:
     assert megackpt.load(state(0.0, rank, 4), path)["value"] == 3.0
 
 
-def test_a_failure_is_everybodys_and_the_trainer_goes_on(ranks: Any, tmp_path: Path) -> None:
+def test_a_failure_is_everybodys_and_the_trainer_goes_on(
+    ranks: Any, tmp_path: Path
+) -> None:
     ranks(one_rank_fails, 4, tmp_path, timeout=120)
 
 
@@ -154,7 +185,9 @@ def one_rank_dies(directory: str) -> None:
     os._exit(0)  # the default group has lost a rank: leave without a farewell
 
 
-def test_a_killed_rank_is_told_and_the_old_checkpoint_stands(ranks: Any, tmp_path: Path) -> None:
+def test_a_killed_rank_is_told_and_the_old_checkpoint_stands(
+    ranks: Any, tmp_path: Path
+) -> None:
     finished = ranks(one_rank_dies, 3, tmp_path, timeout=90, check=False)
     assert finished[1].returncode == -signal.SIGKILL
     for rank in (0, 2):
@@ -171,7 +204,10 @@ def load_while_replaced(directory: str, rounds: int) -> None:
     rank = dist.get_rank()
     path = Path(directory) / "ckpt"
     alone = [dist.new_group([i]) for i in range(5)][rank]
-    whole = {f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.zeros(SIZE)) for i in range(8)}
+    whole = {
+        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.zeros(SIZE))
+        for i in range(8)
+    }
     readers = dist.new_group([0, 1, 2, 3])
     if rank == 4:
         for i in range(rounds):
@@ -191,7 +227,10 @@ def load_while_replaced(directory: str, rounds: int) -> None:
             found = megackpt.load(dict(whole), path, process_group=readers)
         except megackpt.CheckpointReplaced:
             continue  # three times in a row: a clear error, on all four ranks
-        values = {found["value"], *(float(v) for i in range(8) for v in found[f"w{i}"].unique())}
+        values = {
+            found["value"],
+            *(float(v) for i in range(8) for v in found[f"w{i}"].unique()),
+        }
         assert len(values) == 1, values
         seen |= values
     assert done

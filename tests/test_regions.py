@@ -26,7 +26,9 @@ def test_every_tensor_of_a_golden_in_regions() -> None:
     wanted = []
     for key, tensor in tensors.items():
         whole = Box.whole(tuple(tensor.shape))
-        half = Box(tuple(n // 2 for n in whole.shape), tuple(n - n // 2 for n in whole.shape))
+        half = Box(
+            tuple(n // 2 for n in whole.shape), tuple(n - n // 2 for n in whole.shape)
+        )
         wanted += [(key, whole), (key, half)]
     found = regions.arrays([(numbers[key], box) for key, box in wanted])
     for (key, box), array in zip(wanted, found, strict=True):
@@ -48,7 +50,9 @@ def test_blobs(tmp_path: Path) -> None:
 
 
 def test_digests_are_checked_unless_they_are_not_wanted(tmp_path: Path) -> None:
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(64))}, tmp_path / "c")
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.ones(64))}, tmp_path / "c"
+    )
     opened = open_checkpoint(tmp_path / "c")
     (chunk,) = opened.manifest.chunks_of("w")
     file = tmp_path / "c" / chunk.location.file

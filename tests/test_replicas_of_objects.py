@@ -11,7 +11,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import megackpt
-from megackpt import FullyParallelSaveStrategyWrapper, ShardedObject, ShardedTensor, Strategy
+from megackpt import (
+    FullyParallelSaveStrategyWrapper,
+    ShardedObject,
+    ShardedTensor,
+    Strategy,
+)
 from megackpt.dcp import SavePlanner
 from megackpt.testing import ThreadedGroup
 
@@ -22,10 +27,18 @@ def state(rank: int, main: int, step: int = 0) -> dict[str, Any]:
     """Replicas of which rank ``main`` has the main one. It is the busiest rank, so that others would be chosen."""
     held: dict[str, Any] = {
         "rng": ShardedObject(
-            "rng_state", f"rank {rank} step {step}", (1,), (0,), replica_id=(rank - main) % 4
+            "rng_state",
+            f"rank {rank} step {step}",
+            (1,),
+            (0,),
+            replica_id=(rank - main) % 4,
         ),
-        "ungridded": ShardedObject("bytes", b"%d" % rank * 5000, (), (), replica_id=(rank - main) % 4),
-        "w": ShardedTensor.from_rank_offsets("w", torch.ones(64), replica_id=(rank - main) % 4),
+        "ungridded": ShardedObject(
+            "bytes", b"%d" % rank * 5000, (), (), replica_id=(rank - main) % 4
+        ),
+        "w": ShardedTensor.from_rank_offsets(
+            "w", torch.ones(64), replica_id=(rank - main) % 4
+        ),
         "common": f"rank {rank} step {step}",
     }
     if rank == main:
@@ -50,7 +63,12 @@ def check(directory: Path, main: int, step: int = 0) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("main", [0, 2])
 def test_of_every_format(tmp_path: Path, name: str, main: int) -> None:
-    ThreadedGroup.run(4, lambda g: megackpt.save(state(g.rank, main), tmp_path / "a", name, process_group=g))
+    ThreadedGroup.run(
+        4,
+        lambda g: megackpt.save(
+            state(g.rank, main), tmp_path / "a", name, process_group=g
+        ),
+    )
     check(tmp_path / "a", main)
 
 
@@ -64,7 +82,9 @@ def test_of_every_format(tmp_path: Path, name: str, main: int) -> None:
     ],
     ids=["balanced", "unbalanced", "wrapper", "wrapper-cached"],
 )
-def test_of_every_strategy_also_when_its_plan_is_used_again(tmp_path: Path, strategy: Strategy) -> None:
+def test_of_every_strategy_also_when_its_plan_is_used_again(
+    tmp_path: Path, strategy: Strategy
+) -> None:
     def run(group: ThreadedGroup) -> None:
         for step in range(3):
             request = megackpt.save(
@@ -85,10 +105,14 @@ def test_of_every_strategy_also_when_its_plan_is_used_again(tmp_path: Path, stra
 
 
 def test_a_plan_that_is_found_in_what_was_loaded(tmp_path: Path) -> None:
-    ThreadedGroup.run(4, lambda g: megackpt.save(state(g.rank, 3), tmp_path / "a", process_group=g))
+    ThreadedGroup.run(
+        4, lambda g: megackpt.save(state(g.rank, 3), tmp_path / "a", process_group=g)
+    )
 
     def run(group: ThreadedGroup) -> None:
-        asked = {key: value for key, value in state(group.rank, 3).items() if key != "common"}
+        asked = {
+            key: value for key, value in state(group.rank, 3).items() if key != "common"
+        }
         megackpt.load(asked, tmp_path / "a", process_group=group)
         megackpt.save(state(group.rank, 3, 7), tmp_path / "b", process_group=group)
 
@@ -96,19 +120,29 @@ def test_a_plan_that_is_found_in_what_was_loaded(tmp_path: Path) -> None:
     check(tmp_path / "b", 3, 7)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     mains=st.lists(st.integers(0, 2), min_size=1, max_size=5),
     sizes=st.lists(st.integers(0, 300), min_size=3, max_size=3),
     cells=st.integers(1, 3),
 )
-def test_whoever_is_busy(tmp_path: Path, mains: list[int], sizes: list[int], cells: int) -> None:
+def test_whoever_is_busy(
+    tmp_path: Path, mains: list[int], sizes: list[int], cells: int
+) -> None:
     """Objects of several cells, each with its own main replica, among tensors that load the ranks unevenly."""
 
     def run(group: ThreadedGroup) -> None:
         held: dict[str, Any] = {
             f"{i}.{cell}": ShardedObject(
-                f"o{i}", (group.rank, i, cell), (cells,), (cell,), (group.rank - main - cell) % 3
+                f"o{i}",
+                (group.rank, i, cell),
+                (cells,),
+                (cell,),
+                (group.rank - main - cell) % 3,
             )
             for i, main in enumerate(mains)
             for cell in range(cells)
@@ -141,6 +175,9 @@ def test_the_planner_for_dcp_takes_the_lowest_ranks() -> None:
         plans.append(planner.create_local_plan())
     chosen, _ = planners[0].create_global_plan(plans)
     writers = [
-        rank for rank, plan in enumerate(chosen) for item in plan.items if item.type == WriteItemType.BYTE_IO
+        rank
+        for rank, plan in enumerate(chosen)
+        for item in plan.items
+        if item.type == WriteItemType.BYTE_IO
     ]
     assert writers == [0]

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FORMATS = ("torch_dist", "zarr", "safetensors")
 
 
-def state(value: float, rank: int = 0, ranks: int = 1, step: bool = True) -> dict[str, Any]:
+def state(
+    value: float, rank: int = 0, ranks: int = 1, step: bool = True
+) -> dict[str, Any]:
     rows = 4 // ranks
     whole = torch.full((4, 2), value)[rows * rank :][:rows].clone()
     tensors = {"w": ShardedTensor.from_rank_offsets("w", whole, (0, rank, ranks))}
@@ -33,7 +35,9 @@ def state(value: float, rank: int = 0, ranks: int = 1, step: bool = True) -> dic
 
 def save(value: float, where: Path, form: str, ranks: int, step: bool = True) -> None:
     def run(group: ThreadedGroup) -> None:
-        megackpt.save(state(value, group.rank, ranks, step), where, form, process_group=group)
+        megackpt.save(
+            state(value, group.rank, ranks, step), where, form, process_group=group
+        )
 
     ThreadedGroup.run(ranks, run)
 
@@ -63,10 +67,16 @@ def test_another_library_saves_over_a_checkpoint_of_ours(
     notes = (where / "notes.txt").stat().st_ino
     other(2, where, after)
     # Which of the two is meant cannot be told: no load gives the older one silently.
-    with pytest.raises(CorruptCheckpoint, match=r"two checkpoints|written by somebody else"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"two checkpoints|written by somebody else"
+    ):
         megackpt.load(state(-1, step=False), where)
     assert not megackpt.verify(where).ok
-    for value, ranks in ((3, 1), (4, 4), (5, 1)):  # never refused, and nothing of the other's is left
+    for value, ranks in (
+        (3, 1),
+        (4, 4),
+        (5, 1),
+    ):  # never refused, and nothing of the other's is left
         save(value, where, form, ranks)
         assert megackpt.load(state(-1), where)["w"].tolist() == [[value] * 2] * 4
         save(value, tmp_path / "fresh", form, ranks)
@@ -77,7 +87,9 @@ def test_another_library_saves_over_a_checkpoint_of_ours(
     assert (where / "notes.txt").stat().st_ino == notes
 
 
-def test_the_other_checkpoint_is_read_once_the_index_is_moved_away(tmp_path: Path) -> None:
+def test_the_other_checkpoint_is_read_once_the_index_is_moved_away(
+    tmp_path: Path,
+) -> None:
     save(1, tmp_path / "c", "safetensors", 1)
     save_as_megatron(2, tmp_path / "c", 1)
     (tmp_path / "c/megackpt.index").unlink()
@@ -101,7 +113,9 @@ def die_while_writing(where: Path) -> None:
     os._exit(0)
 
 
-def test_a_save_that_died_takes_no_later_one_of_another_library_with_it(tmp_path: Path) -> None:
+def test_a_save_that_died_takes_no_later_one_of_another_library_with_it(
+    tmp_path: Path,
+) -> None:
     where = tmp_path / "c"
     die_while_writing(where)
     assert [name for name in os.listdir(where) if name.startswith(".megackpt-saving")]
@@ -111,7 +125,9 @@ def test_a_save_that_died_takes_no_later_one_of_another_library_with_it(tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, size[1]))
     try:  # the next save clears up, and then fails
         with pytest.raises(CheckpointingException):
-            megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(100_000))}, where)
+            megackpt.save(
+                {"w": ShardedTensor.from_rank_offsets("w", torch.ones(100_000))}, where
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, size)
     assert megackpt.load(state(-1), where)["step"] == 2

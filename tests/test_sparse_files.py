@@ -57,7 +57,10 @@ def little_memory() -> Iterator[None]:
 
 
 def state(value: float = 0.0) -> dict[str, Any]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8,), float(value))), "iteration": 3}
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", torch.full((8,), float(value))),
+        "iteration": 3,
+    }
 
 
 def grow(file: Path, size: int = 3 * GIB) -> None:
@@ -67,9 +70,29 @@ def grow(file: Path, size: int = 3 * GIB) -> None:
 def sparse_archive(file: Path, size: int = 3 * GIB) -> None:
     """What torch.save could have written, but that the pickle in it is a hole."""
     name = b"archive/data.pkl"
-    local = struct.pack("<4s5H3L2H", b"PK\3\4", 0, 0, 0, 0, 0, 0, size, size, len(name), 0) + name
+    local = (
+        struct.pack("<4s5H3L2H", b"PK\3\4", 0, 0, 0, 0, 0, 0, size, size, len(name), 0)
+        + name
+    )
     central = struct.pack(
-        "<4s6H3L5H2L", b"PK\1\2", 0, 0, 0, 0, 0, 0, 0, size, size, len(name), 0, 0, 0, 0, 0, 0
+        "<4s6H3L5H2L",
+        b"PK\1\2",
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        size,
+        size,
+        len(name),
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
     )
     central += name
     at = len(local) + size
@@ -98,7 +121,9 @@ def index_of_zeros(folder: Path) -> None:
 
 def head_of_the_index(folder: Path) -> None:
     megackpt.save(state(), folder)
-    (folder / "megackpt.index").write_bytes(b"megackpt" + struct.pack("<II", 1, 2 * GIB) + b"{")
+    (folder / "megackpt.index").write_bytes(
+        b"megackpt" + struct.pack("<II", 1, 2 * GIB) + b"{"
+    )
     grow(folder / "megackpt.index")
 
 
@@ -167,7 +192,11 @@ def padded_chunk(folder: Path) -> None:
     """Of 4 GiB for 4 elements, which is compressed to nothing."""
     shutil.copytree(GOLDEN / "mcore-0.12.3-zarr-tp2pp1dp2", folder)
     document = json.loads((folder / "misc.bool/.zarray").read_text())
-    document |= {"shape": [4], "chunks": [4 * GIB], "compressor": {"id": "zlib", "level": 1}}
+    document |= {
+        "shape": [4],
+        "chunks": [4 * GIB],
+        "compressor": {"id": "zlib", "level": 1},
+    }
     (folder / "misc.bool/.zarray").write_text(json.dumps(document))
     (folder / "misc.bool/0").write_bytes(zlib.compress(bytes(MIB)))
 
@@ -183,7 +212,9 @@ def odd_record(folder: Path) -> None:
     length = file.stat().st_size
     number = b"M" + struct.pack("<H", length)
     assert before.count(number) == 1
-    (folder / ".metadata").write_bytes(before.replace(number, b"\x8a\x05" + size.to_bytes(5, "little")))
+    (folder / ".metadata").write_bytes(
+        before.replace(number, b"\x8a\x05" + size.to_bytes(5, "little"))
+    )
     grow(file, size)
 
 
@@ -216,7 +247,10 @@ FORGED: dict[str, Callable[[Path], None]] = {
     "index of zeros": index_of_zeros,
     "head of the index": head_of_the_index,
     ".metadata": metadata,
-    **{f"common.pt, {name}": common_state(name) for name in ("torch_dist", "zarr", "safetensors")},
+    **{
+        f"common.pt, {name}": common_state(name)
+        for name in ("torch_dist", "zarr", "safetensors")
+    },
     **{
         f"its pickle, {name}": pickle_of_the_common_state(name)
         for name in ("torch_dist", "zarr", "safetensors")
@@ -256,8 +290,12 @@ def test_every_reader_refuses_it(tmp_path: Path, name: str) -> None:
             assert manager.restore(state()) is None
         else:
             with pytest.raises(CheckpointingException):
-                manager.restore({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 4))})
-        with suppress(CheckpointingException):  # without what is forged there may be tensors
+                manager.restore(
+                    {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 4))}
+                )
+        with suppress(
+            CheckpointingException
+        ):  # without what is forged there may be tensors
             megackpt.load_plain_tensors(folder)
     with little_memory():
         assert is_damaged(folder)
@@ -288,7 +326,16 @@ def test_the_journal_of_a_conversion(tmp_path: Path) -> None:
     (tmp_path / "b/megackpt.journal").touch()
     grow(tmp_path / "b/megackpt.journal")
     with little_memory():
-        main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "zarr", "--overwrite"])
+        main(
+            [
+                "convert",
+                str(tmp_path / "a"),
+                str(tmp_path / "b"),
+                "--to",
+                "zarr",
+                "--overwrite",
+            ]
+        )
         main(["convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "zarr"])
     assert megackpt.verify(tmp_path / "c").ok
 
@@ -304,10 +351,15 @@ def sparse_copy(source: str, target: str) -> str:
 
 @pytest.mark.parametrize("kept", [True, False], ids=["with index", "without index"])
 @pytest.mark.parametrize("strategy", ["torch_dist", "zarr", "safetensors", "torch"])
-def test_zeros_that_became_holes_are_data(tmp_path: Path, strategy: str, kept: bool) -> None:
+def test_zeros_that_became_holes_are_data(
+    tmp_path: Path, strategy: str, kept: bool
+) -> None:
     zeros = torch.zeros(5 << 20)
     asked = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(5 << 20))}
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", zeros), "z": zeros}, tmp_path / "saved")
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", zeros), "z": zeros},
+        tmp_path / "saved",
+    )
     megackpt.convert(tmp_path / "saved", tmp_path / "c", strategy)
     shutil.copytree(tmp_path / "c", tmp_path / "sparse", copy_function=sparse_copy)
     if not kept:

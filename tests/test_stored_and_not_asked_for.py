@@ -25,8 +25,12 @@ def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-def declared(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    return megackpt.sharded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+def declared(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[Any, Any]:
+    return megackpt.sharded(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
 
 
 def tensors(*keys: str) -> dict[str, Any]:
@@ -57,7 +61,9 @@ def test_an_optimizer_that_has_not_stepped_is_told_what_it_leaves(
     assert "strict='raise_unexpected'" in text
 
 
-def test_a_manager_restores_with_the_same_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_manager_restores_with_the_same_warning(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with megackpt.CheckpointManager(run) as checkpoints:
         checkpoints.restore(declared(*training()))
         assert len(warnings(caplog)) == 1
@@ -66,7 +72,9 @@ def test_a_manager_restores_with_the_same_warning(run: Path, caplog: pytest.LogC
     assert not warnings(caplog)
 
 
-def test_also_of_the_step_before_a_damaged_one(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_also_of_the_step_before_a_damaged_one(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, optimizer = training()
     with megackpt.CheckpointManager(run) as checkpoints:
         checkpoints.save(2, declared(model, optimizer))
@@ -78,11 +86,17 @@ def test_also_of_the_step_before_a_damaged_one(run: Path, caplog: pytest.LogCapt
     assert "optimizer.state.*.exp_avg" in "".join(warnings(caplog))
 
 
-def test_who_asks_for_everything_hears_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_asks_for_everything_hears_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = {**tensors("a", "b"), "o": ShardedObject("o", [1], (1,), (0,)), "step": 5}
     megackpt.save(state, tmp_path / "c")
-    megackpt.load({**tensors("a", "b"), "o": ShardedObject("o", None, (1,), (0,))}, tmp_path / "c")
-    megackpt.load({"x": tensors("b")["b"], "y": state["a"], "o": state["o"]}, tmp_path / "c")
+    megackpt.load(
+        {**tensors("a", "b"), "o": ShardedObject("o", None, (1,), (0,))}, tmp_path / "c"
+    )
+    megackpt.load(
+        {"x": tensors("b")["b"], "y": state["a"], "o": state["o"]}, tmp_path / "c"
+    )
     megackpt.load(
         {**tensors("m.a", "m.b"), "o": state["o"]},
         tmp_path / "c",
@@ -112,8 +126,12 @@ def test_a_key_counts_as_asked_for_when_any_rank_asks(
     assert "first" not in text
 
 
-def test_objects_are_counted_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    state = {str(i): ShardedObject(f"rng.{i}", b"x" * 2000, (1,), (0,)) for i in range(3)}
+def test_objects_are_counted_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {
+        str(i): ShardedObject(f"rng.{i}", b"x" * 2000, (1,), (0,)) for i in range(3)
+    }
     megackpt.save({**tensors("a", "rng.t"), **state}, tmp_path / "c")
     megackpt.load(tensors("a"), tmp_path / "c")
     [text] = warnings(caplog)
@@ -145,7 +163,11 @@ def test_what_silences_it(
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     stored=st.lists(
-        st.lists(st.sampled_from(["a", "bias", "7", "0", "layers", ""]), min_size=1, max_size=5)
+        st.lists(
+            st.sampled_from(["a", "bias", "7", "0", "layers", ""]),
+            min_size=1,
+            max_size=5,
+        )
         .map(".".join)
         .filter(bool),
         min_size=1,

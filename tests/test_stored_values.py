@@ -149,7 +149,9 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and (a.is_meta or torch.equal(a.to_dense(), b.to_dense()))
+        return a.dtype == b.dtype and (
+            a.is_meta or torch.equal(a.to_dense(), b.to_dense())
+        )
     if isinstance(a, np.ndarray):
         return bool(a.dtype == b.dtype) and a.tolist() == b.tolist()
     if isinstance(a, io.BytesIO):
@@ -158,7 +160,10 @@ def same(a: Any, b: Any) -> bool:
         return a.tolist() == b.tolist()
     if isinstance(a, list):
         return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, collections.defaultdict) and a.default_factory is not b.default_factory:
+    if (
+        isinstance(a, collections.defaultdict)
+        and a.default_factory is not b.default_factory
+    ):
         return False
     return bool(a == b) or repr(a) == repr(b)
 
@@ -168,7 +173,9 @@ def loaded(directory: Path) -> Any:
     trusted: list[Any] = []
     for _ in range(10):
         try:
-            return megackpt.load({"o": ShardedObject("o", None, (1,), (0,))}, directory, trusted=trusted)["o"]
+            return megackpt.load(
+                {"o": ShardedObject("o", None, (1,), (0,))}, directory, trusted=trusted
+            )["o"]
         except megackpt.UntrustedClass as error:
             text = str(error)
         found = re.search(r"the object holds (\S+), which is not trusted", text)
@@ -189,7 +196,9 @@ def resolved(full: str) -> Any:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_comes_back_or_is_refused_at_the_save(name: str, tmp_path: Path) -> None:
+def test_a_value_comes_back_or_is_refused_at_the_save(
+    name: str, tmp_path: Path
+) -> None:
     state = {"o": ShardedObject("o", {"deep": [VALUES[name]]}, (1,), (0,))}
     refused = ""
     try:
@@ -204,7 +213,9 @@ def test_a_value_comes_back_or_is_refused_at_the_save(name: str, tmp_path: Path)
     assert same(loaded(tmp_path / "c")["deep"][0], VALUES[name])
 
 
-@pytest.mark.parametrize("function", [torch.relu, torch.tanh, torch.Tensor.relu, torch.nn.functional.gelu])
+@pytest.mark.parametrize(
+    "function", [torch.relu, torch.tanh, torch.Tensor.relu, torch.nn.functional.gelu]
+)
 @pytest.mark.parametrize("for_the_process", [False, True])
 def test_methods_of_c_come_back_where_they_are_trusted(
     function: Any, for_the_process: bool, tmp_path: Path
@@ -214,7 +225,9 @@ def test_methods_of_c_come_back_where_they_are_trusted(
         megackpt.load({}, tmp_path / "c")
     with torch.serialization.safe_globals([function] if for_the_process else []):
         trusted = () if for_the_process else (function,)
-        assert megackpt.load({}, tmp_path / "c", trusted=trusted)["activation"] is function
+        assert (
+            megackpt.load({}, tmp_path / "c", trusted=trusted)["activation"] is function
+        )
 
 
 MUST_COME_BACK = [
@@ -229,18 +242,29 @@ def test_these_are_not_refused(name: str, tmp_path: Path) -> None:
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4)), "seen": {"a": [1, value]}}
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(4)),
+        "seen": {"a": [1, value]},
+    }
 
 
-BAD = ({(2**61 - 1) * i: 1 for i in range(1, 400)}, functools.partial(max, 1), nested(495, tuple))
+BAD = (
+    {(2**61 - 1) * i: 1 for i in range(1, 400)},
+    functools.partial(max, 1),
+    nested(495, tuple),
+)
 
 
 @pytest.mark.parametrize("bad", BAD, ids=["hashes", "partial", "deep"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_saves_by_a_plan_of_before_refuse_as_well(bad: Any, asynchronous: bool, tmp_path: Path) -> None:
+def test_saves_by_a_plan_of_before_refuse_as_well(
+    bad: Any, asynchronous: bool, tmp_path: Path
+) -> None:
     megackpt.save(state_of(0), tmp_path / "c")
     before = {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()}
-    with pytest.raises(megackpt.ShardingError, match=r"the common state .*\['seen'\]\['a'\]\[1\]"):
+    with pytest.raises(
+        megackpt.ShardingError, match=r"the common state .*\['seen'\]\['a'\]\[1\]"
+    ):
         megackpt.save(state_of(bad), tmp_path / "c", async_sharded_save=asynchronous)
     assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == before
 
@@ -263,9 +287,12 @@ def test_the_bad_one_is_named_on_all_ranks(tmp_path: Path) -> None:
 
 class TestTrust:
     @pytest.mark.parametrize(
-        "function", [getattr, eval, exec, __import__, functools.partial, open, compile, type, map]
+        "function",
+        [getattr, eval, exec, __import__, functools.partial, open, compile, type, map],
     )
-    def test_no_hint_advises_to_trust_what_runs_code(self, function: Any, tmp_path: Path) -> None:
+    def test_no_hint_advises_to_trust_what_runs_code(
+        self, function: Any, tmp_path: Path
+    ) -> None:
         for trusted in ((), (function,)):
             blob = pickled_call(function, "1")
             with pytest.raises(megackpt.CorruptCheckpoint) as caught:
@@ -274,23 +301,44 @@ class TestTrust:
             assert "add_safe_globals" not in str(caught.value)
 
     @pytest.mark.parametrize("protocol", [2, 4])
-    def test_getattr_reaches_classes_that_are_named_and_nothing_else(self, protocol: int) -> None:
-        reached = named("builtins.getattr") * 2 + named("argparse.Namespace") + text("__init__") + b"\x86R"
+    def test_getattr_reaches_classes_that_are_named_and_nothing_else(
+        self, protocol: int
+    ) -> None:
+        reached = (
+            named("builtins.getattr") * 2
+            + named("argparse.Namespace")
+            + text("__init__")
+            + b"\x86R"
+        )
         reached += text("__globals__") + b"\x86R"
-        with torch.serialization.safe_globals([getattr]), pytest.raises(megackpt.UntrustedClass) as caught:
-            objects.load(archive(reached, protocol), trusted=(getattr, argparse.Namespace))
+        with (
+            torch.serialization.safe_globals([getattr]),
+            pytest.raises(megackpt.UntrustedClass) as caught,
+        ):
+            objects.load(
+                archive(reached, protocol), trusted=(getattr, argparse.Namespace)
+            )
         assert "hint" not in str(caught.value)
-        member = named("builtins.getattr") + named(f"{__name__}.Plain") + text("ONE") + b"\x86R"
+        member = (
+            named("builtins.getattr")
+            + named(f"{__name__}.Plain")
+            + text("ONE")
+            + b"\x86R"
+        )
         assert objects.load(archive(member, protocol), trusted=(Plain,)) is Plain.ONE
         with pytest.raises(megackpt.UntrustedClass, match=r"Plain\.ONE"):
             objects.load(archive(member, protocol))
 
-    def test_trust_in_the_inner_class_is_none_in_the_outer(self, tmp_path: Path) -> None:
+    def test_trust_in_the_inner_class_is_none_in_the_outer(
+        self, tmp_path: Path
+    ) -> None:
         megackpt.save({"c": (Outer.Schedule(), Outer.Mode.TRAIN)}, tmp_path / "inner")
         inner = (Outer.Schedule, Outer.Mode)
         schedule, mode = megackpt.load({}, tmp_path / "inner", trusted=inner)["c"]
         assert (schedule.warmup, mode) == (10, Outer.Mode.TRAIN)
-        with pytest.raises(megackpt.UntrustedClass, match=r"trusted=\(Outer\.Schedule,\)"):
+        with pytest.raises(
+            megackpt.UntrustedClass, match=r"trusted=\(Outer\.Schedule,\)"
+        ):
             megackpt.load({}, tmp_path / "inner", trusted=(Outer, Outer.Mode))
         megackpt.save({"c": [Outer.Schedule, Outer]}, tmp_path / "both")
         with pytest.raises(megackpt.UntrustedClass, match=r"\.Outer, which"):
@@ -304,9 +352,15 @@ class TestTrust:
         assert Loud.told == []
         assert not caplog.records
 
-    def test_what_has_to_be_trusted_is_told(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_what_has_to_be_trusted_is_told(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with caplog.at_level(logging.WARNING):
-            for value in (1, Late(), Late()):  # the second save goes by the plan of the first
+            for value in (
+                1,
+                Late(),
+                Late(),
+            ):  # the second save goes by the plan of the first
                 megackpt.save({"o": value}, tmp_path / "c")
         assert caplog.text.count("will not simply load") == 1
         assert "Late" in caplog.text
@@ -345,7 +399,11 @@ def archive(pickled: bytes, protocol: int = 2) -> bytes:
 
 
 def pickled_call(function: Any, argument: str) -> bytes:
-    return archive(named(f"{function.__module__}.{function.__qualname__}") + text(argument) + b"\x85R")
+    return archive(
+        named(f"{function.__module__}.{function.__qualname__}")
+        + text(argument)
+        + b"\x85R"
+    )
 
 
 def test_a_step_whose_values_are_refused_is_not_called_damaged(
@@ -377,7 +435,9 @@ LEAVES = st.one_of(
     st.sampled_from([torch.float32, Plain.ONE, Outer.Mode.TRAIN, pathlib.PurePosixPath("a/b"), Fields(7)]),
 )  # fmt: skip
 KEYS = st.recursive(
-    st.one_of(st.integers(), st.text(max_size=4), st.none(), st.floats(allow_nan=False)),
+    st.one_of(
+        st.integers(), st.text(max_size=4), st.none(), st.floats(allow_nan=False)
+    ),
     lambda keys: st.one_of(st.tuples(keys, keys), st.frozensets(keys, max_size=3)),
     max_leaves=4,
 )
@@ -387,7 +447,9 @@ TREES = st.recursive(
         st.lists(parts, max_size=4),
         st.tuples(parts, parts),
         st.dictionaries(KEYS, parts, max_size=4),
-        st.dictionaries(KEYS, parts, max_size=4).map(lambda d: collections.defaultdict(collections.deque, d)),
+        st.dictionaries(KEYS, parts, max_size=4).map(
+            lambda d: collections.defaultdict(collections.deque, d)
+        ),
         st.dictionaries(KEYS, parts, max_size=4).map(collections.OrderedDict),
         st.lists(parts, max_size=3).map(collections.deque),
         st.sets(KEYS, max_size=4),
@@ -408,7 +470,9 @@ def test_any_nesting_is_accepted_and_comes_back(value: Any) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(TREES, st.randoms(use_true_random=False))
-def test_changed_opcodes_are_errors_of_ours_or_values(value: Any, rng: random.Random) -> None:
+def test_changed_opcodes_are_errors_of_ours_or_values(
+    value: Any, rng: random.Random
+) -> None:
     import pickle
 
     data = bytearray(pickle.dumps([value, (1, "a"), {"k": (2, 3)}], 2)[2:-1])

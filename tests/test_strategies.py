@@ -73,15 +73,23 @@ def plug(tmp_path, monkeypatch):
     """Installs a package: its entry points, and its one module."""
     count = 0
 
-    def install(entries: dict[str, str], source: str = BACKEND, package: str = "megackpt-mine") -> str:
+    def install(
+        entries: dict[str, str], source: str = BACKEND, package: str = "megackpt-mine"
+    ) -> str:
         nonlocal count
         count += 1
         site, module = tmp_path / f"site{count}", f"plugged_{tmp_path.name}_{count}"
         info = site / f"{package.replace('-', '_')}-1.0.dist-info"
         info.mkdir(parents=True)
-        info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        lines = [f"{name} = {module}:{attribute}" for name, attribute in entries.items()]
-        info.joinpath("entry_points.txt").write_text("\n".join(["[megackpt.backends]", *lines]))
+        info.joinpath("METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+        )
+        lines = [
+            f"{name} = {module}:{attribute}" for name, attribute in entries.items()
+        ]
+        info.joinpath("entry_points.txt").write_text(
+            "\n".join(["[megackpt.backends]", *lines])
+        )
         site.joinpath(f"{module}.py").write_text(source)
         monkeypatch.syspath_prepend(site)
         importlib.invalidate_caches()
@@ -115,10 +123,13 @@ def test_whatever_names_a_format_saves_in_it_and_loads_it(tmp_path, given, expec
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest(tmp_path):
     for call in (megackpt.save, megackpt.load):
         with pytest.raises(
-            BackendError, match=r"unknown format 'zar': known are .*torch_dist.*; did you mean 'zarr'\?"
+            BackendError,
+            match=r"unknown format 'zar': known are .*torch_dist.*; did you mean 'zarr'\?",
         ):
             call(state(), tmp_path / "c", "zar")
-    with pytest.raises(BackendError, match=r"unknown format 'xyzzy': known are [a-z_, ]*$"):
+    with pytest.raises(
+        BackendError, match=r"unknown format 'xyzzy': known are [a-z_, ]*$"
+    ):
         megackpt.save(state(), tmp_path / "c", "xyzzy")
 
 
@@ -131,18 +142,28 @@ def test_what_names_no_format_is_refused(tmp_path, wrong):
 def test_options_go_to_the_format_or_are_refused(tmp_path):
     megackpt.save(state(), tmp_path / "c", Strategy(options={"separation_hint": "w"}))
     assert "w__0_0.distcp" in [path.name for path in (tmp_path / "c").iterdir()]
-    with pytest.raises(BackendError, match=r"'zarr' does not take the options \{'colour': 'red'\}"):
-        megackpt.save(state(), tmp_path / "d", Strategy("zarr", options={"colour": "red"}))
-    with pytest.raises(BackendError, match="options of a Strategy must be a dict, not 'red'"):
+    with pytest.raises(
+        BackendError, match=r"'zarr' does not take the options \{'colour': 'red'\}"
+    ):
+        megackpt.save(
+            state(), tmp_path / "d", Strategy("zarr", options={"colour": "red"})
+        )
+    with pytest.raises(
+        BackendError, match="options of a Strategy must be a dict, not 'red'"
+    ):
         Strategy("zarr", options="red")
 
 
 def test_a_version_that_is_not_written_or_not_known(tmp_path):
     with pytest.raises(
-        BackendError, match=r"version 7 of the format 'zarr' is not written .*: it writes \[2\]"
+        BackendError,
+        match=r"version 7 of the format 'zarr' is not written .*: it writes \[2\]",
     ):
         megackpt.save(state(), tmp_path / "c", ("zarr", 7))
-    with pytest.raises(BackendError, match="version 7 of the format 'zarr' is not known to this release"):
+    with pytest.raises(
+        BackendError,
+        match="version 7 of the format 'zarr' is not known to this release",
+    ):
         megackpt.load(state(), tmp_path / "c", ("zarr", 7))
 
 
@@ -164,7 +185,10 @@ def test_versions_of_a_format_stand_beside_each_other(tmp_path, plug):
         megackpt.save(state(float(version)), tmp_path / "c", given)
         assert saved_as(tmp_path / "c") == ("mine", version)
         assert megackpt.load(state(), tmp_path / "c")["w"][0] == version
-    with pytest.raises(BackendError, match=r"version 3 .* is not known to this release: it has \[1, 2\]"):
+    with pytest.raises(
+        BackendError,
+        match=r"version 3 .* is not known to this release: it has \[1, 2\]",
+    ):
         strategies.backend_named("mine", 3)
 
 
@@ -173,9 +197,12 @@ def test_an_old_version_may_be_read_and_not_written(tmp_path, plug):
     megackpt.save(state(1.5), tmp_path / "old", module.Mine())
     for asked in (None, "mine", ("mine", 1), ("mine", 3)):
         assert megackpt.load(state(), tmp_path / "old", asked)["w"][0] == 1.5
-    assert megackpt.get_default_load_sharded_strategy(tmp_path / "old") == Strategy("mine", 1)
+    assert megackpt.get_default_load_sharded_strategy(tmp_path / "old") == Strategy(
+        "mine", 1
+    )
     with pytest.raises(
-        BackendError, match=r"version 1 of the format 'mine' is not written .* it writes \[3\]"
+        BackendError,
+        match=r"version 1 of the format 'mine' is not written .* it writes \[3\]",
     ):
         megackpt.save(state(), tmp_path / "new", ("mine", 1))
 
@@ -211,7 +238,9 @@ def test_a_broken_plug_in_is_told_of_when_asked_for_and_breaks_nothing_else(
     megackpt.save(state(5.0), tmp_path / "c")
     bare(tmp_path / "c")  # now all formats are asked
     assert megackpt.load(state(), tmp_path / "c")["w"][0] == 5.0
-    with pytest.raises(NotACheckpoint, match=f"(?s)no known format .*not asked: mine: .*{told}"):
+    with pytest.raises(
+        NotACheckpoint, match=f"(?s)no known format .*not asked: mine: .*{told}"
+    ):
         megackpt.load(state(), tmp_path)
 
 
@@ -219,7 +248,8 @@ def test_two_packages_that_register_one_format_are_both_left_aside(tmp_path, plu
     plug({"mine": "Mine"})
     plug({"mine": "Mine"}, package="megackpt-other")
     with pytest.raises(
-        BackendError, match=r"of megackpt-\w+ and megackpt-\w+ is broken: all of them register it"
+        BackendError,
+        match=r"of megackpt-\w+ and megackpt-\w+ is broken: all of them register it",
     ):
         megackpt.save(state(), tmp_path / "c", "mine")
     megackpt.save(state(), tmp_path / "c")
@@ -230,8 +260,13 @@ def test_a_built_in_name_is_not_to_be_had(tmp_path, plug, caplog):
     plug({"torch_dist": "Mine", "torch_dist@2": "Newer"}, source)
     with caplog.at_level(logging.WARNING):
         megackpt.save(state(), tmp_path / "c", "torch_dist")
-    assert "megackpt-mine registers a format 'torch_dist', which is built in: it is left aside" in caplog.text
-    assert type(megackpt.checkpoint.open_checkpoint(tmp_path / "c").backend) is TorchDist
+    assert (
+        "megackpt-mine registers a format 'torch_dist', which is built in: it is left aside"
+        in caplog.text
+    )
+    assert (
+        type(megackpt.checkpoint.open_checkpoint(tmp_path / "c").backend) is TorchDist
+    )
     assert saved_as(tmp_path / "c") == ("torch_dist", 1)
 
 
@@ -239,7 +274,9 @@ def test_a_backend_that_nobody_registered_is_given_as_an_object(tmp_path, plug):
     module = plug({})
     mine = importlib.import_module(module).Mine()
     megackpt.save(state(2.0), tmp_path / "c", mine)
-    with pytest.raises(BackendError, match=f"{tmp_path}/c: unknown format 'mine': known are"):
+    with pytest.raises(
+        BackendError, match=f"{tmp_path}/c: unknown format 'mine': known are"
+    ):
         megackpt.load(state(), tmp_path / "c")
     assert megackpt.load(state(), tmp_path / "c", mine)["w"][0] == 2.0
     assert set(megackpt.load_tensors_metadata(tmp_path / "c", mine)) == {"w"}
@@ -254,7 +291,9 @@ def test_an_object_that_cannot_read_the_version_says_so(tmp_path, plug):
         megackpt.load(state(), tmp_path / "c", module.Newer())
 
 
-def test_what_a_plug_in_raises_while_it_reads_is_told_as_its_own(tmp_path, plug, monkeypatch):
+def test_what_a_plug_in_raises_while_it_reads_is_told_as_its_own(
+    tmp_path, plug, monkeypatch
+):
     mine = importlib.import_module(plug({})).Mine()
     megackpt.save(state(), tmp_path / "c", mine)
     bare(tmp_path / "c")
@@ -264,7 +303,8 @@ def test_what_a_plug_in_raises_while_it_reads_is_told_as_its_own(tmp_path, plug,
 
     monkeypatch.setattr(type(mine), "read_manifest", read_manifest)
     with pytest.raises(
-        BackendError, match=r"/c: the format 'mine' failed at reading .*: ValueError: what is this"
+        BackendError,
+        match=r"/c: the format 'mine' failed at reading .*: ValueError: what is this",
     ):
         megackpt.load(state(), tmp_path / "c", mine)
 
@@ -285,7 +325,11 @@ def test_a_directory_of_two_formats_is_an_error_that_says_how_to_choose(tmp_path
 
     def load(group, asked):
         loaded = megackpt.load(
-            state(), tmp_path / "c", asked, validate_access_integrity=False, process_group=group
+            state(),
+            tmp_path / "c",
+            asked,
+            validate_access_integrity=False,
+            process_group=group,
         )
         return loaded["w"].tolist()
 
@@ -298,12 +342,21 @@ def test_a_directory_of_two_formats_is_an_error_that_says_how_to_choose(tmp_path
         assert told in str(error)
     assert megackpt.check_is_distributed_checkpoint(tmp_path / "c")
     for asked in ("mine", ("mine", 1), Strategy("torch_dist"), TorchDist()):
-        assert ThreadedGroup.run(2, lambda group, asked=asked: load(group, asked)) == [[4.0] * 4] * 2
+        assert (
+            ThreadedGroup.run(2, lambda group, asked=asked: load(group, asked))
+            == [[4.0] * 4] * 2
+        )
     with pytest.raises(BackendError, match="can be read as 'torch_dist' and as 'mine'"):
         megackpt.load_tensors_metadata(tmp_path / "c")
-    for call in (megackpt.load_tensors_metadata, megackpt.load_sharded_metadata, megackpt.load_plain_tensors):
+    for call in (
+        megackpt.load_tensors_metadata,
+        megackpt.load_sharded_metadata,
+        megackpt.load_plain_tensors,
+    ):
         assert "w" in call(tmp_path / "c", sharded_strategy="mine")
-    assert megackpt.load_common_state_dict(tmp_path / "c", sharded_strategy="mine") == {}
+    assert (
+        megackpt.load_common_state_dict(tmp_path / "c", sharded_strategy="mine") == {}
+    )
 
 
 def test_metadata_json_decides_alone(tmp_path, plug):
@@ -328,12 +381,17 @@ def test_another_format_than_the_one_asked_for(tmp_path, gone):
 def test_a_directory_that_the_format_asked_for_does_not_know(tmp_path):
     megackpt.save(state(), tmp_path / "c")
     bare(tmp_path / "c")
-    with pytest.raises(NotACheckpoint, match="the format 'zarr' is not recognised in it"):
+    with pytest.raises(
+        NotACheckpoint, match="the format 'zarr' is not recognised in it"
+    ):
         megackpt.load(state(), tmp_path / "c", "zarr")
 
 
 def test_a_format_that_fails_at_recognising_hides_no_other(tmp_path, plug):
-    plug({"mine@3": "Reader"}, BACKEND + "\n    def recognises(self, root):\n        return 1 / 0\n")
+    plug(
+        {"mine@3": "Reader"},
+        BACKEND + "\n    def recognises(self, root):\n        return 1 / 0\n",
+    )
     megackpt.save(state(6.0), tmp_path / "c")
     bare(tmp_path / "c")
     assert megackpt.load(state(), tmp_path / "c")["w"][0] == 6.0
@@ -397,10 +455,24 @@ def test_the_actions_have_megatrons_values():
 
 @pytest.mark.megatron
 def test_megatron_has_what_we_think():
-    base = ROOT / ".peers" / "megatron" / "core" / "dist_checkpointing" / "strategies" / "base.py"
+    base = (
+        ROOT
+        / ".peers"
+        / "megatron"
+        / "core"
+        / "dist_checkpointing"
+        / "strategies"
+        / "base.py"
+    )
     body = ast.parse(base.read_text(encoding="utf-8")).body
-    found = {node.name: node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    actions = [node for node in found["StrategyAction"].body if isinstance(node, ast.Assign)]
+    found = {
+        node.name: node
+        for node in body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    actions = [
+        node for node in found["StrategyAction"].body if isinstance(node, ast.Assign)
+    ]
     assert {ast.unparse(a.targets[0]): ast.literal_eval(a.value) for a in actions} == {
         action.name: action.value for action in StrategyAction
     }
@@ -435,7 +507,10 @@ def test_no_lookup_takes_away_what_was_registered(tmp_path):
         assert get_default_strategy(LOAD, "torch_dist", 1) == Strategy("torch_dist", 1)
         assert megackpt.get_default_save_sharded_strategy() is ONE_FILE
         megackpt.save(state(), tmp_path / "c")
-    assert default_strategies == {"save_sharded": {("torch_dist", 1): ONE_FILE}, "load_sharded": {}}
+    assert default_strategies == {
+        "save_sharded": {("torch_dist", 1): ONE_FILE},
+        "load_sharded": {},
+    }
 
 
 @dataclass(frozen=True)
@@ -460,12 +535,19 @@ def test_what_is_registered_for_loading_is_what_loads(tmp_path, gone):
 
     def load(group, asked):
         loaded = megackpt.load(
-            state(), tmp_path / "c", asked, validate_access_integrity=False, process_group=group
+            state(),
+            tmp_path / "c",
+            asked,
+            validate_access_integrity=False,
+            process_group=group,
         )
         return loaded["w"][0].item()
 
     for asked in (None, "torch_dist", ("torch_dist", 1), Strategy("torch_dist")):
-        assert ThreadedGroup.run(2, lambda group, asked=asked: load(group, asked)) == [8.0, 8.0]
+        assert ThreadedGroup.run(2, lambda group, asked=asked: load(group, asked)) == [
+            8.0,
+            8.0,
+        ]
     assert len(Counting.reads_done) >= 8
     seen = len(Counting.reads_done)
     assert load_alone(tmp_path / "c", TorchDist()) == 8.0
@@ -486,15 +568,25 @@ def test_what_is_registered_for_loading_says_who_reads(tmp_path):
 
     def exchanged(group, asked):
         loaded = megackpt.load(
-            state(), tmp_path / "c", asked, validate_access_integrity=False, process_group=group
+            state(),
+            tmp_path / "c",
+            asked,
+            validate_access_integrity=False,
+            process_group=group,
         )
         assert loaded["w"].tolist() == [8.0] * 4
         return "exchange" in group.log
 
     for asked in (None, "zarr", ("zarr", 2)):
-        assert ThreadedGroup.run(2, lambda group, asked=asked: exchanged(group, asked)) == [True] * 2
+        assert (
+            ThreadedGroup.run(2, lambda group, asked=asked: exchanged(group, asked))
+            == [True] * 2
+        )
     for asked in (Strategy("zarr"), Zarr()):
-        assert ThreadedGroup.run(2, lambda group, asked=asked: exchanged(group, asked)) == [False] * 2
+        assert (
+            ThreadedGroup.run(2, lambda group, asked=asked: exchanged(group, asked))
+            == [False] * 2
+        )
 
 
 def test_a_name_of_ones_own(tmp_path, plug):
@@ -504,20 +596,26 @@ def test_a_name_of_ones_own(tmp_path, plug):
     megackpt.save(state(9.0), tmp_path / "c", "mine")
     assert megackpt.load(state(), tmp_path / "c")["w"][0] == 9.0
     assert megackpt.load(state(), tmp_path / "c", "mine")["w"][0] == 9.0
-    assert megackpt.get_default_load_sharded_strategy(tmp_path / "c").make_backend() is mine
+    assert (
+        megackpt.get_default_load_sharded_strategy(tmp_path / "c").make_backend()
+        is mine
+    )
 
 
 def test_defaults_that_cannot_be(tmp_path):
     with pytest.raises(
-        BackendError, match=r"Cannot find a default strategy for: \('save_sharded', 'xyzzy', 1\)"
+        BackendError,
+        match=r"Cannot find a default strategy for: \('save_sharded', 'xyzzy', 1\)",
     ):
         get_default_strategy(SAVE, "xyzzy", 1)
     with pytest.raises(
-        BackendError, match=r"Cannot find a default strategy for: \('load_sharded', 'zarr', 9\)"
+        BackendError,
+        match=r"Cannot find a default strategy for: \('load_sharded', 'zarr', 9\)",
     ):
         get_default_strategy(LOAD, "zarr", 9)
     with pytest.raises(
-        BackendError, match=r"Cannot find a default strategy for: \('load_common', 'torch', 1\)"
+        BackendError,
+        match=r"Cannot find a default strategy for: \('load_common', 'torch', 1\)",
     ):
         get_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1)
     for action in (StrategyAction.LOAD_COMMON, StrategyAction.SAVE_COMMON):

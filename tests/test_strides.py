@@ -39,14 +39,18 @@ ODD: dict[str, torch.Tensor] = {
 
 
 def declared(data: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in data.items()}
+    return {
+        key: ShardedTensor.from_rank_offsets(key, value) for key, value in data.items()
+    }
 
 
 def blank(strided: bool) -> dict[str, ShardedTensor]:
     """Targets: contiguous, or in the memory of something larger, with the strides of what was saved."""
     return declared(
         {
-            key: torch.zeros(128, dtype=value.dtype).as_strided(value.shape, value.stride())
+            key: torch.zeros(128, dtype=value.dtype).as_strided(
+                value.shape, value.stride()
+            )
             if strided
             else torch.zeros(value.shape, dtype=value.dtype)
             for key, value in ODD.items()
@@ -63,11 +67,15 @@ def check(got: dict[str, Any]) -> None:
 @pytest.mark.parametrize("how", ["at once", "async", "async, in turns"])
 def test_saved_and_loaded(tmp_path: Path, name: str, how: str) -> None:
     state: dict[str, Any] = declared(ODD)
-    large = torch.zeros(3 << 18)  # more than may be staged, so that pieces are handed over in turns
+    large = torch.zeros(
+        3 << 18
+    )  # more than may be staged, so that pieces are handed over in turns
     if how == "async, in turns":
         state["large"] = ShardedTensor.from_rank_offsets("large", large)
     strategy = Strategy(name, staging_memory=None if how == "async" else 1 << 20)
-    request = megackpt.save(state, tmp_path / "a", strategy, async_sharded_save=how != "at once")
+    request = megackpt.save(
+        state, tmp_path / "a", strategy, async_sharded_save=how != "at once"
+    )
     if request is not None:
         request.execute_sync()
     check(megackpt.load_plain_tensors(tmp_path / "a"))
@@ -90,8 +98,13 @@ def test_handed_on_between_ranks_and_converted(tmp_path: Path, name: str) -> Non
 
     def run(group: ThreadedGroup) -> None:
         exchanging = Strategy(name, exchange="always")
-        options: dict[str, Any] = {"validate_access_integrity": False, "process_group": group}
-        check(megackpt.load(blank(group.rank == 1), tmp_path / "a", exchanging, **options))
+        options: dict[str, Any] = {
+            "validate_access_integrity": False,
+            "process_group": group,
+        }
+        check(
+            megackpt.load(blank(group.rank == 1), tmp_path / "a", exchanging, **options)
+        )
 
     ThreadedGroup.run(2, run)
     for other in (*FORMATS, "torch"):
@@ -108,7 +121,9 @@ def test_through_dcp(tmp_path: Path) -> None:
         (tmp_path / "a", tmp_path / "stock"), (FileSystemReader, dcp.FileSystemReader)
     ):
         into = {
-            key: torch.zeros(128, dtype=value.dtype).as_strided(value.shape, value.stride())
+            key: torch.zeros(128, dtype=value.dtype).as_strided(
+                value.shape, value.stride()
+            )
             for key, value in state.items()
         }
         dcp.load(into, storage_reader=reader(directory), no_dist=True)
@@ -122,7 +137,9 @@ def test_files_of_torch(tmp_path: Path) -> None:
     check(megackpt.load_plain_tensors(tmp_path / "odd.pt"))
 
 
-def test_common_states_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_common_states_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     common = {str(i): value.detach() for i, value in enumerate(ODD.values())}
     megackpt.save(common, tmp_path / "a")
     megackpt.save(common, tmp_path / "b")
@@ -143,12 +160,18 @@ def test_a_common_state_that_differs_between_ranks(tmp_path: Path) -> None:
     assert all(torch.equal(got[str(i)], v.detach()) for i, v in enumerate(ODD.values()))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_any_view(tmp_path: Path, data: st.DataObject) -> None:
     base = torch.arange(512, dtype=torch.int16)
     shape = data.draw(st.lists(st.integers(0, 3), max_size=4))
-    strides = data.draw(st.lists(st.integers(0, 30), min_size=len(shape), max_size=len(shape)))
+    strides = data.draw(
+        st.lists(st.integers(0, 30), min_size=len(shape), max_size=len(shape))
+    )
     view = base.as_strided(shape, strides, data.draw(st.integers(0, 8)))
     megackpt.save({"v": ShardedTensor.from_rank_offsets("v", view)}, tmp_path / "h")
     target = torch.full((512,), -1, dtype=torch.int16).as_strided(shape, strides)
@@ -163,21 +186,32 @@ def test_any_view(tmp_path: Path, data: st.DataObject) -> None:
 
 def test_memory_that_elements_share_is_refused_by_name(tmp_path: Path) -> None:
     windows = torch.arange(8.0).unfold(0, 4, 2)
-    megackpt.save({"x": ShardedTensor.from_rank_offsets("windows", windows)}, tmp_path / "a")
+    megackpt.save(
+        {"x": ShardedTensor.from_rank_offsets("windows", windows)}, tmp_path / "a"
+    )
     memory = torch.zeros(8)
     asked = {"x": ShardedTensor.from_rank_offsets("windows", memory.unfold(0, 4, 2))}
-    with pytest.raises(ShardingError, match=r"'windows': cannot load into .* overlaps itself .*\(2, 1\)"):
+    with pytest.raises(
+        ShardingError,
+        match=r"'windows': cannot load into .* overlaps itself .*\(2, 1\)",
+    ):
         megackpt.load(asked, tmp_path / "a")
     assert not memory.any()
     large = torch.zeros(8).as_strided((1 << 20, 1 << 20), (0, 0))
     with pytest.raises(ShardingError, match="expanded"):
-        megackpt.load({"x": ShardedTensor.from_rank_offsets("windows", large)}, tmp_path / "a")
+        megackpt.load(
+            {"x": ShardedTensor.from_rank_offsets("windows", large)}, tmp_path / "a"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_dcps_loads_refuse_it_too(tmp_path: Path) -> None:
     windows = torch.arange(8.0).unfold(0, 4, 2)
-    dcp.save({"windows": windows}, storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
+    dcp.save(
+        {"windows": windows},
+        storage_writer=FileSystemWriter(tmp_path / "a"),
+        no_dist=True,
+    )
     into = {"windows": torch.zeros(8).unfold(0, 4, 2)}
     with pytest.raises(CheckpointException, match="windows"):
         dcp.load(into, storage_reader=FileSystemReader(tmp_path / "a"), no_dist=True)
@@ -198,10 +232,15 @@ def test_ordinary_views_are_loaded_into(tmp_path: Path) -> None:
         "interleaved": torch.zeros(8).as_strided((2, 3), (3, 2)),
     }
     values = {
-        key: torch.arange(view.numel()).reshape(view.shape).to(view.dtype) for key, view in views.items()
+        key: torch.arange(view.numel()).reshape(view.shape).to(view.dtype)
+        for key, view in views.items()
     }
     megackpt.save(declared(values), tmp_path / "a")
-    got = megackpt.load(declared({key: view.clone() for key, view in views.items()}), tmp_path / "a")
+    got = megackpt.load(
+        declared({key: view.clone() for key, view in views.items()}), tmp_path / "a"
+    )
     assert all(torch.equal(got[key], value) for key, value in values.items())
     for key, view in views.items():  # one after the other: several of them share memory
-        assert torch.equal(megackpt.load(declared({key: view}), tmp_path / "a")[key], values[key])
+        assert torch.equal(
+            megackpt.load(declared({key: view}), tmp_path / "a")[key], values[key]
+        )

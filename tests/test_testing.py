@@ -36,7 +36,9 @@ def test_values_are_not_shared_between_ranks():
 
 
 def test_a_group_of_one():
-    assert ThreadedGroup.run(1, lambda group: group.reduce_broadcast("x", lambda: 5, sum)) == [5]
+    assert ThreadedGroup.run(
+        1, lambda group: group.reduce_broadcast("x", lambda: 5, sum)
+    ) == [5]
 
 
 def test_ranks_at_different_collectives_stop_with_an_error():
@@ -55,7 +57,9 @@ def test_ranks_at_different_collectives_stop_with_an_error():
 
 def test_different_stages_are_different_collectives():
     with pytest.raises(RankFailure, match="different collectives"):
-        ThreadedGroup.run(2, lambda group: group.broadcast(f"stage {group.rank}", lambda: 0))
+        ThreadedGroup.run(
+            2, lambda group: group.broadcast(f"stage {group.rank}", lambda: 0)
+        )
 
 
 def test_a_rank_that_raises_outside_a_collective_ends_the_wait_of_the_others():
@@ -71,7 +75,9 @@ def test_a_rank_that_raises_outside_a_collective_ends_the_wait_of_the_others():
     for error in got[:2]:
         assert isinstance(error, RankFailure)
         assert "rank 2 raised ValueError: outside" in str(error)
-    with pytest.raises(ValueError, match="outside"):  # the root of the evil, not what followed from it
+    with pytest.raises(
+        ValueError, match="outside"
+    ):  # the root of the evil, not what followed from it
         ThreadedGroup.run(3, call)
 
 
@@ -86,7 +92,9 @@ def test_an_interrupted_rank_ends_the_wait_of_the_others():
         raise KeyboardInterrupt
 
     def call(group):
-        return group.reduce_broadcast("write", interrupt if group.rank == 1 else int, len)
+        return group.reduce_broadcast(
+            "write", interrupt if group.rank == 1 else int, len
+        )
 
     got = ThreadedGroup.outcomes(3, call)
     assert isinstance(got[1], KeyboardInterrupt)
@@ -109,9 +117,16 @@ def test_a_late_rank_is_named_with_the_timeout():
 def test_a_rank_that_never_ends_is_named():
     stop = threading.Event()
     with pytest.raises(RankFailure, match="rank 0 is still running"):
-        ThreadedGroup.run(2, lambda group: group.rank == 0 and stop.wait(10), timeout=0.1)
+        ThreadedGroup.run(
+            2, lambda group: group.rank == 0 and stop.wait(10), timeout=0.1
+        )
     stop.set()
 
 
 def test_hundreds_of_ranks():
-    assert ThreadedGroup.run(256, lambda group: group.reduce_broadcast("x", lambda: 1, sum)) == [256] * 256
+    assert (
+        ThreadedGroup.run(
+            256, lambda group: group.reduce_broadcast("x", lambda: 1, sum)
+        )
+        == [256] * 256
+    )

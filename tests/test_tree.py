@@ -9,10 +9,14 @@ from hypothesis import given, strategies as st
 from megackpt import tree
 from megackpt.errors import ShardingError
 
-leaves = st.one_of(st.integers(), st.none(), st.text(max_size=3), st.tuples(st.integers()))
+leaves = st.one_of(
+    st.integers(), st.none(), st.text(max_size=3), st.tuples(st.integers())
+)
 keys = st.one_of(st.text(max_size=3), st.integers(-2, 5))
 trees = st.recursive(
-    leaves, lambda t: st.one_of(st.lists(t, max_size=4), st.dictionaries(keys, t, max_size=4)), max_leaves=15
+    leaves,
+    lambda t: st.one_of(st.lists(t, max_size=4), st.dictionaries(keys, t, max_size=4)),
+    max_leaves=15,
 )
 roots = st.dictionaries(keys, trees, max_size=4)
 
@@ -26,7 +30,11 @@ def deep(levels: int, leaf: object = 1) -> dict:
 
 def test_walk_is_depth_first_in_order_and_tuples_are_leaves():
     state = {"b": [1, {"x": 2}], "a": (3, 4), 7: {}, "e": []}
-    assert list(tree.walk(state)) == [(("b", 0), 1), (("b", 1, "x"), 2), (("a",), (3, 4))]
+    assert list(tree.walk(state)) == [
+        (("b", 0), 1),
+        (("b", 1, "x"), 2),
+        (("a",), (3, 4)),
+    ]
     assert list(tree.walk(state, empties=True))[-2:] == [((7,), {}), (("e",), [])]
     assert list(tree.walk(5)) == [((), 5)]
     assert list(tree.walk({}, empties=True)) == []
@@ -35,7 +43,11 @@ def test_walk_is_depth_first_in_order_and_tuples_are_leaves():
 def plainly(path: tuple, node: object, empties: bool) -> list:
     if not tree.is_branch(node):
         return [(path, node)]
-    below = [leaf for key, value in tree.items(node) for leaf in plainly((*path, key), value, empties)]
+    below = [
+        leaf
+        for key, value in tree.items(node)
+        for leaf in plainly((*path, key), value, empties)
+    ]
     return [(path, node)] if empties and path and not node else below
 
 
@@ -48,7 +60,9 @@ def test_walk_is_the_plain_recursion(state, empties):
 def test_grafting_all_leaves_rebuilds_the_tree(state):
     root: dict = {}
     for path, leaf in tree.walk(state, empties=True):
-        tree.graft(root, path, tree.hollow(leaf) if tree.is_branch(leaf) else leaf, state)
+        tree.graft(
+            root, path, tree.hollow(leaf) if tree.is_branch(leaf) else leaf, state
+        )
     assert root == state
 
 
@@ -59,7 +73,9 @@ def test_maps_and_copies(state):
     assert list(tree.copied(state)) == list(state)
     marked = tree.dict_list_map_outplace(lambda leaf: ("seen", leaf), state)
     assert repr(state) == before
-    assert [leaf for _, leaf in tree.walk(marked)] == [("seen", leaf) for leaf in tree.nested_values(state)]
+    assert [leaf for _, leaf in tree.walk(marked)] == [
+        ("seen", leaf) for leaf in tree.nested_values(state)
+    ]
     copy = tree.copied(state)
     assert tree.dict_list_map_inplace(lambda leaf: ("seen", leaf), copy) is copy
     assert copy == marked
@@ -72,7 +88,9 @@ def test_extract_matching_values_splits_everything(state):
     )
     ints = {path for path, leaf in tree.walk(state) if isinstance(leaf, int)}
     assert {path for path, _ in tree.walk(match)} == ints
-    assert {p for p, _ in tree.walk(rest)} == {p for p, leaf in tree.walk(state) if not isinstance(leaf, int)}
+    assert {p for p, _ in tree.walk(rest)} == {
+        p for p, leaf in tree.walk(state) if not isinstance(leaf, int)
+    }
 
 
 def test_extract_matching_values_compacts_lists():
@@ -112,20 +130,32 @@ def test_merge():
 
 
 def test_diff_tells_paths_and_types():
-    assert tree.diff({"rank": 0, "a": 1}, {"rank": 3, "a": 1}) == ([], [], [(("rank",), int, int)])
+    assert tree.diff({"rank": 0, "a": 1}, {"rank": 3, "a": 1}) == (
+        [],
+        [],
+        [(("rank",), int, int)],
+    )
     left, right, mismatch = tree.diff(
-        {"a": [1, 2, 3], "t": torch.ones(2), "x": 1}, {"a": [1, 5], "t": torch.zeros(2), "y": 1, "z": {}}
+        {"a": [1, 2, 3], "t": torch.ones(2), "x": 1},
+        {"a": [1, 5], "t": torch.zeros(2), "y": 1, "z": {}},
     )
     assert sorted(map(str, left)) == ["('a', 2)", "('x',)"]
     assert right == [("y",), ("z",)]
     assert {path for path, _, _ in mismatch} == {("a", 1), ("t",)}
-    assert tree.diff({"t": torch.ones(2), "n": [1]}, {"t": torch.ones(2), "n": [1]}) == ([], [], [])
-    assert tree.diff({"t": torch.ones(2)}, {"t": torch.ones(3)})[2] == [(("t",), torch.Tensor, torch.Tensor)]
+    assert tree.diff(
+        {"t": torch.ones(2), "n": [1]}, {"t": torch.ones(2), "n": [1]}
+    ) == ([], [], [])
+    assert tree.diff({"t": torch.ones(2)}, {"t": torch.ones(3)})[2] == [
+        (("t",), torch.Tensor, torch.Tensor)
+    ]
     assert tree.diff({"t": [1]}, {"t": {0: 1}})[2] == [(("t",), list, dict)]
 
 
 def test_map_reduce():
-    assert tree.map_reduce([1, 2, 3, 4], lambda x: x % 2, lambda x: x * 10, sum) == {1: 40, 0: 60}
+    assert tree.map_reduce([1, 2, 3, 4], lambda x: x % 2, lambda x: x * 10, sum) == {
+        1: 40,
+        0: 60,
+    }
 
 
 def test_500_levels_are_no_trouble():

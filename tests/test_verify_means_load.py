@@ -62,7 +62,9 @@ def spoil(file: Path, index: Path | None = None) -> None:
 
 @pytest.mark.parametrize("kept", [True, False], ids=["with index", "without index"])
 @pytest.mark.parametrize("strategy", FORMATS)
-def test_a_common_state_that_cannot_be_read(tmp_path: Path, strategy: str, kept: bool) -> None:
+def test_a_common_state_that_cannot_be_read(
+    tmp_path: Path, strategy: str, kept: bool
+) -> None:
     manager = run_of(tmp_path, strategy)
     step = tmp_path / "iter_0000002"
     spoil(step / "common.pt", step / "megackpt.index" if kept else None)
@@ -97,7 +99,9 @@ def test_nothing_but_a_metadata_json(tmp_path: Path, version: int) -> None:
         megackpt.load({}, tmp_path)
 
 
-def test_a_step_with_nothing_but_a_metadata_json_is_not_preferred(tmp_path: Path) -> None:
+def test_a_step_with_nothing_but_a_metadata_json_is_not_preferred(
+    tmp_path: Path,
+) -> None:
     manager = run_of(tmp_path, "zarr")
     for entry in list((tmp_path / "iter_0000002").iterdir()):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -107,7 +111,9 @@ def test_a_step_with_nothing_but_a_metadata_json_is_not_preferred(tmp_path: Path
     assert manager.latest(verify=True).step == 1
 
 
-@pytest.mark.parametrize("golden", [path.name for path in sorted(GOLDEN.glob("*-*")) if path.is_dir()])
+@pytest.mark.parametrize(
+    "golden", [path.name for path in sorted(GOLDEN.glob("*-*")) if path.is_dir()]
+)
 def test_what_others_wrote_is_good(golden: str) -> None:
     if golden != "index-v1":
         report = megackpt.verify(GOLDEN / golden)
@@ -143,14 +149,18 @@ def test_classes_that_nobody_trusts_are_no_damage(tmp_path: Path, capsys: Any) -
 
 
 @contextlib.contextmanager
-def refused(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, number: int) -> Iterator[None]:
+def refused(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, number: int
+) -> Iterator[None]:
     """Opening this file in this folder is refused with this error."""
     real = os.open
 
     def refusing(path: Any, *args: Any, dir_fd: int | None = None, **more: Any) -> int:
         if os.path.basename(os.fspath(path)) == name:
             above = (
-                os.path.realpath(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else os.path.dirname(path)
+                os.path.realpath(f"/proc/self/fd/{dir_fd}")
+                if dir_fd is not None
+                else os.path.dirname(path)
             )
             if above.startswith(str(folder)):
                 raise OSError(number, os.strerror(number))
@@ -161,16 +171,25 @@ def refused(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, number: in
         yield
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get
+)
 @pytest.mark.parametrize("strategy", FORMATS)
 def test_a_refusal_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, number: int, capsys: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    number: int,
+    capsys: Any,
 ) -> None:
     run = tmp_path / "run"
     manager = run_of(run, strategy)
     step = run / "iter_0000002"
     with refused(monkeypatch, step, DATA[strategy], number):
-        for call in (lambda: manager.latest(verify=True), lambda: manager.restore(state())):
+        for call in (
+            lambda: manager.latest(verify=True),
+            lambda: manager.restore(state()),
+        ):
             with pytest.raises((StorageError, OSError), match=os.strerror(number)):
                 call()
         report = megackpt.verify(step)
@@ -180,7 +199,10 @@ def test_a_refusal_is_no_damage(
         assert "could not be read" in str(report)
         assert main(["verify", str(step)]) == 6
         assert main(["diff", str(step), str(run / "iter_0000001")]) == 6
-        assert main(["convert", str(step), str(tmp_path / "new"), "--to", "torch_dist"]) == 6
+        assert (
+            main(["convert", str(step), str(tmp_path / "new"), "--to", "torch_dist"])
+            == 6
+        )
         assert main(["ls", str(run)]) == 0
     assert "could not be read" in capsys.readouterr().out
     # Nothing of it is remembered as damage: it is the newest again, and it counts among those that stay.
@@ -188,11 +210,15 @@ def test_a_refusal_is_no_damage(
     assert manager.restore(state()).step == 2
 
 
-def test_retention_keeps_a_step_that_was_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_keeps_a_step_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with CheckpointManager(tmp_path, keep_last=2) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
-        damaged = refused(monkeypatch, tmp_path / "iter_0000002", DATA["torch_dist"], errno.EIO)
+        damaged = refused(
+            monkeypatch, tmp_path / "iter_0000002", DATA["torch_dist"], errno.EIO
+        )
         with damaged, pytest.raises(StorageError):
             manager.latest(verify=True)
         manager.save(3, state(3))
@@ -201,7 +227,9 @@ def test_retention_keeps_a_step_that_was_refused(tmp_path: Path, monkeypatch: py
         assert [step.step for step in manager.steps()] == [3, 4]
 
 
-def test_damage_and_a_refusal_together_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_and_a_refusal_together_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = run_of(tmp_path, "torch_dist")
     step = tmp_path / "iter_0000002"
     spoil(step / "common.pt")
@@ -246,7 +274,9 @@ def test_a_compressed_chunk_that_may_not_be_read(shared_folder: Path) -> None:
     assert megackpt.verify(directory).ok
 
 
-def test_verify_with_the_index_refused_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_with_the_index_refused_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     megackpt.save(state(), tmp_path / "c")
     with refused(monkeypatch, tmp_path / "c", "megackpt.index", errno.EACCES):
         with pytest.raises(CheckpointingException) as caught:

@@ -21,7 +21,9 @@ SECONDS = "MEGACKPT_WAIT_WARNING_SECONDS"
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [r.getMessage() for r in tuple(caplog.records) if r.levelno == logging.WARNING]
+    found = [
+        r.getMessage() for r in tuple(caplog.records) if r.levelno == logging.WARNING
+    ]
     return [text for text in found if "has waited" in text]
 
 
@@ -57,7 +59,10 @@ def test_all_that_wait_name_the_rank_that_has_not_come(
             f"rank {rank} has waited 0.3 s in the stage 'vote' of the save {tmp_path}/c for "
         )
         # Rank 0 looks at the directory before it votes, so rank 2 may have waited for it, too.
-        assert text.partition(" for ")[2].split(":")[0] in ("rank 1", "ranks 0-1")[: 1 + (rank == 2)]
+        assert (
+            text.partition(" for ")[2].split(":")[0]
+            in ("rank 1", "ranks 0-1")[: 1 + (rank == 2)]
+        )
 
 
 @pytest.mark.usefixtures("soon")
@@ -75,7 +80,11 @@ def test_a_rank_that_reads_long_is_named_by_the_others(
 
     def load(group: ThreadedGroup) -> None:
         asked = state(group.rank)
-        megackpt.load(Slow(asked) if group.rank == 1 else asked, tmp_path / "c", process_group=group)
+        megackpt.load(
+            Slow(asked) if group.rank == 1 else asked,
+            tmp_path / "c",
+            process_group=group,
+        )
 
     ThreadedGroup.run(2, load, timeout=120)
     assert told(caplog)[0].startswith("rank 0 has waited 0.3 s in the stage 'compare'")
@@ -92,24 +101,41 @@ def test_while_rank_0_is_at_work_the_others_wait_for_it(
 
     with megackpt.watching(is_planning):
         ThreadedGroup.run(
-            3, lambda group: megackpt.save(state(group.rank), tmp_path / "c", process_group=group), 120
+            3,
+            lambda group: megackpt.save(
+                state(group.rank), tmp_path / "c", process_group=group
+            ),
+            120,
         )
     texts = told(caplog)
     assert {text.split(" has ")[0] for text in texts} == {"rank 1", "rank 2"}
-    assert all("in the stage 'write'" in text and " for rank 0:" in text for text in texts)
+    assert all(
+        "in the stage 'write'" in text and " for rank 0:" in text for text in texts
+    )
 
 
 @pytest.mark.parametrize("seconds", ["", "0", "3600", "inf"])
 def test_short_waits_are_silent_and_leave_no_thread(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: str,
 ) -> None:
     monkeypatch.setenv(SECONDS, seconds)
     for _ in range(3):
         ThreadedGroup.run(
-            4, lambda group: megackpt.save(state(group.rank), tmp_path / "c", process_group=group), 120
+            4,
+            lambda group: megackpt.save(
+                state(group.rank), tmp_path / "c", process_group=group
+            ),
+            120,
         )
     assert not told(caplog)
-    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("megackpt-wait")])
+    until(
+        lambda: (
+            not [t for t in threading.enumerate() if t.name.startswith("megackpt-wait")]
+        )
+    )
 
 
 def test_what_is_no_number_is_said_once(
@@ -118,7 +144,10 @@ def test_what_is_no_number_is_said_once(
     monkeypatch.setenv(SECONDS, "soon")
     for _ in range(2):
         ThreadedGroup.run(
-            2, lambda group: megackpt.save(state(group.rank), tmp_path / "c", process_group=group)
+            2,
+            lambda group: megackpt.save(
+                state(group.rank), tmp_path / "c", process_group=group
+            ),
         )
     assert caplog.text.count("'soon', which is no number of seconds: 30 are taken") <= 1
     assert megackpt.check_is_distributed_checkpoint(tmp_path / "c")

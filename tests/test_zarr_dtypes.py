@@ -29,14 +29,19 @@ class _Suite(BackendSuite):
 
 
 KINDS = {
-    kind._zarr_v3_name: kind for kind in vars(zarr_dtypes).values() if getattr(kind, "_zarr_v3_name", None)
+    kind._zarr_v3_name: kind
+    for kind in vars(zarr_dtypes).values()
+    if getattr(kind, "_zarr_v3_name", None)
 }
 
 
 def run(code: str) -> str:
     """What a fresh interpreter prints."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -45,19 +50,26 @@ def run(code: str) -> str:
 def random(name: str, *shape: int) -> np.ndarray:
     kind = np.dtype(getattr(ml_dtypes, name))
     return (
-        np.random.default_rng(0).integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind).reshape(shape)
+        np.random.default_rng(0)
+        .integers(0, 256, (*shape, kind.itemsize), np.uint8)
+        .view(kind)
+        .reshape(shape)
     )
 
 
 @pytest.mark.parametrize("name", sorted(EXOTIC))
 @pytest.mark.parametrize("version", [2, 3])
-def test_both_libraries_read_what_the_other_wrote(tmp_path: Path, name: str, version: int) -> None:
+def test_both_libraries_read_what_the_other_wrote(
+    tmp_path: Path, name: str, version: int
+) -> None:
     values = random(name, 20, 6)
     spec = {
         "driver": "zarr3" if version == 3 else "zarr",
         "kvstore": {"driver": "file", "path": f"{tmp_path}/ours/"},
     }
-    ts.open(spec, dtype=name, shape=(20, 6), create=True).result().write(values).result()
+    ts.open(spec, dtype=name, shape=(20, 6), create=True).result().write(
+        values
+    ).result()
     found = zarr.open_array(tmp_path / "ours", mode="r")
     assert found.dtype == values.dtype
     assert found[:].tobytes() == values.tobytes()
@@ -80,12 +92,15 @@ def test_both_libraries_read_what_the_other_wrote(tmp_path: Path, name: str, ver
 
 
 @pytest.mark.parametrize(
-    "value", [0.5, 1, float("nan"), float("inf"), float("-inf"), "NaN", "-Infinity", "0x7f"]
+    "value",
+    [0.5, 1, float("nan"), float("inf"), float("-inf"), "NaN", "-Infinity", "0x7f"],
 )
 def test_fill_values(value: float | str) -> None:
     kind = KINDS["float8_e5m2"]()
     scalar = kind.from_json_scalar(value, zarr_format=3)
-    again = kind.from_json_scalar(kind.to_json_scalar(scalar, zarr_format=3), zarr_format=3)
+    again = kind.from_json_scalar(
+        kind.to_json_scalar(scalar, zarr_format=3), zarr_format=3
+    )
     assert repr(scalar) == repr(again)
     with pytest.raises(TypeError):
         kind.from_json_scalar("seven", zarr_format=3)
@@ -108,7 +123,9 @@ def test_it_is_light() -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(EXOTIC))
-def test_plain_zarr_python_reads_every_array_after_one_line(tmp_path: Path, dtype: str) -> None:
+def test_plain_zarr_python_reads_every_array_after_one_line(
+    tmp_path: Path, dtype: str
+) -> None:
     """It opens the group before, reads what it knows, and finds the line in the attributes."""
     tensors = {
         "odd": Whole.random(dtype, (7, 5), (3, 2), 1),

@@ -49,17 +49,34 @@ def test_all_readers_pass_them_over(folder: Path, tmp_path: Path, capsys: Any) -
     assert ".sync" not in capsys.readouterr().out
     assert main(["diff", str(folder), str(GOLDEN)]) == 0
     assert main(["ls", str(folder.parent)]) == 0
-    assert main(["convert", str(folder), str(tmp_path / "new"), "--to", "torch_dist", "--verify"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(folder),
+                str(tmp_path / "new"),
+                "--to",
+                "torch_dist",
+                "--verify",
+            ]
+        )
+        == 0
+    )
     assert megackpt.load_plain_tensors(tmp_path / "new").keys() == expected.keys()
     manager = CheckpointManager(folder.parent)
     assert manager.latest(verify=True).step == 7
-    restored = manager.restore(megackpt.load_tensors_metadata(folder), validate_access_integrity=False)
+    restored = manager.restore(
+        megackpt.load_tensors_metadata(folder), validate_access_integrity=False
+    )
     assert restored.step == 7
 
 
 def test_without_metadata_json(folder: Path) -> None:
     (folder / "metadata.json").unlink()
-    assert megackpt.load_plain_tensors(folder).keys() == megackpt.load_plain_tensors(GOLDEN).keys()
+    assert (
+        megackpt.load_plain_tensors(folder).keys()
+        == megackpt.load_plain_tensors(GOLDEN).keys()
+    )
 
 
 def test_keys_with_slashes(tmp_path: Path) -> None:

@@ -46,10 +46,14 @@ DIMENSIONS_THAT_FSDP2_TAKES = 1 if RELEASE < (2, 9) else 2
 
 def without_gloo(output: str) -> str:
     """What a process has printed, but for what gloo of torch 2.8 to 2.10 prints when it connects."""
-    return re.sub(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. .* : \d+\n", "", output)
+    return re.sub(
+        r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. .* : \d+\n", "", output
+    )
 
 
-def decoded(placements: Sequence[Placement], mesh: Sequence[int]) -> list[tuple[int, Placement]] | None:
+def decoded(
+    placements: Sequence[Placement], mesh: Sequence[int]
+) -> list[tuple[int, Placement]] | None:
     """The cuts in the order that torch decodes from strided shards, as (dimension of the mesh, plain shard).
 
     None: it can decode no order.
@@ -59,19 +63,29 @@ def decoded(placements: Sequence[Placement], mesh: Sequence[int]) -> list[tuple[
     if HAS_ORDERS_OF_CUTS:
         spec = import_module("torch.distributed.tensor._dtensor_spec").DTensorSpec
         sizes = SimpleNamespace(size=mesh.__getitem__)
-        order = spec._maybe_convert_StridedShard_to_shard_order(tuple(placements), sizes)
-        return order and [(dim, Shard(entry.tensor_dim)) for entry in order for dim in entry.mesh_dims]
-    explicit = import_module("torch.distributed.tensor._utils")._explicit_order_placements
+        order = spec._maybe_convert_StridedShard_to_shard_order(
+            tuple(placements), sizes
+        )
+        return order and [
+            (dim, Shard(entry.tensor_dim)) for entry in order for dim in entry.mesh_dims
+        ]
+    explicit = import_module(
+        "torch.distributed.tensor._utils"
+    )._explicit_order_placements
     try:
         plain = explicit(mesh, placements)
     except (RuntimeError, NotImplementedError):
         return None
     # It drops strided shards that no plain one follows.
     cuts = [(dim, how) for dim, how in plain if isinstance(how, Shard)]
-    return cuts if len(cuts) == sum(isinstance(how, Shard) for how in placements) else None
+    return (
+        cuts if len(cuts) == sum(isinstance(how, Shard) for how in placements) else None
+    )
 
 
-def cut_in_order(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], order: Sequence[int]) -> Any:
+def cut_in_order(
+    local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], order: Sequence[int]
+) -> Any:
     """A DTensor whose first axis all dimensions of the mesh cut, in this order (HAS_ORDERS_OF_CUTS)."""
     from torch.distributed.tensor import DTensor, Shard
 

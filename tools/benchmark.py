@@ -24,10 +24,14 @@ from benchmarks.training import TRAINERS
 
 TEAM = ("torch DCP", "Megatron", "Megatron FP")
 ALONE = ("safetensors", "tensorstore", "zarr-python")
-RACES, ALONE_RACES = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P14"), ("P1", "P2")
+RACES, ALONE_RACES = (
+    ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P14"),
+    ("P1", "P2"),
+)
 LATER = ("P7", "P8")
 IN_THE_BACKGROUND = {
-    peer: [name for name in TRAINERS if name.startswith(f"{peer}, ")] for peer in ("torch DCP", "Megatron")
+    peer: [name for name in TRAINERS if name.startswith(f"{peer}, ")]
+    for peer in ("torch DCP", "Megatron")
 }
 DESK = ("P9", "P10", "P13")
 FIGURES = (*RACES, *DESK)
@@ -36,12 +40,20 @@ MANY = 20_000  # small tensors a GiB
 
 def main() -> int:
     options = asked()
-    with tempfile.TemporaryDirectory(prefix="megackpt-bench-", dir=options.dir) as folder:
-        report = Report({key: str(value) for key, value in vars(options).items()}, machine(Path(folder)))
+    with tempfile.TemporaryDirectory(
+        prefix="megackpt-bench-", dir=options.dir
+    ) as folder:
+        report = Report(
+            {key: str(value) for key, value in vars(options).items()},
+            machine(Path(folder)),
+        )
         try:
             run(options, Path(folder), report)
         except (BenchmarkFailed, KeyboardInterrupt) as error:
-            print(f"{report.text(options.markdown)}\nthe benchmark failed: {error}", file=sys.stderr)
+            print(
+                f"{report.text(options.markdown)}\nthe benchmark failed: {error}",
+                file=sys.stderr,
+            )
             return 1
     print(report.text(options.markdown), end="")
     if options.json:
@@ -50,37 +62,63 @@ def main() -> int:
 
 
 def asked() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument(
-        "--quick", action="store_true", help="about a minute: 1/8 GiB and one round that counts"
+        "--quick",
+        action="store_true",
+        help="about a minute: 1/8 GiB and one round that counts",
     )
     parser.add_argument("--gib", type=float, help="unique bytes, in GiB (1)")
-    parser.add_argument("--rounds", type=int, help="rounds that count; the median is printed (3)")
-    parser.add_argument("--ranks", type=int, help="of the saves that are only planned, for P9 and P10 (8192)")
-    parser.add_argument("--dir", type=Path, help="where to write (a disk, not a RAM disk)")
+    parser.add_argument(
+        "--rounds", type=int, help="rounds that count; the median is printed (3)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="of the saves that are only planned, for P9 and P10 (8192)",
+    )
+    parser.add_argument(
+        "--dir", type=Path, help="where to write (a disk, not a RAM disk)"
+    )
     parser.add_argument("--only", default="", help="figures, such as P1,P5 (all)")
     parser.add_argument(
-        "--formats", nargs="+", default=["torch_dist", "zarr"], help="megackpt's formats to compare"
+        "--formats",
+        nargs="+",
+        default=["torch_dist", "zarr"],
+        help="megackpt's formats to compare",
     )
     parser.add_argument(
-        "--peers", nargs="*", default=[*TEAM, *ALONE], help="of " + ", ".join((*TEAM, *ALONE))
+        "--peers",
+        nargs="*",
+        default=[*TEAM, *ALONE],
+        help="of " + ", ".join((*TEAM, *ALONE)),
     )
-    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
-    parser.add_argument("--json", type=Path, help="write all figures, with their ranges, to this file")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the tables as Markdown"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="write all figures, with their ranges, to this file"
+    )
     options = parser.parse_args()
     unknown = set(options.peers).difference(TEAM, ALONE)
     if unknown:
         parser.error(f"no such peer: {', '.join(sorted(unknown))}")
     strange = set(filter(None, options.only.split(","))).difference(FIGURES)
     if strange:
-        parser.error(f"no such figure: {', '.join(sorted(strange))} (of {', '.join(FIGURES)})")
+        parser.error(
+            f"no such figure: {', '.join(sorted(strange))} (of {', '.join(FIGURES)})"
+        )
     for folder in (options.dir, options.json and options.json.parent):
         if folder and not folder.is_dir():
             parser.error(f"no such directory: {folder}")
     if min(options.gib or 1, options.rounds or 1, options.ranks or 1) <= 0:
         parser.error("--gib, --rounds and --ranks are more than 0")
     # Ours have the same names as some peers.
-    options.formats = [f"megackpt {name}" if name in ALONE else name for name in options.formats]
+    options.formats = [
+        f"megackpt {name}" if name in ALONE else name for name in options.formats
+    ]
     options.gib = options.gib or (1 / 8 if options.quick else 1)
     options.rounds = options.rounds or (1 if options.quick else 3)
     options.ranks = options.ranks or (1024 if options.quick else 8192)
@@ -101,7 +139,11 @@ def run(options: argparse.Namespace, root: Path, report: Report) -> None:
 
 
 def together(
-    options: argparse.Namespace, root: Path, report: Report, peers: list[str], only: frozenset[str]
+    options: argparse.Namespace,
+    root: Path,
+    report: Report,
+    peers: list[str],
+    only: frozenset[str],
 ) -> None:
     """The races of four ranks."""
     with ExitStack() as stack:
@@ -109,15 +151,21 @@ def together(
         teams = dict.fromkeys(("limit", *options.formats, *peers), ours)
         foreign = [name for name in peers if name.startswith("Megatron")]
         if foreign:
-            teams |= dict.fromkeys(foreign, stack.enter_context(Team("megatron", 4, root)))
+            teams |= dict.fromkeys(
+                foreign, stack.enter_context(Team("megatron", 4, root))
+            )
         what = f"{options.gib:.2f} GiB, four ranks TP2 x DP2, median of {options.rounds}; / limit: seconds over its"
         section = report.section(what, [*options.formats, *peers])
-        course = Course(Arena(root, teams, options.rounds), section, options.formats, peers, only)
+        course = Course(
+            Arena(root, teams, options.rounds), section, options.formats, peers, only
+        )
         large = Spec.large(options.gib * 2**30)
         many = max(round(MANY * options.gib), 64)
         course.large(large)
         # What has a file for each tensor takes minutes here, and so do the peers: they have a race of a quarter.
-        course.small(Spec.small(many), [name for name in options.formats if name != "zarr"], [])
+        course.small(
+            Spec.small(many), [name for name in options.formats if name != "zarr"], []
+        )
         course.small(Spec.small(many // 4), options.formats, peers)
         course.memory(large)
         if only.intersection(LATER):
@@ -125,11 +173,21 @@ def together(
 
 
 def training(
-    options: argparse.Namespace, root: Path, report: Report, peers: list[str], teams: dict[str, Team]
+    options: argparse.Namespace,
+    root: Path,
+    report: Report,
+    peers: list[str],
+    teams: dict[str, Team],
 ) -> None:
     """Asynchronous saves of four ranks that train."""
-    ours = {f"{name}{how}": teams[name] for name in options.formats for how in ("", ", process")}
-    theirs = {name: teams[peer] for peer in peers for name in IN_THE_BACKGROUND.get(peer, ())}
+    ours = {
+        f"{name}{how}": teams[name]
+        for name in options.formats
+        for how in ("", ", process")
+    }
+    theirs = {
+        name: teams[peer] for peer in peers for name in IN_THE_BACKGROUND.get(peer, ())
+    }
     what = f"{options.gib:.2f} GiB, four ranks TP2 x DP2 that train, median of {options.rounds}"
     section = report.section(what, [*ours, *theirs])
     arena = Arena(root, {"limit": teams["limit"], **ours, **theirs}, options.rounds)
@@ -138,7 +196,11 @@ def training(
 
 
 def alone(
-    options: argparse.Namespace, root: Path, report: Report, peers: list[str], only: frozenset[str]
+    options: argparse.Namespace,
+    root: Path,
+    report: Report,
+    peers: list[str],
+    only: frozenset[str],
 ) -> None:
     """The races of one process, and what one process can tell."""
     with Team("alone", 1, root) as lone:
@@ -149,7 +211,9 @@ def alone(
             section = report.section(what, [*options.formats, *lonely])
             teams = dict.fromkeys(("limit", *options.formats, *lonely), lone)
             arena = Arena(root, teams, options.rounds)
-            course = Course(arena, section, options.formats, lonely, only.intersection(ALONE_RACES))
+            course = Course(
+                arena, section, options.formats, lonely, only.intersection(ALONE_RACES)
+            )
             course.large(Spec.large(size * 2**30))
         if only.intersection(DESK):
             stock = [name for name in peers if name == "torch DCP"]

@@ -38,8 +38,12 @@ class Pair(NamedTuple):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--only", action="append", metavar="NAME", help="of a pair; may be repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="of a pair; may be repeated"
+    )
     parser.add_argument("--where", default="", metavar="EXPRESSION", help="pytest's -m")
     parser.add_argument("paths", nargs="*", help="of tests; all by default")
     options = parser.parse_args()
@@ -60,7 +64,9 @@ def main() -> int:
         row, passed = tested(pair, installed(pair), options.where, options.paths)
         rows.append(row)
         failed |= not passed
-    print("\n| pair | Python | torch | tests | minutes | date |\n|---|---|---|---|---|---|")
+    print(
+        "\n| pair | Python | torch | tests | minutes | date |\n|---|---|---|---|---|---|"
+    )
     print("\n".join(rows))
     return failed
 
@@ -68,7 +74,9 @@ def main() -> int:
 def pairs() -> list[Pair]:
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
-    floor = re.search(r"^torch>=([\d.]+)$", settings["options"]["install_requires"], re.MULTILINE)
+    floor = re.search(
+        r"^torch>=([\d.]+)$", settings["options"]["install_requires"], re.MULTILINE
+    )
     own = re.search(r"^torch==.*$", CONSTRAINTS.read_text(), re.MULTILINE)
     if floor is None or own is None:
         raise SystemExit("setup.cfg or .constraints.txt names no torch")
@@ -77,15 +85,24 @@ def pairs() -> list[Pair]:
         Pair("oldest", debian or sys.executable, f"torch=={floor[1]}"),
         Pair("newest", sys.executable, "torch"),
         Pair("debian", debian, own[0]),
-        *(Pair(f"python{minor}", interpreter(minor), own[0]) for minor in ("3.12", "3.13")),
+        *(
+            Pair(f"python{minor}", interpreter(minor), own[0])
+            for minor in ("3.12", "3.13")
+        ),
     ]
 
 
 def interpreter(minor: str) -> str | None:
     """On the PATH, or one of pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = [shutil.which(f"python{minor}"), *map(str, pyenv.glob(f"versions/{minor}.*/bin/python"))]
-    return next((python for python in found if python and version_of(python).startswith(minor)), None)
+    found = [
+        shutil.which(f"python{minor}"),
+        *map(str, pyenv.glob(f"versions/{minor}.*/bin/python")),
+    ]
+    return next(
+        (python for python in found if python and version_of(python).startswith(minor)),
+        None,
+    )
 
 
 def version_of(python: str) -> str:
@@ -98,7 +115,13 @@ def version_of(python: str) -> str:
 
 def answer(python: str, program: str) -> str:
     command = [python, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    done = subprocess.run(
+        command,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     return done.stdout.strip()
 
 
@@ -110,8 +133,17 @@ def installed(pair: Pair) -> str:
         subprocess.run([str(pair.python), "-m", "venv", "--clear", folder], check=True)
     constraints = folder / "constraints.txt"
     lines = CONSTRAINTS.read_text().splitlines(keepends=True)
-    constraints.write_text("".join(line for line in lines if not line.startswith("torch==")))
-    asked = ["--upgrade", "--constraint", str(constraints), pair.torch, "--editable", f"{ROOT}[test]"]
+    constraints.write_text(
+        "".join(line for line in lines if not line.startswith("torch=="))
+    )
+    asked = [
+        "--upgrade",
+        "--constraint",
+        str(constraints),
+        pair.torch,
+        "--editable",
+        f"{ROOT}[test]",
+    ]
     subprocess.run([python, "-m", "pip", "install", "--quiet", *asked], check=True)
     return python
 
@@ -120,13 +152,27 @@ def tested(pair: Pair, python: str, where: str, paths: list[str]) -> tuple[str, 
     """A row of the table, and whether all tests passed."""
     report = ENVIRONMENTS / f"{pair.name}.xml"
     report.unlink(missing_ok=True)
-    command = [python, "-m", "pytest", "--quiet", "--numprocesses=3", "--dist=worksteal"]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "--quiet",
+        "--numprocesses=3",
+        "--dist=worksteal",
+    ]
     command += [f"--junitxml={report}", "-p", "no:cacheprovider", "-m", where, *paths]
     began = time.monotonic()
     passed = subprocess.run(command, cwd=ROOT, check=False).returncode == 0
     minutes = (time.monotonic() - began) / 60
     torch = answer(python, "import torch; print(torch.__version__)")
-    cells = (pair.name, version_of(python), torch, counted(report), f"{minutes:.0f}", f"{dt.date.today()}")  # noqa: DTZ011
+    cells = (
+        pair.name,
+        version_of(python),
+        torch,
+        counted(report),
+        f"{minutes:.0f}",
+        f"{dt.date.today()}",  # noqa: DTZ011
+    )
     return f"| {' | '.join(cells)} |", passed
 
 

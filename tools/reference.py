@@ -54,14 +54,30 @@ def main() -> int:
     for module in map(import_module, PUBLIC):
         if passed_on := names_passed_on(module):
             vars(module).setdefault("__all__", [*passed_on, *names_defined(module)])
-        found = {name: getattr(module, name) for name in getattr(module, "__all__", dir(module))}
+        found = {
+            name: getattr(module, name)
+            for name in getattr(module, "__all__", dir(module))
+        }
         vars(module).update(found)  # those, too, that are fetched on first use
-    shown = [module for name, module in [*sys.modules.items()] if name.split(".")[0] == "megackpt"]
-    for made in {made for module in shown for made in vars(module).values() if isinstance(made, type)}:
-        if issubclass(made, tuple) and "_fields" in vars(made):  # its own module knows its annotations
+    shown = [
+        module
+        for name, module in [*sys.modules.items()]
+        if name.split(".")[0] == "megackpt"
+    ]
+    for made in {
+        made
+        for module in shown
+        for made in vars(module).values()
+        if isinstance(made, type)
+    }:
+        if issubclass(made, tuple) and "_fields" in vars(
+            made
+        ):  # its own module knows its annotations
             made.__new__.__annotations__ = typing.get_type_hints(made)
     pdoc.render.configure(
-        docformat="google", show_source=False, footer_text=f"megackpt {megackpt.__version__}"
+        docformat="google",
+        show_source=False,
+        footer_text=f"megackpt {megackpt.__version__}",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -79,15 +95,22 @@ def main() -> int:
 
 def names_passed_on(module: ModuleType) -> list[str]:
     """What a door has of its room: ``import name as name``."""
-    imports = (node for node in ast.parse(getsource(module)).body if isinstance(node, ast.ImportFrom))
-    return [name.name for node in imports for name in node.names if name.name == name.asname]
+    imports = (
+        node
+        for node in ast.parse(getsource(module)).body
+        if isinstance(node, ast.ImportFrom)
+    )
+    return [
+        name.name for node in imports for name in node.names if name.name == name.asname
+    ]
 
 
 def names_defined(module: ModuleType) -> list[str]:
     return [
         name
         for name, made in vars(module).items()
-        if getattr(made, "__module__", "") == module.__name__ and not name.startswith("_")
+        if getattr(made, "__module__", "") == module.__name__
+        and not name.startswith("_")
     ]
 
 
@@ -97,7 +120,8 @@ def undocumented(name: str) -> list[str]:
     return [
         member.name
         for member in module.own_members
-        if isinstance(member, (pdoc.doc.Class, pdoc.doc.Function)) and not member.docstring
+        if isinstance(member, (pdoc.doc.Class, pdoc.doc.Function))
+        and not member.docstring
         if not member.name.startswith("_")
     ]
 

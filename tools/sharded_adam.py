@@ -34,13 +34,20 @@ class ShardedAdam(torch.optim.Adam):
         for number, p in enumerate(self.params):
             flat = self.buffer[place : place + p.numel()]
             p.data = flat.copy_(p.data.flatten()).view(p.shape)
-            low, high = (min(max(n * length - place, 0), p.numel()) for n in (rank, rank + 1))
+            low, high = (
+                min(max(n * length - place, 0), p.numel()) for n in (rank, rank + 1)
+            )
             self.ranges[number] = slice(low, high)
             shards.append(nn.Parameter(flat[low:high]))
             place += p.numel()
         super().__init__(shards, lr=lr)
-        for shard in shards:  # Adam makes these in its first step; a load needs them before
-            moments = {"exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
+        for (
+            shard
+        ) in shards:  # Adam makes these in its first step; a load needs them before
+            moments = {
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
+            }
             self.state[shard] = {"step": torch.tensor(0.0, device="cpu"), **moments}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -50,7 +57,9 @@ class ShardedAdam(torch.optim.Adam):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's part, by the gradients of the whole parameters; then fetch the other ranks' parts."""
         shards = self.param_groups[0]["params"]
-        for p, shard, part in zip(self.params, shards, self.ranges.values(), strict=True):
+        for p, shard, part in zip(
+            self.params, shards, self.ranges.values(), strict=True
+        ):
             shard.grad = None if p.grad is None else p.grad.flatten()[part]
         loss = super().step(closure)
         if self.group is not None:

@@ -48,11 +48,16 @@ def simulate(options: argparse.Namespace) -> tuple[list[Save], list[Load | None]
     target = None
     if any((options.load_tp, options.load_pp, options.load_dp, options.load_ep)):
         target = Parallelism(
-            options.load_tp or 1, options.load_pp or 1, options.load_dp or 1, options.load_ep or 1
+            options.load_tp or 1,
+            options.load_pp or 1,
+            options.load_dp or 1,
+            options.load_ep or 1,
         )
     for shape in filter(None, (job, target)):
         if shape.ranks > MOST_RANKS:
-            raise ValueError(f"{shape.ranks} ranks are more than the {MOST_RANKS} that are simulated")
+            raise ValueError(
+                f"{shape.ranks} ranks are more than the {MOST_RANKS} that are simulated"
+            )
     model = Model(
         options.layers,
         options.hidden,
@@ -69,8 +74,14 @@ def simulate(options: argparse.Namespace) -> tuple[list[Save], list[Load | None]
     saves: list[Save] = []
     loads: list[Load | None] = []
     for name in options.format or ["torch_dist", "zarr"]:
-        saves.append(simulate_save(model, job, backend_named(name), options.common_bytes))
-        loads.append(None if target is None else simulate_load(model, target, saves[-1], options.load_ranks))
+        saves.append(
+            simulate_save(model, job, backend_named(name), options.common_bytes)
+        )
+        loads.append(
+            None
+            if target is None
+            else simulate_load(model, target, saves[-1], options.load_ranks)
+        )
     return saves, loads
 
 
@@ -88,30 +99,67 @@ def count_or_none(text: str) -> int:
 def asked(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for prefix, what in (("", "the save"), ("load-", "the load")):
-        for name, long in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"), ("ep", "expert")):
+        for name, long in (
+            ("tp", "tensor"),
+            ("pp", "pipeline"),
+            ("dp", "data"),
+            ("ep", "expert"),
+        ):
             default = 0 if prefix else 1
             parser.add_argument(
-                f"--{prefix}{name}", type=count, default=default, help=f"{long} ranks of {what}"
+                f"--{prefix}{name}",
+                type=count,
+                default=default,
+                help=f"{long} ranks of {what}",
             )
-    parser.add_argument("--format", action="append", help="default: torch_dist and zarr")
+    parser.add_argument(
+        "--format", action="append", help="default: torch_dist and zarr"
+    )
     model = Model()
     for name in ("layers", "hidden", "ffn", "heads", "groups", "vocabulary"):
         parser.add_argument(f"--{name}", type=count, default=getattr(model, name))
-    parser.add_argument("--experts", type=count_or_none, default=model.experts, help="0: a dense model")
     parser.add_argument(
-        "--vocabulary-multiple", type=count, default=128, help="padded to a multiple of this times TP"
+        "--experts", type=count_or_none, default=model.experts, help="0: a dense model"
     )
-    parser.add_argument("--plain-mlp", action="store_true", help="no gate: linear_fc1 is one matrix, not two")
-    parser.add_argument("--dtype", default=model.dtype, help="of the model; the optimizer's state is float32")
-    parser.add_argument("--optimizer", choices=("adam", "none"), default=model.optimizer)
     parser.add_argument(
-        "--replicated-optimizer", action="store_true", help="its state is not cut over the data ranks"
+        "--vocabulary-multiple",
+        type=count,
+        default=128,
+        help="padded to a multiple of this times TP",
     )
-    parser.add_argument("--common-bytes", type=count, default=4096, help="size of the common state")
-    parser.add_argument("--load-ranks", type=count, default=8, help="so many ranks of the load are looked at")
+    parser.add_argument(
+        "--plain-mlp",
+        action="store_true",
+        help="no gate: linear_fc1 is one matrix, not two",
+    )
+    parser.add_argument(
+        "--dtype",
+        default=model.dtype,
+        help="of the model; the optimizer's state is float32",
+    )
+    parser.add_argument(
+        "--optimizer", choices=("adam", "none"), default=model.optimizer
+    )
+    parser.add_argument(
+        "--replicated-optimizer",
+        action="store_true",
+        help="its state is not cut over the data ranks",
+    )
+    parser.add_argument(
+        "--common-bytes", type=count, default=4096, help="size of the common state"
+    )
+    parser.add_argument(
+        "--load-ranks",
+        type=count,
+        default=8,
+        help="so many ranks of the load are looked at",
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="run the sweeps of docs/scaling.md and draw"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="run the sweeps of docs/scaling.md and draw",
     )
     return parser.parse_args(arguments)
 

@@ -33,7 +33,11 @@ import megackpt
 from megackpt import AsyncCallsQueue, Event, ShardedTensor
 from megackpt.errors import CheckpointingException
 
-WAYS = {"sync": "synchronous", "threads": "asynchronous, threads", "process": "asynchronous, writer process"}
+WAYS = {
+    "sync": "synchronous",
+    "threads": "asynchronous, threads",
+    "process": "asynchronous, writer process",
+}
 STEP, STILL = "step", "still"
 KIND = {"declare": "plan", "begin": "plan"}  # drawn as one
 COLORS = {
@@ -77,7 +81,8 @@ class Trainer:
         self.options = options
         rows = max(1, (options.mib << 20) // (4 * SIDE))
         self.weights = [
-            torch.randn(min(SIDE, rows - start), SIDE, device="cpu") for start in range(0, rows, SIDE)
+            torch.randn(min(SIDE, rows - start), SIDE, device="cpu")
+            for start in range(0, rows, SIDE)
         ]
         self.spans: list[Span] = []
         self.way = ""
@@ -86,7 +91,8 @@ class Trainer:
     def state(self, step: int) -> dict[str, Any]:
         cut = (0, self.rank, self.ranks)
         weights = {
-            f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", w, cut) for i, w in enumerate(self.weights)
+            f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", w, cut)
+            for i, w in enumerate(self.weights)
         }
         return {**weights, "step": step}
 
@@ -136,7 +142,9 @@ class Trainer:
     def save(self, queue: AsyncCallsQueue, step: int) -> None:
         folder = Path(self.options.dir) / f"{self.way}_{step:07d}"
         later = self.way != "sync"
-        request = megackpt.save(self.state(step), folder, async_sharded_save=later, timeout=PATIENCE)
+        request = megackpt.save(
+            self.state(step), folder, async_sharded_save=later, timeout=PATIENCE
+        )
         if request is not None:
             queue.schedule_async_request(request)
 
@@ -157,17 +165,40 @@ def train(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> list[Span]:
     """Start ranks for each way, wait for them, and read what they noted."""
-    numbers = [f"--{name}={getattr(options, name)}" for name in ("ranks", "mib", "steps", "every")]
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", __file__]
+    numbers = [
+        f"--{name}={getattr(options, name)}"
+        for name in ("ranks", "mib", "steps", "every")
+    ]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={options.ranks}",
+        __file__,
+    ]
     spans: list[Span] = []
     for way in options.way:
         with tempfile.TemporaryDirectory(dir=options.dir, prefix="timeline_") as folder:
-            run = [sys.executable, *command, *numbers, f"--way={way}", f"--dir={folder}"]
-            ended = subprocess.run(run, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+            run = [
+                sys.executable,
+                *command,
+                *numbers,
+                f"--way={way}",
+                f"--dir={folder}",
+            ]
+            ended = subprocess.run(
+                run, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            ).returncode
             if ended:
-                raise CheckpointingException(f"the ranks ended with status {ended}; they have said why")
-            files = [Path(folder) / f"spans_{rank}.json" for rank in range(options.ranks)]
-            spans += [Span(**told) for file in files for told in json.loads(file.read_text())]
+                raise CheckpointingException(
+                    f"the ranks ended with status {ended}; they have said why"
+                )
+            files = [
+                Path(folder) / f"spans_{rank}.json" for rank in range(options.ranks)
+            ]
+            spans += [
+                Span(**told) for file in files for told in json.loads(file.read_text())
+            ]
     return spans
 
 
@@ -175,19 +206,32 @@ def told(spans: Sequence[Span], way: str) -> str:
     """One line: how long training stood still for each save, and the steps with and without one beside them."""
     spans = [span for span in spans if span.way == way]
     writes = [s for s in spans if s.what == "write"]
-    steps = {s: any(w.rank == s.rank and _meet(w, s) for w in writes) for s in spans if s.what == STEP}
+    steps = {
+        s: any(w.rank == s.rank and _meet(w, s) for w in writes)
+        for s in spans
+        if s.what == STEP
+    }
     alone = [_length(s) for s, beside in steps.items() if not beside]
     beside = [_length(s) for s, beside in steps.items() if beside]
     lengths = sorted(map(_length, writes))
     line = f"{headline(spans, way)}; writing took {lengths[0]:.2f} to {lengths[-1]:.2f} s; "
-    line += f"{len(alone)} steps of {median(alone):.3f} s" if alone else "no step without a write"
-    return line + (f", {len(beside)} beside a write of {median(beside):.3f} s" if beside else "")
+    line += (
+        f"{len(alone)} steps of {median(alone):.3f} s"
+        if alone
+        else "no step without a write"
+    )
+    return line + (
+        f", {len(beside)} beside a write of {median(beside):.3f} s" if beside else ""
+    )
 
 
 def headline(spans: Sequence[Span], way: str) -> str:
     """With the seconds for which training stood still for each save, from its call to the next one's."""
     ranks = {span.rank for span in spans}
-    seconds = [f"{max(each):.2f}" for each in zip(*(stood_still(spans, rank) for rank in ranks), strict=True)]
+    seconds = [
+        f"{max(each):.2f}"
+        for each in zip(*(stood_still(spans, rank) for rank in ranks), strict=True)
+    ]
     return f"{WAYS[way]}: training stood still for {' and '.join(seconds)} s"
 
 
@@ -228,7 +272,12 @@ def draw(pyplot: Any, spans: Sequence[Span], ways: Sequence[str], file: Path) ->
     panels[-1, 0].set_xlim(0, max(span.end for span in spans))
     panels[-1, 0].set_xlabel("seconds since the first step")
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
-    figure.legend(patches, [NAMES[what] for what in COLORS], loc="outside upper center", ncols=len(COLORS))
+    figure.legend(
+        patches,
+        [NAMES[what] for what in COLORS],
+        loc="outside upper center",
+        ncols=len(COLORS),
+    )
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
 
@@ -266,15 +315,27 @@ def asked(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n")[0],
         epilog="It prints one line for each way; --spans writes all that was measured as JSON.",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw to this .png (needs matplotlib)")
-    parser.add_argument("--spans", type=Path, metavar="FILE", help="write what was measured, as JSON")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mib", type=int, default=512, help="what each rank trains and saves (512)")
-    parser.add_argument("--steps", type=int, default=22)
-    parser.add_argument("--every", type=int, default=11, help="steps from one save to the next (11)")
-    parser.add_argument("--way", choices=WAYS, action="append", help="which to run (all)")
     parser.add_argument(
-        "--dir", type=Path, help="where to save, in a folder of its own (the system's temporary one)"
+        "--plot", type=Path, metavar="FILE", help="draw to this .png (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--spans", type=Path, metavar="FILE", help="write what was measured, as JSON"
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--mib", type=int, default=512, help="what each rank trains and saves (512)"
+    )
+    parser.add_argument("--steps", type=int, default=22)
+    parser.add_argument(
+        "--every", type=int, default=11, help="steps from one save to the next (11)"
+    )
+    parser.add_argument(
+        "--way", choices=WAYS, action="append", help="which to run (all)"
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="where to save, in a folder of its own (the system's temporary one)",
     )
     options = parser.parse_args(arguments)
     options.way = options.way or list(WAYS)

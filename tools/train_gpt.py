@@ -30,12 +30,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megackpt.adapters.modules import ParallelLayout, make_sharded_tensors_for_checkpoint
-from megackpt.adapters.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from megackpt.adapters.modules import (
+    ParallelLayout,
+    make_sharded_tensors_for_checkpoint,
+)
+from megackpt.adapters.optimizer import (
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
 from megackpt.manager import CheckpointManager
 
 Group = dist.ProcessGroup | None  # None: nobody but me
-Offsets = tuple[tuple[int, int, int], ...]  # (axis, number of my piece, number of pieces)
+Offsets = tuple[
+    tuple[int, int, int], ...
+]  # (axis, number of my piece, number of pieces)
 State = dict[str, Any]
 
 
@@ -49,7 +57,9 @@ class Config:
     ffn: int = 352
     context: int = 128
     batch: int = 16  # sequences of a step, over all ranks
-    microbatches: int = 2  # pieces in which a rank's part of the batch goes through the pipeline
+    microbatches: int = (
+        2  # pieces in which a rank's part of the batch goes through the pipeline
+    )
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,9 @@ class Grid(ParallelLayout):
 
     def cut(self, whole: Tensor, axis: int) -> nn.Parameter:
         """My tensor-parallel piece of a weight."""
-        return nn.Parameter(whole.chunk(self.tp_size, axis)[self.tp_rank].contiguous().clone())
+        return nn.Parameter(
+            whole.chunk(self.tp_size, axis)[self.tp_rank].contiguous().clone()
+        )
 
 
 def join(tp: int, pp: int) -> Grid:
@@ -81,7 +93,9 @@ def join(tp: int, pp: int) -> Grid:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     dp = world // (tp * pp)
     if dp * tp * pp != world:
-        raise SystemExit(f"TP{tp} x PP{pp} needs a multiple of {tp * pp} processes, not {world}")
+        raise SystemExit(
+            f"TP{tp} x PP{pp} needs a multiple of {tp * pp} processes, not {world}"
+        )
     if world == 1:
         return Grid()
     if not dist.is_initialized():
@@ -92,7 +106,10 @@ def join(tp: int, pp: int) -> Grid:
         groups = [(row, dist.new_group(row)) for row in rows.tolist() if len(row) > 1]
         return next((mine for row, mine in groups if rank in row), None)
 
-    groups = {"tp_group": group(ranks.view(-1, tp)), "dp_cp_group": group(ranks.mT.reshape(-1, dp))}
+    groups = {
+        "tp_group": group(ranks.view(-1, tp)),
+        "dp_cp_group": group(ranks.mT.reshape(-1, dp)),
+    }
     tied_group = group(ranks[[0, -1]].view(2, -1).T) if pp > 1 else None
     place = vars(ParallelLayout.of(rank, tp=tp, dp=dp, pp=pp))
     return Grid(**{**place, **groups}, rank=rank, tied_group=tied_group)
@@ -132,11 +149,15 @@ def leave(x: Tensor, grid: Grid) -> Tensor:
 
 def draw(name: str, *shape: int, std: float = 0.02) -> Tensor:
     """First values of a whole weight. They depend on its name and the seed, never on who asks."""
-    generator = torch.Generator().manual_seed(torch.initial_seed() ^ zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(
+        torch.initial_seed() ^ zlib.crc32(name.encode())
+    )
     return torch.randn(shape, generator=generator, device="cpu") * std
 
 
-def declare_swiglu(key: str, x: Tensor, grid: Grid, offsets: Offsets) -> ShardedTensorFactory:
+def declare_swiglu(
+    key: str, x: Tensor, grid: Grid, offsets: Offsets
+) -> ShardedTensorFactory:
     """x is my rows of W over my rows of V; in the checkpoint stand all rows of W over all rows of V.
 
     So x is two pieces of one tensor, far apart, which a factory parts and joins; those of its moments, too.
@@ -144,12 +165,22 @@ def declare_swiglu(key: str, x: Tensor, grid: Grid, offsets: Offsets) -> Sharded
 
     def build(key: str, x: Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
         n, (w, v) = len(offsets), x.chunk(2)
-        mine, pieces, same = grid.tp_rank, 2 * grid.tp_size, {"replica_id": replica_id, "prepend_axis_num": n}
-        w_piece = ShardedTensor.from_rank_offsets(key, w, *offsets, (n, mine, pieces), **same)
-        v_piece = ShardedTensor.from_rank_offsets(key, v, *offsets, (n, grid.tp_size + mine, pieces), **same)
+        mine, pieces, same = (
+            grid.tp_rank,
+            2 * grid.tp_size,
+            {"replica_id": replica_id, "prepend_axis_num": n},
+        )
+        w_piece = ShardedTensor.from_rank_offsets(
+            key, w, *offsets, (n, mine, pieces), **same
+        )
+        v_piece = ShardedTensor.from_rank_offsets(
+            key, v, *offsets, (n, grid.tp_size + mine, pieces), **same
+        )
         return [w_piece, v_piece]
 
-    return ShardedTensorFactory(key, x, build, torch.cat, replica_id=(0, 0, grid.dp_rank))
+    return ShardedTensorFactory(
+        key, x, build, torch.cat, replica_id=(0, 0, grid.dp_rank)
+    )
 
 
 class Layer(nn.Module):
@@ -172,7 +203,9 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
     def attention(self, x: Tensor) -> Tensor:
-        qkv = F.linear(enter(x, self.grid), self.qkv).view(*x.shape[:2], -1, 3, self.head)
+        qkv = F.linear(enter(x, self.grid), self.qkv).view(
+            *x.shape[:2], -1, 3, self.head
+        )
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (batch, my heads, context, head)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return leave(F.linear(y.transpose(1, 2).flatten(2), self.out), self.grid)
@@ -182,10 +215,20 @@ class Layer(nn.Module):
         return leave(F.linear(F.silu(w) * v, self.fc2), self.grid)
 
     def sharded_state_dict(self, prefix: str, offsets: Offsets) -> State:
-        axes = {"qkv": 0, "out": 1, "fc2": 1}  # along which each weight is cut; the norms are not
-        weights = self.state_dict(keep_vars=True)  # the parameters themselves: the optimizer looks for them
-        state = make_sharded_tensors_for_checkpoint(weights, prefix, axes, offsets, tp_group=self.grid)
-        state[f"{prefix}fc1"] = declare_swiglu(f"{prefix}fc1", self.fc1, self.grid, offsets)
+        axes = {
+            "qkv": 0,
+            "out": 1,
+            "fc2": 1,
+        }  # along which each weight is cut; the norms are not
+        weights = self.state_dict(
+            keep_vars=True
+        )  # the parameters themselves: the optimizer looks for them
+        state = make_sharded_tensors_for_checkpoint(
+            weights, prefix, axes, offsets, tp_group=self.grid
+        )
+        state[f"{prefix}fc1"] = declare_swiglu(
+            f"{prefix}fc1", self.fc1, self.grid, offsets
+        )
         return state
 
 
@@ -197,15 +240,24 @@ class Stage(nn.Module):
 
     def __init__(self, config: Config, grid: Grid) -> None:
         super().__init__()
-        if any(n % grid.tp_size for n in (256, config.heads, config.ffn)) or config.batch % grid.dp_size:
-            raise SystemExit(f"{config} cannot be cut for TP{grid.tp_size} x DP{grid.dp_size}")
+        if (
+            any(n % grid.tp_size for n in (256, config.heads, config.ffn))
+            or config.batch % grid.dp_size
+        ):
+            raise SystemExit(
+                f"{config} cannot be cut for TP{grid.tp_size} x DP{grid.dp_size}"
+            )
         self.config, self.grid = config, grid
-        begin, end = (n * config.layers // grid.pp_size for n in (grid.pp_rank, grid.pp_rank + 1))
+        begin, end = (
+            n * config.layers // grid.pp_size for n in (grid.pp_rank, grid.pp_rank + 1)
+        )
         self.span = range(begin, end)
         if grid.first or grid.last:
             self.embedding = grid.cut(draw("embedding", 256, config.width), 0)
         if grid.first:
-            self.positions = nn.Parameter(draw("positions", config.context, config.width))
+            self.positions = nn.Parameter(
+                draw("positions", config.context, config.width)
+            )
         self.layers = nn.ModuleList(Layer(number, config, grid) for number in self.span)
         if grid.last:
             self.norm = nn.LayerNorm(config.width)
@@ -214,7 +266,10 @@ class Stage(nn.Module):
         """tokens (batch, context + 1), x (batch, context, width) of the stage before -> my x, or the loss."""
         if x is None:
             rows, mine = self.own(tokens[:, :-1])
-            x = leave(F.embedding(rows, self.embedding) * mine[..., None], self.grid) + self.positions
+            x = (
+                leave(F.embedding(rows, self.embedding) * mine[..., None], self.grid)
+                + self.positions
+            )
         for layer in self.layers:
             x = cast(Tensor, layer(x))
         return self.loss(self.norm(x), tokens[:, 1:]) if self.grid.last else x
@@ -228,27 +283,46 @@ class Stage(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy. No rank ever holds the logits of the whole vocabulary."""
         logits = F.linear(enter(x, self.grid), self.embedding)
-        logits = logits - all_reduce(logits.detach().amax(-1, True), self.grid.tp_group, dist.ReduceOp.MAX)
+        logits = logits - all_reduce(
+            logits.detach().amax(-1, True), self.grid.tp_group, dist.ReduceOp.MAX
+        )
         rows, mine = self.own(targets)
         right = leave(logits.gather(-1, rows[..., None])[..., 0] * mine, self.grid)
         return (leave(logits.exp().sum(-1), self.grid).log() - right).mean()
 
     def sharded_state_dict(self) -> State:
         """Name of a parameter -> which piece it is of the whole model. A layer is one along a new axis 0."""
-        own = {k: p for k, p in self.state_dict(keep_vars=True).items() if not k.startswith("layers.")}
-        state = make_sharded_tensors_for_checkpoint(own, "", {"embedding": 0}, tp_group=self.grid)
-        if self.grid.last and not self.grid.first:  # a copy: the first stage's is written
+        own = {
+            k: p
+            for k, p in self.state_dict(keep_vars=True).items()
+            if not k.startswith("layers.")
+        }
+        state = make_sharded_tensors_for_checkpoint(
+            own, "", {"embedding": 0}, tp_group=self.grid
+        )
+        if (
+            self.grid.last and not self.grid.first
+        ):  # a copy: the first stage's is written
             state["embedding"].replica_id = (1, 0, self.grid.dp_rank)
-        for local, (number, layer) in enumerate(zip(self.span, self.layers, strict=True)):
-            pieces = cast(Layer, layer).sharded_state_dict("layers.", ((0, number, self.config.layers),))
-            state |= {name.replace("layers", f"layers.{local}", 1): piece for name, piece in pieces.items()}
+        for local, (number, layer) in enumerate(
+            zip(self.span, self.layers, strict=True)
+        ):
+            pieces = cast(Layer, layer).sharded_state_dict(
+                "layers.", ((0, number, self.config.layers),)
+            )
+            state |= {
+                name.replace("layers", f"layers.{local}", 1): piece
+                for name, piece in pieces.items()
+            }
         return state
 
 
 def read_text() -> Tensor:
     """The source of Python's standard library, as bytes."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
-    return torch.frombuffer(bytearray().join(map(Path.read_bytes, files)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray().join(map(Path.read_bytes, files)), dtype=torch.uint8
+    )
 
 
 def batch_of(text: Tensor, position: int, config: Config) -> Tensor:
@@ -256,7 +330,9 @@ def batch_of(text: Tensor, position: int, config: Config) -> Tensor:
     generators stay alike: one saved state serves them all.
     """
     length = config.context + 1
-    windows = [(position + i) * 7919 % (len(text) // length - 1) for i in range(config.batch)]
+    windows = [
+        (position + i) * 7919 % (len(text) // length - 1) for i in range(config.batch)
+    ]
     starts = [window * length + random.randrange(length) for window in windows]
     return torch.stack([text[start : start + length] for start in starts]).long()
 
@@ -268,9 +344,15 @@ class Trainer:
         self.config, self.grid, self.text = config, grid, read_text()
         self.step = self.position = 0  # steps done, sequences read
         self.stage = Stage(config, grid)
-        share = grid.dp_rank, grid.dp_size, grid.dp_cp_group  # what these ranks have in common, they deal out
+        share = (
+            grid.dp_rank,
+            grid.dp_size,
+            grid.dp_cp_group,
+        )  # what these ranks have in common, they deal out
         self.optimizer = ShardedAdam(self.stage.parameters(), lr, *share)
-        self.scheduler = LambdaLR(self.optimizer, lambda n: min((n + 1) / warmup, (warmup / (n + 1)) ** 0.5))
+        self.scheduler = LambdaLR(
+            self.optimizer, lambda n: min((n + 1) / warmup, (warmup / (n + 1)) ** 0.5)
+        )
 
     def train_step(self) -> float:
         """One step of the optimizer on the next batch. Returns its loss (0 but on the last stage)."""
@@ -290,7 +372,9 @@ class Trainer:
         for piece in tokens.chunk(self.config.microbatches):
             x = None
             if not grid.first:
-                x = torch.empty(len(piece), self.config.context, self.config.width, device="cpu")
+                x = torch.empty(
+                    len(piece), self.config.context, self.config.width, device="cpu"
+                )
                 dist.recv(x, grid.stage(-1))
                 x.requires_grad_()
             y = self.stage(piece, x)
@@ -312,7 +396,10 @@ class Trainer:
     def reduce_gradients(self) -> None:
         """The mean over the data-parallel ranks; then the sum over the two copies of the embedding."""
         for name, p in self.stage.named_parameters():
-            p.grad = all_reduce(cast(Tensor, p.grad), self.grid.dp_cp_group) / self.grid.dp_size
+            p.grad = (
+                all_reduce(cast(Tensor, p.grad), self.grid.dp_cp_group)
+                / self.grid.dp_size
+            )
             if name == "embedding":
                 p.grad = all_reduce(p.grad, self.grid.tied_group)
 
@@ -321,8 +408,14 @@ class Trainer:
         model, optimizer = self.stage.sharded_state_dict(), self.optimizer.state_dict()
         # Adam numbers its parameters, on each stage from 0: what it keeps of each gets that parameter's name.
         names = get_param_id_to_sharded_param_map(model, self.stage.parameters())
-        optim_state_to_sharding_state(optimizer, names, flat_ranges=self.optimizer.ranges)
-        rng = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+        optim_state_to_sharding_state(
+            optimizer, names, flat_ranges=self.optimizer.ranges
+        )
+        rng = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
         return {
             "model": model,
             "optimizer": optimizer,
@@ -343,7 +436,9 @@ class Trainer:
         torch.set_rng_state(state["rng"]["torch"])
 
 
-def train(trainer: Trainer, checkpoints: CheckpointManager, options: argparse.Namespace) -> None:
+def train(
+    trainer: Trainer, checkpoints: CheckpointManager, options: argparse.Namespace
+) -> None:
     """To the end, or until a signal says that the processes will be ended: then save, whatever step it is."""
     ended, grid = False, trainer.grid
     while trainer.step < options.steps and not ended:
@@ -364,7 +459,9 @@ def main() -> None:
     grid = join(options.tp, options.pp)
     print(f"rank {grid.rank} is process {os.getpid()}", flush=True)
     trainer = Trainer(Config(), grid, options.lr)
-    with CheckpointManager(options.dir, options.format, keep_last=options.keep_last) as checkpoints:
+    with CheckpointManager(
+        options.dir, options.format, keep_last=options.keep_last
+    ) as checkpoints:
         checkpoints.on_signal(signal.SIGTERM)
         if options.load:
             trainer.restore(megackpt.load(trainer.state(), options.load))
@@ -379,16 +476,38 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dir", type=Path, required=True, help="the run; is there one, it goes on")
+    parser.add_argument(
+        "--dir", type=Path, required=True, help="the run; is there one, it goes on"
+    )
     parser.add_argument("--steps", type=int, default=100, help="train until this step")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages; what remains is data-parallel")
+    parser.add_argument(
+        "--pp",
+        type=int,
+        default=1,
+        help="pipeline stages; what remains is data-parallel",
+    )
     parser.add_argument("--save-every", type=int, default=25, metavar="STEPS")
-    parser.add_argument("--keep-last", type=int, metavar="N", help="keep this many checkpoints, not all")
-    parser.add_argument("--format", default="torch_dist", help="of the checkpoints that are written")
-    parser.add_argument("--load", type=Path, help="a checkpoint to start from, instead of the run's newest")
-    parser.add_argument("--resave", type=Path, help="save there, before the first step, what was loaded")
-    parser.add_argument("--losses", type=Path, default="/dev/stdout", help="log: a line of JSON per step")
+    parser.add_argument(
+        "--keep-last", type=int, metavar="N", help="keep this many checkpoints, not all"
+    )
+    parser.add_argument(
+        "--format", default="torch_dist", help="of the checkpoints that are written"
+    )
+    parser.add_argument(
+        "--load",
+        type=Path,
+        help="a checkpoint to start from, instead of the run's newest",
+    )
+    parser.add_argument(
+        "--resave", type=Path, help="save there, before the first step, what was loaded"
+    )
+    parser.add_argument(
+        "--losses",
+        type=Path,
+        default="/dev/stdout",
+        help="log: a line of JSON per step",
+    )
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--lr", type=float, default=3e-3)
     return parser.parse_args()

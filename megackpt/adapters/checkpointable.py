@@ -57,7 +57,9 @@ class ShardedCheckpointable(ShardedTensorFactory):
         self.build_fn, self.merge_fn = self._shards, self._filled
         self.shard = self.data if self.shard is None else self.shard
 
-    def _shards(self, key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> Any:
+    def _shards(
+        self, key: str, data: Any, replica_id: ReplicaId, _: slice | None
+    ) -> Any:
         """One ShardedTensor for each chunk; what holds no element of its tensor is not declared on this rank."""
         mesh = getattr(data, "device_mesh", None)
         if mesh is not None and mesh.get_coordinate() is None:
@@ -65,11 +67,24 @@ class ShardedCheckpointable(ShardedTensorFactory):
         if follows_methods(data):
             whole, chunks = _chunks_by_methods(key, data)
         else:
-            named = data if isinstance(data, torch.Tensor) and has_shard_fields(data) else self.shard
+            named = (
+                data
+                if isinstance(data, torch.Tensor) and has_shard_fields(data)
+                else self.shard
+            )
             whole, chunks = _chunks_by_fields(key, data, named)
         if not chunks and whole and 0 in whole:
-            chunks = [_Chunk((0,) * len(whole), torch.empty(whole, dtype=data.dtype, device="cpu"), True)]
-        shards = [_declared(key, chunk, whole, replica_id if chunk.written else 1) for chunk in chunks]
+            chunks = [
+                _Chunk(
+                    (0,) * len(whole),
+                    torch.empty(whole, dtype=data.dtype, device="cpu"),
+                    True,
+                )
+            ]
+        shards = [
+            _declared(key, chunk, whole, replica_id if chunk.written else 1)
+            for chunk in chunks
+        ]
         return shards or LocalNonpersistentObject(data)
 
     def _filled(self, _: Any) -> Any:
@@ -83,7 +98,9 @@ def follows_methods(x: Any) -> bool:
     return any(hasattr(asked, name) for name in SHARD_METHODS)
 
 
-def _declared(key: str, chunk: _Chunk, whole: Shape, replica_id: ReplicaId) -> ShardedTensor:
+def _declared(
+    key: str, chunk: _Chunk, whole: Shape, replica_id: ReplicaId
+) -> ShardedTensor:
     if chunk.data.is_meta:
         raise ShardingError(
             f"{key!r} is on the meta device: materialise it first, by module.to_empty(device=...). (Or it is a flat "
@@ -91,10 +108,14 @@ def _declared(key: str, chunk: _Chunk, whole: Shape, replica_id: ReplicaId) -> S
         )
     # A view without what the tensor says of itself: that is of the whole local tensor.
     data = chunk.data.detach()
-    return ShardedTensor(key, data, data.dtype, tuple(data.shape), whole, chunk.offset, None, replica_id)
+    return ShardedTensor(
+        key, data, data.dtype, tuple(data.shape), whole, chunk.offset, None, replica_id
+    )
 
 
-def _chunks_by_fields(key: str, data: torch.Tensor, named: torch.Tensor) -> tuple[Shape, list[_Chunk]]:
+def _chunks_by_fields(
+    key: str, data: torch.Tensor, named: torch.Tensor
+) -> tuple[Shape, list[_Chunk]]:
     """The global shape, and the boxes of ``data`` that the fields of ``named`` name."""
     lacking = [name for name in SHARD_FIELDS if not hasattr(named, name)]
     if lacking:
@@ -105,7 +126,9 @@ def _chunks_by_fields(key: str, data: torch.Tensor, named: torch.Tensor) -> tupl
         )
     try:
         whole = _ints(named.global_shape)  # type: ignore[attr-defined]
-        offsets, starts, sizes = ([_ints(each) for each in getattr(named, name)] for name in SHARD_FIELDS[1:])
+        offsets, starts, sizes = (
+            [_ints(each) for each in getattr(named, name)] for name in SHARD_FIELDS[1:]
+        )
     except TypeError as error:
         raise ShardingError(
             f"{key!r}: {', '.join(SHARD_FIELDS)} of a shard are tuples of ints, and but for the first tuples of such "
@@ -129,7 +152,10 @@ def _chunks_by_fields(key: str, data: torch.Tensor, named: torch.Tensor) -> tupl
             raise ShardingError(
                 f"{key!r}: {piece} is not within the local tensor of shape {local} and the global_shape {whole}"
             )
-        box = tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
+        box = tuple(
+            slice(first, first + length)
+            for first, length in zip(start, size, strict=True)
+        )
         chunks.append(_Chunk(offset, data.detach()[box], True))
     return whole, chunks
 
@@ -150,8 +176,14 @@ def _chunks_by_methods(key: str, value: Any) -> tuple[Shape, list[_Chunk]]:
         )
     try:
         items = list(value.__create_write_items__(key, value))
-        held = [(_ints(chunk.offsets), _ints(chunk.sizes)) for chunk in value.__create_chunk_list__()]
-        written = {(_ints(i.tensor_data.chunk.offsets), _ints(i.tensor_data.chunk.sizes)): i for i in items}
+        held = [
+            (_ints(chunk.offsets), _ints(chunk.sizes))
+            for chunk in value.__create_chunk_list__()
+        ]
+        written = {
+            (_ints(i.tensor_data.chunk.offsets), _ints(i.tensor_data.chunk.sizes)): i
+            for i in items
+        }
         shapes = {_ints(item.tensor_data.size) for item in items}
     except Exception as error:  # the object's own code, which may raise anything
         raise ShardingError(
@@ -161,7 +193,12 @@ def _chunks_by_methods(key: str, value: Any) -> tuple[Shape, list[_Chunk]]:
     if not shapes and isinstance(value, torch.Tensor):
         shapes = {tuple(value.shape)}
     wrong = [item.index.fqn for item in items if item.index.fqn != key]
-    if wrong or len(shapes) > 1 or len(written) < len(items) or not written.keys() <= set(held):
+    if (
+        wrong
+        or len(shapes) > 1
+        or len(written) < len(items)
+        or not written.keys() <= set(held)
+    ):
         raise ShardingError(
             f"{key!r}: a {name} writes {_named(written)} of {sorted(shapes)} under {sorted({key, *wrong})}, and "
             f"loads {_named(held)}: one name, one global shape, and the same chunks are expected"
@@ -183,7 +220,11 @@ def _chunks_by_methods(key: str, value: Any) -> tuple[Shape, list[_Chunk]]:
                 f"{key!r}: a {name} does not give its chunk at {offset}: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(data, torch.Tensor) or tuple(data.shape) != size:
-            given = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
+            given = (
+                tuple(data.shape)
+                if isinstance(data, torch.Tensor)
+                else type(data).__name__
+            )
             raise ShardingError(
                 f"{key!r}: the chunk at {offset} of a {name} should be a tensor of shape {size}, and is {given}"
             )
@@ -197,7 +238,10 @@ def _ints(values: Sequence[Any]) -> Shape:
 
 def _within(start: Shape, size: Shape, shape: Shape) -> bool:
     triples = zip(start, size, shape, strict=True)
-    return all(first >= 0 and length >= 0 and first + length <= end for first, length, end in triples)
+    return all(
+        first >= 0 and length >= 0 and first + length <= end
+        for first, length, end in triples
+    )
 
 
 def _named(boxes: Any) -> str:

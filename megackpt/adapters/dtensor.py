@@ -98,20 +98,26 @@ def sharded(
         step = loaded["step"]
     """
     if not isinstance(state_dict, dict):
-        raise ShardingError(f"a state dict is expected, not a {type(state_dict).__name__}")
+        raise ShardingError(
+            f"a state dict is expected, not a {type(state_dict).__name__}"
+        )
     if replicated not in REPLICATED:
         raise ShardingError(f"replicated is one of {REPLICATED}, not {replicated!r}")
     rank, holders = _ranks(among)
     copy = holders.index(rank) if rank in holders else len(holders)
     result: ShardedStateDict = tree.copied(state_dict)
-    copies: dict[DeviceMesh, int] = {}  # which one of those on equal meshes this is: 0 on the first holder's
+    copies: dict[
+        DeviceMesh, int
+    ] = {}  # which one of those on equal meshes this is: 0 on the first holder's
     todo: list[tuple[str, Any, bool]] = [(prefix, result, False)]
     while todo:
         above, branch, listed = todo.pop()
         listed = listed or isinstance(branch, list)
         for name, leaf in list(tree.items(branch)):
             key = f"{above}{name}"
-            grouped = listed or str(name).startswith("param_groups.")  # flatten_optimizer_state_dict's
+            grouped = listed or str(name).startswith(
+                "param_groups."
+            )  # flatten_optimizer_state_dict's
             if tree.is_branch(leaf) and not _is_value(leaf):
                 todo.append((f"{key}.", leaf, listed))
             elif isinstance(leaf, DTensor) and not follows_methods(leaf):
@@ -123,10 +129,17 @@ def sharded(
                 branch[name] = ShardedCheckpointable(key, leaf)
             elif is_distributed(leaf):
                 continue  # FSDP1's: refused where it is met, with the way
-            elif replicated == "tensors" and grouped and isinstance(leaf, torch.Tensor) and not leaf.dim():
+            elif (
+                replicated == "tensors"
+                and grouped
+                and isinstance(leaf, torch.Tensor)
+                and not leaf.dim()
+            ):
                 continue  # a learning rate, say, which is a number in the next run
             elif isinstance(leaf, torch.Tensor) and replicated != "nothing":
-                branch[name] = ShardedTensor.from_rank_offsets(key, leaf, replica_id=copy)
+                branch[name] = ShardedTensor.from_rank_offsets(
+                    key, leaf, replica_id=copy
+                )
             elif replicated == "all" and not isinstance(leaf, DECLARED):
                 branch[name] = ShardedObject(key, leaf, (), (), copy)
     return result
@@ -138,10 +151,14 @@ def _ranks(among: DeviceMesh | Iterable[int] | None) -> tuple[int, list[int]]:
     rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     if isinstance(among, DeviceMesh):
         among = among.mesh.flatten().tolist()
-    ranks: object = range(world) if among is None else among  # callers without a type checker give anything
+    ranks: object = (
+        range(world) if among is None else among
+    )  # callers without a type checker give anything
     holders = set(ranks) if isinstance(ranks, Iterable) else set()
     if not holders or any(type(r) is not int or not 0 <= r < world for r in holders):
-        raise ShardingError(f"`among` is a DeviceMesh, or some of the {world} ranks by number, not {among!r}")
+        raise ShardingError(
+            f"`among` is a DeviceMesh, or some of the {world} ranks by number, not {among!r}"
+        )
     return rank, sorted(holders)
 
 
@@ -150,7 +167,8 @@ def _is_value(node: Any) -> bool:
     return isinstance(node, list) and all(
         _is_value(x)
         if isinstance(x, list)
-        else not isinstance(x, (dict, torch.Tensor, *DECLARED)) and not is_checkpointable(x)
+        else not isinstance(x, (dict, torch.Tensor, *DECLARED))
+        and not is_checkpointable(x)
         for x in node
     )
 
@@ -180,7 +198,9 @@ class ShardedDTensor(ShardedTensorFactory):
         return self.data
 
 
-def pieces(key: str, tensor: DTensor, replica_id: ReplicaId, _: slice | None = None) -> Any:
+def pieces(
+    key: str, tensor: DTensor, replica_id: ReplicaId, _: slice | None = None
+) -> Any:
     """The boxes of a DTensor on this rank as ShardedTensors, views of its local tensor.
 
     A box each, but where several placements cut one axis there may be more. Of a mesh that this rank is not part
@@ -192,7 +212,13 @@ def pieces(key: str, tensor: DTensor, replica_id: ReplicaId, _: slice | None = N
         return LocalNonpersistentObject(tensor)
     with torch.no_grad():
         local = tensor.to_local().detach()
-    layout = tuple(tensor.shape), tuple(mesh.shape), tuple(place), tensor.placements, tuple(local.shape)
+    layout = (
+        tuple(tensor.shape),
+        tuple(mesh.shape),
+        tuple(place),
+        tensor.placements,
+        tuple(local.shape),
+    )
     try:
         axes = runs(*layout, order_of_cuts(tensor))
     except ShardingError as error:
@@ -208,7 +234,10 @@ def pieces(key: str, tensor: DTensor, replica_id: ReplicaId, _: slice | None = N
         raise ShardingError(
             f"{key!r} is on the meta device: materialise it first, by module.to_empty(device=...)"
         )
-    return [_piece(key, tensor, replica_id, local, box) for box in product(*map(_placed, axes))]
+    return [
+        _piece(key, tensor, replica_id, local, box)
+        for box in product(*map(_placed, axes))
+    ]
 
 
 def _placed(axis: list[Run]) -> list[tuple[int, int, int]]:
@@ -221,14 +250,25 @@ def _placed(axis: list[Run]) -> list[tuple[int, int, int]]:
 
 
 def _piece(
-    key: str, tensor: DTensor, replica_id: ReplicaId, local: torch.Tensor, box: Sequence[tuple[int, int, int]]
+    key: str,
+    tensor: DTensor,
+    replica_id: ReplicaId,
+    local: torch.Tensor,
+    box: Sequence[tuple[int, int, int]],
 ) -> ShardedTensor:
     data = local
     for axis, (_, at, length) in enumerate(box):
         data = data.narrow(axis, at, length)
     offset = tuple(start for start, _, _ in box)
     return ShardedTensor(
-        key, data, data.dtype, tuple(data.shape), tuple(tensor.shape), offset, None, replica_id
+        key,
+        data,
+        data.dtype,
+        tuple(data.shape),
+        tuple(tensor.shape),
+        offset,
+        None,
+        replica_id,
     )
 
 
@@ -251,7 +291,9 @@ def runs(
     mesh would mislead.
     """
     if len(placements) != len(mesh):
-        raise ShardingError(f"{placements} are not one placement for each dimension of a mesh of {mesh}")
+        raise ShardingError(
+            f"{placements} are not one placement for each dimension of a mesh of {mesh}"
+        )
     cuts: list[list[Cut]] = [[] for _ in shape]
     for dim in order or range(len(mesh)):
         placement = placements[dim]
@@ -261,16 +303,23 @@ def runs(
                     f"it is {placement!r} over dimension {dim} of its mesh: a tensor of shape {shape} lacks this axis"
                 )
             if mesh[dim] > 1:
-                cuts[placement.dim].append((dim, int(getattr(placement, "split_factor", 1))))
+                cuts[placement.dim].append(
+                    (dim, int(getattr(placement, "split_factor", 1)))
+                )
         elif not isinstance(placement, Replicate):
             raise ShardingError(
                 f"it is {placement!r} over dimension {dim} of its mesh: what ranks hold of it are not yet its values. "
                 "Redistribute it first: tensor.redistribute(placements=...), with Shard or Replicate there"
             )
     axes = []
-    for size, parts, length in zip(shape, map(tuple, cuts), (*local, *shape), strict=False):
+    for size, parts, length in zip(
+        shape, map(tuple, cuts), (*local, *shape), strict=False
+    ):
         decoded = parts if order else _decoded(parts, mesh)
-        straight, held = _held(size, parts, mesh, place), _held(size, decoded, mesh, place)
+        straight, held = (
+            _held(size, parts, mesh, place),
+            _held(size, decoded, mesh, place),
+        )
         fits = length == _length(held)
         if straight != held and not (fits and _of_fsdp2(decoded)):
             anywhere, everywhere = _alike(size, parts, mesh)
@@ -301,22 +350,30 @@ def _decoded(parts: tuple[Cut, ...], mesh: tuple[int, ...]) -> tuple[Cut, ...]:
 
 def _of_fsdp2(order: tuple[Cut, ...]) -> bool:
     """Whether all but the last go from left to right: FSDP2's own cut comes after those that were there."""
-    return all(factor == 1 for _, factor in order) and list(order[:-1]) == sorted(order[:-1])
+    return all(factor == 1 for _, factor in order) and list(order[:-1]) == sorted(
+        order[:-1]
+    )
 
 
 @lru_cache(maxsize=4096)
-def _alike(size: int, parts: tuple[Cut, ...], mesh: tuple[int, ...]) -> tuple[bool, bool]:
+def _alike(
+    size: int, parts: tuple[Cut, ...], mesh: tuple[int, ...]
+) -> tuple[bool, bool]:
     """Whether the two layouts give any place of the mesh as many indices, but others; and whether all as many."""
     decoded, cutting = _decoded(parts, mesh), {dim for dim, _ in parts}
     both = [
         (_held(size, parts, mesh, place), _held(size, decoded, mesh, place))
-        for place in product(*(range(count if dim in cutting else 1) for dim, count in enumerate(mesh)))
+        for place in product(
+            *(range(count if dim in cutting else 1) for dim, count in enumerate(mesh))
+        )
     ]
     as_many = [(one, other) for one, other in both if _length(one) == _length(other)]
     return any(one != other for one, other in as_many), len(as_many) == len(both)
 
 
-def _held(size: int, parts: tuple[Cut, ...], mesh: tuple[int, ...], place: tuple[int, ...]) -> list[Run]:
+def _held(
+    size: int, parts: tuple[Cut, ...], mesh: tuple[int, ...], place: tuple[int, ...]
+) -> list[Run]:
     """What these cuts, one after the other, leave of an axis at one place of the mesh."""
     held = [(0, size)]
     for dim, factor in parts:

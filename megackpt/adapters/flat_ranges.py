@@ -17,7 +17,12 @@ import torch
 from megackpt import tree
 from megackpt.errors import ShardingError
 from megackpt.planning.box import Box, Int64
-from megackpt.state import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
+from megackpt.state import (
+    LocalNonpersistentObject,
+    ReplicaId,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 
 ShardedParam = ShardedTensor | ShardedTensorFactory
 
@@ -43,11 +48,17 @@ def make_flat_range_shards(
     return main_shards(param, data, flat_range)
 
 
-def check_flat_range(param: ShardedParam, data: torch.Tensor | None, flat_range: slice) -> None:
+def check_flat_range(
+    param: ShardedParam, data: torch.Tensor | None, flat_range: slice
+) -> None:
     """Raise ShardingError for a range outside the parameter, and for data that is not as long."""
     start, stop, size = flat_range.start, flat_range.stop, math.prod(param_shape(param))
     held = None if data is None else tuple(data.shape)
-    if None in (start, stop) or not 0 <= start <= stop <= size or held not in (None, (stop - start,)):
+    if (
+        None in (start, stop)
+        or not 0 <= start <= stop <= size
+        or held not in (None, (stop - start,))
+    ):
         raise ShardingError(
             f"{param.key!r}: data of shape {held} is not elements {start}:{stop} of a parameter of shape "
             f"{param_shape(param)}; a flat range is slice(start, stop) within its {size} elements, and data is 1-dim"
@@ -55,7 +66,11 @@ def check_flat_range(param: ShardedParam, data: torch.Tensor | None, flat_range:
 
 
 def flattened(
-    param: ShardedParam, data: torch.Tensor | None, flat_range: slice, *, main: bool = False
+    param: ShardedParam,
+    data: torch.Tensor | None,
+    flat_range: slice,
+    *,
+    main: bool = False,
 ) -> ShardedTensorFactory:
     """The range as one leaf of a state dict: a load gives ``data`` back, filled.
 
@@ -70,7 +85,9 @@ def flattened(
         named = replace(param, key=key, replica_id=replica_id)
         parts = cut(named, data, flat_range)
         begins[:] = [begin for begin, _ in parts]
-        return [shard for _, shard in parts] or [_nothing_of(piece, data) for piece in built(named)]
+        return [shard for _, shard in parts] or [
+            _nothing_of(piece, data) for piece in built(named)
+        ]
 
     def merge(pieces: list[torch.Tensor]) -> Any:
         if not (data is None or data.is_meta) or not pieces or pieces[0] is data:
@@ -87,13 +104,17 @@ def flattened(
 def known_by(param: ShardedParam, flat_range: slice) -> list[ShardedTensor]:
     """What a rank with this range knows the parameter by: its boxes, and all pieces, as replicas."""
     return main_shards(param, None, flat_range) + [
-        replace(piece, replica_id=(*own[:-1], 1) if isinstance(own, (tuple, list)) else 1)
+        replace(
+            piece, replica_id=(*own[:-1], 1) if isinstance(own, (tuple, list)) else 1
+        )
         for piece in built(param)
         for own in [piece.replica_id]
     ]
 
 
-def _nothing_of(piece: ShardedTensor, data: torch.Tensor | None) -> ShardedTensor | LocalNonpersistentObject:
+def _nothing_of(
+    piece: ShardedTensor, data: torch.Tensor | None
+) -> ShardedTensor | LocalNonpersistentObject:
     """An empty box of it. Without dimensions nothing is empty, and as a replica it could be asked to be written."""
     if not piece.local_shape:
         return LocalNonpersistentObject(data)
@@ -101,7 +122,9 @@ def _nothing_of(piece: ShardedTensor, data: torch.Tensor | None) -> ShardedTenso
     return _part(piece, box, None if data is None else data[:0])
 
 
-def main_shards(param: ShardedParam, data: torch.Tensor | None, flat_range: slice) -> list[ShardedTensor]:
+def main_shards(
+    param: ShardedParam, data: torch.Tensor | None, flat_range: slice
+) -> list[ShardedTensor]:
     """The boxes that elements ``flat_range`` of ``param`` fill, views of ``data``; of data-parallel ranks this one
     alone has them, so each is the main replica among these."""
     return [shard for _, shard in _main_parts(param, data, flat_range)]
@@ -122,7 +145,9 @@ def _parts(
     param: ShardedParam, data: torch.Tensor | None, flat_range: slice
 ) -> list[tuple[int, ShardedTensor]]:
     """(where it begins in the range, a box that is filled by it), under the parameter's key and replica id."""
-    if not math.prod(param_shape(param)):  # nobody has an element of it: it is declared as it stands
+    if not math.prod(
+        param_shape(param)
+    ):  # nobody has an element of it: it is declared as it stands
         return [(0, _part(piece, _cell(piece), data)) for piece in built(param)]
     parts = []
     for piece, at, first, length in _stretches(param):
@@ -130,14 +155,23 @@ def _parts(
         for box in _cell(piece).runs(at + low - first, at + stop - first):
             begin = low - flat_range.start
             parts.append(
-                (begin, _part(piece, box, None if data is None else data[begin : begin + box.volume]))
+                (
+                    begin,
+                    _part(
+                        piece,
+                        box,
+                        None if data is None else data[begin : begin + box.volume],
+                    ),
+                )
             )
             low += box.volume
     return parts
 
 
 def _cell(piece: ShardedTensor) -> Box:
-    return Box(tuple(piece.global_offset)[piece.prepend_axis_num :], tuple(piece.local_shape))
+    return Box(
+        tuple(piece.global_offset)[piece.prepend_axis_num :], tuple(piece.local_shape)
+    )
 
 
 def _part(piece: ShardedTensor, box: Box, data: torch.Tensor | None) -> ShardedTensor:
@@ -147,13 +181,18 @@ def _part(piece: ShardedTensor, box: Box, data: torch.Tensor | None) -> ShardedT
         data=None if data is None else data.detach().view(box.shape),
         dtype=piece.dtype if data is None else data.dtype,
         local_shape=box.shape,
-        global_offset=(*tuple(piece.global_offset)[: piece.prepend_axis_num], *box.offset),
+        global_offset=(
+            *tuple(piece.global_offset)[: piece.prepend_axis_num],
+            *box.offset,
+        ),
         axis_fragmentations=None,
     )
 
 
 def param_shape(param: ShardedParam) -> tuple[int, ...]:
-    return tuple(param.local_shape if isinstance(param, ShardedTensor) else param.data.shape)
+    return tuple(
+        param.local_shape if isinstance(param, ShardedTensor) else param.data.shape
+    )
 
 
 def built(param: ShardedParam) -> list[ShardedTensor]:
@@ -165,7 +204,11 @@ def built(param: ShardedParam) -> list[ShardedTensor]:
             pieces.append(shard)
         else:
             leaves = tree.nested_values(shard.build())
-            todo += [leaf for leaf in leaves if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))]
+            todo += [
+                leaf
+                for leaf in leaves
+                if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
+            ]
     return pieces
 
 
@@ -176,9 +219,17 @@ def _stretches(param: ShardedParam) -> Iterator[tuple[ShardedTensor, int, int, i
         return
     blank = torch.empty(param_shape(param), dtype=param.data.dtype, device="meta")
     pieces = built(replace(param, data=blank))
-    views = [piece.data for piece in pieces if piece.data is not None and _is_view(piece.data, blank)]
-    if len(views) == len(pieces):  # the common case, for which nothing has to be computed
-        _refuse_many(param.key, sum(math.prod(view.shape[: _row(view)[0]]) for view in views))
+    views = [
+        piece.data
+        for piece in pieces
+        if piece.data is not None and _is_view(piece.data, blank)
+    ]
+    if len(views) == len(
+        pieces
+    ):  # the common case, for which nothing has to be computed
+        _refuse_many(
+            param.key, sum(math.prod(view.shape[: _row(view)[0]]) for view in views)
+        )
         found = [_of_view(view) for view in views]
     else:
         numbers = torch.arange(blank.numel(), device="cpu").view(blank.shape)
@@ -186,7 +237,9 @@ def _stretches(param: ShardedParam) -> Iterator[tuple[ShardedTensor, int, int, i
     _refuse_many(param.key, sum(len(starts) for starts, _ in found))
     for piece, (starts, lengths) in zip(pieces, found, strict=True):
         ends = np.cumsum(lengths)
-        rows = zip((ends - lengths).tolist(), starts.tolist(), lengths.tolist(), strict=True)
+        rows = zip(
+            (ends - lengths).tolist(), starts.tolist(), lengths.tolist(), strict=True
+        )
         yield from ((piece, at, first, length) for at, first, length in rows)
 
 
@@ -199,7 +252,10 @@ def _refuse_many(key: str, count: int) -> None:
 
 
 def _is_view(piece: torch.Tensor, of: torch.Tensor) -> bool:
-    return piece.dtype == of.dtype and piece.untyped_storage()._cdata == of.untyped_storage()._cdata
+    return (
+        piece.dtype == of.dtype
+        and piece.untyped_storage()._cdata == of.untyped_storage()._cdata
+    )
 
 
 def _row(view: torch.Tensor) -> tuple[int, int]:
@@ -216,16 +272,26 @@ def _of_view(view: torch.Tensor) -> tuple[Int64, Int64]:
     axes, length = _row(view)
     starts = np.array([view.storage_offset()])
     for axis in range(axes):
-        starts = np.add.outer(starts, np.arange(view.shape[axis]) * view.stride(axis)).ravel()
+        starts = np.add.outer(
+            starts, np.arange(view.shape[axis]) * view.stride(axis)
+        ).ravel()
     return starts, np.full(len(starts), length)
 
 
-def _of_copies(key: str, pieces: list[ShardedTensor], numbers: torch.Tensor) -> list[tuple[Int64, Int64]]:
+def _of_copies(
+    key: str, pieces: list[ShardedTensor], numbers: torch.Tensor
+) -> list[tuple[Int64, Int64]]:
     """The same of pieces that are copies, told by the numbers of the elements that are in them."""
-    held = [piece.data for piece in pieces if piece.data is not None and piece.data.dtype == numbers.dtype]
+    held = [
+        piece.data
+        for piece in pieces
+        if piece.data is not None and piece.data.dtype == numbers.dtype
+    ]
     flat = [data.reshape(-1).numpy() for data in held]
     every = np.concatenate([np.zeros(0, np.int64), *flat])
-    inside = len(held) == len(pieces) and bool(((every >= 0) & (every < numbers.numel())).all())
+    inside = len(held) == len(pieces) and bool(
+        ((every >= 0) & (every < numbers.numel())).all()
+    )
     if not inside or np.bincount(every).max(initial=0) > 1:
         raise ShardingError(
             f"{key!r}: its factory does not only take it apart (it casts, pads or computes), so nobody can tell where "

@@ -27,7 +27,9 @@ from megackpt.state import (
 _logger = logging.getLogger(__name__)
 
 _MODULE = ".dist_checkpointing.mapping"
-_OURS: dict[str, Any] = {kind.__name__: kind for kind in (ShardedTensor, ShardedObject, ShardedTensorFactory)}
+_OURS: dict[str, Any] = {
+    kind.__name__: kind for kind in (ShardedTensor, ShardedObject, ShardedTensorFactory)
+}
 
 
 def native(leaf: Any) -> Any:
@@ -69,9 +71,13 @@ def _translation(kind: type) -> Callable[[Any], Any] | None:
 def _asking(factory: Any) -> Callable[..., Any]:
     """The ``build_fn`` that asks the factory itself, whose class may have a ``build`` of its own, for ours."""
 
-    def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+    def build(
+        key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> Any:
         asked = copy(factory)
-        vars(asked).update(key=key, data=data, replica_id=replica_id, flattened_range=flattened_range)
+        vars(asked).update(
+            key=key, data=data, replica_id=replica_id, flattened_range=flattened_range
+        )
         return tree.dict_list_map_outplace(native, asked.build())
 
     return build

@@ -86,7 +86,9 @@ class ParallelLayout:
         etp = tp if etp is None else etp
         stage = tp * cp * dp
         if min(tp, cp, dp, pp, ep, etp) < 1 or not 0 <= rank < stage * pp:
-            raise ShardingError(f"rank {rank} is not in a world of tp={tp} x cp={cp} x dp={dp} x pp={pp}")
+            raise ShardingError(
+                f"rank {rank} is not in a world of tp={tp} x cp={cp} x dp={dp} x pp={pp}"
+            )
         if stage % (etp * ep):
             raise ShardingError(
                 f"expert layers cannot cut the {stage} ranks of a stage (tp={tp} x cp={cp} x dp={dp}) "
@@ -99,7 +101,9 @@ class ParallelLayout:
         edp_rank, ep_rank = divmod(outer, ep)
         edp = stage // (etp * ep)
         dense = (tp_rank, tp, cp_rank, cp, dp_rank, dp, pp_rank, pp)
-        return cls(*dense, etp_rank, etp, ep_rank, ep, edp_rank, edp, tp_group, dp_cp_group)
+        return cls(
+            *dense, etp_rank, etp, ep_rank, ep, edp_rank, edp, tp_group, dp_cp_group
+        )
 
     @property
     def dp_cp_rank(self) -> int:
@@ -137,7 +141,11 @@ def _places(key: str, tp: GroupOrLayout, dp_cp: GroupOrLayout) -> tuple[int, int
         tp_rank, tp_size = tp.tp_rank, tp.tp_size
     else:
         tp_rank, tp_size = _place(key, "tp_group", tp)
-    copy = dp_cp.dp_cp_rank if isinstance(dp_cp, ParallelLayout) else _place(key, "dp_cp_group", dp_cp)[0]
+    copy = (
+        dp_cp.dp_cp_rank
+        if isinstance(dp_cp, ParallelLayout)
+        else _place(key, "dp_cp_group", dp_cp)[0]
+    )
     return tp_rank, tp_size, copy
 
 
@@ -197,18 +205,27 @@ def make_sharded_tensor_for_checkpoint(
         tp_rank, _, copy = _places(key, tp_group, dp_cp_group)
         replica_id = (0, tp_rank, copy)
     return ShardedTensor.from_rank_offsets(
-        key, tensor, *prepend_offsets, replica_id=replica_id, prepend_axis_num=len(prepend_offsets), **kwargs
+        key,
+        tensor,
+        *prepend_offsets,
+        replica_id=replica_id,
+        prepend_axis_num=len(prepend_offsets),
+        **kwargs,
     )
 
 
-def get_extra_state_offsets(sharded_offsets: Iterable[RankOffset]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def get_extra_state_offsets(
+    sharded_offsets: Iterable[RankOffset],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(global shape, offset) of a ShardedObject from (axis, rank, fragments) triples; ((1,), (0,)) for none.
 
     Raises ShardingError unless the axes are 0, 1, ... without a gap.
     """
     ordered = sorted(sharded_offsets)
     if [axis for axis, _, _ in ordered] != list(range(len(ordered))):
-        raise ShardingError(f"axes of an object's offsets must be 0, 1, ... without a gap: {ordered}")
+        raise ShardingError(
+            f"axes of an object's offsets must be 0, 1, ... without a gap: {ordered}"
+        )
     if not ordered:
         return (1,), (0,)
     return tuple(size for _, _, size in ordered), tuple(rank for _, rank, _ in ordered)
@@ -255,13 +272,17 @@ def make_sharded_tensors_for_checkpoint(
     for name, value in state_dict.items():
         key = f"{prefix}{name}"
         if name.endswith(extra_state_suffix):
-            result[key] = make_sharded_object_for_checkpoint(value, key, sharded_offsets, **groups)
+            result[key] = make_sharded_object_for_checkpoint(
+                value, key, sharded_offsets, **groups
+            )
         elif name in axes:
             result[key] = make_tp_sharded_tensor_for_checkpoint(
                 value, key, axes[name], prepend_offsets=sharded_offsets, **groups
             )
         else:
-            result[key] = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, **groups)
+            result[key] = make_sharded_tensor_for_checkpoint(
+                value, key, sharded_offsets, **groups
+            )
     return result
 
 
@@ -281,20 +302,31 @@ def sharded_state_dict_default(
     own = getattr(module, "sharded_state_dict", None)
     if own is not None:
         declare = cast("Callable[..., ShardedStateDict]", own)
-        return declare(prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata)
-    groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        return declare(
+            prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata
+        )
+    groups: dict[str, Any] = {
+        "tp_group": tp_group,
+        "dp_cp_group": (metadata or {}).get("dp_cp_group"),
+    }
     if not any(hasattr(child, "sharded_state_dict") for child in module.modules()):
         state = module.state_dict(keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets, **groups)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {}, sharded_offsets, **groups
+        )
     children = _children(module)
     mine = {
         name: value
         for name, value in module.state_dict(keep_vars=True).items()
         if name.partition(".")[0] not in children
     }
-    result = make_sharded_tensors_for_checkpoint(mine, prefix, {}, sharded_offsets, **groups)
+    result = make_sharded_tensors_for_checkpoint(
+        mine, prefix, {}, sharded_offsets, **groups
+    )
     for name, child in children.items():
-        result |= sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group)
+        result |= sharded_state_dict_default(
+            child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group
+        )
     return result
 
 
@@ -306,7 +338,9 @@ def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _declared(sharded_state_dict: Any) -> list[ShardedBase]:
     """Each ShardedBase in it, Megatron's own among them, once, even where it stands in several places."""
     leaves = tree.nested_values(sharded_state_dict)
-    return list({id(leaf): leaf for leaf in leaves if is_declared(leaf, ShardedBase)}.values())
+    return list(
+        {id(leaf): leaf for leaf in leaves if is_declared(leaf, ShardedBase)}.values()
+    )
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
@@ -330,9 +364,13 @@ def replace_prefix_for_sharding(
         shard.key = new_prefix + shard.key.removeprefix(old_prefix)
 
 
-def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
+def apply_prefix_mapping(
+    sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]
+) -> None:
     """Replace prefixes of the keys of every ShardedBase inside, in place: the first that fits, if any."""
     for shard in _declared(sharded_state_dict):
-        old = next((prefix for prefix in prefix_map if shard.key.startswith(prefix)), None)
+        old = next(
+            (prefix for prefix in prefix_map if shard.key.startswith(prefix)), None
+        )
         if old is not None:
             shard.key = prefix_map[old] + shard.key.removeprefix(old)

@@ -57,7 +57,9 @@ _STEP = "optimizer.state.step"
 _logger = logging.getLogger(__name__)
 
 
-def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
+def get_optim_param_to_id_map(
+    optim_params_iter: Iterable[torch.nn.Parameter],
+) -> dict[int, int]:
     """``id(param)`` -> number of the parameter in the optimizer, the first where it occurs twice."""
     numbers: dict[int, int] = {}
     for number, param in enumerate(optim_params_iter):
@@ -66,7 +68,8 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -
 
 
 def get_param_id_to_sharded_param_map(
-    model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.nn.Parameter]
+    model_sharded_state_dict: ShardedStateDict,
+    optim_params_iter: Iterable[torch.nn.Parameter],
 ) -> dict[int, ShardedParam]:
     """Number of each parameter in the optimizer -> its declaration in the model's sharded state dict.
 
@@ -84,9 +87,16 @@ def get_param_id_to_sharded_param_map(
             known = declared.setdefault(id(shard.data), shard)
             if _numbers(shard.replica_id) < _numbers(known.replica_id):
                 declared[id(shard.data)] = shard
-    found = {number: declared[id(param)] for number, param in enumerate(params) if id(param) in declared}
+    found = {
+        number: declared[id(param)]
+        for number, param in enumerate(params)
+        if id(param) in declared
+    }
     if params and not found:
-        _logger.warning("the optimizer and the sharded state dict share no parameter.%s", KEEP_VARS_HINT)
+        _logger.warning(
+            "the optimizer and the sharded state dict share no parameter.%s",
+            KEEP_VARS_HINT,
+        )
     return found
 
 
@@ -144,14 +154,20 @@ def optim_state_to_sharding_state(
     another shape whose parameter is cut: nobody could say how to cut it.
     """
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
-    params: dict[int, ShardedParam] = {number: native(p) for number, p in id_to_sharded_param_map.items()}
+    params: dict[int, ShardedParam] = {
+        number: native(p) for number, p in id_to_sharded_param_map.items()
+    }
     ranges = flat_ranges or {}
     state: dict[Any, dict[str, Any]] = {}
     for number, values in optim_state_dict["state"].items():
         if number not in params:
-            raise ValueError(f"Param id {number} does not match any model sharded param.{KEEP_VARS_HINT}")
+            raise ValueError(
+                f"Param id {number} does not match any model sharded param.{KEEP_VARS_HINT}"
+            )
         state[number] = {
-            name: _declared(params[number], value, f"optimizer.state.{name}", ranges.get(number))
+            name: _declared(
+                params[number], value, f"optimizer.state.{name}", ranges.get(number)
+            )
             for name, value in values.items()
             if name not in excluded
         }
@@ -162,7 +178,12 @@ def optim_state_to_sharding_state(
     optim_state_dict["param_groups"] = declared_groups(groups, before, keys)
     if before is not None:  # behind the groups: a load merges last what stands first
         optim_state_dict["param_group"] = {
-            number: _group_number(params[number], i, ranges.get(number), partial(before.__setitem__, number))
+            number: _group_number(
+                params[number],
+                i,
+                ranges.get(number),
+                partial(before.__setitem__, number),
+            )
             for i, group in enumerate(groups)
             for number in group["params"]
             if number in params
@@ -171,20 +192,29 @@ def optim_state_to_sharding_state(
 
 
 def _group_number(
-    param: ShardedParam, group: int, flat_range: slice | None, tell: Callable[[set[int]], None]
+    param: ShardedParam,
+    group: int,
+    flat_range: slice | None,
+    tell: Callable[[set[int]], None],
 ) -> ShardedTensorFactory:
     """The number of the parameter's group, for a save; a load gives ``tell`` the stored ones."""
 
-    def build(key: str, _data: Any, replica_id: ReplicaId, _: slice | None) -> ShardedTensorFactory:
+    def build(
+        key: str, _data: Any, replica_id: ReplicaId, _: slice | None
+    ) -> ShardedTensorFactory:
         named = replace(param, key=key, replica_id=replica_id)
         number = torch.tensor(group, device="cpu")  # anew: a load fills it
-        return _once_for_each(named, number, flat_range, lambda _, stored: tell({int(i) for i in stored}))
+        return _once_for_each(
+            named, number, flat_range, lambda _, stored: tell({int(i) for i in stored})
+        )
 
     key = f"optimizer.param_group.{param.key}"
     return ShardedTensorFactory(key, None, build, lambda told: told, param.replica_id)
 
 
-def _declared(param: ShardedParam, value: Any, prefix: str, flat_range: slice | None) -> Any:
+def _declared(
+    param: ShardedParam, value: Any, prefix: str, flat_range: slice | None
+) -> Any:
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     if prefix == _STEP and shape == (1,):
         shape = None  # of the parameter as a whole, as a 0-dim one is
@@ -197,11 +227,16 @@ def _declared(param: ShardedParam, value: Any, prefix: str, flat_range: slice | 
             return flattened(param, value, flat_range, main=True)
     elif isinstance(param, ShardedTensor):
         return _once(param, value)
-    return _once_for_each(param, value, flat_range, _largest if prefix == _STEP else _same)
+    return _once_for_each(
+        param, value, flat_range, _largest if prefix == _STEP else _same
+    )
 
 
 def _once_for_each(
-    param: ShardedParam, value: Any, flat_range: slice | None, one_of: Callable[[str, list[Any]], Any]
+    param: ShardedParam,
+    value: Any,
+    flat_range: slice | None,
+    one_of: Callable[[str, list[Any]], Any],
 ) -> ShardedTensorFactory:
     """``value`` belongs to each tensor as a whole of which this rank has pieces; of what is loaded ``one_of`` tells
     which it is (given the key)."""
@@ -209,18 +244,25 @@ def _once_for_each(
     def build(key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> list[Any]:
         cells: dict[Any, ShardedTensor] = {}
         named = replace(param, key=key, replica_id=replica_id)
-        for piece in built(named) if flat_range is None else known_by(named, flat_range):
+        for piece in (
+            built(named) if flat_range is None else known_by(named, flat_range)
+        ):
             cell = (piece.key, piece.global_offset[: piece.prepend_axis_num])
             if cell not in cells or is_main_replica(_replica_of_whole(piece)):
                 cells[cell] = piece
         copied = isinstance(data, torch.Tensor)  # each is read into memory of its own
         return [
-            _once(piece, data.clone() if i and copied else data) for i, piece in enumerate(cells.values())
+            _once(piece, data.clone() if i and copied else data)
+            for i, piece in enumerate(cells.values())
         ]
 
     def merge(loaded: list[Any]) -> Any:
         found = one_of(param.key, loaded) if loaded else value
-        if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and not value.is_meta:
+        if (
+            isinstance(value, torch.Tensor)
+            and isinstance(found, torch.Tensor)
+            and not value.is_meta
+        ):
             value.detach().copy_(found)
             return value
         return found
@@ -236,7 +278,9 @@ def _largest(key: str, steps: list[Any]) -> Any:
     if _differ(steps):
         told = ", ".join(str(float(step)) for step in steps[:6])
         _logger.warning(
-            "%r has one value here and several in the checkpoint (%s); the largest is taken", key, told
+            "%r has one value here and several in the checkpoint (%s); the largest is taken",
+            key,
+            told,
         )
     return max(steps)
 
@@ -259,7 +303,11 @@ def _once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
     key, n = param.key, param.prepend_axis_num
     whole, offset = param.global_shape[:n], param.global_offset[:n]
     replica = _replica_of_whole(param)
-    tensors = [x for x in tree.nested_values({0: value}) if isinstance(x, torch.Tensor) and x.dim()]
+    tensors = [
+        x
+        for x in tree.nested_values({0: value})
+        if isinstance(x, torch.Tensor) and x.dim()
+    ]
     step = isinstance(value, torch.Tensor) and value.numel() == 1 and f"{_STEP}." in key
     if tensors and not step and tuple(param.local_shape) != param.global_shape[n:]:
         raise ShardingError(

@@ -23,7 +23,14 @@ from megackpt.state import ReplicaId, ShardedTensorFactory
 
 Group = dict[str, Any]
 
-IDENTIFYING = ("name", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
+IDENTIFYING = (
+    "name",
+    "wd_mult",
+    "lr_mult",
+    "is_expert_parallel",
+    "is_decoupled_lr",
+    "default_config",
+)
 """What says which group is which. The first is for people to give; of the others Megatron-Core makes its groups."""
 _LOCAL = ("params", "param_names")  # what each rank keeps for itself
 
@@ -43,7 +50,9 @@ class GroupsFactory(ShardedTensorFactory):
 
 
 def declared_groups(
-    groups: Sequence[Group], before: dict[int, set[int]] | None, names: Mapping[int, str]
+    groups: Sequence[Group],
+    before: dict[int, set[int]] | None,
+    names: Mapping[int, str],
 ) -> GroupsFactory:
     """The groups for a state dict, in whose place a load puts the stored ones in the order of these.
 
@@ -54,7 +63,9 @@ def declared_groups(
     A load raises MismatchError for groups that the checkpoint does not have, and where it cannot tell which is which.
     """
 
-    def build(_key: str, data: Any, _replica_id: ReplicaId, _: slice | None) -> list[Group]:
+    def build(
+        _key: str, data: Any, _replica_id: ReplicaId, _: slice | None
+    ) -> list[Group]:
         if before is not None:
             before.clear()
         return [_hyperparameters(group) for group in data]
@@ -75,7 +86,9 @@ class HeldGroup:
     values: bytes = b""  # pickled, where they travel
 
 
-def held_groups(factories: Sequence[tuple[tree.Path, ShardedTensorFactory]]) -> dict[str, HeldGroup]:
+def held_groups(
+    factories: Sequence[tuple[tree.Path, ShardedTensorFactory]],
+) -> dict[str, HeldGroup]:
     """This rank's groups, by what says which is which for all ranks: their names, or their place among so many."""
     held: dict[str, HeldGroup] = {}
     for path, factory in factories:
@@ -84,8 +97,13 @@ def held_groups(factories: Sequence[tuple[tree.Path, ShardedTensorFactory]]) -> 
             named = _identifying(groups) == ["name"]
             for i, group in enumerate(groups):
                 which = f"name={group['name']!r}" if named else f"{i} of {len(groups)}"
-                texts = {tree.show((key,)): _text(value) for key, value in _hyperparameters(group).items()}
-                held[f"{tree.show(path)}[{which}]"] = HeldGroup((*path, i), bool(group.get("params")), texts)
+                texts = {
+                    tree.show((key,)): _text(value)
+                    for key, value in _hyperparameters(group).items()
+                }
+                held[f"{tree.show(path)}[{which}]"] = HeldGroup(
+                    (*path, i), bool(group.get("params")), texts
+                )
     return held
 
 
@@ -106,7 +124,11 @@ class _Matching:
         sources = [self.sources(group) for group in self.ours]
         known = {i for numbers in sources for i in numbers}
         free = [i for i in range(len(self.stored)) if i not in known]
-        unknown = [group for group, numbers in zip(self.ours, sources, strict=True) if not numbers]
+        unknown = [
+            group
+            for group, numbers in zip(self.ours, sources, strict=True)
+            if not numbers
+        ]
         if free and len(free) + len(unknown) > 2:
             for group in unknown:
                 if group["params"]:
@@ -118,9 +140,15 @@ class _Matching:
                     "are left are taken in their order; a save stores what ranks with parameters of them have",
                     len(unknown),
                 )
-        found = [numbers[0] if numbers else free.pop(0) if free else None for numbers in sources]
+        found = [
+            numbers[0] if numbers else free.pop(0) if free else None
+            for numbers in sources
+        ]
         for i in free:
-            _logger.warning("the checkpoint has a group of parameters that is gone: %s", self.told(i))
+            _logger.warning(
+                "the checkpoint has a group of parameters that is gone: %s",
+                self.told(i),
+            )
         for i in {i for i in found if i is not None and found.count(i) > 1}:
             _logger.warning(
                 "several groups of parameters were one when they were saved, and all have its hyperparameters now; "
@@ -130,7 +158,8 @@ class _Matching:
         return [
             group
             if i is None
-            else copy.deepcopy(_hyperparameters(self.stored[i])) | {k: group[k] for k in _LOCAL if k in group}
+            else copy.deepcopy(_hyperparameters(self.stored[i]))
+            | {k: group[k] for k in _LOCAL if k in group}
             for group, i in zip(self.ours, found, strict=True)
         ]
 
@@ -142,7 +171,11 @@ class _Matching:
         if self.before is None:
             kind = _kind(group, self.keys)
             found = [i for i in everything if _kind(self.stored[i], self.keys) == kind]
-            how = "could be any of several groups in the checkpoint" if found else "is not in the checkpoint"
+            how = (
+                "could be any of several groups in the checkpoint"
+                if found
+                else "is not in the checkpoint"
+            )
         else:
             said = {i for n in group["params"] for i in self.before.get(n, ())}
             found = [i for i in everything if i in said]
@@ -152,12 +185,20 @@ class _Matching:
         raise self.mismatch(group, found or everything, how)
 
     def alike(self, numbers: Sequence[int]) -> bool:
-        return not any(any(tree.diff(self.stored[numbers[0]], self.stored[i])) for i in numbers[1:])
+        return not any(
+            any(tree.diff(self.stored[numbers[0]], self.stored[i])) for i in numbers[1:]
+        )
 
-    def mismatch(self, group: Group, candidates: Sequence[int], how: str) -> MismatchError:
+    def mismatch(
+        self, group: Group, candidates: Sequence[int], how: str
+    ) -> MismatchError:
         what = self.names_of(group) or _described(group)
         there = "; ".join(self.told(i) for i in candidates) or "none"
-        new = [key for key in IDENTIFYING if key in group and not any(key in other for other in self.stored)]
+        new = [
+            key
+            for key in IDENTIFYING
+            if key in group and not any(key in other for other in self.stored)
+        ]
         without = f" (without {new[0]!r}, which those have not)" if new else ""
         return MismatchError(
             f"the group of parameters {what} {how}, which has: {there}. Build the optimizer with the groups that it "
@@ -165,7 +206,11 @@ class _Matching:
         )
 
     def told(self, number: int) -> str:
-        group = {"params": [n for n in self.names if number in (self.before or {}).get(n, ())]}
+        group = {
+            "params": [
+                n for n in self.names if number in (self.before or {}).get(n, ())
+            ]
+        }
         keys = self.names_of(group)
         return f"{_described(self.stored[number])}{f' of {keys}' if keys else ''}"
 
@@ -173,7 +218,9 @@ class _Matching:
         if any(key in group for key in IDENTIFYING):
             return _described(group)
         keys = [repr(self.names[n]) for n in group["params"] if n in self.names]
-        return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+        return ", ".join(keys[:3]) + (
+            f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+        )
 
 
 def _identifying(*lists: Sequence[Group]) -> list[str]:
@@ -182,7 +229,11 @@ def _identifying(*lists: Sequence[Group]) -> list[str]:
     Megatron's may have the prefix ``pre_``.
     """
     every = [group for groups in lists for group in groups]
-    keys = [key for key in IDENTIFYING if all(key in group or f"pre_{key}" in group for group in every)]
+    keys = [
+        key
+        for key in IDENTIFYING
+        if all(key in group or f"pre_{key}" in group for group in every)
+    ]
     named = "name" in keys and all(
         len({repr(g.get("name")) for g in groups}) == len(groups) for groups in lists
     )
@@ -197,7 +248,9 @@ def _described(group: Group) -> str:
     if "name" in group:
         return repr(group["name"])
     known = [key for key in group if key.removeprefix("pre_") in IDENTIFYING]
-    shown = known or [key for key, value in group.items() if isinstance(value, (int, float))]
+    shown = known or [
+        key for key, value in group.items() if isinstance(value, (int, float))
+    ]
     return "(" + ", ".join(f"{key}={group[key]}" for key in shown[:6]) + ")"
 
 
@@ -207,7 +260,10 @@ def _hyperparameters(group: Group) -> Group:
 
 def _text(value: Any) -> str:
     """The same for equal values on any rank and device, another for others; of what cannot be pickled, its kind."""
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    plain = (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+    )
     if plain and not value.is_quantized and not value.is_nested:
         return _text_of_tensor(value.detach())
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
@@ -219,10 +275,18 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(sorted(f'{_text(k)}: {_text(v)}' for k, v in value.items()))}}}"
     if isinstance(value, (bool, int, float)):
-        return repr(int(value) if isinstance(value, int) and abs(value) > 2**53 else float(value))
+        return repr(
+            int(value)
+            if isinstance(value, int) and abs(value) > 2**53
+            else float(value)
+        )
     if isinstance(value, torch.device):  # each rank has one of its own
         return value.type
-    return repr(value) if value is None or isinstance(value, str) else _text_of_object(value)
+    return (
+        repr(value)
+        if value is None or isinstance(value, str)
+        else _text_of_object(value)
+    )
 
 
 def _text_of_tensor(value: torch.Tensor) -> str:
@@ -231,7 +295,14 @@ def _text_of_tensor(value: torch.Tensor) -> str:
     told = f"{value.dtype} {tuple(value.shape)}"
     if value.is_meta:
         return f"{told} on meta"
-    flat = value.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    flat = (
+        value.cpu()
+        .resolve_conj()
+        .resolve_neg()
+        .reshape(-1)
+        .contiguous()
+        .view(torch.uint8)
+    )
     return f"{told} {blake2b(flat.numpy().data, digest_size=8).hexdigest()}"
 
 

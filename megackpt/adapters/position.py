@@ -38,16 +38,26 @@ class DataPosition:
         """Numbers of numpy's and of torch's become plain ones: only those mean the same when they are loaded."""
         object.__setattr__(self, name, None if value is None else _whole(name, value))
 
-    def batches(self, batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> Iterable[list[int]]:
+    def batches(
+        self, batch_size: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> Iterable[list[int]]:
         """The indices of this rank's batches, without an end: a DataLoader's ``batch_sampler``.
 
         ``batch_size`` samples a rank and step. Batches go on into the next pass, so none is short. Each iterator begins
         where the run stands when it is made, whatever those before it had drawn; what is consumed later does not move
         it. Raises ShardingError for a rank or a size that cannot be.
         """
-        batch_size, dp_rank = _whole("batch_size", batch_size), _whole("dp_rank", dp_rank)
+        batch_size, dp_rank = (
+            _whole("batch_size", batch_size),
+            _whole("dp_rank", dp_rank),
+        )
         dp_size = _whole("dp_size", dp_size)
-        if self.samples < 1 or self.consumed_samples < 0 or batch_size < 1 or not 0 <= dp_rank < dp_size:
+        if (
+            self.samples < 1
+            or self.consumed_samples < 0
+            or batch_size < 1
+            or not 0 <= dp_rank < dp_size
+        ):
             raise ShardingError(
                 f"rank {dp_rank} of {dp_size} cannot read batches of {batch_size} from {self}: ranks count from 0, "
                 "and there must be samples to read"
@@ -62,7 +72,11 @@ class DataPosition:
         given: object = state  # callers without a type checker give anything
         there = given if isinstance(given, Mapping) else {}
         mine, consumed = self.state_dict(), there.get("consumed_samples")
-        wrong = [name for name in ("samples", "seed") if name not in there or there[name] != mine[name]]
+        wrong = [
+            name
+            for name in ("samples", "seed")
+            if name not in there or there[name] != mine[name]
+        ]
         if wrong or not isinstance(consumed, SupportsIndex) or index(consumed) < 0:
             raise MismatchError(
                 f"no run with {mine} can go on from data position {state}, which is in another row of samples "
@@ -73,9 +87,13 @@ class DataPosition:
 
     def indices(self, start: int, size: int) -> list[int]:
         """The samples at so many places of the row."""
-        passes, places = np.divmod(np.arange(start, start + size, dtype=np.uint64), np.uint64(self.samples))
+        passes, places = np.divmod(
+            np.arange(start, start + size, dtype=np.uint64), np.uint64(self.samples)
+        )
         if self.seed is not None:
-            places = _shuffled(places, self.samples, np.uint64(self.seed % 2**64), passes)
+            places = _shuffled(
+                places, self.samples, np.uint64(self.seed % 2**64), passes
+            )
         indices: list[int] = places.tolist()
         return indices
 
@@ -90,7 +108,10 @@ class _Batches:
     ranks: int
 
     def __iter__(self) -> Iterator[list[int]]:
-        starts = count(self.position.consumed_samples + self.rank * self.size, self.size * self.ranks)
+        starts = count(
+            self.position.consumed_samples + self.rank * self.size,
+            self.size * self.ranks,
+        )
         return (self.position.indices(start, self.size) for start in starts)
 
 
@@ -98,11 +119,16 @@ def _whole(name: str, value: Any) -> int:
     try:
         return index(value)
     except TypeError as error:
-        raise ShardingError(f"{name} of a data position is a whole number, not {value!r}") from error
+        raise ShardingError(
+            f"{name} of a data position is a whole number, not {value!r}"
+        ) from error
 
 
 def _shuffled(
-    places: NDArray[np.uint64], samples: int, seed: np.uint64, passes: NDArray[np.uint64]
+    places: NDArray[np.uint64],
+    samples: int,
+    seed: np.uint64,
+    passes: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
     """Where each place of a pass leads: a permutation of ``range(samples)`` for each seed and pass.
 

@@ -122,7 +122,10 @@ def read_config(root: Storage) -> CheckpointingConfig | None:
         raise CorruptCheckpoint(
             f"{root.location}/{CONFIG} is damaged: {name!r}, {version!r} are no name and version"
         )
-    common = fields.get("common_backend", "torch"), fields.get("common_backend_version", 1)
+    common = (
+        fields.get("common_backend", "torch"),
+        fields.get("common_backend_version", 1),
+    )
     return CheckpointingConfig(name, version, *common)
 
 
@@ -188,7 +191,12 @@ class Backend(ABC):
         wrote pieces of) is done here; the returned manifest tells of the chunks as they are then.
         """
 
-    def renewed(self, files: Mapping[str, bytes], before: str, now: str) -> Mapping[str, bytes] | None:  # noqa: ARG002
+    def renewed(
+        self,
+        files: Mapping[str, bytes],  # noqa: ARG002
+        before: str,  # noqa: ARG002
+        now: str,  # noqa: ARG002
+    ) -> Mapping[str, bytes] | None:
         """The small files of the save ``before``, for the save ``now`` with the same plan, whose chunks lie just there.
 
         For formats whose ``finish`` depends on nothing else (but for the save's id) and, where it has left a manifest
@@ -256,16 +264,23 @@ class Backend(ABC):
 
 
 def plan_in_format(
-    backend: Backend, parts: Sequence[Declarations], policy: SavePolicy, validate: bool = True
+    backend: Backend,
+    parts: Sequence[Declarations],
+    policy: SavePolicy,
+    validate: bool = True,
 ) -> tuple[list[SavePlan], Manifest]:
     """``plan_save`` as this format needs it: on its grid, with the places that it knows beforehand."""
     plans, manifest = plan_save(parts, in_format(backend, policy), validate)
     places = backend.layout(manifest)
-    return plans if places is None else [plan.placed(places) for plan in plans], manifest
+    return plans if places is None else [
+        plan.placed(places) for plan in plans
+    ], manifest
 
 
 def in_format(backend: Backend, policy: SavePolicy) -> SavePolicy:
     """The policy as the format completes it."""
     return replace(
-        policy, gridded=backend.gridded, max_item_bytes=policy.max_item_bytes or backend.max_item_bytes
+        policy,
+        gridded=backend.gridded,
+        max_item_bytes=policy.max_item_bytes or backend.max_item_bytes,
     )

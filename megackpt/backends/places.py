@@ -53,7 +53,9 @@ class Runs:
     def of(cls, box: Box, meta: TensorMeta) -> Runs:
         whole, axes = meta.shape, len(meta.shape)
         # Trailing axes that the box fills belong to one run, and so does the one before them.
-        inner = next((i + 1 for i in reversed(range(axes)) if box.shape[i] != whole[i]), 0)
+        inner = next(
+            (i + 1 for i in reversed(range(axes)) if box.shape[i] != whole[i]), 0
+        )
         leading = max(inner - 1, 0)
         strides = [math.prod(whole[i + 1 :]) * meta.itemsize for i in range(axes)]
         first = sum(o * s for o, s in zip(box.offset, strides, strict=True))
@@ -72,7 +74,9 @@ class Runs:
         for begin in range(0, self.count, _RUNS):
             numbers = np.arange(begin, min(begin + _RUNS, self.count))
             place = np.full(len(numbers), self.first, np.int64)
-            for extent, stride in zip(reversed(self.outer), reversed(self.strides), strict=True):
+            for extent, stride in zip(
+                reversed(self.outer), reversed(self.strides), strict=True
+            ):
                 numbers, within = np.divmod(numbers, extent)
                 place += within * stride
             yield from place.tolist()
@@ -88,27 +92,48 @@ class Landed(NamedTuple):
 def write_tensors(root: Storage, plan: SavePlan, data: Source) -> dict[int, Landed]:
     """Write the rows that are tensors, durably, to their places: by row, where each landed."""
     if plan.places is None:
-        raise BackendError("this format writes into places known beforehand: plan with plan_in_format")
-    places = {row: place for row, number in enumerate(plan.tensor.tolist()) if (place := plan.places[number])}
-    rows = sorted(places, key=lambda row: places[row].file)  # stable: large ones stay in front
+        raise BackendError(
+            "this format writes into places known beforehand: plan with plan_in_format"
+        )
+    places = {
+        row: place
+        for row, number in enumerate(plan.tensor.tolist())
+        if (place := plan.places[number])
+    }
+    rows = sorted(
+        places, key=lambda row: places[row].file
+    )  # stable: large ones stay in front
     found: dict[int, Landed] = {}
     for file, group in groupby(rows, lambda row: places[row].file):
         part = list(group)
-        shares = [part[i::THREADS] for i in range(THREADS)]  # of about the same bytes, as rows stand by size
+        shares = [
+            part[i::THREADS] for i in range(THREADS)
+        ]  # of about the same bytes, as rows stand by size
         # Threads end before the file is closed.
-        with root.update(file) as updater, ThreadPoolExecutor(THREADS, "megackpt-write") as pool:
-            for landed in pool.map(lambda share: _write_rows(updater, plan, share, places, data), shares):
+        with (
+            root.update(file) as updater,
+            ThreadPoolExecutor(THREADS, "megackpt-write") as pool,
+        ):
+            for landed in pool.map(
+                lambda share: _write_rows(updater, plan, share, places, data), shares
+            ):
                 found.update(landed)
     return found
 
 
 def _write_rows(
-    updater: FileUpdater, plan: SavePlan, rows: list[int], places: Mapping[int, Location], data: Source
+    updater: FileUpdater,
+    plan: SavePlan,
+    rows: list[int],
+    places: Mapping[int, Location],
+    data: Source,
 ) -> dict[int, Landed]:
     return {row: _write_row(updater, plan, row, places[row], data) for row in rows}
 
 
-def _write_row(updater: FileUpdater, plan: SavePlan, row: int, place: Location, data: Source) -> Landed:
+def _write_row(
+    updater: FileUpdater, plan: SavePlan, row: int, place: Location, data: Source
+) -> Landed:
     item = plan.row(row)
     runs = Runs.of(item.shard.box, item.meta)
     starts, at, room = runs.starts(), 0, 0
@@ -125,9 +150,14 @@ def _write_row(updater: FileUpdater, plan: SavePlan, row: int, place: Location, 
             updater.write_at(at, [part])
             at, room, block = at + len(part), room - len(part), block[len(part) :]
     if length != item.nbytes:
-        raise BackendError(f"{item.shard} should have {item.nbytes} bytes, but others came from the model")
+        raise BackendError(
+            f"{item.shard} should have {item.nbytes} bytes, but others came from the model"
+        )
     # Where nothing was written, the file need not reach.
-    return Landed(Location(place.file, place.start + runs.first if length else 0, length), b"".join(digests))
+    return Landed(
+        Location(place.file, place.start + runs.first if length else 0, length),
+        b"".join(digests),
+    )
 
 
 def result(plan: SavePlan, landed: Mapping[int, Landed]) -> WriteResult:
@@ -141,47 +171,70 @@ def result(plan: SavePlan, landed: Mapping[int, Landed]) -> WriteResult:
         np.array([numbers[place.file] for place, _ in rows], np.int32),
         np.array([place.start for place, _ in rows], np.int64),
         np.array([place.length for place, _ in rows], np.int64),
-        np.frombuffer(b"".join(digests for _, digests in rows), np.uint8).reshape(-1, DIGEST_SIZE),
+        np.frombuffer(b"".join(digests for _, digests in rows), np.uint8).reshape(
+            -1, DIGEST_SIZE
+        ),
     )
 
 
-def gathered(manifest: Manifest, places: Mapping[str, Location]) -> tuple[Manifest, Int64]:
+def gathered(
+    manifest: Manifest, places: Mapping[str, Location]
+) -> tuple[Manifest, Int64]:
     """The manifest with one chunk for each tensor, and the chunks that several pieces have become.
 
     These have no digests yet (all zeros); the others have their writer's. Raises BackendError where pieces do not
     fill a tensor: what nobody wrote would be zeros.
     """
     chunks, tensors = manifest.chunks, manifest.tensors
-    is_object = np.array([entry.meta.is_object for entry in tensors], np.bool_)[chunks.tensor]
+    is_object = np.array([entry.meta.is_object for entry in tensors], np.bool_)[
+        chunks.tensor
+    ]
     blobs, pieces = np.flatnonzero(is_object), np.flatnonzero(~is_object)
     number, first, which, count = np.unique(
-        chunks.tensor[pieces], return_index=True, return_inverse=True, return_counts=True
+        chunks.tensor[pieces],
+        return_index=True,
+        return_inverse=True,
+        return_counts=True,
     )
     whole = shapes_table([tensors[n] for n in number.tolist()], chunks.boxes.width)
     filled = np.zeros(len(number), np.int64)
     np.add.at(filled, which, chunks.boxes.volume[pieces])
-    _refuse_holes([tensors[n].key for n in number[filled != whole.prod(axis=1, dtype=np.int64)]])
+    _refuse_holes(
+        [tensors[n].key for n in number[filled != whole.prod(axis=1, dtype=np.int64)]]
+    )
     rows = np.concatenate([blobs, pieces[first]])
     several = np.concatenate([np.zeros(len(blobs), np.bool_), count > 1])
     found = [places[tensors[n].key] for n in number.tolist()]
     joined = replace(
         chunks.take(rows, chunks.block_bounds),
-        boxes=Boxes.concat([chunks.boxes.take(blobs), Boxes(np.zeros_like(whole), whole)]),
+        boxes=Boxes.concat(
+            [chunks.boxes.take(blobs), Boxes(np.zeros_like(whole), whole)]
+        ),
         writer=np.where(several, -1, chunks.writer[rows]).astype(np.int32),
-        start=np.concatenate([chunks.start[blobs], np.array([p.start for p in found], np.int64)]),
-        length=np.concatenate([chunks.length[blobs], np.array([p.length for p in found], np.int64)]),
+        start=np.concatenate(
+            [chunks.start[blobs], np.array([p.start for p in found], np.int64)]
+        ),
+        length=np.concatenate(
+            [chunks.length[blobs], np.array([p.length for p in found], np.int64)]
+        ),
     )
     bounds = joined.block_bounds
     digests = np.zeros((int(bounds[-1]), DIGEST_SIZE), np.uint8)
     alone = np.flatnonzero(~several)
-    digests[joined.blocks(alone, bounds)] = chunks.digests[chunks.blocks(rows[alone], chunks.block_bounds)]
-    return replace(manifest, chunks=replace(joined, digests=digests)), np.flatnonzero(several)
+    digests[joined.blocks(alone, bounds)] = chunks.digests[
+        chunks.blocks(rows[alone], chunks.block_bounds)
+    ]
+    return replace(manifest, chunks=replace(joined, digests=digests)), np.flatnonzero(
+        several
+    )
 
 
 def _refuse_holes(keys: list[str]) -> None:
     if keys:
         told = some([repr(key) for key in keys], between=", ")
-        raise BackendError(f"this format keeps whole tensors, and no rank wrote parts of {told}")
+        raise BackendError(
+            f"this format keeps whole tensors, and no rank wrote parts of {told}"
+        )
 
 
 def surveyed(
@@ -195,11 +248,16 @@ def surveyed(
     digests, bounds = chunks.digests.copy(), chunks.block_bounds
     checksums: dict[int, int] = {}
     with ThreadPoolExecutor(THREADS, "megackpt-survey") as pool:
-        for share in pool.map(lambda part: list(_seen(root, manifest, part, crc)), _shares(chunks, rows)):
+        for share in pool.map(
+            lambda part: list(_seen(root, manifest, part, crc)), _shares(chunks, rows)
+        ):
             for row, found, checksums[row] in share:
                 known = digests[bounds[row] : bounds[row + 1]]
                 if chunks.writer[row] >= 0 and known.tobytes() != found:
-                    chunk, key = manifest.chunk(row, bounds), manifest.tensors[chunks.tensor[row]].key
+                    chunk, key = (
+                        manifest.chunk(row, bounds),
+                        manifest.tensors[chunks.tensor[row]].key,
+                    )
                     raise CorruptCheckpoint(
                         f"{ShardId(key, chunk.box)}: what was written is not what is read again from "
                         f"{root.location}/{chunk.location.file}; write it anew"
@@ -220,9 +278,14 @@ def _shares(chunks: Chunks, rows: Int64) -> Iterator[list[int]]:
             begin = i
 
 
-def _seen(root: Storage, manifest: Manifest, rows: list[int], crc: bool) -> Iterator[tuple[int, bytes, int]]:
+def _seen(
+    root: Storage, manifest: Manifest, rows: list[int], crc: bool
+) -> Iterator[tuple[int, bytes, int]]:
     """Of each chunk of a share its row, the digests of its blocks, its checksum."""
-    start, length = manifest.chunks.start[rows].tolist(), manifest.chunks.length[rows].tolist()
+    start, length = (
+        manifest.chunks.start[rows].tolist(),
+        manifest.chunks.length[rows].tolist(),
+    )
     window = memoryview(bytearray(min(WINDOW, start[-1] + length[-1] - start[0])))
     with root.open(manifest.files[manifest.chunks.file[rows[0]]]) as reader:
         if len(rows) > 1:
@@ -241,11 +304,16 @@ def _seen(root: Storage, manifest: Manifest, rows: list[int], crc: bool) -> Iter
 
 
 def told(
-    root: Storage, found: Iterable[tuple[TensorEntry, Box, Location]], backend: tuple[str, int]
+    root: Storage,
+    found: Iterable[tuple[TensorEntry, Box, Location]],
+    backend: tuple[str, int],
 ) -> Manifest:
     """The manifest of what files say that they hold, raw and without digests. CorruptCheckpoint for what cannot be."""
     numbers: dict[TensorEntry, int] = {}
-    chunks = [(numbers.setdefault(entry, len(numbers)), box, place) for entry, box, place in found]
+    chunks = [
+        (numbers.setdefault(entry, len(numbers)), box, place)
+        for entry, box, place in found
+    ]
     try:
         return listed(numbers, chunks, backend)
     except CorruptCheckpoint as error:

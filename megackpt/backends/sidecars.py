@@ -21,7 +21,14 @@ import xxhash
 from megackpt.backends.base import CONFIG
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
-from megackpt.planning.manifest import COMMON, OBJECT, Location, Manifest, TensorEntry, TensorMeta
+from megackpt.planning.manifest import (
+    COMMON,
+    OBJECT,
+    Location,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+)
 from megackpt.runtime.storage import Batch, Storage, digest_blocks
 
 COMMON_FILE = "common.pt"
@@ -30,9 +37,13 @@ OBJECTS = ".objects"
 
 _KEY = "key"
 _RESERVED = frozenset(("zarr.json", COMMON_FILE, CONFIG, "megackpt.index"))
-_LONGEST = 200  # file systems take 255 bytes, of which endings and temporary names need some
+_LONGEST = (
+    200  # file systems take 255 bytes, of which endings and temporary names need some
+)
 _KEPT = 150  # what remains of a longer name, for people to read
-_SHORTENED = "%~"  # followed by a hash; "%" is otherwise followed by two hexadecimal digits
+_SHORTENED = (
+    "%~"  # followed by a hash; "%" is otherwise followed by two hexadecimal digits
+)
 _EMPTY = "%"
 _KEY_BYTES = 1 << 20
 
@@ -58,7 +69,11 @@ def decode_key(name: str) -> str | None:
     if _SHORTENED in name:
         return None
     try:
-        return "" if name == _EMPTY else unquote_to_bytes(name).decode("utf-8", "surrogatepass")
+        return (
+            ""
+            if name == _EMPTY
+            else unquote_to_bytes(name).decode("utf-8", "surrogatepass")
+        )
     except UnicodeError:
         return None
 
@@ -76,7 +91,9 @@ def shard_file(entry: TensorEntry, box: Box) -> str:
     """The file of one shard of an object: its offset, then the global shape."""
     if entry.is_common:
         return COMMON_FILE
-    offset, shape = (".".join(map(str, numbers)) for numbers in (box.offset, entry.meta.shape))
+    offset, shape = (
+        ".".join(map(str, numbers)) for numbers in (box.offset, entry.meta.shape)
+    )
     return f"{folder(entry)}/shard_{offset}_{shape}.pt"
 
 
@@ -86,16 +103,24 @@ def parse_shard(file: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if match is None:
         return None
     try:
-        offset, shape = (tuple(map(int, part.split("."))) if part else () for part in match.groups())
+        offset, shape = (
+            tuple(map(int, part.split("."))) if part else () for part in match.groups()
+        )
     except ValueError:
         return None
-    if len(offset) != len(shape) or not all(o < s < 1 << 31 for o, s in zip(offset, shape, strict=True)):
+    if len(offset) != len(shape) or not all(
+        o < s < 1 << 31 for o, s in zip(offset, shape, strict=True)
+    ):
         return None
     return offset, shape
 
 
 def write_object(
-    root: Storage, entry: TensorEntry, box: Box, blocks: Iterator[memoryview], batch: Batch | None = None
+    root: Storage,
+    entry: TensorEntry,
+    box: Box,
+    blocks: Iterator[memoryview],
+    batch: Batch | None = None,
 ) -> tuple[Location, bytes]:
     """Write the blob of one shard, durable with its batch if it has one. Returns where it is, and its digests."""
     file, digests = shard_file(entry, box), []
@@ -111,8 +136,14 @@ def write_object(
 
 def key_files(manifest: Manifest) -> list[str]:
     """The files that hold the keys of objects whose folders have shortened names."""
-    objects = (entry for entry in manifest.tensors if entry.meta.is_object and not entry.is_common)
-    return [f"{folder(e)}/{_KEY}" for e in objects if decode_key(encode_key(e.key)) is None]
+    objects = (
+        entry
+        for entry in manifest.tensors
+        if entry.meta.is_object and not entry.is_common
+    )
+    return [
+        f"{folder(e)}/{_KEY}" for e in objects if decode_key(encode_key(e.key)) is None
+    ]
 
 
 class Sidecar(NamedTuple):
@@ -129,7 +160,9 @@ def objects_in(root: Storage) -> Iterator[Sidecar]:
         size = root.size(name)
         if name == COMMON_FILE:
             if size is None:
-                raise CorruptCheckpoint(f"{root.location}/{name} is no regular file (a link, a folder)")
+                raise CorruptCheckpoint(
+                    f"{root.location}/{name} is no regular file (a link, a folder)"
+                )
             yield Sidecar(COMMON, Box((), ()), Location(name, 0, size))
         elif name.endswith(OBJECTS) and size is None:
             yield from _shards_in(root, name)
@@ -149,7 +182,9 @@ def _shards_in(root: Storage, name: str) -> Iterator[Sidecar]:
         size = root.size(f"{name}/{file}")
         if size is None:
             raise CorruptCheckpoint(f"{root.location}/{name}/{file} is no regular file")
-        yield Sidecar(entry, Box(offset, (1,) * len(offset)), Location(f"{name}/{file}", 0, size))
+        yield Sidecar(
+            entry, Box(offset, (1,) * len(offset)), Location(f"{name}/{file}", 0, size)
+        )
 
 
 def _key_of(root: Storage, name: str) -> str | None:
@@ -160,4 +195,6 @@ def _key_of(root: Storage, name: str) -> str | None:
         key = root.get(f"{name}/{_KEY}", _KEY_BYTES).decode("utf-8", "surrogatepass")
     except UnicodeError:
         return None
-    return key if encode_key(key) == encoded else None  # the hash in the name was made of the key
+    return (
+        key if encode_key(key) == encoded else None
+    )  # the hash in the name was made of the key

@@ -27,7 +27,9 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def emit(total: int, files: Mapping[str, str]) -> bytes:
     """The content for tensors of so many bytes in all; ``files``: key -> file."""
     document = {"metadata": {"total_size": total}, "weight_map": files}
-    return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    return (
+        json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    ).encode()
 
 
 def looks_right(root: Storage, name: str) -> bool:
@@ -44,26 +46,40 @@ def read(root: Storage, name: str) -> dict[str, str]:
     try:
         document = json.loads(root.get(name, LIMIT), object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{where} is no JSON that could be right: {error}") from error
+        raise CorruptCheckpoint(
+            f"{where} is no JSON that could be right: {error}"
+        ) from error
     told = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(told, dict) or not all(isinstance(file, str) for file in told.values()):
+    if not isinstance(told, dict) or not all(
+        isinstance(file, str) for file in told.values()
+    ):
         raise CorruptCheckpoint(f"{where} has no weight_map of tensors to files")
     files = list(dict.fromkeys(told.values()))
     if unsafe := unsafe_names(files):
-        raise CorruptCheckpoint(f"{where} names the file {unsafe[0]!r}, which leads out of the directory")
+        raise CorruptCheckpoint(
+            f"{where} names the file {unsafe[0]!r}, which leads out of the directory"
+        )
     if missing := [file for file in files if root.size(file) is None]:
-        raise CorruptCheckpoint(f"{where} names files that are not there: {some(missing, between=', ')}")
+        raise CorruptCheckpoint(
+            f"{where} names files that are not there: {some(missing, between=', ')}"
+        )
     return told
 
 
-def check(where: str, told: Mapping[str, str], found: Iterable[tuple[str, str]]) -> None:
+def check(
+    where: str, told: Mapping[str, str], found: Iterable[tuple[str, str]]
+) -> None:
     """Raise CorruptCheckpoint where the files hold other tensors than is told. ``found``: (key, file)."""
     problems, held = [], dict[str, str]()
     for key, file in found:
         if held.setdefault(key, file) != file:
             problems.append(f"{key!r} is in {held[key]} and in {file}")
         elif told.get(key) != file:
-            problems.append(f"{key!r} is in {file}, and the weight_map says {told.get(key, 'nothing of it')}")
-    problems += [f"{key!r} is not in {file}" for key, file in told.items() if key not in held]
+            problems.append(
+                f"{key!r} is in {file}, and the weight_map says {told.get(key, 'nothing of it')}"
+            )
+    problems += [
+        f"{key!r} is not in {file}" for key, file in told.items() if key not in held
+    ]
     if problems:
         raise CorruptCheckpoint(f"{where} disagrees with its files: {some(problems)}")

@@ -18,10 +18,24 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from megackpt.checkpoint.index import INDEX, sealed_index
-from megackpt.checkpoint.marker import LOCK, SILENCE, Heartbeat, Marker, active, logger, parsed
+from megackpt.checkpoint.marker import (
+    LOCK,
+    SILENCE,
+    Heartbeat,
+    Marker,
+    active,
+    logger,
+    parsed,
+)
 from megackpt.checkpoint.ownership import is_replaceable, own_files
 from megackpt.checkpoint.place import Place
-from megackpt.checkpoint.records import RECORD, Record, folder_of, folders_among, read_record
+from megackpt.checkpoint.records import (
+    RECORD,
+    Record,
+    folder_of,
+    folders_among,
+    read_record,
+)
 from megackpt.errors import (
     CheckpointExists,
     CheckpointingException,
@@ -63,7 +77,9 @@ class Lock:
                 )
             if self._outer.put_if_match(LOCK, self._content, version):
                 return
-        raise SaveInProgress(f"others begin to save to {self._outer.location} at this very moment")
+        raise SaveInProgress(
+            f"others begin to save to {self._outer.location} at this very moment"
+        )
 
     def _lives(self, holder: Marker) -> bool:
         """As Marker.lives, but that the store's clock tells how long a process elsewhere has been silent."""
@@ -81,11 +97,15 @@ class Lock:
     def _mine(self) -> Version | None:
         """The version of the lock, if this save holds it."""
         holder, version = _holder(self._outer)
-        return version if holder is not None and holder.save_id == self.save_id else None
+        return (
+            version if holder is not None and holder.save_id == self.save_id else None
+        )
 
     def renew(self) -> bool:
         version = self._mine()
-        return version is not None and self._outer.put_if_match(LOCK, self._content, version)
+        return version is not None and self._outer.put_if_match(
+            LOCK, self._content, version
+        )
 
     def held(self) -> bool:
         return self._mine() is not None
@@ -115,7 +135,11 @@ class BucketPlace(Place):
     """
 
     def __init__(
-        self, outer: BucketStorage, lock: Lock, base: Version | None, foreign: Iterable[str]
+        self,
+        outer: BucketStorage,
+        lock: Lock,
+        base: Version | None,
+        foreign: Iterable[str],
     ) -> None:
         self.save_id = lock.save_id
         self.outer = outer
@@ -126,7 +150,9 @@ class BucketPlace(Place):
         self._record: Record | None = None
         self._committed = False  # or perhaps: nothing may be removed any more
         self._beat = Heartbeat(outer.location, lock.renew)
-        self._ended = weakref.finalize(self, _end, self._beat, self.save_id, os.getpid())
+        self._ended = weakref.finalize(
+            self, _end, self._beat, self.save_id, os.getpid()
+        )
 
     def announce(
         self,
@@ -150,18 +176,33 @@ class BucketPlace(Place):
     def abandon(self) -> None:
         self._ended()
 
-    def fill(self, small: dict[str, bytes], manifest: Manifest, confirm: Callable[[], None]) -> None:  # noqa: ARG002
-        index = sealed_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
+    def fill(
+        self,
+        small: dict[str, bytes],
+        manifest: Manifest,
+        confirm: Callable[[], None],  # noqa: ARG002
+    ) -> None:
+        index = sealed_index(
+            manifest, {name: (len(data), digest(data)) for name, data in small.items()}
+        )
         *first, last = [*small.items()] or [(INDEX, index)]
         self.storage.put_new(dict(first) | {INDEX: index} if small else {})
         self.storage.put(*last)
-        held = int(manifest.chunks.length.sum()) + sum(map(len, small.values())) + len(index)
+        held = (
+            int(manifest.chunks.length.sum())
+            + sum(map(len, small.values()))
+            + len(index)
+        )
         count = len(manifest.files) + len(small) + 1
-        self._record = Record(self.save_id, time.time(), (len(index), digest(index)), count, held)
+        self._record = Record(
+            self.save_id, time.time(), (len(index), digest(index)), count, held
+        )
 
     def publish(self, confirm: Callable[[], None]) -> None:
         if self._record is None:
-            raise StorageError(f"the save in {self.path} has no index yet: nothing can be published")
+            raise StorageError(
+                f"the save in {self.path} has no index yet: nothing can be published"
+            )
         if not self._lock.held():
             raise SaveInProgress(
                 f"another job took the save in {self.path} for dead, or {self.outer.url(LOCK)} was removed; "
@@ -180,7 +221,12 @@ class BucketPlace(Place):
         try:
             yield
         except CheckpointingException as error:
-            logger.warning("%s: %s clearing up is left to the next save: %s", self.path, what, error)
+            logger.warning(
+                "%s: %s clearing up is left to the next save: %s",
+                self.path,
+                what,
+                error,
+            )
 
     def _put_record(self, data: bytes) -> None:
         url = self.outer.url(RECORD)
@@ -256,7 +302,9 @@ def begin(url: str, save_id: str, overwrite: bool) -> BucketPlace:
         raise
 
 
-def _replaced(outer: BucketStorage, overwrite: bool) -> tuple[Version | None, tuple[str, ...]]:
+def _replaced(
+    outer: BucketStorage, overwrite: bool
+) -> tuple[Version | None, tuple[str, ...]]:
     """The version of the record that a save is to replace, and what else it replaces."""
     try:
         record, base = read_record(outer)
@@ -280,7 +328,9 @@ def _replaced(outer: BucketStorage, overwrite: bool) -> tuple[Version | None, tu
 def _foreign(outer: BucketStorage) -> tuple[str, ...]:
     """The files of a checkpoint that somebody uploaded as it is. Other objects stay: no save has names like theirs."""
     names = outer.list()
-    if len(names) == 1 + len(folders_among(names)):  # the lock, and what dead saves left
+    if len(names) == 1 + len(
+        folders_among(names)
+    ):  # the lock, and what dead saves left
         return ()
     return own_files(outer) if is_replaceable(outer) else ()
 

@@ -36,7 +36,9 @@ def nobody(_nbytes: int) -> None:
     """Nobody wants to know how far it is."""
 
 
-def damage(storage: Storage, backend: Backend, manifest: Manifest, threads: int = 2) -> list[str]:
+def damage(
+    storage: Storage, backend: Backend, manifest: Manifest, threads: int = 2
+) -> list[str]:
     """Read all chunks of a manifest with digests: what is wrong with any of them. StorageError where the storage
     refuses some, and the others are as they should be.
     """
@@ -71,13 +73,17 @@ class ChunkChecks:
     def problem(self, error: Exception, what: str = "") -> list[str]:
         """The text of an error if it shows damage. What only could not be read is noted in ``unread`` instead."""
         text = f"{what}: {error}" if what else str(error)
-        refused = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        refused = isinstance(error, OSError) and not isinstance(
+            error, FileNotFoundError
+        )
         if refused or isinstance(error, (StorageError, BackendError)):
             self.unread[text] = None
             return []
         return [text]
 
-    def run(self, threads: int, told: Collection[str] = (), rows: Int64 | None = None) -> list[str]:
+    def run(
+        self, threads: int, told: Collection[str] = (), rows: Int64 | None = None
+    ) -> list[str]:
         """``told``: files of which it is known already that something of them is missing. ``rows``: by default all."""
         chunks = self.manifest.chunks
         order = np.lexsort((chunks.start, chunks.file))
@@ -91,14 +97,22 @@ class ChunkChecks:
             ]
             problems = [problem for problems in chain(*found) for problem in problems]
         gone = sorted(self.missing.difference(told))
-        return [*(f"{self.storage.location}/{name} is missing" for name in gone), *problems]
+        return [
+            *(f"{self.storage.location}/{name} is missing" for name in gone),
+            *problems,
+        ]
 
     def plan(self, row: int) -> LoadPlan:
         """To read one chunk."""
         chunks = self.manifest.chunks
         number = int(chunks.tensor[row])
         within = np.flatnonzero(self.parts.rows(number) == row)
-        return LoadPlan(self.parts.part(number), within, chunks.boxes.take([row]), np.zeros(1, np.int64))
+        return LoadPlan(
+            self.parts.part(number),
+            within,
+            chunks.boxes.take([row]),
+            np.zeros(1, np.int64),
+        )
 
     def raw_share(self, rows: Int64) -> list[str]:
         """Chunks whose bytes lie as they are in files."""
@@ -115,7 +129,9 @@ class ChunkChecks:
                     problems += self.bad_blocks(row, reader, buffer)
         return problems
 
-    def opened(self, number: int, files: ExitStack, problems: list[str]) -> FileReader | None:
+    def opened(
+        self, number: int, files: ExitStack, problems: list[str]
+    ) -> FileReader | None:
         files.close()
         if number < 0:
             return None  # an empty chunk
@@ -123,13 +139,17 @@ class ChunkChecks:
         try:
             return files.enter_context(self.storage.open(name))
         except FileNotFoundError:
-            self.missing.add(name)  # to be told once for the file, not for each chunk of it
+            self.missing.add(
+                name
+            )  # to be told once for the file, not for each chunk of it
             return None
         except (CheckpointingException, OSError) as error:
             problems += self.problem(error)
             return None
 
-    def bad_blocks(self, row: int, reader: FileReader, buffer: memoryview) -> Iterator[str]:
+    def bad_blocks(
+        self, row: int, reader: FileReader, buffer: memoryview
+    ) -> Iterator[str]:
         """A problem for each block of this chunk that is not what its digest says."""
         chunk = self.manifest.chunk(row, self.bounds)
         start, length = chunk.location.start, chunk.location.length
@@ -142,7 +162,9 @@ class ChunkChecks:
                 yield from self.problem(error, self.name(row))
                 return
             self.advance(len(part))
-            found = np.frombuffer(digest_blocks(part), np.uint8).reshape(-1, DIGEST_SIZE)
+            found = np.frombuffer(digest_blocks(part), np.uint8).reshape(
+                -1, DIGEST_SIZE
+            )
             first = done // DIGEST_BLOCK
             wrong = (found != chunk.digests[first : first + len(found)]).any(axis=1)
             self.bad |= {row} if wrong.any() else set()

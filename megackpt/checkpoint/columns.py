@@ -40,7 +40,9 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.width + self.patches * (_ROW.itemsize + _PATCH.itemsize)
+        return self.count * self.width + self.patches * (
+            _ROW.itemsize + _PATCH.itemsize
+        )
 
     def fields(self) -> list[int]:
         return [self.count, self.width, self.base, self.step, self.patches]
@@ -48,7 +50,11 @@ class Layout:
     @classmethod
     def parse(cls, fields: Any) -> Layout:
         """From what stands in the head of an index; CorruptCheckpoint if it makes no sense."""
-        if not isinstance(fields, list) or len(fields) != 5 or any(type(f) is not int for f in fields):
+        if (
+            not isinstance(fields, list)
+            or len(fields) != 5
+            or any(type(f) is not int for f in fields)
+        ):
             damaged(f"{fields!r} describes no column")
         layout = cls(*fields)
         sane = (
@@ -69,14 +75,19 @@ def pack(values: Int64) -> tuple[Layout, list[bytes]]:
         return Layout(0, 0, 0, 1, 0), []
     low, high = int(values.min()), int(values.max())
     if low < -1 or high >= LARGEST:
-        raise ValueError(f"an index holds numbers from -1 to 2**62, not {low} to {high}")
+        raise ValueError(
+            f"an index holds numbers from -1 to 2**62, not {low} to {high}"
+        )
     step = _step(values, low, high)
     width = _width((high - low) // step)
     dense = Layout(len(values), width, low, step, 0)
     rows = np.flatnonzero(values)
     sparse = Layout(len(values), 0, 0, 1, len(rows))
     if sparse.nbytes < dense.nbytes and len(values) <= 1 << 32:
-        return sparse, [rows.astype(_ROW).tobytes(), values[rows].astype(_PATCH).tobytes()]
+        return sparse, [
+            rows.astype(_ROW).tobytes(),
+            values[rows].astype(_PATCH).tobytes(),
+        ]
     if not width:
         return dense, []
     return dense, [((values - low) // step).astype(_WIDTHS[width]).tobytes()]

@@ -29,7 +29,12 @@ from megackpt.checkpoint.marker import (
     turn,
 )
 from megackpt.checkpoint.opening import Directory, absolute
-from megackpt.checkpoint.ownership import foreign_entries, is_replaceable, own_files, refuse_collisions
+from megackpt.checkpoint.ownership import (
+    foreign_entries,
+    is_replaceable,
+    own_files,
+    refuse_collisions,
+)
 from megackpt.checkpoint.place import Place
 from megackpt.checkpoint.replacing import (
     check_name,
@@ -50,7 +55,12 @@ from megackpt.errors import (
 from megackpt.planning.manifest import Manifest
 from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage, digest, is_url
 
-_PAUSES = (0.0, 0.2, 1.0, 3.0)  # seconds; a network file system may show a new file a little later
+_PAUSES = (
+    0.0,
+    0.2,
+    1.0,
+    3.0,
+)  # seconds; a network file system may show a new file a little later
 
 
 class DirectoryPlace(Place):
@@ -76,32 +86,54 @@ class DirectoryPlace(Place):
         self._scratch: tuple[str, ...] = ()
         self._replaces: tuple[str, ...] = ()
         self._old: set[str] | None = None
-        self.storage: LocalStorage = outer.folder(staging_name(name, save_id) if staged else name)
+        self.storage: LocalStorage = outer.folder(
+            staging_name(name, save_id) if staged else name
+        )
         self.marker = Marker(save_id, names=self._inherited() if resumed else ())
         active.add(save_id)
         try:
             self.marker.put(self.storage)
-            beat = Heartbeat(self.path, partial(touched, self.storage, self.marker.name))
-        except BaseException:  # or this process would take its own failed save for a live one
+            beat = Heartbeat(
+                self.path, partial(touched, self.storage, self.marker.name)
+            )
+        except (
+            BaseException
+        ):  # or this process would take its own failed save for a live one
             active.discard(save_id)
             raise
         # A place that is dropped without a word is a dead save too.
-        self._ended = weakref.finalize(self, _end, beat, self.storage, save_id, os.getpid())
+        self._ended = weakref.finalize(
+            self, _end, beat, self.storage, save_id, os.getpid()
+        )
 
     def _inherited(self) -> tuple[str, ...]:
         """The names that the dead save may have made. Of several that would go on with it, one gets the lock."""
         free = self.storage.lock()
-        dead = next((marker for marker in markers(self.storage) if marker.save_id == self.save_id), None)
+        dead = next(
+            (
+                marker
+                for marker in markers(self.storage)
+                if marker.save_id == self.save_id
+            ),
+            None,
+        )
         if not free or dead is None or dead.lives(self.storage):
-            raise SaveInProgress(f"another process goes on with the save {self.save_id} in {self.path}")
+            raise SaveInProgress(
+                f"another process goes on with the save {self.save_id} in {self.path}"
+            )
         return dead.names
 
     def announce(
-        self, names: Iterable[str], scratch: Iterable[str] = (), replaces: Iterable[str] = ()
+        self,
+        names: Iterable[str],
+        scratch: Iterable[str] = (),
+        replaces: Iterable[str] = (),
     ) -> None:
         self._scratch = (*self._scratch, *scratch)
         self._replaces = (*self._replaces, *replaces)
-        new = {name.partition("/")[0] for name in (*names, *self._scratch, INDEX)} - set(self.marker.names)
+        new = {
+            name.partition("/")[0] for name in (*names, *self._scratch, INDEX)
+        } - set(self.marker.names)
         self._refuse_collisions(new)
         self._mark(names=(*self.marker.names, *sorted(new)))
 
@@ -126,7 +158,10 @@ class DirectoryPlace(Place):
     def keep_only(self, files: Collection[str]) -> None:
         kept = {*files, *self._scratch}
         folders = {
-            "/".join(parts[:i]) for name in kept for parts in [name.split("/")] for i in range(1, len(parts))
+            "/".join(parts[:i])
+            for name in kept
+            for parts in [name.split("/")]
+            for i in range(1, len(parts))
         }
         torn = [name for name in self.storage.list() if name.startswith(TEMPORARY)]
         waiting = [*self.marker.names, *torn]
@@ -157,14 +192,22 @@ class DirectoryPlace(Place):
             if self._made:
                 self.outer.remove_folder(self.name)
         except (StorageError, OSError) as error:
-            logger.warning("the failed save in %s is not cleared up, the next one will: %s", self.path, error)
+            logger.warning(
+                "the failed save in %s is not cleared up, the next one will: %s",
+                self.path,
+                error,
+            )
 
     def abandon(self) -> None:
         self._ended()
 
-    def fill(self, small: dict[str, bytes], manifest: Manifest, confirm: Callable[[], None]) -> None:
+    def fill(
+        self, small: dict[str, bytes], manifest: Manifest, confirm: Callable[[], None]
+    ) -> None:
         self.announce(small)
-        index = sealed_index(manifest, {name: (len(data), digest(data)) for name, data in small.items()})
+        index = sealed_index(
+            manifest, {name: (len(data), digest(data)) for name, data in small.items()}
+        )
         ordered = list(small.items())
         ordered.insert(max(len(ordered) - 1, 0), (INDEX, index))
         *first, last = ordered
@@ -183,7 +226,9 @@ class DirectoryPlace(Place):
         """Put a small file, but not over one that somebody else has put there meanwhile: that one is no longer ours."""
         if self.storage.stat(name) is not None and not self.staged:
             last = "" if self.marker.last == name else self.marker.last
-            self._mark(names=tuple(n for n in self.marker.names if n != name), last=last)
+            self._mark(
+                names=tuple(n for n in self.marker.names if n != name), last=last
+            )
             refuse_collisions(self.path, [name], [name])
         self.storage.put(name, data)
 
@@ -191,7 +236,9 @@ class DirectoryPlace(Place):
         if self.staged:
             self._mark(retire=self._retired())
             self._confirm(confirm)
-            logger.debug("replacing the checkpoint in %s/%s", self.outer.location, self.name)
+            logger.debug(
+                "replacing the checkpoint in %s/%s", self.outer.location, self.name
+            )
         with turn(self.outer):
             if self.staged:
                 publish(self.outer, self.name, self.marker)
@@ -202,7 +249,8 @@ class DirectoryPlace(Place):
                 self.storage.delete(self.marker.name)
             except (CheckpointingException, FileNotFoundError) as error:
                 logger.warning(
-                    "the new checkpoint stands, but clearing up is left to the next save: %s", error
+                    "the new checkpoint stands, but clearing up is left to the next save: %s",
+                    error,
                 )
         self._ended()
 
@@ -244,7 +292,9 @@ def _end(beat: Heartbeat, storage: LocalStorage, save_id: str, process: int) -> 
     return True
 
 
-def begin(directory: Directory, *, save_id: str, overwrite: bool = True, resume: bool = False) -> Place:
+def begin(
+    directory: Directory, *, save_id: str, overwrite: bool = True, resume: bool = False
+) -> Place:
     """Prepare the place where a new checkpoint grows, so that no reader takes it for one.
 
     The directory and its parents are made; a symbolic link is followed. Leftovers of dead saves are removed, but
@@ -282,7 +332,10 @@ def completed(directory: Directory, save_id: str) -> bool:
         target = outer.folder(name)
     except (FileNotFoundError, NotADirectoryError, CorruptCheckpoint):
         return False
-    if not any(m.save_id == save_id and m.finished(target) and not m.lives(target) for m in markers(target)):
+    if not any(
+        m.save_id == save_id and m.finished(target) and not m.lives(target)
+        for m in markers(target)
+    ):
         return False
     with turn(outer):
         refuse_rivals(outer, name)
@@ -298,7 +351,9 @@ def _tried(
         return _begun(outer, name, save_id, overwrite, resume)
     except (StorageError, FileNotFoundError) as error:
         refuse_rivals(outer, name, save_id)
-        if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) or isinstance(
+            error.__cause__, FileNotFoundError
+        ):
             raise SaveInProgress(
                 f"another process is at work on {outer.location}/{name} at this very moment: {error}"
             ) from error
@@ -319,7 +374,9 @@ def _begun(
     if staged:
         check_replaceable(target, overwrite)
         if not outer.make_folder(staging_name(name, save_id), 0o700):
-            raise SaveInProgress(f"a save of id {save_id} is at work in {outer.location}")
+            raise SaveInProgress(
+                f"a save of id {save_id} is at work in {outer.location}"
+            )
     place = DirectoryPlace(outer, name, save_id, staged=staged, made=made)
     try:
         refuse_rivals(outer, name, save_id)
@@ -332,7 +389,9 @@ def _begun(
     return place
 
 
-def _taken_over(outer: LocalStorage, name: str, save_id: str, overwrite: bool) -> DirectoryPlace | None:
+def _taken_over(
+    outer: LocalStorage, name: str, save_id: str, overwrite: bool
+) -> DirectoryPlace | None:
     """The place of a dead save of this id, if there is one."""
     for entry in (staging_name(name, save_id), name):
         folder, target = folder_of(outer, entry), folder_of(outer, name)

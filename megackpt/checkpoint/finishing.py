@@ -10,7 +10,9 @@ from megackpt.planning.manifest import Manifest
 from megackpt.runtime.storage import Storage, digest
 
 
-def finished(backend: Backend, storage: Storage, manifest: Manifest, contents: Contents | None) -> Finished:
+def finished(
+    backend: Backend, storage: Storage, manifest: Manifest, contents: Contents | None
+) -> Finished:
     """``backend.finish``, or the files of the last save with this plan, where all of its chunks lie where those did.
 
     ``contents`` belongs to the plan and to this backend, so tensors, grids and options are those of the last time.
@@ -21,7 +23,11 @@ def finished(backend: Backend, storage: Storage, manifest: Manifest, contents: C
     known = None
     if last is not None and last.made_of == made_of:
         known = backend.renewed(last.files, last.save_id, manifest.save_id)
-    result = backend.finish(storage, manifest) if known is None else Finished(manifest, known)
+    result = (
+        backend.finish(storage, manifest)
+        if known is None
+        else Finished(manifest, known)
+    )
     if result.manifest is manifest:
         contents.last = Emitted(made_of, manifest.save_id, result.files)
     return result
@@ -29,7 +35,9 @@ def finished(backend: Backend, storage: Storage, manifest: Manifest, contents: C
 
 def _renews(kind: type[Backend]) -> bool:
     """Is there a ``renewed`` that knows of this ``finish``? One that was inherited does not know of a new one."""
-    owner = next(base for base in kind.__mro__ if {"finish", "renewed"} & vars(base).keys())
+    owner = next(
+        base for base in kind.__mro__ if {"finish", "renewed"} & vars(base).keys()
+    )
     return "renewed" in vars(owner)
 
 
@@ -40,4 +48,7 @@ def _places(manifest: Manifest) -> bytes:
         chunks.tensor, chunks.boxes.offset, chunks.boxes.shape, chunks.file, chunks.start, chunks.length,
     )  # fmt: skip
     names = "\0".join(manifest.files).encode("utf-8", "surrogatepass")
-    return digest(names + b"".join(digest(np.ascontiguousarray(column).data) for column in columns))
+    return digest(
+        names
+        + b"".join(digest(np.ascontiguousarray(column).data) for column in columns)
+    )

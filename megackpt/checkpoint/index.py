@@ -38,7 +38,13 @@ from megackpt.checkpoint.unpacking import (
 )
 from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint
 from megackpt.planning.box import Boxes, Int64
-from megackpt.planning.manifest import DIGEST_SIZE, ITEMSIZE, Manifest, TensorEntry, TensorMeta
+from megackpt.planning.manifest import (
+    DIGEST_SIZE,
+    ITEMSIZE,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+)
 from megackpt.runtime.storage import Storage, digest, read_dense
 
 INDEX = "megackpt.index"
@@ -54,13 +60,17 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
     manifest = _sorted_by_tensor(manifest)
     columns, derived = _columns(manifest)
     packed = {name: pack(column) for name, column in columns.items()}
-    keys = "".join(entry.key for entry in manifest.tensors).encode("utf-8", "surrogatepass")
+    keys = "".join(entry.key for entry in manifest.tensors).encode(
+        "utf-8", "surrogatepass"
+    )
     files = "".join(manifest.files).encode("utf-8", "surrogatepass")
     head = {
         "save_id": manifest.save_id,
         "backend": list(manifest.backend),
         "encoding": manifest.encoding,
-        "small": {name: [size, checksum.hex()] for name, (size, checksum) in small.items()},
+        "small": {
+            name: [size, checksum.hex()] for name, (size, checksum) in small.items()
+        },
         "dtypes": list(ITEMSIZE),
         "axes": _axes(manifest.tensors),
         "derived": derived,
@@ -123,7 +133,9 @@ def head_length(start: bytes) -> int:
     if magic != MAGIC:
         damaged("it does not begin as an index does")
     if version != VERSION:
-        raise BackendError(f"version {version} of the index is too new: this release reads up to {VERSION}")
+        raise BackendError(
+            f"version {version} of the index is too new: this release reads up to {VERSION}"
+        )
     return START + int(length)
 
 
@@ -142,7 +154,9 @@ def read_head(storage: Storage) -> Head | None:
         length = head_length(bytes(start)) - START
         if START + length > reader.size:
             raise CorruptCheckpoint(f"{storage.location}/{INDEX} is truncated")
-        head = read_dense(reader, START, length, f"the head of {storage.location}/{INDEX}")
+        head = read_dense(
+            reader, START, length, f"the head of {storage.location}/{INDEX}"
+        )
         return parse_head(bytes(head))
 
 
@@ -165,8 +179,12 @@ def _columns(manifest: Manifest) -> tuple[Columns, bool]:
     grids: dict[Dims, int] = {}
     numbers = {name: i for i, name in enumerate(ITEMSIZE)}
     meta = [metas.setdefault(entry.meta, len(metas)) for entry in tensors]
-    grid = [0 if g is None else 1 + grids.setdefault(g, len(grids)) for g in manifest.grids]
-    itemsize = np.array([entry.meta.itemsize for entry in tensors], np.int64)[chunks.tensor]
+    grid = [
+        0 if g is None else 1 + grids.setdefault(g, len(grids)) for g in manifest.grids
+    ]
+    itemsize = np.array([entry.meta.itemsize for entry in tensors], np.int64)[
+        chunks.tensor
+    ]
     extra = chunks.length - chunks.boxes.volume * itemsize
     derived = not extra[itemsize > 0].any()
     columns: dict[str, Any] = {
@@ -188,8 +206,12 @@ def _columns(manifest: Manifest) -> tuple[Columns, bool]:
     axes = _axes(tensors)
     padded = [[*m.shape, *[1] * (axes - len(m.shape))] for m in metas]
     shapes = np.array(padded, np.int64).reshape(len(metas), axes)
-    columns.update(_relative(chunks.boxes, shapes[np.array(meta, np.int64)[chunks.tensor]]))
-    return {name: np.asarray(columns[name], np.int64) for name in column_names(axes)}, derived
+    columns.update(
+        _relative(chunks.boxes, shapes[np.array(meta, np.int64)[chunks.tensor]])
+    )
+    return {
+        name: np.asarray(columns[name], np.int64) for name in column_names(axes)
+    }, derived
 
 
 def _relative(boxes: Boxes, whole: Int64) -> Iterator[tuple[str, Int64]]:

@@ -43,7 +43,9 @@ LONGEST = 255
 active: set[str] = set()
 """Ids of the saves of this process that have begun and not ended."""
 
-os.register_at_fork(after_in_child=cache.forget)  # markers and locks know a save by its id alone
+os.register_at_fork(
+    after_in_child=cache.forget
+)  # markers and locks know a save by its id alone
 
 
 def staging_name(name: str, save_id: str) -> str:
@@ -55,7 +57,9 @@ def siblings(outer: LocalStorage, name: str) -> dict[str, str]:
     """The siblings that saves to ``name`` made: entry -> save id. ``.old``: a directory set aside."""
     pattern = re.compile(re.escape(f".{name}.megackpt-") + r"([^./]+)(\.old)?")
     found = ((entry, pattern.fullmatch(entry)) for entry in outer.list())
-    return {entry: match[1] for entry, match in found if match and _is_folder(outer, entry)}
+    return {
+        entry: match[1] for entry, match in found if match and _is_folder(outer, entry)
+    }
 
 
 def _is_folder(outer: LocalStorage, entry: str) -> bool:
@@ -148,7 +152,11 @@ class Marker:
     def __str__(self) -> str:
         try:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
-        except (ValueError, OverflowError, OSError):  # markers are files, and may say anything
+        except (
+            ValueError,
+            OverflowError,
+            OSError,
+        ):  # markers are files, and may say anything
             since = "at no time"
         what = "a removal" if self.removes else "a save"
         return f"{what} by process {self.pid} on host {self.host!r}, begun {since}"
@@ -180,11 +188,19 @@ def parsed(data: bytes, save_id: str | None = None) -> Marker:
     for key, value in fields.items() if isinstance(fields, dict) else ():
         default = given.get(key)
         if isinstance(default, tuple) and isinstance(value, list):
-            given[key] = tuple(name for name in value if isinstance(name, str) and _is_name(name))
+            given[key] = tuple(
+                name for name in value if isinstance(name, str) and _is_name(name)
+            )
         elif type(value) is type(default):
             given[key] = value
     last = given["last"] if _is_name(given["last"]) else ""
-    return Marker(**{**given, "save_id": given["save_id"] if save_id is None else save_id, "last": last})
+    return Marker(
+        **{
+            **given,
+            "save_id": given["save_id"] if save_id is None else save_id,
+            "last": last,
+        }
+    )
 
 
 def _is_name(name: str) -> bool:
@@ -217,7 +233,9 @@ class Heartbeat:
     def __init__(self, where: str, beat: Callable[[], bool]) -> None:
         self._stopped = threading.Event()
         work = functools.partial(_beat, self._stopped, where, beat)
-        self._thread = threading.Thread(target=work, name="megackpt-heartbeat", daemon=True)
+        self._thread = threading.Thread(
+            target=work, name="megackpt-heartbeat", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -234,7 +252,9 @@ def _beat(stopped: threading.Event, where: str, beat: Callable[[], bool]) -> Non
             if not beat():
                 return  # the save will find out by itself
         except (OSError, StorageError) as error:
-            logger.warning("no sign of life could be left for the save in %s: %s", where, error)
+            logger.warning(
+                "no sign of life could be left for the save in %s: %s", where, error
+            )
 
 
 def touched(storage: LocalStorage, marker: str) -> bool:

@@ -29,7 +29,13 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import BucketStorage, LocalStorage, SingleFile, Storage, is_url
+from megackpt.runtime.storage import (
+    BucketStorage,
+    LocalStorage,
+    SingleFile,
+    Storage,
+    is_url,
+)
 from megackpt.strategies import Strategy
 
 Directory = str | os.PathLike[str]
@@ -50,15 +56,23 @@ class Opened:
 
 def absolute(directory: Directory) -> str:
     """The directory, or the URL, that a caller names. Raises StorageError for what is neither."""
-    path: object = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    path: object = (
+        os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    )
     if not isinstance(path, str):
-        told = repr(path) if path is None else f"a {type(path).__name__}"  # it may be a whole state
-        raise StorageError(f"a checkpoint's directory must be a str or a Path, not {told}")
+        told = (
+            repr(path) if path is None else f"a {type(path).__name__}"
+        )  # it may be a whole state
+        raise StorageError(
+            f"a checkpoint's directory must be a str or a Path, not {told}"
+        )
     if not path or "\0" in path:
         raise StorageError(f"{path!r} names no directory (the current one is '.')")
     if is_url(path):
         return BucketStorage(path).location
-    if path.startswith("~") and (path[1:2] in ("", "/") or os.path.expanduser(path) != path):
+    if path.startswith("~") and (
+        path[1:2] in ("", "/") or os.path.expanduser(path) != path
+    ):
         raise StorageError(
             f"{path!r}: shells expand the ~, Python does not: give os.path.expanduser({path!r})"
         )
@@ -81,7 +95,10 @@ def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Open
     """
     # Without an index nothing ties the files together, so see that nobody began to clear them away.
     return unreplaced(
-        directory, lambda storage: _read(storage, asked), lambda opened: bool(opened.manifest.save_id), asked
+        directory,
+        lambda storage: _read(storage, asked),
+        lambda opened: bool(opened.manifest.save_id),
+        asked,
     )
 
 
@@ -106,10 +123,14 @@ def unreplaced(
             continue
         if sure(found) or storage.is_current():
             return found
-    raise CheckpointReplaced(f"{os.fspath(directory)} is being replaced again and again") from failed
+    raise CheckpointReplaced(
+        f"{os.fspath(directory)} is being replaced again and again"
+    ) from failed
 
 
-def open_same(directory: Directory, save_id: str, asked: Strategy | None = None) -> Storage:
+def open_same(
+    directory: Directory, save_id: str, asked: Strategy | None = None
+) -> Storage:
     """The storage of a checkpoint that another rank has opened, on this rank.
 
     ``save_id`` is its manifest's. Raises CheckpointReplaced if the directory bears another one by now,
@@ -152,9 +173,7 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> Storage
         except FileNotFoundError:
             reason = f"directory {os.fspath(directory)} does not exist"
         except NotADirectoryError:
-            reason = (
-                f"{os.fspath(directory)} is not a distributed checkpoint: it is neither directory nor file"
-            )
+            reason = f"{os.fspath(directory)} is not a distributed checkpoint: it is neither directory nor file"
         if storage is not None and reason is None:
             return storage
         if storage is not None and not storage.is_current():
@@ -163,7 +182,9 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> Storage
             return aside
         if storage is not None or not os.path.isdir(target):
             raise NotACheckpoint(f"{reason}{_elsewhere(target)}")
-    raise CheckpointReplaced(f"{os.fspath(directory)} is being replaced again and again")
+    raise CheckpointReplaced(
+        f"{os.fspath(directory)} is being replaced again and again"
+    )
 
 
 def _in_bucket(url: str, asked: Strategy | None) -> Storage:
@@ -202,7 +223,11 @@ def _elsewhere(target: str) -> str:
     missing = ""
     if os.path.isfile(target):
         above = os.path.dirname(target)
-        return f"; it lies in the checkpoint {above}: is that meant?" if _is_complete(above) else ""
+        return (
+            f"; it lies in the checkpoint {above}: is that meant?"
+            if _is_complete(above)
+            else ""
+        )
     while not os.path.isdir(target) and target != os.path.dirname(target):
         target, missing = os.path.split(target)
     try:
@@ -218,12 +243,17 @@ def _elsewhere(target: str) -> str:
         within = [
             n
             for n in names
-            if near.size(f"{n}/{CONFIG}") is not None or near.size(f"{n}/.metadata") is not None
+            if near.size(f"{n}/{CONFIG}") is not None
+            or near.size(f"{n}/.metadata") is not None
         ]
     except (CheckpointingException, OSError):
         return ""  # what went wrong first tells more
     more = f" (the last of {len(within)})" if len(within) > 1 else ""
-    return f"; a checkpoint is in {os.path.join(target, within[-1])}{more}: is that meant?" if within else ""
+    return (
+        f"; a checkpoint is in {os.path.join(target, within[-1])}{more}: is that meant?"
+        if within
+        else ""
+    )
 
 
 def _is_complete(directory: str) -> bool:
@@ -233,7 +263,9 @@ def _is_complete(directory: str) -> bool:
         return False  # what went wrong first tells more
 
 
-def incomplete(storage: LocalStorage, own: str = "", asked: Strategy | None = None) -> str | None:
+def incomplete(
+    storage: LocalStorage, own: str = "", asked: Strategy | None = None
+) -> str | None:
     """Why this directory is no complete checkpoint, or None if it is one (perhaps a damaged one).
 
     The marker of the save ``own`` is not looked at.
@@ -281,7 +313,9 @@ def stored_manifest(
     return backend_of(storage, manifest, asked), manifest, small
 
 
-def backend_of(storage: Storage, manifest: Manifest, asked: Strategy | None = None) -> Backend:
+def backend_of(
+    storage: Storage, manifest: Manifest, asked: Strategy | None = None
+) -> Backend:
     """The backend that reads what this manifest tells of. BackendError where it cannot, or another was asked for."""
     try:
         return strategies.reader_of(*manifest.backend, asked)
@@ -299,7 +333,11 @@ class Shortfall:
     needed: int
 
     def __str__(self) -> str:
-        state = "missing" if self.size is None else f"truncated ({self.size} of {self.needed} bytes)"
+        state = (
+            "missing"
+            if self.size is None
+            else f"truncated ({self.size} of {self.needed} bytes)"
+        )
         return f"{self.name}, written by rank {self.writer}, is {state}"
 
 
@@ -312,7 +350,13 @@ def shortfalls(storage: Storage, manifest: Manifest) -> list[Shortfall]:
     writers[chunks.file[placed]] = chunks.writer[placed]
     if manifest.encoding == "raw":
         np.maximum.at(ends, chunks.file[placed], (chunks.start + chunks.length)[placed])
-    rows = zip(manifest.files, writers.tolist(), storage.sizes(manifest.files), ends.tolist(), strict=True)
+    rows = zip(
+        manifest.files,
+        writers.tolist(),
+        storage.sizes(manifest.files),
+        ends.tolist(),
+        strict=True,
+    )
     found = (Shortfall(*row) for row in rows)
     return [short for short in found if short.size is None or short.size < short.needed]
 

@@ -13,9 +13,19 @@ from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
 from megackpt.checkpoint.index import INDEX, MAGIC, decode_index, read_head
 from megackpt.checkpoint.marker import PREFIX, markers
-from megackpt.checkpoint.tables import by_its_own_account, native_format, table_of_another
+from megackpt.checkpoint.tables import (
+    by_its_own_account,
+    native_format,
+    table_of_another,
+)
 from megackpt.checkpoint.unpacking import SmallFiles
-from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint, StorageError, some
+from megackpt.errors import (
+    BackendError,
+    CheckpointingException,
+    CorruptCheckpoint,
+    StorageError,
+    some,
+)
 from megackpt.planning.manifest import Manifest
 from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage
 
@@ -31,7 +41,9 @@ def is_replaceable(storage: Storage, own: str = "") -> bool:
     The marker of the save ``own`` is not looked at; any other unfinished save or removal makes it False.
     """
     if isinstance(storage, LocalStorage):
-        unfinished = (m for m in markers(storage) if m.save_id != own and not m.finished(storage))
+        unfinished = (
+            m for m in markers(storage) if m.save_id != own and not m.finished(storage)
+        )
         if next(unfinished, None) is not None:
             return False
     return _has_index(storage) or native_format(storage) is not None
@@ -63,7 +75,9 @@ def own_files(storage: Storage) -> tuple[str, ...]:
             manifest, small = decode_index(data, f"{storage.location}/{INDEX}")
         except CorruptCheckpoint as error:
             problem = error
-            with suppress(CorruptCheckpoint):  # a flipped bit in a digest, say; a wrong name names no file
+            with suppress(
+                CorruptCheckpoint
+            ):  # a flipped bit in a digest, say; a wrong name names no file
                 manifest, small = decode_index(data, INDEX, intact=False)
                 named.update(files_of(storage, _backend_of(manifest), manifest, small))
         else:
@@ -116,7 +130,11 @@ def files_of(
     storage: Storage, backend: Backend | None, manifest: Manifest, small: SmallFiles
 ) -> Collection[str]:
     """The files of a checkpoint that has been read; ``small`` as the index names them."""
-    named = {*manifest.files, *small, INDEX} if manifest.save_id or small else {*manifest.files}
+    named = (
+        {*manifest.files, *small, INDEX}
+        if manifest.save_id or small
+        else {*manifest.files}
+    )
     return named.union(() if backend is None else backend.unlisted(storage, manifest))
 
 
@@ -133,7 +151,11 @@ def foreign_entries(
         while above and above not in folders:
             folders.add(above)
             above = above.rpartition("/")[0]
-    top = [e for e in storage.list() if not e.startswith(OURS) and (names is None or e in names)]
+    top = [
+        e
+        for e in storage.list()
+        if not e.startswith(OURS) and (names is None or e in names)
+    ]
     waiting = [("", top)]
     while waiting:
         folder, entries = waiting.pop()
@@ -156,7 +178,9 @@ def _listed(storage: Storage, name: str) -> list[str] | None:
         return None
 
 
-def refuse_collisions(location: str, foreign: Iterable[str], names: Collection[str]) -> None:
+def refuse_collisions(
+    location: str, foreign: Iterable[str], names: Collection[str]
+) -> None:
     """StorageError if a save that writes these top-level names would meet foreign entries."""
     met = sorted(name for name in foreign if name.partition("/")[0] in names)
     if met:

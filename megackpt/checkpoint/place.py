@@ -31,7 +31,10 @@ class Place(ABC):
 
     @abstractmethod
     def announce(
-        self, names: Iterable[str], scratch: Iterable[str] = (), replaces: Iterable[str] = ()
+        self,
+        names: Iterable[str],
+        scratch: Iterable[str] = (),
+        replaces: Iterable[str] = (),
     ) -> None:
         """Note the top-level names that this save may make, before any is made.
 
@@ -54,7 +57,9 @@ class Place(ABC):
         """End without touching a file, for ranks that were lost may still write: the next save clears up."""
 
     @abstractmethod
-    def fill(self, small: dict[str, bytes], manifest: Manifest, confirm: Callable[[], None]) -> None:
+    def fill(
+        self, small: dict[str, bytes], manifest: Manifest, confirm: Callable[[], None]
+    ) -> None:
         """Write the small files and the index; the last one completes the directory."""
 
     @abstractmethod
@@ -84,11 +89,15 @@ def commit(
         SaveInProgress: another save has come first, where nobody could keep it out (object stores).
     """
     written_by = backend.name, backend.version
-    manifest = replace(manifest, backend=written_by, encoding=backend.encoding, save_id=place.save_id)
+    manifest = replace(
+        manifest, backend=written_by, encoding=backend.encoding, save_id=place.save_id
+    )
     _check_files(place.storage, manifest)
     result = finished(backend, place.storage, manifest, contents)
     if reread and (problems := damage(place.storage, backend, result.manifest)):
-        raise CorruptCheckpoint("what was written is not what is read again:\n" + "\n".join(problems))
+        raise CorruptCheckpoint(
+            "what was written is not what is read again:\n" + "\n".join(problems)
+        )
     place.fill(dict(result.files), result.manifest, confirm)
     place.publish(confirm)
 

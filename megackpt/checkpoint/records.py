@@ -20,7 +20,9 @@ from megackpt.runtime.storage import BucketStorage, Version, digest
 RECORD = "megackpt.commit"
 FORMAT = 1
 _LIMIT = 1 << 20
-_FOLDER = re.compile(r"megackpt-[0-9a-f]{32}")  # a uuid: folders of other people are called otherwise
+_FOLDER = re.compile(
+    r"megackpt-[0-9a-f]{32}"
+)  # a uuid: folders of other people are called otherwise
 
 
 def folder_of(save_id: str) -> str:
@@ -66,11 +68,26 @@ class Record:
                     f"{where}: format {told['format']} is too new: this release reads up to {FORMAT}"
                 )
             index = told["index"]["size"], bytes.fromhex(told["index"]["xxh3_128"])
-            record = cls(told["save_id"], float(told["time"]), index, told["objects"], told["bytes"])
+            record = cls(
+                told["save_id"],
+                float(told["time"]),
+                index,
+                told["objects"],
+                told["bytes"],
+            )
             numbers = (index[0], record.objects, record.nbytes)
-            if _FOLDER.fullmatch(folder_of(record.save_id)) and all(type(n) is int for n in numbers):
+            if _FOLDER.fullmatch(folder_of(record.save_id)) and all(
+                type(n) is int for n in numbers
+            ):
                 return record
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise CorruptCheckpoint(
                 f"{where} is damaged: it does not say which save is the checkpoint"
             ) from error

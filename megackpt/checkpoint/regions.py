@@ -36,7 +36,10 @@ class Regions:
     def arrays(self, regions: Sequence[Region]) -> list[NDArray[Any]]:
         """One new array of ``carried_dtype`` items for each region. All are held at once: ask for few MiB at a time."""
         tensors = self.opened.manifest.tensors
-        found = [np.empty(box.shape, carried_dtype(tensors[number].meta.itemsize)) for number, box in regions]
+        found = [
+            np.empty(box.shape, carried_dtype(tensors[number].meta.itemsize))
+            for number, box in regions
+        ]
         self._read(regions, _Landing(found, [box for _, box in regions], {}))
         return found
 
@@ -64,7 +67,14 @@ class Regions:
 
     def _declared(self, number: int, box: Box) -> Declaration:
         entry = self.opened.manifest.tensors[number]
-        return Declaration(ShardId(entry.key, box), entry.meta, 0, False, box.volume * entry.meta.itemsize, 0)
+        return Declaration(
+            ShardId(entry.key, box),
+            entry.meta,
+            0,
+            False,
+            box.volume * entry.meta.itemsize,
+            0,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +87,9 @@ class _Landing:
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
         inside: tuple[Any, ...] = box.relative_to(self.holders[target]).slices()
-        return self.arrays[target][(*inside, ...)]  # with "...", a view even where there are no dimensions
+        return self.arrays[target][
+            (*inside, ...)
+        ]  # with "...", a view even where there are no dimensions
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
         """Nothing to do: the array is the place itself."""

@@ -111,13 +111,19 @@ def _ours(folder: LocalStorage) -> tuple[str, ...]:
     if (reason := incomplete(folder)) is not None:
         raise NotACheckpoint(reason)
     if folder.size(INDEX) is None:
-        raise NotACheckpoint(f"{folder.location} was not written by megackpt, and is left alone")
+        raise NotACheckpoint(
+            f"{folder.location} was not written by megackpt, and is left alone"
+        )
     backend, manifest, small = stored_manifest(folder)
     own = files_of(folder, backend, manifest, small)
-    return tuple(sorted(own, key=lambda name: (name != CONFIG, name not in small, name)))
+    return tuple(
+        sorted(own, key=lambda name: (name != CONFIG, name not in small, name))
+    )
 
 
-def _removed(outer: LocalStorage, name: str, folder: LocalStorage, marker: Marker) -> None:
+def _removed(
+    outer: LocalStorage, name: str, folder: LocalStorage, marker: Marker
+) -> None:
     # The first one by itself: what readers look for first is durably gone before anything else.
     starts = range(1, len(marker.names), _AT_ONCE)
     for batch in (marker.names[:1], *(marker.names[i : i + _AT_ONCE] for i in starts)):
@@ -127,7 +133,9 @@ def _removed(outer: LocalStorage, name: str, folder: LocalStorage, marker: Marke
             )
         folder.remove_files(batch)
     with turn(outer):
-        if folder.list() == [marker.name]:  # once it is away, nobody finds an empty directory
+        if folder.list() == [
+            marker.name
+        ]:  # once it is away, nobody finds an empty directory
             hidden = staging_name(name, marker.save_id)
             outer.rename(name, hidden)
             discard(outer, hidden, marker.name)
@@ -150,7 +158,9 @@ def _emptied(url: str, whole: bool) -> None:
             if whole and record is not None:
                 _still_alone(outer, lock)
                 if read_record(outer)[1] != version:
-                    raise SaveInProgress(f"{url} was saved to by another job meanwhile, and is left alone")
+                    raise SaveInProgress(
+                        f"{url} was saved to by another job meanwhile, and is left alone"
+                    )
                 outer.delete(RECORD)
             for folder in gone:
                 _still_alone(outer, lock)

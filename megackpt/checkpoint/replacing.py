@@ -18,7 +18,14 @@ import os
 import stat
 import uuid
 
-from megackpt.checkpoint.marker import LONGEST, PREFIX, Marker, markers, siblings, staging_name
+from megackpt.checkpoint.marker import (
+    LONGEST,
+    PREFIX,
+    Marker,
+    markers,
+    siblings,
+    staging_name,
+)
 from megackpt.checkpoint.opening import shortfalls
 from megackpt.checkpoint.ownership import OURS, foreign_entries, is_replaceable
 from megackpt.checkpoint.tables import by_its_own_account, native_format
@@ -27,7 +34,9 @@ from megackpt.runtime.storage import TEMPORARY, LocalStorage
 
 logger = logging.getLogger("megackpt.checkpoint")
 
-_COMPARED = 1 << 30  # bytes: files beside a checkpoint, as those of an export, are smaller
+_COMPARED = (
+    1 << 30
+)  # bytes: files beside a checkpoint, as those of an export, are smaller
 _PASSES = 5  # over a directory that others still put files into
 
 
@@ -75,7 +84,11 @@ def publish(outer: LocalStorage, name: str, marker: Marker) -> None:
         outer.rename(staging, name)
         return
     if not outer.dress_as(staging, name):
-        logger.warning("%s/%s: the new checkpoint cannot have the owner of the old one", outer.location, name)
+        logger.warning(
+            "%s/%s: the new checkpoint cannot have the owner of the old one",
+            outer.location,
+            name,
+        )
     if outer.exchange(staging, name):
         return
     aside = f"{staging}.old"
@@ -100,12 +113,24 @@ def _retire(outer: LocalStorage, old: str, new: str, marker: Marker) -> None:
     own = set(marker.retire)
     for _ in range(_PASSES):
         for name in list(foreign_entries(folder, own)):
-            _move(outer, f"{old}/{name}", f"{new}/{name}", keeps=name.partition("/")[0] in marker.names)
+            _move(
+                outer,
+                f"{old}/{name}",
+                f"{new}/{name}",
+                keeps=name.partition("/")[0] in marker.names,
+            )
         # Once more before anything is removed: others may hold the old directory open.
-        folder.remove_files([*marker.retire, *(entry for entry in folder.list() if entry.startswith(OURS))])
+        folder.remove_files(
+            [
+                *marker.retire,
+                *(entry for entry in folder.list() if entry.startswith(OURS)),
+            ]
+        )
         if outer.remove_folder(old):
             return
-    raise StorageError(f"{outer.location}/{old} cannot be removed: others keep on writing files into it")
+    raise StorageError(
+        f"{outer.location}/{old} cannot be removed: others keep on writing files into it"
+    )
 
 
 def _move(outer: LocalStorage, source: str, target: str, *, keeps: bool) -> None:
@@ -183,7 +208,9 @@ def _renew(outer: LocalStorage, name: str) -> None:
         if outer.dress_as(fresh, name):
             outer.rename(fresh, name)
             return
-    except StorageError as error:  # a mount point, or somebody has put a file there meanwhile
+    except (
+        StorageError
+    ) as error:  # a mount point, or somebody has put a file there meanwhile
         logger.debug("%s is used again as it is: %s", target.location, error)
     outer.remove_folder(fresh)
 
@@ -220,14 +247,25 @@ def _settle(outer: LocalStorage, name: str, sibling: str, folder: LocalStorage) 
         return
     target = folder_of(outer, name)
     if not is_replaceable(folder) or (target is not None and is_replaceable(target)):
-        logger.warning("%s is a leftover that is left alone: look at it and remove it", folder.location)
+        logger.warning(
+            "%s is a leftover that is left alone: look at it and remove it",
+            folder.location,
+        )
         return
     if target is not None:
         _clean_folder(target)
         for entry in target.list():
-            _move(outer, f"{name}/{entry}", f"{sibling}/{entry}", keeps=folder.stat(entry) is not None)
+            _move(
+                outer,
+                f"{name}/{entry}",
+                f"{sibling}/{entry}",
+                keeps=folder.stat(entry) is not None,
+            )
         outer.remove_folder(name)
-    logger.warning("%s: going back to the checkpoint that an interrupted save moved away", folder.location)
+    logger.warning(
+        "%s: going back to the checkpoint that an interrupted save moved away",
+        folder.location,
+    )
     outer.rename(sibling, name)
 
 
@@ -237,7 +275,9 @@ def _is_saved_by_another(target: LocalStorage) -> bool:
     It may have written over files of the dead save, so that no name tells whose a file is.
     """
     backend = native_format(target)
-    return backend is not None and not shortfalls(target, by_its_own_account(backend, target))
+    return backend is not None and not shortfalls(
+        target, by_its_own_account(backend, target)
+    )
 
 
 def _clean_folder(target: LocalStorage, spared: str = "") -> bool:
@@ -250,7 +290,9 @@ def _clean_folder(target: LocalStorage, spared: str = "") -> bool:
     torn = [entry for entry in target.list() if entry.startswith(TEMPORARY)]
     for marker in markers(target):
         if marker.lives(target):
-            raise SaveInProgress(f"{target.location} is being written by {marker}, which has just begun")
+            raise SaveInProgress(
+                f"{target.location} is being written by {marker}, which has just begun"
+            )
         if not marker.finished(target):
             if marker.save_id == spared:
                 continue

@@ -9,7 +9,12 @@ from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
 from megackpt.checkpoint.index import INDEX
 from megackpt.checkpoint.records import Committed
-from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint, StorageError
+from megackpt.errors import (
+    BackendError,
+    CheckpointingException,
+    CorruptCheckpoint,
+    StorageError,
+)
 from megackpt.planning.manifest import Manifest
 from megackpt.runtime.storage import Storage, digest
 
@@ -29,7 +34,9 @@ def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
         ) from error
 
 
-def small_file_problems(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> list[str]:
+def small_file_problems(
+    storage: Storage, small: Mapping[str, tuple[int, bytes]]
+) -> list[str]:
     """What is wrong with the small files that an index names, or that another library's table is beside it."""
     problems = _problems(storage, small)
     if problems or (other := table_of_another(storage, small)) is None:
@@ -54,11 +61,17 @@ def _problems(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> list[
     ]
 
 
-def _small_file_problem(storage: Storage, name: str, found: int | None, size: int) -> str:
+def _small_file_problem(
+    storage: Storage, name: str, found: int | None, size: int
+) -> str:
     path = f"{storage.location}/{name}"
     if found is None:
         return f"{path} is missing: the checkpoint's index names it"
-    what = f"has {found} bytes instead of {size}" if found != size else "does not match its digest"
+    what = (
+        f"has {found} bytes instead of {size}"
+        if found != size
+        else "does not match its digest"
+    )
     return (
         f"{path} {what}: it is damaged, or was written by somebody else ({_compared(storage, name)}). "
         f"If it is right, remove {INDEX} and the format's own files are trusted"
@@ -70,11 +83,16 @@ def _compared(storage: Storage, name: str) -> str:
     if own is None or other is None:
         return "one of the two is gone"
     newer = name if own > other else INDEX
-    times = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) for moment in (own, other)]
+    times = [
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+        for moment in (own, other)
+    ]
     return f"{newer} is newer: {name} {times[0]}, {INDEX} {times[1]}"
 
 
-def table_of_another(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> tuple[str, Backend] | None:
+def table_of_another(
+    storage: Storage, small: Mapping[str, tuple[int, bytes]]
+) -> tuple[str, Backend] | None:
     """The table of contents that another library has put beside the index, or over a file that the index names.
 
     Its name and its format. Stock DCP and Megatron save into a directory as it is, and leave our index where it was.
@@ -106,7 +124,9 @@ def _format_of(storage: Storage, table: str) -> Backend | None:
             config = strategies.read_config(storage)
             if config is None:
                 return None
-            return strategies.reader_of(config.sharded_backend, config.sharded_backend_version)
+            return strategies.reader_of(
+                config.sharded_backend, config.sharded_backend_version
+            )
         if storage.size(METADATA) is None:
             return None
         backend = strategies.reader_of("torch_dist", 1)

@@ -43,7 +43,14 @@ _ROOM = 16  # chunks x dimensions for which there may be one byte of index
 def column_names(axes: int) -> list[str]:
     """The columns of an index of tensors with at most this many dimensions, in the order of their bytes."""
     per_axis = [f"{name}{axis}" for axis in range(axes) for name in _PER_AXIS]
-    tables = (*_OF_TENSORS, *_OF_METAS, "meta_dim", "grid_ndim", "grid_dim", "file_chars")
+    tables = (
+        *_OF_TENSORS,
+        *_OF_METAS,
+        "meta_dim",
+        "grid_ndim",
+        "grid_dim",
+        "file_chars",
+    )
     return [*tables, *_OF_CHUNKS, *per_axis]
 
 
@@ -74,7 +81,10 @@ def parse_head(text: bytes) -> Head:
             _string(head["save_id"]),
             (_string(name), _natural(version)),
             _string(head["encoding"]),
-            {_string(n): (_natural(size), bytes.fromhex(hexa)) for n, (size, hexa) in head["small"].items()},
+            {
+                _string(n): (_natural(size), bytes.fromhex(hexa))
+                for n, (size, hexa) in head["small"].items()
+            },
             [_string(d) for d in head["dtypes"]],
             axes,
             head["derived"] is True,
@@ -100,7 +110,9 @@ def _natural(value: Any, end: int = LARGEST) -> int:
 
 
 def _check_head(head: Head) -> None:
-    if head.encoding not in ("raw", "native") or (head.encoding == "raw" and not head.derived):
+    if head.encoding not in ("raw", "native") or (
+        head.encoding == "raw" and not head.derived
+    ):
         damaged(f"unknown encoding {head.encoding!r}")
     if unknown := [d for d in head.dtypes if d not in ITEMSIZE]:
         damaged(f"unknown dtypes {unknown}")
@@ -111,7 +123,9 @@ def _check_head(head: Head) -> None:
 
 def _check_names(names: Sequence[str]) -> None:
     if unsafe := unsafe_names(names):
-        damaged(f"it names {unsafe[0]!r}, which is no name of a file inside a checkpoint")
+        damaged(
+            f"it names {unsafe[0]!r}, which is no name of a file inside a checkpoint"
+        )
     if len(set(names)) != len(names):
         damaged("it names a file twice")
 
@@ -120,10 +134,16 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
     """The manifest. CorruptCheckpoint if the body contradicts the head, or itself."""
     digests_at = sum(layout.nbytes for layout in head.layouts.values()) + sum(head.text)
     if digests_at > len(body) or (len(body) - digests_at) % DIGEST_SIZE:
-        damaged(f"its length is {len(body)}, its head tells of {digests_at} bytes and digests")
+        damaged(
+            f"its length is {len(body)}, its head tells of {digests_at} bytes and digests"
+        )
     _check_counts(head, len(body))
     columns, text = _unpacked(head, body)
-    if any(column.size and column.min() < 0 for n, column in columns.items() if n not in ("file", "writer")):
+    if any(
+        column.size and column.min() < 0
+        for n, column in columns.items()
+        if n not in ("file", "writer")
+    ):
         damaged("a number is negative")
     metas = _metas(head, columns)
     keys = _split(text[: head.text[0]], columns["key_chars"])
@@ -150,9 +170,16 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
 def _check_counts(head: Head, size: int) -> None:
     """Rows that take no bytes must not take memory at will: bound every count by bytes that are there."""
     counts = {name: layout.count for name, layout in head.layouts.items()}
-    tensors, metas, grids = counts["key_chars"], counts["meta_dtype"], counts["grid_ndim"]
+    tensors, metas, grids = (
+        counts["key_chars"],
+        counts["meta_dtype"],
+        counts["grid_ndim"],
+    )
     chunks = counts["file"]
-    of_chunks = [*_OF_CHUNKS, *(f"{name}{axis}" for axis in range(head.axes) for name in _PER_AXIS)]
+    of_chunks = [
+        *_OF_CHUNKS,
+        *(f"{name}{axis}" for axis in range(head.axes) for name in _PER_AXIS),
+    ]
     same = (
         all(counts[name] == tensors for name in _OF_TENSORS)
         and all(counts[name] == metas for name in _OF_METAS)
@@ -204,7 +231,9 @@ def _tuples(ndims: Int64, dims: Int64, axes: int) -> list[Dims]:
     _check_below(ndims, axes + 1)
     _check_sum(ndims, len(dims))
     values = dims.tolist()
-    return [tuple(values[a:b]) for a, b in pairwise(accumulate(ndims.tolist(), initial=0))]
+    return [
+        tuple(values[a:b]) for a, b in pairwise(accumulate(ndims.tolist(), initial=0))
+    ]
 
 
 def _metas(head: Head, columns: Columns) -> list[TensorMeta]:
@@ -223,7 +252,9 @@ def _grids(columns: Columns) -> tuple[Dims | None, ...]:
     _check_below(columns["grid"], len(grids))
     numbers = columns["grid"]
     gridded = numbers > 0
-    if (ndims[numbers[gridded] - 1] != columns["meta_ndim"][columns["meta"][gridded]]).any():
+    if (
+        ndims[numbers[gridded] - 1] != columns["meta_ndim"][columns["meta"][gridded]]
+    ).any():
         damaged("a grid has other dimensions than its tensor")
     return tuple(map(grids.__getitem__, numbers.tolist()))
 
@@ -236,7 +267,9 @@ def _chunks(head: Head, columns: Columns, files: int, digests: Any) -> Chunks:
     meta = np.repeat(columns["meta"], counts)
     boxes = _boxes(head, columns, meta)
     sizes = np.array([ITEMSIZE[d] for d in head.dtypes], np.int64)
-    itemsize = sizes[columns["meta_dtype"]][meta] if len(meta) else np.zeros(0, np.int64)
+    itemsize = (
+        sizes[columns["meta_dtype"]][meta] if len(meta) else np.zeros(0, np.int64)
+    )
     _check_objects(boxes, itemsize)
     if head.derived:
         if length[itemsize > 0].any():
@@ -266,7 +299,10 @@ def _check_objects(boxes: Boxes, itemsize: Int64) -> None:
 
 def _boxes(head: Head, columns: Columns, meta: Int64) -> Boxes:
     """The boxes of all chunks, each within its tensor; the axes that a tensor does not have are 0:1."""
-    boxes = Boxes(np.empty((len(meta), head.axes), np.int64), np.empty((len(meta), head.axes), np.int64))
+    boxes = Boxes(
+        np.empty((len(meta), head.axes), np.int64),
+        np.empty((len(meta), head.axes), np.int64),
+    )
     ndims, dims = columns["meta_ndim"], columns["meta_dim"]
     first = np.cumsum(ndims) - ndims
     for axis in range(head.axes):

@@ -68,9 +68,19 @@ class Report:
     def __str__(self) -> str:
         what = f"{self.tensors} tensors and objects, {self.bytes} bytes in {self.files} files"
         unchecked = not self.checked and self.ok
-        how = " (it has no digests: sizes were checked, not the content)" if unchecked else ""
-        counts = [(len(self.problems), "problems"), (len(self.unread), "parts that could not be read")]
-        verdict = ", ".join(f"{count} {name}" for count, name in counts if count) or "all good"
+        how = (
+            " (it has no digests: sizes were checked, not the content)"
+            if unchecked
+            else ""
+        )
+        counts = [
+            (len(self.problems), "problems"),
+            (len(self.unread), "parts that could not be read"),
+        ]
+        verdict = (
+            ", ".join(f"{count} {name}" for count, name in counts if count)
+            or "all good"
+        )
         lines = [f"{self.location}: {what}: {verdict}{how}"]
         lines += [f"  {problem}" for problem in self.problems]
         lines += [f"  could not be read: {part}" for part in self.unread]
@@ -110,12 +120,18 @@ def verify(
         if report.problems:
             running.problem = f"{len(report.problems)} problems: {report.problems[0]}"
         elif report.unread:
-            running.problem = f"{len(report.unread)} parts could not be read: {report.unread[0]}"
+            running.problem = (
+                f"{len(report.unread)} parts could not be read: {report.unread[0]}"
+            )
         return report
 
 
 def _verified(
-    storage: Storage, running: events.Operation, threads: int, start: Count, advance: Count
+    storage: Storage,
+    running: events.Operation,
+    threads: int,
+    start: Count,
+    advance: Count,
 ) -> Report:
     try:
         with events.stage("open"):
@@ -153,7 +169,9 @@ def _uncovered(manifest: Manifest) -> list[str]:
 class _Work(ChunkChecks):
     """All of one checkpoint, read, compared and opened by several threads."""
 
-    def report(self, small: Mapping[str, tuple[int, bytes]], threads: int, start: Count) -> Report:
+    def report(
+        self, small: Mapping[str, tuple[int, bytes]], threads: int, start: Count
+    ) -> Report:
         """Compare everything that there is to compare; ``small`` are the small files of the index."""
         storage, manifest, chunks = self.storage, self.manifest, self.manifest.chunks
         problems = self.looked(lambda: small_file_problems(storage, small))
@@ -167,12 +185,16 @@ class _Work(ChunkChecks):
         rows = np.arange(len(chunks), dtype=np.int64)
         if not checked:
             native: list[list[str] | None] = []
-            problems += self.looked(lambda: native.append(self.backend.verify_native(storage, manifest)))
+            problems += self.looked(
+                lambda: native.append(self.backend.verify_native(storage, manifest))
+            )
             checked = native != [None]
             damaged = [problem for found in native for problem in found or []]
             problems += damaged
             self.bad.update(self.rows_named_in(damaged))
-            rows = rows[~self.backend.raw_chunks(manifest) & ~np.isin(rows, list(self.bad))]
+            rows = rows[
+                ~self.backend.raw_chunks(manifest) & ~np.isin(rows, list(self.bad))
+            ]
         start(int(chunks.length[rows].sum()))
         problems += self.run(threads, [file.name for file in short], rows)
         problems += self.open_objects(threads)
@@ -205,7 +227,11 @@ class _Work(ChunkChecks):
         if not problems:
             return set()
         names = {self.name(row): row for row in range(len(self.manifest.chunks))}
-        heads = (problem[: at.start()] for problem in problems for at in re.finditer(": ", problem))
+        heads = (
+            problem[: at.start()]
+            for problem in problems
+            for at in re.finditer(": ", problem)
+        )
         return {names[head] for head in heads if head in names}
 
     def open_objects(self, threads: int) -> list[str]:
@@ -213,10 +239,18 @@ class _Work(ChunkChecks):
         chunks, tensors = self.manifest.chunks, self.manifest.tensors
         is_object = np.array([entry.meta.is_object for entry in tensors], np.bool_)
         rows = np.flatnonzero(is_object[chunks.tensor])
-        files = [file for file, name in enumerate(self.manifest.files) if name in self.missing]
+        files = [
+            file
+            for file, name in enumerate(self.manifest.files)
+            if name in self.missing
+        ]
         rows = rows[~np.isin(rows, list(self.bad)) & ~np.isin(chunks.file[rows], files)]
         with ThreadPoolExecutor(threads) as pool:
-            return [problem for found in pool.map(self.object_share, shares(rows)) for problem in found]
+            return [
+                problem
+                for found in pool.map(self.object_share, shares(rows))
+                for problem in found
+            ]
 
     @cached_property
     def extended(self) -> Collection[str]:
@@ -238,8 +272,12 @@ class _Work(ChunkChecks):
                 # Beside tensors of torch_dist it is a list of one, as DCP's planner was given it.
                 listed = self.backend.name == "torch_dist" and file != COMMON_FILE
                 listed = listed and isinstance(value, list) and len(value) == 1
-                if key == COMMON_KEY and not isinstance(value[0] if listed else value, dict):
-                    raise CorruptCheckpoint(f"{where} is a {type(value).__name__}, not a dict")
+                if key == COMMON_KEY and not isinstance(
+                    value[0] if listed else value, dict
+                ):
+                    raise CorruptCheckpoint(
+                        f"{where} is a {type(value).__name__}, not a dict"
+                    )
             except UntrustedClass as error:
                 self.untrusted[str(error).split("\n")[0]] = None
             except FileNotFoundError:

@@ -72,7 +72,10 @@ def clean(text: str) -> str:
     """The text with everything that could steer a terminal (or cannot be printed) escaped; line breaks, too."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )
 
 
 def number(count: int) -> str:
@@ -100,7 +103,9 @@ def age(moment: float) -> str:
 
 def figure(value: float) -> str:
     """A measured value: exact where it is a whole number, else six digits."""
-    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e15):
+    if isinstance(value, int) or (
+        math.isfinite(value) and value == int(value) and abs(value) < 1e15
+    ):
         return str(int(value))
     return f"{value:.6g}"
 

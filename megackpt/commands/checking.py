@@ -14,7 +14,9 @@ FAILED, REFUSED = 1, 6
 def check(checkpoint: str, progress: Progress) -> Answer:
     """Read everything, compare it with the digests. Raises NotACheckpoint where there is nothing to check."""
     report = verify(
-        checkpoint, start=lambda total: progress.start("checking", total), advance=progress.advance
+        checkpoint,
+        start=lambda total: progress.start("checking", total),
+        advance=progress.advance,
     )
     return Answer(
         lambda: {"ok": report.ok, **asdict(report)},
@@ -27,7 +29,9 @@ def _blocks(report: Report) -> Iterator[Block]:
     if report.problems:
         verdict = Cell(counted(len(report.problems), "problem"), "bold red")
     elif report.unread:
-        verdict = Cell(f"{counted(len(report.unread), 'part')} could not be read", "bold red")
+        verdict = Cell(
+            f"{counted(len(report.unread), 'part')} could not be read", "bold red"
+        )
     else:
         verdict = Cell("all good", "bold green")
     held = f"{counted(report.tensors, 'entry')}, {size(report.bytes)} in {counted(report.files, 'file')}"
@@ -41,6 +45,10 @@ def _blocks(report: Report) -> Iterator[Block]:
     for one in report.untrusted:
         yield Line.of(Cell("  needs trusted=: ", "yellow"), one)
     if report.ok and not report.checked:
-        yield Line.of(Cell("  it has no digests: sizes were checked, not the content", "yellow"))
+        yield Line.of(
+            Cell("  it has no digests: sizes were checked, not the content", "yellow")
+        )
     if report.foreign:
-        yield Line.of(Cell(f"  not part of the checkpoint: {', '.join(report.foreign)}", "yellow"))
+        yield Line.of(
+            Cell(f"  not part of the checkpoint: {', '.join(report.foreign)}", "yellow")
+        )

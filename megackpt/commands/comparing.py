@@ -29,7 +29,12 @@ DIFFERENT = 1
 
 
 def diff(
-    a: str, b: str, progress: Progress, *, select: str = "*", tolerance: Tolerance | None = None
+    a: str,
+    b: str,
+    progress: Progress,
+    *,
+    select: str = "*",
+    tolerance: Tolerance | None = None,
 ) -> Answer:
     """Compare two checkpoints. Raises MismatchError where no key matches, NotACheckpoint, CorruptCheckpoint."""
     found = compare(
@@ -43,7 +48,9 @@ def diff(
     if select != "*" and not (found.compared or found.only_a or found.only_b):
         raise MismatchError(f"neither {a} nor {b} holds a key that matches {select!r}")
     status = 0 if found.same else DIFFERENT
-    return Answer(lambda: _facts(a, b, found), lambda _pretty: _blocks(a, b, found), status)
+    return Answer(
+        lambda: _facts(a, b, found), lambda _pretty: _blocks(a, b, found), status
+    )
 
 
 def _facts(a: str, b: str, found: Comparison) -> dict[str, Any]:
@@ -57,14 +64,18 @@ def _facts(a: str, b: str, found: Comparison) -> dict[str, Any]:
         "only_a": found.only_a,
         "only_b": found.only_b,
         "described": [
-            {"key": key, "a": mine._asdict(), "b": yours._asdict()} for key, mine, yours in found.described
+            {"key": key, "a": mine._asdict(), "b": yours._asdict()}
+            for key, mine, yours in found.described
         ],
         "tensors": [_tensor_facts(tensor) for tensor in found.tensors],
         "objects": [
             {
                 "key": one.key,
                 "offset": one.box.offset,
-                "changes": [{"path": list(map(_step, path)), **_sides(x, y)} for path, x, y in one.changes],
+                "changes": [
+                    {"path": list(map(_step, path)), **_sides(x, y)}
+                    for path, x, y in one.changes
+                ],
             }
             for one in found.objects
         ],
@@ -89,14 +100,19 @@ def _step(key: Any) -> Any:
 
 def _sides(x: Any, y: Any) -> dict[str, Any]:
     """What is on a side; a side that has nothing there has no field."""
-    return {name: values.facts(value) for name, value in (("a", x), ("b", y)) if value is not ...}
+    return {
+        name: values.facts(value)
+        for name, value in (("a", x), ("b", y))
+        if value is not ...
+    }
 
 
 def _blocks(a: str, b: str, found: Comparison) -> Iterator[Block]:
     yield Line.of("A: ", Cell(a, "bold"))
     yield Line.of("B: ", Cell(b, "bold"))
     yield Table(
-        ("only in", "key"), [["A", key] for key in found.only_a] + [["B", key] for key in found.only_b]
+        ("only in", "key"),
+        [["A", key] for key in found.only_a] + [["B", key] for key in found.only_b],
     )
     yield Table(
         ("of other shape or dtype", "a", "b"),
@@ -113,7 +129,12 @@ def _blocks(a: str, b: str, found: Comparison) -> Iterator[Block]:
     yield Table(
         ("first elements of", "at", "a", "b"),
         [
-            [tensor.key, _index(e.index), Cell(_said(e.a), "red"), Cell(_said(e.b), "green")]
+            [
+                tensor.key,
+                _index(e.index),
+                Cell(_said(e.a), "red"),
+                Cell(_said(e.b), "green"),
+            ]
             for tensor in found.tensors
             for e in tensor.first
         ],
@@ -122,7 +143,12 @@ def _blocks(a: str, b: str, found: Comparison) -> Iterator[Block]:
     yield Table(
         ("object", "part", "a", "b"),
         [
-            [_object(one.key, one.box), _path(path), Cell(_short(x), "red"), Cell(_short(y), "green")]
+            [
+                _object(one.key, one.box),
+                _path(path),
+                Cell(_short(x), "red"),
+                Cell(_short(y), "green"),
+            ]
             for one in found.objects
             for path, x, y in one.changes
         ],
@@ -153,7 +179,9 @@ def _verdict(found: Comparison) -> Line:
         "of other values": len(found.tensors),
         "objects that differ": len({one.key for one in found.objects}),
     }
-    told = ", ".join(f"{number(count)} {what}" for what, count in parts.items() if count)
+    told = ", ".join(
+        f"{number(count)} {what}" for what, count in parts.items() if count
+    )
     return Line.of(Cell("different", "bold red"), f": {told}; {compared}")
 
 

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megackpt.commands.answers import Answer, Block, Cell, Line, Progress, counted, number, size
+from megackpt.commands.answers import (
+    Answer,
+    Block,
+    Cell,
+    Line,
+    Progress,
+    counted,
+    number,
+    size,
+)
 from megackpt.converter import Converted, convert as rewrite
 
 
@@ -34,7 +43,9 @@ def _told(progress: Progress) -> Any:
 def _blocks(done: Converted) -> Iterator[Block]:
     held = f"{counted(done.tensors, 'tensor')}, {counted(done.objects, 'object')}, {size(done.bytes)}"
     earlier = f", {size(done.resumed)} of it by an earlier run" if done.resumed else ""
-    yield Line.of(Cell(done.target, "bold"), f": written as {done.format}: {held}{earlier}")
+    yield Line.of(
+        Cell(done.target, "bold"), f": written as {done.format}: {held}{earlier}"
+    )
     for key, count in done.overflows.items():
         told = f"{key}: {number(count)} finite values are beyond the range of what they were cast to"
         yield Line.of(Cell(told, "yellow"))

@@ -7,7 +7,17 @@ from dataclasses import asdict
 from typing import Any
 
 from megackpt.checkpoint import open_checkpoint
-from megackpt.commands.answers import Answer, Block, Cell, Line, Table, age, counted, number, size
+from megackpt.commands.answers import (
+    Answer,
+    Block,
+    Cell,
+    Line,
+    Table,
+    age,
+    counted,
+    number,
+    size,
+)
 from megackpt.errors import NotACheckpoint
 from megackpt.manager import Run, Step, Tracker, list_run
 
@@ -43,7 +53,8 @@ def _blocks(run: Run) -> Iterator[Block]:
         return
     count = sum(bool(step.complete) for step in run.steps)
     yield Line.of(
-        Cell(run.location, "bold"), f": {counted(len(run.steps), 'checkpoint')}, {number(count)} complete"
+        Cell(run.location, "bold"),
+        f": {counted(len(run.steps), 'checkpoint')}, {number(count)} complete",
     )
     headings = ("name", "step", "format", "files", "size", "age", "state")
     yield Table(headings, [_row(step, run) for step in run.steps], right=(1, 3, 4, 5))
@@ -57,7 +68,10 @@ def _row(step: Step, run: Run) -> list[Cell]:
     latest = step is run.latest
     state = Cell("incomplete", "red")
     if step.complete:
-        state = Cell("complete, latest" if latest else "complete", "bold green" if latest else "green")
+        state = Cell(
+            "complete, latest" if latest else "complete",
+            "bold green" if latest else "green",
+        )
     elif step.complete is None:
         state = Cell("not readable", "yellow")
     return [
@@ -76,5 +90,11 @@ def _format(step: Step) -> str:
 
 
 def _tracker(tracker: Tracker) -> Line:
-    verdict = Cell(tracker.problem, "red") if tracker.problem else Cell("so it is", "green")
-    return Line.of(Cell(tracker.name, "bold"), f" names {tracker.says or 'nothing'} as the latest: ", verdict)
+    verdict = (
+        Cell(tracker.problem, "red") if tracker.problem else Cell("so it is", "green")
+    )
+    return Line.of(
+        Cell(tracker.name, "bold"),
+        f" names {tracker.says or 'nothing'} as the latest: ",
+        verdict,
+    )

@@ -50,7 +50,9 @@ def show(
     Raises MismatchError where no key matches, NotACheckpoint, CorruptCheckpoint, StorageError.
     """
     opened = open_checkpoint(checkpoint)
-    view = _View(checkpoint, opened.manifest, _matching(opened.manifest, checkpoint, pattern))
+    view = _View(
+        checkpoint, opened.manifest, _matching(opened.manifest, checkpoint, pattern)
+    )
     layout = chunks or (pattern is not None and len(view.numbers) == 1)
     listed = pattern is not None or not (common or html)
     value = _common(Regions(opened)) if common else None
@@ -92,7 +94,11 @@ def _common(regions: Regions) -> Any:
     from megackpt.objects.looking import look  # brings torch
 
     blob = regions.common()
-    return None if blob is None else look(blob, f"{regions.opened.storage.location}: the common state")
+    return (
+        None
+        if blob is None
+        else look(blob, f"{regions.opened.storage.location}: the common state")
+    )
 
 
 def _write_map(opened: Opened, title: str, file: str) -> None:
@@ -160,7 +166,9 @@ class _View:
             ]
             yield Table(_HEADINGS, cells, _NUMBERS, [row.depth for row in rows])
         else:
-            yield Table(_HEADINGS, [[Cell(item.key), *_cells(item)] for item in items], _NUMBERS)
+            yield Table(
+                _HEADINGS, [[Cell(item.key), *_cells(item)] for item in items], _NUMBERS
+            )
         held = sum(item.bytes for item in items)
         files = counted(len(self.manifest.files), "file")
         counts = (
@@ -185,12 +193,19 @@ class _View:
             what = f"{item.dtype}, {shaped(item.shape)}, {counted(item.chunks, 'chunk')}, {size(item.bytes)}"
             yield Line.of(Cell(item.key, "bold"), f": {what}")
             rows = [_chunk_cells(chunk) for chunk in self._chunks(i)]
-            yield Table(("box", "file", "start", "length", "rank", "digest"), rows, (2, 3, 4))
+            yield Table(
+                ("box", "file", "start", "length", "rank", "digest"), rows, (2, 3, 4)
+            )
 
 
 def _cells(item: Item) -> list[Cell]:
     shape = Cell("-" if item.dtype == OBJECT and not item.shape else shaped(item.shape))
-    return [Cell(item.dtype, "cyan"), shape, Cell(number(item.chunks)), Cell(size(item.bytes), "green")]
+    return [
+        Cell(item.dtype, "cyan"),
+        shape,
+        Cell(number(item.chunks)),
+        Cell(size(item.bytes), "green"),
+    ]
 
 
 def _chunk_cells(chunk: Chunk) -> list[Cell | str]:

@@ -78,7 +78,11 @@ def plain(blocks: Iterable[Block]) -> Iterator[str]:
             continue
         if isinstance(above, Table) and isinstance(block, Table):
             yield ""
-        yield from _aligned(block) if isinstance(block, Table) else ["".join(_words(block.cells))]
+        yield from (
+            _aligned(block)
+            if isinstance(block, Table)
+            else ["".join(_words(block.cells))]
+        )
         above = block
 
 
@@ -132,12 +136,18 @@ def _draw(console: Console, table: Table) -> None:
     from rich.table import Table as Drawn
 
     drawn = Drawn(
-        box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", show_edge=False, pad_edge=False
+        box=box.SIMPLE_HEAD,
+        header_style="dim",
+        border_style="dim",
+        show_edge=False,
+        pad_edge=False,
     )
     for i, heading in enumerate(table.headings):
         # Where a terminal is too narrow, text is folded, the longest first; numbers stay whole. Nothing is cut.
         whole = (
-            max(len(heading), *(len(_words([row[i]])[0]) for row in table.rows)) if i in table.right else None
+            max(len(heading), *(len(_words([row[i]])[0]) for row in table.rows))
+            if i in table.right
+            else None
         )
         drawn.add_column(
             heading,
@@ -192,10 +202,14 @@ def _plain_progress() -> Progress:
 def guides(depths: Sequence[int], ascii_only: bool = False) -> list[str]:
     """The branches of a drawn tree: for each node, given by its depth in depth-first order, what precedes its name."""
     corner, branch, bar, space = (
-        ("`-- ", "|-- ", "|   ", "    ") if ascii_only else ("└── ", "├── ", "│   ", "    ")
+        ("`-- ", "|-- ", "|   ", "    ")
+        if ascii_only
+        else ("└── ", "├── ", "│   ", "    ")
     )
     drawn: list[str] = []
-    open_below: list[bool] = []  # for each depth: does another node of it follow, under the same parent?
+    open_below: list[
+        bool
+    ] = []  # for each depth: does another node of it follow, under the same parent?
     for depth in reversed(depths):
         del open_below[depth + 1 :]
         open_below += [False] * (depth + 1 - len(open_below))

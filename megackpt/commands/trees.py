@@ -78,14 +78,18 @@ def _joined(node: _Node) -> _Node:
 
 def _merged(siblings: Sequence[_Node]) -> list[_Node]:
     """Runs of numbered siblings that are alike as one node each: ``0-31``."""
-    numbered = sorted((n for n in siblings if _is_number(n.label)), key=lambda n: int(n.label))
+    numbered = sorted(
+        (n for n in siblings if _is_number(n.label)), key=lambda n: int(n.label)
+    )
     found = [node for node in siblings if not _is_number(node.label)]
     likeness = None
     for node in numbered:
         own = node.likeness()
         if likeness == own:
             first = found[-1].label.partition("-")[0]
-            found[-1] = replace(found[-1], label=f"{first}-{node.label}", alike=found[-1].alike + 1)
+            found[-1] = replace(
+                found[-1], label=f"{first}-{node.label}", alike=found[-1].alike + 1
+            )
         else:
             found.append(node)
         likeness = own
@@ -93,4 +97,6 @@ def _merged(siblings: Sequence[_Node]) -> list[_Node]:
 
 
 def _is_number(label: str) -> bool:
-    return label.isdecimal() and len(label) < 10  # longer ones count no layers, and int() refuses the longest
+    return (
+        label.isdecimal() and len(label) < 10
+    )  # longer ones count no layers, and int() refuses the longest

@@ -30,7 +30,9 @@ def said(value: Any) -> str:
     if value is ...:
         return "-"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        what = f"{type(value).__name__.lower()} of {_dtype(value)}, {shaped(value.shape)}"
+        what = (
+            f"{type(value).__name__.lower()} of {_dtype(value)}, {shaped(value.shape)}"
+        )
         few = value.ndim <= 1 and value.shape != () and value.shape[0] <= 8
         return f"{what}: {value.tolist()}" if few or not value.ndim else what
     if isinstance(value, bytes | bytearray | memoryview) and len(value) > _SHORT:
@@ -47,7 +49,9 @@ def blocks(value: Any, pretty: bool) -> Iterator[Block]:
     if value is None:
         yield Line.of("no common state")
     elif not pretty:
-        yield from (Line.of(f"{path} = {said(leaf)}") for path, leaf in _leaves(value, ""))
+        yield from (
+            Line.of(f"{path} = {said(leaf)}") for path, leaf in _leaves(value, "")
+        )
     else:
         yield _tree(value)
 
@@ -56,7 +60,12 @@ def _tree(value: Any) -> Table:
     rows, depths = [], []
     for depth, label, leaf in _branches(value, 0):
         text = "" if leaf is None else said(*leaf)
-        rows.append([Cell(label), Cell(text if len(text) <= _SHORT else f"{text[:_SHORT]}...", "cyan")])
+        rows.append(
+            [
+                Cell(label),
+                Cell(text if len(text) <= _SHORT else f"{text[:_SHORT]}...", "cyan"),
+            ]
+        )
         depths.append(depth)
     return Table(("common state", "value"), rows, depths=depths)
 
@@ -67,7 +76,11 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for key, item in _parts(value):
         step = (
-            f"[{key!r}]" if not isinstance(key, str) or not key.isidentifier() else f".{key}" if path else key
+            f"[{key!r}]"
+            if not isinstance(key, str) or not key.isidentifier()
+            else f".{key}"
+            if path
+            else key
         )
         yield from _leaves(item, path + step)
 
@@ -75,7 +88,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _branches(value: Any, depth: int) -> Iterator[tuple[int, str, tuple[Any] | None]]:
     for key, item in _parts(value):
         name = key if isinstance(key, str) else f"[{key}]"
-        simple = isinstance(item, list) and not any(isinstance(part, dict | list) for part in item)
+        simple = isinstance(item, list) and not any(
+            isinstance(part, dict | list) for part in item
+        )
         if isinstance(item, dict | list) and item and not simple:
             kind = item.get("<class>") if isinstance(item, dict) else None
             yield depth, f"{name} ({kind})" if kind else name, None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from megackpt.converter.asking import convert as convert, remove_sharded_tensors as remove_sharded_tensors
+from megackpt.converter.asking import (
+    convert as convert,
+    remove_sharded_tensors as remove_sharded_tensors,
+)
 from megackpt.converter.exporting import export_huggingface as export_huggingface
 from megackpt.converter.order import Converted as Converted

@@ -43,7 +43,9 @@ def convert(
     progress: Progress | None = None,
     resume: bool = True,
     table: Table | None = None,
-    beside: Mapping[str, bytes] | Callable[[Manifest], Mapping[str, bytes]] | None = None,
+    beside: Mapping[str, bytes]
+    | Callable[[Manifest], Mapping[str, bytes]]
+    | None = None,
 ) -> Converted:
     """Rewrite a checkpoint of any readable format as a checkpoint of another.
 
@@ -84,16 +86,27 @@ def convert(
         ValueError: an argument that cannot be understood.
     """
     choice = Choice.of(select, exclude, rename, cast, state)
-    limits = Limits(verify, verify_target, parse_size(max_memory), workers, progress or _nowhere, resume)
+    limits = Limits(
+        verify,
+        verify_target,
+        parse_size(max_memory),
+        workers,
+        progress or _nowhere,
+        resume,
+    )
     origin, place = _real(source), _real(target)
     _refuse_nested(origin, place)
     lone = LoneFile(place) if is_lone(place, resolve(to).backend) else None
     if lone:
         if beside:
-            raise BackendError(f"{place} is one file, and others are to stand beside it: name a directory")
+            raise BackendError(
+                f"{place} is one file, and others are to stand beside it: name a directory"
+            )
         lone.check(overwrite)
         if shards not in (None, 1):
-            raise BackendError(f"{place} is one file: leave shards out, or name a directory")
+            raise BackendError(
+                f"{place} is one file: leave shards out, or name a directory"
+            )
     backend, tasks = _target(to, 1 if lone else shards)
     opened = open_checkpoint(source)
     if table is not None:
@@ -117,7 +130,11 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     """
     opened = open_checkpoint(checkpoint_dir)
     entries = dict(enumerate(opened.manifest.tensors))
-    kept = {n: e for n, e in entries.items() if e.is_common or not e.key.startswith(key_prefix)}
+    kept = {
+        n: e
+        for n, e in entries.items()
+        if e.is_common or not e.key.startswith(key_prefix)
+    }
     if len(kept) == len(entries):
         return
     where = _real(checkpoint_dir)
@@ -161,11 +178,15 @@ def _target(to: StrategyLike, shards: int | None) -> tuple[Backend, int | None]:
     try:
         return _with(strategy, {"shards": shards}).make_backend(), None
     except BackendError as error:
-        raise BackendError(f"how many files there are cannot be chosen: {error}") from error
+        raise BackendError(
+            f"how many files there are cannot be chosen: {error}"
+        ) from error
 
 
 def _with(strategy: Strategy, options: dict[str, int]) -> Strategy:
     """The strategy with these options, where it leaves them open; one around an object of the caller's as it is."""
     return (
-        replace(strategy, options={**options, **strategy.options}) if type(strategy) is Strategy else strategy
+        replace(strategy, options={**options, **strategy.options})
+        if type(strategy) is Strategy
+        else strategy
     )

@@ -15,8 +15,12 @@ from megackpt.planning.manifest import Manifest, ShardId
 DEFAULT = 512 << 20
 ALONE = 512 << 20
 """Bytes up to which a conversion is not worth the start of other processes."""
-_LEAST = 4 * CELL  # cells that are read and written at the same time, and what threads need
-_COPYING = 6 * CELL  # where cells are made up anew in memory: by formats with a grid, and by casts
+_LEAST = (
+    4 * CELL
+)  # cells that are read and written at the same time, and what threads need
+_COPYING = (
+    6 * CELL
+)  # where cells are made up anew in memory: by formats with a grid, and by casts
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 _TOLD = 8
@@ -37,7 +41,9 @@ def size_text(count: int) -> str:
     return f"{-(-count // (1 << 20))}MiB"
 
 
-def workers_within(cap: int, asked: int | None, tasks: int, total: int, each: int) -> int:
+def workers_within(
+    cap: int, asked: int | None, tasks: int, total: int, each: int
+) -> int:
     """How many workers: as many as are asked for (else by processors), but no more than fit into the cap.
 
     ``total``: bytes to be written; ``each``: what one worker may take (``worker_bytes``).
@@ -54,9 +60,13 @@ def worker_bytes(manifest: Manifest, decoded: Int64, copying: bool, cap: int) ->
     """
     base = _COPYING if copying else _LEAST
     if cap < base:
-        raise BackendError(f"this conversion takes at least max_memory={size_text(base)}")
+        raise BackendError(
+            f"this conversion takes at least max_memory={size_text(base)}"
+        )
     chunks = manifest.chunks
-    is_object = np.array([entry.meta.is_object for entry in manifest.tensors], np.bool_)[chunks.tensor]
+    is_object = np.array(
+        [entry.meta.is_object for entry in manifest.tensors], np.bool_
+    )[chunks.tensor]
     held = np.where(is_object, chunks.length, decoded)
     beyond = np.maximum(2 * held - CELL, 0)  # up to a cell is reckoned with
     most = int(beyond.max(initial=0))

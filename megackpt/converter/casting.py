@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_STEP = 1 << 15  # elements at a time: few enough to stay in the cache, and for torch to start no threads
+_STEP = (
+    1 << 15
+)  # elements at a time: few enough to stay in the cache, and for torch to start no threads
 
 
 def cast(array: NDArray[Any], stored: str, wanted: str) -> tuple[NDArray[Any], int]:
@@ -19,7 +21,9 @@ def cast(array: NDArray[Any], stored: str, wanted: str) -> tuple[NDArray[Any], i
     """
     source: torch.dtype = getattr(torch, stored)
     target: torch.dtype = getattr(torch, wanted)
-    values = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).view(source)
+    values = torch.from_numpy(
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    ).view(source)
     result = torch.empty(values.numel(), dtype=target, device="cpu")
     most = torch.finfo(target).max
     beyond = 0

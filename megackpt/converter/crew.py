@@ -40,7 +40,10 @@ class _Worker:
         how = children.how_ended(self.process.wait())
         doing = "as it began" if self.task is None else f"at task {self.task}"
         story = f"the worker process {self.process.pid} {how} {doing}"
-        return RankLost(f"{story}; nothing is committed", {} if self.task is None else {self.task: story})
+        return RankLost(
+            f"{story}; nothing is committed",
+            {} if self.task is None else {self.task: story},
+        )
 
     def stop(self) -> None:
         self.process.kill()

@@ -14,7 +14,13 @@ import numpy as np
 
 from megackpt.planning.box import Box, Boxes, Int64, cut, regular_grids, runs
 from megackpt.planning.coverage import shapes_table
-from megackpt.planning.manifest import Declarations, Manifest, SavePlan, TensorEntry, TensorParts
+from megackpt.planning.manifest import (
+    Declarations,
+    Manifest,
+    SavePlan,
+    TensorEntry,
+    TensorParts,
+)
 
 Shape = tuple[int, ...]
 
@@ -50,7 +56,9 @@ def cell_shape(shape: Shape, cut: Shape, atom: Shape, budget: int) -> Shape:
         if math.prod(cell) <= budget:
             break
         fitting = budget // (math.prod(cell) // cell[axis])
-        cell[axis] = _divided(cut[axis], atom[axis], fitting, single=cut[axis] >= shape[axis])
+        cell[axis] = _divided(
+            cut[axis], atom[axis], fitting, single=cut[axis] >= shape[axis]
+        )
     if math.prod(cell) * 4 < min(budget, math.prod(cut)):  # it has no useful divisors
         cell = list(atom)
     for axis in reversed(range(len(cell))):
@@ -72,7 +80,10 @@ def _divided(extent: int, atom: int, fitting: int, single: bool) -> int:
 
 
 def declared(
-    manifest: Manifest, carried: Mapping[int, TensorEntry], decoded: Int64, contiguous: bool
+    manifest: Manifest,
+    carried: Mapping[int, TensorEntry],
+    decoded: Int64,
+    contiguous: bool,
 ) -> Declarations:
     """Everything that is carried, cut into cells, in the source's order.
 
@@ -92,7 +103,9 @@ def declared(
         itemsize = max(meta.itemsize, manifest.tensors[number].meta.itemsize)
         atom = atoms.get(number, (1,) * len(meta.shape))
         cut = atom if contiguous else cuts.get(number, atom)
-        boxes.append(_grid(meta.shape, cell_shape(meta.shape, cut, atom, CELL // itemsize)))
+        boxes.append(
+            _grid(meta.shape, cell_shape(meta.shape, cut, atom, CELL // itemsize))
+        )
         nbytes.append(boxes[-1].volume * meta.itemsize)
     return Declarations.of_boxes(
         tuple(carried.values()),
@@ -102,19 +115,31 @@ def declared(
     )
 
 
-def _stored_cells(manifest: Manifest, decoded: Int64) -> tuple[dict[int, Shape], dict[int, Shape]]:
+def _stored_cells(
+    manifest: Manifest, decoded: Int64
+) -> tuple[dict[int, Shape], dict[int, Shape]]:
     """Tensor number -> the cell of the grid that it is stored in; and what of it can only be read whole."""
     tensor, boxes = manifest.chunks.tensor, manifest.chunks.boxes
     order = np.argsort(tensor, kind="stable")
     bounds = runs(tensor[order])
     numbers = tensor[order][bounds[:-1]]
-    whole = np.maximum(1, shapes_table([manifest.tensors[n] for n in numbers], boxes.width))
+    whole = np.maximum(
+        1, shapes_table([manifest.tensors[n] for n in numbers], boxes.width)
+    )
     stored = boxes.take(order).widened(whole.shape[1])
-    found, regular = regular_grids(Boxes(stored.offset, np.maximum(1, stored.shape)), bounds, whole)
-    heavy = np.logical_or.reduceat(decoded[order] > 0, bounds[:-1]) if len(order) else regular
+    found, regular = regular_grids(
+        Boxes(stored.offset, np.maximum(1, stored.shape)), bounds, whole
+    )
+    heavy = (
+        np.logical_or.reduceat(decoded[order] > 0, bounds[:-1])
+        if len(order)
+        else regular
+    )
     cuts: dict[int, Shape] = {}
     atoms: dict[int, Shape] = {}
-    for number, cell, fits, atomic in zip(numbers.tolist(), found.tolist(), regular, heavy, strict=True):
+    for number, cell, fits, atomic in zip(
+        numbers.tolist(), found.tolist(), regular, heavy, strict=True
+    ):
         grid = manifest.grids[number]
         ndim = len(manifest.tensors[number].meta.shape)
         if fits:
@@ -129,7 +154,9 @@ def _stored_cells(manifest: Manifest, decoded: Int64) -> tuple[dict[int, Shape],
 def _grid(shape: Shape, cell: Shape) -> Boxes:
     """The cells over a tensor of this shape, in C order; one empty box where it has no elements."""
     whole = Boxes.of([Box.whole(shape)])
-    return whole if 0 in shape else cut(whole, np.array([cell], np.int64), whole.offset)[1]
+    return (
+        whole if 0 in shape else cut(whole, np.array([cell], np.int64), whole.offset)[1]
+    )
 
 
 def task_count(total: int) -> int:

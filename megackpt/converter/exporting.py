@@ -73,7 +73,9 @@ def export_huggingface(
     return convert(source, target, to, table=table, beside=fitted, **options)
 
 
-def _beside(config: Mapping[str, Any] | str | Path) -> tuple[dict[str, bytes], Mapping[str, Any]]:
+def _beside(
+    config: Mapping[str, Any] | str | Path,
+) -> tuple[dict[str, bytes], Mapping[str, Any]]:
     """The small files, and what the configuration tells."""
     if isinstance(config, Mapping):
         return {"config.json": _json(config)}, config
@@ -84,7 +86,9 @@ def _beside(config: Mapping[str, Any] | str | Path) -> tuple[dict[str, bytes], M
     folder = Path(config)
     try:
         told = json.loads((folder / "config.json").read_bytes())
-        found = {str(path.relative_to(folder)): path.read_bytes() for path in _copied(folder)}
+        found = {
+            str(path.relative_to(folder)): path.read_bytes() for path in _copied(folder)
+        }
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise StorageError(
             f"{folder}: the files beside the weights cannot be read: {error}. Give a directory that has a "
@@ -96,16 +100,30 @@ def _beside(config: Mapping[str, Any] | str | Path) -> tuple[dict[str, bytes], M
 def _copied(folder: Path) -> Iterator[Path]:
     """What is no weights of the model; with the weights of what sentence-transformers puts after it (modules.json)."""
     modules = folder / "modules.json"
-    named = {entry["path"] for entry in json.loads(modules.read_bytes())} if modules.is_file() else {""}
+    named = (
+        {entry["path"] for entry in json.loads(modules.read_bytes())}
+        if modules.is_file()
+        else {""}
+    )
     if "" not in named:
-        raise ValueError(f"by its modules.json the model is in a folder of its own, one of {sorted(named)}")
+        raise ValueError(
+            f"by its modules.json the model is in a folder of its own, one of {sorted(named)}"
+        )
     for path in sorted(folder.iterdir()):
-        inside = sorted(path.iterdir()) if path.is_dir() and path.name in {*named, _TEMPLATES} else [path]
+        inside = (
+            sorted(path.iterdir())
+            if path.is_dir() and path.name in {*named, _TEMPLATES}
+            else [path]
+        )
         for file in filter(Path.is_file, inside):
-            if file is path and any(fnmatchcase(file.name, pattern) for pattern in _LEFT):
+            if file is path and any(
+                fnmatchcase(file.name, pattern) for pattern in _LEFT
+            ):
                 continue
             if file.stat().st_size > _LARGEST:
-                raise ValueError(f"{file.name} is too large to be copied: move it out of the way")
+                raise ValueError(
+                    f"{file.name} is too large to be copied: move it out of the way"
+                )
             yield file
 
 
@@ -115,10 +133,19 @@ def _refuse_missing_layers(keys: Iterable[str], told: Mapping[str, Any]) -> None
     for match in filter(None, map(_LAYER.match, keys)):
         numbers.setdefault(match[1], set()).add(int(match[2]))
     inner = [part for name in _NESTED if isinstance(part := told.get(name), Mapping)]
-    counts = {n: name for part in (*inner, told) for name in _COUNTS if type(n := part.get(name)) is int}
+    counts = {
+        n: name
+        for part in (*inner, told)
+        for name in _COUNTS
+        if type(n := part.get(name)) is int
+    }
     for count, name in counts.items() if numbers else ():
-        most = max(numbers, key=lambda stack: len(numbers[stack].intersection(range(count))))
-        if missing := [f"{most}{n}" for n in range(min(count, 10**6)) if n not in numbers[most]]:
+        most = max(
+            numbers, key=lambda stack: len(numbers[stack].intersection(range(count)))
+        )
+        if missing := [
+            f"{most}{n}" for n in range(min(count, 10**6)) if n not in numbers[most]
+        ]:
             raise MismatchError(
                 f"the configuration's {name} is {count}, and the checkpoint has nothing for "
                 + some(missing, between=", ")

@@ -51,7 +51,9 @@ class Journal:
             done, sizes = _parsed(line)
             if done is None:
                 break
-            there = all((storage.size(name) or 0) >= size for name, size in sizes.items())
+            there = all(
+                (storage.size(name) or 0) >= size for name, size in sizes.items()
+            )
             if there and (not reread or _intact(storage, done.result)):
                 self.done[done.task] = done
                 kept += line
@@ -76,7 +78,9 @@ class Journal:
 def _intact(storage: Storage, result: WriteResult) -> bool:
     """Are the bytes of each piece those that its digests were taken of?"""
     taken = []
-    for number, start, length in zip(result.file, result.start.tolist(), result.length.tolist(), strict=True):
+    for number, start, length in zip(
+        result.file, result.start.tolist(), result.length.tolist(), strict=True
+    ):
         with storage.open(result.files[number]) as reader:
             for at in range(0, length, DIGEST_BLOCK):
                 block = memoryview(bytearray(min(DIGEST_BLOCK, length - at)))
@@ -112,13 +116,25 @@ def _parsed(line: bytes) -> tuple[Done | None, dict[str, int]]:
     try:
         told = json.loads(text)
         return _done(told)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ):
         return None, {}  # somebody else's idea of a journal
 
 
 def _done(told: dict[str, Any]) -> tuple[Done, dict[str, int]]:
     rows, width = len(told["item"]), told["width"]
-    boxes = Boxes(*(np.array(told[name], np.int64).reshape(rows, width) for name in ("offset", "shape")))
+    boxes = Boxes(
+        *(
+            np.array(told[name], np.int64).reshape(rows, width)
+            for name in ("offset", "shape")
+        )
+    )
     result = WriteResult(
         np.array(told["item"], np.int64),
         boxes,
@@ -126,12 +142,20 @@ def _done(told: dict[str, Any]) -> tuple[Done, dict[str, int]]:
         np.array(told["file"], np.int32),
         np.array(told["start"], np.int64),
         np.array(told["length"], np.int64),
-        np.frombuffer(bytes.fromhex(told["digests"]), np.uint8).reshape(-1, DIGEST_SIZE),
+        np.frombuffer(bytes.fromhex(told["digests"]), np.uint8).reshape(
+            -1, DIGEST_SIZE
+        ),
     )
     places = np.concatenate([result.item, result.file, result.start, result.length])
     blocks = (-(-result.length // DIGEST_BLOCK)).sum()
-    sound = type(told["task"]) is int and not (places < 0).any() and len(places) == 4 * rows
-    if not sound or (result.file >= len(result.files)).any() or len(result.digests) != blocks:
+    sound = (
+        type(told["task"]) is int and not (places < 0).any() and len(places) == 4 * rows
+    )
+    if (
+        not sound
+        or (result.file >= len(result.files)).any()
+        or len(result.digests) != blocks
+    ):
         raise ValueError("a line tells of no pieces that can be")
     sizes = {str(name): int(size) for name, size in told["sizes"].items()}
     return Done(told["task"], result, dict(told["overflows"])), sizes

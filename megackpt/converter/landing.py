@@ -32,7 +32,9 @@ def is_lone(target: str, name: str) -> bool:
     if meant is None or name not in _ENDINGS.values() or os.path.isdir(target):
         return False
     if meant != name:
-        raise BackendError(f"{target} is what a file of the format {meant!r} is called, not one of {name!r}")
+        raise BackendError(
+            f"{target} is what a file of the format {meant!r} is called, not one of {name!r}"
+        )
     if is_url(target):
         raise BackendError(
             f"{target}: one file alone is written on file systems only: write it there and copy it, or name a folder"

@@ -88,21 +88,33 @@ class Conversion:
         self.numbers = {entry.key: number for number, entry in carried.items()}
         taken = self.parts.excerpt([*carried])
         decoded = opened.backend.decoded(taken)
-        self.casts = any(opened.manifest.tensors[n].meta != entry.meta for n, entry in carried.items())
+        self.casts = any(
+            opened.manifest.tensors[n].meta != entry.meta
+            for n, entry in carried.items()
+        )
         copying = backend.gridded or self.casts
         self.each = worker_bytes(taken, decoded, copying, limits.max_memory)
         # A format that keeps whole tensors shows it when it is asked for places.
         self.whole = type(backend).layout is not Backend.layout
-        rows = declared(opened.manifest, carried, opened.backend.decoded(opened.manifest), self.whole)
+        rows = declared(
+            opened.manifest,
+            carried,
+            opened.backend.decoded(opened.manifest),
+            self.whole,
+        )
         self.total = int(rows.nbytes.sum())
         count = 1 if backend.export_only else tasks or task_count(self.total)
         shares = shared_out(rows, count)
         self.bytes = [int(rows.nbytes[own].sum()) for own in shares]
         self.plans: list[SavePlan]
         self.manifest: Manifest
-        self.plans, self.manifest = plan_in_format(backend, parts_of(rows, shares), SavePolicy(balance=False))
+        self.plans, self.manifest = plan_in_format(
+            backend, parts_of(rows, shares), SavePolicy(balance=False)
+        )
         own = {*backend.files(len(self.plans), self.manifest), backend.last_file, INDEX}
-        if clash := sorted(own.intersection(name.partition("/")[0] for name in self.beside)):
+        if clash := sorted(
+            own.intersection(name.partition("/")[0] for name in self.beside)
+        ):
             raise BackendError(
                 f"{clash[0]!r} is a file of the format {backend.name}: nothing else can be called so"
             )
@@ -111,10 +123,13 @@ class Conversion:
         """What this conversion is called: the same whenever the same is to be made of the same source."""
         opened, manifest = self.opened, self.opened.manifest
         told: list[object] = [_CUTTING, self.numbers]
-        if not len(manifest.chunks.digests):  # then nothing else tells one content from another
+        if not len(
+            manifest.chunks.digests
+        ):  # then nothing else tells one content from another
             sizes = opened.storage.sizes(manifest.files)
             told += [
-                (*pair, opened.storage.modified(pair[0])) for pair in zip(manifest.files, sizes, strict=True)
+                (*pair, opened.storage.modified(pair[0]))
+                for pair in zip(manifest.files, sizes, strict=True)
             ]
         # A conversion by another table of names is another one, even where the chunks are alike.
         told.append(repr(sorted(getattr(opened.backend, "made_of", {}).items())))
@@ -124,10 +139,16 @@ class Conversion:
             repr(getattr(self.backend, "__dict__", self.backend)),
         ]
         parts = [json.dumps(told).encode(), encode_index(manifest, {})]
-        parts += [part for name, data in sorted(self.beside.items()) for part in (name.encode(), data)]
+        parts += [
+            part
+            for name, data in sorted(self.beside.items())
+            for part in (name.encode(), data)
+        ]
         parts += [json.dumps(plan.tensors).encode() for plan in self.plans]
         parts += [
-            column.tobytes() for p in self.plans for column in (p.tensor, p.boxes.offset, p.boxes.shape)
+            column.tobytes()
+            for p in self.plans
+            for column in (p.tensor, p.boxes.offset, p.boxes.shape)
         ]
         digest = blake2b(digest_size=16)
         for part in parts:
@@ -140,12 +161,19 @@ class Conversion:
         save_id = uuid.uuid4().hex if remote else self.save_id()
         if self.limits.resume and completed(target, save_id):
             return self.outcome(target, {}, self.total)
-        place = begin(target, save_id=save_id, overwrite=overwrite, resume=self.limits.resume)
+        place = begin(
+            target, save_id=save_id, overwrite=overwrite, resume=self.limits.resume
+        )
         journal = None
         try:
-            place.announce(self.backend.files(len(self.plans), self.manifest), () if remote else [JOURNAL])
+            place.announce(
+                self.backend.files(len(self.plans), self.manifest),
+                () if remote else [JOURNAL],
+            )
             journal = Journal(None if remote else place.storage, reread=self.whole)
-            journal.done = {n: done for n, done in journal.done.items() if 0 <= n < len(self.plans)}
+            journal.done = {
+                n: done for n, done in journal.done.items() if 0 <= n < len(self.plans)
+            }
             if place.resumed:
                 place.keep_only(journal.files())
             resumed = sum(self.bytes[number] for number in journal.done)
@@ -154,7 +182,9 @@ class Conversion:
             results = [journal.done[number].result for number in range(len(self.plans))]
             for name, data in beside.items():
                 place.storage.put(name, data)
-            commit(place, self.backend, self.manifest.located(results), self.limits.reread)
+            commit(
+                place, self.backend, self.manifest.located(results), self.limits.reread
+            )
         except BaseException as error:
             self.end(place, journal, error)
             raise
@@ -166,7 +196,9 @@ class Conversion:
         moved = _Moved(limits.progress, resumed, self.total)
         left = [n for n in range(len(self.plans)) if n not in journal.done]
         todo = sum(self.bytes[number] for number in left)
-        workers = workers_within(limits.max_memory, limits.workers, len(left), todo, self.each)
+        workers = workers_within(
+            limits.max_memory, limits.workers, len(left), todo, self.each
+        )
         tasks = self.tasks(left)
         if workers > 1:
             save_id = opened.manifest.save_id
@@ -181,14 +213,25 @@ class Conversion:
             )
             run_tasks(Assignment(*about), workers, tasks, journal.add, moved)
             return
-        bench = Bench(opened.storage, opened.backend, place.storage, self.backend, limits.verify, self.casts)
+        bench = Bench(
+            opened.storage,
+            opened.backend,
+            place.storage,
+            self.backend,
+            limits.verify,
+            self.casts,
+        )
         for task in tasks:
             journal.add(bench.perform(task, moved))
 
     def announced(self, place: Place, target: str) -> dict[str, bytes]:
         """The files beside that are to be put. What is in the target with the same bytes stays there."""
         standing = self.standing(place.storage)
-        new = {name: data for name, data in self.beside.items() if name.partition("/")[0] not in standing}
+        new = {
+            name: data
+            for name, data in self.beside.items()
+            if name.partition("/")[0] not in standing
+        }
         if new:
             place.announce(new, replaces=self.standing(root_at(target)))
         return new
@@ -202,8 +245,13 @@ class Conversion:
         def alike(entry: str, names: set[str]) -> bool:
             try:
                 return all(
-                    root.size(n) == len(self.beside[n]) and root.get(n) == self.beside[n] for n in names
-                ) and (entry in names or {f"{entry}/{inside}" for inside in root.list(entry)} == names)
+                    root.size(n) == len(self.beside[n])
+                    and root.get(n) == self.beside[n]
+                    for n in names
+                ) and (
+                    entry in names
+                    or {f"{entry}/{inside}" for inside in root.list(entry)} == names
+                )
             except CorruptCheckpoint:  # a file in the place of a folder
                 return False
 
@@ -212,11 +260,17 @@ class Conversion:
     def tasks(self, numbers: list[int]) -> Iterator[Task]:
         for number in numbers:
             plan = self.plans[number]
-            yield Task(number, plan, self.parts.excerpt([self.numbers[entry.key] for entry in plan.tensors]))
+            yield Task(
+                number,
+                plan,
+                self.parts.excerpt([self.numbers[entry.key] for entry in plan.tensors]),
+            )
 
     def end(self, place: Place, journal: Journal | None, error: BaseException) -> None:
         """Of a run that failed keep what is worth going on with, where the cause may be gone the next time."""
-        passing = isinstance(error, StorageError | RankLost) or not isinstance(error, Exception)
+        passing = isinstance(error, StorageError | RankLost) or not isinstance(
+            error, Exception
+        )
         resumable = self.limits.resume and not is_url(place.path)
         if not (resumable and passing and journal is not None and journal.done):
             place.abort()
@@ -239,7 +293,15 @@ class Conversion:
             )  # fmt: skip
         objects = sum(entry.meta.is_object for entry in self.manifest.tensors)
         tensors = len(self.manifest.tensors) - objects
-        return Converted(target, self.backend.name, tensors, objects, self.total, resumed, dict(overflows))
+        return Converted(
+            target,
+            self.backend.name,
+            tensors,
+            objects,
+            self.total,
+            resumed,
+            dict(overflows),
+        )
 
 
 class _Moved:

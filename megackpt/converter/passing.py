@@ -27,7 +27,12 @@ class Passing:
     """
 
     def __init__(
-        self, source: Storage, reader: Backend, task: Task, verify: bool, moved: Callable[[int], None]
+        self,
+        source: Storage,
+        reader: Backend,
+        task: Task,
+        verify: bool,
+        moved: Callable[[int], None],
     ) -> None:
         self.overflows: Counter[str] = Counter()
         """Key -> finite values beyond the range of the dtype that they were cast to."""
@@ -36,14 +41,22 @@ class Passing:
         self._stored = [entry.meta for entry in task.part.tensors]
         self._regions = Regions(Opened(source, reader, task.part, {}), verify)
         itemsize = np.array([meta.itemsize for meta in self._stored], np.int64)
-        self._sizes = (task.plan.boxes.volume * itemsize[task.plan.tensor]).tolist() if len(task.plan) else []
+        self._sizes = (
+            (task.plan.boxes.volume * itemsize[task.plan.tensor]).tolist()
+            if len(task.plan)
+            else []
+        )
         self._lock = threading.Lock()
         self._ready: dict[int, NDArray[Any] | bytes] = {}
         self._passed: set[int] = set()
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         value = self._taken(row)
-        yield memoryview(value) if isinstance(value, bytes) else value.reshape(-1).view(np.uint8).data
+        yield (
+            memoryview(value)
+            if isinstance(value, bytes)
+            else value.reshape(-1).view(np.uint8).data
+        )
 
     def _taken(self, row: int) -> NDArray[Any] | bytes:
         with self._lock:
@@ -70,10 +83,17 @@ class Passing:
         rows, total = [row], self._sizes[row]
         for other in range(row + 1, min(row + TOGETHER, len(self._plan))):
             total += self._sizes[other]
-            if total > CELL or self._is_object(other) or other in self._passed or other in self._ready:
+            if (
+                total > CELL
+                or self._is_object(other)
+                or other in self._passed
+                or other in self._ready
+            ):
                 break
             rows.append(other)
-        self._ready.update(zip(rows, self._regions.arrays(list(map(self._region, rows))), strict=True))
+        self._ready.update(
+            zip(rows, self._regions.arrays(list(map(self._region, rows))), strict=True)
+        )
 
     def _is_object(self, row: int) -> bool:
         return self._stored[int(self._plan.tensor[row])].is_object

@@ -15,7 +15,10 @@ class Lines:
     """
 
     def __init__(
-        self, stream: TextIO | None, pause: float = 5.0, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO | None,
+        pause: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
         self._pause = pause

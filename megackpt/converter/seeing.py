@@ -30,7 +30,11 @@ _NO_DIGESTS = np.zeros((0, 16), np.uint8)
 def seen_through(table: Table, opened: Opened) -> Opened:
     """The checkpoint as the table has it. MismatchError where the table does not fit, with all that does not."""
     manifest = opened.manifest
-    tensors = {(e.key, e.meta.shape): n for n, e in enumerate(manifest.tensors) if not e.meta.is_object}
+    tensors = {
+        (e.key, e.meta.shape): n
+        for n, e in enumerate(manifest.tensors)
+        if not e.meta.is_object
+    }
     links = link(table, tensors, complete=True)
     entries: dict[str, TensorEntry] = {}
     made_of: dict[str, list[Piece]] = {}
@@ -39,7 +43,10 @@ def seen_through(table: Table, opened: Opened) -> Opened:
     for (key, shape), pieces in links.items():
         number = tensors[key, shape]
         rows = parts.rows(number)
-        boxes, dtype = manifest.chunks.boxes.take(rows), manifest.tensors[number].meta.dtype
+        boxes, dtype = (
+            manifest.chunks.boxes.take(rows),
+            manifest.tensors[number].meta.dtype,
+        )
         for piece in pieces:
             if piece.tied:
                 continue
@@ -53,7 +60,9 @@ def seen_through(table: Table, opened: Opened) -> Opened:
     if problems:
         raise MismatchError("\n".join(problems))
     seen = chunks.manifest(list(entries.values()), manifest)
-    return replace(opened, backend=_Seen(opened.backend, manifest, made_of), manifest=seen)
+    return replace(
+        opened, backend=_Seen(opened.backend, manifest, made_of), manifest=seen
+    )
 
 
 class _ChunkList:
@@ -81,12 +90,24 @@ class _ChunkList:
         counts = [sum(len(rows) for _, rows in parts) for parts in found]
         tensor = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
         boxes = Boxes.concat([boxes for parts in found for boxes, _ in parts])
-        itemsize = np.array([entry.meta.itemsize for entry in entries], np.int64)[tensor]
+        itemsize = np.array([entry.meta.itemsize for entry in entries], np.int64)[
+            tensor
+        ]
         nowhere = np.full(len(tensor), -1, np.int32)
-        start = np.concatenate([np.zeros(0, np.int64), *(rows for parts in found for _, rows in parts)])
-        chunks = Chunks(tensor, boxes, nowhere, nowhere, start, boxes.volume * itemsize, _NO_DIGESTS)
+        start = np.concatenate(
+            [np.zeros(0, np.int64), *(rows for parts in found for _, rows in parts)]
+        )
+        chunks = Chunks(
+            tensor, boxes, nowhere, nowhere, start, boxes.volume * itemsize, _NO_DIGESTS
+        )
         grids = (None,) * len(entries)
-        return replace(source, tensors=tuple(entries), grids=grids, chunks=chunks, encoding="native")
+        return replace(
+            source,
+            tensors=tuple(entries),
+            grids=grids,
+            chunks=chunks,
+            encoding="native",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +131,23 @@ class _Seen(Backend):
         for row, chunk in enumerate(plan.chunk.tolist()):
             key, meta = plan.manifest.tensors[chunks.tensor[chunk]]
             box = plan.boxes.row(row, len(meta.shape))
-            piece = next(inside for piece in self.made_of[key] if (inside := piece.within(box)))
+            piece = next(
+                inside for piece in self.made_of[key] if (inside := piece.within(box))
+            )
             landing.append((int(plan.target[row]), piece))
             boxes.append(piece.there)
-        inner = LoadPlan(self.stored, chunks.start[plan.chunk], Boxes.of(boxes), np.arange(len(boxes)))
+        inner = LoadPlan(
+            self.stored,
+            chunks.start[plan.chunk],
+            Boxes.of(boxes),
+            np.arange(len(boxes)),
+        )
         self.of.read(as_read_by(self.of, root), inner, _Landing(landing, into), verify)
 
     def files(self, *_: object, **__: object) -> NoReturn:
-        raise BackendError("a checkpoint that is seen through a table is read, not written")
+        raise BackendError(
+            "a checkpoint that is seen through a table is read, not written"
+        )
 
     write = finish = read_manifest = files
 
@@ -140,7 +170,9 @@ class _Landing:
         self.into.close(row, self._wanted(target, box), back.view(filled))
 
     def blob(self, target: int, data: bytes) -> None:
-        raise BackendError(f"row {target} is no tensor, and {len(data)} bytes of an object came")
+        raise BackendError(
+            f"row {target} is no tensor, and {len(data)} bytes of an object came"
+        )
 
     def _wanted(self, target: int, box: Box) -> Box:
         """The region that is wanted where ``box`` is stored."""

@@ -58,8 +58,16 @@ class Choice:
         renames = tuple(pairs)
         for old, new in renames:
             if old.count("*") != new.count("*"):
-                raise ValueError(f"rename {old!r}={new!r}: both sides must have the same number of '*'")
-        return cls(tuple(_listed(select)), tuple(_listed(exclude)), renames, _dtype(cast), state)
+                raise ValueError(
+                    f"rename {old!r}={new!r}: both sides must have the same number of '*'"
+                )
+        return cls(
+            tuple(_listed(select)),
+            tuple(_listed(exclude)),
+            renames,
+            _dtype(cast),
+            state,
+        )
 
     def carried(self, manifest: Manifest) -> dict[int, TensorEntry]:
         """Number of a stored tensor or object -> what it is called, and is, in the target.
@@ -71,7 +79,9 @@ class Choice:
         keys = [entry.key for entry in manifest.tensors]
         if self.select and all(entry.is_common for entry in chosen.values()):
             told = some([repr(key) for key in keys], between=", ")
-            raise MismatchError(f"nothing is selected by {', '.join(self.select)} (of {told})")
+            raise MismatchError(
+                f"nothing is selected by {', '.join(self.select)} (of {told})"
+            )
         for pattern in (*self.select, *self.exclude):
             if not any(fnmatchcase(key, pattern) for key in keys):
                 logger.warning("the pattern %r fits no key of the checkpoint", pattern)
@@ -96,7 +106,10 @@ class Choice:
         )
 
     def _named(
-        self, entry: TensorEntry, renames: Sequence[tuple[re.Pattern[str], str, str]], used: set[str]
+        self,
+        entry: TensorEntry,
+        renames: Sequence[tuple[re.Pattern[str], str, str]],
+        used: set[str],
     ) -> TensorEntry:
         key, (shape, dtype) = entry
         if self.cast is not None and dtype in _SOURCES:
@@ -107,7 +120,8 @@ class Choice:
                     used.add(old)
                     first, *others = new.split("*")
                     key = first + "".join(
-                        part + rest for part, rest in zip(match.groups(), others, strict=True)
+                        part + rest
+                        for part, rest in zip(match.groups(), others, strict=True)
                     )
                     break
         return TensorEntry(key, TensorMeta(shape, dtype))
@@ -118,7 +132,9 @@ def _listed(given: str | Iterable[str]) -> Iterable[str]:
 
 
 def _pair(given: str | tuple[str, str]) -> tuple[str, str]:
-    old, separator, new = given.partition("=") if isinstance(given, str) else (given[0], "=", given[1])
+    old, separator, new = (
+        given.partition("=") if isinstance(given, str) else (given[0], "=", given[1])
+    )
     if not separator or not old or not new:
         raise ValueError(f"a rename is OLD=NEW, not {given!r}")
     return old, new
@@ -129,7 +145,9 @@ def _dtype(given: object) -> str | None:
         return None
     name = str(given).removeprefix("torch.")
     if name not in CASTS:
-        raise ValueError(f"floating tensors can be cast to {', '.join(CASTS)}, not to {given!r}")
+        raise ValueError(
+            f"floating tensors can be cast to {', '.join(CASTS)}, not to {given!r}"
+        )
     return _FLOATING.get(name, name)
 
 
@@ -146,12 +164,19 @@ def _check_distinct(manifest: Manifest, found: Mapping[int, TensorEntry]) -> Non
         for key, keys in holders.items()
         if len(keys) > 1
     ]
-    taken = [keys[0] for key, keys in holders.items() if key == COMMON_KEY and keys != [COMMON_KEY]]
-    problems += [
-        f"{key!r} cannot be called {COMMON_KEY!r}, which is the common state's name" for key in taken
+    taken = [
+        keys[0]
+        for key, keys in holders.items()
+        if key == COMMON_KEY and keys != [COMMON_KEY]
     ]
     problems += [
-        f"{keys[0]!r} would have no name" for key, keys in holders.items() if not key and keys != [""]
+        f"{key!r} cannot be called {COMMON_KEY!r}, which is the common state's name"
+        for key in taken
+    ]
+    problems += [
+        f"{keys[0]!r} would have no name"
+        for key, keys in holders.items()
+        if not key and keys != [""]
     ]
     if problems:
         raise MismatchError(some(problems))

@@ -56,7 +56,14 @@ class Assignment:
 
     def bench(self) -> Bench:
         source = as_read_by(self.reader, open_same(self.source, self.source_id))
-        return Bench(source, self.reader, root_at(self.target), self.writer, self.verify, self.casts)
+        return Bench(
+            source,
+            self.reader,
+            root_at(self.target),
+            self.writer,
+            self.verify,
+            self.casts,
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,9 @@ class Failed:
 
 def main(descriptor: int, parent: int) -> None:
     """A worker: an Assignment comes in, then Tasks; out go None (ready), bytes, Done, Failed. EOF is the end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends us
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the parent is interrupted too, and ends us
     kernel.die_with_parent()
     if os.getppid() != parent:
         return
@@ -84,5 +93,9 @@ def main(descriptor: int, parent: int) -> None:
             parents.send(Failed(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent tells it
             story = traceback.format_exc()
-            parents.send(Failed(CheckpointingException(f"{type(error).__name__}: {error}\n{story}")))
+            parents.send(
+                Failed(
+                    CheckpointingException(f"{type(error).__name__}: {error}\n{story}")
+                )
+            )
             sys.exit(1)

@@ -45,7 +45,9 @@ if not TYPE_CHECKING:
         try:
             home = _HOME_OF[name]
         except KeyError:
-            raise AttributeError(f"module 'megackpt.dcp' has no attribute {name!r}") from None
+            raise AttributeError(
+                f"module 'megackpt.dcp' has no attribute {name!r}"
+            ) from None
         value = getattr(import_module(f"megackpt.dcp.{home}"), name)
         globals()[name] = value
         return value

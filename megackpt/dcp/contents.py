@@ -30,7 +30,12 @@ from megackpt.backends.torch_dist.naming import LISTED_COMMON, objects_named
 from megackpt.backends.torch_dist.pickles import Record
 from megackpt.checkpoint import decode_index, encode_index
 from megackpt.dcp.writing import Written
-from megackpt.errors import CheckpointingException, CorruptCheckpoint, CoverageError, some
+from megackpt.errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    CoverageError,
+    some,
+)
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON,
@@ -79,7 +84,11 @@ def manifest_of(
     an index cannot keep.
     """
     _check_names(metadata)
-    written = {result.index: (rank, result) for rank, those in enumerate(results) for result in those}
+    written = {
+        result.index: (rank, result)
+        for rank, those in enumerate(results)
+        for result in those
+    }
     rows: list[_Row] = []
     unwritten: list[str] = []
     for index, entry, box in _planned(metadata):
@@ -93,7 +102,9 @@ def manifest_of(
                 f"{entry.meta.dtype}"
             )
         plain = entry.meta.is_object or place.dtype
-        rows.append(_Row(entry, box, rank, place) if plain else _opaque(entry, box, rank, place))
+        rows.append(
+            _Row(entry, box, rank, place) if plain else _opaque(entry, box, rank, place)
+        )
     if unwritten:
         raise CoverageError(
             f"the planner's metadata lists what no rank has written: {some(unwritten, 5, ', ')}"
@@ -123,14 +134,18 @@ def _check_names(metadata: Metadata) -> None:
 
 def check_common(storage: Storage, manifest: Manifest) -> None:
     """Is what stands under the name of the common state one? Raises CheckpointingException."""
-    numbers = [number for number, entry in enumerate(manifest.tensors) if entry.is_common]
+    numbers = [
+        number for number, entry in enumerate(manifest.tensors) if entry.is_common
+    ]
     for row in np.flatnonzero(np.isin(manifest.chunks.tensor, numbers)).tolist():
         place = manifest.chunk(row).location
         data = bytearray(place.length)
         with storage.open(manifest.files[manifest.chunks.file[row]]) as reader:
             reader.read_into(place.start, [memoryview(data)])
         value = objects.load(bytes(data), stand_ins=True, where=repr(LISTED_COMMON))
-        if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)):
+        if not (
+            isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)
+        ):
             raise CheckpointingException(
                 f"{LISTED_COMMON!r} is the name of a checkpoint's common state, which is a list of one dict: choose "
                 "another key"
@@ -140,7 +155,9 @@ def check_common(storage: Storage, manifest: Manifest) -> None:
 def _planned(metadata: Metadata) -> Iterator[tuple[MetadataIndex, TensorEntry, Box]]:
     """Every chunk once."""
     items = metadata.state_dict_metadata.items()
-    named = objects_named(name for name, item in items if isinstance(item, BytesStorageMetadata))
+    named = objects_named(
+        name for name, item in items if isinstance(item, BytesStorageMetadata)
+    )
     kinds = Counter(entry.key for entry in {entry for entry, _ in named.values()})
     kinds.update(name for name, _ in items if name not in named)
     for name, item in items:
@@ -169,19 +186,30 @@ def _opaque(entry: TensorEntry, box: Box, rank: int, place: Written) -> _Row:
 
 def _manifest(rows: Sequence[_Row]) -> Manifest:
     tensors: dict[TensorEntry, int] = {}
-    located = [(tensors.setdefault(row.entry, len(tensors)), row.box, *row.written[:3]) for row in rows]
+    located = [
+        (tensors.setdefault(row.entry, len(tensors)), row.box, *row.written[:3])
+        for row in rows
+    ]
     manifest = Manifest.of(tensors, located)
     writer = np.array([row.writer for row in rows], np.int32)
-    digests = np.frombuffer(b"".join(row.written.digests for row in rows), np.uint8).reshape(-1, DIGEST_SIZE)
-    return replace(manifest, chunks=replace(manifest.chunks, writer=writer, digests=digests))
+    digests = np.frombuffer(
+        b"".join(row.written.digests for row in rows), np.uint8
+    ).reshape(-1, DIGEST_SIZE)
+    return replace(
+        manifest, chunks=replace(manifest.chunks, writer=writer, digests=digests)
+    )
 
 
 def table_of(
-    metadata: Metadata, results: Sequence[Sequence[WriteResult]], storage_meta: StorageMeta | None
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    storage_meta: StorageMeta | None,
 ) -> bytes:
     """The planner's metadata, completed as stock's writer does, and the bytes of ``.metadata``."""
     metadata.version = "1.0.0"
-    metadata.storage_data = {r.index: r.storage_data.info() for those in results for r in those}
+    metadata.storage_data = {
+        r.index: r.storage_data.info() for those in results for r in those
+    }
     metadata.storage_meta = storage_meta
     return pickle.dumps(metadata)
 
@@ -193,45 +221,72 @@ def rows_of(manifest: Manifest) -> dict[ChunkName, int]:
     for row, number in enumerate(chunks.tensor.tolist()):
         key, meta = manifest.tensors[number]
         offset = chunks.boxes.row(row, len(meta.shape)).offset
-        name = (unique_key(key, offset, meta.shape), None) if meta.is_object else (key, offset)
+        name = (
+            (unique_key(key, offset, meta.shape), None)
+            if meta.is_object
+            else (key, offset)
+        )
         rows[name] = row
     return rows
 
 
-def native_manifest(tensors: Mapping[str, TensorMeta], listed: Iterable[Listed]) -> Manifest:
+def native_manifest(
+    tensors: Mapping[str, TensorMeta], listed: Iterable[Listed]
+) -> Manifest:
     """The manifest of others' plain records, each tensor as it is listed."""
     rows = [
-        _Row(TensorEntry(name, tensors[name]), box, -1, Written(*place[:3], b"", "", (0, 0), ()))
+        _Row(
+            TensorEntry(name, tensors[name]),
+            box,
+            -1,
+            Written(*place[:3], b"", "", (0, 0), ()),
+        )
         for name, box, place in listed
         if ITEMSIZE.get(tensors[name].dtype) and not place.through
     ]
     return replace(_manifest(rows), encoding="native", backend=("torch_dist", 1))
 
 
-def metadata_of(listing: Listing, items: Mapping[ChunkName, Listed], load_id: str) -> Metadata:
+def metadata_of(
+    listing: Listing, items: Mapping[ChunkName, Listed], load_id: str
+) -> Metadata:
     """torch's own Metadata of a listing. Raises CorruptCheckpoint for a dtype that torch does not have."""
-    described: dict[str, Any] = {name: _described(name, meta) for name, meta in listing.tensors.items()}
+    described: dict[str, Any] = {
+        name: _described(name, meta) for name, meta in listing.tensors.items()
+    }
     stored = {}
     for (name, offset), (_, box, (file, start, length, through)) in items.items():
-        stored[MetadataIndex(name, offset)] = _StorageInfo(file, start, length, list(through) or None)
+        stored[MetadataIndex(name, offset)] = _StorageInfo(
+            file, start, length, list(through) or None
+        )
         if offset is not None:
             chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
             described[name].chunks.append(chunk)
-    meta, version = listing.record.field("storage_meta"), listing.record.field("version")
+    meta, version = (
+        listing.record.field("storage_meta"),
+        listing.record.field("version"),
+    )
     said = meta if isinstance(meta, Record) else Record("StorageMeta")
     metadata = Metadata(
         described,
         planner_data=listing.record.field("planner_data"),
         storage_data=stored,
         storage_meta=StorageMeta(
-            said.field("checkpoint_id"), said.field("save_id"), load_id, said.field("modules") or []
+            said.field("checkpoint_id"),
+            said.field("save_id"),
+            load_id,
+            said.field("modules") or [],
         ),
     )
-    metadata.version = version  # no argument: torch 2.8 has no such field, and reads those that have
+    metadata.version = (
+        version  # no argument: torch 2.8 has no such field, and reads those that have
+    )
     return metadata
 
 
-def _described(name: str, meta: TensorMeta) -> BytesStorageMetadata | TensorStorageMetadata:
+def _described(
+    name: str, meta: TensorMeta
+) -> BytesStorageMetadata | TensorStorageMetadata:
     if meta.is_object:
         return BytesStorageMetadata()
     dtype = vars(torch).get(meta.dtype)

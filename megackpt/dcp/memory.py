@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlanner as AnyLoadPlanner,
+    SavePlanner,
+    WriteItem,
+)
 
 from megackpt.dcp.planner import LoadPlanner
 from megackpt.loader.asking import overlapping
@@ -18,7 +22,11 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 Resolved = torch.Tensor | io.BytesIO
 
 _RESOLVING = "resolve_tensor", "lookup_tensor", "transform_tensor"
-_KNOWN = {getattr(kind, name) for kind in (DefaultLoadPlanner, LoadPlanner) for name in _RESOLVING}
+_KNOWN = {
+    getattr(kind, name)
+    for kind in (DefaultLoadPlanner, LoadPlanner)
+    for name in _RESOLVING
+}
 
 
 class Lasting:
@@ -34,10 +42,17 @@ class Lasting:
         if isinstance(data, io.BytesIO):
             return copied(data)
         # What is no plain tensor is pickled at once.
-        return copied(data) if _is_plain(data) and not self._is_states(data, item.index.fqn) else data
+        return (
+            copied(data)
+            if _is_plain(data) and not self._is_states(data, item.index.fqn)
+            else data
+        )
 
     def _is_states(self, data: torch.Tensor, key: str) -> bool:
-        own = [piece.untyped_storage().data_ptr() for piece in _pieces(self._state.get(key))]
+        own = [
+            piece.untyped_storage().data_ptr()
+            for piece in _pieces(self._state.get(key))
+        ]
         return data.untyped_storage().data_ptr() in own
 
 
@@ -45,8 +60,12 @@ def copied(data: Resolved) -> Resolved:
     """On the host, in memory that nobody else has. (Streams share theirs until one of the two is written to.)"""
     if isinstance(data, io.BytesIO):
         return io.BytesIO(data.getvalue())
-    copy: Resolved = data.detach().to("cpu", copy=True) if hasattr(data, "detach") else data
-    return copy  # (of a planner's mistake, which is told where it is to be written, none)
+    copy: Resolved = (
+        data.detach().to("cpu", copy=True) if hasattr(data, "detach") else data
+    )
+    return (
+        copy  # (of a planner's mistake, which is told where it is to be written, none)
+    )
 
 
 def own_keys(planner: AnyLoadPlanner) -> set[str]:
@@ -56,7 +75,9 @@ def own_keys(planner: AnyLoadPlanner) -> set[str]:
     if not known or not isinstance(state, dict):
         return set()
     pieces = [(key, piece) for key, value in state.items() for piece in _pieces(value)]
-    shared = {pieces[row][0] for row in overlapping([piece for _, piece in pieces]).tolist()}
+    shared = {
+        pieces[row][0] for row in overlapping([piece for _, piece in pieces]).tolist()
+    }
     return {key for key, _ in pieces} - shared
 
 

@@ -22,9 +22,17 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    _create_write_items,
+)
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from megackpt import objects
@@ -64,7 +72,9 @@ class Delegate:
 
     def transform_object(self, item: WriteItem, part: Any) -> torch.Tensor | io.BytesIO:  # noqa: ARG002
         """What is written of the part: a tensor, or (for items of type BYTE_IO) a stream."""
-        return part if isinstance(part, torch.Tensor) else io.BytesIO(objects.dump(part))
+        return (
+            part if isinstance(part, torch.Tensor) else io.BytesIO(objects.dump(part))
+        )
 
     def extensions(self, item: WriteItem) -> Sequence[StreamTransformExtension]:  # noqa: ARG002
         """The extensions of torch's that the item's bytes pass through, as compression; stock's reader undoes them."""
@@ -102,7 +112,9 @@ class _Delegated:
     def size(self) -> Any:
         """torch compares it with what is stored, where there is one."""
         if isinstance(self.value, torch.Tensor) and has_shard_fields(self.value):
-            return lambda: torch.Size(getattr(self.value, "global_shape", self.value.shape))
+            return lambda: torch.Size(
+                getattr(self.value, "global_shape", self.value.shape)
+            )
         return getattr(self.value, "size", None)
 
     @property
@@ -130,7 +142,9 @@ def _delegated(state_dict: Mapping[str, Any], delegates: Delegates) -> dict[str,
 
 
 def _delegate_of(value: Any, delegates: Delegates) -> Delegate | None:
-    return next((delegates[kind] for kind in type(value).__mro__ if kind in delegates), None)
+    return next(
+        (delegates[kind] for kind in type(value).__mro__ if kind in delegates), None
+    )
 
 
 _unfinished: dict[str, list[Any]] = {}
@@ -148,7 +162,9 @@ class SavePlanner(DefaultSavePlanner):
     With ``enable_plan_caching`` a plan is reused where everything in it is equal, dtypes too.
     """
 
-    def __init__(self, *args: Any, delegates: Delegates | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, delegates: Delegates | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.delegates = dict(delegates or {})
 
@@ -212,9 +228,15 @@ class SavePlanner(DefaultSavePlanner):
                 self._cached_save_plan[self._cached_plans_key] = pending
         return plan
 
-    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def _create_global_plan(
+        self, all_plans: list[SavePlan]
+    ) -> tuple[list[SavePlan], Metadata]:
         alone = len(all_plans) == 1  # of several, perhaps, that do not talk
-        once = all_plans if alone else _deduplicated(all_plans, not self.dedup_save_to_lowest_rank)
+        once = (
+            all_plans
+            if alone
+            else _deduplicated(all_plans, not self.dedup_save_to_lowest_rank)
+        )
         plans, metadata = create_default_global_save_plan(once)
         if self.flatten_state_dict:
             mappings = dict(ChainMap(*(plan.planner_data for plan in all_plans)))
@@ -228,7 +250,9 @@ class SavePlanner(DefaultSavePlanner):
             return found.delegate.lookup_object(found.value, index)
         return super().lookup_object(index)
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+    def transform_object(
+        self, write_item: WriteItem, object: Any
+    ) -> torch.Tensor | io.BytesIO:
         found = self.state_dict.get(write_item.index.fqn)
         if isinstance(found, _Delegated):
             return found.delegate.transform_object(write_item, object)
@@ -238,7 +262,11 @@ class SavePlanner(DefaultSavePlanner):
     def extensions(self, write_item: WriteItem) -> Sequence[StreamTransformExtension]:
         """What the item's bytes are to pass through on their way to the storage."""
         found = self.state_dict.get(write_item.index.fqn)
-        return found.delegate.extensions(write_item) if isinstance(found, _Delegated) else ()
+        return (
+            found.delegate.extensions(write_item)
+            if isinstance(found, _Delegated)
+            else ()
+        )
 
     @property
     def transforms(self) -> _StorageWriterTransforms | None:
@@ -265,9 +293,16 @@ class LoadPlanner(DefaultLoadPlanner):
         self.trusted = tuple(trusted)
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
-        given = flatten_state_dict(state_dict)[0] if self.flatten_state_dict else dict(state_dict)
+        given = (
+            flatten_state_dict(state_dict)[0]
+            if self.flatten_state_dict
+            else dict(state_dict)
+        )
         super().set_up_planner(state_dict, metadata, is_coordinator)
         for key, value in given.items():
             # torch 2.13 has put None where it does not know the type.
@@ -324,7 +359,9 @@ class _Transforms(_StorageWriterTransforms):
         self, write_item: WriteItem, raw_stream: io.IOBase
     ) -> tuple[IO[bytes], list[str]]:
         own = _StorageWriterTransforms(self._planner.extensions(write_item))
-        through: tuple[IO[bytes], list[str]] = own.transform_save_stream(write_item, raw_stream)
+        through: tuple[IO[bytes], list[str]] = own.transform_save_stream(
+            write_item, raw_stream
+        )
         return through
 
 
@@ -332,7 +369,9 @@ def _deduplicated(plans: Sequence[SavePlan], balance: bool) -> list[SavePlan]:
     """Each box in one plan, after a look whether they tile every tensor."""
     chosen, _ = plan_save(_declared(plans), SavePolicy(balance=balance))
     return [
-        dataclasses.replace(plan, items=[plan.items[row] for row in sorted(mine.source.tolist())])
+        dataclasses.replace(
+            plan, items=[plan.items[row] for row in sorted(mine.source.tolist())]
+        )
         for plan, mine in zip(plans, chosen, strict=True)
     ]
 
@@ -347,7 +386,8 @@ def _declared(plans: Sequence[SavePlan]) -> list[Declarations]:
         return Declaration(shard, meta, copies[shard] - 1, False, nbytes, rank)
 
     return [
-        Declarations.of([declaration(item, rank) for item in plan.items]) for rank, plan in enumerate(plans)
+        Declarations.of([declaration(item, rank) for item in plan.items])
+        for rank, plan in enumerate(plans)
     ]
 
 

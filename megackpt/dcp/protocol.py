@@ -15,9 +15,16 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from megackpt.errors import ShardingError
-from megackpt.state.storable import SHARD_FIELDS, SHARD_METHODS, distributed_name, has_shard_fields
+from megackpt.state.storable import (
+    SHARD_FIELDS,
+    SHARD_METHODS,
+    distributed_name,
+    has_shard_fields,
+)
 
-ChunkPlace = tuple[tuple[int, ...], ...]  # offset and size of a chunk, and the global shape
+ChunkPlace = tuple[
+    tuple[int, ...], ...
+]  # offset and size of a chunk, and the global shape
 
 _WAY = (
     f"the protocol is known from torch 2.15 on, where {', '.join(SHARD_FIELDS)} are all there. Or save it by "
@@ -43,9 +50,12 @@ def check_known(state_dict: Mapping[str, Any]) -> None:
 def named_places(state_dict: Mapping[str, Any]) -> dict[str, list[ChunkPlace]]:
     """Of each value that names its own chunks: where these lie, under the key that torch's planners give it."""
     return {
-        key: _places(_create_write_items(key, value)) if _methods(value) else _by_fields(value)
+        key: _places(_create_write_items(key, value))
+        if _methods(value)
+        else _by_fields(value)
         for key, value in flatten_state_dict(dict(state_dict))[0].items()
-        if isinstance(value, torch.Tensor) and (_methods(value) or has_shard_fields(value))
+        if isinstance(value, torch.Tensor)
+        and (_methods(value) or has_shard_fields(value))
     }
 
 
@@ -57,9 +67,16 @@ def keep_names(given: Any, staged: Any) -> None:
     elif isinstance(given, (list, tuple)) and isinstance(staged, (list, tuple)):
         for value, copy in zip(given, staged, strict=False):
             keep_names(value, copy)
-    elif isinstance(given, torch.Tensor) and isinstance(staged, torch.Tensor) and given is not staged:
+    elif (
+        isinstance(given, torch.Tensor)
+        and isinstance(staged, torch.Tensor)
+        and given is not staged
+    ):
         source, target = (getattr(x, "_local_tensor", x) for x in (given, staged))
-        for name in (*SHARD_FIELDS, *SHARD_METHODS[:2]):  # the third gives memory, which is the caller's
+        for name in (
+            *SHARD_FIELDS,
+            *SHARD_METHODS[:2],
+        ):  # the third gives memory, which is the caller's
             vars(target).pop(name, None)
             if name in vars(source):
                 setattr(target, name, vars(source)[name])
@@ -83,10 +100,20 @@ def _methods(value: Any) -> bool:
 
 def _by_fields(tensor: Any) -> list[ChunkPlace]:
     whole = tuple(getattr(tensor, SHARD_FIELDS[0], ()))
-    offsets, sizes = getattr(tensor, SHARD_FIELDS[1], ()), getattr(tensor, SHARD_FIELDS[3], ())
-    return [(tuple(offset), tuple(size), whole) for offset, size in zip(offsets, sizes, strict=False)]
+    offsets, sizes = (
+        getattr(tensor, SHARD_FIELDS[1], ()),
+        getattr(tensor, SHARD_FIELDS[3], ()),
+    )
+    return [
+        (tuple(offset), tuple(size), whole)
+        for offset, size in zip(offsets, sizes, strict=False)
+    ]
 
 
 def _places(items: Iterable[WriteItem]) -> list[ChunkPlace]:
     found = [item.tensor_data for item in items]
-    return [(tuple(d.chunk.offsets), tuple(d.chunk.sizes), tuple(d.size)) for d in found if d is not None]
+    return [
+        (tuple(d.chunk.offsets), tuple(d.chunk.sizes), tuple(d.size))
+        for d in found
+        if d is not None
+    ]

@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint._extension import (
+    ExtensionRegistry,
+    StreamTransformExtension,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+)
 
 from megackpt.backends.ranges import refuse_hollow
 from megackpt.backends.torch_dist import METADATA, TorchDist
@@ -67,14 +75,22 @@ class Contents:
         if rank is None:
             # Without an index nothing ties the files together: see that nobody began to clear them away.
             storage, listing, manifest = unreplaced(
-                directory, partial(_listed, directory), lambda found: found[2] is not None
+                directory,
+                partial(_listed, directory),
+                lambda found: found[2] is not None,
             )
         else:
-            storage, listing, manifest = *_listed_alone(directory, f"__{rank}{METADATA}"), None
+            storage, listing, manifest = (
+                *_listed_alone(directory, f"__{rank}{METADATA}"),
+                None,
+            )
         listed = list(listing)
         check_files(storage, listed)
         items = {
-            (item.name, None if listing.tensors[item.name].is_object else item.box.offset): item
+            (
+                item.name,
+                None if listing.tensors[item.name].is_object else item.box.offset,
+            ): item
             for item in listed
         }
         manifest = manifest or native_manifest(listing.tensors, listed)
@@ -92,13 +108,21 @@ class Contents:
             data = allocate(place.length, where)
             reader.read_into(place.start, [memoryview(data)])
         row = self.rows.get((name, None))
-        known = b"" if row is None or not verify else self.manifest.chunk(row).digests.tobytes()
+        known = (
+            b""
+            if row is None or not verify
+            else self.manifest.chunk(row).digests.tobytes()
+        )
         if known and digest_blocks(memoryview(data)) != known:
-            raise CorruptCheckpoint(f"{where} is damaged: its bytes are not those that were saved")
+            raise CorruptCheckpoint(
+                f"{where} is damaged: its bytes are not those that were saved"
+            )
         return data
 
 
-def _listed(directory: Any, storage: Storage) -> tuple[Storage, Listing, Manifest | None]:
+def _listed(
+    directory: Any, storage: Storage
+) -> tuple[Storage, Listing, Manifest | None]:
     """Where it is, what it lists, and our manifest where it has an index."""
     manifest = None
     if storage.size(INDEX) is not None:
@@ -119,14 +143,22 @@ def _listed_alone(directory: Any, name: str) -> tuple[Storage, Listing]:
     try:
         storage = LocalStorage(absolute(directory))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotACheckpoint(f"{directory} is no directory, and so holds no {name}") from error
+        raise NotACheckpoint(
+            f"{directory} is no directory, and so holds no {name}"
+        ) from error
     if storage.size(name) is None or storage.size(METADATA) is not None:
-        raise NotACheckpoint(f"{directory} holds no {name} without a {METADATA} beside it")
+        raise NotACheckpoint(
+            f"{directory} holds no {name} without a {METADATA} beside it"
+        )
     return storage, read_listing(storage, name)
 
 
 def read_items(
-    contents: Contents, plan: LoadPlan, planner: LoadPlanner, registry: ExtensionRegistry, verify: bool
+    contents: Contents,
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    registry: ExtensionRegistry,
+    verify: bool,
 ) -> None:
     """Carry out a plan. Errors name the item and the file, or tell that the checkpoint was replaced meanwhile."""
     try:
@@ -139,14 +171,20 @@ def read_items(
 
 
 def _read_items(
-    contents: Contents, plan: LoadPlan, planner: LoadPlanner, registry: ExtensionRegistry, verify: bool
+    contents: Contents,
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    registry: ExtensionRegistry,
+    verify: bool,
 ) -> None:
     plain: list[tuple[ReadItem, int]] = []
     for item in plan.items:
         name, offset = item.storage_index.fqn, item.storage_index.offset
         key = name, None if offset is None else tuple(offset)
         if key not in contents.items:
-            raise MismatchError(f"{contents.storage.location} holds no chunk of {name!r} at {offset}")
+            raise MismatchError(
+                f"{contents.storage.location} holds no chunk of {name!r} at {offset}"
+            )
         row = contents.row(key)
         if item.type == LoadItemType.BYTE_IO:
             data = contents.blob(name, contents.items[key].place, verify)
@@ -159,14 +197,19 @@ def _read_items(
 
 
 def _read_plain(
-    contents: Contents, items: Sequence[tuple[ReadItem, int]], planner: LoadPlanner, verify: bool
+    contents: Contents,
+    items: Sequence[tuple[ReadItem, int]],
+    planner: LoadPlanner,
+    verify: bool,
 ) -> None:
     manifest = contents.manifest
     metas = [manifest.tensors[manifest.chunks.tensor[row]].meta for _, row in items]
     boxes = []
     for (item, row), meta in zip(items, metas, strict=True):
         chunk = manifest.chunks.boxes.row(row, len(meta.shape))
-        offset = tuple(a + b for a, b in zip(chunk.offset, item.storage_offsets, strict=True))
+        offset = tuple(
+            a + b for a, b in zip(chunk.offset, item.storage_offsets, strict=True)
+        )
         boxes.append(Box(offset, tuple(item.lengths)))
     rows = np.array([row for _, row in items], np.int64)
     plan = planned.LoadPlan(manifest, rows, Boxes.of(boxes), np.arange(len(items)))
@@ -212,7 +255,11 @@ class _Into:
                     kept = resolved(self._planner, item)
                 else:
                     kept = torch.empty(item.lengths, dtype=stored, device="cpu")
-                self._landings[target] = kept, is_own, Landing([kept], holder, [stored], {})
+                self._landings[target] = (
+                    kept,
+                    is_own,
+                    Landing([kept], holder, [stored], {}),
+                )
             return self._landings[target][2]
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
@@ -276,10 +323,14 @@ def _read_opaque(
     try:
         value = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CorruptCheckpoint(f"{where}: torch cannot read the record: {error}") from error
+        raise CorruptCheckpoint(
+            f"{where}: torch cannot read the record: {error}"
+        ) from error
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != box.shape:
         raise CorruptCheckpoint(f"{where}: the record holds no tensor of {box.shape}")
-    within = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
+    within = tuple(
+        slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True)
+    )
     part, target = value[within], resolved(planner, item)
     if part.dtype is target.dtype is torch.float4_e2m1fn_x2 and not COPIES_FLOAT4:
         target.view(torch.uint8).copy_(part.view(torch.uint8))
@@ -289,7 +340,11 @@ def _read_opaque(
 
 
 def _decoded(
-    contents: Contents, key: ChunkName, data: bytearray, registry: ExtensionRegistry, most: int
+    contents: Contents,
+    key: ChunkName,
+    data: bytearray,
+    registry: ExtensionRegistry,
+    most: int,
 ) -> io.BytesIO:
     """What extensions make of a record's bytes."""
     through = contents.items[key].place.through

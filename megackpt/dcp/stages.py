@@ -34,10 +34,14 @@ class Work:
         self._plan = plan
         self._planner = planner
         self._transforms = transforms
-        self._outcome: Attempt[list[WriteResult]] | None = None if plan.items else Attempt([])
+        self._outcome: Attempt[list[WriteResult]] | None = (
+            None if plan.items else Attempt([])
+        )
         self.directory = ticket.directory
 
-    def function_and_args(self) -> tuple[Callable[..., None] | None, Callable[[], Any] | None, list[Any]]:
+    def function_and_args(
+        self,
+    ) -> tuple[Callable[..., None] | None, Callable[[], Any] | None, list[Any]]:
         """See ``FileSystemWriter.get_save_function_and_args``."""
         if not self._plan.items:
             return None, None, []
@@ -64,7 +68,12 @@ class Work:
         )
 
     def _preload(self) -> _OnHost:
-        return _OnHost({item.index: copied(self._planner.resolve_data(item)) for item in self._plan.items})
+        return _OnHost(
+            {
+                item.index: copied(self._planner.resolve_data(item))
+                for item in self._plan.items
+            }
+        )
 
     @staticmethod
     def _write(_rank: int, source: SavePlanner | _OnHost, work: Work) -> None:

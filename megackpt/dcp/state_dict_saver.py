@@ -28,12 +28,18 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import WriteResult
 
-__all__ = ["save_state_dict_async_finalize", "save_state_dict_async_plan", "verify_global_md_reuse"]
+__all__ = [
+    "save_state_dict_async_finalize",
+    "save_state_dict_async_plan",
+    "verify_global_md_reuse",
+]
 
 _log = logging.getLogger(__name__)
 
 CachedStructure = tuple[SavePlan | None, SavePlan | None, bool]
-Planned = tuple[tuple[Any, "Metadata | None", _DistWrapper], SavePlan, SavePlan, bool, bool]
+Planned = tuple[
+    tuple[Any, "Metadata | None", _DistWrapper], SavePlan, SavePlan, bool, bool
+]
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,13 @@ def save_state_dict_async_plan(
     old_central, old_local, validated = cached_ckpt_structure or (None, None, False)
     usable = old_local if validated and old_central is not None else None
     with group_over(process_group) as group, _cleared(storage_writer):
-        planning = _Planning(group, planner or SavePlanner(), storage_writer, usable, loaded_all_plans or [])
+        planning = _Planning(
+            group,
+            planner or SavePlanner(),
+            storage_writer,
+            usable,
+            loaded_all_plans or [],
+        )
         answer = planning.agreed(state_dict)
         central = answer.plan
         if answer.found == CACHED and old_central is not None:
@@ -116,10 +128,14 @@ class _Planning:
 
     def agreed(self, state_dict: Mapping[str, Any]) -> _Answer:
         """One round where all plans are known to all, or none; two where only some ranks found theirs unchanged."""
-        answer = self._group.reduce_scatter("plan", lambda: self._offer(state_dict), self._answers)
+        answer = self._group.reduce_scatter(
+            "plan", lambda: self._offer(state_dict), self._answers
+        )
         if answer.found == AGAIN:
             all_of_it = _Offer(False, False, self.local)
-            answer = self._group.reduce_scatter("plan", lambda: all_of_it, self._answers)
+            answer = self._group.reduce_scatter(
+                "plan", lambda: all_of_it, self._answers
+            )
         return answer
 
     def handed_over(self, plan: SavePlan) -> SavePlan:
@@ -160,18 +176,25 @@ class _Planning:
         if all(offer.cached for offer in offers):
             return CACHED, [SavePlan([]) for _ in offers]
         if all(offer.loaded for offer in offers):
-            plans, _ = self._planner.create_global_plan([replace(p, storage_data=None) for p in self._loaded])
+            plans, _ = self._planner.create_global_plan(
+                [replace(p, storage_data=None) for p in self._loaded]
+            )
             return LOADED, plans
         offered = [offer.plan for offer in offers if offer.plan is not None]
         if len(offered) < len(offers):
             return AGAIN, [SavePlan([]) for _ in offers]
         plans, self.metadata = self._planner.create_global_plan(offered)
-        cast("Any", self.metadata).all_local_plans = offered  # where Megatron-Core looks for them
+        cast(
+            "Any", self.metadata
+        ).all_local_plans = offered  # where Megatron-Core looks for them
         return PLANNED, plans
 
 
 def verify_global_md_reuse(
-    loaded_all_plans: list[SavePlan] | None, local_plan: SavePlan, rank: int, dist_wrapper: _DistWrapper
+    loaded_all_plans: list[SavePlan] | None,
+    local_plan: SavePlan,
+    rank: int,
+    dist_wrapper: _DistWrapper,
 ) -> bool:
     """Are the plans of a loaded checkpoint those of all ranks now? Collective: the answer is the same everywhere.
 
@@ -191,7 +214,9 @@ def save_state_dict_async_finalize(
     """
     with group_over(dist_wrapper.group) as group, _cleared(storage_writer):
         group.reduce_broadcast(
-            "write", partial(_written, storage_writer), partial(_publish, storage_writer, global_metadata)
+            "write",
+            partial(_written, storage_writer),
+            partial(_publish, storage_writer, global_metadata),
         )
 
 
@@ -209,13 +234,17 @@ def _cleared(writer: Any) -> Iterator[None]:
 
 def _written(writer: Any) -> list[WriteResult]:
     results = writer.retrieve_write_results()
-    if isinstance(results, tuple):  # torch's way to hand on an exception, with where it was
+    if isinstance(
+        results, tuple
+    ):  # torch's way to hand on an exception, with where it was
         raise results[0]
     found: list[WriteResult] = results
     return found
 
 
-def _publish(writer: Any, metadata: Metadata | None, results: list[list[WriteResult]]) -> None:
+def _publish(
+    writer: Any, metadata: Metadata | None, results: list[list[WriteResult]]
+) -> None:
     if metadata is None:
         raise CheckpointingException(
             "the coordinator has no metadata for this save: the plans of an earlier one, or of a loaded checkpoint, "
@@ -230,12 +259,18 @@ def _wrapper(process_group: ProcessGroup | None, coordinator_rank: int) -> _Dist
             f"coordinator_rank is {coordinator_rank}: rank 0 of the process group coordinates; give a process group "
             "whose first rank is the one that is meant"
         )
-    return _DistWrapper(process_group, is_available() and is_initialized(), coordinator_rank)
+    return _DistWrapper(
+        process_group, is_available() and is_initialized(), coordinator_rank
+    )
 
 
-def _is_loaded(loaded: Sequence[SavePlan], local: SavePlan, rank: int, ranks: int) -> bool:
+def _is_loaded(
+    loaded: Sequence[SavePlan], local: SavePlan, rank: int, ranks: int
+) -> bool:
     if loaded and len(loaded) != ranks:
-        _log.debug("rank %d: %d plans were loaded for %d ranks", rank, len(loaded), ranks)
+        _log.debug(
+            "rank %d: %d plans were loaded for %d ranks", rank, len(loaded), ranks
+        )
     return len(loaded) == ranks and _same(loaded[rank], local, rank, "loaded plan")
 
 
@@ -250,7 +285,9 @@ def _same(old: SavePlan | None, new: SavePlan, rank: int, what: str) -> bool:
             if before.get(place) != now.get(place):
                 key, field = place
                 told = before.get(place, "absent"), now.get(place, "absent")
-                _log.debug("rank %d, %s: %r %s was %s, is %s", rank, what, key, field, *told)
+                _log.debug(
+                    "rank %d, %s: %r %s was %s, is %s", rank, what, key, field, *told
+                )
     return found
 
 
@@ -259,9 +296,17 @@ def _fields_of(plan: SavePlan) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {("", "usable"): plan.usable}
     for item in plan.items:
         offset = "" if item.index.offset is None else f"{list(item.index.offset)} "
-        found |= {(item.index.fqn, f"{offset}{name}"): value for name, value in _leaves(item)}
-    mappings = plan.planner_data if isinstance(plan.planner_data, Mapping) else {"": plan.planner_data}
-    return found | {(str(key), "planner_data"): value for key, value in mappings.items()}
+        found |= {
+            (item.index.fqn, f"{offset}{name}"): value for name, value in _leaves(item)
+        }
+    mappings = (
+        plan.planner_data
+        if isinstance(plan.planner_data, Mapping)
+        else {"": plan.planner_data}
+    )
+    return found | {
+        (str(key), "planner_data"): value for key, value in mappings.items()
+    }
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

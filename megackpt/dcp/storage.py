@@ -10,22 +10,47 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
+from torch.distributed.checkpoint._extension import (
+    ExtensionRegistry,
+    StreamTransformExtension,
+)
+from torch.distributed.checkpoint.filesystem import (
+    SerializationFormat,
+    _StorageWriterTransforms,
+)
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import (
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+)
 from torch.futures import Future
 
 from megackpt import objects
 from megackpt.backends.base import CONFIG
 from megackpt.backends.torch_dist import METADATA
 from megackpt.backends.torch_dist.naming import LISTED_COMMON
-from megackpt.backends.torch_dist.writing import COMMON_FILE, Records, file_name as usual_name
+from megackpt.backends.torch_dist.writing import (
+    COMMON_FILE,
+    Records,
+    file_name as usual_name,
+)
 from megackpt.checkpoint import INDEX, Place, absolute, begin, commit
 from megackpt.dcp.begun import Begun, clear_ended
-from megackpt.dcp.contents import PlannedByDcp, check_common, manifest_of, metadata_of, table_of
+from megackpt.dcp.contents import (
+    PlannedByDcp,
+    check_common,
+    manifest_of,
+    metadata_of,
+    table_of,
+)
 from megackpt.dcp.protocol import ChunkPlace, check_plan, keep_names, named_places
 from megackpt.dcp.reading import Contents, read_items
 from megackpt.dcp.stages import Work
@@ -87,7 +112,9 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     ) -> None:
         super().__init__(cache_staged_state_dict=cache_staged_state_dict)
         if type(thread_count) is not int or thread_count < 1:
-            raise CheckpointingException(f"thread_count is a whole number from 1 on, not {thread_count!r}")
+            raise CheckpointingException(
+                f"thread_count is a whole number from 1 on, not {thread_count!r}"
+            )
         if serialization_format != SerializationFormat.TORCH_SAVE:
             raise CheckpointingException(
                 f"this writer keeps torch DCP's own format, not {serialization_format}: save with it and "
@@ -109,7 +136,12 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """As it travels to the process of an ``async_save``: without the save that this process may be at."""
-        return {**self.__dict__, "_begun": None, "_work": None, "state_dict_cache": None}
+        return {
+            **self.__dict__,
+            "_begun": None,
+            "_work": None,
+            "state_dict_cache": None,
+        }
 
     def file_name(self, rank: int, n: int) -> str:
         """The name of the ``n``-th file (from 0) of a rank, asked on rank 0: unique, and safe in a directory."""
@@ -137,7 +169,12 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             self.path = checkpoint_id
         self.save_id = uuid.uuid4().hex
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # noqa: ARG002
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
         self.rank = kwargs.get("rank")
         if not kwargs.get("use_collectives", True):
             raise CheckpointingException(
@@ -171,14 +208,19 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             place.abort()
             raise
         self._begun = Begun(place, directory, threading.current_thread())
-        tickets = [Ticket(directory, place.save_id, rank, those) for rank, those in enumerate(names)]
+        tickets = [
+            Ticket(directory, place.save_id, rank, those)
+            for rank, those in enumerate(names)
+        ]
         tickets[self.rank or 0].arrive()
         return [
             dataclasses.replace(plan, storage_data=ticket)
             for plan, ticket in zip(plans, tickets, strict=True)
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
         try:
             settle_all()
@@ -228,7 +270,9 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         """On the coordinator, when all ranks have written: commit."""
         begun, self._begun = self._begun, None
         if begun is None:
-            raise CheckpointingException(f"no save to {os.fspath(self.path)} has been begun by this writer")
+            raise CheckpointingException(
+                f"no save to {os.fspath(self.path)} has been begun by this writer"
+            )
         place = begun.place
         try:
             listed = LISTED_COMMON in metadata.state_dict_metadata
@@ -258,7 +302,9 @@ def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
             meta = TensorMeta((), OBJECT)
             if item.tensor_data is not None:
                 dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
-                known = dtype if dtype in ITEMSIZE else "uint8"  # others are pickled by torch
+                known = (
+                    dtype if dtype in ITEMSIZE else "uint8"
+                )  # others are pickled by torch
                 meta = TensorMeta(tuple(item.tensor_data.size), known)
             entries.add(TensorEntry(item.index.fqn, meta))
     refuse_unstorable(tuple(entries))
@@ -298,7 +344,11 @@ class FileSystemReader(StorageReader):
     """
 
     def __init__(
-        self, path: Path, _extension_registry: ExtensionRegistry | None = None, *, verify: bool = True
+        self,
+        path: Path,
+        _extension_registry: ExtensionRegistry | None = None,
+        *,
+        verify: bool = True,
     ) -> None:
         super().__init__()
         self.path = path
@@ -331,7 +381,9 @@ class FileSystemReader(StorageReader):
         """
         try:
             self._contents = Contents.of(self.path, kwargs.get("rank"))
-            return metadata_of(self._contents.listing, self._contents.items, self.load_id)
+            return metadata_of(
+                self._contents.listing, self._contents.items, self.load_id
+            )
         except CheckpointingException as error:
             if DROPS_ERRORS_OF_READERS:
                 _log.warning("%s: %s", type(error).__name__, error)
@@ -346,7 +398,9 @@ class FileSystemReader(StorageReader):
     ) -> None:
         if self._contents is None:  # the caller has the metadata from somewhere else
             alone = not kwargs.get("use_collectives", True)
-            self._contents = Contents.of(self.path, kwargs.get("rank") if alone else None)
+            self._contents = Contents.of(
+                self.path, kwargs.get("rank") if alone else None
+            )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=self._opened().manifest.save_id)

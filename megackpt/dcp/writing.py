@@ -11,7 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageWriterTransforms
+from torch.distributed.checkpoint.filesystem import (
+    _StorageInfo,
+    _StorageWriterTransforms,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -67,7 +70,11 @@ def ticket_of(plan: SavePlan, directory: str, rank: int | None) -> Ticket:
     own = rank if rank is not None else told.rank if told else 0
     found = _newest.pop((directory, own), None)
     if found is None:
-        other = f"; it tells of {told.directory} instead" if told and told.directory != directory else ""
+        other = (
+            f"; it tells of {told.directory} instead"
+            if told and told.directory != directory
+            else ""
+        )
         raise CheckpointingException(
             f"rank {own} was not told of a save to {directory} by the coordinator's plan{other}: all ranks must name "
             "the same checkpoint_id and use this writer, and the planner must not drop a plan's storage_data"
@@ -94,7 +101,9 @@ class Written(NamedTuple):
         """What stock's reader looks for."""
         before, after = self.around
         through = list(self.through) or None
-        return _StorageInfo(self.file, self.start - before, before + self.length + after, through)
+        return _StorageInfo(
+            self.file, self.start - before, before + self.length + after, through
+        )
 
 
 class Resolver(Protocol):
@@ -121,11 +130,22 @@ def write_items(
     ``transforms`` are asked in turn: the first that sends an item through extensions counts.
     """
     sizes = [_size(item) for item in plan.items]
-    parts = [[plan.items[row] for row in rows] for rows in spread(sizes, len(ticket.files)) if rows]
+    parts = [
+        [plan.items[row] for row in rows]
+        for rows in spread(sizes, len(ticket.files))
+        if rows
+    ]
     part = _Part(root, ticket.rank, source, transforms)
     with ThreadPoolExecutor(max(len(parts), 1), "megackpt-write") as pool:
-        jobs = [pool.submit(part.write, *job) for job in zip(ticket.files, parts, strict=False)]
-    errors = [error for job in jobs if (error := job.exception()) and not isinstance(error, _Stopped)]
+        jobs = [
+            pool.submit(part.write, *job)
+            for job in zip(ticket.files, parts, strict=False)
+        ]
+    errors = [
+        error
+        for job in jobs
+        if (error := job.exception()) and not isinstance(error, _Stopped)
+    ]
     if errors:
         raise errors[0]
     return [result for job in jobs for result in job.result()]
@@ -139,12 +159,20 @@ class _Part:
     """What the threads of one rank share."""
 
     def __init__(
-        self, root: Storage, rank: int, source: Resolver, transforms: Sequence[_StorageWriterTransforms]
+        self,
+        root: Storage,
+        rank: int,
+        source: Resolver,
+        transforms: Sequence[_StorageWriterTransforms],
     ) -> None:
         self._root = root
         self._rank = rank
         self._source = source
-        self._transforms = [t for t in transforms if type(t) is not _StorageWriterTransforms or t.extensions]
+        self._transforms = [
+            t
+            for t in transforms
+            if type(t) is not _StorageWriterTransforms or t.extensions
+        ]
         self._asking = threading.Lock()  # planners are not made for threads
         self._failed = threading.Event()
 
@@ -168,10 +196,20 @@ class _Part:
             raise
         except BaseException as error:
             self._failed.set()
-            kind = type(error) if isinstance(error, CheckpointingException) else CheckpointingException
-            told = str(error) if kind is type(error) else f"{type(error).__name__}: {error}"
+            kind = (
+                type(error)
+                if isinstance(error, CheckpointingException)
+                else CheckpointingException
+            )
+            told = (
+                str(error)
+                if kind is type(error)
+                else f"{type(error).__name__}: {error}"
+            )
             kind = StorageError if isinstance(error, OSError) else kind
-            raise kind(f"rank {self._rank} cannot write {self._root.location}/{name}{at}: {told}") from error
+            raise kind(
+                f"rank {self._rank} cannot write {self._root.location}/{name}{at}: {told}"
+            ) from error
 
     def _item(self, records: Records, name: str, item: WriteItem) -> WriteResult:
         with self._asking:
@@ -179,7 +217,9 @@ class _Part:
         if isinstance(data, torch.Tensor):
             settle([data])
             dtype, shape = str(data.dtype).removeprefix("torch."), tuple(data.shape)
-            landed = records.tensor(dtype, shape, _blocks(data, TensorMeta(shape, dtype)))
+            landed = records.tensor(
+                dtype, shape, _blocks(data, TensorMeta(shape, dtype))
+            )
             head, tail = frame(dtype, shape)
             around = len(head), len(tail)
         else:
@@ -188,7 +228,9 @@ class _Part:
         written = Written(name, *landed, dtype, around, through)
         return WriteResult(item.index, landed.length + sum(around), written)
 
-    def _resolved(self, item: WriteItem) -> tuple[torch.Tensor | bytes, tuple[str, ...]]:
+    def _resolved(
+        self, item: WriteItem
+    ) -> tuple[torch.Tensor | bytes, tuple[str, ...]]:
         """A plain tensor, or bytes as they are to stand in the file and the extensions that they went through."""
         data = self._source.resolve_data(item)
         if not isinstance(data, torch.Tensor | io.BytesIO):
@@ -228,7 +270,10 @@ class _Kept(io.BytesIO):
 def _size(item: WriteItem) -> int:
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         return -1
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+    return (
+        item.tensor_data.chunk.sizes.numel()
+        * item.tensor_data.properties.dtype.itemsize
+    )
 
 
 def _check_shape(item: WriteItem, data: torch.Tensor) -> None:
@@ -237,16 +282,24 @@ def _check_shape(item: WriteItem, data: torch.Tensor) -> None:
         raise CheckpointingException(
             f"the planner resolves it to {tuple(data.shape)}, and has planned {wanted}"
         )
-    problems = [] if item.tensor_data is None else place_problems(data, tuple(item.tensor_data.size))
+    problems = (
+        []
+        if item.tensor_data is None
+        else place_problems(data, tuple(item.tensor_data.size))
+    )
     if problems:
-        raise CheckpointingException(f"{problems[0]} (torch {torch.__version__} may not know the protocol)")
+        raise CheckpointingException(
+            f"{problems[0]} (torch {torch.__version__} may not know the protocol)"
+        )
 
 
 def _is_plain(item: WriteItem, data: torch.Tensor) -> bool:
     """Can its elements be written as they are? All else is pickled by torch, as by stock's writer."""
     name = str(data.dtype).removeprefix("torch.")
     dense = data.layout is torch.strided and not data.is_quantized and name in ITEMSIZE
-    as_planned = item.tensor_data is not None and item.tensor_data.properties.dtype == data.dtype
+    as_planned = (
+        item.tensor_data is not None and item.tensor_data.properties.dtype == data.dtype
+    )
     return type(data) in PLAIN and dense and as_planned
 
 
@@ -254,7 +307,11 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """On the CPU, and without the rest of a larger storage, which torch.save would save too."""
     host = tensor.detach().cpu()
     dense = type(host) is torch.Tensor and host.layout is torch.strided
-    return host.clone() if dense and host.untyped_storage().nbytes() != host.nbytes else host
+    return (
+        host.clone()
+        if dense and host.untyped_storage().nbytes() != host.nbytes
+        else host
+    )
 
 
 def _blocks(tensor: torch.Tensor, meta: TensorMeta) -> Iterator[memoryview]:
@@ -267,7 +324,10 @@ def _blocks(tensor: torch.Tensor, meta: TensorMeta) -> Iterator[memoryview]:
 
 
 def named_files(
-    file_name: Callable[[int, int], str], ranks: int, files: int, reserved: Sequence[str]
+    file_name: Callable[[int, int], str],
+    ranks: int,
+    files: int,
+    reserved: Sequence[str],
 ) -> list[tuple[str, ...]]:
     """The files of each rank, by the hook. Raises CheckpointingException for names that are not safe or not unique."""
     seen: dict[str, str] = dict.fromkeys(reserved, "the checkpoint's own")
@@ -281,10 +341,16 @@ def named_files(
                     f"{call} gives {name!r}, which cannot be a file of the checkpoint"
                 )
             if name in seen:
-                raise CheckpointingException(f"{call} gives {name!r}, as {seen[name]}: names must be unique")
+                raise CheckpointingException(
+                    f"{call} gives {name!r}, as {seen[name]}: names must be unique"
+                )
             seen[name] = call
     return names
 
 
 def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and not unsafe_names([name]) and not name.startswith(_OURS)
+    return (
+        isinstance(name, str)
+        and not unsafe_names([name])
+        and not name.startswith(_OURS)
+    )

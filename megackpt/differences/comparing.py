@@ -71,7 +71,9 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        return not (self.only_a or self.only_b or self.described or self.tensors or self.objects)
+        return not (
+            self.only_a or self.only_b or self.described or self.tensors or self.objects
+        )
 
 
 def compare(
@@ -103,10 +105,16 @@ def compare(
         if key in yours
     ]
     alike = [
-        p for p in pairs if p.meta_a.shape == p.meta_b.shape and p.meta_a.is_object == p.meta_b.is_object
+        p
+        for p in pairs
+        if p.meta_a.shape == p.meta_b.shape and p.meta_a.is_object == p.meta_b.is_object
     ]
     boxes = boxes_to_read(a.manifest, b.manifest, alike, PIECE)
-    todo = [(pair, found) for pair, found in zip(alike, boxes, strict=True) if found is not None]
+    todo = [
+        (pair, found)
+        for pair, found in zip(alike, boxes, strict=True)
+        if found is not None
+    ]
     work = _Work(Regions(a), Regions(b), advance)
     start(sum(_nbytes(a.manifest, b.manifest, pair, found) for pair, found in todo))
     return Comparison(
@@ -114,7 +122,9 @@ def compare(
         tuple(key for key in yours if key not in mine),
         tuple((p.key, p.meta_a, p.meta_b) for p in pairs if p.meta_a != p.meta_b),
         tuple(work.tensors([t for t in todo if not t[0].meta_a.is_object], tolerance)),
-        tuple(d for pair, _ in todo if pair.meta_a.is_object for d in work.object(pair)),
+        tuple(
+            d for pair, _ in todo if pair.meta_a.is_object for d in work.object(pair)
+        ),
         len(pairs),
         len(alike) - len(todo),
         work.bytes_read,
@@ -122,15 +132,24 @@ def compare(
 
 
 def _numbers(manifest: Manifest, select: str) -> dict[str, int]:
-    return {e.key: i for i, e in enumerate(manifest.tensors) if fnmatch.fnmatchcase(e.key, select)}
+    return {
+        e.key: i
+        for i, e in enumerate(manifest.tensors)
+        if fnmatch.fnmatchcase(e.key, select)
+    }
 
 
 def _nbytes(a: Manifest, b: Manifest, pair: Pair, boxes: Sequence[Box]) -> int:
     """Bytes to be read from both sides."""
     if pair.meta_a.is_object:
         sides = ((a.chunks, pair.a), (b.chunks, pair.b))
-        return sum(int(chunks.length[chunks.tensor == number].sum()) for chunks, number in sides)
-    return sum(box.volume for box in boxes) * (pair.meta_a.itemsize + pair.meta_b.itemsize)
+        return sum(
+            int(chunks.length[chunks.tensor == number].sum())
+            for chunks, number in sides
+        )
+    return sum(box.volume for box in boxes) * (
+        pair.meta_a.itemsize + pair.meta_b.itemsize
+    )
 
 
 class _Work:
@@ -144,7 +163,10 @@ class _Work:
     def tensors(
         self, todo: Sequence[tuple[Pair, list[Box]]], tolerance: Tolerance | None
     ) -> Iterator[TensorDifference]:
-        tallies = {p: Tally(p.meta_a.shape, (p.meta_a.dtype, p.meta_b.dtype), tolerance) for p, _ in todo}
+        tallies = {
+            p: Tally(p.meta_a.shape, (p.meta_a.dtype, p.meta_b.dtype), tolerance)
+            for p, _ in todo
+        }
         for batch in _batches(todo):
             mine = self._a.arrays([(pair.a, box) for pair, box in batch])
             yours = self._b.arrays([(pair.b, box) for pair, box in batch])
@@ -171,7 +193,10 @@ class _Work:
             self._count(len(x or b"") + len(y or b""))
             if x == y:
                 continue
-            where = [f"{side.opened.storage.location}: {pair.key!r} {box}" for side in (self._a, self._b)]
+            where = [
+                f"{side.opened.storage.location}: {pair.key!r} {box}"
+                for side in (self._a, self._b)
+            ]
             changes = tuple(_changes(x, y, *where))
             if changes:
                 yield ObjectDifference(pair.key, box, changes)
@@ -181,7 +206,9 @@ class _Work:
         self._advance(done)
 
 
-def _batches(todo: Sequence[tuple[Pair, list[Box]]]) -> Iterator[list[tuple[Pair, Box]]]:
+def _batches(
+    todo: Sequence[tuple[Pair, list[Box]]],
+) -> Iterator[list[tuple[Pair, Box]]]:
     batch: list[tuple[Pair, Box]] = []
     held = 0
     for pair, boxes in todo:
@@ -197,7 +224,10 @@ def _batches(todo: Sequence[tuple[Pair, list[Box]]]) -> Iterator[list[tuple[Pair
 
 
 def _shards(side: Regions, number: int) -> dict[Box, Region]:
-    chunks, ndim = side.opened.manifest.chunks, len(side.opened.manifest.tensors[number].meta.shape)
+    chunks, ndim = (
+        side.opened.manifest.chunks,
+        len(side.opened.manifest.tensors[number].meta.shape),
+    )
     rows = (chunks.tensor == number).nonzero()[0].tolist()
     return {box: (number, box) for box in (chunks.boxes.row(row, ndim) for row in rows)}
 
@@ -212,4 +242,6 @@ def _changes(
     from megackpt.differences.parts import changes  # brings torch
     from megackpt.objects.looking import look
 
-    yield from changes(... if a is None else look(a, where_a), ... if b is None else look(b, where_b))
+    yield from changes(
+        ... if a is None else look(a, where_a), ... if b is None else look(b, where_b)
+    )

@@ -33,7 +33,9 @@ class Pair(NamedTuple):
     meta_b: TensorMeta
 
 
-def boxes_to_read(a: Manifest, b: Manifest, pairs: Sequence[Pair], piece: int) -> list[list[Box] | None]:
+def boxes_to_read(
+    a: Manifest, b: Manifest, pairs: Sequence[Pair], piece: int
+) -> list[list[Box] | None]:
     """For each pair (of one shape) the boxes in which it may differ, of at most ``piece`` bytes; None: it is the same.
 
     Raises CorruptCheckpoint where the chunks of A do not tile a tensor that must be read.
@@ -49,7 +51,8 @@ def boxes_to_read(a: Manifest, b: Manifest, pairs: Sequence[Pair], piece: int) -
             wrong.setdefault(alike[pair], []).append((row, blocks))
     parts = TensorParts(a)
     return [
-        None if same[i] else list(_boxes(a, parts, pair, wrong.get(i), piece)) for i, pair in enumerate(pairs)
+        None if same[i] else list(_boxes(a, parts, pair, wrong.get(i), piece))
+        for i, pair in enumerate(pairs)
     ]
 
 
@@ -60,7 +63,10 @@ class _Aligned:
         self._a, self._b = a, b
         rows_a, owner_a = _sorted(a, [pair.a for pair in pairs])
         rows_b, owner_b = _sorted(b, [pair.b for pair in pairs])
-        counts = np.bincount(owner_a, minlength=len(pairs)), np.bincount(owner_b, minlength=len(pairs))
+        counts = (
+            np.bincount(owner_a, minlength=len(pairs)),
+            np.bincount(owner_b, minlength=len(pairs)),
+        )
         self.cut_alike = counts[0] == counts[1]
         self.owner = owner_a[self.cut_alike[owner_a]]
         self.rows = rows_a[self.cut_alike[owner_a]]
@@ -68,11 +74,17 @@ class _Aligned:
         width = max(a.chunks.boxes.width, b.chunks.boxes.width)
         mine = a.chunks.boxes.take(self.rows).widened(width)
         yours = b.chunks.boxes.take(self._rows_b).widened(width)
-        unlike = (mine.offset != yours.offset).any(axis=1) | (mine.shape != yours.shape).any(axis=1)
+        unlike = (mine.offset != yours.offset).any(axis=1) | (
+            mine.shape != yours.shape
+        ).any(axis=1)
         unlike |= a.chunks.length[self.rows] != b.chunks.length[self._rows_b]
         self.cut_alike[self.owner[unlike]] = False
         kept = self.cut_alike[self.owner]
-        self.owner, self.rows, self._rows_b = self.owner[kept], self.rows[kept], self._rows_b[kept]
+        self.owner, self.rows, self._rows_b = (
+            self.owner[kept],
+            self.rows[kept],
+            self._rows_b[kept],
+        )
         self._place, self._block = self._unequal_blocks()
 
     def _unequal_blocks(self) -> tuple[Int64, Int64]:
@@ -111,7 +123,11 @@ def _sorted(manifest: Manifest, numbers: Sequence[int]) -> tuple[Int64, Int64]:
 
 
 def _boxes(
-    a: Manifest, parts: TensorParts, pair: Pair, wrong: list[tuple[int, Int64]] | None, piece: int
+    a: Manifest,
+    parts: TensorParts,
+    pair: Pair,
+    wrong: list[tuple[int, Int64]] | None,
+    piece: int,
 ) -> Iterator[Box]:
     chunks, ndim = a.chunks, len(pair.meta_a.shape)
     elements = max(1, piece // max(pair.meta_a.itemsize, pair.meta_b.itemsize, 1))
@@ -124,11 +140,15 @@ def _boxes(
     for row, blocks in wrong:
         box, size = chunks.boxes.row(row, ndim), pair.meta_a.itemsize
         if not size or int(chunks.length[row]) != box.volume * size:
-            yield from _pieces(box, 0, None, elements)  # blocks of something else than its raw bytes
+            yield from _pieces(
+                box, 0, None, elements
+            )  # blocks of something else than its raw bytes
             continue
         step = DIGEST_BLOCK // size
         for run in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1):
-            yield from _pieces(box, int(run[0]) * step, (int(run[-1]) + 1) * step, elements)
+            yield from _pieces(
+                box, int(run[0]) * step, (int(run[-1]) + 1) * step, elements
+            )
 
 
 def _pieces(box: Box, start: int, stop: int | None, elements: int) -> Iterator[Box]:
@@ -139,7 +159,11 @@ def _pieces(box: Box, start: int, stop: int | None, elements: int) -> Iterator[B
 
 
 def _check_whole(part: Manifest, pair: Pair) -> None:
-    if pair.meta_a.is_object or int(part.chunks.boxes.volume.sum()) == math.prod(pair.meta_a.shape):
+    if pair.meta_a.is_object or int(part.chunks.boxes.volume.sum()) == math.prod(
+        pair.meta_a.shape
+    ):
         return
     shard = ShardId(pair.key, Box.whole(pair.meta_a.shape))
-    plan_load(Declarations.of([Declaration(shard, pair.meta_a, 0, False, 0, 0)]), part)  # tells what is wrong
+    plan_load(
+        Declarations.of([Declaration(shard, pair.meta_a, 0, False, 0, 0)]), part
+    )  # tells what is wrong

@@ -40,7 +40,12 @@ class Element:
 class Tally:
     """What differs between two versions of one tensor, region by region."""
 
-    def __init__(self, shape: tuple[int, ...], dtypes: tuple[str, str], tolerance: Tolerance | None) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtypes: tuple[str, str],
+        tolerance: Tolerance | None,
+    ) -> None:
         self._shape = shape
         self._dtypes = dtypes
         self._tolerance = tolerance
@@ -54,7 +59,9 @@ class Tally:
     def add(self, box: Box, a: Raw, b: Raw) -> None:
         """One region: the raw elements of either side, in arrays of its shape."""
         mine, yours = a.reshape(-1), b.reshape(-1)
-        with np.errstate(all="ignore"):  # any bits may come: signalling NaNs, infinities, what overflows
+        with np.errstate(
+            all="ignore"
+        ):  # any bits may come: signalling NaNs, infinities, what overflows
             for start in range(0, len(mine), _AT_ONCE):
                 part = slice(start, start + _AT_ONCE)
                 self._add(box, start, mine[part], yours[part])

@@ -33,7 +33,10 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, float | complex | np.generic):
         return repr(a) == repr(b)  # tells 0.0 from -0.0, and takes NaN for NaN
     if hasattr(a, "dtype") and hasattr(a, "shape"):
-        return bool(a.dtype == b.dtype and a.shape == b.shape) and _octets(a) == _octets(b) is not None
+        return (
+            bool(a.dtype == b.dtype and a.shape == b.shape)
+            and _octets(a) == _octets(b) is not None
+        )
     return bool(a == b)
 
 

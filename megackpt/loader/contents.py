@@ -27,7 +27,10 @@ CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
 
 
 def load_common_state_dict(
-    checkpoint_dir: str | Path, *, trusted: Sequence[type] = (), sharded_strategy: StrategyLike = None
+    checkpoint_dir: str | Path,
+    *,
+    trusted: Sequence[type] = (),
+    sharded_strategy: StrategyLike = None,
 ) -> dict[Any, Any]:
     """The common state of a checkpoint: all that was not sharded; {} where none is stored.
 
@@ -36,12 +39,16 @@ def load_common_state_dict(
     opened = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy))
     wanted = common_row(opened.manifest)
     reading = Reading(trusted=trusted)
-    values = reading.rows(opened.storage, opened.backend, opened.manifest, wanted, [None] * len(wanted))
+    values = reading.rows(
+        opened.storage, opened.backend, opened.manifest, wanted, [None] * len(wanted)
+    )
     return dict(values[0]) if values else {}
 
 
 def load_content_metadata(
-    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: Mapping[str, Any] | None = None
+    checkpoint_dir: str | Path | None = None,
+    *,
+    preloaded_state_dict: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """What ``save(content_metadata=...)`` stored; None if nothing was.
 
@@ -49,7 +56,9 @@ def load_content_metadata(
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
-            raise ValueError("give checkpoint_dir or preloaded_state_dict: both are None")
+            raise ValueError(
+                "give checkpoint_dir or preloaded_state_dict: both are None"
+            )
         preloaded_state_dict = load_common_state_dict(checkpoint_dir)
     return preloaded_state_dict.get(CONTENT_METADATA)
 
@@ -62,7 +71,9 @@ def load_tensors_metadata(
 
     Can be given to ``load(..., validate_access_integrity=False)`` on every rank.
     """
-    entries = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy)).manifest.tensors
+    entries = open_checkpoint(
+        checkpoint_dir, asked_format(sharded_strategy)
+    ).manifest.tensors
     return {entry.key: _whole(entry) for entry in entries if not entry.meta.is_object}
 
 
@@ -80,7 +91,9 @@ def load_sharded_metadata(
             found[entry.key] = found.get(entry.key) or _whole(entry)
         elif not entry.is_common:
             shape = entry.meta.shape
-            held = ShardedObject(entry.key, None, shape, manifest.chunks.boxes.row(i, len(shape)).offset)
+            held = ShardedObject(
+                entry.key, None, shape, manifest.chunks.boxes.row(i, len(shape)).offset
+            )
             found[held.unique_key] = held
     return found
 
@@ -88,18 +101,27 @@ def load_sharded_metadata(
 def _whole(entry: TensorEntry) -> ShardedTensor:
     shape = entry.meta.shape
     nowhere, uncut = (0,) * len(shape), (1,) * len(shape)
-    return ShardedTensor(entry.key, None, dtype_named(entry.meta.dtype), shape, shape, nowhere, uncut)
+    return ShardedTensor(
+        entry.key, None, dtype_named(entry.meta.dtype), shape, shape, nowhere, uncut
+    )
 
 
 def load_plain_tensors(
-    checkpoint_dir: str | Path, *, verify: bool = True, sharded_strategy: StrategyLike = None
+    checkpoint_dir: str | Path,
+    *,
+    verify: bool = True,
+    sharded_strategy: StrategyLike = None,
 ) -> dict[str, torch.Tensor]:
     """Every stored tensor, whole, by key. Each caller reads everything."""
     opened = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy))
-    shards = [_whole(entry) for entry in opened.manifest.tensors if not entry.meta.is_object]
+    shards = [
+        _whole(entry) for entry in opened.manifest.tensors if not entry.meta.is_object
+    ]
     tensors = [destination(shard) for shard in shards]
     wanted = declare(shards, rank=0)
-    Reading(verify).rows(opened.storage, opened.backend, opened.manifest, wanted, tensors)
+    Reading(verify).rows(
+        opened.storage, opened.backend, opened.manifest, wanted, tensors
+    )
     return {shard.key: tensor for shard, tensor in zip(shards, tensors, strict=True)}
 
 

@@ -12,7 +12,13 @@ from typing import Any
 
 from megackpt import collector, events
 from megackpt.backends.base import Backend
-from megackpt.checkpoint import absolute, as_read_by, backend_of, open_checkpoint, open_same
+from megackpt.checkpoint import (
+    absolute,
+    as_read_by,
+    backend_of,
+    open_checkpoint,
+    open_same,
+)
 from megackpt.errors import CheckpointReplaced, NotACheckpoint, ShardingError
 from megackpt.loader.asking import Asked, KeyMap, Terms, Told, judge
 from megackpt.loader.reading import Reading, landing_of
@@ -22,7 +28,13 @@ from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
 from megackpt.planning.sharing import Share, plan_sharing
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
-from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, attempt, group_over
+from megackpt.runtime.collectives import (
+    DEFAULT_TIMEOUT,
+    Attempt,
+    Group,
+    attempt,
+    group_over,
+)
 from megackpt.runtime.staging import Landing, settle
 from megackpt.runtime.storage import Storage
 from megackpt.state import ShardedStateDict
@@ -86,19 +98,31 @@ def load(
             asked_format(sharded_strategy),
             sharded_strategy,
             sharded_state_dict,
-            Terms(parse_strict_flag(strict), validate_access_integrity, dtype_policy, key_map),
+            Terms(
+                parse_strict_flag(strict),
+                validate_access_integrity,
+                dtype_policy,
+                key_map,
+            ),
             Reading(verify, trusted),
         )
     )
     if group.size == 1:
         request.get()  # nobody else has to hear of a wrong argument
-    with group, collector.held_off(), events.operation("load", checkpoint_dir, group.rank, group.size):
+    with (
+        group,
+        collector.held_off(),
+        events.operation("load", checkpoint_dir, group.rank, group.size),
+    ):
         step = _Load(group, request)
         for _ in range(ATTEMPTS - 1):
             try:
                 return step.run()
             except CheckpointReplaced:
-                logger.warning("%s was replaced while it was being loaded: loading again", checkpoint_dir)
+                logger.warning(
+                    "%s was replaced while it was being loaded: loading again",
+                    checkpoint_dir,
+                )
         return step.run()
 
 
@@ -124,16 +148,24 @@ class _Load:
     def run(self) -> Any:
         directory, manifest = self.group.broadcast("open", self.open)
         part = _Part(self, directory, manifest)
-        missing, shared = self.group.reduce_broadcast("compare", part.compare, part.judge)
+        missing, shared = self.group.reduce_broadcast(
+            "compare", part.compare, part.judge
+        )
         if shared:
-            share = self.group.reduce_scatter("share", lambda: part.wishes(shared), part.shared_out)
-            lengths = self.group.reduce_broadcast("read", lambda: part.fetch(share), _by_rank)
+            share = self.group.reduce_scatter(
+                "share", lambda: part.wishes(shared), part.shared_out
+            )
+            lengths = self.group.reduce_broadcast(
+                "read", lambda: part.fetch(share), _by_rank
+            )
             part.exchange(share, lengths)
             total = self.group.reduce_broadcast("restore", part.restore, _total)
         else:
             total = self.group.reduce_broadcast("read", part.read, _total)
         events.here().operation.bytes = total
-        if StrictHandling.requires_returning_mismatch_keys(self.request.get().terms.strict):
+        if StrictHandling.requires_returning_mismatch_keys(
+            self.request.get().terms.strict
+        ):
             return part.state, missing, part.asked.unexpected
         return part.state
 
@@ -181,15 +213,21 @@ class _Part:
         root = open_same(request.directory, self.manifest.save_id, request.asked)
         self.backend = backend_of(root, self.manifest, request.asked)
         self.root = as_read_by(self.backend, root)
-        self.asked = Asked.of(request.state, request.terms, self.manifest, self.load.group.rank)
+        self.asked = Asked.of(
+            request.state, request.terms, self.manifest, self.load.group.rank
+        )
         strategy = loading(request.strategy, *self.manifest.backend)
         self.sharing = Sharing.of(strategy, self.load.group.rank)
         return self.asked.told(request.terms), self.sharing
 
-    def judge(self, parts: Sequence[tuple[Told, Sharing]]) -> tuple[set[str], tuple[str, ...]]:
+    def judge(
+        self, parts: Sequence[tuple[Told, Sharing]]
+    ) -> tuple[set[str], tuple[str, ...]]:
         """What is stored and nobody asks for; and which ranks read for one another."""
         terms = self.load.request.get().terms
-        missing = judge([told for told, _ in parts], terms, self.manifest, self.directory)
+        missing = judge(
+            [told for told, _ in parts], terms, self.manifest, self.directory
+        )
         return missing, who_share([sharing for _, sharing in parts], self.root)
 
     def wishes(self, sharing: Sequence[str]) -> tuple[Declarations, Int64]:
@@ -198,7 +236,9 @@ class _Part:
 
     @events.stage("share")
     def shared_out(self, parts: Sequence[tuple[Declarations, Int64]]) -> list[Share]:
-        return plan_sharing([wanted for wanted, _ in parts], self.manifest, [rows for _, rows in parts])
+        return plan_sharing(
+            [wanted for wanted, _ in parts], self.manifest, [rows for _, rows in parts]
+        )
 
     @events.stage("read")
     def read(self) -> int:
@@ -209,7 +249,9 @@ class _Part:
     def fetch(self, share: Share) -> dict[int, int]:
         """Read this rank's share of what several want. How long an object is, only who has read it can tell."""
         self._fetch(share.reads(self.manifest))
-        objects = (row for row in share.target.tolist() if self.landing.tensors[row] is None)
+        objects = (
+            row for row in share.target.tolist() if self.landing.tensors[row] is None
+        )
         return {row: len(self.landing.blobs[row]) for row in objects}
 
     @events.stage("exchange")
@@ -219,16 +261,26 @@ class _Part:
     def restore(self) -> int:
         settle(self.landing.tensors)
         reading = self.load.request.get().reading
-        self.state = self.asked.restored(reading.values(self.root, self.asked.wanted, self.landing))
+        self.state = self.asked.restored(
+            reading.values(self.root, self.asked.wanted, self.landing)
+        )
         return self.landing.nbytes
 
     def _fetch(self, plan: LoadPlan) -> None:
-        self.landing = landing_of(self.asked.wanted, self.manifest, self.asked.tensors())
-        self.load.request.get().reading.fetch(self.root, self.backend, plan, self.landing)
+        self.landing = landing_of(
+            self.asked.wanted, self.manifest, self.asked.tensors()
+        )
+        self.load.request.get().reading.fetch(
+            self.root, self.backend, plan, self.landing
+        )
 
 
 def _by_rank(parts: Sequence[Mapping[int, int]]) -> dict[tuple[int, int], int]:
-    return {(rank, row): length for rank, part in enumerate(parts) for row, length in part.items()}
+    return {
+        (rank, row): length
+        for rank, part in enumerate(parts)
+        for row, length in part.items()
+    }
 
 
 def _total(landed: Sequence[int]) -> int:

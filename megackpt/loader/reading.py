@@ -12,7 +12,11 @@ import torch
 from megackpt import events, objects
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import open_same
-from megackpt.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint
+from megackpt.errors import (
+    CheckpointingException,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+)
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
@@ -43,7 +47,9 @@ class Reading:
             raise ValueError(f"trusted takes a tuple of classes, not {given!r}")
         classes = tuple(given)
         object.__setattr__(self, "trusted", classes)
-        wrong = [one for one in classes if not callable(one) and not isinstance(one, tuple)]
+        wrong = [
+            one for one in classes if not callable(one) and not isinstance(one, tuple)
+        ]
         if wrong:
             raise ValueError(f"trusted takes classes, not {wrong[0]!r}")
 
@@ -60,12 +66,18 @@ class Reading:
         self.fetch(root, backend, plan_load(wanted, manifest), landing)
         return self.values(root, wanted, landing)
 
-    def fetch(self, root: Storage, backend: Backend, plan: LoadPlan, landing: Landing) -> None:
+    def fetch(
+        self, root: Storage, backend: Backend, plan: LoadPlan, landing: Landing
+    ) -> None:
         """Read what is planned: all of this rank's wanted rows, or its share of what several ranks want."""
         tensors, manifest = landing.tensors, plan.manifest
         settle(tensors)
         mine = np.unique(plan.target).tolist()
-        todo = sum(tensor.nbytes for tensor in map(tensors.__getitem__, mine) if tensor is not None)
+        todo = sum(
+            tensor.nbytes
+            for tensor in map(tensors.__getitem__, mine)
+            if tensor is not None
+        )
         try:
             backend.read(root, plan, counted_target(landing, todo), self.verify)
         except (CheckpointingException, OSError) as error:
@@ -76,14 +88,20 @@ class Reading:
         settle(tensors)
         events.here().done = todo + sum(map(len, landing.blobs.values()))
 
-    def values(self, root: Storage, wanted: Declarations, landing: Landing) -> list[Any]:
+    def values(
+        self, root: Storage, wanted: Declarations, landing: Landing
+    ) -> list[Any]:
         """For each wanted row its tensor, or the object that its blob holds."""
         values: list[Any] = list(landing.tensors)
         for row, blob in landing.blobs.items():
             where = f"{root.location}: {wanted.row(row).shard}"
             values[row] = objects.load(blob, trusted=self.trusted, where=where)
-            if wanted.row(row).shard.key == COMMON_KEY and not isinstance(values[row], dict):
-                raise CorruptCheckpoint(f"{where} is a {type(values[row]).__name__}, not a dict")
+            if wanted.row(row).shard.key == COMMON_KEY and not isinstance(
+                values[row], dict
+            ):
+                raise CorruptCheckpoint(
+                    f"{where} is a {type(values[row]).__name__}, not a dict"
+                )
         return values
 
 
@@ -99,7 +117,9 @@ def replacement(root: Storage, manifest: Manifest) -> CheckpointReplaced | None:
     return None
 
 
-def landing_of(wanted: Declarations, manifest: Manifest, tensors: Sequence[torch.Tensor | None]) -> Landing:
+def landing_of(
+    wanted: Declarations, manifest: Manifest, tensors: Sequence[torch.Tensor | None]
+) -> Landing:
     return Landing(tensors, wanted.boxes, _stored(wanted, manifest), {})
 
 
@@ -108,7 +128,9 @@ def _stored(wanted: Declarations, manifest: Manifest) -> list[torch.dtype | None
     numbers = manifest.numbers()
     rows = (numbers.get(entry.key) for entry in wanted.tensors)
     names = ["" if row is None else manifest.tensors[row].meta.dtype for row in rows]
-    dtypes = {name: None if name in ("", OBJECT) else dtype_named(name) for name in set(names)}
+    dtypes = {
+        name: None if name in ("", OBJECT) else dtype_named(name) for name in set(names)
+    }
     table = [dtypes[name] for name in names]
     return [table[number] for number in wanted.tensor.tolist()]
 
@@ -117,7 +139,9 @@ def common_row(manifest: Manifest, rank: int = 0) -> Declarations:
     """The common state as a wanted row; no row where none is stored."""
     entry = next((e for e in manifest.tensors if e.is_common), None)
     shard = ShardId(COMMON_KEY, Box((), ()))
-    return Declarations.of([] if entry is None else [Declaration(shard, entry.meta, 0, False, 0, rank)])
+    return Declarations.of(
+        [] if entry is None else [Declaration(shard, entry.meta, 0, False, 0, rank)]
+    )
 
 
 def destination(shard: ShardedTensor) -> torch.Tensor:

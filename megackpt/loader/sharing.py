@@ -31,7 +31,9 @@ class Sharing:
 
     @classmethod
     def of(cls, strategy: Strategy, rank: int) -> Sharing:
-        return cls(rank, strategy.exchange, domain_of(strategy.load_group, "load_group"))
+        return cls(
+            rank, strategy.exchange, domain_of(strategy.load_group, "load_group")
+        )
 
     def among(self, sharing: Sequence[str]) -> int:
         """The number of the ranks among which this one shares, if those that ask so do."""
@@ -59,7 +61,11 @@ class Parcels:
 
     @classmethod
     def of(
-        cls, transfers: Transfers, wanted: Declarations, landing: Landing, length: Callable[[int], int]
+        cls,
+        transfers: Transfers,
+        wanted: Declarations,
+        landing: Landing,
+        length: Callable[[int], int],
     ) -> Parcels:
         """``length`` tells the bytes of an object."""
         size = np.array([entry.meta.itemsize for entry in wanted.tensors], np.int64)
@@ -67,13 +73,23 @@ class Parcels:
         for i in np.flatnonzero(nbytes == 0).tolist():
             nbytes[i] = length(i)
         # What is handed on is what has landed: in the dtype asked for, which is the same at both ends.
-        dtypes = [None if tensor is None else tensor.dtype for tensor in landing.tensors]
+        dtypes = [
+            None if tensor is None else tensor.dtype for tensor in landing.tensors
+        ]
         return cls(transfers, wanted, replace(landing, stored=dtypes), nbytes)
 
-    def streams(self, way: Callable[[Int64], Iterator[memoryview]]) -> dict[int, Stream]:
+    def streams(
+        self, way: Callable[[Int64], Iterator[memoryview]]
+    ) -> dict[int, Stream]:
         """For each other rank what passes between it and this one."""
-        rows = {p: np.flatnonzero(self.transfers.peer == p) for p in np.unique(self.transfers.peer).tolist()}
-        return {peer: Stream(int(self.nbytes[those].sum()), way(those)) for peer, those in rows.items()}
+        rows = {
+            p: np.flatnonzero(self.transfers.peer == p)
+            for p in np.unique(self.transfers.peer).tolist()
+        }
+        return {
+            peer: Stream(int(self.nbytes[those].sum()), way(those))
+            for peer, those in rows.items()
+        }
 
     def leaving(self, rows: Int64) -> Iterator[memoryview]:
         for i in rows.tolist():
@@ -94,7 +110,11 @@ class Parcels:
             else:
                 for box in self._pieces(i):
                     place = self.landing.open(row, box)
-                    whole = place if place.flags.c_contiguous else np.empty_like(place, order="C")
+                    whole = (
+                        place
+                        if place.flags.c_contiguous
+                        else np.empty_like(place, order="C")
+                    )
                     yield octets(whole)
                     if whole is not place:
                         place[...] = whole
@@ -113,18 +133,34 @@ class Parcels:
         step = PIECE // meta.itemsize
         for start in range(0, box.volume, step):
             for part in Box.whole(box.shape).runs(start, min(start + step, box.volume)):
-                yield Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape)
+                yield Box(
+                    tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)),
+                    part.shape,
+                )
 
 
 def exchange(
-    group: Group, share: Share, wanted: Declarations, landing: Landing, lengths: Mapping[tuple[int, int], int]
+    group: Group,
+    share: Share,
+    wanted: Declarations,
+    landing: Landing,
+    lengths: Mapping[tuple[int, int], int],
 ) -> None:
     """Hand on what has landed here, and land what others have read. ``lengths``: of all objects that were read, by
     rank and row."""
 
     def streams() -> tuple[dict[int, Stream], dict[int, Stream]]:
-        away = Parcels.of(share.sends, wanted, landing, lambda i: len(landing.blobs[int(share.sends.row[i])]))
-        peers = list(zip(share.receives.peer.tolist(), share.receives.there.tolist(), strict=True))
+        away = Parcels.of(
+            share.sends,
+            wanted,
+            landing,
+            lambda i: len(landing.blobs[int(share.sends.row[i])]),
+        )
+        peers = list(
+            zip(
+                share.receives.peer.tolist(), share.receives.there.tolist(), strict=True
+            )
+        )
         home = Parcels.of(share.receives, wanted, landing, lambda i: lengths[peers[i]])
         events.here().todo = int(home.nbytes.sum())
         return away.streams(away.leaving), home.streams(home.coming)

@@ -8,14 +8,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megackpt.checkpoint import INDEX, find_storage
-from megackpt.errors import BackendError, CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
+from megackpt.errors import (
+    BackendError,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    StorageError,
+)
 from megackpt.manager.finding import Names, Run, Step, list_run, was_complete
 from megackpt.manager.retention import Retention, damage_of
 
 logger = logging.getLogger("megackpt.manager")
 
 ATTEMPTS = 3  # at a run of which all that was seen is removed or replaced meanwhile
-Known = Callable[[Step], str | None]  # what a step is skipped for without another look, and without a word
+Known = Callable[
+    [Step], str | None
+]  # what a step is skipped for without another look, and without a word
 Found = tuple[Step | None, tuple[Step, ...]]
 
 
@@ -27,14 +35,28 @@ def newest_first(retention: Retention, only: int | None = None) -> Iterator[Step
         names = Names.of(retention.root)
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(error, NotADirectoryError) or os.path.islink(retention.root):
-            raise StorageError(f"{retention.root} is no directory: is the disk away?") from error
+            raise StorageError(
+                f"{retention.root} is no directory: is the disk away?"
+            ) from error
         return
     for number, named in names.numbers().items():
         if only in (None, number):
-            steps = [replace(step, step=number) for step in names.steps(named, weigh=True)]
+            steps = [
+                replace(step, step=number) for step in names.steps(named, weigh=True)
+            ]
             told = (t for t in names.trackers if t.number == number)
-            if not steps and (lost := [f"{t.name} names step {t.says!r}: {t.problem}" for t in told]):
-                steps = [Step(retention.naming.name(number), "", number, False, "; ".join(lost))]
+            if not steps and (
+                lost := [f"{t.name} names step {t.says!r}: {t.problem}" for t in told]
+            ):
+                steps = [
+                    Step(
+                        retention.naming.name(number),
+                        "",
+                        number,
+                        False,
+                        "; ".join(lost),
+                    )
+                ]
             yield from sorted(steps, key=lambda step: not retention.owns(step.name))
 
 
@@ -83,16 +105,26 @@ def begins_anew(root: str, skipped: tuple[Step, ...]) -> bool:
     CorruptCheckpoint. False: a step has been completed since it was skipped.
     """
     # Without a style: a tracker names what is gone.
-    lost = [s for s in skipped if s.complete is not False or not s.style or was_complete(root, s)]
+    lost = [
+        s
+        for s in skipped
+        if s.complete is not False or not s.style or was_complete(root, s)
+    ]
     try:  # after that look, which takes a step completed meanwhile for a damaged one
         run = list_run(root, weigh=False)
     except NotACheckpoint:
         run = Run(root, None, (), ())
-    if {s.name for s in run.steps if s.complete} & {s.name for s in skipped if s.complete is False}:
+    if {s.name for s in run.steps if s.complete} & {
+        s.name for s in skipped if s.complete is False
+    }:
         return False
     told = [f"{s.name}: {s.reason}" for s in lost]
-    if run.itself and {INDEX, "metadata.json", ".metadata"} & set(find_storage(root).list()):
-        told.append(f"{root} is a checkpoint itself: the directory above it may be the one that is meant")
+    if run.itself and {INDEX, "metadata.json", ".metadata"} & set(
+        find_storage(root).list()
+    ):
+        told.append(
+            f"{root} is a checkpoint itself: the directory above it may be the one that is meant"
+        )
     if told:
         raise CorruptCheckpoint(
             f"none of the checkpoints in {root} can be loaded as the latest step. To begin anew, move them away.\n  "

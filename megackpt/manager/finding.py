@@ -21,7 +21,13 @@ from megackpt.checkpoint.marker import PREFIX
 from megackpt.checkpoint.ownership import find_format
 from megackpt.checkpoint.records import RECORD
 from megackpt.errors import CheckpointingException, NotACheckpoint
-from megackpt.runtime.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
+from megackpt.runtime.storage import (
+    BucketStorage,
+    LocalStorage,
+    Storage,
+    is_url,
+    root_at,
+)
 
 _THREADS = 8  # steps that are looked at together: network file systems answer slowly
 _LONGEST = 4096  # bytes of a tracker file
@@ -80,7 +86,9 @@ class Step:
     reason: str  # why not; empty if complete
     format: str = ""
     version: int = 0
-    bytes: int = 0  # of all files; where these were not looked at, 0 like the two that follow
+    bytes: int = (
+        0  # of all files; where these were not looked at, 0 like the two that follow
+    )
     files: int = 0
     saved: float = 0.0  # when its newest file was written (seconds since 1970)
 
@@ -111,7 +119,9 @@ class Run:
     @property
     def latest(self) -> Step | None:
         """The complete checkpoint of the highest step."""
-        return next((s for s in reversed(self.steps) if s.complete and s.step is not None), None)
+        return next(
+            (s for s in reversed(self.steps) if s.complete and s.step is not None), None
+        )
 
 
 @dataclass(frozen=True)
@@ -132,12 +142,16 @@ class Names:
 
     def replaced(self) -> set[str]:
         """The names beside which saves that would replace them have left something; some may be away."""
-        return {match[1] for entry in self.entries if (match := _SIBLING.fullmatch(entry))}
+        return {
+            match[1] for entry in self.entries if (match := _SIBLING.fullmatch(entry))
+        }
 
     def numbers(self) -> dict[int, list[str]]:
         """The names of each step, the highest first; none where only a tracker tells of it."""
         told = {tracker.says: tracker.number for tracker in self.trackers}
-        found: dict[int, list[str]] = {number: [] for number in told.values() if number is not None}
+        found: dict[int, list[str]] = {
+            number: [] for number in told.values() if number is not None
+        }
         for name in sorted(self.entries | self.replaced()):
             if (number := told.get(name, number_in(name))) is not None:
                 found.setdefault(number, []).append(name)
@@ -145,7 +159,11 @@ class Names:
 
     def steps(self, names: Iterable[str], weigh: bool = False) -> list[Step]:
         """What is found under these names, when they are looked at."""
-        return [step for name in names for step in _step(self.root, self.entries, weigh, name)]
+        return [
+            step
+            for name in names
+            for step in _step(self.root, self.entries, weigh, name)
+        ]
 
 
 def list_run(directory: str | os.PathLike[str], *, weigh: bool = True) -> Run:
@@ -158,7 +176,9 @@ def list_run(directory: str | os.PathLike[str], *, weigh: bool = True) -> Run:
     try:
         names = Names.of(location)
     except FileNotFoundError as error:
-        raise NotACheckpoint(f"directory {os.fspath(directory)} does not exist") from error
+        raise NotACheckpoint(
+            f"directory {os.fspath(directory)} does not exist"
+        ) from error
     except NotADirectoryError:
         return Run(location, _itself(location), (), ())
     if is_url(location) and not names.entries:
@@ -166,7 +186,9 @@ def list_run(directory: str | os.PathLike[str], *, weigh: bool = True) -> Run:
     if is_url(location) and RECORD in names.entries:
         return Run(location, _itself(location), (), ())  # what is below belongs to it
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda name: names.steps([name], weigh), names.entries | names.replaced())
+        found = pool.map(
+            lambda name: names.steps([name], weigh), names.entries | names.replaced()
+        )
         steps = [step for several in found for step in several]
     steps.sort(key=lambda s: (s.step is None, s.step or 0, s.name))
     trackers = tuple(_trackers(names.root, sorted(names.entries), steps))
@@ -185,7 +207,9 @@ def was_complete(directory: str, step: Step) -> bool:
     except (NotADirectoryError, FileNotFoundError):
         return False
     marked = any(entry.startswith(PREFIX) for entry in entries)
-    return not marked and any(entry == INDEX or entry.endswith(".distcp") for entry in entries)
+    return not marked and any(
+        entry == INDEX or entry.endswith(".distcp") for entry in entries
+    )
 
 
 def number_in(name: str) -> int | None:
@@ -211,19 +235,29 @@ def _step(root: Storage, entries: frozenset[str], weigh: bool, name: str) -> lis
     if kind == stat.S_IFLNK and (match is None or _LATEST.match(name)):
         return []
     style, number = (match[0].style, int(match[1][1])) if match else ("", None)
-    if kind == stat.S_IFREG and (match is None or name in TRACKERS or name.endswith("-unfinished")):
+    if kind == stat.S_IFREG and (
+        match is None or name in TRACKERS or name.endswith("-unfinished")
+    ):
         return []
-    found, storage = _looked_at(f"{root.location}/{name}", Step(name, style, number, True, ""))
+    found, storage = _looked_at(
+        f"{root.location}/{name}", Step(name, style, number, True, "")
+    )
     if name not in entries and found.complete is False:
         return []
     if kind == stat.S_IFLNK and not found.complete:
         # A disk that is away?
-        found = replace(found, complete=None, reason=f"a link; behind it: {found.reason}")
+        found = replace(
+            found, complete=None, reason=f"a link; behind it: {found.reason}"
+        )
     if f"{name}-unfinished" in entries:
-        found = replace(found, complete=False, reason=f"{name}-unfinished stands beside it")
+        found = replace(
+            found, complete=False, reason=f"{name}-unfinished stands beside it"
+        )
     elif not found.complete and not found.format:
         # Of what we have not written to its end, or half removed, no part is a checkpoint by itself.
-        marked = storage is None or any(entry.startswith(PREFIX) for entry in storage.list())
+        marked = storage is None or any(
+            entry.startswith(PREFIX) for entry in storage.list()
+        )
         look_inside = kind == stat.S_IFDIR and not marked
         inner = list(_inside(root, name, style, number, weigh)) if look_inside else []
         if inner or match is None:
@@ -231,7 +265,9 @@ def _step(root: Storage, entries: frozenset[str], weigh: bool, name: str) -> lis
     return [_weighed(found, storage) if weigh else found]
 
 
-def _inside(root: Storage, name: str, style: str, number: int | None, weigh: bool) -> Iterator[Step]:
+def _inside(
+    root: Storage, name: str, style: str, number: int | None, weigh: bool
+) -> Iterator[Step]:
     """Complete checkpoints one level below an entry: "weights" (NeMo), "pytorch_model_fsdp_0" (transformers)."""
     if number is None:
         return
@@ -250,10 +286,16 @@ def _looked_at(path: str, step: Step) -> tuple[Step, Storage | None]:
         storage = find_storage(path)
         config = strategies.read_config(storage)
         if config is not None:
-            step = replace(step, format=config.sharded_backend, version=config.sharded_backend_version)
+            step = replace(
+                step,
+                format=config.sharded_backend,
+                version=config.sharded_backend_version,
+            )
         backend = find_format(storage)
     except FileNotFoundError:
-        return replace(step, complete=False, reason="it was removed at this very moment"), None
+        return replace(
+            step, complete=False, reason="it was removed at this very moment"
+        ), None
     except CheckpointingException as error:
         known = False if isinstance(error, NotACheckpoint) else None
         step = replace(step, complete=known, reason=_short(error, path))
@@ -272,18 +314,27 @@ def _incomplete(path: str, step: Step) -> tuple[Step, Storage | None]:
         return step, None
     if "no known format" not in step.reason:
         return step, storage
-    stranger = next((what for name, what in _STRANGERS if any(map(name.fullmatch, entries))), "")
+    stranger = next(
+        (what for name, what in _STRANGERS if any(map(name.fullmatch, entries))), ""
+    )
     if stranger:
-        step = replace(step, complete=None, reason=f"{stranger}, which megackpt does not read")
+        step = replace(
+            step, complete=None, reason=f"{stranger}, which megackpt does not read"
+        )
     elif any(entry.endswith(".distcp") for entry in entries):
-        step = replace(step, reason="data files without their table of contents: the save goes on, or died")
+        step = replace(
+            step,
+            reason="data files without their table of contents: the save goes on, or died",
+        )
     return step, storage
 
 
 def _short(error: object, path: str) -> str:
     """A reason without the path, which stands beside it."""
     place = path if is_url(path) else os.path.realpath(path)
-    return re.sub(rf"^{re.escape(place)}(?: is not a distributed checkpoint)?: ", "", str(error))
+    return re.sub(
+        rf"^{re.escape(place)}(?: is not a distributed checkpoint)?: ", "", str(error)
+    )
 
 
 def _weighed(step: Step, storage: Storage | None) -> Step:
@@ -297,7 +348,9 @@ def _weighed(step: Step, storage: Storage | None) -> Step:
     except CheckpointingException as error:
         return replace(step, complete=None, reason=str(error))
     newest = max((moment for _, moment in weights), default=0.0)
-    return replace(step, bytes=sum(size for size, _ in weights), files=len(weights), saved=newest)
+    return replace(
+        step, bytes=sum(size for size, _ in weights), files=len(weights), saved=newest
+    )
 
 
 def _files(storage: LocalStorage) -> Iterator[tuple[int, float]]:
@@ -315,7 +368,9 @@ def _files(storage: LocalStorage) -> Iterator[tuple[int, float]]:
                 yield storage.size(name) or 0, status.st_mtime
 
 
-def _trackers(root: Storage, entries: Sequence[str], steps: Sequence[Step]) -> Iterator[Tracker]:
+def _trackers(
+    root: Storage, entries: Sequence[str], steps: Sequence[Step]
+) -> Iterator[Tracker]:
     for name in entries:
         if isinstance(root, LocalStorage) and _kind(root, name) == stat.S_IFLNK:
             target = os.path.normpath(os.readlink(f"{root.location}/{name}"))
@@ -332,7 +387,11 @@ def _trackers(root: Storage, entries: Sequence[str], steps: Sequence[Step]) -> I
 
 def _judged(name: str, said: str, steps: Sequence[Step]) -> Tracker:
     number = int(said) if said.isdecimal() and len(said) < 20 else None
-    meant = [s for s in steps if s.name.split("/")[0] == said or (number is not None and s.step == number)]
+    meant = [
+        s
+        for s in steps
+        if s.name.split("/")[0] == said or (number is not None and s.step == number)
+    ]
     if not meant:
         return Tracker(name, said, "", "there is no such step")
     step = meant[0]

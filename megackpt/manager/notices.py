@@ -22,7 +22,9 @@ class Notices:
 
     def listen(self, *signals: int) -> None:
         for number in signals:
-            _listening.setdefault(number, WeakSet()).add(self)  # first: the signal may come at once
+            _listening.setdefault(number, WeakSet()).add(
+                self
+            )  # first: the signal may come at once
             before = signal.signal(number, _note)
             if before is not _note:
                 _before[number] = before
@@ -48,7 +50,9 @@ def _note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     listeners = tuple(_listening.get(number, ()))
     for notices in listeners:
         notices.heard = True
-    if not listeners and _put_back(number):  # others have set this handler again, which they had found
+    if not listeners and _put_back(
+        number
+    ):  # others have set this handler again, which they had found
         signal.raise_signal(number)
 
 

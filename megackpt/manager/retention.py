@@ -59,19 +59,25 @@ class Retention:
     naming: Naming
     last: int | None = None
     every: int | None = None
-    _known: dict[str, tuple[Step, str | None]] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[str, tuple[Step, str | None]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     """What is wrong with a step of this weight; empty: nothing; None: it is not to be removed, and may be anything."""
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.last), ("keep_every", self.every)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is a number of steps, 1 or more, or None, not {value!r}")
+                raise ValueError(
+                    f"{name} is a number of steps, 1 or more, or None, not {value!r}"
+                )
         if self.every is not None and self.last is None:
             raise ValueError(
                 "keep_every says which of the older steps stay; give keep_last, too (None keeps all)"
             )
 
-    def superfluous(self, steps: Iterable[int], is_good: Callable[[int], bool]) -> list[int]:
+    def superfluous(
+        self, steps: Iterable[int], is_good: Callable[[int], bool]
+    ) -> list[int]:
         """Of these steps, those that need not stay, oldest first. No more are looked at than have to stay."""
         ordered = sorted(steps)
         # Of one, too, the one before is looked at: between them may be what dead saves left.
@@ -79,7 +85,11 @@ class Retention:
         if self.last is None or len(good) < self.last:
             return []
         oldest = good[self.last - 1]
-        return [step for step in ordered if step < oldest and (self.every is None or step % self.every)]
+        return [
+            step
+            for step in ordered
+            if step < oldest and (self.every is None or step % self.every)
+        ]
 
     def tidy(self, position: Callable[[], tuple[int, Collection[int]]]) -> None:
         """A step has just been committed. What cannot be removed is left to the next time, with a warning.
@@ -95,8 +105,14 @@ class Retention:
             newest, begun = position()
             self._tell_of_later(names, newest, begun)
             numbers = names.numbers().items()
-            own = {n: name for n, found in numbers if n <= newest and (name := self.naming.name(n)) in found}
-            for number in self.superfluous(own, lambda n: any(self._good_in(names, own[n]))):
+            own = {
+                n: name
+                for n, found in numbers
+                if n <= newest and (name := self.naming.name(n)) in found
+            }
+            for number in self.superfluous(
+                own, lambda n: any(self._good_in(names, own[n]))
+            ):
                 self._remove(names, own[number])
         except Exception as error:
             expected = isinstance(error, (CheckpointingException, OSError))
@@ -130,11 +146,15 @@ class Retention:
         except (SaveInProgress, NotACheckpoint):
             return  # somebody is at work on it, or has been
         except CheckpointingException as error:
-            logger.warning("what a dead save left of %s stays: %s", self.path(name), error)
+            logger.warning(
+                "what a dead save left of %s stays: %s", self.path(name), error
+            )
 
     def _clear_torn(self, root: Storage) -> None:
         """Files that were to become a tracker, of processes that died."""
-        if isinstance(root, LocalStorage) and (torn := [n for n in root.list() if n.startswith(TEMPORARY)]):
+        if isinstance(root, LocalStorage) and (
+            torn := [n for n in root.list() if n.startswith(TEMPORARY)]
+        ):
             now = root.now()
             for name in torn:
                 if now - (root.modified(name) or now) > SILENCE:
@@ -142,16 +162,26 @@ class Retention:
 
     def _tell_of_later(self, names: Names, newest: int, begun: Collection[int]) -> None:
         numbers = names.numbers().items()
-        later = (name for n, named in numbers if n > newest and n not in begun for name in named)
+        later = (
+            name
+            for n, named in numbers
+            if n > newest and n not in begun
+            for name in named
+        )
         text = (
             "%s holds step %d, which is after step %d that was saved now: it stays, and is what restore() finds; where "
             "the run was set back, remove what is after it"
         )
-        for step in islice(chain.from_iterable(self._good_in(names, name) for name in later), 1):
+        for step in islice(
+            chain.from_iterable(self._good_in(names, name) for name in later), 1
+        ):
             logger.warning(text, self.root, step.step, newest)
 
     def _good_in(self, names: Names, name: str) -> Iterator[Step]:
-        return filter(self._is_good, names.steps([name], weigh=self.last is not None or bool(self._known)))
+        return filter(
+            self._is_good,
+            names.steps([name], weigh=self.last is not None or bool(self._known)),
+        )
 
     def _is_good(self, step: Step) -> bool:
         """What a dead save left of it is cleared."""
@@ -163,7 +193,11 @@ class Retention:
             problem = damage_of(self.path(step.name))
             self.note(step, problem)
             if problem:
-                logger.warning("%s is damaged, so it does not count: %s", self.path(step.name), problem)
+                logger.warning(
+                    "%s is damaged, so it does not count: %s",
+                    self.path(step.name),
+                    problem,
+                )
         return not problem
 
     def _remove(self, names: Names, name: str) -> None:

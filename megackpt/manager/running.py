@@ -44,7 +44,13 @@ logger = logging.getLogger("megackpt.manager")
 
 T = TypeVar("T")
 
-_OWN = {"checkpoint_dir", "sharded_strategy", "async_sharded_save", "process_group", "timeout"}
+_OWN = {
+    "checkpoint_dir",
+    "sharded_strategy",
+    "async_sharded_save",
+    "process_group",
+    "timeout",
+}
 _GOING_BACK = "%s is damaged, going back to the one before: %s; that one must hold all keys asked for"
 _WORKERS = {False: None, True: "thread", "thread": "thread", "process": "process"}
 
@@ -85,22 +91,31 @@ class CheckpointManager:
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         if asynchronous not in _WORKERS:
-            raise ValueError(f"asynchronous is False, True, 'thread' or 'process', not {asynchronous!r}")
+            raise ValueError(
+                f"asynchronous is False, True, 'thread' or 'process', not {asynchronous!r}"
+            )
         self.root = absolute(root)
         self._naming = _naming(naming)
         self._retention = Retention(self.root, self._naming, keep_last, keep_every)
         self._strategy = strategy
         self._worker = _WORKERS[asynchronous]
         self._process_group, self._timeout = process_group, timeout
-        self._queue = AsyncCallsQueue(self._worker == "process", process_group=process_group, timeout=timeout)
+        self._queue = AsyncCallsQueue(
+            self._worker == "process", process_group=process_group, timeout=timeout
+        )
         self._later: ThreadPoolExecutor | None = None
         self._done: list[int] = []
-        self._under_way: set[int] = set()  # steps, those of failed saves included; on all ranks the same
+        self._under_way: set[int] = (
+            set()
+        )  # steps, those of failed saves included; on all ranks the same
         self._saves = 0
         self._begun: dict[
             int, int
         ] = {}  # steps whose saves were begun after that of the newest: numbers of the calls
-        self._newest = (0, -1)  # where the run is: the number of that call to save, and its step
+        self._newest = (
+            0,
+            -1,
+        )  # where the run is: the number of that call to save, and its step
         self._notices = Notices()
         self._preempted = False
 
@@ -135,7 +150,9 @@ class CheckpointManager:
         self._saves += 1
         self._begun[step] = self._saves
         with self._group() as group:
-            committed = partial(self._committed, (self._saves, step), group.is_coordinator)
+            committed = partial(
+                self._committed, (self._saves, step), group.is_coordinator
+            )
         request = save(
             sharded_state_dict,
             self.path(step),
@@ -177,10 +194,15 @@ class CheckpointManager:
 
         Undamaged is what its index, its small files and the sizes of all others show; ``verify``: rank 0 reads it all.
         """
-        return self._on_coordinator(lambda: newest_good(self._retention, self._retention.known, verify))[0]
+        return self._on_coordinator(
+            lambda: newest_good(self._retention, self._retention.known, verify)
+        )[0]
 
     def restore(
-        self, sharded_state_dict: ShardedStateDict, step: int | None = None, **options: Any
+        self,
+        sharded_state_dict: ShardedStateDict,
+        step: int | None = None,
+        **options: Any,
     ) -> Restored | None:
         """Load a step, or the latest good one; collective. None: the run has no complete checkpoint yet.
 
@@ -196,8 +218,12 @@ class CheckpointManager:
         _refuse_own(options)
         if (wanted := self._agreed(step)) is not None:
             there = self._on_coordinator(lambda: self._step_of(wanted))
-            return self._taken(wanted, self._loaded(sharded_state_dict, there, options), ())
-        tried: dict[str, str] = {}  # by this call; what earlier ones found damaged is tried again
+            return self._taken(
+                wanted, self._loaded(sharded_state_dict, there, options), ()
+            )
+        tried: dict[
+            str, str
+        ] = {}  # by this call; what earlier ones found damaged is tried again
         replaced = 0
         look = partial(newest_good, self._retention, lambda step: tried.get(step.name))
         while True:
@@ -208,7 +234,11 @@ class CheckpointManager:
                 continue
             path = self._retention.path(found.name)
             try:
-                state = self._loaded(sharded_state_dict, found, _for_all_keys(options) if tried else options)
+                state = self._loaded(
+                    sharded_state_dict,
+                    found,
+                    _for_all_keys(options) if tried else options,
+                )
             except CheckpointReplaced:
                 replaced += 1  # by a whole one
                 if replaced == ATTEMPTS:
@@ -218,12 +248,16 @@ class CheckpointManager:
                 if isinstance(error, (UntrustedClass, RefusedObject, RankLost)):
                     raise
                 # What is gone is so for rank 0, too; else it cannot be seen from another host, which is no damage.
-                if not isinstance(error, CorruptCheckpoint) and not self._on_coordinator(
-                    partial(damage_of, path)
-                ):
+                if not isinstance(
+                    error, CorruptCheckpoint
+                ) and not self._on_coordinator(partial(damage_of, path)):
                     raise
-                if StrictHandling.requires_returning_mismatch_keys(_strictness(options)):
-                    error.add_note("with strict=RETURN_* no older step is loaded: ask for one by step=")
+                if StrictHandling.requires_returning_mismatch_keys(
+                    _strictness(options)
+                ):
+                    error.add_note(
+                        "with strict=RETURN_* no older step is loaded: ask for one by step="
+                    )
                     raise
                 logger.warning(_GOING_BACK, found.name, error)
                 tried[found.name] = str(error)
@@ -261,11 +295,18 @@ class CheckpointManager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        clean = error is None or (
+            isinstance(error, SystemExit) and error.code in (None, 0)
+        )
         if not clean and self._queue.get_num_unfinalized_calls():
-            logger.warning("given up, as other ranks may not come: %s", self._queue.status())
+            logger.warning(
+                "given up, as other ranks may not come: %s", self._queue.status()
+            )
         self.close(abort=not clean)
 
     def _group(self) -> Group:
@@ -278,7 +319,10 @@ class CheckpointManager:
         return done
 
     def _taken(self, step: int, state: Any, skipped: tuple[Step, ...]) -> Restored:
-        self._newest = (self._saves, step)  # the run goes on from here, whatever is under way still
+        self._newest = (
+            self._saves,
+            step,
+        )  # the run goes on from here, whatever is under way still
         return Restored(step, state, skipped)
 
     def _committed(self, which: tuple[int, int], coordinator: bool) -> None:
@@ -295,7 +339,11 @@ class CheckpointManager:
             try:
                 root_at(self.root).put(TRACKERS[0], str(step).encode())
             except (CheckpointingException, OSError) as error:
-                logger.warning("step %d is complete, but its tracker is not written: %s", step, error)
+                logger.warning(
+                    "step %d is complete, but its tracker is not written: %s",
+                    step,
+                    error,
+                )
                 return  # what the old one names must stay
         if self._worker is None:
             self._retention.tidy(self._position)
@@ -314,7 +362,9 @@ class CheckpointManager:
         wanted = None if step is None else _number(step)
         with self._group() as group:
             if not group.all_agree(-1 if wanted is None else wanted):
-                raise ShardingError(f"the ranks restore different steps, all must agree: here {wanted}")
+                raise ShardingError(
+                    f"the ranks restore different steps, all must agree: here {wanted}"
+                )
         return wanted
 
     def _on_coordinator(self, look: Callable[[], T]) -> T:
@@ -325,16 +375,28 @@ class CheckpointManager:
         """On rank 0: what this step is, in whatever style, once what this manager removes is gone."""
         if self._later is not None:
             self._later.submit(str).result()  # when those before it are done
-        named = [s for s in newest_first(self._retention, step) if s.complete is not False]
+        named = [
+            s for s in newest_first(self._retention, step) if s.complete is not False
+        ]
         named.sort(key=lambda s: s.complete is None)
         return named[0] if named else Step(self._naming.name(step), "", step, False, "")
 
-    def _loaded(self, state: ShardedStateDict, step: Step, options: dict[str, Any]) -> Any:
+    def _loaded(
+        self, state: ShardedStateDict, step: Step, options: dict[str, Any]
+    ) -> Any:
         path = self._retention.path(step.name)
         try:
-            return load(state, path, process_group=self._process_group, timeout=self._timeout, **options)
+            return load(
+                state,
+                path,
+                process_group=self._process_group,
+                timeout=self._timeout,
+                **options,
+            )
         except CorruptCheckpoint as error:
-            if not isinstance(error, (UntrustedClass, RefusedObject, CheckpointReplaced)):
+            if not isinstance(
+                error, (UntrustedClass, RefusedObject, CheckpointReplaced)
+            ):
                 self._retention.note(step, str(error))
             raise
 
@@ -342,7 +404,9 @@ class CheckpointManager:
 def _naming(style: str) -> Naming:
     known = {naming.style: naming for naming in NAMINGS if naming.written}
     if style not in known:
-        raise ValueError(f"naming is one of {', '.join(map(repr, known))}, not {style!r}")
+        raise ValueError(
+            f"naming is one of {', '.join(map(repr, known))}, not {style!r}"
+        )
     return known[style]
 
 
@@ -355,7 +419,9 @@ def _number(step: int) -> int:
 
 def _refuse_own(options: dict[str, Any]) -> None:
     if own := sorted(_OWN & options.keys()):
-        raise ValueError(f"{', '.join(own)} cannot be given for one step: the manager's own is used for all")
+        raise ValueError(
+            f"{', '.join(own)} cannot be given for one step: the manager's own is used for all"
+        )
 
 
 def _strictness(options: dict[str, Any]) -> StrictHandling:
@@ -370,5 +436,7 @@ def _for_all_keys(options: dict[str, Any]) -> dict[str, Any]:
         StrictHandling.ASSUME_OK_UNEXPECTED,
     )
     return (
-        options if _strictness(options) in raising else options | {"strict": StrictHandling.RAISE_UNEXPECTED}
+        options
+        if _strictness(options) in raising
+        else options | {"strict": StrictHandling.RAISE_UNEXPECTED}
     )

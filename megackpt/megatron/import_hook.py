@@ -69,7 +69,10 @@ def uninstall() -> None:
     _hook.replaced = {}
     if "megatron.core" in sys.modules:
         theirs = {name: _import_if_possible(name) for name in ours}
-        _replace(ours, {name: module for name, module in theirs.items() if module is not None})
+        _replace(
+            ours,
+            {name: module for name, module in theirs.items() if module is not None},
+        )
 
 
 def _suffix(name: str) -> str | None:
@@ -101,7 +104,9 @@ def _replace(old: Mapping[str, ModuleType], new: Mapping[str, ModuleType]) -> No
     for name, module in new.items():
         replacements[id(old[name])] = module
         for key, value in list(vars(old[name]).items()):
-            own = str(getattr(value, "__module__", "")).startswith(("megackpt.", THEIRS))
+            own = str(getattr(value, "__module__", "")).startswith(
+                ("megackpt.", THEIRS)
+            )
             if own and isinstance(value, type | FunctionType) and hasattr(module, key):
                 replacements[id(value)] = getattr(module, key)
     for name, module in list(sys.modules.items()):
@@ -118,7 +123,9 @@ class _Hook(MetaPathFinder, Loader):
     def __init__(self) -> None:
         self.replaced: dict[str, ModuleType] = {}
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any, target: Any = None
+    ) -> ModuleSpec | None:
         suffix = _suffix(fullname)
         if suffix is None:
             return None

@@ -13,7 +13,9 @@ from megackpt.megatron.table import TABLE, Refusal
 
 PACKAGE = "megackpt.megatron"
 
-SOURCES = {(module, name): source for module, source, names in TABLE for name in names.split()}
+SOURCES = {
+    (module, name): source for module, source, names in TABLE for name in names.split()
+}
 """(Megatron's module, name) -> the module that defines the name here, or a Refusal."""
 
 MODULES = ("", ".strategies", *dict.fromkeys(f".{module}" for module, _, _ in TABLE))
@@ -54,7 +56,9 @@ class TableModule(ModuleType):
         self.__all__ = [
             name
             for (module, name), source in SOURCES.items()
-            if module == suffix[1:] and isinstance(source, str) and not name.startswith("_")
+            if module == suffix[1:]
+            and isinstance(source, str)
+            and not name.startswith("_")
         ]
 
     def __getattr__(self, name: str) -> Any:

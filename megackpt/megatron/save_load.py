@@ -20,7 +20,12 @@ from megackpt.megatron.strategy_classes import (
 from megackpt.planning.strict import StrictHandling
 from megackpt.runtime.async_calls import AsyncRequest
 from megackpt.state import ShardedStateDict
-from megackpt.strategies import CheckpointingConfig, StrategyAction, StrategyLike, read_config
+from megackpt.strategies import (
+    CheckpointingConfig,
+    StrategyAction,
+    StrategyLike,
+    read_config,
+)
 
 CONFIG_FNAME = CONFIG
 COMMON_STATE_FNAME = COMMON_FILE
@@ -99,12 +104,16 @@ def save(
     )
 
 
-def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int | None = None) -> Any:
+def get_default_save_sharded_strategy(
+    backend: str = "torch_dist", version: int | None = None
+) -> Any:
     """The strategy that saves in a format. None: its newest version, which for torch_dist is 1."""
     return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
 
 
-def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -> TorchCommonSaveStrategy:
+def get_default_save_common_strategy(
+    backend: str = "torch", version: int = 1
+) -> TorchCommonSaveStrategy:
     """An object to hold; ``save`` refuses it: the format keeps the common state itself."""
     return TorchCommonSaveStrategy(backend, version)
 
@@ -129,7 +138,9 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> None:
 
 
 def verify_checkpoint_and_load_strategy(
-    checkpoint_dir: str | Path, sharded_strategy: StrategyLike = None, common_strategy: Any = None
+    checkpoint_dir: str | Path,
+    sharded_strategy: StrategyLike = None,
+    common_strategy: Any = None,
 ) -> tuple[StrategyLike, Any]:
     """The strategies to load with: the given ones, else what reads this checkpoint."""
     default = get_default_load_sharded_strategy(checkpoint_dir)
@@ -143,5 +154,7 @@ def verify_integrity_manifest(checkpoint_dir: str | Path) -> None:
         raise CorruptCheckpoint("\n".join(map(str, report.problems)))
 
 
-def validate_sharded_objects_handling(sharded_strategy: Any, common_strategy: Any) -> None:
+def validate_sharded_objects_handling(
+    sharded_strategy: Any, common_strategy: Any
+) -> None:
     """Do nothing: every format here stores objects."""

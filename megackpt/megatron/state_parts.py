@@ -25,12 +25,18 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     return zip(*args, strict=True)
 
 
-def _extractor(name: str, *kinds: type) -> Callable[[dict[Any, Any] | list[Any]], tuple[Any, Any]]:
+def _extractor(
+    name: str, *kinds: type
+) -> Callable[[dict[Any, Any] | list[Any]], tuple[Any, Any]]:
     def extract(sharded_state_dict: dict[Any, Any] | list[Any]) -> tuple[Any, Any]:
-        return extract_matching_values(sharded_state_dict, lambda leaf: is_declared(leaf, *kinds))
+        return extract_matching_values(
+            sharded_state_dict, lambda leaf: is_declared(leaf, *kinds)
+        )
 
     extract.__name__ = extract.__qualname__ = name
-    extract.__doc__ = f"(the leaves that are a {' or a '.join(k.__name__ for k in kinds)}, the rest)"
+    extract.__doc__ = (
+        f"(the leaves that are a {' or a '.join(k.__name__ for k in kinds)}, the rest)"
+    )
     return extract
 
 
@@ -60,7 +66,9 @@ def _sharded_object_id(
     return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
 
 
-def _clean_metadata_for_serialization(metadata: dict[Any, Any] | None) -> dict[Any, Any] | None:
+def _clean_metadata_for_serialization(
+    metadata: dict[Any, Any] | None,
+) -> dict[Any, Any] | None:
     """``metadata`` without the process group, which cannot be saved; None stays None."""
     if metadata is None:
         return None
@@ -80,6 +88,8 @@ def optim_state_to_sharding_state(
     groups = deepcopy(optim_state_dict["param_groups"])
     for group in groups:
         group["params"] = LocalNonpersistentObject(group["params"])
-    optimizer.optim_state_to_sharding_state(optim_state_dict, id_to_sharded_param_map, exclude_keys)
+    optimizer.optim_state_to_sharding_state(
+        optim_state_dict, id_to_sharded_param_map, exclude_keys
+    )
     optim_state_dict["param_groups"] = groups
     optim_state_dict.pop("param_group", None)

@@ -67,7 +67,9 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
         async_strategy: str = "nvrx",
     ) -> AsyncRequest:
         """Begin to save this; the request is for an AsyncCallsQueue."""
-        request = saver.save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True)
+        request = saver.save(
+            sharded_state_dict, checkpoint_dir, self, async_sharded_save=True
+        )
         return cast("AsyncRequest", request)
 
 
@@ -91,7 +93,9 @@ class LoadShardedStrategy(LoadStrategyBase):
         async_strategy: str = "nvrx",
     ) -> Any:
         """Load what the state asks for, without the rest of the common state."""
-        loaded = loader.load(sharded_state_dict, checkpoint_dir, self, validate_access_integrity=False)
+        loaded = loader.load(
+            sharded_state_dict, checkpoint_dir, self, validate_access_integrity=False
+        )
         return _select(sharded_state_dict, loaded)
 
     def load_tensors_metadata(
@@ -99,10 +103,14 @@ class LoadShardedStrategy(LoadStrategyBase):
     ) -> dict[str, ShardedTensor]:
         return loader.load_tensors_metadata(checkpoint_dir, self)
 
-    def load_sharded_metadata(self, checkpoint_dir: Directory) -> loader.contents.CkptShardedMetadata:
+    def load_sharded_metadata(
+        self, checkpoint_dir: Directory
+    ) -> loader.contents.CkptShardedMetadata:
         return loader.load_sharded_metadata(checkpoint_dir, self)
 
-    def remove_sharded_tensors(self, checkpoint_dir: Directory, key_prefix: str) -> None:
+    def remove_sharded_tensors(
+        self, checkpoint_dir: Directory, key_prefix: str
+    ) -> None:
         converter.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
@@ -138,7 +146,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):
     """Loads torch_dist. The arguments have no effect: each load opens the checkpoint itself."""
 
-    def __init__(self, cache_metadata: bool = False, checkpoint_name: Any = None) -> None:
+    def __init__(
+        self, cache_metadata: bool = False, checkpoint_name: Any = None
+    ) -> None:
         super().__init__("torch_dist", 1)
 
 
@@ -163,7 +173,9 @@ class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
         super().__init__()
 
 
-class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy, strategies.FullyParallelSaveStrategyWrapper):
+class FullyParallelSaveStrategyWrapper(
+    AsyncSaveShardedStrategy, strategies.FullyParallelSaveStrategyWrapper
+):
     """``megackpt.FullyParallelSaveStrategyWrapper`` with Megatron's further arguments."""
 
     def __init__(
@@ -180,7 +192,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy, strategies.Full
         )
 
 
-class FullyParallelLoadStrategyWrapper(LoadShardedStrategy, strategies.FullyParallelLoadStrategyWrapper):
+class FullyParallelLoadStrategyWrapper(
+    LoadShardedStrategy, strategies.FullyParallelLoadStrategyWrapper
+):
     """``megackpt.FullyParallelLoadStrategyWrapper`` with Megatron's further arguments."""
 
     def __init__(
@@ -210,11 +224,17 @@ class LoadCommonStrategy(LoadStrategyBase):
     def load_common(self, checkpoint_dir: Directory) -> dict[Any, Any]:
         return loader.load_common_state_dict(checkpoint_dir)
 
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Directory) -> Any:
-        loaded = loader.load(sharded_objects_state_dict, checkpoint_dir, validate_access_integrity=False)
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: Any, checkpoint_dir: Directory
+    ) -> Any:
+        loaded = loader.load(
+            sharded_objects_state_dict, checkpoint_dir, validate_access_integrity=False
+        )
         return _select(sharded_objects_state_dict, loaded)
 
-    def load_sharded_metadata(self, checkpoint_dir: Directory) -> loader.contents.CkptShardedMetadata:
+    def load_sharded_metadata(
+        self, checkpoint_dir: Directory
+    ) -> loader.contents.CkptShardedMetadata:
         return loader.load_sharded_metadata(checkpoint_dir)
 
 
@@ -226,7 +246,9 @@ class SaveCommonStrategy(SaveStrategyBase):
     def save_common(self, common_state_dict: Any, checkpoint_dir: Directory) -> None:
         raise CheckpointingException(strategies.COMMON_IS_KEPT)
 
-    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Directory) -> None:
+    def save_sharded_objects(
+        self, sharded_objects_state_dict: Any, checkpoint_dir: Directory
+    ) -> None:
         self.save_common(sharded_objects_state_dict, checkpoint_dir)
 
 
@@ -264,10 +286,16 @@ def callable_strategy(action: StrategyAction, given: Any) -> Any:
         return given
     kind: type[_OpenStrategy]
     if action is StrategyAction.SAVE_SHARDED:
-        saving = {"torch_dist": TorchDistSaveShardedStrategy, "zarr": ZarrSaveShardedStrategy}
+        saving = {
+            "torch_dist": TorchDistSaveShardedStrategy,
+            "zarr": ZarrSaveShardedStrategy,
+        }
         kind = saving.get(strategy.backend, AsyncSaveShardedStrategy)
     else:
-        loading = {"torch_dist": TorchDistLoadShardedStrategy, "zarr": ZarrLoadShardedStrategy}
+        loading = {
+            "torch_dist": TorchDistLoadShardedStrategy,
+            "zarr": ZarrLoadShardedStrategy,
+        }
         kind = loading.get(strategy.backend, LoadShardedStrategy)
     # Not by their __init__, which takes Megatron's arguments: all fields are known here.
     result = kind.__new__(kind)
@@ -276,7 +304,9 @@ def callable_strategy(action: StrategyAction, given: Any) -> Any:
     return result
 
 
-def get_default_strategy(action: StrategyAction, backend: str, version: int | None = None) -> Any:
+def get_default_strategy(
+    action: StrategyAction, backend: str, version: int | None = None
+) -> Any:
     """The strategy registered for this, else the format's own. Raises BackendError if none is.
 
     ``version`` None: the format's newest.
@@ -307,7 +337,11 @@ def checked(given: Any) -> Any:
 def _select(asked: Any, loaded: Any) -> Any:
     """The part of ``loaded`` at the places where ``asked`` has something."""
     if isinstance(asked, dict) and isinstance(loaded, dict):
-        return {key: _select(value, loaded[key]) for key, value in asked.items() if key in loaded}
+        return {
+            key: _select(value, loaded[key])
+            for key, value in asked.items()
+            if key in loaded
+        }
     if isinstance(asked, list) and isinstance(loaded, list):
         return [_select(*pair) for pair in zip(asked, loaded, strict=True)]
     return loaded

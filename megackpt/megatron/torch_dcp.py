@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from megackpt import dcp
 from megackpt.errors import CheckpointingException, ShardingError
@@ -24,8 +32,12 @@ class _Checkpointable(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         items = []
-        for number, (shard, chunk) in enumerate(zip(self._shards, self.__create_chunk_list__(), strict=True)):
-            index = MetadataIndex(fqn, chunk.offsets, number if len(self._shards) > 1 else None)
+        for number, (shard, chunk) in enumerate(
+            zip(self._shards, self.__create_chunk_list__(), strict=True)
+        ):
+            index = MetadataIndex(
+                fqn, chunk.offsets, number if len(self._shards) > 1 else None
+            )
             properties = TensorProperties.create_from_tensor(_data_of(shard))
             data = TensorWriteData(chunk, properties, torch.Size(shard.global_shape))
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
@@ -41,13 +53,17 @@ class _Checkpointable(torch.Tensor):
         for shard in self._shards:
             if index.offset is None or torch.Size(shard.global_offset) == index.offset:
                 return _data_of(shard)
-        raise ShardingError(f"{index.fqn!r}: this rank holds no shard at {index.offset}")
+        raise ShardingError(
+            f"{index.fqn!r}: this rank holds no shard at {index.offset}"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        raise ShardingError(f"{cls.__name__} is a placeholder for torch DCP: {func} cannot be applied to it")
+        raise ShardingError(
+            f"{cls.__name__} is a placeholder for torch DCP: {func} cannot be applied to it"
+        )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({', '.join(map(repr, self._shards))})"
@@ -66,7 +82,9 @@ def _wrapper(kind: type[Any], shards: Sequence[ShardedTensor]) -> Any:
 def _data_of(shard: ShardedTensor) -> torch.Tensor:
     """The shard's data, with the prepended axes."""
     data: Any = shard.data
-    viewed: torch.Tensor = data.detach().view((1,) * shard.prepend_axis_num + tuple(data.shape))
+    viewed: torch.Tensor = data.detach().view(
+        (1,) * shard.prepend_axis_num + tuple(data.shape)
+    )
     return viewed
 
 
@@ -74,7 +92,9 @@ class CheckpointableShardedTensor(_Checkpointable):
     """One shard."""
 
     @staticmethod
-    def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> CheckpointableShardedTensor:
+    def __new__(
+        cls, data: torch.Tensor, sh_ten: ShardedTensor
+    ) -> CheckpointableShardedTensor:
         made: CheckpointableShardedTensor = _wrapper(cls, [sh_ten])
         return made
 
@@ -87,9 +107,13 @@ class LocalShardsContainer(_Checkpointable):
     """Several shards of one tensor on one rank."""
 
     @staticmethod
-    def __new__(cls, local_shards: Sequence[CheckpointableShardedTensor]) -> LocalShardsContainer:
+    def __new__(
+        cls, local_shards: Sequence[CheckpointableShardedTensor]
+    ) -> LocalShardsContainer:
         if not local_shards:
-            raise ShardingError("a LocalShardsContainer holds one CheckpointableShardedTensor at least")
+            raise ShardingError(
+                "a LocalShardsContainer holds one CheckpointableShardedTensor at least"
+            )
         made: LocalShardsContainer = _wrapper(cls, [s._shards[0] for s in local_shards])
         return made
 

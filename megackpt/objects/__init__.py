@@ -13,7 +13,12 @@ import types
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megackpt.errors import CheckpointingException, CorruptCheckpoint, RefusedObject, UntrustedClass
+from megackpt.errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    RefusedObject,
+    UntrustedClass,
+)
 from megackpt.objects import standins
 from megackpt.objects.archive import Archive
 from megackpt.objects.enums import ENUMS_BY_NAME, enum_by_value
@@ -85,7 +90,9 @@ def load(
         raise UntrustedClass(f"{where}: {error}" if where else str(error)) from None
     except CorruptCheckpoint as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from error
-    except RuntimeError as error:  # of torch's, or of a trusted class: it need not be the file's fault
+    except (
+        RuntimeError
+    ) as error:  # of torch's, or of a trusted class: it need not be the file's fault
         raise CheckpointingException(
             f"{where}: an object cannot be made here: {type(error).__name__}: {error}"
         ) from error
@@ -131,9 +138,14 @@ class _Blob:
             return interpreted(pickled, self._find, self._storage)
         except CorruptCheckpoint as error:
             # What has the checksum that it was written with is no damage, whatever it is.
-            if isinstance(error, UntrustedClass) or not self._archive.members["data.pkl"].crc:
+            if (
+                isinstance(error, UntrustedClass)
+                or not self._archive.members["data.pkl"].crc
+            ):
                 raise
-            raise RefusedObject(f"{error} (the bytes are as they were written)") from error
+            raise RefusedObject(
+                f"{error} (the bytes are as they were written)"
+            ) from error
 
     def _storage(self, persistent_id: Any) -> torch.TypedStorage:
         """The storage that a pickle refers to: ("storage", kind, name, device, number of elements)."""

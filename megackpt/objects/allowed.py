@@ -31,7 +31,9 @@ from megackpt.objects.standins import StandIn, StandInClass
 _INERT = ("megatron.",)
 """Packages whose classes are known to stand in Megatron's checkpoints."""
 
-_LARGEST = 1 << 62  # sizes, strides and numbers of elements with which torch does not overflow
+_LARGEST = (
+    1 << 62
+)  # sizes, strides and numbers of elements with which torch does not overflow
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -62,7 +64,14 @@ def stand_in(module: str, name: str) -> Rule:
     """The rule of a class that is only named."""
     qualified = f"{module}.{name}"
     called, new = (partial(_make_stand_in, qualified, new) for new in (False, True))
-    return Rule(StandInClass(qualified), called, _build_stand_in, new, shares=True, keywords=True)
+    return Rule(
+        StandInClass(qualified),
+        called,
+        _build_stand_in,
+        new,
+        shares=True,
+        keywords=True,
+    )
 
 
 def _make_stand_in(qualified: str, new: bool, *args: Any, **kwargs: Any) -> StandIn:
@@ -71,7 +80,9 @@ def _make_stand_in(qualified: str, new: bool, *args: Any, **kwargs: Any) -> Stan
 
 def _named(kind: Callable[..., Any], qualified: str, *rest: Any) -> Any:
     if type(qualified) is not str or not all(type(args) is tuple for args in rest[:1]):
-        raise CorruptCheckpoint("a stand-in has a name that is no text, or arguments that are no tuple")
+        raise CorruptCheckpoint(
+            "a stand-in has a name that is no text, or arguments that are no tuple"
+        )
     return kind(qualified, *rest)
 
 
@@ -103,8 +114,12 @@ def _build_trusted(instance: Any, state: Any) -> None:
 def _fields(instance: Any, state: Any) -> None:
     """The state of an object that is nothing but its attributes."""
     names = state if type(state) is dict else (0,)
-    if not all(type(name) is str and not hasattr(type(instance), name) for name in names):
-        raise CorruptCheckpoint(f"the state of a {type(instance).__name__} is no dict of attributes")
+    if not all(
+        type(name) is str and not hasattr(type(instance), name) for name in names
+    ):
+        raise CorruptCheckpoint(
+            f"the state of a {type(instance).__name__} is no dict of attributes"
+        )
     vars(instance).update(state)
 
 
@@ -134,7 +149,9 @@ def _default_dict(factory: Any = None, items: Any = ()) -> Any:
             "  hint: if you trust this checkpoint's author, pass that class in trusted=(...) to load"
         )
     # A pickle can only name types of the list above all, and what a user vouches for; and functions of ours.
-    ours = getattr(factory, "__module__", "").startswith(f"{__package__}.") and not isinstance(factory, type)
+    ours = getattr(factory, "__module__", "").startswith(
+        f"{__package__}."
+    ) and not isinstance(factory, type)
     if (factory is not None and not callable(factory)) or ours:
         raise CorruptCheckpoint(f"a defaultdict's factory is {factory!r}")
     return collections.defaultdict(factory, items)
@@ -147,7 +164,9 @@ def _counter(counts: Any = ()) -> collections.Counter[Any]:
 
 
 def _slice(*bounds: Any) -> slice:
-    if not all(isinstance(bound, _PLAIN) for bound in bounds):  # containers could be nested by it without end
+    if not all(
+        isinstance(bound, _PLAIN) for bound in bounds
+    ):  # containers could be nested by it without end
         raise CorruptCheckpoint("a slice has bounds that are neither numbers nor text")
     return slice(*bounds)
 
@@ -162,7 +181,9 @@ def _zone(key: str, cached: bool = True) -> zoneinfo.ZoneInfo:  # noqa: ARG001 -
     if type(key) is not str or not _ZONE.fullmatch(key):
         raise CorruptCheckpoint("a time zone has a name that no time zone has")
     try:
-        return zoneinfo.ZoneInfo(key)  # the cached one always: each other would take its own memory
+        return zoneinfo.ZoneInfo(
+            key
+        )  # the cached one always: each other would take its own memory
     except (KeyError, OSError, ValueError) as error:
         raise CorruptCheckpoint(
             f"this machine does not know the time zone {key!r} (install tzdata): {error}"
@@ -172,7 +193,9 @@ def _zone(key: str, cached: bool = True) -> zoneinfo.ZoneInfo:  # noqa: ARG001 -
 def _type_of(value: Any) -> type:
     """How pickle writes the three types that have no name."""
     if value is not None and value is not Ellipsis and value is not NotImplemented:
-        raise UntrustedClass("the object calls builtins.type, and nothing of it was loaded")
+        raise UntrustedClass(
+            "the object calls builtins.type, and nothing of it was loaded"
+        )
     return type(value)
 
 
@@ -206,7 +229,9 @@ def _slashes(*parts: Any) -> int:
 
 
 def _layout(name: str) -> torch.layout:
-    layout = getattr(torch, name.removeprefix("torch."), None) if type(name) is str else None
+    layout = (
+        getattr(torch, name.removeprefix("torch."), None) if type(name) is str else None
+    )
     if not isinstance(layout, torch.layout):
         raise CorruptCheckpoint(f"unknown tensor layout {name!r}")
     return layout
@@ -223,9 +248,17 @@ def _sparse(layout: torch.layout, data: Any) -> torch.Tensor:
         if layout is torch.sparse_coo:
             indices, values, size, *coalesced = data
             tensor = torch.sparse_coo_tensor(
-                indices, values, size, device=values.device, check_invariants=not values.is_meta
+                indices,
+                values,
+                size,
+                device=values.device,
+                check_invariants=not values.is_meta,
             )
-            return tensor._coalesced_(True) if coalesced and coalesced[0] is True else tensor
+            return (
+                tensor._coalesced_(True)
+                if coalesced and coalesced[0] is True
+                else tensor
+            )
         compressed, plain, values, size = data
         return torch.sparse_compressed_tensor(
             compressed,
@@ -236,29 +269,45 @@ def _sparse(layout: torch.layout, data: Any) -> torch.Tensor:
             device=values.device,
             check_invariants=not values.is_meta,
         )
-    except RuntimeError as error:  # the invariants: indices that are out of bounds, or not in order
-        raise CorruptCheckpoint(f"a sparse tensor contradicts itself: {error}") from error
+    except (
+        RuntimeError
+    ) as error:  # the invariants: indices that are out of bounds, or not in order
+        raise CorruptCheckpoint(
+            f"a sparse tensor contradicts itself: {error}"
+        ) from error
 
 
 def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any) -> Any:  # noqa: ARG001 - torch's order
     if not isinstance(data, torch.Tensor):
         raise CorruptCheckpoint("a Parameter is made of something that is no tensor")
-    return torch.nn.Parameter(data, requires_grad=_may_require_grad(data, bool(requires_grad)))
+    return torch.nn.Parameter(
+        data, requires_grad=_may_require_grad(data, bool(requires_grad))
+    )
 
 
-def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
+def _tensor(
+    storage: Any, offset: int, size: Any, stride: Any, *rest: Any
+) -> torch.Tensor:
     """A plain tensor in a storage that ``objects.load`` made. ``rest``: requires_grad, hooks[, dtype][, metadata]."""
     if not isinstance(storage, torch.TypedStorage):
         raise CorruptCheckpoint("a tensor is made on something that is no storage")
-    dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
+    dtype = (
+        rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
+    )
     size, stride = tuple(size), tuple(stride)
     if len(size) != len(stride) or not all(
         type(n) is int and 0 <= n < _LARGEST for n in (offset, *size, *stride)
     ):
-        raise CorruptCheckpoint(f"a tensor has the shape {size}, the strides {stride}, the offset {offset!r}")
+        raise CorruptCheckpoint(
+            f"a tensor has the shape {size}, the strides {stride}, the offset {offset!r}"
+        )
     if math.prod(max(n, 1) for n in size) >= _LARGEST:
         raise CorruptCheckpoint(f"a tensor has the shape {size}, which is too large")
-    last = 0 if 0 in size else sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    last = (
+        0
+        if 0 in size
+        else sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    )
     # An empty storage would grow.
     if (offset + last) * dtype.itemsize > storage._untyped_storage.nbytes():
         raise CorruptCheckpoint("a tensor reaches beyond its storage")
@@ -275,7 +324,9 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> to
 
 def _may_require_grad(tensor: Any, wanted: bool) -> bool:
     if wanted and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise CorruptCheckpoint(f"a tensor of {tensor.dtype} requires a gradient, which it cannot have")
+        raise CorruptCheckpoint(
+            f"a tensor of {tensor.dtype} requires a gradient, which it cannot have"
+        )
     return wanted
 
 
@@ -296,10 +347,17 @@ def _types() -> dict[str, Rule]:
         "signal.Handlers": (signal.Handlers, signal.Handlers),
     }
     rules |= {name: Rule(value, call) for name, (value, call) in calls.items()}
-    rules |= {f"builtins.{kind.__name__}": Rule(kind, kind, keys=each) for kind in (set, frozenset)}
-    rules |= {f"builtins.{value!r}": Rule(value) for value in (Ellipsis, NotImplemented)}
+    rules |= {
+        f"builtins.{kind.__name__}": Rule(kind, kind, keys=each)
+        for kind in (set, frozenset)
+    }
+    rules |= {
+        f"builtins.{value!r}": Rule(value) for value in (Ellipsis, NotImplemented)
+    }
     rules["zoneinfo.ZoneInfo"] = Rule(zoneinfo.ZoneInfo)
-    rules["collections.Counter"] = Rule(collections.Counter, _counter, keys=first_of_each)
+    rules["collections.Counter"] = Rule(
+        collections.Counter, _counter, keys=first_of_each
+    )
     rules["collections.OrderedDict"] = Rule(
         collections.OrderedDict, collections.OrderedDict, _fields, keys=first_of_each
     )
@@ -309,21 +367,37 @@ def _types() -> dict[str, Rule]:
         empty=dict.clear,
         keys=lambda _=None, items=(): first_of_each(items),
     )
-    rules["collections.deque"] = Rule(collections.deque, _deque, empty=collections.deque.clear)
+    rules["collections.deque"] = Rule(
+        collections.deque, _deque, empty=collections.deque.clear
+    )
     rules["argparse.Namespace"] = Rule(argparse.Namespace, argparse.Namespace, _fields)
-    rules["types.SimpleNamespace"] = Rule(types.SimpleNamespace, types.SimpleNamespace, _fields)
-    rules["_io.BytesIO"] = rules["io.BytesIO"] = Rule(io.BytesIO, _bytes_io, _bytes_io_state, shares=True)
+    rules["types.SimpleNamespace"] = Rule(
+        types.SimpleNamespace, types.SimpleNamespace, _fields
+    )
+    rules["_io.BytesIO"] = rules["io.BytesIO"] = Rule(
+        io.BytesIO, _bytes_io, _bytes_io_state, shares=True
+    )
     for kind in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone):
         rules[f"datetime.{kind.__name__}"] = Rule(kind, kind)
-    for path in (pathlib.PosixPath, pathlib.Path, pathlib.PurePosixPath, pathlib.PurePath):
+    for path in (
+        pathlib.PosixPath,
+        pathlib.Path,
+        pathlib.PurePosixPath,
+        pathlib.PurePath,
+    ):
         made = path if issubclass(path, pathlib.Path) else pathlib.PurePosixPath
-        rules[f"pathlib.{path.__name__}"] = Rule(path, partial(_path, made), work=_slashes)
+        rules[f"pathlib.{path.__name__}"] = Rule(
+            path, partial(_path, made), work=_slashes
+        )
     for name in ("WindowsPath", "PureWindowsPath"):
         rules[f"pathlib.{name}"] = Rule(
-            getattr(pathlib, name), partial(_path, pathlib.PureWindowsPath), work=_slashes
+            getattr(pathlib, name),
+            partial(_path, pathlib.PureWindowsPath),
+            work=_slashes,
         )
     rules |= {  # Python 3.11 pickles members of these enums by name
-        f"signal.{member.name}": Rule(member) for member in (*signal.Signals, *signal.Handlers)
+        f"signal.{member.name}": Rule(member)
+        for member in (*signal.Signals, *signal.Handlers)
     }
     return rules
 
@@ -332,15 +406,21 @@ def _torch_types() -> dict[str, Rule]:
     rules = {f"torch.{name}": Rule(dtype) for name, dtype in _STORAGES.items()}
     for name in dir(torch):
         value = getattr(torch, name)
-        if isinstance(value, torch.dtype | torch.layout | torch.memory_format | torch.qscheme):
+        if isinstance(
+            value, torch.dtype | torch.layout | torch.memory_format | torch.qscheme
+        ):
             rules[f"torch.{name}"] = Rule(value)
-    rules["torch.storage.UntypedStorage"] = rules["torch.UntypedStorage"] = Rule(torch.uint8)
+    rules["torch.storage.UntypedStorage"] = rules["torch.UntypedStorage"] = Rule(
+        torch.uint8
+    )
     rules["torch.Size"] = Rule(torch.Size, torch.Size)
     rules["torch.device"] = Rule(torch.device, torch.device)
     rules["torch.Tensor"] = Rule(torch.Tensor)
     rules["torch.nn.parameter.Parameter"] = Rule(torch.nn.Parameter)
     rules["torch.serialization._get_layout"] = Rule(_layout, _layout)
-    rules["torch._utils._rebuild_sparse_tensor"] = Rule(_sparse, _sparse, work=_elements)
+    rules["torch._utils._rebuild_sparse_tensor"] = Rule(
+        _sparse, _sparse, work=_elements
+    )
     rules["torch._utils._rebuild_parameter"] = Rule(_parameter, _parameter)
     for version in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
         rules[f"torch._utils.{version}"] = Rule(_tensor, _tensor)

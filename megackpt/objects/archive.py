@@ -50,33 +50,46 @@ class Archive:
     @property
     def little_endian(self) -> bool:
         """Is it of a machine whose numbers are ours? Old releases of torch do not say."""
-        return "byteorder" not in self.members or self.content("byteorder", 1 << 10) == b"little"
+        return (
+            "byteorder" not in self.members
+            or self.content("byteorder", 1 << 10) == b"little"
+        )
 
     def start(self, name: str) -> int:
         """Where a member's bytes begin."""
         member = self.members.get(name)
         if member is None:
-            raise CorruptCheckpoint(f"the archive has no {name}: torch.save did not write it")
+            raise CorruptCheckpoint(
+                f"the archive has no {name}: torch.save did not write it"
+            )
         fields = LOCAL.unpack(self.read(member.header, LOCAL.size))
         if fields[0] != b"PK\3\4":
-            raise CorruptCheckpoint("a torch archive has no member where its directory says")
+            raise CorruptCheckpoint(
+                "a torch archive has no member where its directory says"
+            )
         return member.header + LOCAL.size + int(fields[9]) + int(fields[10])
 
     def content(self, name: str, limit: int | None = None) -> bytes:
         """The bytes of a member, against their checksum: at most so many."""
         start, member = self.start(name), self.members[name]
         if limit is not None and member.size > limit:
-            raise CorruptCheckpoint(f"{name} has {member.size} bytes: at most {limit} can be right there")
+            raise CorruptCheckpoint(
+                f"{name} has {member.size} bytes: at most {limit} can be right there"
+            )
         content = self.read(start, member.size)
         # torch can be told to write no checksums; then they are 0.
         if member.crc not in (0, zlib.crc32(content)):
-            raise CorruptCheckpoint(f"the bytes of {name} are damaged: their checksum is wrong")
+            raise CorruptCheckpoint(
+                f"the bytes of {name} are damaged: their checksum is wrong"
+            )
         return content
 
     def read(self, start: int, length: int) -> bytes:
         """Bytes from anywhere in it."""
         if start < 0 or length < 0 or start + length > self.size:
-            raise CorruptCheckpoint(f"it is cut off: bytes {start} to {start + length} are missing")
+            raise CorruptCheckpoint(
+                f"it is cut off: bytes {start} to {start + length} are missing"
+            )
         return self._fetch(start, length)
 
 
@@ -94,12 +107,16 @@ def members(read: Read, size: int) -> dict[str, Member]:
         top, _, rest = name.partition("/")
         folder = top if folder is None else folder
         if top != folder or not rest or rest in found:
-            raise CorruptCheckpoint(f"a torch archive has a doubled or misplaced member {name!r}")
+            raise CorruptCheckpoint(
+                f"a torch archive has a doubled or misplaced member {name!r}"
+            )
         found[rest] = member
     if sum(member.size for member in found.values()) > start:
         raise CorruptCheckpoint("the members of a torch archive lie in the same bytes")
     if at != length:
-        raise CorruptCheckpoint("a torch archive's directory is longer than its entries")
+        raise CorruptCheckpoint(
+            "a torch archive's directory is longer than its entries"
+        )
     return found
 
 
@@ -110,7 +127,9 @@ def _directory(read: Read, size: int) -> tuple[int, int, int]:
     tail = read(max(0, size - _ENDS), min(size, _ENDS))
     end = END.unpack(tail[-END.size :])
     if end[0] != b"PK\5\6" or end[7]:
-        raise CorruptCheckpoint("a torch archive does not end as one: it is cut off, or something else")
+        raise CorruptCheckpoint(
+            "a torch archive does not end as one: it is cut off, or something else"
+        )
     count, length, start = end[4], end[5], end[6]
     stop = size - END.size
     locator = tail[-END.size - LOCATOR.size : -END.size]
@@ -119,7 +138,9 @@ def _directory(read: Read, size: int) -> tuple[int, int, int]:
         end64 = END64.unpack(tail[: END64.size])
         stop = size - _ENDS
         if end64[0] != b"PK\6\6" or at != stop:
-            raise CorruptCheckpoint("a torch archive's zip64 record is not where it should be")
+            raise CorruptCheckpoint(
+                "a torch archive's zip64 record is not where it should be"
+            )
         count, length, start = end64[7], end64[8], end64[9]
     if start + length != stop or count > _MEMBERS:
         raise CorruptCheckpoint("a torch archive's directory is not where it should be")
@@ -129,7 +150,9 @@ def _directory(read: Read, size: int) -> tuple[int, int, int]:
 def _entry(table: bytes, at: int, limit: int) -> tuple[str, Member, int]:
     """The directory's entry at this byte: name, member, and where the next entry begins."""
     try:
-        magic, _, _, flags, method, _, _, crc, *numbers, header = CENTRAL.unpack_from(table, at)
+        magic, _, _, flags, method, _, _, crc, *numbers, header = CENTRAL.unpack_from(
+            table, at
+        )
     except struct.error as error:
         raise CorruptCheckpoint("a torch archive's directory is cut off") from error
     packed, size, names, extras, comment = numbers[:5]
@@ -137,8 +160,16 @@ def _entry(table: bytes, at: int, limit: int) -> tuple[str, Member, int]:
     name = table[at : at + names].decode("utf-8", "replace")
     extra = table[at + names : at + names + extras]
     size, packed, header = _widened(extra, size, packed, header)
-    if magic != b"PK\1\2" or method or flags & 1 or packed != size or header + size > limit:
-        raise CorruptCheckpoint(f"a torch archive's member {name!r} is compressed, or not inside the archive")
+    if (
+        magic != b"PK\1\2"
+        or method
+        or flags & 1
+        or packed != size
+        or header + size > limit
+    ):
+        raise CorruptCheckpoint(
+            f"a torch archive's member {name!r} is compressed, or not inside the archive"
+        )
     return name, Member(header, size, crc), at + names + extras + comment
 
 
@@ -148,6 +179,10 @@ def _widened(extra: bytes, *values: int) -> tuple[int, ...]:
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
         if kind == 1:
-            wide = [n for (n,) in struct.iter_unpack("<Q", extra[4 : 4 + length // 8 * 8])]
+            wide = [
+                n for (n,) in struct.iter_unpack("<Q", extra[4 : 4 + length // 8 * 8])
+            ]
         extra = extra[4 + length :]
-    return tuple(wide.pop(0) if value == 0xFFFFFFFF and wide else value for value in values)
+    return tuple(
+        wide.pop(0) if value == 0xFFFFFFFF and wide else value for value in values
+    )

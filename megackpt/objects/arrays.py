@@ -12,7 +12,22 @@ from megackpt.errors import CorruptCheckpoint
 from megackpt.objects.rules import Rule
 
 _DTYPE = re.compile(r"[<>|=]?(?:[?bBhHiIlLqQefdgFDGO]|[biufcSUV]\d{1,6}|[mM]8|O8|O4)")
-_UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic")
+_UNITS = (
+    "Y",
+    "M",
+    "W",
+    "D",
+    "h",
+    "m",
+    "s",
+    "ms",
+    "us",
+    "ns",
+    "ps",
+    "fs",
+    "as",
+    "generic",
+)
 
 
 def _dtype(code: Any, align: Any = False, copy: Any = False) -> np.dtype[Any]:  # noqa: ARG001 - numpy's order
@@ -40,7 +55,9 @@ def _set_dtype(dtype: np.dtype[Any], state: Any) -> None:
     else:
         raise CorruptCheckpoint("the state of a numpy dtype is of no plain kind")
     if alike.itemsize != dtype.itemsize:
-        raise CorruptCheckpoint(f"a numpy dtype of {dtype.itemsize} bytes is said to have {alike.itemsize}")
+        raise CorruptCheckpoint(
+            f"a numpy dtype of {dtype.itemsize} bytes is said to have {alike.itemsize}"
+        )
     dtype.__setstate__(alike.__reduce__()[2])  # type: ignore[attr-defined]
 
 
@@ -55,11 +72,20 @@ def _time(code: str, about: Any) -> np.dtype[Any]:
 
 def _structure(names: Any, fields: Any, size: Any, flags: Any) -> np.dtype[Any]:
     """Fields side by side, none of them a structure itself."""
-    if type(names) is not tuple or type(fields) is not dict or not all(name in fields for name in names):
+    if (
+        type(names) is not tuple
+        or type(fields) is not dict
+        or not all(name in fields for name in names)
+    ):
         raise CorruptCheckpoint("a numpy structure does not tell its fields")
     formats = [_simple(fields[name][0]) for name in names]
     offsets = [offset for _, offset in map(fields.__getitem__, names)]
-    layout = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": size}
+    layout = {
+        "names": list(names),
+        "formats": formats,
+        "offsets": offsets,
+        "itemsize": size,
+    }
     return np.dtype(layout, align=bool(flags & 128))  # type: ignore[call-overload,no-any-return]
 
 
@@ -80,12 +106,18 @@ def _simple(part: Any) -> np.dtype[Any]:
 def _whole(part: Any) -> np.dtype[Any]:
     """A dtype for an array or a scalar."""
     if not isinstance(part, np.dtype) or part.subdtype is not None:
-        raise CorruptCheckpoint("a numpy array is of no dtype, or of one that only fields can have")
+        raise CorruptCheckpoint(
+            "a numpy array is of no dtype, or of one that only fields can have"
+        )
     return np.dtype(part, copy=True)
 
 
 def _is_shape(shape: Any) -> bool:
-    return type(shape) is tuple and len(shape) <= 64 and all(type(n) is int and n >= 0 for n in shape)
+    return (
+        type(shape) is tuple
+        and len(shape) <= 64
+        and all(type(n) is int and n >= 0 for n in shape)
+    )
 
 
 def _scalar(dtype: Any, data: Any = b"") -> Any:
@@ -97,7 +129,11 @@ def _scalar(dtype: Any, data: Any = b"") -> Any:
     return np.frombuffer(data, dtype)[0]
 
 
-def _array(kind: Any = np.ndarray, shape: Any = (0,), code: Any = b"b") -> np.ndarray[Any, Any]:  # noqa: ARG001
+def _array(
+    kind: Any = np.ndarray,
+    shape: Any = (0,),  # noqa: ARG001
+    code: Any = b"b",  # noqa: ARG001
+) -> np.ndarray[Any, Any]:
     if kind is not np.ndarray:
         raise CorruptCheckpoint("a numpy array is of a class of its own")
     return np.empty((0,), np.int8)  # what it holds comes as its state
@@ -109,11 +145,15 @@ def _set_array(array: np.ndarray[Any, Any], state: Any) -> None:
     if not _is_shape(shape):
         raise CorruptCheckpoint("the state of a numpy array is none")
     count = math.prod(shape)
-    expected, given = (list, count) if dtype.hasobject else (bytes, count * dtype.itemsize)
+    expected, given = (
+        (list, count) if dtype.hasobject else (bytes, count * dtype.itemsize)
+    )
     if type(data) is str:
         data = data.encode("latin-1")
     if type(data) is not expected or len(data) != given:
-        raise CorruptCheckpoint(f"a numpy array of shape {shape} and dtype {dtype} comes with other data")
+        raise CorruptCheckpoint(
+            f"a numpy array of shape {shape} and dtype {dtype} comes with other data"
+        )
     array.__setstate__((version, shape, dtype, bool(fortran), data))  # type: ignore[arg-type] # takes no np.bool
 
 
@@ -127,9 +167,13 @@ def rules() -> dict[str, Rule]:
     found = {"numpy.ndarray": Rule(np.ndarray)}
     found["numpy.dtype"] = Rule(np.dtype, _dtype, _set_dtype)
     for package in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        found[f"{package}._reconstruct"] = Rule(_array, _array, _set_array, empty=_empty)
+        found[f"{package}._reconstruct"] = Rule(
+            _array, _array, _set_array, empty=_empty
+        )
         found[f"{package}.scalar"] = Rule(_scalar, _scalar)
-    for kind in sorted({kind for kind in np.sctypeDict.values() if kind is not np.void}, key=str):
+    for kind in sorted(
+        {kind for kind in np.sctypeDict.values() if kind is not np.void}, key=str
+    ):
         found[f"numpy.{kind.__name__}"] = Rule(kind)
     for name in np.dtypes.__all__:
         found[f"numpy.dtypes.{name}"] = Rule(getattr(np.dtypes, name))

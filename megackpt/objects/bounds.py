@@ -41,7 +41,9 @@ class Budget:
         """Raises CorruptCheckpoint when nothing is left."""
         self._left -= units
         if self._left < 0:
-            raise CorruptCheckpoint("a pickle has the same parts copied or hashed again and again")
+            raise CorruptCheckpoint(
+                "a pickle has the same parts copied or hashed again and again"
+            )
 
     def copy(self, values: Iterable[Any]) -> None:
         """Each of these may be copied by the function that is about to get it."""
@@ -52,7 +54,9 @@ class Budget:
 
         Raises CorruptCheckpoint for keys whose hashing could exhaust the stack or time, and for many of one hash.
         """
-        chosen = [key for key in keys if type(key) not in _SPREAD and not _is_small(key)]
+        chosen = [
+            key for key in keys if type(key) not in _SPREAD and not _is_small(key)
+        ]
         if not chosen:
             return
         kept = None if target is None else self._hashed.get(id(target))
@@ -63,7 +67,9 @@ class Budget:
             if value in seen:
                 again[value] = again.get(value, 1) + 1
                 if again[value] > _COLLISIONS:
-                    raise CorruptCheckpoint(f"more than {_COLLISIONS} keys of a dict or set have one hash")
+                    raise CorruptCheckpoint(
+                        f"more than {_COLLISIONS} keys of a dict or set have one hash"
+                    )
             seen.add(value)
         if target is not None:  # it is kept, so that nothing else gets its identity
             self._hashed[id(target)] = target, seen, again
@@ -85,7 +91,9 @@ class Budget:
             elif type(part) is range:
                 inner = (part.start, part.stop, part.step)
             if depth > DEPTH:
-                raise CorruptCheckpoint(f"the key of a dict is nested more than {DEPTH} levels deep")
+                raise CorruptCheckpoint(
+                    f"the key of a dict is nested more than {DEPTH} levels deep"
+                )
             count += 1
             if (count + len(waiting)) * _ITEM > self._left:
                 raise CorruptCheckpoint("the keys of a dict or set have too many parts")

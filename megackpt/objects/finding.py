@@ -43,7 +43,9 @@ def never(module: str, name: str) -> bool:
     if any(part.startswith("__") for part in name.split(".")[1:]):
         return True  # __globals__ and the like of something
     full = f"{module}.{name}"
-    return module.partition(".")[0] in _MODULES or any(f"{full}.".startswith(f"{one}.") for one in _NAMES)
+    return module.partition(".")[0] in _MODULES or any(
+        f"{full}.".startswith(f"{one}.") for one in _NAMES
+    )
 
 
 def vouched_for(trusted: Sequence[Any] = ()) -> dict[str, Any]:
@@ -52,7 +54,9 @@ def vouched_for(trusted: Sequence[Any] = ()) -> dict[str, Any]:
 
     vouched: dict[str, Any] = {}
     for given in (*torch.serialization.get_safe_globals(), *trusted):
-        value, name = given if isinstance(given, tuple) else (given, _name_in_a_pickle(given))
+        value, name = (
+            given if isinstance(given, tuple) else (given, _name_in_a_pickle(given))
+        )
         vouched[name] = value
     return vouched
 
@@ -104,7 +108,11 @@ def _member(full: str, vouched: Mapping[str, Any]) -> Rule | None:
     owner, _, name = full.rpartition(".")
     rule = known().get(owner)
     kind: Any = vouched.get(owner, rule and rule.value)
-    return Rule(kind.__members__[name]) if isinstance(kind, EnumType) and name in kind.__members__ else None
+    return (
+        Rule(kind.__members__[name])
+        if isinstance(kind, EnumType) and name in kind.__members__
+        else None
+    )
 
 
 def refusal(module: str, name: str) -> str:

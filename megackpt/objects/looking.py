@@ -51,7 +51,9 @@ class _Opening:
         inside = (*above, id(value))
         match value:
             case dict():
-                return {_told(key): self.open(item, inside) for key, item in value.items()}
+                return {
+                    _told(key): self.open(item, inside) for key, item in value.items()
+                }
             case np.ndarray() if value.dtype.hasobject:
                 return [self.open(item, inside) for item in value.flat]
             case list() | tuple() | deque():
@@ -69,8 +71,15 @@ class _Opening:
             case io.BytesIO():
                 return value.getvalue()
             case torch.Tensor() if value.layout in _INDICES:
-                parts = {name.strip("_"): getattr(value, name)() for name in _INDICES[value.layout]}
-                return {"<class>": str(value.layout), "shape": list(value.shape), **parts}
+                parts = {
+                    name.strip("_"): getattr(value, name)()
+                    for name in _INDICES[value.layout]
+                }
+                return {
+                    "<class>": str(value.layout),
+                    "shape": list(value.shape),
+                    **parts,
+                }
             case int() | range() | slice():
                 return _told(value)
         return value
@@ -80,7 +89,13 @@ class _Opening:
         if value.args:
             opened["<arguments>"] = self.open(value.args, inside)
         state = self.open(value.state, inside)
-        return opened | (state if isinstance(state, dict) else {} if state is None else {"<state>": state})
+        return opened | (
+            state
+            if isinstance(state, dict)
+            else {}
+            if state is None
+            else {"<state>": state}
+        )
 
 
 def _told(value: Any) -> Any:
@@ -89,6 +104,8 @@ def _told(value: Any) -> Any:
         repr(value)
     except ValueError:
         return (
-            hex(value) if isinstance(value, int) else f"<{type(value).__name__} of numbers too long to tell>"
+            hex(value)
+            if isinstance(value, int)
+            else f"<{type(value).__name__} of numbers too long to tell>"
         )
     return value

@@ -28,7 +28,9 @@ _GETATTRS = frozenset((("builtins", "getattr"), ("__builtin__", "getattr")))
 class Machine:
     """Reads one pickle. ``find`` gives the rule of a global; ``persistent`` the value of a persistent id."""
 
-    def __init__(self, data: bytes, find: Find, persistent: Persistent | None = None) -> None:
+    def __init__(
+        self, data: bytes, find: Find, persistent: Persistent | None = None
+    ) -> None:
         self._data = data
         self._at = 0
         self._find = find
@@ -36,7 +38,9 @@ class Machine:
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        self._rules: dict[int, Rule] = {}  # by the identity of the value, which the rule keeps alive
+        self._rules: dict[
+            int, Rule
+        ] = {}  # by the identity of the value, which the rule keeps alive
         self._names: dict[int, tuple[str, str]] = {}  # the same
         self._globals: dict[tuple[str, str], Rule] = {}
         self._made: dict[int, tuple[Any, Rule]] = {}
@@ -76,7 +80,9 @@ class Machine:
         except (
             IndexError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error
         ) as error:  # fmt: skip
-            raise CorruptCheckpoint(f"a pickle is damaged at byte {self._at}: {error}") from error
+            raise CorruptCheckpoint(
+                f"a pickle is damaged at byte {self._at}: {error}"
+            ) from error
         except MemoryError as error:
             raise CorruptCheckpoint(
                 f"a pickle takes more memory than there is, at byte {self._at}"
@@ -116,22 +122,32 @@ class Machine:
                 self._names[id(rule.value)] = module, name
             self._stack.append(rule.value)
 
-    def _make(self, function: Any, args: Any, kwargs: Any = None, new: bool = False) -> None:
+    def _make(
+        self, function: Any, args: Any, kwargs: Any = None, new: bool = False
+    ) -> None:
         if function is GETATTR and type(args) is tuple and len(args) == 2 and not new:
             owner, part = args
             module, name = self._names.get(id(owner), ("", ""))
             if type(owner) is Name:
                 module, name = owner.module, owner.name
             if module and type(part) is str and owner is not GETATTR:
-                if len(name) + len(part) > _LONGEST:  # each level of a chain keeps a longer one
+                if (
+                    len(name) + len(part) > _LONGEST
+                ):  # each level of a chain keeps a longer one
                     raise CorruptCheckpoint("the dotted name of a class is too long")
                 self._unused -= 1
                 self._push_global(module, f"{name}.{part}")
                 return
-        rule = self._find("builtins", "getattr") if function is GETATTR else self._rules.get(id(function))
+        rule = (
+            self._find("builtins", "getattr")
+            if function is GETATTR
+            else self._rules.get(id(function))
+        )
         call = None if rule is None else (new and rule.new) or rule.call
         if rule is None or call is None or type(args) is not tuple:
-            raise CorruptCheckpoint(f"a pickle calls a {type(function).__name__} that may not be called")
+            raise CorruptCheckpoint(
+                f"a pickle calls a {type(function).__name__} that may not be called"
+            )
         if kwargs and not rule.keywords:
             raise CorruptCheckpoint("a pickle gives keywords to what takes none")
         if not rule.trusted:
@@ -145,7 +161,9 @@ class Machine:
             self._made[id(value)] = value, rule
         self._stack.append(value)
 
-    def _called(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         return call(*args, **kwargs)
 
     def _trusts(self, instance: Any) -> bool:
@@ -200,16 +218,22 @@ class Machine:
         self._at += 2
 
     def _long1(self) -> None:
-        self._stack.append(int.from_bytes(self._take(self._unsigned(1)), "little", signed=True))
+        self._stack.append(
+            int.from_bytes(self._take(self._unsigned(1)), "little", signed=True)
+        )
 
     def _long4(self) -> None:
-        self._stack.append(int.from_bytes(self._take(self._unsigned(4)), "little", signed=True))
+        self._stack.append(
+            int.from_bytes(self._take(self._unsigned(4)), "little", signed=True)
+        )
 
     def _float(self) -> None:
         self._stack.append(struct.unpack(">d", self._take(8))[0])
 
     def _text(self, width: int) -> None:
-        self._stack.append(self._take(self._unsigned(width)).decode("utf-8", "surrogatepass"))
+        self._stack.append(
+            self._take(self._unsigned(width)).decode("utf-8", "surrogatepass")
+        )
 
     def _bytes(self, width: int) -> None:
         self._stack.append(self._take(self._unsigned(width)))
@@ -275,7 +299,9 @@ class Machine:
         items = self._popped_to_mark()
         target = self._stack[-1]
         if type(target) is not set:
-            raise CorruptCheckpoint(f"a pickle adds to a {type(target).__name__} as to a set")
+            raise CorruptCheckpoint(
+                f"a pickle adds to a {type(target).__name__} as to a set"
+            )
         self._budget.hash(items, target)
         target.update(items)
 
@@ -331,7 +357,9 @@ class Machine:
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise CorruptCheckpoint("a pickle names a global by something that is no string")
+            raise CorruptCheckpoint(
+                "a pickle names a global by something that is no string"
+            )
         self._push_global(module, name)
 
     def _reduce(self) -> None:
@@ -345,7 +373,9 @@ class Machine:
     def _new_with(self) -> None:
         kwargs, args, kind = self._stack.pop(), self._stack.pop(), self._stack.pop()
         if type(kwargs) is not dict:
-            raise CorruptCheckpoint("a pickle makes an instance with keywords that are no dict")
+            raise CorruptCheckpoint(
+                "a pickle makes an instance with keywords that are no dict"
+            )
         self._make(kind, args, kwargs, new=True)
 
     def _build(self) -> None:
@@ -353,13 +383,21 @@ class Machine:
         made = self._made.get(id(instance))
         build = None if made is None else made[1].build
         if made is None or build is None:
-            raise CorruptCheckpoint(f"a pickle sets the state of a {type(instance).__name__}")
+            raise CorruptCheckpoint(
+                f"a pickle sets the state of a {type(instance).__name__}"
+            )
         rule = made[1]
         if not rule.trusted:
-            self._budget.copy((state, *state) if type(state) is tuple and not rule.shares else (state,))
+            self._budget.copy(
+                (state, *state)
+                if type(state) is tuple and not rule.shares
+                else (state,)
+            )
         self._built(build, instance, state)
 
-    def _built(self, build: Callable[[Any, Any], None], instance: Any, state: Any) -> None:
+    def _built(
+        self, build: Callable[[Any, Any], None], instance: Any, state: Any
+    ) -> None:
         build(instance, state)
 
     def _persistent_id(self) -> None:

@@ -39,7 +39,9 @@ class Opaque:
 class _Machine(Machine):
     """One that lets known functions fail on what is opaque: on the real thing they may not."""
 
-    def _called(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         try:
             return super()._called(call, args, kwargs)
         except (TypeError, ValueError, AttributeError, RuntimeError):
@@ -47,7 +49,9 @@ class _Machine(Machine):
                 return Opaque()
             raise
 
-    def _built(self, build: Callable[[Any, Any], None], instance: Any, state: Any) -> None:
+    def _built(
+        self, build: Callable[[Any, Any], None], instance: Any, state: Any
+    ) -> None:
         if not isinstance(instance, Opaque):
             super()._built(build, instance, state)
 
@@ -55,7 +59,9 @@ class _Machine(Machine):
 def _is_opaque(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return any(isinstance(part, Opaque) for part in value)
-    return isinstance(value, Opaque) or (isinstance(value, type) and issubclass(value, Opaque))
+    return isinstance(value, Opaque) or (
+        isinstance(value, type) and issubclass(value, Opaque)
+    )
 
 
 def rehearse(blob: bytes) -> list[str]:
@@ -88,7 +94,9 @@ def rehearse(blob: bytes) -> list[str]:
             archive.members[f"data/{name}"].size, dtype=torch.uint8, device="meta"
         ).untyped_storage()
         if count * dtype.itemsize != octets.nbytes():
-            raise CorruptCheckpoint("a tensor's storage is of another size than it says")
+            raise CorruptCheckpoint(
+                "a tensor's storage is of another size than it says"
+            )
         return torch.TypedStorage(wrap_storage=octets, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
     machine = _Machine(archive.content("data.pkl"), find, storage)

@@ -34,7 +34,9 @@ def check_shape(value: Any, levels: int = DEPTH) -> Container[int]:
     waiting: list[tuple[Any, bool]] = [(value, False)]
     while waiting:
         part, closing = waiting.pop()
-        if id(part) in done or (inner := _parts(part)) is None:  # in this order: a look at the parts costs
+        if (
+            id(part) in done or (inner := _parts(part)) is None
+        ):  # in this order: a look at the parts costs
             continue
         if not closing:
             if id(part) in open_:
@@ -47,7 +49,9 @@ def check_shape(value: Any, levels: int = DEPTH) -> Container[int]:
         depth = 1 + max((d for d, _ in sums), default=0)
         size = 1 + sum(s for _, s in sums)
         if depth > levels:
-            raise CorruptCheckpoint(f"the object is nested {depth} levels deep: at most {levels} can be read")
+            raise CorruptCheckpoint(
+                f"the object is nested {depth} levels deep: at most {levels} can be read"
+            )
         parts += len(sums)
         open_.discard(id(part))
         done[id(part)] = depth, size
@@ -61,7 +65,11 @@ def check_shape(value: Any, levels: int = DEPTH) -> Container[int]:
 def _parts(value: Any) -> Iterable[Any] | None:
     """What a container holds, or None for what is no container."""
     if isinstance(value, dict):
-        return [*dict.keys(value), *dict.values(value), *getattr(value, "__dict__", {}).values()]
+        return [
+            *dict.keys(value),
+            *dict.values(value),
+            *getattr(value, "__dict__", {}).values(),
+        ]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return value
     if isinstance(value, np.ndarray) and value.dtype.hasobject:

@@ -22,7 +22,10 @@ class StandInClass:
         return f"<stand-in for {self.qualified_name}>"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StandInClass) and other.qualified_name == self.qualified_name
+        return (
+            isinstance(other, StandInClass)
+            and other.qualified_name == self.qualified_name
+        )
 
     def __hash__(self) -> int:
         return hash(self.qualified_name)
@@ -41,7 +44,11 @@ class StandIn:
     __slots__ = ("args", "new", "qualified_name", "state")
 
     def __init__(
-        self, qualified_name: str, args: tuple[Any, ...] = (), state: Any = None, new: bool = False
+        self,
+        qualified_name: str,
+        args: tuple[Any, ...] = (),
+        state: Any = None,
+        new: bool = False,
     ) -> None:
         self.qualified_name = qualified_name
         self.args = args
@@ -50,13 +57,22 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         """A field. Those that are named as one of this class's own attributes are in ``state`` alone."""
-        fields = {} if name.startswith("__") else _fields(*map(self.__getattribute__, ("args", "state")))
+        fields = (
+            {}
+            if name.startswith("__")
+            else _fields(*map(self.__getattribute__, ("args", "state")))
+        )
         if name not in fields:
-            raise AttributeError(f"the stand-in for {self.qualified_name} has no attribute {name!r}")
+            raise AttributeError(
+                f"the stand-in for {self.qualified_name} has no attribute {name!r}"
+            )
         return fields[name]
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *(name for name in _fields(self.args, self.state) if type(name) is str)]
+        return [
+            *super().__dir__(),
+            *(name for name in _fields(self.args, self.state) if type(name) is str),
+        ]
 
     @recursive_repr()
     def __repr__(self) -> str:
@@ -82,7 +98,9 @@ class StandIn:
 
 def _fields(args: tuple[Any, ...], state: Any) -> Mapping[Any, Any]:
     """What can be told apart by name."""
-    if type(state) is tuple and len(state) == 2:  # of a class with slots: (dict or None, their dict)
+    if (
+        type(state) is tuple and len(state) == 2
+    ):  # of a class with slots: (dict or None, their dict)
         return {**_fields(args, state[0]), **_fields((), state[1])}
     if type(state) is dict:
         return state

@@ -49,10 +49,16 @@ def _rewritten(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
 def _unframed(pickle: bytes) -> bytes:
     """The same pickle without frames, which tell lengths that are to change. No reader needs them."""
     if pickle[:1] != b"\x80" or len(pickle) < 4:
-        raise CorruptCheckpoint("a pickle does not begin with its protocol: torch.save did not write it")
+        raise CorruptCheckpoint(
+            "a pickle does not begin with its protocol: torch.save did not write it"
+        )
     if pickle[1] < 4 or _FRAME not in pickle:
         return pickle
-    starts = [at for opcode, _, at in genops(pickle) if opcode.name == "FRAME" and at is not None]
+    starts = [
+        at
+        for opcode, _, at in genops(pickle)
+        if opcode.name == "FRAME" and at is not None
+    ]
     parts = zip((0, *(at + 9 for at in starts)), (*starts, len(pickle)), strict=True)
     return b"".join(pickle[begin:end] for begin, end in parts)
 
@@ -65,12 +71,17 @@ def _listed(pickle: bytes) -> bytes:
 
 def _bare(pickle: bytes) -> bytes:
     opcodes = genops(pickle)
-    names = [(opcode.name, arg, at or 0) for (opcode, arg, at), _ in zip(opcodes, range(4), strict=False)]
+    names = [
+        (opcode.name, arg, at or 0)
+        for (opcode, arg, at), _ in zip(opcodes, range(4), strict=False)
+    ]
     if names[1][0] != "EMPTY_LIST" or pickle[-2:] != b"a.":
         raise CorruptCheckpoint("a pickle holds no list of one")
     (put, number, _), (_, _, after) = names[2:4]
     begin, instead = names[2][2], b""
-    if put == "MEMOIZE":  # this one numbers by counting: somebody else must take the list's number
+    if (
+        put == "MEMOIZE"
+    ):  # this one numbers by counting: somebody else must take the list's number
         number, begin, instead = 0, after, b"N\x940"
     elif put in ("BINPUT", "LONG_BINPUT", "PUT"):
         begin = after
@@ -90,7 +101,9 @@ def _check_single(pickle: bytes, gone: int | None = None) -> None:
             stop = at or 0
             break
         if opcode.name in ("GET", "BINGET", "LONG_BINGET") and arg == gone:
-            raise CorruptCheckpoint("a pickle refers to the list that it holds its value in")
+            raise CorruptCheckpoint(
+                "a pickle refers to the list that it holds its value in"
+            )
         if markobject in before:
             height = marks.pop() - before.index(markobject)
         elif opcode.name == "POP" and marks and marks[-1] == height - 1:
@@ -98,12 +111,16 @@ def _check_single(pickle: bytes, gone: int | None = None) -> None:
         else:
             height -= len(before)
         if height < (marks[-1] + 1 if marks else 0):
-            raise CorruptCheckpoint("a pickle takes what it has not made, or holds no list of one")
+            raise CorruptCheckpoint(
+                "a pickle takes what it has not made, or holds no list of one"
+            )
         if opcode.name == "MARK":
             marks.append(height)
         height += len(opcode.stack_after)
     if height != 1 or marks or stop != len(pickle) - 1:
-        raise CorruptCheckpoint("a pickle leaves another number of values than one, or goes on after its end")
+        raise CorruptCheckpoint(
+            "a pickle leaves another number of values than one, or goes on after its end"
+        )
 
 
 def _zipped(contents: dict[str, bytes]) -> bytes:
@@ -113,7 +130,10 @@ def _zipped(contents: dict[str, bytes]) -> bytes:
         for name, content in contents.items():
             member = zipfile.ZipInfo(f"archive/{name}")
             if name.startswith("data/"):
-                gap = -(buffer.tell() + LOCAL.size + len(member.filename) + 4) % _ALIGNMENT
+                gap = (
+                    -(buffer.tell() + LOCAL.size + len(member.filename) + 4)
+                    % _ALIGNMENT
+                )
                 member.extra = struct.pack("<2H", 0x4246, gap) + b"Z" * gap
             file.writestr(member, content)
     return buffer.getvalue()

@@ -30,7 +30,9 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
-            raise ValueError(f"offset {self.offset} and shape {self.shape} differ in dimensions")
+            raise ValueError(
+                f"offset {self.offset} and shape {self.shape} differ in dimensions"
+            )
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
@@ -49,21 +51,30 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The common region, or None where the two share no element."""
         offset = tuple(map(max, self.offset, other.offset))
-        shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
+        shape = tuple(
+            min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True)
+        )
         return None if any(s <= 0 for s in shape) else Box(offset, shape)
 
     def contains(self, other: Box) -> bool:
         return all(
             a <= b and b + t <= a + s
-            for a, s, b, t in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+            for a, s, b, t in zip(
+                self.offset, self.shape, other.offset, other.shape, strict=True
+            )
         )
 
     def relative_to(self, outer: Box) -> Box:
         """The same region in coordinates local to ``outer``."""
-        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+        return Box(
+            tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)),
+            self.shape,
+        )
 
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+        return tuple(
+            slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True)
+        )
 
     def runs(self, start: int, stop: int) -> Iterator[Box]:
         """Boxes whose C-order elements, joined, are elements [start, stop) of this box in C order."""
@@ -80,7 +91,10 @@ class Box:
         if start < first * inner:
             yield from self._within_row(first - 1, start - (first - 1) * inner, inner)
         if first < last:
-            yield Box((self.offset[0] + first, *self.offset[1:]), (last - first, *self.shape[1:]))
+            yield Box(
+                (self.offset[0] + first, *self.offset[1:]),
+                (last - first, *self.shape[1:]),
+            )
         if last * inner < stop:
             yield from self._within_row(last, 0, stop - last * inner)
 
@@ -89,7 +103,11 @@ class Box:
             yield Box((self.offset[0] + row, *box.offset), (1, *box.shape))
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offset, self.stop, strict=True)) + "]"
+        return (
+            "["
+            + ", ".join(f"{o}:{e}" for o, e in zip(self.offset, self.stop, strict=True))
+            + "]"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +125,10 @@ class Boxes:
     def of(cls, boxes: Iterable[Box], width: int = 0) -> Boxes:
         rows = list(boxes)
         width = max([width, *(len(b.shape) for b in rows)])
-        column = cls(np.zeros((len(rows), width), np.int64), np.ones((len(rows), width), np.int64))
+        column = cls(
+            np.zeros((len(rows), width), np.int64),
+            np.ones((len(rows), width), np.int64),
+        )
         for i, box in enumerate(rows):
             column.offset[i, : len(box.offset)] = box.offset
             column.shape[i, : len(box.shape)] = box.shape
@@ -117,13 +138,20 @@ class Boxes:
     def concat(cls, parts: Sequence[Boxes]) -> Boxes:
         widths = sorted({p.width for p in parts})
         if len(widths) == 1:
-            return cls(np.concatenate([p.offset for p in parts]), np.concatenate([p.shape for p in parts]))
+            return cls(
+                np.concatenate([p.offset for p in parts]),
+                np.concatenate([p.shape for p in parts]),
+            )
         shape = sum(map(len, parts)), max(widths, default=0)
         joined = cls(np.zeros(shape, np.int64), np.ones(shape, np.int64))
         for width in widths:  # few widths, many parts: no part is padded on its own
             rows = np.repeat([p.width == width for p in parts], [len(p) for p in parts])
-            joined.offset[rows, :width] = np.concatenate([p.offset for p in parts if p.width == width])
-            joined.shape[rows, :width] = np.concatenate([p.shape for p in parts if p.width == width])
+            joined.offset[rows, :width] = np.concatenate(
+                [p.offset for p in parts if p.width == width]
+            )
+            joined.shape[rows, :width] = np.concatenate(
+                [p.shape for p in parts if p.width == width]
+            )
         return joined
 
     def __len__(self) -> int:
@@ -140,7 +168,9 @@ class Boxes:
     @property
     def volume(self) -> Int64:
         volume = np.ones(len(self), np.int64)
-        for axis in range(self.width):  # a few long columns: far quicker than many short rows
+        for axis in range(
+            self.width
+        ):  # a few long columns: far quicker than many short rows
             volume *= self.shape[:, axis]
         return volume
 
@@ -150,7 +180,10 @@ class Boxes:
         if extra <= 0:
             return self
         pad = ((0, 0), (0, extra))
-        return Boxes(np.pad(self.offset, pad, constant_values=0), np.pad(self.shape, pad, constant_values=1))
+        return Boxes(
+            np.pad(self.offset, pad, constant_values=0),
+            np.pad(self.shape, pad, constant_values=1),
+        )
 
     def take(self, rows: Any) -> Boxes:
         """The boxes of these rows (an index array, mask or slice)."""
@@ -160,7 +193,9 @@ class Boxes:
 
     def row(self, i: int, ndim: int) -> Box:
         """Row ``i`` as a Box of a tensor with ``ndim`` dimensions."""
-        return Box(tuple(self.offset[i, :ndim].tolist()), tuple(self.shape[i, :ndim].tolist()))
+        return Box(
+            tuple(self.offset[i, :ndim].tolist()), tuple(self.shape[i, :ndim].tolist())
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,13 +301,17 @@ def largest_divisor(number: int, limit: int) -> int:
     Takes at most ``limit`` steps, because the number may come from a file.
     """
     root = math.isqrt(number)
-    least = max(1, -(-number // limit))  # times this, the largest divisor that is allowed gives the number
+    least = max(
+        1, -(-number // limit)
+    )  # times this, the largest divisor that is allowed gives the number
     large = (number // n for n in range(least, root + 1) if number % n == 0)
     small = (n for n in range(min(limit, root), 0, -1) if number % n == 0)
     return next(large, 0) or next(small)
 
 
-def regular_grids(boxes: Boxes, bounds: Int64, whole: Int64) -> tuple[Int64, NDArray[np.bool_]]:
+def regular_grids(
+    boxes: Boxes, bounds: Int64, whole: Int64
+) -> tuple[Int64, NDArray[np.bool_]]:
     """For each run of non-empty boxes: the cell of the grid that they may form, and whether they do.
 
     ``bounds`` are n + 1 row numbers (see ``runs``), ``whole`` the n global shapes, (n, width). The cell is

@@ -51,7 +51,9 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
         declared.nbytes,
         declared.rank,
     ):
-        hasher.update(repr(column.shape).encode() + np.ascontiguousarray(column).tobytes())
+        hasher.update(
+            repr(column.shape).encode() + np.ascontiguousarray(column).tobytes()
+        )
     return int.from_bytes(hasher.digest()[:8], "little") >> 1
 
 
@@ -98,7 +100,9 @@ class PlanCache:
 
     def __init__(self, size: int = 4) -> None:
         if size < 1:
-            raise ValueError(f"a cache of {size} plans holds nothing; size must be at least 1")
+            raise ValueError(
+                f"a cache of {size} plans holds nothing; size must be at least 1"
+            )
         self._size = size
         self._plans: OrderedDict[int, CachedPlan] = OrderedDict()
 
@@ -110,7 +114,11 @@ class PlanCache:
         return held
 
     def put(
-        self, fingerprint: int | None, plan_id: str, plan: SavePlan, manifest: Manifest | None = None
+        self,
+        fingerprint: int | None,
+        plan_id: str,
+        plan: SavePlan,
+        manifest: Manifest | None = None,
     ) -> CachedPlan:
         """Keep the plan of a new planning round, unless there is no fingerprint to find it by."""
         held = CachedPlan(plan_id, plan, manifest)

@@ -38,11 +38,15 @@ def assign(
     main = declared.main[rows]
     first = np.flatnonzero(main)
     first = first[runs(shard[first])[:-1]]
-    if not balance or len(shards) == len(rows):  # or nobody holds what another one holds
+    if not balance or len(shards) == len(
+        rows
+    ):  # or nobody holds what another one holds
         return np.sort(rows[first])
     may_differ = np.zeros(len(rows), np.bool_)
     if not any_object:
-        is_object = np.array([entry.meta.is_object for entry in declared.tensors], np.bool_)
+        is_object = np.array(
+            [entry.meta.is_object for entry in declared.tensors], np.bool_
+        )
         may_differ = is_object[declared.tensor[rows]]
         may_differ[first] = False
     holders, bounds = _candidates(declared, rows, shard, first, may_differ)
@@ -67,7 +71,11 @@ def _candidates(
     fits = np.flatnonzero(fits)
     again = (shard[fits][1:] == shard[fits][:-1]) & (rank[fits][1:] == rank[fits][:-1])
     fits = fits[np.concatenate([[True], ~again])] if len(fits) else fits
-    starts = np.flatnonzero(np.concatenate([[True], np.diff(shard[fits]) != 0])) if len(fits) else fits
+    starts = (
+        np.flatnonzero(np.concatenate([[True], np.diff(shard[fits]) != 0]))
+        if len(fits)
+        else fits
+    )
     return rows[fits], np.append(starts, len(fits)).astype(np.int64)
 
 
@@ -81,8 +89,12 @@ def _balanced(declared: Declarations, holders: Int64, bounds: Int64) -> Int64:
     if not len(several):
         return chosen
     alone = count == 1
-    loads = np.bincount(rank[chosen[alone]], nbytes[alone], int(rank.max()) + 1).astype(np.int64)
-    order = several[_precedence(declared, holders[chosen[several]], count[several], nbytes[several])]
+    loads = np.bincount(rank[chosen[alone]], nbytes[alone], int(rank.max()) + 1).astype(
+        np.int64
+    )
+    order = several[
+        _precedence(declared, holders[chosen[several]], count[several], nbytes[several])
+    ]
     limits = runs(count[order])
     for begin, end in pairwise(limits.tolist()):  # those with equally many holders
         shards = order[begin:end]
@@ -97,7 +109,11 @@ def _given_away(members: Int32, nbytes: Int64, loads: Int64) -> Int64:
     sets = members[first]
     apart = len(np.unique(sets)) == sets.size and bool((members == sets[group]).all())
     # Sets of ranks that have no rank in common do not care for one another's turns.
-    given = _by_turns if apart and len(group) >= _MANY * np.bincount(group).max() else _one_by_one
+    given = (
+        _by_turns
+        if apart and len(group) >= _MANY * np.bincount(group).max()
+        else _one_by_one
+    )
     return given(members, group, nbytes, loads)
 
 
@@ -140,7 +156,9 @@ def _one_by_one(members: Int32, _: Int64, nbytes: Int64, loads: Int64) -> Int64:
     return np.array(winners, np.int64)
 
 
-def _precedence(declared: Declarations, rows: Int64, count: Int64, nbytes: Int64) -> Int64:
+def _precedence(
+    declared: Declarations, rows: Int64, count: Int64, nbytes: Int64
+) -> Int64:
     """The order in which shards are given away; the last criteria, key and box, only make it definite."""
     alphabetical = np.empty(len(declared.tensors), np.int64)
     keys = [entry.key for entry in declared.tensors]

@@ -38,7 +38,9 @@ def plan_load(wanted: Declarations, manifest: Manifest) -> LoadPlan:
     low = np.maximum(boxes.offset[targets], chunks.offset[places])
     high = np.minimum(boxes.stop[targets], chunks.stop[places])
     found = Boxes(low, high - low)
-    _check_whole(wanted, manifest, stored, targets, found, _sound(manifest, chunks, owner))
+    _check_whole(
+        wanted, manifest, stored, targets, found, _sound(manifest, chunks, owner)
+    )
     return LoadPlan(manifest, rows[places], found, targets)
 
 
@@ -58,9 +60,17 @@ def _stored_numbers(wanted: Declarations, manifest: Manifest) -> Int64:
         if there == meta:
             continue
         if there.is_object != meta.is_object:
-            kinds = ("an object", "a tensor") if there.is_object else ("a tensor", "an object")
-            problems.append(f"{key!r} is stored as {kinds[0]} and asked for as {kinds[1]}")
-        elif len(there.shape) != len(meta.shape) or (meta.is_object and there.shape != meta.shape):
+            kinds = (
+                ("an object", "a tensor")
+                if there.is_object
+                else ("a tensor", "an object")
+            )
+            problems.append(
+                f"{key!r} is stored as {kinds[0]} and asked for as {kinds[1]}"
+            )
+        elif len(there.shape) != len(meta.shape) or (
+            meta.is_object and there.shape != meta.shape
+        ):
             problems.append(
                 f"Global shape mismatch for loaded {there.shape} and expected {meta.shape} "
                 f"tensor for key {key}"
@@ -69,7 +79,9 @@ def _stored_numbers(wanted: Declarations, manifest: Manifest) -> Int64:
     return table[wanted.tensor]
 
 
-def _overlaps(boxes: Boxes, stored: Int64, chunks: Boxes, bounds: Int64) -> tuple[Int64, Int64]:
+def _overlaps(
+    boxes: Boxes, stored: Int64, chunks: Boxes, bounds: Int64
+) -> tuple[Int64, Int64]:
     """All pairs (wanted row, place in ``chunks``) that share an element, in this order."""
     counts = bounds[stored + 1] - bounds[stored]
     few = np.flatnonzero(counts <= CROWD)
@@ -77,7 +89,9 @@ def _overlaps(boxes: Boxes, stored: Int64, chunks: Boxes, bounds: Int64) -> tupl
     many = np.flatnonzero(counts > CROWD)
     for number in np.unique(stored[many]).tolist():
         rows = many[stored[many] == number]
-        found += _searched(boxes, chunks, rows, int(bounds[number]), int(bounds[number + 1]))
+        found += _searched(
+            boxes, chunks, rows, int(bounds[number]), int(bounds[number + 1])
+        )
     if not found:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     targets = np.concatenate([t for t, _ in found])
@@ -86,7 +100,9 @@ def _overlaps(boxes: Boxes, stored: Int64, chunks: Boxes, bounds: Int64) -> tupl
     return targets[order], places[order]
 
 
-def _searched(boxes: Boxes, chunks: Boxes, rows: Int64, low: int, high: int) -> Iterator[tuple[Int64, Int64]]:
+def _searched(
+    boxes: Boxes, chunks: Boxes, rows: Int64, low: int, high: int
+) -> Iterator[tuple[Int64, Int64]]:
     """The pairs of one crowded tensor: only a range of chunks along its most divided axis is compared."""
     mine = chunks.take(slice(low, high))
     axis = int(np.argmax([len(np.unique(column)) for column in mine.offset.T]))
@@ -96,7 +112,9 @@ def _searched(boxes: Boxes, chunks: Boxes, rows: Int64, low: int, high: int) -> 
     first = np.searchsorted(reach, boxes.offset[rows, axis], side="right")
     last = np.searchsorted(start, boxes.stop[rows, axis], side="left")
     sorted_chunks = mine.take(order)
-    for targets, places in _compared(boxes, sorted_chunks, rows, first, np.maximum(0, last - first)):
+    for targets, places in _compared(
+        boxes, sorted_chunks, rows, first, np.maximum(0, last - first)
+    ):
         yield targets, order[places] + low
 
 
@@ -137,12 +155,19 @@ def _sound(manifest: Manifest, chunks: Boxes, owner: Int32) -> Bool:
     boxes = chunks.take(full).widened(whole.shape[1])
     sound[present] = tile_exactly(boxes, limits, whole)
     groups = group_equal(numbers, boxes)
-    sound[numbers[groups.first[np.diff(groups.bounds) > 1]]] = False  # the same chunk twice
+    sound[numbers[groups.first[np.diff(groups.bounds) > 1]]] = (
+        False  # the same chunk twice
+    )
     return sound
 
 
 def _check_whole(
-    wanted: Declarations, manifest: Manifest, stored: Int64, targets: Int64, found: Boxes, sound: Bool
+    wanted: Declarations,
+    manifest: Manifest,
+    stored: Int64,
+    targets: Int64,
+    found: Boxes,
+    sound: Bool,
 ) -> None:
     """Is each wanted row covered exactly: all of it or, where flexible, what the stored tensor has of it?"""
     numbers, which = np.unique(stored, return_inverse=True)
@@ -170,8 +195,15 @@ def _check_whole(
         ndim = len(manifest.tensors[stored[i]].meta.shape)
         local = Boxes((parts.offset - low[i])[:, :ndim], parts.shape[:, :ndim])
         for region, count in miscounted(local, (high[i] - low[i])[:ndim].tolist()):
-            place = Box(tuple(a + int(b) for a, b in zip(region.offset, low[i], strict=False)), region.shape)
-            what = f"{count} stored chunks overlap in it" if count else "no stored chunk holds it"
+            place = Box(
+                tuple(a + int(b) for a, b in zip(region.offset, low[i], strict=False)),
+                region.shape,
+            )
+            what = (
+                f"{count} stored chunks overlap in it"
+                if count
+                else "no stored chunk holds it"
+            )
             problems.append(f"{wanted.row(i).shard}: {place} cannot be read, {what}")
             break
         if len(problems) > _TOLD:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from megackpt.errors import ShardingError, some
-from megackpt.planning.box import Boxes, Int64, cut, largest_divisor, regular_grids, runs
+from megackpt.planning.box import (
+    Boxes,
+    Int64,
+    cut,
+    largest_divisor,
+    regular_grids,
+    runs,
+)
 from megackpt.planning.coverage import check, shapes_table
 from megackpt.planning.dedup import assign
 from megackpt.planning.manifest import (
@@ -24,9 +31,7 @@ from megackpt.planning.manifest import (
 )
 
 Grid = tuple[int, ...] | None
-_CELLS_OF_A_SHARD = (
-    8  # along an axis, where shards form no grid: about so much of them lies in cells of several
-)
+_CELLS_OF_A_SHARD = 8  # along an axis, where shards form no grid: about so much of them lies in cells of several
 _SMALLER_CELLS = 16  # they are as much smaller than cell_bytes at the most, or tiny shards made tiny files
 _USEFUL = 4  # a divisor that cuts into so many more pieces than needed is none
 _UNBOUNDED = 1 << 62
@@ -50,7 +55,13 @@ class SavePolicy:
     cell_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
-        if min(self.cell_bytes, 1 if self.max_item_bytes is None else self.max_item_bytes) < 1:
+        if (
+            min(
+                self.cell_bytes,
+                1 if self.max_item_bytes is None else self.max_item_bytes,
+            )
+            < 1
+        ):
             raise ValueError(f"max_item_bytes and cell_bytes must be positive: {self}")
 
 
@@ -66,7 +77,9 @@ class _Items:
 
 
 def plan_save(
-    parts: Sequence[Declarations], policy: SavePolicy | None = None, validate: bool = True
+    parts: Sequence[Declarations],
+    policy: SavePolicy | None = None,
+    validate: bool = True,
 ) -> tuple[list[SavePlan], Manifest]:
     """Who writes what, and what the checkpoint will hold; ``parts[i]`` are the declarations of rank i.
 
@@ -96,7 +109,9 @@ def plan_save(
     part = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
     items = items.take(_plan_order(declared, items, part[items.row]))
     writer = part[items.row]
-    return _plans(parts, declared, items, writer, grids), _manifest(declared, items, writer, grids)
+    return _plans(parts, declared, items, writer, grids), _manifest(
+        declared, items, writer, grids
+    )
 
 
 def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:
@@ -142,15 +157,33 @@ def _plans(
     """The plans speak in each rank's own table of tensors and its own rows."""
     first = np.cumsum([0, *map(len, parts)])
     bounds = np.searchsorted(part, np.arange(len(parts) + 1)).tolist()
-    tensor = np.concatenate([p.tensor for p in parts])[items.row] if parts else items.row.astype(np.int32)
+    tensor = (
+        np.concatenate([p.tensor for p in parts])[items.row]
+        if parts
+        else items.row.astype(np.int32)
+    )
     source = (items.row - first[part]).astype(np.int32)
-    chosen = {e: g for e, g in zip(declared.tensors, grids, strict=True) if g is not None}
-    cells = {id(own.tensors): tuple(map(chosen.get, own.tensors)) for own in _different(parts)}
+    chosen = {
+        e: g for e, g in zip(declared.tensors, grids, strict=True) if g is not None
+    }
+    cells = {
+        id(own.tensors): tuple(map(chosen.get, own.tensors))
+        for own in _different(parts)
+    }
     plans = []
     for rank, own in enumerate(parts):
         mine = slice(bounds[rank], bounds[rank + 1])
         boxes = items.boxes.take(mine)
-        plans.append(SavePlan(rank, own.tensors, cells[id(own.tensors)], tensor[mine], boxes, source[mine]))
+        plans.append(
+            SavePlan(
+                rank,
+                own.tensors,
+                cells[id(own.tensors)],
+                tensor[mine],
+                boxes,
+                source[mine],
+            )
+        )
     return plans
 
 
@@ -159,7 +192,9 @@ def _different(parts: Sequence[Declarations]) -> Collection[Declarations]:
     return {id(part.tensors): part for part in parts}.values()
 
 
-def _manifest(declared: Declarations, items: _Items, part: Int64, grids: Sequence[Grid]) -> Manifest:
+def _manifest(
+    declared: Declarations, items: _Items, part: Int64, grids: Sequence[Grid]
+) -> Manifest:
     count = len(items.row)
     chunks = Chunks(
         declared.tensor[items.row],
@@ -205,7 +240,9 @@ def _cut(items: _Items, pieces: Int64, origin: Int64) -> _Items:
     return _Items(items.row[row], boxes)
 
 
-def _grids(declared: Declarations, items: _Items, policy: SavePolicy) -> tuple[list[Grid], Int64 | None]:
+def _grids(
+    declared: Declarations, items: _Items, policy: SavePolicy
+) -> tuple[list[Grid], Int64 | None]:
     """A grid for each tensor (None for objects), and each item's cell where items are not all cells already."""
     tensor = declared.tensor[items.row]
     order = np.argsort(tensor, kind="stable")
@@ -213,7 +250,9 @@ def _grids(declared: Declarations, items: _Items, policy: SavePolicy) -> tuple[l
     numbers = tensor[order][bounds[:-1]]
     metas = [declared.tensors[n].meta for n in numbers]
     itemsize = np.array([meta.itemsize or 1 for meta in metas], np.int64)
-    whole = np.maximum(1, shapes_table([declared.tensors[n] for n in numbers], items.boxes.width))
+    whole = np.maximum(
+        1, shapes_table([declared.tensors[n] for n in numbers], items.boxes.width)
+    )
     boxes = items.boxes.take(order).widened(whole.shape[1])
     boxes = Boxes(boxes.offset, np.maximum(1, boxes.shape))
     own, regular = regular_grids(boxes, bounds, whole)
@@ -256,7 +295,11 @@ def _free_cell(boxes: Boxes, whole: Int64, itemsize: int, policy: SavePolicy) ->
     mean = np.maximum(1, boxes.shape.mean(axis=0).astype(np.int64) // _CELLS_OF_A_SHARD)
     cell = np.where(free, mean, largest)
     for axis in np.flatnonzero(free).tolist():
-        least = -(-policy.cell_bytes // (_SMALLER_CELLS * itemsize * int(np.prod(cell))))
+        least = -(
+            -policy.cell_bytes // (_SMALLER_CELLS * itemsize * int(np.prod(cell)))
+        )
         cell[axis] = min(int(whole[axis]), int(cell[axis]) * max(1, least))
     limit = min(policy.cell_bytes, policy.max_item_bytes or policy.cell_bytes)
-    return _smaller(cell[None], whole[None], np.array([limit // itemsize]), ~free[None]).ravel()
+    return _smaller(
+        cell[None], whole[None], np.array([limit // itemsize]), ~free[None]
+    ).ravel()

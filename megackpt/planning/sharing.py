@@ -65,14 +65,20 @@ def plan_sharing(
     chunk, target = plan.chunk[row], plan.target[row]
     rank = holder[target]
     regions = group_equal(owner[row], boxes)
-    source = _sources(replace(plan, chunk=chunk, boxes=boxes, target=target), rank, len(parts), regions)
+    source = _sources(
+        replace(plan, chunk=chunk, boxes=boxes, target=target),
+        rank,
+        len(parts),
+        regions,
+    )
     local = target - starts[rank]
     itself = source == np.arange(len(source))
     read, handed = np.flatnonzero(itself), np.flatnonzero(~itself)
     giver = source[handed]
     shares = []
     for reads, sends, receives in zip(
-        *(_by_rank(rank[rows], len(parts)) for rows in (read, giver, handed)), strict=True
+        *(_by_rank(rank[rows], len(parts)) for rows in (read, giver, handed)),
+        strict=True,
     ):
         mine, given, got = read[reads], giver[sends], handed[receives]
         taken, from_ = handed[sends], giver[receives]
@@ -92,8 +98,12 @@ def _owners(plan: LoadPlan, wanted: Declarations, holder: Int64, alone: Int64) -
     """For each row of the plan a number: equal where one rank could read for the other, which nobody does for the
     wanted rows ``alone``."""
     kinds: dict[str, int] = {}
-    kind = np.array([kinds.setdefault(e.meta.dtype, len(kinds)) for e in wanted.tensors], np.int64)
-    domain = np.unique(np.array(wanted.domains, np.int64), return_inverse=True)[1][holder]
+    kind = np.array(
+        [kinds.setdefault(e.meta.dtype, len(kinds)) for e in wanted.tensors], np.int64
+    )
+    domain = np.unique(np.array(wanted.domains, np.int64), return_inverse=True)[1][
+        holder
+    ]
     domain[alone] = len(wanted.domains) + alone
     column = domain[plan.target] * len(plan.manifest.chunks) + plan.chunk
     column = column * len(kinds) + kind[wanted.tensor[plan.target]]
@@ -113,7 +123,9 @@ def _in_slabs(plan: LoadPlan) -> LoadPlan:
     inner = holder.volume * size[chunks.tensor[plan.chunk]] // pieces[rows, axis]
     inner = np.maximum(inner, 1)  # of objects nothing is known
     align = DIGEST_BLOCK // np.gcd(inner, DIGEST_BLOCK)
-    pieces[rows, axis] = np.minimum(pieces[rows, axis], -(-SLAB // (inner * align)) * align)
+    pieces[rows, axis] = np.minimum(
+        pieces[rows, axis], -(-SLAB // (inner * align)) * align
+    )
     row, boxes = cut(plan.boxes, pieces, holder.offset)
     return replace(plan, chunk=plan.chunk[row], boxes=boxes, target=plan.target[row])
 
@@ -129,7 +141,11 @@ def _cut_apart(owner: Int64, boxes: Boxes) -> tuple[Int64, Boxes]:
         first = np.searchsorted(edges, begin)
         count = np.searchsorted(edges, end) - first
         again = np.repeat(np.arange(len(row)), count)
-        edge = first[again] + np.arange(len(again)) - np.repeat(np.cumsum(count) - count, count)
+        edge = (
+            first[again]
+            + np.arange(len(again))
+            - np.repeat(np.cumsum(count) - count, count)
+        )
         offset, shape = boxes.offset[again], boxes.shape[again]
         offset[:, axis] = places[edges[edge] % len(places)]
         shape[:, axis] = places[edges[edge + 1] % len(places)] - offset[:, axis]
@@ -140,7 +156,9 @@ def _cut_apart(owner: Int64, boxes: Boxes) -> tuple[Int64, Boxes]:
 def _sources(plan: LoadPlan, rank: Int64, ranks: int, regions: Groups) -> Int64:
     """For each row of the plan the one that is read in its stead: of each region one, balanced by bytes."""
     chunks, tensors = plan.manifest.chunks, plan.manifest.tensors
-    size = np.array([entry.meta.itemsize for entry in tensors], np.int64)[chunks.tensor[plan.chunk]]
+    size = np.array([entry.meta.itemsize for entry in tensors], np.int64)[
+        chunks.tensor[plan.chunk]
+    ]
     nbytes = np.where(size, plan.boxes.volume * size, chunks.length[plan.chunk])
     region = np.empty(len(plan), np.int64)
     region[regions.order] = regions.number
@@ -156,11 +174,15 @@ def _sources(plan: LoadPlan, rank: Int64, ranks: int, regions: Groups) -> Int64:
         (0,) * ranks,
     )
     # What is read is the same whoever reads it, objects too.
-    chosen = assign(declared, shards=Groups(bundles, runs(bundle[bundles])), any_object=True)
+    chosen = assign(
+        declared, shards=Groups(bundles, runs(bundle[bundles])), any_object=True
+    )
     reader = np.empty(len(chosen), np.int64)
     reader[bundle[chosen]] = rank[chosen]
     fits = np.flatnonzero(rank == reader[bundle])[::-1]
-    source = regions.first  # never needed, unless ranks that differ look alike to ``_together``
+    source = (
+        regions.first
+    )  # never needed, unless ranks that differ look alike to ``_together``
     source[region[fits]] = fits
     return source[region]
 
@@ -169,12 +191,21 @@ def _together(plan: LoadPlan, rank: Int64, regions: Groups, nbytes: Int64) -> In
     """For each region the number of its bundle: neighbours in a file, wanted by the same ranks, are read by one."""
     first = regions.first
     chunk, offset = plan.chunk[first], plan.boxes.offset[first]
-    mixed = (rank[regions.order].astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    who = np.add.reduceat(mixed ^ mixed >> np.uint64(29), regions.bounds[:-1]) if len(first) else first
+    mixed = (rank[regions.order].astype(np.uint64) + np.uint64(1)) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
+    who = (
+        np.add.reduceat(mixed ^ mixed >> np.uint64(29), regions.bounds[:-1])
+        if len(first)
+        else first
+    )
     file = plan.manifest.chunks.file[chunk]
     order = np.lexsort((*offset.T[::-1], plan.manifest.chunks.start[chunk], file))
     filled = (np.cumsum(nbytes[order]) - nbytes[order]) // TOGETHER
-    new = [np.diff(column, prepend=column[:1]) != 0 for column in (file[order], who[order], filled)]
+    new = [
+        np.diff(column, prepend=column[:1]) != 0
+        for column in (file[order], who[order], filled)
+    ]
     bundle = np.empty(len(first), np.int64)
     bundle[order] = np.cumsum(np.logical_or.reduce(new))
     return bundle

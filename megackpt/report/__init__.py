@@ -22,17 +22,23 @@ def shard_map(stored: Manifest | Opened, title: str = "") -> str:
     ``stored`` is an open checkpoint, or a manifest alone, be it of a checkpoint or of a plan (whose chunks are in
     no file yet). Holes and overlaps among its chunks are shown, not raised.
     """
-    manifest, opened = (stored.manifest, stored) if isinstance(stored, Opened) else (stored, None)
+    manifest, opened = (
+        (stored.manifest, stored) if isinstance(stored, Opened) else (stored, None)
+    )
     contents = of_manifest(manifest)
     if opened is not None:
         contents["facts"].append(["in", opened.storage.location])
-        contents["small"] = [[name, size] for name, (size, _) in sorted(opened.small.items())]
+        contents["small"] = [
+            [name, size] for name, (size, _) in sorted(opened.small.items())
+        ]
         title = title or opened.storage.location.rstrip("/").rpartition("/")[2]
     return page(title or "a checkpoint", contents)
 
 
 def shard_map_of_declarations(
-    declared: Declarations | Sequence[Declarations], title: str = "", balance: bool = True
+    declared: Declarations | Sequence[Declarations],
+    title: str = "",
+    balance: bool = True,
 ) -> str:
     """The page about a save to come: who holds which box, and which of them will write it.
 
@@ -40,5 +46,7 @@ def shard_map_of_declarations(
     can be: holes, overlaps, boxes out of bounds and disagreements are what the page is for. ``balance`` as in
     SavePolicy.
     """
-    merged = declared if isinstance(declared, Declarations) else Declarations.merge(declared)
+    merged = (
+        declared if isinstance(declared, Declarations) else Declarations.merge(declared)
+    )
     return page(title or "a declaration", of_declarations(merged.numbered(), balance))

@@ -17,7 +17,19 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
-SCRIPTS = "words", "contents", "rows", "tree", "bars", "pen", "drawing", "pieces", "tensor", "branch", "page"
+SCRIPTS = (
+    "words",
+    "contents",
+    "rows",
+    "tree",
+    "bars",
+    "pen",
+    "drawing",
+    "pieces",
+    "tensor",
+    "branch",
+    "page",
+)
 """The scripts in the order in which they stand in the page; they share one scope."""
 
 
@@ -26,7 +38,9 @@ def page(title: str, contents: Mapping[str, Any]) -> str:
     told = json.dumps({"title": title, **contents}, separators=(",", ":")).encode()
     script, style = _script(), _source("page.css")
     parts = {
-        "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),  # a path may be no Unicode
+        "title": html.escape(title)
+        .encode("ascii", "xmlcharrefreplace")
+        .decode(),  # a path may be no Unicode
         "policy": _policy(script, style),
         "style": style,
         "data": b64encode(gzip.compress(told, mtime=0)).decode(),
@@ -46,7 +60,9 @@ def _script() -> str:
 
 
 def _policy(script: str, style: str) -> str:
-    allowed = [b64encode(sha256(text.encode()).digest()).decode() for text in (script, style)]
+    allowed = [
+        b64encode(sha256(text.encode()).digest()).decode() for text in (script, style)
+    ]
     return (
         f"default-src 'none'; script-src 'sha256-{allowed[0]}'; style-src 'sha256-{allowed[1]}'; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"

@@ -46,7 +46,12 @@ def of_manifest(manifest: Manifest) -> Contents:
         "facts": [
             ["format", f"{name} {version}" if name else "not written yet"],
             ["save", manifest.save_id],
-            ["sizes", "" if manifest.encoding == "raw" else "with what the format adds to each chunk"],
+            [
+                "sizes",
+                ""
+                if manifest.encoding == "raw"
+                else "with what the format adds to each chunk",
+            ],
         ],
         "encoding": manifest.encoding,
         "block": DIGEST_BLOCK if len(chunks.digests) else 0,
@@ -80,7 +85,9 @@ def of_declarations(declared: Declarations, balance: bool) -> Contents:
     told = {problem.key: problem.text for problem in uncovered(declared, shards)}
     keys = [entry.key for entry in declared.tensors]
     suspects = [number for number, key in enumerate(keys) if key in told]
-    times = Counter(keys)  # where a key stands for several tensors, none of them has all boxes
+    times = Counter(
+        keys
+    )  # where a key stands for several tensors, none of them has all boxes
     order = _by_place(declared.tensor[first], declared.boxes.take(first))
     groups = [shards.rows(group) for group in order.tolist()]
     rows = np.concatenate(groups) if groups else np.zeros(0, np.int64)
@@ -96,7 +103,11 @@ def of_declarations(declared: Declarations, balance: bool) -> Contents:
         "idle": np.setdiff1d(world, holding).tolist(),
         **_tensors(declared.tensors, [None] * len(declared.tensors)),
         "pieces": {
-            **_pieces(declared.tensors, declared.tensor[first[order]], declared.boxes.take(first[order])),
+            **_pieces(
+                declared.tensors,
+                declared.tensor[first[order]],
+                declared.boxes.take(first[order]),
+            ),
             "writer": writer[order].tolist(),
             "length": declared.nbytes[first[order]].tolist(),
         },
@@ -107,9 +118,13 @@ def of_declarations(declared: Declarations, balance: bool) -> Contents:
             "rank": declared.rank[rows].tolist(),
             "replica": declared.replica[rows].tolist(),
         },
-        "replicas": [[str(replica), is_main_replica(replica)] for replica in declared.replica_ids],
+        "replicas": [
+            [str(replica), is_main_replica(replica)] for replica in declared.replica_ids
+        ],
         "problems": [[number, told[keys[number]]] for number in suspects],
-        "flaws": _flaws(declared, [number for number in suspects if times[keys[number]] == 1]),
+        "flaws": _flaws(
+            declared, [number for number in suspects if times[keys[number]] == 1]
+        ),
     }
 
 
@@ -127,18 +142,24 @@ def _as_declared(manifest: Manifest, order: Int64) -> Declarations:
 
 def _suspects(stored: Declarations) -> list[int]:
     """The tensors that their chunks do not cover exactly once."""
-    few = np.array([len(entry.meta.shape) <= JUDGED for entry in stored.tensors], np.bool_)
+    few = np.array(
+        [len(entry.meta.shape) <= JUDGED for entry in stored.tensors], np.bool_
+    )
     wrong = {problem.key for problem in uncovered(stored.take(few[stored.tensor]))}
     seen = np.bincount(stored.tensor, minlength=len(stored.tensors))
     table = enumerate(stored.tensors)
-    return [n for n, e in table if e.key in wrong or (not seen[n] and 0 not in e.meta.shape)]
+    return [
+        n for n, e in table if e.key in wrong or (not seen[n] and 0 not in e.meta.shape)
+    ]
 
 
 def _by_place(tensor: NDArray[Any], boxes: Boxes) -> Int64:
     return np.lexsort([*boxes.offset.T[::-1], tensor]).astype(np.int64)
 
 
-def _tensors(entries: Sequence[TensorEntry], grids: Sequence[tuple[int, ...] | None]) -> Contents:
+def _tensors(
+    entries: Sequence[TensorEntry], grids: Sequence[tuple[int, ...] | None]
+) -> Contents:
     dtypes = sorted({entry.meta.dtype for entry in entries})
     number = {name: i for i, name in enumerate(dtypes)}
     return {
@@ -166,7 +187,11 @@ def _pieces(entries: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> Cont
 
 def _flaws(declared: Declarations, suspects: Sequence[int]) -> Contents:
     """Where tensors are not covered exactly once: regions, each with how often it is."""
-    found = [(n, box, count) for n in suspects[:LOCATED] for box, count in _regions(declared, n)]
+    found = [
+        (n, box, count)
+        for n in suspects[:LOCATED]
+        for box, count in _regions(declared, n)
+    ]
     return {
         "tensor": [number for number, _, _ in found],
         "count": [count for _, _, count in found],
@@ -185,6 +210,8 @@ def _regions(declared: Declarations, number: int) -> Iterator[tuple[Box, int]]:
     boxes = mine.boxes.widened(len(shape))
     whole = shapes_table(declared.tensors[number : number + 1], boxes.width)
     leaves = (boxes.offset < 0) | (boxes.shape < 0) | (boxes.stop > whole)
-    outside = dict.fromkeys(boxes.row(int(i), len(shape)) for i in np.flatnonzero(leaves.any(axis=1)))
+    outside = dict.fromkeys(
+        boxes.row(int(i), len(shape)) for i in np.flatnonzero(leaves.any(axis=1))
+    )
     yield from ((box, OUTSIDE) for box in islice(outside, REGIONS))
     yield from islice(miscounted(mine.boxes.take(mine.main), shape), REGIONS)

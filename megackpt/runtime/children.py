@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 
-_CODE = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {pid})"
+_CODE = (
+    "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {pid})"
+)
 
 
-def start(module: str, descriptor: int, *, apart: bool = False) -> subprocess.Popen[bytes]:
+def start(
+    module: str, descriptor: int, *, apart: bool = False
+) -> subprocess.Popen[bytes]:
     """Run ``main(descriptor, our pid)`` of a module in a new interpreter, which inherits that descriptor alone.
 
     What it prints joins our standard error. ``apart``: in a process group of its own, which no terminal interrupts.
@@ -24,7 +28,12 @@ def start(module: str, descriptor: int, *, apart: bool = False) -> subprocess.Po
     passed = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     try:
         return subprocess.Popen(
-            [sys.executable, "-u", "-c", _CODE.format(path=path, module=module, fd=passed, pid=os.getpid())],
+            [
+                sys.executable,
+                "-u",
+                "-c",
+                _CODE.format(path=path, module=module, fd=passed, pid=os.getpid()),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=2 if _has_stderr() else subprocess.DEVNULL,
             stderr=None if _has_stderr() else subprocess.DEVNULL,
@@ -54,4 +63,6 @@ def how_ended(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         name = f"signal {-code}"
-    return f"was killed by {name}" + " (out of memory, perhaps)" * (code == -signal.SIGKILL)
+    return f"was killed by {name}" + " (out of memory, perhaps)" * (
+        code == -signal.SIGKILL
+    )

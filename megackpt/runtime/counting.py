@@ -13,7 +13,9 @@ from megackpt.planning.box import Box
 from megackpt.planning.manifest import DIGEST_BLOCK
 
 if TYPE_CHECKING:
-    from megackpt.runtime.staging import Landing  # brings torch, which a writer process does without
+    from megackpt.runtime.staging import (
+        Landing,
+    )  # brings torch, which a writer process does without
 
 STEP = 16 * DIGEST_BLOCK
 """Bytes that are handed over at a time at most: few enough to see them move, and to be stopped in between."""

@@ -37,7 +37,11 @@ _POPULATE_WRITE = 23  # madvise of Linux 5.14; Python has no name for it
 _POLL = 0.1  # seconds: also a word that was missed is heard
 _POPULATED = 64 << 20  # at a time: it holds the interpreter's lock
 # How many ranks this host has; the innermost of those that started them first.
-_RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+_RANKS_HERE = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "SLURM_NTASKS_PER_NODE",
+)
 _FORBIDDEN = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # an old kernel, or a sandbox
 
 
@@ -86,7 +90,11 @@ class Arena:
     def grown(self, size: int) -> Arena:
         """A larger one of the same memory, as far as that goes; this one is to be forgotten."""
         self.ready()
-        return Arena.new(size) if self.fd is None else self._extended(os.dup(self.fd), size)
+        return (
+            Arena.new(size)
+            if self.fd is None
+            else self._extended(os.dup(self.fd), size)
+        )
 
     @classmethod
     def _extended(cls, fd: int, size: int) -> Arena:
@@ -104,8 +112,12 @@ class Arena:
         self._populated = True
         try:
             for start in range(0, self.size, _POPULATED):
-                self._mapped.madvise(_POPULATE_WRITE, start, min(_POPULATED, self.size - start))
-        except OSError:  # an older kernel, or too little memory: the others are touched as data come
+                self._mapped.madvise(
+                    _POPULATE_WRITE, start, min(_POPULATED, self.size - start)
+                )
+        except (
+            OSError
+        ):  # an older kernel, or too little memory: the others are touched as data come
             return
 
     def ready(self) -> None:
@@ -115,7 +127,9 @@ class Arena:
         self.pending.clear()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an Arena travels to another process as its descriptor (fd) and size, not by pickle")
+        raise TypeError(
+            "an Arena travels to another process as its descriptor (fd) and size, not by pickle"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +173,9 @@ class Lease:
 
     def __init__(self, arena: Arena, give_back: Callable[[Arena, int], None]) -> None:
         self.arena = arena
-        self.release = finalize(self, give_back, arena, os.getpid())  # the first call counts
+        self.release = finalize(
+            self, give_back, arena, os.getpid()
+        )  # the first call counts
         self.release.atexit = False
 
 
@@ -178,11 +194,17 @@ class Pool:
         self._changed = threading.Condition(threading.Lock())
         self._free: list[Arena] = []
         self._leased: set[Arena] = set()
-        self._lately: deque[int] = deque(maxlen=_REMEMBERED)  # sums of leases, as each was granted
+        self._lately: deque[int] = deque(
+            maxlen=_REMEMBERED
+        )  # sums of leases, as each was granted
         self._returned: deque[Arena] = deque()
 
     def lease(
-        self, need: Callable[[], int], cap: int, patience: float = PATIENCE, idle_patience: float = math.inf
+        self,
+        need: Callable[[], int],
+        cap: int,
+        patience: float = PATIENCE,
+        idle_patience: float = math.inf,
     ) -> Lease:
         """Memory of ``need()`` bytes, waiting while others hold so much that it goes beyond the cap.
 
@@ -192,14 +214,18 @@ class Pool:
         """
         seen, since = (-1, -1, False), time.monotonic()
         with self._changed:
-            while (room := self._room(cap)) < (wanted := need()) and wanted:  # nothing is always to be had
+            while (room := self._room(cap)) < (
+                wanted := need()
+            ) and wanted:  # nothing is always to be had
                 idle = bool(self._leased) and all(arena.idle for arena in self._leased)
                 if seen != (wanted, room, idle):
                     seen, since = (wanted, room, idle), time.monotonic()
                 elif (waited := time.monotonic() - since) > min(
                     patience, idle_patience if idle else math.inf
                 ):
-                    raise _no_room(wanted, room, cap, waited, idle and waited > idle_patience)
+                    raise _no_room(
+                        wanted, room, cap, waited, idle and waited > idle_patience
+                    )
                 self._changed.wait(min(patience, _POLL))
             arena = self._taken(wanted, room)
             self._leased.add(arena)
@@ -231,7 +257,9 @@ class Pool:
         free = sorted(self._free, key=lambda arena: arena.size)
         most = max(size, min(2 * size, room))
         chosen = next((arena for arena in free if size <= arena.size <= most), None)
-        chosen = chosen or next((arena for arena in reversed(free) if arena.size < size), None)
+        chosen = chosen or next(
+            (arena for arena in reversed(free) if arena.size < size), None
+        )
         try:
             if chosen is None:
                 return Arena.new(size)
@@ -245,7 +273,9 @@ class Pool:
     def _let_go(self, cap: float = math.inf) -> None:
         """Forget free arenas, the smallest first, where all are more than the cap, or than was needed lately."""
         self._free.sort(key=lambda arena: -arena.size)
-        while self._free and self._held() > min(cap, 1.5 * max(self._lately, default=0)):
+        while self._free and self._held() > min(
+            cap, 1.5 * max(self._lately, default=0)
+        ):
             self._free.pop()
 
     def _take_back(self, arena: Arena, process: int) -> None:
@@ -269,7 +299,9 @@ class Pool:
             self._let_go()
 
 
-def _no_room(wanted: int, room: int, cap: int, waited: float, idle: bool) -> StorageError:
+def _no_room(
+    wanted: int, room: int, cap: int, waited: float, idle: bool
+) -> StorageError:
     why = (
         "and nobody writes those: schedule each request (AsyncCallsQueue.schedule_async_request) before the next save, "
         "or drop it"
@@ -303,17 +335,28 @@ def default_cap() -> int:
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that this process may still take: what the host has, and the limits of its control groups leave."""
     try:
-        fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        fields = dict(
+            line.split(":") for line in (root / "proc/meminfo").read_text().splitlines()
+        )
         found = [int(fields["MemAvailable"].split()[0]) << 10]
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        groups = [
+            line.split(":", 2)
+            for line in (root / "proc/self/cgroup").read_text().splitlines()
+        ]
     except (OSError, KeyError, ValueError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for _, controllers, path in groups:
         v1 = "memory" in controllers.split(",")
         base = root / "sys/fs/cgroup" / ("memory" if v1 else "")
         if v1 or not controllers:
-            group = base / path.lstrip("/")  # a container may see its own group as the root
-            found += [_left(folder, v1) for folder in (group, *group.parents) if folder.is_relative_to(base)]
+            group = base / path.lstrip(
+                "/"
+            )  # a container may see its own group as the root
+            found += [
+                _left(folder, v1)
+                for folder in (group, *group.parents)
+                if folder.is_relative_to(base)
+            ]
     return max(0, min(found))
 
 
@@ -326,7 +369,9 @@ def _left(group: Path, v1: bool) -> int:
     )
     try:
         stat = (group / "memory.stat").read_text().splitlines()
-        used = int((group / usage).read_text()) - sum(int(s.split()[1]) for s in stat if s.startswith(cached))
+        used = int((group / usage).read_text()) - sum(
+            int(s.split()[1]) for s in stat if s.startswith(cached)
+        )
         return int((group / limit).read_text()) - used
     except (OSError, ValueError):  # not there, or "max": no limit
         return sys.maxsize

@@ -88,7 +88,9 @@ def _told_apart(backend: Backend) -> str | None:
     dumped = attempt(lambda: pickler.dump(backend))
     if dumped.error is not None:
         kind = type(backend).__qualname__
-        logger.debug("no plan is used again: this %s cannot be pickled: %s", kind, dumped.error)
+        logger.debug(
+            "no plan is used again: this %s cannot be pickled: %s", kind, dumped.error
+        )
         return None
     return buffer.getvalue().hex()
 
@@ -109,9 +111,15 @@ class Request:
     declared: Declarations
     fingerprint: int | None  # None: nothing tells when a plan could be used again
     staging_memory: int | None = None  # bytes; None: the default
-    groups: Mapping[str, HeldGroup] = field(default_factory=dict)  # of an optimizer's parameters
-    blobs: dict[int, bytes] = field(default_factory=dict)  # row -> an object that has been pickled already
-    wanted: list[str] = field(default_factory=list)  # what loads will have to be told to trust, in words
+    groups: Mapping[str, HeldGroup] = field(
+        default_factory=dict
+    )  # of an optimizer's parameters
+    blobs: dict[int, bytes] = field(
+        default_factory=dict
+    )  # row -> an object that has been pickled already
+    wanted: list[str] = field(
+        default_factory=list
+    )  # what loads will have to be told to trust, in words
 
     @classmethod
     def of(
@@ -131,8 +139,12 @@ class Request:
         common: dict[Any, Any] = tree.dict_list_map_outplace(_compact, extracted.common)
         if content_metadata is not None:
             if not isinstance(content_metadata, Mapping):
-                raise ShardingError(f"content_metadata must be a dict, not {content_metadata!r}")
-            common[CONTENT_METADATA] = {k: v for k, v in content_metadata.items() if k != "dp_cp_group"}
+                raise ShardingError(
+                    f"content_metadata must be a dict, not {content_metadata!r}"
+                )
+            common[CONTENT_METADATA] = {
+                k: v for k, v in content_metadata.items() if k != "dp_cp_group"
+            }
         declared = declare(
             extracted.shards,
             rank=group.rank,
@@ -170,7 +182,10 @@ class Request:
         What is small enough is kept, to be written. Raises ShardingError for what no load would give back.
         """
         room, judged = _KEPT, set[int]()
-        shards = [*self.shards, None]  # None: the common state, which only the coordinator declares
+        shards = [
+            *self.shards,
+            None,
+        ]  # None: the common state, which only the coordinator declares
         for row in np.flatnonzero(self.declared.main).tolist():
             if row in judged or isinstance(shards[row], ShardedTensor):
                 continue
@@ -187,7 +202,9 @@ class Request:
         abstain, if they may: they have no parameter of any group."""
         if abstain and not any(group.needed for group in self.groups.values()):
             return [2**63 - 1] * 2
-        texts = sorted((place, sorted(group.texts.items())) for place, group in self.groups.items())
+        texts = sorted(
+            (place, sorted(group.texts.items())) for place, group in self.groups.items()
+        )
         told = int.from_bytes(blake2b(repr(texts).encode(), digest_size=7).digest())
         return [told, -told]
 
@@ -197,13 +214,17 @@ class Request:
         for place, group in self.groups.items():
             if group.needed:
                 values = pickled(place, tree.lookup(self.common, group.path))
-                needed[place] = replace(group, values=values if len(values) <= _TRAVELS else b"")
+                needed[place] = replace(
+                    group, values=values if len(values) <= _TRAVELS else b""
+                )
         return needed
 
     def store(self, groups: Mapping[tree.Path, bytes]) -> None:
         """Groups in place of this rank's own, as other ranks have pickled them."""
         for path, values in groups.items():
-            found = torch.load(io.BytesIO(values), map_location="cpu", weights_only=False)
+            found = torch.load(
+                io.BytesIO(values), map_location="cpu", weights_only=False
+            )
             tree.lookup(self.common, path[:-1])[path[-1]] = found
             self.blobs.pop(len(self.shards), None)
 
@@ -214,7 +235,9 @@ class Request:
     def held(self) -> list[Held]:
         """For each row of ``declared``: its tensor, or what makes its blob."""
         rows = [
-            cast(torch.Tensor, shard.data) if isinstance(shard, ShardedTensor) else partial(self._blob, row)
+            cast(torch.Tensor, shard.data)
+            if isinstance(shard, ShardedTensor)
+            else partial(self._blob, row)
             for row, shard in enumerate(self.shards)
         ]
         return [*rows, partial(self._blob, len(self.shards))]
@@ -228,7 +251,9 @@ class Request:
             return COMMON, dict(self.common)
         shard = cast(ShardedObject, self.shards[row])
         group = self._bundles.get(row, [])
-        return f"the object {shard.unique_key!r}", bundled(shard, [self.shards[i].data for i in group])
+        return f"the object {shard.unique_key!r}", bundled(
+            shard, [self.shards[i].data for i in group]
+        )
 
     @cached_property
     def _bundles(self) -> Mapping[int, Sequence[int]]:

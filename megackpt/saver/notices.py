@@ -25,7 +25,9 @@ LARGE_COMMON_STATE = 1 << 20
 LARGEST_COMMON_STATE = 2 << 30
 """Bytes from which on a save refuses them, unless ``allow_large_common_state`` is set."""
 _BITS = {
-    dtype: {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    dtype: {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        dtype.itemsize
+    ]
     for name in ITEMSIZE
     if name.startswith("float8") or name in ("complex32", "uint16", "uint32", "uint64")
     for dtype in [getattr(torch, name, None)]
@@ -41,7 +43,9 @@ def check_same(what: str, said: Sequence[str]) -> None:
         ranks.setdefault(word, []).append(rank)
     if len(ranks) > 1:
         named = [f"{name_ranks(those)}: {word}" for word, those in ranks.items()]
-        raise ShardingError(f"the ranks of one save {what}: {some(named, 4)} (all must agree)")
+        raise ShardingError(
+            f"the ranks of one save {what}: {some(named, 4)} (all must agree)"
+        )
 
 
 def groups_to_store(
@@ -59,7 +63,9 @@ def groups_to_store(
                 lost.append(f"{place} is on rank {rank}, and not on rank 0")
                 continue
             holder, held = stored[place]
-            differing = [key for key, text in group.texts.items() if held.texts.get(key) != text]
+            differing = [
+                key for key, text in group.texts.items() if held.texts.get(key) != text
+            ]
             if held.needed:
                 lost += [
                     f"{place}{key} is {_cut(group.texts[key])} on rank {rank}, "
@@ -103,12 +109,18 @@ def check_common_size(common: Mapping[Any, Any], directory: str) -> None:
             continue
         counted.add(identity)
         total += nbytes
-        left += nbytes * (not walked or isinstance(value, np.ndarray))  # which ``sharded`` leaves as they are
+        left += nbytes * (
+            not walked or isinstance(value, np.ndarray)
+        )  # which ``sharded`` leaves as they are
         if nbytes > largest:
             largest, where = nbytes, tree.show(path)
     if total < LARGE_COMMON_STATE:
         return
-    values = "1 tensor or array" if len(counted) == 1 else f"{len(counted)} tensors and arrays"
+    values = (
+        "1 tensor or array"
+        if len(counted) == 1
+        else f"{len(counted)} tensors and arrays"
+    )
     text = (
         f"the common state holds {values}, {events.size(total)} in all, the largest at {where}: rank 0 alone writes "
         "them, every rank that loads reads all of them, and they are not resharded. Declare them instead: "
@@ -127,7 +139,9 @@ def check_common_size(common: Mapping[Any, Any], directory: str) -> None:
         logger.warning("%s (allow_large_common_state=True silences this)", text)
 
 
-def _tensors_and_arrays(common: Mapping[Any, Any]) -> Iterator[tuple[tree.Path, Any, bool]]:
+def _tensors_and_arrays(
+    common: Mapping[Any, Any],
+) -> Iterator[tuple[tree.Path, Any, bool]]:
     """Path, value, and whether only dicts and lists are around it; tuples and sets are looked into as well."""
     todo: list[tuple[tree.Path, Any]] = [((), common)]
     seen: set[int] = set()  # a tuple may hold a list that holds it
@@ -148,13 +162,18 @@ def _stored_once(value: Any, walked: bool) -> tuple[Any, int]:
     if value.is_meta or is_distributed(value):  # no data; refused elsewhere
         return None, 0
     if value.layout is not torch.strided:
-        return id(value), value.element_size() * (value._nnz() if _is_sparse(value) else value.numel())
+        return id(value), value.element_size() * (
+            value._nnz() if _is_sparse(value) else value.numel()
+        )
     own = value.numel() * value.element_size()
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return id(value), own
     storage = value.untyped_storage()
     if walked and storage.nbytes() > own:
-        return object(), own  # of a view of a larger tensor a copy is stored, one at each place
+        return (
+            object(),
+            own,
+        )  # of a view of a larger tensor a copy is stored, one at each place
     return (value.device, storage.data_ptr()), storage.nbytes()
 
 
@@ -187,7 +206,13 @@ def warn_of_difference(rank: int, coordinators: bytes, own: Any) -> None:
     save fails of it.
     """
     try:
-        _compare(rank, torch.load(io.BytesIO(coordinators), map_location="cpu", weights_only=False), own)
+        _compare(
+            rank,
+            torch.load(
+                io.BytesIO(coordinators), map_location="cpu", weights_only=False
+            ),
+            own,
+        )
     except Exception as error:  # noqa: BLE001 - it is logged
         logger.warning(
             "Rank %d common state dict differs from rank 0 common state dict. "
@@ -206,26 +231,36 @@ def _message(error: Exception) -> str:
 
 
 def _compare(rank: int, coordinators: Any, own: Any) -> None:
-    views = [tree.dict_list_map_outplace(_comparable, view) for view in (own, coordinators)]
+    views = [
+        tree.dict_list_map_outplace(_comparable, view) for view in (own, coordinators)
+    ]
     only_own, only_coordinators, mismatched = tree.diff(*views)
     if only_own or only_coordinators or mismatched:
         logger.warning(
             "Rank %d common state dict differs from rank 0 common state dict. "
             "Keys only on rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
             rank,
-            str(only_coordinators),  # here, and not in a handler: keys may fail to be shown
+            str(
+                only_coordinators
+            ),  # here, and not in a handler: keys may fail to be shown
             rank,
             str(only_own),
             str(mismatched),
         )
-    tensors = [path for path, *kinds in mismatched if any(issubclass(kind, torch.Tensor) for kind in kinds)]
+    tensors = [
+        path
+        for path, *kinds in mismatched
+        if any(issubclass(kind, torch.Tensor) for kind in kinds)
+    ]
     others = [path for path, *_ in mismatched if path not in tensors]
     if others or only_own:
         logger.warning(
             "of %s%s rank 0's values alone are saved, and all ranks get them at a load: what each rank has of its own "
             "belongs in a ShardedObject, or in a LocalNonpersistentObject, which is not saved",
             tree.show((others or only_own)[0]),
-            f" and {len(others) + len(only_own) - 1} more" if len(others) + len(only_own) > 1 else "",
+            f" and {len(others) + len(only_own) - 1} more"
+            if len(others) + len(only_own) > 1
+            else "",
         )
     if tensors:
         logger.warning(
@@ -238,6 +273,10 @@ def _compare(rank: int, coordinators: Any, own: Any) -> None:
 
 def _comparable(leaf: Any) -> Any:
     """The bits of tensors of dtypes that torch cannot compare (float8, complex32, unsigned integers)."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dtype not in _BITS or leaf.layout is not torch.strided:
+    if (
+        not isinstance(leaf, torch.Tensor)
+        or leaf.dtype not in _BITS
+        or leaf.layout is not torch.strided
+    ):
         return leaf
     return leaf.detach().resolve_conj().view(_BITS[leaf.dtype])

@@ -27,11 +27,24 @@ from megackpt.errors import CheckpointingException, RankLost
 from megackpt.planning.cache import Contents, cache_of
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.runtime.async_calls import AsyncRequest, Pending, Task, ThreadWorker
-from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Attempt, Group, Mark, attempt, group_over
+from megackpt.runtime.collectives import (
+    DEFAULT_TIMEOUT,
+    Attempt,
+    Group,
+    Mark,
+    attempt,
+    group_over,
+)
 from megackpt.runtime.collectives.failures import DEPARTURES
 from megackpt.runtime.staging import Snapshot, Staged, settle
 from megackpt.saver.asking import COMMON, Request, itself
-from megackpt.saver.notices import check_same, groups_to_store, untold, warn_of_difference, warn_of_untrusted
+from megackpt.saver.notices import (
+    check_same,
+    groups_to_store,
+    untold,
+    warn_of_difference,
+    warn_of_untrusted,
+)
 from megackpt.state import ShardedStateDict, extract, pickled
 from megackpt.strategies import COMMON_IS_KEPT, StrategyLike, resolve
 
@@ -91,7 +104,9 @@ def save(
         RankFailure: other ranks failed or did not answer in time.
     """
     if common_strategy is not None:
-        raise NotImplementedError(f"a common_strategy is not supported: {COMMON_IS_KEPT}")
+        raise NotImplementedError(
+            f"a common_strategy is not supported: {COMMON_IS_KEPT}"
+        )
     group = group_over(process_group, timeout)
     compare = preprocess_common_before_consistancy_check or itself
 
@@ -134,7 +149,9 @@ class _Ticket:
     directory: str
     plan_id: str
     plan: SavePlan
-    common: bytes | None = None  # the coordinator's view of the common state, for a rank whose own differs
+    common: bytes | None = (
+        None  # the coordinator's view of the common state, for a rank whose own differs
+    )
 
 
 class _Save:
@@ -149,7 +166,9 @@ class _Save:
         self.manifest: Manifest | None = None
         self.contents: Contents | None = None
         self.mark = Mark()
-        self.whole = events.begun(events.TOTAL, events.Operation("save", directory, group.rank, group.size))
+        self.whole = events.begun(
+            events.TOTAL, events.Operation("save", directory, group.rank, group.size)
+        )
 
     def now(self, request: Callable[[], Request]) -> None:
         with self.together(lambda: self.group):
@@ -174,7 +193,12 @@ class _Save:
     def together(self, meet: Callable[[], Group]) -> Iterator[None]:
         """The ranks come together; whatever goes wrong then is the end of the save."""
         try:
-            with meet() as group, group.leaving(), collector.held_off(), events.within(self.whole):
+            with (
+                meet() as group,
+                group.leaving(),
+                collector.held_off(),
+                events.within(self.whole),
+            ):
                 yield
         except BaseException as error:
             interrupted = isinstance(error, DEPARTURES) and self.group.size > 1
@@ -191,7 +215,9 @@ class _Save:
         operation = self.whole.operation
         self.end(
             not self.group.parted(operation.id, self.mark, _PATIENCE),
-            CheckpointingException(f"the save {operation.id} to {operation.path} is given up"),
+            CheckpointingException(
+                f"the save {operation.id} to {operation.path} is given up"
+            ),
         )
 
     def prepared(self, request: Callable[[], Request]) -> _Ticket:
@@ -223,7 +249,9 @@ class _Save:
         if vote is not None:
             votes = [
                 *(vote, -vote),
-                *self.request.get().vote_on_groups(abstain=not self.group.is_coordinator),
+                *self.request.get().vote_on_groups(
+                    abstain=not self.group.is_coordinator
+                ),
             ]
         # The least of t and the least of -t are opposites exactly if all t are equal.
         tickets, minus_tickets, groups, minus_groups = self.group.lowest(votes)
@@ -255,8 +283,12 @@ class _Save:
     def planned(self) -> _Ticket:
         ticket = self.group.reduce_scatter("plan", self.declared, self.plan)
         request = self.request.get()
-        ticket = replace(ticket, plan=replace(ticket.plan, tensors=request.declared.tensors))
-        held = self.cache.put(request.fingerprint, ticket.plan_id, ticket.plan, self.manifest)
+        ticket = replace(
+            ticket, plan=replace(ticket.plan, tensors=request.declared.tensors)
+        )
+        held = self.cache.put(
+            request.fingerprint, ticket.plan_id, ticket.plan, self.manifest
+        )
         self.contents = held.contents
         return ticket
 
@@ -265,7 +297,13 @@ class _Save:
         view = pickled(COMMON, request.compared) if request.checked else b""
         warn_of_untrusted(request.wanted)
         common = blake2b(view).digest()
-        return _Declared(request.directory, request.format, request.declared, common, request.needed())
+        return _Declared(
+            request.directory,
+            request.format,
+            request.declared,
+            common,
+            request.needed(),
+        )
 
     @events.stage("plan")
     def plan(self, parts: Sequence[_Declared]) -> list[_Ticket]:
@@ -275,13 +313,17 @@ class _Save:
         check_same("ask for different formats", [p.format for p in parts])
         request.store(groups_to_store(request.groups, [p.needed for p in parts]))
         declared = [p.declarations for p in parts]
-        plans, manifest = plan_in_format(request.backend, declared, request.policy, request.checked)
+        plans, manifest = plan_in_format(
+            request.backend, declared, request.policy, request.checked
+        )
         self.manifest = manifest
         place.announce(request.backend.files(self.group.size, manifest))
         plan_id = uuid.uuid4().hex
         own, view = parts[0].common, b""
         if any(p.common != own for p in parts):
-            view = pickled(COMMON, request.compared)  # as it is stored: plain pickle cannot hold some tensors
+            view = pickled(
+                COMMON, request.compared
+            )  # as it is stored: plain pickle cannot hold some tensors
         return [
             _Ticket(
                 place.save_id,
@@ -328,12 +370,18 @@ class _Save:
         events.here().done = ticket.plan.nbytes
         return snapshot
 
-    def task(self, ticket: _Ticket, source: Callable[[_Ticket], Source]) -> Task[WriteResult]:
+    def task(
+        self, ticket: _Ticket, source: Callable[[_Ticket], Source]
+    ) -> Task[WriteResult]:
         """The task of writing. What stands in its way on this rank is its outcome, which all ranks hear."""
         step = events.begun("write", self.whole.operation)
         step.todo = ticket.plan.nbytes
         backend, plan = self.request.get().backend, ticket.plan
-        writing = attempt(lambda: Writing(ticket.directory, ticket.save_id, backend, plan, source(ticket)))
+        writing = attempt(
+            lambda: Writing(
+                ticket.directory, ticket.save_id, backend, plan, source(ticket)
+            )
+        )
         task: Task[WriteResult] = Task(
             writing.value or _unready,
             os.path.basename(ticket.directory),
@@ -353,7 +401,9 @@ class _Save:
 
     def conclude(self, task: Task[WriteResult]) -> None:
         """All ranks have written, or some have failed."""
-        self.whole.operation.bytes = self.group.reduce_broadcast("write", task.get, self.commit)
+        self.whole.operation.bytes = self.group.reduce_broadcast(
+            "write", task.get, self.commit
+        )
         events.over(self.whole)
 
     @events.stage("commit")
@@ -372,10 +422,16 @@ class _Save:
 
 def _dropped(task: Task[WriteResult], whole: events.Stage, process: int) -> None:
     """Nobody has the request any more. If it is not over, no rank can finalize it."""
-    if not whole.ended and os.getpid() == process:  # in a forked child it is the parent's
-        reason = CheckpointingException(f"{task.name}: its request was dropped before it was finalized")
+    if (
+        not whole.ended and os.getpid() == process
+    ):  # in a forked child it is the parent's
+        reason = CheckpointingException(
+            f"{task.name}: its request was dropped before it was finalized"
+        )
         events.over(whole, task.cancel(reason))
 
 
 def _unready(_: Callable[[int], None]) -> WriteResult:
-    raise CheckpointingException("this save has failed before there was anything to write")
+    raise CheckpointingException(
+        "this save has failed before there was anything to write"
+    )

@@ -4,7 +4,10 @@
 ``declaring`` turns shards into the columns that planning works on. This is their door.
 """
 
-from megackpt.planning.manifest import ReplicaId as ReplicaId, is_main_replica as is_main_replica
+from megackpt.planning.manifest import (
+    ReplicaId as ReplicaId,
+    is_main_replica as is_main_replica,
+)
 from megackpt.state.declaring import (
     bundled as bundled,
     declare as declare,

@@ -66,7 +66,9 @@ def declare(
     if common:
         keys.append(COMMON_KEY)
         kinds.append(len(rows))
-        rows.append(_Row((), OBJECT, (), (), _replica(common_replica), False, NOMINAL_OBJECT))
+        rows.append(
+            _Row((), OBJECT, (), (), _replica(common_replica), False, NOMINAL_OBJECT)
+        )
     return _columns(keys, rows, np.array(kinds, np.int64), rank, domain)
 
 
@@ -85,7 +87,11 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int
                 shard.validate_metadata_integrity()
                 if saving:
                     _check_readable(shard)
-                row = _tensor_row(shard) if isinstance(shard, ShardedTensor) else _object_row(shard)
+                row = (
+                    _tensor_row(shard)
+                    if isinstance(shard, ShardedTensor)
+                    else _object_row(shard)
+                )
                 _check_limits(shard, row, saving)
                 kind = len(rows)
                 rows.append(row)
@@ -94,7 +100,9 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int
             kinds.append(kind)
         except ShardingError as error:
             problems.append(str(error))
-        except TypeError as error:  # sizes, offsets, replica ids of a wrong type fail in arithmetic
+        except (
+            TypeError
+        ) as error:  # sizes, offsets, replica ids of a wrong type fail in arithmetic
             problems.append(
                 f"{shard.key!r}: sizes, offsets and replica ids must be ints ({error})\n  declared: {shard!r}"
             )
@@ -107,7 +115,9 @@ def _traits(shard: Shard) -> tuple[Any, ...] | None:
     """All that decides whether a tensor's declaration is sound, and its row, but for the key; None where it is not
     so simple."""
     if type(shard) is not ShardedTensor or type(shard.key) is not str or not shard.key:
-        return None  # a class of the caller's own may have its own idea of what is sound
+        return (
+            None  # a class of the caller's own may have its own idea of what is sound
+        )
     if key_problem(shard.key):
         return None
     data = shard.data
@@ -116,7 +126,13 @@ def _traits(shard: Shard) -> tuple[Any, ...] | None:
     elif type(data) not in (torch.Tensor, torch.nn.Parameter) or data.is_nested:
         return None
     else:
-        held = (data.dtype, data.shape, data.layout, data.is_meta, getattr(data, "global_shape", None))
+        held = (
+            data.dtype,
+            data.shape,
+            data.layout,
+            data.is_meta,
+            getattr(data, "global_shape", None),
+        )
     traits = (
         held, shard.dtype, shard.local_shape, shard.global_shape, shard.global_offset, shard.axis_fragmentations,
         shard.replica_id, shard.prepend_axis_num, shard.allow_shape_mismatch, shard.flattened_range,
@@ -165,7 +181,9 @@ def _tensor_row(shard: ShardedTensor) -> _Row:
 def _object_row(shard: ShardedObject) -> _Row:
     whole, offset = _ints(shard.global_shape), _ints(shard.global_offset)
     replica = _replica(shard.replica_id)
-    return _Row(whole, OBJECT, offset, (1,) * len(whole), replica, False, _weight(shard.data))
+    return _Row(
+        whole, OBJECT, offset, (1,) * len(whole), replica, False, _weight(shard.data)
+    )
 
 
 def _ints(values: Sequence[int]) -> Shape:
@@ -173,7 +191,11 @@ def _ints(values: Sequence[int]) -> Shape:
 
 
 def _replica(replica_id: Any) -> ReplicaId:
-    return _ints(replica_id) if isinstance(replica_id, (tuple, list)) else index(replica_id)
+    return (
+        _ints(replica_id)
+        if isinstance(replica_id, (tuple, list))
+        else index(replica_id)
+    )
 
 
 def _weight(data: Any) -> int:
@@ -181,20 +203,31 @@ def _weight(data: Any) -> int:
         return len(data)
     if isinstance(data, memoryview):
         return data.nbytes
-    return data.getbuffer().nbytes if isinstance(data, io.BytesIO) and not data.closed else NOMINAL_OBJECT
+    return (
+        data.getbuffer().nbytes
+        if isinstance(data, io.BytesIO) and not data.closed
+        else NOMINAL_OBJECT
+    )
 
 
-def _columns(keys: list[str], rows: list[_Row], kinds: Int64, rank: int, domain: int) -> Declarations:
+def _columns(
+    keys: list[str], rows: list[_Row], kinds: Int64, rank: int, domain: int
+) -> Declarations:
     """The rows that ``kinds`` numbers, one for each key."""
     metas: dict[TensorMeta, int] = {}
     tensors: dict[tuple[str, int], int] = {}
     replicas: dict[ReplicaId, int] = {}
-    meta = [metas.setdefault(TensorMeta(row.whole, row.dtype), len(metas)) for row in rows]
+    meta = [
+        metas.setdefault(TensorMeta(row.whole, row.dtype), len(metas)) for row in rows
+    ]
     replica = [replicas.setdefault(row.replica, len(replicas)) for row in rows]
     named = zip(keys, np.array(meta, np.int64)[kinds].tolist(), strict=True)
     number = [tensors.setdefault(name, len(tensors)) for name in named]
     listed = tuple(metas)
-    boxes = Boxes(_padded([row.offset for row in rows], 0), _padded([row.shape for row in rows], 1))
+    boxes = Boxes(
+        _padded([row.offset for row in rows], 0),
+        _padded([row.shape for row in rows], 1),
+    )
     return Declarations(
         tuple(TensorEntry(key, listed[number]) for key, number in tensors),
         np.array(number, np.int32),

@@ -11,7 +11,12 @@ from typing import Any, Final
 from megackpt import tree
 from megackpt.errors import MismatchError, ShardingError, some
 from megackpt.planning.manifest import COMMON_KEY
-from megackpt.state.storable import SHARDED, distributed_name, is_declared, is_distributed
+from megackpt.state.storable import (
+    SHARDED,
+    distributed_name,
+    is_declared,
+    is_distributed,
+)
 from megackpt.state.values import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -58,7 +63,9 @@ def _as_it_is(leaf: Any) -> Any:
     return leaf
 
 
-def extract(state: dict[Any, Any], native: Callable[[Any], Any] = _as_it_is) -> Extracted:
+def extract(
+    state: dict[Any, Any], native: Callable[[Any], Any] = _as_it_is
+) -> Extracted:
     """Sort the leaves of a sharded state dict.
 
     ``native`` turns other people's declarations into ours: it is given every leaf that is no ShardedTensor, of the
@@ -69,7 +76,11 @@ def extract(state: dict[Any, Any], native: Callable[[Any], Any] = _as_it_is) -> 
     if not isinstance(state, dict):
         raise ShardingError(
             f"a sharded state dict must be a dict, not a {type(state).__name__}"
-            + (": put it into one, under a key" if isinstance(state, (list, tuple)) else "")
+            + (
+                ": put it into one, under a key"
+                if isinstance(state, (list, tuple))
+                else ""
+            )
         )
     built, factories = _built(state, native)
     shards: list[ShardedTensor | ShardedObject] = []
@@ -82,7 +93,9 @@ def extract(state: dict[Any, Any], native: Callable[[Any], Any] = _as_it_is) -> 
             shards.append(leaf)
             paths.append(path)
             if leaf.key == COMMON_KEY:
-                problems.append(f"{tree.show(path)}: the key {COMMON_KEY!r} is reserved for the common state")
+                problems.append(
+                    f"{tree.show(path)}: the key {COMMON_KEY!r} is reserved for the common state"
+                )
         elif isinstance(leaf, LocalNonpersistentObject):
             local.append((path, leaf.unwrap()))
         else:
@@ -92,7 +105,9 @@ def extract(state: dict[Any, Any], native: Callable[[Any], Any] = _as_it_is) -> 
     if problems:
         raise ShardingError(some(problems, between="\n"))
     empties = [path for path, leaf in common if tree.is_branch(leaf)]
-    return Extracted(built, shards, paths, _planted(common, built), local, empties, factories)
+    return Extracted(
+        built, shards, paths, _planted(common, built), local, empties, factories
+    )
 
 
 def _built(
@@ -111,7 +126,11 @@ def _built(
 
     built = tree.dict_list_map_outplace(kept, state)
     todo = [(0, path, factory) for path, factory in _factories(built)] if seen else []
-    for level, path, factory in todo:  # grows on the way: a build may hold further factories
+    for (
+        level,
+        path,
+        factory,
+    ) in todo:  # grows on the way: a build may hold further factories
         if level > MAX_NESTED_FACTORIES:
             raise ShardingError(
                 f"{factory.key!r}: factories nested deeper than {MAX_NESTED_FACTORIES} builds"
@@ -119,7 +138,10 @@ def _built(
         with _naming(factory, "build_fn"):
             subtree = tree.dict_list_map_outplace(native, factory.build())
         tree.lookup(built, path[:-1])[path[-1]] = subtree
-        todo += [(level + 1, (*path, *inner), nested) for inner, nested in _factories(subtree)]
+        todo += [
+            (level + 1, (*path, *inner), nested)
+            for inner, nested in _factories(subtree)
+        ]
     return built, [(path, factory) for _, path, factory in todo]
 
 
@@ -133,14 +155,20 @@ def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
         if isinstance(error, (TypeError, ValueError)):
             arguments = "key, data, replica_id, flattened_range"
             got = (
-                f"({arguments})" if function == "build_fn" else "what build_fn gave, with tensors for shards"
+                f"({arguments})"
+                if function == "build_fn"
+                else "what build_fn gave, with tensors for shards"
             )
             error.add_note(f"which is called with {got}")
         raise
 
 
 def _factories(x: Any) -> list[tuple[Path, ShardedTensorFactory]]:
-    return [(path, leaf) for path, leaf in tree.walk(x) if isinstance(leaf, ShardedTensorFactory)]
+    return [
+        (path, leaf)
+        for path, leaf in tree.walk(x)
+        if isinstance(leaf, ShardedTensorFactory)
+    ]
 
 
 def _planted(leaves: Leaves, like: dict[Any, Any]) -> dict[Any, Any]:
@@ -153,17 +181,30 @@ def _planted(leaves: Leaves, like: dict[Any, Any]) -> dict[Any, Any]:
 def _misplaced(path: Path, leaf: Any) -> list[str]:
     if is_declared(leaf):
         kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
-        return [f"{tree.show(path)}: {kind} is not one of the classes of megackpt: import it from there"]
-    hidden = next((x for x in chain([leaf], _inside(leaf)) if is_declared(x) or is_distributed(x)), None)
+        return [
+            f"{tree.show(path)}: {kind} is not one of the classes of megackpt: import it from there"
+        ]
+    hidden = next(
+        (
+            x
+            for x in chain([leaf], _inside(leaf))
+            if is_declared(x) or is_distributed(x)
+        ),
+        None,
+    )
     if hidden is None:
         return []
     if is_distributed(hidden):
         kind = distributed_name(hidden)
-        return [f"{tree.show(path)}: a {kind} is no common state, of which one rank's is kept; {SHARDED}"]
+        return [
+            f"{tree.show(path)}: a {kind} is no common state, of which one rank's is kept; {SHARDED}"
+        ]
     what, where = type(hidden).__name__, type(leaf).__name__
     name = getattr(hidden, "key", "")
     lost = f"a {what} ({name!r}) in a {where} is lost"
-    return [f"{tree.show(path)}: {lost}; only dicts and lists are walked into: make it one of these"]
+    return [
+        f"{tree.show(path)}: {lost}; only dicts and lists are walked into: make it one of these"
+    ]
 
 
 def _inside(leaf: Any) -> Iterable[Any]:
@@ -192,7 +233,9 @@ def _sharded_keys(state: dict[Any, Any]) -> list[str]:
     return problems
 
 
-def restore(extracted: Extracted, values: Sequence[Any], common: dict[Any, Any]) -> dict[Any, Any]:
+def restore(
+    extracted: Extracted, values: Sequence[Any], common: dict[Any, Any]
+) -> dict[Any, Any]:
     """The loaded state: ``values[i]`` for ``shards[i]``, the loaded ``common``, each rank's own local values.
 
     Common leaves come from the checkpoint only: those of the state asked for are not looked at. Then each
@@ -203,7 +246,9 @@ def restore(extracted: Extracted, values: Sequence[Any], common: dict[Any, Any])
     """
     result: dict[Any, Any] = tree.copied(common)
     loaded = [
-        (path, value) for path, value in zip(extracted.paths, values, strict=True) if value is not ABSENT
+        (path, value)
+        for path, value in zip(extracted.paths, values, strict=True)
+        if value is not ABSENT
     ]
     try:
         for path, value in extracted.local:
@@ -216,16 +261,33 @@ def restore(extracted: Extracted, values: Sequence[Any], common: dict[Any, Any])
         ) from error
     for path in extracted.empties:
         if not _holds(result, path):
-            tree.graft(result, path, tree.hollow(tree.lookup(extracted.state, path)), extracted.state)
-    missing = [path for path, value in zip(extracted.paths, values, strict=True) if value is ABSENT]
+            tree.graft(
+                result,
+                path,
+                tree.hollow(tree.lookup(extracted.state, path)),
+                extracted.state,
+            )
+    missing = [
+        path
+        for path, value in zip(extracted.paths, values, strict=True)
+        if value is ABSENT
+    ]
     _merge_factories(result, extracted, missing)
     return result
 
 
-def _merge_factories(result: dict[Any, Any], extracted: Extracted, missing: list[Path]) -> None:
-    incomplete = set(chain.from_iterable((path[:n] for n in range(len(path) + 1)) for path in missing))
+def _merge_factories(
+    result: dict[Any, Any], extracted: Extracted, missing: list[Path]
+) -> None:
+    incomplete = set(
+        chain.from_iterable(
+            (path[:n] for n in range(len(path) + 1)) for path in missing
+        )
+    )
     for path, factory in reversed(extracted.factories):
-        if path not in incomplete and _stands(result, path):  # not, where it built what is not stored
+        if path not in incomplete and _stands(
+            result, path
+        ):  # not, where it built what is not stored
             parent = tree.lookup(result, path[:-1])
             with _naming(factory, "merge_fn"):
                 parent[path[-1]] = factory.merge_fn(parent[path[-1]])
@@ -245,7 +307,9 @@ def _holds(x: Any, path: Path) -> bool:
 def _stands(x: Any, path: Path) -> bool:
     """Does the path lead anywhere, be it to None?"""
     for key in path:
-        inside = key in x if isinstance(x, dict) else isinstance(x, list) and key < len(x)
+        inside = (
+            key in x if isinstance(x, dict) else isinstance(x, list) and key < len(x)
+        )
         if not inside:
             return False
         x = x[key]
@@ -258,7 +322,8 @@ def apply_factories(sharded_state_dict: dict[Any, Any]) -> None:
     (``extract`` does better: it leaves the caller's dict alone and builds nested factories too.)
     """
     tree.dict_list_map_inplace(
-        lambda leaf: leaf.build() if is_declared(leaf, ShardedTensorFactory) else leaf, sharded_state_dict
+        lambda leaf: leaf.build() if is_declared(leaf, ShardedTensorFactory) else leaf,
+        sharded_state_dict,
     )
 
 
@@ -286,11 +351,19 @@ def _unmergeable(x1: Any, x2: Any) -> str:
         return f"keys {absent} are absent; there are {list(x1)}" if absent else ""
     if isinstance(x1, list) and isinstance(x2, list):
         same = len(x1) == len(x2)
-        return "" if same else f"lists of different lengths ({len(x1)} and {len(x2)}) cannot be merged"
+        return (
+            ""
+            if same
+            else f"lists of different lengths ({len(x1)} and {len(x2)}) cannot be merged"
+        )
     if isinstance(x1, list) and isinstance(x2, dict):
         named = [k for k in x2 if not isinstance(k, int)]
         if named:
             return f"keys {named} of non-integer type cannot name elements of a list"
         outside = [k for k in x2 if not 0 <= k < len(x1)]
-        return f"indices {outside} are out of bound for a list of length {len(x1)}" if outside else ""
+        return (
+            f"indices {outside} are out of bound for a list of length {len(x1)}"
+            if outside
+            else ""
+        )
     return f"a value {x1!r} stands where {x2!r} belongs"

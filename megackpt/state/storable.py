@@ -13,7 +13,9 @@ from megackpt.errors import CorruptCheckpoint, ShardingError
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 
 _NAMES: dict[torch.dtype, str] = {
-    getattr(torch, name): name for name in ITEMSIZE if name != OBJECT and hasattr(torch, name)
+    getattr(torch, name): name
+    for name in ITEMSIZE
+    if name != OBJECT and hasattr(torch, name)
 }
 SHARDED = (
     "megackpt.sharded(state_dict) declares the DTensors in its dicts and lists, and what follows one "
@@ -21,9 +23,15 @@ SHARDED = (
 )
 SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """What a plain tensor has that is a shard to torch DCP from 2.15 on (its ``CheckpointableTensor``)."""
-SHARD_METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+SHARD_METHODS = (
+    "__create_write_items__",
+    "__create_chunk_list__",
+    "__get_tensor_shard__",
+)
 """What an object has that tells torch DCP its own chunks (``_Checkpointable``)."""
-_LEAVE_OUT = "leave it out, or wrap it in a LocalNonpersistentObject, and it is not saved"
+_LEAVE_OUT = (
+    "leave it out, or wrap it in a LocalNonpersistentObject, and it is not saved"
+)
 _SHOWN = 12  # steps of a path
 _LOOKED = 2**26  # bytes
 _DECLARED = ("ShardedBase", "LocalNonpersistentObject")
@@ -58,7 +66,9 @@ def dtype_problems(dtype: Any) -> list[str]:
     return [] if dtype in _NAMES else [_unstorable(dtype)]
 
 
-def data_problems(data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]) -> list[str]:
+def data_problems(
+    data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]
+) -> list[str]:
     """Why ``data`` cannot be stored as a tensor of this dtype and shape; empty where it can."""
     if not isinstance(data, torch.Tensor):
         return [
@@ -69,12 +79,18 @@ def data_problems(data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]) -
         if foreign:
             return [foreign]
     if data.is_nested:
-        return ["nested data cannot be stored; store its parts, or data.to_padded_tensor(0) and the lengths"]
+        return [
+            "nested data cannot be stored; store its parts, or data.to_padded_tensor(0) and the lengths"
+        ]
     if data.layout is not torch.strided:
-        return [f"sparse data ({data.layout}) cannot be stored; store data.to_dense(), or indices and values"]
+        return [
+            f"sparse data ({data.layout}) cannot be stored; store data.to_dense(), or indices and values"
+        ]
     found = []
     if data.dtype != dtype:
-        found.append(f"Data dtype should match `dtype` attribute ({data.dtype} and {dtype})")
+        found.append(
+            f"Data dtype should match `dtype` attribute ({data.dtype} and {dtype})"
+        )
     if tuple(data.shape) != tuple(local_shape):
         found.append(
             f"Data shape should match `local_shape` attribute ({tuple(data.shape)} and {local_shape})"
@@ -91,7 +107,9 @@ def is_distributed(x: Any) -> bool:
 
 
 def _is_distributed_class(kind: type) -> bool:
-    return issubclass(kind, torch.Tensor) and (hasattr(kind, "placements") or hasattr(kind, "local_shards"))
+    return issubclass(kind, torch.Tensor) and (
+        hasattr(kind, "placements") or hasattr(kind, "local_shards")
+    )
 
 
 def is_checkpointable(x: Any) -> bool:
@@ -107,7 +125,9 @@ def is_checkpointable(x: Any) -> bool:
 
 def has_shard_fields(x: torch.Tensor) -> bool:
     """Has it any of SHARD_FIELDS? Methods of these names, as torch's LocalShardsWrapper has them, are none."""
-    return any(hasattr(x, name) and not callable(getattr(x, name)) for name in SHARD_FIELDS)
+    return any(
+        hasattr(x, name) and not callable(getattr(x, name)) for name in SHARD_FIELDS
+    )
 
 
 def place_problems(data: Any, whole: tuple[int, ...]) -> list[str]:
@@ -132,13 +152,17 @@ def is_declared(x: Any, *kinds: type) -> bool:
     """Is it a declaration; of one of these kinds, where any are given? Ours or, by name, Megatron-Core's own, which
     would be taken for common state, of which one rank's value is kept."""
     names = {base.__name__ for base in type(x).__mro__}
-    return not names.isdisjoint(_DECLARED) and (not kinds or any(kind.__name__ in names for kind in kinds))
+    return not names.isdisjoint(_DECLARED) and (
+        not kinds or any(kind.__name__ in names for kind in kinds)
+    )
 
 
 def _foreign_tensor(data: torch.Tensor) -> str:
     """Why a tensor of this class has no plain bytes of its own to store; empty where it has."""
     kind = type(data)
-    if _is_distributed_class(kind) or any(hasattr(kind, name) for name in SHARD_METHODS):
+    if _is_distributed_class(kind) or any(
+        hasattr(kind, name) for name in SHARD_METHODS
+    ):
         return f"data is a {kind.__name__}, distributed itself; {SHARDED}, or declare data.to_local() at its place"
     if data.is_nested or data.layout is not torch.strided:
         return ""
@@ -155,7 +179,9 @@ class _Sharded(Exception):
 
 def _refuse_sharded(x: Any) -> None:
     if is_distributed(x):
-        raise _Sharded(f"a {distributed_name(x)}, of which one rank's part would be stored; {SHARDED}")
+        raise _Sharded(
+            f"a {distributed_name(x)}, of which one rank's part would be stored; {SHARDED}"
+        )
     if is_declared(x):
         name = getattr(x, "key", "")
         raise _Sharded(
@@ -171,7 +197,9 @@ def pickled(what: str, value: Any) -> bytes:
     except _Sharded as error:
         where = _where(value, _dumped)
         raise ShardingError(f"{what}{where and where + ','} holds {error}") from None
-    except Exception as error:  # pickling calls the values' own code, which may raise anything
+    except (
+        Exception
+    ) as error:  # pickling calls the values' own code, which may raise anything
         raise ShardingError(
             f"{what} cannot be pickled{_where(value, _dumped)}: {type(error).__name__}: {error} ({_LEAVE_OUT})"
         ) from error
@@ -218,14 +246,18 @@ def _where(value: Any, fine: Callable[[Any], int]) -> str:
 
     while id(value) not in above:  # in a cycle every part is as bad as the others
         above.add(id(value))
-        found = next(((key, part) for key, part in _inside(value) if not passes(part)), None)
+        found = next(
+            ((key, part) for key, part in _inside(value) if not passes(part)), None
+        )
         if found is None:
             break
         path.append(found[0])
         value = found[1]
     in_key = isinstance(value, dict) and not all(passes({key: None}) for key in value)
     shown = tree.show(tuple(path[:_SHOWN])) + ("..." if len(path) > _SHOWN else "")
-    told = [text for text, there in (("one of its keys", in_key), (shown, path)) if there]
+    told = [
+        text for text, there in (("one of its keys", in_key), (shown, path)) if there
+    ]
     return f", at {', '.join(told)}" if told else ""
 
 
@@ -234,4 +266,8 @@ def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
         return value.items()
     if isinstance(value, list | tuple | deque):
         return enumerate(value)
-    return vars(value).items() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    return (
+        vars(value).items()
+        if hasattr(value, "__dict__") and not isinstance(value, type)
+        else ()
+    )

@@ -90,7 +90,9 @@ class ShardedTensor(ShardedBase):
                 f"{key!r}: flattened_range is not supported; declare the tensor in its own shape"
             )
         if not isinstance(data, torch.Tensor):
-            raise ShardingError(f"{key!r}: data must be a torch.Tensor, not {type(data).__name__}")
+            raise ShardingError(
+                f"{key!r}: data must be a torch.Tensor, not {type(data).__name__}"
+            )
         local = (1,) * prepend_axis_num + tuple(data.shape)
         offset, fragments = [0] * len(local), [1] * len(local)
         seen: dict[int, tuple[int, int]] = {}
@@ -130,14 +132,19 @@ class ShardedTensor(ShardedBase):
         """Indices of this piece in the global tensor: ints for prepended axes, slices for the others."""
         n = self.prepend_axis_num
         pairs = zip(self.global_offset[n:], self.local_shape, strict=True)
-        return (*self.global_offset[:n], *(slice(start, start + size) for start, size in pairs))
+        return (
+            *self.global_offset[:n],
+            *(slice(start, start + size) for start, size in pairs),
+        )
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
         """Number of this piece along each axis; ShardingError if an offset is no multiple of the size."""
         local = (1,) * self.prepend_axis_num + tuple(self.local_shape)
         if any(o % s for o, s in zip(self.global_offset, local, strict=True) if s):
             raise ShardingError(f"{self.key!r}: {self._indivisible()}")
-        return tuple(o // s if s else 0 for o, s in zip(self.global_offset, local, strict=True))
+        return tuple(
+            o // s if s else 0 for o, s in zip(self.global_offset, local, strict=True)
+        )
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
         """Largest extent of a piece along each axis (as ``global_shape // axis_fragmentations``).
@@ -166,7 +173,9 @@ class ShardedTensor(ShardedBase):
         """
         dim += len(self.local_shape) if dim < 0 else 0
         if not 0 <= dim < len(self.local_shape):
-            raise ShardingError(f"{self.key!r}: there is no axis {dim} to narrow in {self.local_shape}")
+            raise ShardingError(
+                f"{self.key!r}: there is no axis {dim} to narrow in {self.local_shape}"
+            )
         axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
         whole, offset = self.global_shape[axis], self.global_offset[axis]
         if not self.has_regular_grid or not size or whole % size or offset % size:
@@ -188,7 +197,9 @@ class ShardedTensor(ShardedBase):
         return [narrower]
 
     def init_data(
-        self, device: torch.device | str, init_fn: Callable[..., torch.Tensor] = torch.empty
+        self,
+        device: torch.device | str,
+        init_fn: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
         """Give it data of its local shape where it has none: ``init_fn(shape, dtype=, device=)``."""
         if self.data is None:
@@ -201,7 +212,9 @@ class ShardedTensor(ShardedBase):
         """Raise ShardingError, with every problem, if shapes, dtype, offset and data disagree."""
         problems = self._problems()
         if problems:
-            raise ShardingError(f"{self.key!r}: {'; '.join(problems)}\n  declared: {self!r}")
+            raise ShardingError(
+                f"{self.key!r}: {'; '.join(problems)}\n  declared: {self!r}"
+            )
 
     def _problems(self) -> list[str]:
         local, whole, offset, n = (
@@ -216,7 +229,9 @@ class ShardedTensor(ShardedBase):
                 "ShardedTensor.flattened_range is not supported. Declare the tensor in its own shape."
             )
         if self.data is not None:
-            found += data_problems(self.data, self.dtype, local) + place_problems(self.data, whole[n:])
+            found += data_problems(self.data, self.dtype, local) + place_problems(
+                self.data, whole[n:]
+            )
         found += dtype_problems(self.dtype)
         if len(offset) != len(whole):
             found.append(
@@ -229,7 +244,9 @@ class ShardedTensor(ShardedBase):
                 f"dimensions ({local}, {n} prepended, and {whole})"
                 + (f": prepend_axis_num={fits} would fit" if fits >= 0 else "")
             )
-        if self.axis_fragmentations is not None and len(self.axis_fragmentations) != len(whole):
+        if self.axis_fragmentations is not None and len(
+            self.axis_fragmentations
+        ) != len(whole):
             found.append(
                 f"axis_fragmentations {self.axis_fragmentations} do not fit the global shape {whole}"
             )
@@ -239,7 +256,9 @@ class ShardedTensor(ShardedBase):
                 " (is a rank of -1 in them, of somebody who is not in the group?)"
             )
         if max(*local, *whole, *offset, 0, 0) > _LARGEST:
-            found.append(f"sizes and offsets must not exceed 2^62 ({local}, {whole}, {offset})")
+            found.append(
+                f"sizes and offsets must not exceed 2^62 ({local}, {whole}, {offset})"
+            )
         regular = not found and self.axis_fragmentations is not None
         if regular and any(o % s for o, s in zip(offset[n:], local, strict=True) if s):
             found.append(self._indivisible())
@@ -260,7 +279,11 @@ def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
 
 def _naming_problems(shard: ShardedBase) -> list[str]:
     key: object = shard.key  # callers without a type checker give anything
-    return [] if isinstance(key, str) and key else [f"key must be a text that is not empty, not {key!r}"]
+    return (
+        []
+        if isinstance(key, str) and key
+        else [f"key must be a text that is not empty, not {key!r}"]
+    )
 
 
 @dataclass
@@ -279,7 +302,9 @@ class ShardedObject(ShardedBase):
         return unique_key(self.key, self.global_offset, self.global_shape)
 
     @classmethod
-    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+    def empty_from_unique_key(
+        cls, unique_key: str, replica_id: ReplicaId = 0
+    ) -> ShardedObject:
         """The object (without data) that has this ``unique_key``.
 
         The key itself may hold "/". Old checkpoints wrote a global shape one axis too short: its last
@@ -287,13 +312,20 @@ class ShardedObject(ShardedBase):
         """
         key, found, cell = unique_key.rpartition("/shard_")
         try:
-            offset, shape = (tuple(map(int, part.split("."))) if part else () for part in cell.split("_"))
+            offset, shape = (
+                tuple(map(int, part.split("."))) if part else ()
+                for part in cell.split("_")
+            )
         except ValueError as error:
-            raise ShardingError(f"{unique_key!r} does not end in '/shard_<offset>_<shape>'") from error
+            raise ShardingError(
+                f"{unique_key!r} does not end in '/shard_<offset>_<shape>'"
+            ) from error
         if len(shape) == len(offset) - 1:
             shape = (*shape, -1)
         if not found or len(shape) != len(offset):
-            raise ShardingError(f"{unique_key!r} does not name a cell: offset {offset} of {shape}")
+            raise ShardingError(
+                f"{unique_key!r} does not name a cell: offset {offset} of {shape}"
+            )
         return cls(key, None, shape, offset, replica_id)
 
     def without_data(self) -> ShardedObject:
@@ -303,14 +335,18 @@ class ShardedObject(ShardedBase):
         """Raise ShardingError if ``global_offset`` is no cell of ``global_shape``."""
         problems = _naming_problems(self)
         pairs = zip(self.global_offset, self.global_shape, strict=False)
-        if len(self.global_offset) != len(self.global_shape) or any(not 0 <= o < s for o, s in pairs):
+        if len(self.global_offset) != len(self.global_shape) or any(
+            not 0 <= o < s for o, s in pairs
+        ):
             problems.append(
                 f"offset {self.global_offset} is not a cell of the global shape {self.global_shape}"
             )
         if max(*self.global_shape, 0, 0) > _LARGEST:
             problems.append(f"sizes must not exceed 2^62 ({self.global_shape})")
         if problems:
-            raise ShardingError(f"{self.key!r}: {'; '.join(problems)}\n  declared: {self!r}")
+            raise ShardingError(
+                f"{self.key!r}: {'; '.join(problems)}\n  declared: {self!r}"
+            )
 
 
 @dataclass

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from megackpt.backends.base import CheckpointingConfig as CheckpointingConfig, read_config as read_config
+from megackpt.backends.base import (
+    CheckpointingConfig as CheckpointingConfig,
+    read_config as read_config,
+)
 from megackpt.strategies.formats import backend_named as backend_named
 from megackpt.strategies.policy import (
     COMMON_IS_KEPT as COMMON_IS_KEPT,

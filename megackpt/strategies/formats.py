@@ -39,27 +39,47 @@ class Format:
             raise BackendError(
                 f"the format {self.name!r} needs a package that is not installed ({error}): {self.install}"
             ) from error
-        except (Exception, SystemExit) as error:  # importing runs the plug-in's own code
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # importing runs the plug-in's own code
             raise BackendError(
                 f"the format {self.name!r} cannot be imported: {type(error).__name__}: {error}"
             ) from error
 
 
 def _built_in(module: str, attribute: str) -> Callable[[], type[Backend]]:
-    return lambda: cast(type[Backend], getattr(importlib.import_module(module), attribute))
+    return lambda: cast(
+        type[Backend], getattr(importlib.import_module(module), attribute)
+    )
 
 
 # In the order in which a directory without metadata.json is looked at.
 BUILT_IN = (
-    Format("torch_dist", 1, _built_in("megackpt.backends.torch_dist", "TorchDist"), "pip install torch"),
-    Format("safetensors", 1, _built_in("megackpt.backends.safetensors", "Safetensors"), "pip install numpy"),
+    Format(
+        "torch_dist",
+        1,
+        _built_in("megackpt.backends.torch_dist", "TorchDist"),
+        "pip install torch",
+    ),
+    Format(
+        "safetensors",
+        1,
+        _built_in("megackpt.backends.safetensors", "Safetensors"),
+        "pip install numpy",
+    ),
     Format(
         "zarr",
         2,
         _built_in("megackpt.backends.zarr", "Zarr"),
         "pip install tensorstore ml_dtypes google-crc32c",
     ),
-    Format("torch", 1, _built_in("megackpt.backends.torch_file", "TorchFile"), "pip install torch"),
+    Format(
+        "torch",
+        1,
+        _built_in("megackpt.backends.torch_file", "TorchFile"),
+        "pip install torch",
+    ),
 )
 
 
@@ -80,7 +100,9 @@ def formats() -> tuple[Format, ...]:
             continue
         version = int(number) if number.isdecimal() else 0 if number else 1
         plugged.setdefault((name, version), []).append(point)
-    return *BUILT_IN, *(_plug_in(name, version, points) for (name, version), points in plugged.items())
+    return *BUILT_IN, *(
+        _plug_in(name, version, points) for (name, version), points in plugged.items()
+    )
 
 
 def _package(point: EntryPoint) -> str:
@@ -103,7 +125,9 @@ def _plug_in(name: str, version: int, points: Sequence[EntryPoint]) -> Format:
             )
         kind: object = points[0].load()
         if not isinstance(kind, type) or not issubclass(kind, Backend):
-            raise BackendError(f"{where}: {points[0].value} is no subclass of megackpt.backends.base.Backend")
+            raise BackendError(
+                f"{where}: {points[0].value} is no subclass of megackpt.backends.base.Backend"
+            )
         if inspect.isabstract(kind):
             raise BackendError(
                 f"{where}: {kind.__name__} lacks {', '.join(sorted(kind.__abstractmethods__))}"
@@ -114,8 +138,13 @@ def _plug_in(name: str, version: int, points: Sequence[EntryPoint]) -> Format:
                 f"{where}: the entry point {points[0].name!r} stands for {(name, version)}, and "
                 f"{kind.__name__} calls itself {told}: nobody would find what it saves"
             )
-        if not isinstance(getattr(kind, "reads", None), Collection) or version not in kind.reads:
-            raise BackendError(f"{where}: {kind.__name__}.reads does not hold its own version, {version}")
+        if (
+            not isinstance(getattr(kind, "reads", None), Collection)
+            or version not in kind.reads
+        ):
+            raise BackendError(
+                f"{where}: {kind.__name__}.reads does not hold its own version, {version}"
+            )
         return kind
 
     return Format(name, version, load, f"pip install {packages}")
@@ -128,7 +157,9 @@ def kinds(name: str) -> Iterator[type[Backend]]:
         known = sorted({entry.name for entry in formats()})
         near = difflib.get_close_matches(str(name), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise BackendError(f"unknown format {name!r}: known are {', '.join(known)}{hint}")
+        raise BackendError(
+            f"unknown format {name!r}: known are {', '.join(known)}{hint}"
+        )
     for entry in sorted(named, key=lambda entry: -entry.version):
         yield entry.kind()
 
@@ -152,7 +183,11 @@ def made(kind: type[Backend], name: str, options: Mapping[str, Any]) -> Backend:
     except (Exception, SystemExit) as error:  # a plug-in's own code
         taken = [word for word in inspect.signature(kind).parameters if word != "self"]
         unknown = [repr(word) for word in options if word not in taken]
-        why = f"it has no option {', '.join(unknown)}" if unknown and isinstance(error, TypeError) else error
+        why = (
+            f"it has no option {', '.join(unknown)}"
+            if unknown and isinstance(error, TypeError)
+            else error
+        )
         raise BackendError(
             f"the format {name!r} does not take the options {dict(options)!r}: {why} "
             f"(it takes {', '.join(taken) or 'none'})"

@@ -52,9 +52,13 @@ class Strategy:
             raise BackendError(f"options of a Strategy must be a dict, not {given!r}")
         memory: object = self.staging_memory
         if memory is not None and (type(memory) is not int or memory < 1 << 20):
-            raise BackendError(f"staging_memory is a number of bytes from 1 MiB on, or None, not {memory!r}")
+            raise BackendError(
+                f"staging_memory is a number of bytes from 1 MiB on, or None, not {memory!r}"
+            )
         if self.exchange not in EXCHANGES:
-            raise BackendError(f"exchange is one of {', '.join(map(repr, EXCHANGES))}, not {self.exchange!r}")
+            raise BackendError(
+                f"exchange is one of {', '.join(map(repr, EXCHANGES))}, not {self.exchange!r}"
+            )
 
     def make_writer(self) -> Backend:
         """As ``make_backend``, to save with. BackendError for a format that only ``convert`` writes."""
@@ -132,7 +136,10 @@ class FullyParallelSaveStrategyWrapper(_Wrapper):
     """Megatron's name: all ranks of a group (None: all ranks) that hold a shard share the writing."""
 
     def __init__(
-        self, strategy: StrategyLike, parallelization_group: Any = None, do_cache_distribution: bool = False
+        self,
+        strategy: StrategyLike,
+        parallelization_group: Any = None,
+        do_cache_distribution: bool = False,
     ) -> None:
         self._hold(
             strategy,
@@ -194,7 +201,9 @@ def resolve(given: StrategyLike) -> Strategy:
     strategy = as_strategy(given)
     if isinstance(given, Strategy | Backend):
         return strategy
-    default = _registered(StrategyAction.SAVE_SHARDED, strategy.backend, strategy.version)
+    default = _registered(
+        StrategyAction.SAVE_SHARDED, strategy.backend, strategy.version
+    )
     return strategy if default is None else as_strategy(default)
 
 
@@ -232,7 +241,9 @@ class StrategyAction(Enum):
     SAVE_SHARDED = "save_sharded"
 
 
-default_strategies: defaultdict[str, dict[tuple[str, int], StrategyLike]] = defaultdict(dict)
+default_strategies: defaultdict[str, dict[tuple[str, int], StrategyLike]] = defaultdict(
+    dict
+)
 """What callers registered: the value of a StrategyAction -> (name, version) -> strategy. Nothing else is in it."""
 
 
@@ -249,12 +260,16 @@ def register_default_strategy(
     if action not in (StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED):
         raise NotImplementedError(f"{action}: {COMMON_IS_KEPT}")
     if strategy is None:
-        raise BackendError(f"None is no strategy to register for {(action.value, backend, version)}")
+        raise BackendError(
+            f"None is no strategy to register for {(action.value, backend, version)}"
+        )
     as_strategy(strategy)
     default_strategies[action.value][backend, version] = strategy
 
 
-def get_default_strategy(action: StrategyAction, backend: str, version: int | None = None) -> StrategyLike:
+def get_default_strategy(
+    action: StrategyAction, backend: str, version: int | None = None
+) -> StrategyLike:
     """What was registered for this, else the format itself as a Strategy: Megatron's name. None: its newest version.
 
     Raises BackendError "Cannot import a default strategy for ..." where a package is missing or broken, "Cannot find
@@ -265,7 +280,9 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int | No
         return default
     what = action.value, backend, version
     if action in (StrategyAction.LOAD_COMMON, StrategyAction.SAVE_COMMON):
-        raise BackendError(f"Cannot find a default strategy for: {what}: {COMMON_IS_KEPT}")
+        raise BackendError(
+            f"Cannot find a default strategy for: {what}: {COMMON_IS_KEPT}"
+        )
     strategy = Strategy(backend, version)
     try:
         if action is StrategyAction.SAVE_SHARDED:
@@ -274,7 +291,9 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int | No
             strategy.make_reader(version)
     except BackendError as error:
         verb = "find" if error.__cause__ is None else "import"
-        raise BackendError(f"Cannot {verb} a default strategy for: {what}. Error: {error}") from error
+        raise BackendError(
+            f"Cannot {verb} a default strategy for: {what}. Error: {error}"
+        ) from error
     return strategy
 
 
@@ -286,9 +305,13 @@ def _registered(action: StrategyAction, name: str, version: int | None) -> Strat
     return table.get((name, version))
 
 
-def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int | None = None) -> Strategy:
+def get_default_save_sharded_strategy(
+    backend: str = "torch_dist", version: int | None = None
+) -> Strategy:
     """Megatron's name for choosing a format to save in."""
-    return as_strategy(get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version))
+    return as_strategy(
+        get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    )
 
 
 def reader_of(name: str, version: int | None, asked: Strategy | None = None) -> Backend:
@@ -305,4 +328,8 @@ def reader_of(name: str, version: int | None, asked: Strategy | None = None) -> 
     if isinstance(asked, _Given) or (asked is not None and asked.options):
         return asked.make_reader(version)
     default = _wrapped(_registered(StrategyAction.LOAD_SHARDED, name, version))
-    return backend_named(name, version) if default is None else as_strategy(default).make_reader()
+    return (
+        backend_named(name, version)
+        if default is None
+        else as_strategy(default).make_reader()
+    )

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 
 from megackpt.backends.base import CONFIG, Backend, read_config
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, StorageError
+from megackpt.errors import (
+    BackendError,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    StorageError,
+)
 from megackpt.runtime.storage import Storage
 from megackpt.strategies.formats import formats, made
 from megackpt.strategies.policy import Strategy, reader_of
@@ -24,7 +29,9 @@ def find_backend(storage: Storage, asked: Strategy | None = None) -> Backend:
     config = read_config(storage)
     if config is not None:
         try:
-            return reader_of(config.sharded_backend, config.sharded_backend_version, asked)
+            return reader_of(
+                config.sharded_backend, config.sharded_backend_version, asked
+            )
         except BackendError as error:
             raise BackendError(f"{storage.called}: {error}") from error
     if asked is not None:

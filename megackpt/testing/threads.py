@@ -32,7 +32,9 @@ class ThreadedGroup(RankGroup):
         self._meeting = meeting
 
     @staticmethod
-    def run(size: int, fn: Callable[[ThreadedGroup], T], timeout: float = 30.0) -> list[T]:
+    def run(
+        size: int, fn: Callable[[ThreadedGroup], T], timeout: float = 30.0
+    ) -> list[T]:
         """What ``fn`` gives on each of ``size`` ranks; raises the exception of the rank that failed first.
 
         ``timeout`` is how many seconds the ranks wait for one another; who is missing then is a RankLost.
@@ -51,7 +53,12 @@ class ThreadedGroup(RankGroup):
         return [cast("T", o.value) if o.error is None else o.error for o in outcomes]
 
     def _lowest(self, numbers: Sequence[int]) -> list[int]:
-        return [min(column) for column in zip(*self._meet("all_agree", "vote", list(numbers)), strict=True)]
+        return [
+            min(column)
+            for column in zip(
+                *self._meet("all_agree", "vote", list(numbers)), strict=True
+            )
+        ]
 
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
         everything = self._meet("gather", stage, packed)
@@ -63,7 +70,9 @@ class ThreadedGroup(RankGroup):
     def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
         return cast("Packed", self._meet("broadcast", stage, packed)[0])
 
-    def exchange(self, stage: str, streams: Callable[[], tuple[Streams, Streams]]) -> None:
+    def exchange(
+        self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
+    ) -> None:
         self.log.append("exchange")
         super().exchange(stage, streams)
 
@@ -86,7 +95,9 @@ class ThreadedGroup(RankGroup):
     def _meet(self, collective: str, stage: str, brought: Any) -> list[Any]:
         self.log.append(collective)
         with Wait(self.rank, stage, lambda _: self._meeting.awaited_by(self.rank)):
-            return self._meeting.meet(self.rank, f"{collective} of the stage {stage!r}", brought)
+            return self._meeting.meet(
+                self.rank, f"{collective} of the stage {stage!r}", brought
+            )
 
 
 @dataclass
@@ -115,13 +126,19 @@ class _Meeting:
         with self._changed:
             now = self._round
             now.names[rank], now.brought[rank] = name, brought
-            if not self._broken and len(now.names) == self.size and len(set(now.names.values())) == 1:
+            if (
+                not self._broken
+                and len(now.names) == self.size
+                and len(set(now.names.values())) == 1
+            ):
                 now.done = True
                 self._round = _Round()
             else:
                 self._look()
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: now.done or self._broken, self.timeout):
+            if not self._changed.wait_for(
+                lambda: now.done or self._broken, self.timeout
+            ):
                 self._break(f"no answer within {self.timeout:g} s from", self._absent())
             if not now.done and self._broken:
                 raise RankLost(str(self._broken), self._broken.failures)
@@ -145,10 +162,13 @@ class _Meeting:
             if not self._changed.wait_for(
                 lambda: posted or self._broken or source in self._gone, self.timeout
             ):
-                self._gone.setdefault(source, f"did not answer within {self.timeout:g} s")
+                self._gone.setdefault(
+                    source, f"did not answer within {self.timeout:g} s"
+                )
             if not posted and not self._broken:
                 self._break(
-                    f"rank {rank} waits in vain in the stage {stage!r}:", {source: self._gone[source]}
+                    f"rank {rank} waits in vain in the stage {stage!r}:",
+                    {source: self._gone[source]},
                 )
             if not posted and self._broken:
                 raise RankLost(str(self._broken), self._broken.failures)
@@ -169,11 +189,15 @@ class _Meeting:
             self._break("the ranks are at different collectives:", {})
 
     def _absent(self) -> dict[int, str]:
-        return {r: "did not come" for r in range(self.size) if r not in self._round.names}
+        return {
+            r: "did not come" for r in range(self.size) if r not in self._round.names
+        }
 
     def _break(self, what: str, missing: dict[int, str]) -> None:
         where = {rank: f"is at {name}" for rank, name in self._round.names.items()}
-        told = "; ".join(f"rank {rank} {word}" for rank, word in sorted({**where, **missing}.items()))
+        told = "; ".join(
+            f"rank {rank} {word}" for rank, word in sorted({**where, **missing}.items())
+        )
         self._broken = self._broken or RankLost(f"{what} {told}", missing)
         self._changed.notify_all()
 
@@ -202,15 +226,23 @@ def _run(
             meeting.leave(rank, f"raised {type(error).__name__}: {error}")
 
     threads = [
-        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
+        threading.Thread(
+            target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True
+        )
         for rank in range(size)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * timeout)
-    stuck = {rank: "is still running" for rank, thread in enumerate(threads) if thread.is_alive()}
+    stuck = {
+        rank: "is still running"
+        for rank, thread in enumerate(threads)
+        if thread.is_alive()
+    }
     for rank, word in stuck.items():
-        outcomes[rank].error = RankLost(f"rank {rank} {word} after {2 * timeout:g} s", {rank: word})
+        outcomes[rank].error = RankLost(
+            f"rank {rank} {word} after {2 * timeout:g} s", {rank: word}
+        )
         errors.append(cast("BaseException", outcomes[rank].error))
     return outcomes, errors[0] if errors else None

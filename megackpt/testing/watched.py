@@ -7,7 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megackpt.runtime.storage import Batch, FileReader, FileUpdater, FileWriter, LocalStorage
+from megackpt.runtime.storage import (
+    Batch,
+    FileReader,
+    FileUpdater,
+    FileWriter,
+    LocalStorage,
+)
 
 
 class WatchedStorage(LocalStorage):
@@ -29,13 +35,19 @@ class WatchedStorage(LocalStorage):
         """The files here that a power cut could take: nobody has made them durable."""
         for path in sorted(Path(self.location).rglob("*")):
             name = path.relative_to(self.location).as_posix()
-            if path.is_file() and name not in self.durable and not (self.stores and self._is_reachable(name)):
+            if (
+                path.is_file()
+                and name not in self.durable
+                and not (self.stores and self._is_reachable(name))
+            ):
                 yield name
 
     def _is_reachable(self, name: str) -> bool:
         """Are the names of all folders above this file's durable?"""
         above = [folder.as_posix() for folder in PurePosixPath(name).parents][1:]
-        return self.synced.issuperset("" if folder == "." else folder for folder in above)
+        return self.synced.issuperset(
+            "" if folder == "." else folder for folder in above
+        )
 
     def kvstore(self, folder: str) -> dict[str, Any]:
         self.stores = True

@@ -37,12 +37,18 @@ class Whole:
     """The shards themselves, where they form no grid."""
 
     @classmethod
-    def random(cls, dtype: str, shape: Sequence[int], shard: Sequence[int], seed: int = 0) -> Whole:
+    def random(
+        cls, dtype: str, shape: Sequence[int], shard: Sequence[int], seed: int = 0
+    ) -> Whole:
         """Any bits at all: a format keeps them, whatever they mean (a bool is 0 or 1)."""
         bits = np.random.default_rng(seed).integers(
             0, 2 if dtype == "bool" else 256, (*shape, ITEMSIZE[dtype]), np.uint8
         )
-        return cls(dtype, bits.view(carried_dtype(ITEMSIZE[dtype])).reshape(shape), tuple(shard))
+        return cls(
+            dtype,
+            bits.view(carried_dtype(ITEMSIZE[dtype])).reshape(shape),
+            tuple(shard),
+        )
 
     def cut(self, *pieces: Box) -> Whole:
         """The same tensor held in these shards."""
@@ -55,7 +61,9 @@ class Whole:
         if not self.values.size:
             yield Box.whole(self.values.shape)
             return
-        counts = [-(-n // s) for n, s in zip(self.values.shape, self.shard, strict=True)]
+        counts = [
+            -(-n // s) for n, s in zip(self.values.shape, self.shard, strict=True)
+        ]
         for index in np.ndindex(*counts):
             offset = tuple(i * s for i, s in zip(index, self.shard, strict=True))
             ends = zip(self.shard, self.values.shape, offset, strict=True)
@@ -80,14 +88,23 @@ class World:
         for key, whole in self.tensors.items():
             yield from (ShardId(key, box) for box in whole.boxes())
         for key, blobs in self.objects.items():
-            yield from (ShardId(key, Box(offset, (1,) * len(offset))) for offset in blobs)
+            yield from (
+                ShardId(key, Box(offset, (1,) * len(offset))) for offset in blobs
+            )
         if self.common is not None:
             yield ShardId(COMMON_KEY, Box((), ()))
 
     def declared(self, shards: Sequence[ShardId], rank: int = 0) -> Declarations:
         return Declarations.of(
             [
-                Declaration(s, self.meta(s.key), 0, False, s.box.volume * self.meta(s.key).itemsize, rank)
+                Declaration(
+                    s,
+                    self.meta(s.key),
+                    0,
+                    False,
+                    s.box.volume * self.meta(s.key).itemsize,
+                    rank,
+                )
                 for s in shards
             ]
         )
@@ -111,7 +128,9 @@ class MemorySource:
             data = memoryview(self.world.blob(item.shard.key, item.shard.box.offset))
         else:
             place: tuple[Any, ...] = item.shard.box.slices()
-            data = memoryview(self.world.tensors[item.shard.key].values[(*place, ...)].tobytes())
+            data = memoryview(
+                self.world.tensors[item.shard.key].values[(*place, ...)].tobytes()
+            )
         buffer = memoryview(bytearray(min(len(data), 2 * DIGEST_BLOCK)))
         for start in range(0, max(len(data), 1), 2 * DIGEST_BLOCK):
             piece = data[start : start + 2 * DIGEST_BLOCK]
@@ -139,7 +158,9 @@ class MemoryTarget:
         for i, row in enumerate(wanted.rows()):
             if not row.meta.is_object:
                 shape = (*row.shard.box.shape, 2)
-                target.arrays[i] = np.zeros(shape, carried_dtype(row.meta.itemsize))[..., 0]
+                target.arrays[i] = np.zeros(shape, carried_dtype(row.meta.itemsize))[
+                    ..., 0
+                ]
         return target
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
@@ -156,5 +177,9 @@ class MemoryTarget:
         self.blobs[target] = bytes(data)
 
     def _place(self, target: int, box: Box) -> NDArray[Any]:
-        place: tuple[Any, ...] = box.relative_to(self.wanted.row(target).shard.box).slices()
-        return self.arrays[target][(*place, ...)]  # with "..." a view even of no dimensions
+        place: tuple[Any, ...] = box.relative_to(
+            self.wanted.row(target).shard.box
+        ).slices()
+        return self.arrays[target][
+            (*place, ...)
+        ]  # with "..." a view even of no dimensions

@@ -14,8 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
@@ -23,20 +31,29 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megackpt
 from megackpt import CoverageError, ShardedObject, ShardedTensor, ShardingError, sharded
-from megackpt.adapters.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from megackpt.adapters.optimizer import (
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
 from megackpt.dcp import FileSystemReader, FileSystemWriter
 from megackpt.dcp.planner import LoadPlanner, SavePlanner
 from megackpt.testing import ThreadedGroup
 
-Place = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # global offset, local offset, size
+Place = tuple[
+    tuple[int, ...], tuple[int, ...], tuple[int, ...]
+]  # global offset, local offset, size
 KNOWS_THE_PROTOCOL = hasattr(dcp, "CheckpointableTensor")
 
 
-def part_of(shape: tuple[int, ...], local: torch.Tensor, *places: Place) -> torch.Tensor:
+def part_of(
+    shape: tuple[int, ...], local: torch.Tensor, *places: Place
+) -> torch.Tensor:
     """A local tensor that says what it holds of a global one, as torch 2.15's protocol has it."""
     named: Any = local
     named.global_shape = shape
-    named.global_offsets, named.local_offsets, named.local_sizes = zip(*places, strict=True) or ((), (), ())
+    named.global_offsets, named.local_offsets, named.local_sizes = zip(
+        *places, strict=True
+    ) or ((), (), ())
     return local
 
 
@@ -46,12 +63,16 @@ def halves(rank: int, value: torch.Tensor) -> torch.Tensor:
     size = (rows, *value.shape[1:])
     zeros = (0,) * (value.dim() - 1)
     return part_of(
-        tuple(value.shape), value[rows * rank :][:rows].clone(), ((rows * rank, *zeros), (0, *zeros), size)
+        tuple(value.shape),
+        value[rows * rank :][:rows].clone(),
+        ((rows * rank, *zeros), (0, *zeros), size),
     )
 
 
 @contextmanager
-def as_rank(rank: int, size: int, shape: tuple[int, ...] | None = None) -> Iterator[DeviceMesh]:
+def as_rank(
+    rank: int, size: int, shape: tuple[int, ...] | None = None
+) -> Iterator[DeviceMesh]:
     """This process as one rank of many, without any other one: tensors made here may be used after it."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -63,7 +84,9 @@ def as_rank(rank: int, size: int, shape: tuple[int, ...] | None = None) -> Itera
 class Chunked:
     """An object, no tensor, that names its chunks by the methods."""
 
-    def __init__(self, shape: tuple[int, ...], chunks: dict[tuple[int, ...], torch.Tensor]) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], chunks: dict[tuple[int, ...], torch.Tensor]
+    ) -> None:
         self.shape, self.chunks = shape, chunks
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
@@ -81,14 +104,19 @@ class Chunked:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(o), data.shape) for o, data in self.chunks.items()]
+        return [
+            ChunkStorageMetadata(torch.Size(o), data.shape)
+            for o, data in self.chunks.items()
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.chunks[tuple(index.offset or ())]
 
 
 @pytest.mark.parametrize("format", ["torch_dist", "zarr", "safetensors"])
-def test_a_tensor_that_says_where_it_lies_is_stored_there(format: str, tmp_path: Path) -> None:
+def test_a_tensor_that_says_where_it_lies_is_stored_there(
+    format: str, tmp_path: Path
+) -> None:
     whole = torch.arange(32.0).reshape(8, 4)
 
     def state(rank: int, value: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,7 +124,9 @@ def test_a_tensor_that_says_where_it_lies_is_stored_there(format: str, tmp_path:
         with as_rank(rank, 2):
             return given, sharded(given)
 
-    full, blank = ([state(rank, value) for rank in range(2)] for value in (whole, whole * 0))
+    full, blank = (
+        [state(rank, value) for rank in range(2)] for value in (whole, whole * 0)
+    )
 
     def ranks(group: Any) -> None:
         megackpt.save(full[group.rank][1], tmp_path, format, process_group=group)
@@ -118,7 +148,9 @@ def test_asynchronous_saves_store_the_same(tmp_path: Path) -> None:
     def ranks(group: Any) -> None:
         queue = megackpt.AsyncCallsQueue()
         mine = halves(group.rank, whole)
-        request = megackpt.save(sharded({"x": mine}), tmp_path, async_sharded_save=True, process_group=group)
+        request = megackpt.save(
+            sharded({"x": mine}), tmp_path, async_sharded_save=True, process_group=group
+        )
         mine.zero_()
         queue.schedule_async_request(request)
         queue.maybe_finalize_async_calls(blocking=True)
@@ -128,22 +160,30 @@ def test_asynchronous_saves_store_the_same(tmp_path: Path) -> None:
     assert torch.equal(megackpt.load_plain_tensors(tmp_path)["x"], whole)
 
 
-def test_several_pieces_in_one_padded_tensor_and_ranks_without_any(tmp_path: Path) -> None:
+def test_several_pieces_in_one_padded_tensor_and_ranks_without_any(
+    tmp_path: Path,
+) -> None:
     """Rows 0, 1 and 6, 7 on rank 0, 2 to 5 on rank 1; none on rank 2. Padding is neither read nor written."""
     whole = torch.arange(24).reshape(8, 3)
 
     def local(rank: int, value: torch.Tensor) -> torch.Tensor:
         if rank == 2:
-            return part_of((8, 3), torch.zeros(0, 3, dtype=value.dtype), ((8, 0), (0, 0), (0, 3)))
+            return part_of(
+                (8, 3), torch.zeros(0, 3, dtype=value.dtype), ((8, 0), (0, 0), (0, 3))
+            )
         buffer = torch.full((5, 4), -1, dtype=value.dtype)
         if rank == 1:
             buffer[:4, 1:] = value[2:6]
             return part_of((8, 3), buffer, ((2, 0), (0, 1), (4, 3)))
         buffer[1:3, :3], buffer[3:5, :3] = value[6:8], value[0:2]
-        return part_of((8, 3), buffer, ((6, 0), (1, 0), (2, 3)), ((0, 0), (3, 0), (2, 3)))
+        return part_of(
+            (8, 3), buffer, ((6, 0), (1, 0), (2, 3)), ((0, 0), (3, 0), (2, 3))
+        )
 
     def ranks(group: Any) -> None:
-        megackpt.save(sharded({"x": local(group.rank, whole)}), tmp_path, process_group=group)
+        megackpt.save(
+            sharded({"x": local(group.rank, whole)}), tmp_path, process_group=group
+        )
         blank = local(group.rank, torch.zeros_like(whole))
         megackpt.load(sharded({"x": blank}), tmp_path, process_group=group)
         assert torch.equal(blank, local(group.rank, whole))
@@ -168,7 +208,10 @@ def test_what_several_ranks_hold_is_stored_once(tmp_path: Path) -> None:
         assert torch.equal(blank, halves(group.rank // 2, whole + 2))
         alone = megackpt.Strategy(balance=False)
         megackpt.save(
-            sharded({"x": halves(group.rank % 2, whole)}), tmp_path / "b", alone, process_group=group
+            sharded({"x": halves(group.rank % 2, whole)}),
+            tmp_path / "b",
+            alone,
+            process_group=group,
         )
 
     ThreadedGroup.run(4, ranks)
@@ -195,17 +238,25 @@ def test_holes_and_overlaps_are_refused_on_all_ranks(tmp_path: Path) -> None:
     [
         ({"global_offsets": None}, "no global_offsets: nobody can tell where it lies"),
         ({"global_shape": None, "local_sizes": None}, "no global_shape, local_sizes"),
-        ({"global_offsets": ((0, 0), (4, 0))}, "2 global_offsets, 1 local_offsets and 1 local_sizes"),
+        (
+            {"global_offsets": ((0, 0), (4, 0))},
+            "2 global_offsets, 1 local_offsets and 1 local_sizes",
+        ),
         ({"global_offsets": ((5, 0),)}, r"not within .* the global_shape \(8, 4\)"),
         ({"global_offsets": ((-1, 0),)}, r"not within .* the global_shape \(8, 4\)"),
-        ({"local_offsets": ((1, 0),)}, r"not within the local tensor of shape \(4, 4\)"),
+        (
+            {"local_offsets": ((1, 0),)},
+            r"not within the local tensor of shape \(4, 4\)",
+        ),
         ({"local_sizes": ((4,),)}, r"has not the 2 axes of the global_shape"),
         ({"global_shape": (8, 4, 1)}, r"has not the 3 axes of the global_shape"),
         ({"global_offsets": ((0.5, 0),)}, "tuples of ints"),
         ({"global_offsets": (0, 0)}, "tuples of ints"),
     ],
 )
-def test_fields_that_make_no_place_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_fields_that_make_no_place_are_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     tensor: Any = halves(0, torch.ones(8, 4))
     for name, value in fields.items():
         if value is None:
@@ -216,8 +267,14 @@ def test_fields_that_make_no_place_are_refused(fields: dict[str, Any], message: 
         if call is megackpt.load:
             megackpt.save({"y": 1}, tmp_path / "there")
         with pytest.raises(ShardingError, match=rf"(?s)'m\.x': .*{message}"):
-            call(sharded({"x": tensor}, "m."), tmp_path / ("there" if call is megackpt.load else "a"))
-    with pytest.raises(ShardingError, match=r"\['x'\]: a Tensor with .* is no common state.*\.sharded\("):
+            call(
+                sharded({"x": tensor}, "m."),
+                tmp_path / ("there" if call is megackpt.load else "a"),
+            )
+    with pytest.raises(
+        ShardingError,
+        match=r"\['x'\]: a Tensor with .* is no common state.*\.sharded\(",
+    ):
         megackpt.save({"x": tensor}, tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
@@ -234,12 +291,21 @@ def test_no_shard_becomes_common_state_or_part_of_an_object(tmp_path: Path) -> N
     for shard in (tensor, chunked):
         kind = type(shard).__name__
         for state in ({"x": shard}, {"x": [(1, {"y": shard})]}):
-            with pytest.raises(ShardingError, match=rf"\['x'\].*: a {kind} with .* is no common state"):
+            with pytest.raises(
+                ShardingError, match=rf"\['x'\].*: a {kind} with .* is no common state"
+            ):
                 megackpt.save(state, tmp_path / "a")
-            with pytest.raises(ShardingError, match=rf"\['x'\].*: a {kind} with .* is no common state"):
+            with pytest.raises(
+                ShardingError, match=rf"\['x'\].*: a {kind} with .* is no common state"
+            ):
                 megackpt.load(state, tmp_path / "there")
-        for state in ({"x": Holder(shard)}, {"x": ShardedObject("o", [shard], (1,), (0,))}):
-            with pytest.raises(ShardingError, match=rf"holds a {kind} with .*of which one rank's part"):
+        for state in (
+            {"x": Holder(shard)},
+            {"x": ShardedObject("o", [shard], (1,), (0,))},
+        ):
+            with pytest.raises(
+                ShardingError, match=rf"holds a {kind} with .*of which one rank's part"
+            ):
                 megackpt.save(state, tmp_path / "a")
         for replicated in ("tensors", "all", "nothing"):
             megackpt_state = sharded({"x": [shard]}, replicated=replicated)
@@ -251,11 +317,17 @@ def test_a_declaration_that_contradicts_the_tensor_is_refused(tmp_path: Path) ->
     tensor = halves(0, torch.ones(8, 4))
     right = ShardedTensor("x", tensor, tensor.dtype, (4, 4), (8, 4), (0, 0), None)
     megackpt.save({"x": right}, tmp_path / "a", validate_access_integrity=False)
-    plain = {f"p{i}": ShardedTensor.from_rank_offsets(f"p{i}", torch.ones(4, 4)) for i in range(2)}
+    plain = {
+        f"p{i}": ShardedTensor.from_rank_offsets(f"p{i}", torch.ones(4, 4))
+        for i in range(2)
+    }
     with pytest.raises(
-        ShardingError, match=r"'x': .*global_shape that it is a shard of \(8, 4\), .* \(4, 4\)"
+        ShardingError,
+        match=r"'x': .*global_shape that it is a shard of \(8, 4\), .* \(4, 4\)",
     ):
-        megackpt.save(plain | {"x": ShardedTensor.from_rank_offsets("x", tensor)}, tmp_path / "b")
+        megackpt.save(
+            plain | {"x": ShardedTensor.from_rank_offsets("x", tensor)}, tmp_path / "b"
+        )
 
 
 def test_it_goes_on_where_the_next_state_is_another_tensor(tmp_path: Path) -> None:
@@ -279,18 +351,26 @@ def test_it_goes_on_where_the_next_state_is_another_tensor(tmp_path: Path) -> No
 def test_state_of_an_optimizer_is_cut_as_its_parameter(tmp_path: Path) -> None:
     whole = torch.arange(32.0).reshape(8, 4)
 
-    def training(rank: int, value: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    def training(
+        rank: int, value: torch.Tensor
+    ) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
         parameter = torch.nn.Parameter(halves(rank, value))
         for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
             setattr(parameter, name, getattr(halves(rank, value), name))
         moment = halves(rank, value * 2).clone()  # says nothing of itself
         model = sharded({"w": parameter})
         state = {
-            "state": {0: {"step": torch.tensor(float(value.any()) * 3), "exp_avg": moment}},
+            "state": {
+                0: {"step": torch.tensor(float(value.any()) * 3), "exp_avg": moment}
+            },
             "param_groups": [{"lr": 0.1, "params": [0]}],
         }
         known = get_param_id_to_sharded_param_map(model, [parameter])
-        return {"model": model, "optimizer": optim_state_to_sharding_state(state, known)}, parameter, moment
+        return (
+            {"model": model, "optimizer": optim_state_to_sharding_state(state, known)},
+            parameter,
+            moment,
+        )
 
     def ranks(group: Any) -> None:
         state, parameter, moment = training(group.rank, whole)
@@ -311,10 +391,17 @@ def test_flat_ranges_of_such_a_parameter_are_refused(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.arange(8.0))
     part_of((8,), parameter, ((0,), (0,), (8,)))
     known = get_param_id_to_sharded_param_map(sharded({"w": parameter}), [parameter])
-    state = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    with pytest.raises(ShardingError, match=r"'optimizer\.state\.exp_avg\.w' .*flat range of a parameter"):
+    state = {
+        "state": {0: {"exp_avg": torch.ones(4)}},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+    }
+    with pytest.raises(
+        ShardingError,
+        match=r"'optimizer\.state\.exp_avg\.w' .*flat range of a parameter",
+    ):
         megackpt.save(
-            optim_state_to_sharding_state(state, known, flat_ranges={0: slice(0, 4)}), tmp_path / "a"
+            optim_state_to_sharding_state(state, known, flat_ranges={0: slice(0, 4)}),
+            tmp_path / "a",
         )
 
 
@@ -332,7 +419,10 @@ def test_an_object_that_names_its_chunks_is_stored_and_filled(tmp_path: Path) ->
         state = {"x": held(group.rank, whole)}
         megackpt.save(sharded(state), tmp_path, process_group=group)
         blank = held(group.rank, whole * 0)
-        assert megackpt.load(sharded({"x": blank}), tmp_path, process_group=group)["x"] is blank
+        assert (
+            megackpt.load(sharded({"x": blank}), tmp_path, process_group=group)["x"]
+            is blank
+        )
         for offset, data in blank.chunks.items():
             assert torch.equal(data, state["x"].chunks[offset])
 
@@ -368,7 +458,11 @@ def test_a_chunk_that_one_rank_writes_and_others_only_load(tmp_path: Path) -> No
         return tensor
 
     def ranks(group: Any) -> None:
-        megackpt.save(sharded({"x": copied(group.rank, group.rank)}), tmp_path, process_group=group)
+        megackpt.save(
+            sharded({"x": copied(group.rank, group.rank)}),
+            tmp_path,
+            process_group=group,
+        )
         blank = copied(group.rank, -1)
         megackpt.load(sharded({"x": blank}), tmp_path, process_group=group)
         assert blank.held.chunks[(0,)].tolist() == [1] * 4
@@ -394,24 +488,41 @@ def fails(*_: Any) -> Any:
         ),
         (wrong(__create_write_items__=fails), "RuntimeError: not today"),
         (wrong(__create_chunk_list__=fails), "RuntimeError: not today"),
-        (wrong(__get_tensor_shard__=fails), r"chunk at \(0,\): RuntimeError: not today"),
-        (wrong(__get_tensor_shard__=lambda *_: torch.ones(3)), r"of shape \(4,\), and is \(3,\)"),
+        (
+            wrong(__get_tensor_shard__=fails),
+            r"chunk at \(0,\): RuntimeError: not today",
+        ),
+        (
+            wrong(__get_tensor_shard__=lambda *_: torch.ones(3)),
+            r"of shape \(4,\), and is \(3,\)",
+        ),
         (wrong(__get_tensor_shard__=lambda *_: b"x"), r"of shape \(4,\), and is bytes"),
-        (wrong(__create_chunk_list__=lambda _: []), "loads nothing: one name, one global shape"),
+        (
+            wrong(__create_chunk_list__=lambda _: []),
+            "loads nothing: one name, one global shape",
+        ),
         (wrong(__create_write_items__=lambda *_: []), "its global shape is unknown"),
         (
-            wrong(__create_write_items__=lambda s, k, _: Chunked.__create_write_items__(s, f"{k}.part", s)),
+            wrong(
+                __create_write_items__=lambda s, k, _: Chunked.__create_write_items__(
+                    s, f"{k}.part", s
+                )
+            ),
             r"under \['m.x', 'm.x.part'\]",
         ),
         (
             wrong(
-                __create_write_items__=lambda _, k, __: [WriteItem(MetadataIndex(k), WriteItemType.BYTE_IO)]
+                __create_write_items__=lambda _, k, __: [
+                    WriteItem(MetadataIndex(k), WriteItemType.BYTE_IO)
+                ]
             ),
             "does not name its chunks as torch DCP",
         ),
     ],
 )
-def test_methods_that_contradict_one_another_are_refused(shard: Any, message: str, tmp_path: Path) -> None:
+def test_methods_that_contradict_one_another_are_refused(
+    shard: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ShardingError, match=rf"(?s)'m\.x': .*{message}"):
         megackpt.save(sharded({"x": shard}, "m."), tmp_path / "a")
     assert not (tmp_path / "a").exists()
@@ -430,12 +541,23 @@ def uneven(rank: int, value: torch.Tensor) -> DTensor:
 
         def items(fqn: str, tensor: DTensor) -> list[WriteItem]:
             data = TensorWriteData(chunk, properties, tensor.size())
-            return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+            return [
+                WriteItem(
+                    MetadataIndex(fqn, chunk.offsets),
+                    WriteItemType.SHARD,
+                    tensor_data=data,
+                )
+            ]
 
         local.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
         local.__create_write_items__ = items  # type: ignore[attr-defined]
         found: DTensor = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride()
+            local,
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
         )
         found._local_tensor = local  # from_local makes a view, which lacks the closures
         return found
@@ -444,10 +566,20 @@ def uneven(rank: int, value: torch.Tensor) -> DTensor:
 def wrapped(rank: int, value: torch.Tensor) -> DTensor:
     """Columns by twos, in turn: each rank has two chunks in a wrapper, as torchrec has them."""
     with as_rank(rank, 2) as mesh:
-        chunks = [(column, value[:, column : column + 2].clone()) for column in (2 * rank, 2 * rank + 4)]
-        local = LocalShardsWrapper([data for _, data in chunks], [(0, column) for column, _ in chunks])
+        chunks = [
+            (column, value[:, column : column + 2].clone())
+            for column in (2 * rank, 2 * rank + 4)
+        ]
+        local = LocalShardsWrapper(
+            [data for _, data in chunks], [(0, column) for column, _ in chunks]
+        )
         return DTensor.from_local(
-            local, mesh, [Shard(1)], run_check=False, shape=value.shape, stride=value.stride()
+            local,
+            mesh,
+            [Shard(1)],
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
         )
 
 
@@ -457,16 +589,24 @@ def contents(tensor: DTensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("made", [uneven, wrapped])
-def test_a_dtensor_whose_local_tensor_names_its_chunks(made: Any, tmp_path: Path) -> None:
+def test_a_dtensor_whose_local_tensor_names_its_chunks(
+    made: Any, tmp_path: Path
+) -> None:
     whole = torch.arange(64.0).reshape(8, 8)
-    full, blank = ([made(rank, value) for rank in range(2)] for value in (whole, whole * 0))
+    full, blank = (
+        [made(rank, value) for rank in range(2)] for value in (whole, whole * 0)
+    )
 
     def ranks(group: Any) -> None:
         state = sharded({"x": full[group.rank]}, among=[0])
         megackpt.save(state, tmp_path, process_group=group)
-        loaded = megackpt.load(sharded({"x": blank[group.rank]}), tmp_path, process_group=group)["x"]
+        loaded = megackpt.load(
+            sharded({"x": blank[group.rank]}), tmp_path, process_group=group
+        )["x"]
         assert loaded is blank[group.rank]
-        for found, expected in zip(contents(loaded), contents(full[group.rank]), strict=True):
+        for found, expected in zip(
+            contents(loaded), contents(full[group.rank]), strict=True
+        ):
             assert torch.equal(found, expected)
 
     ThreadedGroup.run(2, ranks)
@@ -474,10 +614,15 @@ def test_a_dtensor_whose_local_tensor_names_its_chunks(made: Any, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcps_planners_store_what_torch_knows_and_refuse_the_rest(tmp_path: Path) -> None:
+def test_dcps_planners_store_what_torch_knows_and_refuse_the_rest(
+    tmp_path: Path,
+) -> None:
     """One rank that holds rows 0 to 3 of 8, through our planners and our storage, in all combinations."""
     half = halves(0, torch.arange(32.0).reshape(8, 4))
-    ours = {"planner": SavePlanner(), "storage_writer": FileSystemWriter(tmp_path / "a")}
+    ours = {
+        "planner": SavePlanner(),
+        "storage_writer": FileSystemWriter(tmp_path / "a"),
+    }
     for names in (["planner"], ["storage_writer"], ["planner", "storage_writer"]):
         chosen: Any = {name: ours[name] for name in names}
         target = {} if "storage_writer" in chosen else {"checkpoint_id": tmp_path / "a"}
@@ -488,15 +633,34 @@ def test_dcps_planners_store_what_torch_knows_and_refuse_the_rest(tmp_path: Path
         dcp.save({"x": half}, no_dist=True, **chosen, **target)
         blank = halves(0, torch.zeros(8, 4))
         dcp.load(
-            {"x": blank}, planner=LoadPlanner(), storage_reader=FileSystemReader(tmp_path / "a"), no_dist=True
+            {"x": blank},
+            planner=LoadPlanner(),
+            storage_reader=FileSystemReader(tmp_path / "a"),
+            no_dist=True,
         )
         assert torch.equal(blank, half)
     del half.local_sizes  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointException, match=r"'x': torch .* takes a Tensor with .* for a whole tensor"):
-        dcp.save({"x": half}, no_dist=True, planner=SavePlanner(), checkpoint_id=tmp_path / "b")
+    with pytest.raises(
+        CheckpointException,
+        match=r"'x': torch .* takes a Tensor with .* for a whole tensor",
+    ):
+        dcp.save(
+            {"x": half},
+            no_dist=True,
+            planner=SavePlanner(),
+            checkpoint_id=tmp_path / "b",
+        )
     megackpt.save(sharded({"x": torch.ones(4, 4)}), tmp_path / "whole")
-    with pytest.raises(CheckpointException, match=r"'x': torch .* takes a Tensor with .* for a whole tensor"):
-        dcp.load({"x": half}, no_dist=True, planner=LoadPlanner(), checkpoint_id=tmp_path / "whole")
+    with pytest.raises(
+        CheckpointException,
+        match=r"'x': torch .* takes a Tensor with .* for a whole tensor",
+    ):
+        dcp.load(
+            {"x": half},
+            no_dist=True,
+            planner=LoadPlanner(),
+            checkpoint_id=tmp_path / "whole",
+        )
 
 
 def test_dcps_asynchronous_save_keeps_what_tensors_say(tmp_path: Path) -> None:
@@ -507,15 +671,20 @@ def test_dcps_asynchronous_save_keeps_what_tensors_say(tmp_path: Path) -> None:
     try:
         for number, tensor in enumerate((half, whole)):
             state = {"x": [{"y": tensor}], "z": [torch.ones(2), "text"]}
-            future = dcp.async_save(state, checkpoint_id=tmp_path / str(number), storage_writer=writer)
+            future = dcp.async_save(
+                state, checkpoint_id=tmp_path / str(number), storage_writer=writer
+            )
             if tensor is half and not KNOWS_THE_PROTOCOL:
                 with pytest.raises(
-                    CheckpointException, match=r"'x\.0\.y': the tensor says which shard it is"
+                    CheckpointException,
+                    match=r"'x\.0\.y': the tensor says which shard it is",
                 ):
                     future.result()
                 continue
             future.result()
-            blank = halves(0, torch.zeros(8, 4)) if tensor is half else torch.zeros(4, 4)
+            blank = (
+                halves(0, torch.zeros(8, 4)) if tensor is half else torch.zeros(4, 4)
+            )
             loaded = {"x": [{"y": blank}]}
             dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / str(number)))
             assert torch.equal(blank, tensor)
@@ -528,7 +697,9 @@ def test_stock_dcp_reads_what_was_stored(tmp_path: Path) -> None:
     whole = torch.arange(32.0).reshape(8, 4)
 
     def ranks(group: Any) -> None:
-        megackpt.save(sharded({"x": halves(group.rank, whole)}), tmp_path, process_group=group)
+        megackpt.save(
+            sharded({"x": halves(group.rank, whole)}), tmp_path, process_group=group
+        )
 
     ThreadedGroup.run(2, ranks)
     blank = {"x": torch.zeros(8, 4)}

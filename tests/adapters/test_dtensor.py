@@ -19,14 +19,29 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megackpt
-from megackpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardingError, Strategy
+from megackpt import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardingError,
+    Strategy,
+)
 from megackpt.adapters.dtensor import runs, sharded
-from megackpt.adapters.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from megackpt.adapters.optimizer import (
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
 from megackpt.state import apply_factories
 from megackpt.testing import ThreadedGroup
 from tests.torch_names import (
@@ -48,7 +63,11 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[int], list[Placement]]:
     shape = draw(st.lists(st.integers(0, 13), min_size=1, max_size=3))
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     axis = st.integers(0, len(shape) - 1)
-    strided = st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), axis, st.integers(1, 8))
+    strided = st.builds(
+        lambda dim, factor: _StridedShard(dim, split_factor=factor),
+        axis,
+        st.integers(1, 8),
+    )
     kind = st.one_of(st.just(Replicate()), st.builds(Shard, axis), strided)
     return shape, mesh, [draw(kind) for _ in mesh]
 
@@ -56,13 +75,17 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[int], list[Placement]]:
 Cutting = Sequence[tuple[int, Placement]]  # which dimension of the mesh, and how
 
 
-def cut(whole: torch.Tensor, mesh: Sequence[int], cutting: Cutting) -> dict[tuple[int, ...], torch.Tensor]:
+def cut(
+    whole: torch.Tensor, mesh: Sequence[int], cutting: Cutting
+) -> dict[tuple[int, ...], torch.Tensor]:
     """What torch's own cuts, in this order, leave at each place."""
     pieces = {}
     for place in product(*map(range, mesh)):
         piece = whole
         for dim, how in cutting:
-            parts, _ = how._split_tensor(piece, mesh[dim], with_padding=False, contiguous=False)
+            parts, _ = how._split_tensor(
+                piece, mesh[dim], with_padding=False, contiguous=False
+            )
             piece = parts[place[dim]]
         pieces[place] = piece
     return pieces
@@ -79,14 +102,23 @@ def found(
     taken = {}
     for place, piece in pieces.items():
         part = whole
-        axes = runs(tuple(whole.shape), mesh, place, tuple(placements), tuple(piece.shape), order)
+        axes = runs(
+            tuple(whole.shape),
+            mesh,
+            place,
+            tuple(placements),
+            tuple(piece.shape),
+            order,
+        )
         for axis, held in enumerate(axes):
             part = torch.cat([part.narrow(axis, *run) for run in held], axis)
         taken[place] = part
     return taken
 
 
-def same(one: dict[tuple[int, ...], torch.Tensor], other: dict[tuple[int, ...], torch.Tensor]) -> bool:
+def same(
+    one: dict[tuple[int, ...], torch.Tensor], other: dict[tuple[int, ...], torch.Tensor]
+) -> bool:
     return all(torch.equal(piece, other[place]) for place, piece in one.items())
 
 
@@ -97,7 +129,11 @@ def test_each_rank_holds_what_torch_cuts_for_it_or_is_refused(
     """As distribute_tensor cuts, from left to right, and in the order that torch decodes; refused in doubt alone."""
     shape, mesh, placements = layout
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    cutting = [(dim, how) for dim, how in enumerate(placements) if not isinstance(how, Replicate)]
+    cutting = [
+        (dim, how)
+        for dim, how in enumerate(placements)
+        if not isinstance(how, Replicate)
+    ]
     straight = cut(whole, mesh, cutting)
     order = decoded_by_torch(placements, mesh)
     decoded = straight if order is None else cut(whole, mesh, order)
@@ -109,15 +145,20 @@ def test_each_rank_holds_what_torch_cuts_for_it_or_is_refused(
             assert order is None or not same(straight, decoded)
         else:
             # FSDP2's comes first, as torch's full_tensor reads it, where no local shape tells it from the other.
-            undecided = all(piece.shape == decoded[place].shape for place, piece in straight.items())
+            undecided = all(
+                piece.shape == decoded[place].shape for place, piece in straight.items()
+            )
             assert same(taken, decoded if undecided else layout_of_torch)
 
 
 @given(
     st.integers(0, 60),
-    st.permutations([("dp", 2), ("ep", 2), ("tp", 3)]) | st.permutations([("dp", 3), ("tp", 2)]),
+    st.permutations([("dp", 2), ("ep", 2), ("tp", 3)])
+    | st.permutations([("dp", 3), ("tp", 2)]),
 )
-def test_fsdp2_cuts_what_tensor_parallelism_has_left(rows: int, axes: list[tuple[str, int]]) -> None:
+def test_fsdp2_cuts_what_tensor_parallelism_has_left(
+    rows: int, axes: list[tuple[str, int]]
+) -> None:
     names, mesh = zip(*axes, strict=True)
     at = names.index("dp")
     placements = [Shard(0) for _ in mesh]
@@ -129,18 +170,25 @@ def test_fsdp2_cuts_what_tensor_parallelism_has_left(rows: int, axes: list[tuple
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rows", "rank", "row"), [((3, 2), 7, 5, 6), ((2, 2, 3), 9, 3, 5)][:DIMENSIONS_THAT_FSDP2_TAKES]
+    ("sizes", "rows", "rank", "row"),
+    [((3, 2), 7, 5, 6), ((2, 2, 3), 9, 3, 5)][:DIMENSIONS_THAT_FSDP2_TAKES],
 )
 def test_a_real_module_of_fsdp2_that_does_not_divide(
     sizes: tuple[int, ...], rows: int, rank: int, row: int
 ) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(sizes))
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep", "tp")[: len(sizes)])
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=rank, world_size=math.prod(sizes)
+    )
+    mesh = init_device_mesh(
+        "cpu", sizes, mesh_dim_names=("dp", "ep", "tp")[: len(sizes)]
+    )
     left = mesh["ep", "tp"] if mesh.ndim > 2 else mesh["ep"]
     module = nn.Module()
-    weight = distribute_tensor(torch.arange(float(rows)), left, [Shard(0)] * left.ndim, src_data_rank=None)
+    weight = distribute_tensor(
+        torch.arange(float(rows)), left, [Shard(0)] * left.ndim, src_data_rank=None
+    )
     module.register_parameter("w", nn.Parameter(weight))
     state = sharded(fully_shard(module, mesh=mesh["dp"]).state_dict())
     dist.destroy_process_group()
@@ -149,32 +197,61 @@ def test_a_real_module_of_fsdp2_that_does_not_divide(
     assert (piece.global_offset, piece.data.tolist()) == ((row,), [row])
 
 
-def test_copies_that_the_local_shapes_tell_apart_are_what_distribute_tensor_cuts() -> None:
-    strided = (_StridedShard(0, split_factor=2), Shard(0))  # FSDP2's over tensor parallelism
+def test_copies_that_the_local_shapes_tell_apart_are_what_distribute_tensor_cuts() -> (
+    None
+):
+    strided = (
+        _StridedShard(0, split_factor=2),
+        Shard(0),
+    )  # FSDP2's over tensor parallelism
     copies = cut(torch.arange(7), (3, 2), list(enumerate(strided)))
-    if CUTS_STRIDES_AT_ONCE:  # and what they are is as long as what they might be, on some ranks
+    if (
+        CUTS_STRIDES_AT_ONCE
+    ):  # and what they are is as long as what they might be, on some ranks
         with pytest.raises(
-            ShardingError, match=r"torch makes two layouts, which .* axis of 7: .* plain Shard"
+            ShardingError,
+            match=r"torch makes two layouts, which .* axis of 7: .* plain Shard",
         ):
             found(torch.arange(7), strided, copies)
     else:
         assert same(found(torch.arange(7), strided, copies), copies)
-    by_views = (_StridedShard(0, split_factor=6), Shard(0), Shard(0))  # whose spec tells the order
+    by_views = (
+        _StridedShard(0, split_factor=6),
+        Shard(0),
+        Shard(0),
+    )  # whose spec tells the order
     copies = cut(torch.arange(9), (2, 2, 3), list(enumerate(by_views)))
     assert same(found(torch.arange(9), by_views, copies, (0, 1, 2)), copies)
-    twice = (_StridedShard(0, split_factor=6), _StridedShard(0, split_factor=2), Shard(0))
+    twice = (
+        _StridedShard(0, split_factor=6),
+        _StridedShard(0, split_factor=2),
+        Shard(0),
+    )
     copies = cut(torch.arange(9), (2, 3, 2), list(enumerate(twice)))
-    with pytest.raises(ShardingError, match=r"torch makes two layouts, which .* axis of 9: .* plain Shard"):
+    with pytest.raises(
+        ShardingError,
+        match=r"torch makes two layouts, which .* axis of 9: .* plain Shard",
+    ):
         found(torch.arange(9), twice, copies)
     over_strides = (_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3))
-    with pytest.raises(ShardingError, match=r"torch makes two layouts, which .* axis of 12: .* plain Shard"):
-        found(torch.arange(12), over_strides, cut(torch.arange(12), (2, 2), list(enumerate(over_strides))))
+    with pytest.raises(
+        ShardingError,
+        match=r"torch makes two layouts, which .* axis of 12: .* plain Shard",
+    ):
+        found(
+            torch.arange(12),
+            over_strides,
+            cut(torch.arange(12), (2, 2), list(enumerate(over_strides))),
+        )
 
 
 def test_the_order_of_the_cuts_is_the_meshs_or_another() -> None:
     whole, twice = torch.arange(7), (Shard(0), Shard(0))
     for a, b in product(range(2), range(2)):
-        for order, expected in ((None, whole.chunk(2)[a].chunk(2)), ((1, 0), whole.chunk(2)[b].chunk(2))):
+        for order, expected in (
+            (None, whole.chunk(2)[a].chunk(2)),
+            ((1, 0), whole.chunk(2)[b].chunk(2)),
+        ):
             piece = expected[b if order is None else a]
             ((run,),) = runs((7,), (2, 2), (a, b), twice, tuple(piece.shape), order)
             assert torch.equal(whole.narrow(0, *run), piece)
@@ -190,29 +267,43 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_what_is_no_place_is_refused_with_the_reason(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_what_is_no_place_is_refused_with_the_reason(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
     summands = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-    with pytest.raises(ShardingError, match=r"'m\.w': it is Partial.* over dimension 0 .*redistribute"):
-        megackpt.save(sharded({"w": summands}, "m."), tmp_path / "a")
-    odd = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
     with pytest.raises(
-        ShardingError, match=r"'w': the local tensor of shape \(3,\) is not the piece of \(4,\)"
+        ShardingError, match=r"'m\.w': it is Partial.* over dimension 0 .*redistribute"
+    ):
+        megackpt.save(sharded({"w": summands}, "m."), tmp_path / "a")
+    odd = DTensor.from_local(
+        torch.ones(3), mesh, [Shard(0)], run_check=False, shape=(4,), stride=(1,)
+    )
+    with pytest.raises(
+        ShardingError,
+        match=r"'w': the local tensor of shape \(3,\) is not the piece of \(4,\)",
     ):
         megackpt.save(sharded({"w": odd}), tmp_path / "a")
     meta = DTensor.from_local(torch.ones(4, device="meta"), mesh, [Shard(0)])
     with pytest.raises(ShardingError, match=r"'w' is on the meta device: .*to_empty"):
         megackpt.save(sharded({"w": meta}), tmp_path / "a")
-    nowhere = DTensor.from_local(torch.ones(4), mesh, [Shard(1)], run_check=False, shape=(4,), stride=(1,))
+    nowhere = DTensor.from_local(
+        torch.ones(4), mesh, [Shard(1)], run_check=False, shape=(4,), stride=(1,)
+    )
     with pytest.raises(
-        ShardingError, match=r"'w': it is Shard\(dim=1\) over dimension 0 .* \(4,\) lacks this"
+        ShardingError,
+        match=r"'w': it is Shard\(dim=1\) over dimension 0 .* \(4,\) lacks this",
     ):
         megackpt.save(sharded({"w": nowhere}), tmp_path / "a")
-    with pytest.raises(ShardingError, match=r"not one placement for each dimension of a mesh of \(2, 1\)"):
+    with pytest.raises(
+        ShardingError,
+        match=r"not one placement for each dimension of a mesh of \(2, 1\)",
+    ):
         runs((4,), (2, 1), (0, 0), (Replicate(),), (4,))
     assert not (tmp_path / "a").exists()
     for among in ("dp", 0, [], [1], [-1], [0, "1"], [0.0]):
         with pytest.raises(
-            ShardingError, match=r"`among` is a DeviceMesh, or some of the 1 ranks by number, not"
+            ShardingError,
+            match=r"`among` is a DeviceMesh, or some of the 1 ranks by number, not",
         ):
             sharded({}, among=among)  # type: ignore[arg-type]
     with pytest.raises(ShardingError, match="a state dict is expected, not a Linear"):
@@ -221,23 +312,31 @@ def test_what_is_no_place_is_refused_with_the_reason(mesh: DeviceMesh, tmp_path:
         sharded({}, replicated="some")
 
 
-def test_a_dtensor_that_is_not_declared_is_refused_with_the_way(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_a_dtensor_that_is_not_declared_is_refused_with_the_way(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
     tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     megackpt.save(sharded({"w": [tensor]}), tmp_path / "there")
     way = r"megackpt\.sharded\(state_dict\)"
     for state in ({"w": [tensor]}, {"w": [(1, {"x": tensor})]}):
-        with pytest.raises(ShardingError, match=rf"\['w'\]\[0\]: a DTensor is no common state, .*{way}"):
+        with pytest.raises(
+            ShardingError, match=rf"\['w'\]\[0\]: a DTensor is no common state, .*{way}"
+        ):
             megackpt.save(state, tmp_path / "a")
         with pytest.raises(ShardingError, match=way):
             megackpt.load(state, tmp_path / "there")
     with pytest.raises(ShardingError, match=rf"'w': data is a DTensor.*{way}"):
-        megackpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "a")
+        megackpt.save(
+            {"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "a"
+        )
     with pytest.raises(ShardingError, match=r"and 30 more$"):
         megackpt.save({"w": [tensor] * 50}, tmp_path / "a")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_what_fsdp1_makes_without_a_mesh_is_refused_with_the_way(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_what_fsdp1_makes_without_a_mesh_is_refused_with_the_way(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
     from torch.distributed._shard import sharded_tensor
 
     piece = sharded_tensor.Shard.from_tensor_and_offsets(torch.ones(4), [0], 0)
@@ -249,7 +348,9 @@ def test_what_fsdp1_makes_without_a_mesh_is_refused_with_the_way(mesh: DeviceMes
             megackpt.save(sharded(state, replicated=replicated), tmp_path / "a")
         with pytest.raises(ShardingError, match=way):
             megackpt.load(sharded(state, replicated=replicated), tmp_path / "there")
-    with pytest.raises(ShardingError, match=r"(?s)holds a ShardedTensor, .* device_mesh"):
+    with pytest.raises(
+        ShardingError, match=r"(?s)holds a ShardedTensor, .* device_mesh"
+    ):
         megackpt.save(sharded({"x": Ema(state["w"])}, replicated="all"), tmp_path / "a")
 
 
@@ -258,33 +359,63 @@ class Ema:
         self.value = value
 
 
-def test_nothing_sharded_is_stored_within_an_object(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_nothing_sharded_is_stored_within_an_object(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
     cut = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     shard = ShardedTensor.from_rank_offsets("s", torch.ones(2))
-    for value in ((cut,), [(cut,), 1], deque([cut]), Ema(cut), Ema([{"deep": cut}]), {1: [Ema(cut)]}):
+    for value in (
+        (cut,),
+        [(cut,), 1],
+        deque([cut]),
+        Ema(cut),
+        Ema([{"deep": cut}]),
+        {1: [Ema(cut)]},
+    ):
         for replicated in ("tensors", "all"):
-            with pytest.raises(ShardingError, match=r"(of which one rank's|is no common state).*\.sharded\("):
-                megackpt.save(sharded({"x": value}, replicated=replicated), tmp_path / "a")
+            with pytest.raises(
+                ShardingError,
+                match=r"(of which one rank's|is no common state).*\.sharded\(",
+            ):
+                megackpt.save(
+                    sharded({"x": value}, replicated=replicated), tmp_path / "a"
+                )
         with pytest.raises(
-            ShardingError, match=r"the object 'own/.*holds a DTensor, of which one rank's part"
+            ShardingError,
+            match=r"the object 'own/.*holds a DTensor, of which one rank's part",
         ):
-            megackpt.save({"x": ShardedObject("own", value, (1,), (0,))}, tmp_path / "a")
+            megackpt.save(
+                {"x": ShardedObject("own", value, (1,), (0,))}, tmp_path / "a"
+            )
     with pytest.raises(
         ShardingError,
         match=r"common state, at \['x'\]\['value'\], holds a ShardedTensor \('s'\), which is lost",
     ):
         megackpt.save({"x": Ema(shard)}, tmp_path / "a")
     with pytest.raises(ShardingError, match="holds a LocalNonpersistentObject"):
-        megackpt.save({"x": ShardedObject("own", [LocalNonpersistentObject(1)], (1,), (0,))}, tmp_path / "a")
+        megackpt.save(
+            {"x": ShardedObject("own", [LocalNonpersistentObject(1)], (1,), (0,))},
+            tmp_path / "a",
+        )
     assert not (tmp_path / "a").exists()
-    kept = {"x": Ema((torch.ones(2), nn.Parameter(torch.ones(1)), {"d": deque([{3}, torch.float16])}))}
+    kept = {
+        "x": Ema(
+            (
+                torch.ones(2),
+                nn.Parameter(torch.ones(1)),
+                {"d": deque([{3}, torch.float16])},
+            )
+        )
+    }
     megackpt.save(sharded(kept), tmp_path / "a")
     loaded = megackpt.load(sharded(kept), tmp_path / "a", trusted=(Ema,))["x"].value
     assert torch.equal(loaded[0], torch.ones(2))
     assert loaded[2] == {"d": deque([{3}, torch.float16])}
 
 
-def test_a_declaration_gives_back_the_dtensor_that_it_holds_now(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_a_declaration_gives_back_the_dtensor_that_it_holds_now(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
     def of(value: float) -> DTensor:
         return distribute_tensor(torch.full((3,), value), mesh, [Shard(0)])
 
@@ -297,7 +428,9 @@ def test_a_declaration_gives_back_the_dtensor_that_it_holds_now(mesh: DeviceMesh
     assert torch.equal(other.to_local(), torch.ones(3))
 
 
-def test_a_learning_rate_may_be_a_tensor_in_one_run_and_a_number_in_the_next(tmp_path: Path) -> None:
+def test_a_learning_rate_may_be_a_tensor_in_one_run_and_a_number_in_the_next(
+    tmp_path: Path,
+) -> None:
     def state(rate: Any) -> dict[str, Any]:
         return {
             "param_groups": [{"lr": rate, "params": ["w"]}],
@@ -305,7 +438,11 @@ def test_a_learning_rate_may_be_a_tensor_in_one_run_and_a_number_in_the_next(tmp
             "n": torch.tensor(1),
         }
 
-    for saved, asked in ((torch.tensor(0.5), 0.1), (0.5, torch.tensor(0.1)), (torch.tensor(0.5),) * 2):
+    for saved, asked in (
+        (torch.tensor(0.5), 0.1),
+        (0.5, torch.tensor(0.1)),
+        (torch.tensor(0.5),) * 2,
+    ):
         declared = sharded(state(saved))
         assert [declared["steps"][0].key, declared["n"].key] == ["steps.0", "n"]
         megackpt.save(declared, tmp_path)
@@ -316,7 +453,9 @@ def test_a_learning_rate_may_be_a_tensor_in_one_run_and_a_number_in_the_next(tmp
         asked = sharded({"optimizer": {"param_groups.w.lr": asked}})
         assert megackpt.load(asked, tmp_path)["optimizer"] == flat
     everything = sharded(state(torch.tensor(0.5)), replicated="all")
-    assert isinstance(everything["param_groups"][0]["lr"], ShardedTensor)  # as DCP stores it
+    assert isinstance(
+        everything["param_groups"][0]["lr"], ShardedTensor
+    )  # as DCP stores it
 
 
 def test_what_is_no_dtensor_goes_where_it_is_told(mesh: DeviceMesh) -> None:
@@ -330,15 +469,26 @@ def test_what_is_no_dtensor_goes_where_it_is_told(mesh: DeviceMesh) -> None:
         "kept": [own, local],
     }
     plain = sharded(state, "run.")
-    assert (plain["step"], plain["groups"], plain["kept"]) == (3, state["groups"], [own, local])
-    assert [plain["model"][name].key for name in ("w", "seen")] == ["run.model.w", "run.model.seen"]
+    assert (plain["step"], plain["groups"], plain["kept"]) == (
+        3,
+        state["groups"],
+        [own, local],
+    )
+    assert [plain["model"][name].key for name in ("w", "seen")] == [
+        "run.model.w",
+        "run.model.seen",
+    ]
     apply_factories(plain)
     (piece,) = plain["model"]["w"]
     assert piece.global_shape == (6,)
     assert piece.data.data_ptr() == cut.to_local().data_ptr()
-    assert sharded(state, replicated="nothing")["model"]["seen"] is state["model"]["seen"]
+    assert (
+        sharded(state, replicated="nothing")["model"]["seen"] is state["model"]["seen"]
+    )
     everything = sharded(state, replicated="all")
-    assert everything["groups"][0]["params"] == ShardedObject("groups.0.params", ["w", "v"], (), ())
+    assert everything["groups"][0]["params"] == ShardedObject(
+        "groups.0.params", ["w", "v"], (), ()
+    )
     assert everything["step"] == ShardedObject("step", 3, (), ())
     assert everything["kept"] == [own, local]
     assert isinstance(state["model"]["w"], DTensor)
@@ -347,7 +497,9 @@ def test_what_is_no_dtensor_goes_where_it_is_told(mesh: DeviceMesh) -> None:
 def test_names_that_come_to_one_key_are_refused(tmp_path: Path) -> None:
     for one, other in (("x", "y"), (torch.zeros(2), torch.ones(2))):
         for state in ({"a": {"b": one}, "a.b": other}, {1: one, "1": other}):
-            with pytest.raises(megackpt.CoverageError, match="declares the same box more than once"):
+            with pytest.raises(
+                megackpt.CoverageError, match="declares the same box more than once"
+            ):
                 megackpt.save(sharded(state, replicated="all"), tmp_path / "a")
 
 
@@ -368,24 +520,37 @@ def cases(seed: int) -> dict[str, DTensor]:
         whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
         axes = range(len(shape))
         placements: list[Placement] = [
-            Replicate() if not shape or chance.random() < 0.2 else Shard(chance.choice(axes))
+            Replicate()
+            if not shape or chance.random() < 0.2
+            else Shard(chance.choice(axes))
             for _ in range(mesh.ndim)
         ]
         for dim, placement in enumerate(placements):
             after = zip(mesh.shape[dim + 1 :], placements[dim + 1 :], strict=True)
             factor = math.prod(size for size, other in after if other == placement)
-            if isinstance(placement, Shard) and chance.random() < 0.7:  # from right to left, as FSDP2 over TP
-                alone = all(getattr(other, "dim", None) != placement.dim for other in placements[:dim])
+            if (
+                isinstance(placement, Shard) and chance.random() < 0.7
+            ):  # from right to left, as FSDP2 over TP
+                alone = all(
+                    getattr(other, "dim", None) != placement.dim
+                    for other in placements[:dim]
+                )
                 several = chance.choice((1, 2, 3)) if alone and factor == 1 else factor
                 placements[dim] = _StridedShard(placement.dim, split_factor=several)
-        made[f"{len(made)}.{turn}"] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        made[f"{len(made)}.{turn}"] = distribute_tensor(
+            whole, mesh, placements, src_data_rank=None
+        )
     return made
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(10), nn.Linear(10, 18), nn.Linear(18, 10)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(10),
+            nn.Linear(10, 18),
+            nn.Linear(18, 10),
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
@@ -412,7 +577,11 @@ class Net(nn.Module):
 
 def net(kind: str) -> Net:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     model = Net()
     if kind == "plain":
@@ -422,7 +591,9 @@ def net(kind: str) -> Net:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
     if kind == "tp":
         for layer in model.layers:
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(
+                layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"] if kind == "tp" else mesh)
     fully_shard(model, mesh=mesh["dp"] if kind == "tp" else mesh)
@@ -435,10 +606,14 @@ class Training:
     def __init__(self, kind: str, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = net(kind)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 * seed, foreach=False)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.01 * seed, foreach=False
+        )
 
     def step(self) -> torch.Tensor:
-        tokens = torch.randint(0, 30, (2, 5), generator=torch.Generator().manual_seed(5))
+        tokens = torch.randint(
+            0, 30, (2, 5), generator=torch.Generator().manual_seed(5)
+        )
         out = self.model(tokens)
         out.square().mean().backward()
         self.optimizer.step()
@@ -455,40 +630,70 @@ class Training:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         model, optimizer = state["model"], state["optimizer"]
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=model,
+            optim_state_dict=optimizer,
+        )
 
     def whole(self) -> dict[str, Any]:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
         flat, _ = flatten_state_dict(self.state())
-        full = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in flat.items()}
-        return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in full.items()}
+        full = {
+            k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in flat.items()
+        }
+        return {
+            k: v.detach().clone() if isinstance(v, torch.Tensor) else v
+            for k, v in full.items()
+        }
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
-        same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
+        same = (
+            torch.equal(found[key], value)
+            if isinstance(value, torch.Tensor)
+            else found[key] == value
+        )
         assert same, key
 
 
 def resumed(
-    kind: str, folder: str, saved: str, replicated: str = "tensors", written: str | None = None
+    kind: str,
+    folder: str,
+    saved: str,
+    replicated: str = "tensors",
+    written: str | None = None,
 ) -> None:
     """What was saved at another parallelism is here, in the model and the optimizer, and training goes on alike."""
     expected = torch.load(f"{folder}/{saved}.pt")
     training = Training(kind, seed=9)
     state = training.state()
-    loaded = megackpt.load(sharded(state, replicated=replicated), f"{folder}/{written or saved}")
+    loaded = megackpt.load(
+        sharded(state, replicated=replicated), f"{folder}/{written or saved}"
+    )
     assert loaded["model"].keys() == state["model"].keys()
-    assert all(loaded["model"][k] is v for k, v in state["model"].items() if isinstance(v, DTensor))
+    assert all(
+        loaded["model"][k] is v
+        for k, v in state["model"].items()
+        if isinstance(v, DTensor)
+    )
     training.restore(loaded)
     assert_same(training.whole(), expected["state"])
     for out in expected["outs"]:
         torch.testing.assert_close(training.step(), out)
 
 
-CUT = {"embed.weight": 0, "head.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1}
+CUT = {
+    "embed.weight": 0,
+    "head.weight": 0,
+    "up.weight": 0,
+    "up.bias": 0,
+    "down.weight": 1,
+}
 
 
 def by_parameter(whole: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -518,11 +723,17 @@ def in_megatron(rank: int, whole: dict[str, torch.Tensor]) -> dict[str, ShardedT
     state = {}
     for key, value in whole.items():
         stage = 1 if "layers.1." in key else 0
-        cut = [(axis, tp_rank, 2) for end, axis in CUT.items() if key.endswith(end) and value.dim() > 0]
+        cut = [
+            (axis, tp_rank, 2)
+            for end, axis in CUT.items()
+            if key.endswith(end) and value.dim() > 0
+        ]
         if stage == pp_rank:
             part = value.chunk(2, cut[0][0])[tp_rank] if cut else value
             replica = (0, 0 if cut else tp_rank, 0)
-            state[key] = ShardedTensor.from_rank_offsets(key, part.clone(), *cut, replica_id=replica)
+            state[key] = ShardedTensor.from_rank_offsets(
+                key, part.clone(), *cut, replica_id=replica
+            )
     return state
 
 
@@ -534,7 +745,9 @@ def mapped(training: Training) -> dict[str, Any]:
     parameters = get_param_id_to_sharded_param_map(model, training.model.parameters())
     return {
         "model": model,
-        "optimizer": optim_state_to_sharding_state(training.optimizer.state_dict(), parameters),
+        "optimizer": optim_state_to_sharding_state(
+            training.optimizer.state_dict(), parameters
+        ),
     }
 
 
@@ -543,23 +756,36 @@ def on_four(folder: str) -> None:
         megackpt.save(sharded(cases(seed)), f"{folder}/cases{seed}")
     several = sharded(cases(0))
     apply_factories(several)
-    assert {0, 1, 2, 3} <= {sum(part.data.numel() > 0 for part in parts) for parts in several.values()}
+    assert {0, 1, 2, 3} <= {
+        sum(part.data.numel() > 0 for part in parts) for parts in several.values()
+    }
     other = cases(2)
     for tensor in other.values():
         tensor.to_local().fill_(-1)
     megackpt.load(sharded(other), f"{folder}/cases0")
     for key, tensor in cases(2).items():
-        assert torch.equal(other[key].to_local(), tensor.to_local()), (key, tensor.placements)
+        assert torch.equal(other[key].to_local(), tensor.to_local()), (
+            key,
+            tensor.placements,
+        )
         # torch 2.13 puts together wrongly what it has cut in strides twice.
-        if sum(isinstance(placement, _StridedShard) for placement in tensor.placements) < 2:
+        if (
+            sum(isinstance(placement, _StridedShard) for placement in tensor.placements)
+            < 2
+        ):
             whole = torch.arange(float(tensor.numel())).reshape(tensor.shape)
-            assert torch.equal(other[key].full_tensor(), whole), (key, tensor.placements)
+            assert torch.equal(other[key].full_tensor(), whole), (
+                key,
+                tensor.placements,
+            )
 
     for kind, replicated in (("fsdp", "tensors"), ("tp", "tensors"), ("hsdp", "all")):
         training = Training(kind, seed=1)
         for _ in range(2):
             training.step()
-        megackpt.save(sharded(training.state(), replicated=replicated), f"{folder}/{kind}")
+        megackpt.save(
+            sharded(training.state(), replicated=replicated), f"{folder}/{kind}"
+        )
         if kind == "fsdp":
             dcp.save(training.state(), checkpoint_id=f"{folder}/stock")
         if kind == "tp":
@@ -581,7 +807,9 @@ def on_four(folder: str) -> None:
     for saved, asked in (("hsdp", ("model", "optimizer")), ("tp", ("model",))):
         training = Training("fsdp", seed=9)
         state = training.state()
-        dcp.load({name: state[name] for name in asked}, checkpoint_id=f"{folder}/{saved}")
+        dcp.load(
+            {name: state[name] for name in asked}, checkpoint_id=f"{folder}/{saved}"
+        )
         training.restore(state)
         expected = torch.load(f"{folder}/{saved}.pt")["state"]
         found = {k: v for k, v in training.whole().items() if k.startswith(asked)}
@@ -599,9 +827,13 @@ def in_stages(folder: str) -> None:
     layer.register_buffer("stage", torch.tensor(stage))
     fully_shard(layer, mesh=mesh["dp"])
     state = sharded(layer.state_dict(), f"layers.{stage}.", among=mesh["dp"])
-    tied = distribute_tensor(torch.arange(9.0), mesh["dp"], [Shard(0)], src_data_rank=None)
+    tied = distribute_tensor(
+        torch.arange(9.0), mesh["dp"], [Shard(0)], src_data_rank=None
+    )
     state |= sharded({"tied": tied}, among=mesh)
-    with pytest.raises(megackpt.CoverageError, match=r"'layers\.1\..* has no main replica"):
+    with pytest.raises(
+        megackpt.CoverageError, match=r"'layers\.1\..* has no main replica"
+    ):
         megackpt.save(sharded(layer.state_dict(), f"layers.{stage}."), f"{folder}/none")
     megackpt.save(state, f"{folder}/stages")
 
@@ -610,9 +842,17 @@ def in_parts(folder: str) -> None:
     """On a mesh without rank 0, in an order of cuts of its own, over a group, and with values that differ."""
     rank = dist.get_rank()
     part = DeviceMesh("cpu", [2, 3])
-    piece = torch.arange(4.0).chunk(2)[max(rank - 2, 0)].clone() if rank > 1 else torch.zeros(0)
-    tensor = DTensor.from_local(piece, part, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
-    with pytest.raises(megackpt.CoverageError, match=r"(?s)'x' .* declared by .*sharded without among="):
+    piece = (
+        torch.arange(4.0).chunk(2)[max(rank - 2, 0)].clone()
+        if rank > 1
+        else torch.zeros(0)
+    )
+    tensor = DTensor.from_local(
+        piece, part, [Shard(0)], run_check=False, shape=(4,), stride=(1,)
+    )
+    with pytest.raises(
+        megackpt.CoverageError, match=r"(?s)'x' .* declared by .*sharded without among="
+    ):
         megackpt.save(sharded({"x": tensor}), f"{folder}/none")
     megackpt.save(sharded({"x": tensor}, among=part), f"{folder}/part")
 
@@ -623,12 +863,18 @@ def in_parts(folder: str) -> None:
         turned = cut_in_order(local, square, (8,), (1, 0))
         assert torch.equal(turned.full_tensor(), torch.arange(8.0))
     else:
-        turned = distribute_tensor(torch.arange(8.0), square, [Shard(0)] * 2, src_data_rank=None)
+        turned = distribute_tensor(
+            torch.arange(8.0), square, [Shard(0)] * 2, src_data_rank=None
+        )
     megackpt.save(sharded({"x": turned}), f"{folder}/turned")
 
     group = dist.new_group([2, 3])
     if rank > 1:
-        megackpt.save(sharded({"x": torch.ones(4)}, among=[2, 3]), f"{folder}/group", process_group=group)
+        megackpt.save(
+            sharded({"x": torch.ones(4)}, among=[2, 3]),
+            f"{folder}/group",
+            process_group=group,
+        )
     buffers = {str(i): torch.full((9,), float(rank)) for i in range(8)}
     megackpt.save(sharded(buffers), f"{folder}/own", Strategy(balance=False))
 
@@ -666,7 +912,9 @@ def test_a_guides_program_goes_on_with_fewer_ranks(
     text = (DOCS / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     imports = re.findall(r"^(?:import|from) .*$", blocks[0], re.MULTILINE)
-    program = "\n".join([*imports, next(block for block in blocks if f'"{folder}"' in block)])
+    program = "\n".join(
+        [*imports, next(block for block in blocks if f'"{folder}"' in block)]
+    )
     script = tmp_path / "train.py"
     script.write_text(program, encoding="utf-8")
     told = []
@@ -680,9 +928,12 @@ def test_a_guides_program_goes_on_with_fewer_ranks(
                 exec(compile(program, script, "exec"), {})  # noqa: S102 - the code of our own page
                 told.append(capfd.readouterr().out)
     several, alone = (
-        [re.findall(r"step (\d+): (\S+)", out) for out in part] for part in (told[:2], told[2:])
+        [re.findall(r"step (\d+): (\S+)", out) for out in part]
+        for part in (told[:2], told[2:])
     )
-    assert [int(step) for run in several for step, _ in run] == list(range(1, 2 * steps + 1))
+    assert [int(step) for run in several for step, _ in run] == list(
+        range(1, 2 * steps + 1)
+    )
     for run, expected in zip(several, alone, strict=True):
         assert [step for step, _ in run] == [step for step, _ in expected]
         assert [float(loss) for _, loss in run] == pytest.approx(
@@ -695,14 +946,19 @@ def test_models_go_from_one_parallelism_to_another(ranks: Any, tmp_path: Path) -
     ranks(on_four, 4, tmp_path, timeout=240)
 
     for seed in range(2):
-        for key, tensor in megackpt.load_plain_tensors(tmp_path / f"cases{seed}").items():
-            assert torch.equal(tensor.flatten(), torch.arange(float(tensor.numel()))), key
+        for key, tensor in megackpt.load_plain_tensors(
+            tmp_path / f"cases{seed}"
+        ).items():
+            assert torch.equal(tensor.flatten(), torch.arange(float(tensor.numel()))), (
+                key
+            )
     stages = megackpt.load_plain_tensors(tmp_path / "stages")
     assert stages.keys() >= {"layers.0.stage", "layers.1.stage"}
     assert stages["tied"].tolist() == list(range(9))
 
     parts = {
-        name: megackpt.load_plain_tensors(tmp_path / name) for name in ("part", "turned", "group", "own")
+        name: megackpt.load_plain_tensors(tmp_path / name)
+        for name in ("part", "turned", "group", "own")
     }
     assert [parts[name]["x"].tolist() for name in ("part", "turned", "group")] == [
         [0, 1, 2, 3],
@@ -720,7 +976,9 @@ def test_models_go_from_one_parallelism_to_another(ranks: Any, tmp_path: Path) -
         for saved, names in (("mapped", None), ("tp", dcp_name)):
             blank = {key: torch.full_like(value, -1) for key, value in whole.items()}
             state = in_megatron(group.rank, blank)
-            loaded = megackpt.load(state, tmp_path / saved, key_map=names, process_group=group)
+            loaded = megackpt.load(
+                state, tmp_path / saved, key_map=names, process_group=group
+            )
             for key, shard in expected.items():
                 assert torch.equal(loaded[key], shard.data), key
 

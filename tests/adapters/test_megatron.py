@@ -31,8 +31,21 @@ from megackpt.state import (
     extract,
 )
 
-TENSOR = ("key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations")
-MORE = {"replica_id": 0, "prepend_axis_num": 0, "allow_shape_mismatch": False, "flattened_range": None}
+TENSOR = (
+    "key",
+    "data",
+    "dtype",
+    "local_shape",
+    "global_shape",
+    "global_offset",
+    "axis_fragmentations",
+)
+MORE = {
+    "replica_id": 0,
+    "prepend_axis_num": 0,
+    "allow_shape_mismatch": False,
+    "flattened_range": None,
+}
 
 
 def megatron(
@@ -42,8 +55,12 @@ def megatron(
     module = {"namespace": {"__module__": f"{root}.dist_checkpointing.mapping"}}
     base = type("ShardedBase", (), dict(module["namespace"]))
 
-    def made(name: str, names: tuple[str, ...], defaults: dict[str, Any], **methods: Any) -> Any:
-        fields = [(n, Any) for n in names] + [(n, Any, field(default=d)) for n, d in defaults.items()]
+    def made(
+        name: str, names: tuple[str, ...], defaults: dict[str, Any], **methods: Any
+    ) -> Any:
+        fields = [(n, Any) for n in names] + [
+            (n, Any, field(default=d)) for n, d in defaults.items()
+        ]
         kind = make_dataclass(name, fields, bases=(base,), namespace=methods)  # type: ignore[arg-type]
         kind.__module__ = (
             base.__module__
@@ -53,14 +70,23 @@ def megatron(
     def build(self: Any) -> Any:
         return self.build_fn(self.key, self.data, self.replica_id, None)
 
-    local = type("LocalNonpersistentObject", (), {**module["namespace"], "unwrap": lambda self: self.obj})
+    local = type(
+        "LocalNonpersistentObject",
+        (),
+        {**module["namespace"], "unwrap": lambda self: self.obj},
+    )
     return types.SimpleNamespace(
         ShardedTensor=made("ShardedTensor", names, MORE | defaults),
         ShardedObject=made(
-            "ShardedObject", ("key", "data", "global_shape", "global_offset"), {"replica_id": 0}
+            "ShardedObject",
+            ("key", "data", "global_shape", "global_offset"),
+            {"replica_id": 0},
         ),
         ShardedTensorFactory=made(
-            "ShardedTensorFactory", ("key", "data", "build_fn", "merge_fn"), {"replica_id": 0}, build=build
+            "ShardedTensorFactory",
+            ("key", "data", "build_fn", "merge_fn"),
+            {"replica_id": 0},
+            build=build,
         ),
         LocalNonpersistentObject=local,
     )
@@ -70,7 +96,14 @@ def tensor(lib: Any, key: str, data: torch.Tensor | None = None, **options: Any)
     data = torch.arange(6.0).reshape(2, 3) if data is None else data
     shape = tuple(data.shape)
     return lib.ShardedTensor(
-        key, data, data.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), **options
+        key,
+        data,
+        data.dtype,
+        shape,
+        shape,
+        (0,) * len(shape),
+        (1,) * len(shape),
+        **options,
     )
 
 
@@ -82,7 +115,9 @@ def test_its_classes_become_ours_over_the_same_data(root: str) -> None:
     assert type(ours) is ShardedTensor
     # By fields: from Python 3.13 on dataclasses compare their fields by ==, which a tensor has no answer to.
     assert vars(ours) == vars(
-        ShardedTensor.from_rank_offsets("w", theirs.data, replica_id=(0, 1), allow_shape_mismatch=True)
+        ShardedTensor.from_rank_offsets(
+            "w", theirs.data, replica_id=(0, 1), allow_shape_mismatch=True
+        )
     )
     assert ours.data is theirs.data
     value = object()
@@ -95,7 +130,9 @@ def test_its_classes_become_ours_over_the_same_data(root: str) -> None:
     assert vars(native(derived(*vars(theirs).values()))) == vars(ours)
 
 
-@pytest.mark.parametrize("leaf", [1, None, "text", torch.ones(2), ShardedObject("o", 1, (1,), (0,)), int])
+@pytest.mark.parametrize(
+    "leaf", [1, None, "text", torch.ones(2), ShardedObject("o", 1, (1,), (0,)), int]
+)
 def test_what_is_not_megatrons_stays_as_it_is(leaf: Any) -> None:
     assert native(leaf) is leaf
 
@@ -105,7 +142,10 @@ def test_unknown_fields_are_named_once(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING):
         assert [native(tensor(lib, key)).key for key in "ab"] == ["a", "b"]
     (record,) = caplog.records
-    assert "megatron.core.dist_checkpointing.mapping.ShardedTensor has fields" in record.getMessage()
+    assert (
+        "megatron.core.dist_checkpointing.mapping.ShardedTensor has fields"
+        in record.getMessage()
+    )
     assert "compressed, layout" in record.getMessage()
 
 
@@ -113,7 +153,8 @@ def test_fields_that_are_gone() -> None:
     lib = megatron(names=("key", "data", "dtype", "local_shape", "global_shape"))
     data = torch.ones(2)
     with pytest.raises(
-        ShardingError, match=r"ShardedTensor has no global_offset, axis_fragmentations: this version"
+        ShardingError,
+        match=r"ShardedTensor has no global_offset, axis_fragmentations: this version",
     ):
         native(lib.ShardedTensor("w", data, data.dtype, (2,), (2,)))
     fewer = make_dataclass(
@@ -132,7 +173,8 @@ def test_factories_build_megatrons_and_merge_plain_tensors(tmp_path: Path) -> No
         assert (replica, flat) == ((0, 0), None)
         return {
             "halves": [
-                tensor(lib, f"{key}.{i}", half, replica_id=replica) for i, half in enumerate(data.chunk(2))
+                tensor(lib, f"{key}.{i}", half, replica_id=replica)
+                for i, half in enumerate(data.chunk(2))
             ]
         }
 
@@ -140,7 +182,11 @@ def test_factories_build_megatrons_and_merge_plain_tensors(tmp_path: Path) -> No
         asked.append(found)
         return torch.cat(found["halves"])
 
-    state = {"f": [lib.ShardedTensorFactory("f", data, build, merge, (0, 0))], "w": tensor(lib, "w"), "n": 7}
+    state = {
+        "f": [lib.ShardedTensorFactory("f", data, build, merge, (0, 0))],
+        "w": tensor(lib, "w"),
+        "n": 7,
+    }
     megackpt.save(state, tmp_path / "ckpt")
     assert type(state["f"][0]) is lib.ShardedTensorFactory
     saved, w = data.clone(), state["w"].data.clone()
@@ -159,9 +205,14 @@ def test_a_derived_factory_builds_in_its_own_way() -> None:
 
     class Halves(lib.ShardedTensorFactory):  # type: ignore[misc, name-defined]
         def build(self) -> Any:
-            return [tensor(lib, f"{self.key}.{i}", half) for i, half in enumerate(self.data.chunk(2))]
+            return [
+                tensor(lib, f"{self.key}.{i}", half)
+                for i, half in enumerate(self.data.chunk(2))
+            ]
 
-    given = Halves("f", torch.arange(4.0), lambda *_: pytest.fail("not its own way"), torch.cat)
+    given = Halves(
+        "f", torch.arange(4.0), lambda *_: pytest.fail("not its own way"), torch.cat
+    )
     moved = replace(native(given), key="momentum.f", data=torch.ones(4))
     built = extract({"theirs": given, "moved": moved}, native).shards
     assert {s.key: s.data.tolist() for s in built} == {
@@ -199,8 +250,14 @@ def test_helpers_know_them_and_ours_alike() -> None:
         }
         add_prefix_for_sharding(given, "student.")
         apply_prefix_mapping(given, {"student.a.o": "b.o"})
-        assert [given[name].key for name in "wfo"] == ["student.a.w", "student.a.f", "b.o"]
-        with pytest.raises(ValueError, match=r"Expected b\.o to begin with prefix student"):
+        assert [given[name].key for name in "wfo"] == [
+            "student.a.w",
+            "student.a.f",
+            "b.o",
+        ]
+        with pytest.raises(
+            ValueError, match=r"Expected b\.o to begin with prefix student"
+        ):
             replace_prefix_for_sharding(given, "student.", "")
         factories = {"f": given["f"]}
         apply_factories(given)
@@ -220,12 +277,21 @@ def test_an_optimizer_of_their_parameters() -> None:
     adam.step()
     declared = {"f": lib.ShardedTensorFactory("f", weight, build, torch.cat)}
     found = optimizer.get_param_id_to_sharded_param_map(declared, [weight])
-    names = {f"optimizer.state.{name}.f.{i}" for name in ("exp_avg", "exp_avg_sq", "step") for i in range(2)}
+    names = {
+        f"optimizer.state.{name}.f.{i}"
+        for name in ("exp_avg", "exp_avg_sq", "step")
+        for i in range(2)
+    }
     for params in (found, {0: declared["f"]}):
         state = optimizer.optim_state_to_sharding_state(adam.state_dict(), params)
         assert {shard.key for shard in extract(state, native).shards} >= names
-    momentum = optimizer.make_sharded_optimizer_tensor(declared["f"], torch.ones(4), "m")
-    assert [shard.data.tolist() for shard in extract({"m": momentum}).shards] == [[1, 1], [1, 1]]
+    momentum = optimizer.make_sharded_optimizer_tensor(
+        declared["f"], torch.ones(4), "m"
+    )
+    assert [shard.data.tolist() for shard in extract({"m": momentum}).shards] == [
+        [1, 1],
+        [1, 1],
+    ]
 
 
 def test_other_peoples_classes_of_such_names_are_none_of_these() -> None:
@@ -238,12 +304,16 @@ def test_other_peoples_classes_of_such_names_are_none_of_these() -> None:
 
 def test_in_a_tuple_they_are_lost() -> None:
     lib = megatron()
-    with pytest.raises(ShardingError, match=r"\['a'\]: a ShardedTensor \('hidden'\) in a tuple is lost"):
+    with pytest.raises(
+        ShardingError, match=r"\['a'\]: a ShardedTensor \('hidden'\) in a tuple is lost"
+    ):
         extract({"a": (tensor(lib, "hidden"),)}, native)
 
 
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), spans=st.data())
-def test_a_flattened_range_is_the_boxes_that_it_fills(shape: list[int], spans: st.DataObject) -> None:
+def test_a_flattened_range_is_the_boxes_that_it_fills(
+    shape: list[int], spans: st.DataObject
+) -> None:
     whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     cuts = sorted(spans.draw(st.lists(st.integers(0, whole.numel()), max_size=3)))
     filled, flat = torch.full((2, *shape), -1.0), whole.reshape(-1)
@@ -257,7 +327,9 @@ def test_a_flattened_range_is_the_boxes_that_it_fills(shape: list[int], spans: s
         assert isinstance(run, ShardedTensorFactory)
         pieces = run.build()
         assert pieces
-        assert start < stop or not pieces[0].data.numel(), "an empty one is declared, so that a hole is seen"
+        assert start < stop or not pieces[0].data.numel(), (
+            "an empty one is declared, so that a hole is seen"
+        )
         for piece in pieces:
             piece.validate_metadata_integrity()
             assert piece.replica_id == (0, 3)
@@ -275,9 +347,14 @@ def test_flattened_without_data_comes_back_flat() -> None:
     assert merged.tolist() == [1.0] * 5
 
 
-@pytest.mark.parametrize("span", [slice(4, 8), slice(0, 6), slice(-1, 4), slice(None, None)])
+@pytest.mark.parametrize(
+    "span", [slice(4, 8), slice(0, 6), slice(-1, 4), slice(None, None)]
+)
 def test_a_flattened_range_that_does_not_fit(span: slice) -> None:
     theirs = tensor(megatron(), "w", flattened_range=span)
     theirs.data = torch.ones(5)
-    with pytest.raises(ShardingError, match=r"'w': data of shape \(5,\) is not elements .*shape \(2, 3\)"):
+    with pytest.raises(
+        ShardingError,
+        match=r"'w': data of shape \(5,\) is not elements .*shape \(2, 3\)",
+    ):
         native(theirs)

@@ -46,11 +46,15 @@ class ColumnParallel(nn.Module):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = self.state_dict(keep_vars=True)
         axes = {"weight": 0, "bias": 0}
-        return make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets, tp_group=self.layout)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, axes, sharded_offsets, tp_group=self.layout
+        )
 
 
 def test_layout_is_megatrons_rank_order():
-    layouts = [ParallelLayout.of(r, tp=2, cp=2, dp=2, pp=2, ep=4, etp=1) for r in range(16)]
+    layouts = [
+        ParallelLayout.of(r, tp=2, cp=2, dp=2, pp=2, ep=4, etp=1) for r in range(16)
+    ]
     assert [layout.tp_rank for layout in layouts[:4]] == [0, 1, 0, 1]
     assert [layout.cp_rank for layout in layouts[:8]] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [layout.dp_rank for layout in layouts[:8]] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -58,14 +62,21 @@ def test_layout_is_megatrons_rank_order():
     assert [layout.dp_cp_rank for layout in layouts[:8]] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [layout.ep_rank for layout in layouts[:8]] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert [layout.edp_rank for layout in layouts[:8]] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert (layouts[0].dp_cp_size, layouts[0].edp_size, layouts[0].etp_size) == (4, 2, 1)
+    assert (layouts[0].dp_cp_size, layouts[0].edp_size, layouts[0].etp_size) == (
+        4,
+        2,
+        1,
+    )
     assert len({(x.tp_rank, x.cp_rank, x.dp_rank, x.pp_rank) for x in layouts}) == 16
     assert ParallelLayout.of(3, tp=2, dp=2, ep=2).etp_size == 2
     assert ParallelLayout() == ParallelLayout.of(0)
 
 
 def test_expert_layers_have_a_layout_of_their_own():
-    places = [ParallelLayout.of(r, tp=2, cp=2, dp=2, pp=2, ep=2, etp=1).experts for r in range(16)]
+    places = [
+        ParallelLayout.of(r, tp=2, cp=2, dp=2, pp=2, ep=2, etp=1).experts
+        for r in range(16)
+    ]
     assert [(x.tp_rank, x.tp_size, x.ep_rank, x.ep_size) for x in places[:3]] == [
         (0, 1, 0, 2),
         (0, 1, 1, 2),
@@ -77,7 +88,9 @@ def test_expert_layers_have_a_layout_of_their_own():
 
 
 def test_layouts_that_do_not_fit():
-    with pytest.raises(ShardingError, match="rank 4 is not in a world of tp=2 x cp=1 x dp=2 x pp=1"):
+    with pytest.raises(
+        ShardingError, match="rank 4 is not in a world of tp=2 x cp=1 x dp=2 x pp=1"
+    ):
         ParallelLayout.of(4, tp=2, dp=2)
     with pytest.raises(ShardingError, match="etp=2 x ep=3"):
         ParallelLayout.of(0, tp=2, dp=2, ep=3)
@@ -96,15 +109,35 @@ def test_layouts_that_do_not_fit():
 )
 def test_tensors_are_placed_by_groups_or_layouts(groups):
     t = make_tp_sharded_tensor_for_checkpoint(
-        torch.zeros(4, 6), "w", 1, prepend_offsets=((0, 2, 5),), allow_shape_mismatch=True, **groups
+        torch.zeros(4, 6),
+        "w",
+        1,
+        prepend_offsets=((0, 2, 5),),
+        allow_shape_mismatch=True,
+        **groups,
     )
-    assert (t.global_shape, t.global_offset, t.axis_fragmentations) == ((5, 4, 12), (2, 0, 6), (5, 1, 2))
-    assert (t.replica_id, t.prepend_axis_num, t.allow_shape_mismatch) == ((0, 0, 3), 1, True)
+    assert (t.global_shape, t.global_offset, t.axis_fragmentations) == (
+        (5, 4, 12),
+        (2, 0, 6),
+        (5, 1, 2),
+    )
+    assert (t.replica_id, t.prepend_axis_num, t.allow_shape_mismatch) == (
+        (0, 0, 3),
+        1,
+        True,
+    )
     r = make_sharded_tensor_for_checkpoint(torch.zeros(4), "b", ((0, 2, 5),), **groups)
     assert (r.global_shape, r.replica_id) == ((5, 4), (0, 1, 3))
     o = make_sharded_object_for_checkpoint("x", "o", ((0, 2, 5), (1, 0, 2)), **groups)
-    assert (o.global_shape, o.global_offset, o.replica_id) == ((5, 2), (2, 0), (0, 1, 3))
-    assert make_sharded_tensor_for_checkpoint(torch.zeros(4), "b", replica_id=7).replica_id == 7
+    assert (o.global_shape, o.global_offset, o.replica_id) == (
+        (5, 2),
+        (2, 0),
+        (0, 1, 3),
+    )
+    assert (
+        make_sharded_tensor_for_checkpoint(torch.zeros(4), "b", replica_id=7).replica_id
+        == 7
+    )
 
 
 def test_one_process_needs_no_groups():
@@ -115,10 +148,14 @@ def test_one_process_needs_no_groups():
 def test_several_ranks_without_groups_are_an_error(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(ShardingError, match=r"'w': tp_group is needed.*ParallelLayout\.of"):
+    with pytest.raises(
+        ShardingError, match=r"'w': tp_group is needed.*ParallelLayout\.of"
+    ):
         make_tp_sharded_tensor_for_checkpoint(torch.zeros(4), "w")
     with pytest.raises(ShardingError, match="dp_cp_group is needed"):
-        make_sharded_tensor_for_checkpoint(torch.zeros(4), "w", tp_group=FakeGroup(0, 4))
+        make_sharded_tensor_for_checkpoint(
+            torch.zeros(4), "w", tp_group=FakeGroup(0, 4)
+        )
 
 
 def test_extra_state_offsets():
@@ -136,7 +173,9 @@ def test_a_modules_entries():
         "n": torch.tensor(3),
     }
     layout = ParallelLayout.of(3, tp=2, dp=2)
-    shards = make_sharded_tensors_for_checkpoint(state, "fc.", {"weight": 1}, ((0, 1, 4),), tp_group=layout)
+    shards = make_sharded_tensors_for_checkpoint(
+        state, "fc.", {"weight": 1}, ((0, 1, 4),), tp_group=layout
+    )
     assert list(shards) == ["fc.weight", "fc.bias", "fc._extra_state", "fc.n"]
     assert all(key == shard.key for key, shard in shards.items())
     assert shards["fc.weight"].global_shape == (4, 4, 12)
@@ -149,11 +188,14 @@ def test_a_modules_entries():
 
 def test_plain_containers_ask_their_children():
     model = nn.Sequential(
-        nn.LayerNorm(6), nn.Sequential(ColumnParallel(ParallelLayout.of(1, tp=2)), nn.Linear(8, 2))
+        nn.LayerNorm(6),
+        nn.Sequential(ColumnParallel(ParallelLayout.of(1, tp=2)), nn.Linear(8, 2)),
     )
     model.register_buffer("seen", torch.tensor(0))
     layout = ParallelLayout.of(1, tp=2)
-    shards = sharded_state_dict_default(model, "m.", metadata={"dp_cp_group": layout}, tp_group=layout)
+    shards = sharded_state_dict_default(
+        model, "m.", metadata={"dp_cp_group": layout}, tp_group=layout
+    )
     assert set(shards) == {f"m.{name}" for name in model.state_dict()}
     assert shards["m.1.0.weight"].global_shape == (8, 6)
     assert shards["m.1.0.weight"].data is model[1][0].weight
@@ -173,7 +215,9 @@ def test_all_ranks_together_cover_the_model():
         layout = ParallelLayout.of(rank, tp=2, dp=2, pp=2)
         block = nn.Sequential(ColumnParallel(layout), nn.LayerNorm(8))
         offsets = ((0, layout.pp_rank, layout.pp_size),)
-        shards = sharded_state_dict_default(block, "layers.", offsets, {"dp_cp_group": layout}, layout)
+        shards = sharded_state_dict_default(
+            block, "layers.", offsets, {"dp_cp_group": layout}, layout
+        )
         parts.append(declare(extract(shards).shards, rank=rank))
     check(Declarations.merge(parts))
 

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 import megackpt
-from megackpt.adapters.modules import ParallelLayout, make_sharded_tensors_for_checkpoint
+from megackpt.adapters.modules import (
+    ParallelLayout,
+    make_sharded_tensors_for_checkpoint,
+)
 from megackpt.adapters.optimizer import (
     KEEP_VARS_HINT,
     get_optim_param_to_id_map,
@@ -35,7 +38,9 @@ from megackpt.testing import ThreadedGroup
 LAYERS, HIDDEN, FFN = 4, 6, 8
 
 
-def glu_factory(key: str, param: torch.Tensor, layout: ParallelLayout, layer: int) -> ShardedTensorFactory:
+def glu_factory(
+    key: str, param: torch.Tensor, layout: ParallelLayout, layer: int
+) -> ShardedTensorFactory:
     """Gate and value halves of one parameter, each cut by tensor parallelism, under one key."""
 
     def build(key, data, replica_id, flattened_range):
@@ -68,15 +73,21 @@ class Block(nn.Module):
         shards = make_sharded_tensors_for_checkpoint(
             state, "layers.", {"out": 1}, offsets, tp_group=self.layout
         )
-        return shards | {"layers.glu": glu_factory("layers.glu", self.glu, self.layout, self.layer)}
+        return shards | {
+            "layers.glu": glu_factory("layers.glu", self.glu, self.layout, self.layer)
+        }
 
 
 class Job:
     """One rank of a training job: its layers, its optimizer."""
 
-    def __init__(self, rank: int, tp: int, pp: int, dp: int = 1, make=torch.optim.AdamW) -> None:
+    def __init__(
+        self, rank: int, tp: int, pp: int, dp: int = 1, make=torch.optim.AdamW
+    ) -> None:
         self.layout = ParallelLayout.of(rank, tp=tp, pp=pp, dp=dp)
-        mine = range(LAYERS * self.layout.pp_rank // pp, LAYERS * (self.layout.pp_rank + 1) // pp)
+        mine = range(
+            LAYERS * self.layout.pp_rank // pp, LAYERS * (self.layout.pp_rank + 1) // pp
+        )
         self.blocks = [Block(self.layout, layer) for layer in mine]
         self.optimizer = make([p for block in self.blocks for p in block.parameters()])
         for block in self.blocks:
@@ -86,10 +97,14 @@ class Job:
 
     def state(self) -> dict:
         model = {f"block{i}": block.sharded() for i, block in enumerate(self.blocks)}
-        params = get_param_id_to_sharded_param_map(model, [p for b in self.blocks for p in b.parameters()])
+        params = get_param_id_to_sharded_param_map(
+            model, [p for b in self.blocks for p in b.parameters()]
+        )
         return {
             "model": model,
-            "optimizer": optim_state_to_sharding_state(self.optimizer.state_dict(), params),
+            "optimizer": optim_state_to_sharding_state(
+                self.optimizer.state_dict(), params
+            ),
         }
 
 
@@ -106,7 +121,9 @@ def fill(jobs: list[Job]) -> None:
                 if ".step." in shard.key:
                     shard.data.fill_(100 + layer)
                     continue
-                grid = torch.arange(float(torch.Size(shard.global_shape).numel())).view(shard.global_shape)
+                grid = torch.arange(float(torch.Size(shard.global_shape).numel())).view(
+                    shard.global_shape
+                )
                 seed = sum(map(ord, shard.key)) / 7
                 with torch.no_grad():
                     shard.data.copy_(grid[shard.global_slice()] + seed)
@@ -127,7 +144,9 @@ def saved(jobs: list[Job]) -> tuple[dict, dict]:
             if isinstance(shard, ShardedObject):
                 stored[shard.unique_key] = shard.data
             else:
-                whole = stored.setdefault(shard.key, torch.full(shard.global_shape, torch.nan))
+                whole = stored.setdefault(
+                    shard.key, torch.full(shard.global_shape, torch.nan)
+                )
                 whole[shard.global_slice()] = shard.data.detach()
     check(Declarations.merge(parts))
     return stored, copy.deepcopy(common)
@@ -136,21 +155,32 @@ def saved(jobs: list[Job]) -> tuple[dict, dict]:
 def loaded(job: Job, stored: dict, common: dict) -> dict:
     extracted = extract(job.state())
     values = [
-        stored[s.unique_key] if isinstance(s, ShardedObject) else stored[s.key][s.global_slice()].clone()
+        stored[s.unique_key]
+        if isinstance(s, ShardedObject)
+        else stored[s.key][s.global_slice()].clone()
         for s in extracted.shards
     ]
     return restore(extracted, values, common)
 
 
-@pytest.mark.parametrize("target", [(1, 1, 1), (2, 1, 2), (1, 4, 1), (4, 2, 1)], ids=str)
 @pytest.mark.parametrize(
-    "make", [torch.optim.AdamW, torch.optim.Adagrad, lambda p: torch.optim.SGD(p, momentum=0.9)]
+    "target", [(1, 1, 1), (2, 1, 2), (1, 4, 1), (4, 2, 1)], ids=str
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        lambda p: torch.optim.SGD(p, momentum=0.9),
+    ],
 )
 def test_state_survives_another_parallelism(target, make):
     source = world(2, 2, 2, make=make)
     fill(source)
     stored, common = saved(source)
-    assert not any(torch.isnan(t).any() for t in stored.values() if isinstance(t, torch.Tensor))
+    assert not any(
+        torch.isnan(t).any() for t in stored.values() if isinstance(t, torch.Tensor)
+    )
     wanted, got = world(*target, make=make), world(*target, make=make)
     fill(wanted)
     for should, job in zip(wanted, got, strict=True):
@@ -162,14 +192,23 @@ def test_state_survives_another_parallelism(target, make):
         for number, values in expected["state"].items():
             assert values.keys() == actual["state"][number].keys()
             for name, value in values.items():
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(actual["state"][number][name]))
+                assert torch.equal(
+                    torch.as_tensor(value),
+                    torch.as_tensor(actual["state"][number][name]),
+                )
 
 
 def test_keys_and_what_is_left_in_the_common_state():
     stored, common = saved(world(2, 1))
-    names = {key.removeprefix("optimizer.state.") for key in stored if key.startswith("optimizer")}
+    names = {
+        key.removeprefix("optimizer.state.")
+        for key in stored
+        if key.startswith("optimizer")
+    }
     assert names == {
-        f"{s}.layers.{p}" for s in ("exp_avg", "exp_avg_sq", "step") for p in ("glu", "out", "norm")
+        f"{s}.layers.{p}"
+        for s in ("exp_avg", "exp_avg_sq", "step")
+        for p in ("glu", "out", "norm")
     }
     assert stored["optimizer.state.step.layers.out"].shape == (LAYERS,)
     assert list(common) == ["optimizer"]
@@ -179,13 +218,17 @@ def test_keys_and_what_is_left_in_the_common_state():
 
 def test_plain_numbers_and_excluded_state():
     weight = nn.Parameter(torch.zeros(2, 3))
-    param = ShardedTensor.from_rank_offsets("w", weight, (0, 1, 2), (1, 1, 2), prepend_axis_num=1)
+    param = ShardedTensor.from_rank_offsets(
+        "w", weight, (0, 1, 2), (1, 1, 2), prepend_axis_num=1
+    )
     before = {
         "state": {0: {"step": 7, "exp_avg": torch.ones(2, 3), "none": None}},
         "param_groups": [{"params": [0]}],
     }
     given_state = copy.copy(before)
-    result = optim_state_to_sharding_state(given_state, {0: param}, exclude_keys=("none",))
+    result = optim_state_to_sharding_state(
+        given_state, {0: param}, exclude_keys=("none",)
+    )
     assert result is given_state
     assert set(before["state"][0]) == {"step", "exp_avg", "none"}
     assert before["param_groups"] == [{"params": [0]}]
@@ -213,23 +256,37 @@ def test_state_that_nobody_can_cut():
     data = torch.zeros(4, 3)
     rows = {"state": {0: {"row": torch.zeros(4)}}, "param_groups": []}
     whole = ShardedTensor.from_rank_offsets("w", data)
-    shard = optim_state_to_sharding_state(copy.copy(rows), {0: whole})["state"][0]["row"]
+    shard = optim_state_to_sharding_state(copy.copy(rows), {0: whole})["state"][0][
+        "row"
+    ]
     assert (shard.global_shape, shard.key) == ((4,), "optimizer.state.row.w")
     cut = ShardedTensor.from_rank_offsets("w", data, (0, 0, 2))
-    with pytest.raises(ShardingError, match=r"'optimizer.state.row.w': state of shape \(4,\).*exclude_keys"):
+    with pytest.raises(
+        ShardingError,
+        match=r"'optimizer.state.row.w': state of shape \(4,\).*exclude_keys",
+    ):
         optim_state_to_sharding_state(copy.copy(rows), {0: cut})
 
 
 def test_wrong_shapes_and_unknown_params(caplog):
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3))
-    with pytest.raises(ShardingError, match=r"'p.w': state of shape \(4,\) does not match.*\(4, 3\)"):
+    with pytest.raises(
+        ShardingError, match=r"'p.w': state of shape \(4,\) does not match.*\(4, 3\)"
+    ):
         make_sharded_optimizer_tensor(param, torch.zeros(4), "p")
-    fp32 = make_sharded_optimizer_tensor(param, torch.zeros(4, 3, dtype=torch.float64), "p")
+    fp32 = make_sharded_optimizer_tensor(
+        param, torch.zeros(4, 3, dtype=torch.float64), "p"
+    )
     assert (fp32.key, fp32.dtype) == ("p.w", torch.float64)
     with pytest.raises(ValueError, match="Param id 0 does not match"):
         optim_state_to_sharding_state({"state": {0: {}}, "param_groups": []}, {})
     with caplog.at_level(logging.WARNING):
-        assert get_param_id_to_sharded_param_map({"w": param}, [nn.Parameter(torch.zeros(1))]) == {}
+        assert (
+            get_param_id_to_sharded_param_map(
+                {"w": param}, [nn.Parameter(torch.zeros(1))]
+            )
+            == {}
+        )
     assert KEEP_VARS_HINT in caplog.text
 
 
@@ -237,12 +294,16 @@ def test_params_are_matched_by_identity():
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     assert get_optim_param_to_id_map([a, b, a]) == {id(a): 0, id(b): 1}
     shard = ShardedTensor.from_rank_offsets("b", b)
-    assert get_param_id_to_sharded_param_map({"x": [shard], "n": 1}, iter([a, b])) == {1: shard}
+    assert get_param_id_to_sharded_param_map({"x": [shard], "n": 1}, iter([a, b])) == {
+        1: shard
+    }
 
 
 def test_of_tied_parameters_the_smallest_replica_counts():
     p = nn.Parameter(torch.zeros(2))
-    copies = [ShardedTensor.from_rank_offsets("w", p, replica_id=(n, 0, 0)) for n in (2, 0, 1)]
+    copies = [
+        ShardedTensor.from_rank_offsets("w", p, replica_id=(n, 0, 0)) for n in (2, 0, 1)
+    ]
     assert get_param_id_to_sharded_param_map({"m": copies}, [p])[0] is copies[1]
     assert get_param_id_to_sharded_param_map({"m": copies[::2]}, [p])[0] is copies[2]
     for rank in range(2):  # alike on all data-parallel ranks
@@ -256,10 +317,14 @@ def test_of_tied_parameters_the_smallest_replica_counts():
 def test_megatrons_own_declarations_are_known():
     p = nn.Parameter(torch.zeros(2))
     theirs = type(
-        "ShardedTensor", (ShardedTensor,), {"__module__": "megatron.core.dist_checkpointing.mapping"}
+        "ShardedTensor",
+        (ShardedTensor,),
+        {"__module__": "megatron.core.dist_checkpointing.mapping"},
     )
     ours = ShardedTensor.from_rank_offsets("w", p)
-    (found,) = get_param_id_to_sharded_param_map({"w": theirs(**vars(ours))}, [p]).values()
+    (found,) = get_param_id_to_sharded_param_map(
+        {"w": theirs(**vars(ours))}, [p]
+    ).values()
     assert (type(found), found.key) == (ShardedTensor, "w")
 
 
@@ -268,20 +333,32 @@ def experts(key, steps, value=torch.tensor):
     whole or of a range."""
     params = [nn.Parameter(torch.full((4, 2), float(i))) for i in range(3)]
     cut = [
-        ShardedTensor.from_rank_offsets("w", p, (0, i, 3), prepend_axis_num=1) for i, p in enumerate(params)
+        ShardedTensor.from_rank_offsets("w", p, (0, i, 3), prepend_axis_num=1)
+        for i, p in enumerate(params)
     ]
-    apart = {"state": {i: {key: value(n)} for i, n in enumerate(steps)}, "param_groups": []}
+    apart = {
+        "state": {i: {key: value(n)} for i, n in enumerate(steps)},
+        "param_groups": [],
+    }
 
     def build(name, x, replica_id, _):
         return [
-            ShardedTensor.from_rank_offsets(name, row, (0, i, 3), replica_id=replica_id, prepend_axis_num=1)
+            ShardedTensor.from_rank_offsets(
+                name, row, (0, i, 3), replica_id=replica_id, prepend_axis_num=1
+            )
             for i, row in enumerate(x)
         ]
 
     def grouped(part=None, rank=0):
         state = {"state": {0: {key: value(0.0)}}, "param_groups": []}
-        param = ShardedTensorFactory("w", torch.zeros(3, 4, 2), build, torch.stack, (0, 0, rank))
-        return {"o": optim_state_to_sharding_state(state, {0: param}, flat_ranges=part and {0: part})}
+        param = ShardedTensorFactory(
+            "w", torch.zeros(3, 4, 2), build, torch.stack, (0, 0, rank)
+        )
+        return {
+            "o": optim_state_to_sharding_state(
+                state, {0: param}, flat_ranges=part and {0: part}
+            )
+        }
 
     return {"o": optim_state_to_sharding_state(apart, dict(enumerate(cut)))}, grouped
 
@@ -297,7 +374,9 @@ def test_of_steps_that_differ_the_largest_is_taken(tmp_path, caplog, form, value
 
         def load(group):
             state = grouped(parts[group.rank], group.rank)
-            return megackpt.load(state, tmp_path, process_group=group)["o"]["state"][0]["step"]
+            return megackpt.load(state, tmp_path, process_group=group)["o"]["state"][0][
+                "step"
+            ]
 
         assert ThreadedGroup.run(3, load) == [9, 9, 9]
     assert (
@@ -310,7 +389,8 @@ def test_other_values_that_differ_are_told(tmp_path):
     apart, grouped = experts("scale", (5.0, 9.0, 7.0))
     megackpt.save(apart, tmp_path)
     with pytest.raises(
-        MismatchError, match=r"'optimizer\.state\.scale\.w' has one value here and 3 in the checkpoint"
+        MismatchError,
+        match=r"'optimizer\.state\.scale\.w' has one value here and 3 in the checkpoint",
     ):
         megackpt.load(grouped(), tmp_path)
     apart, grouped = experts("scale", (5.0, 5.0, 5.0))
@@ -325,9 +405,12 @@ def test_two_pieces_of_a_parameter_on_a_rank(tmp_path, value):
     def state(cuts, steps):
         pieces = {i: slice(*cut) for i, cut in enumerate(cuts)}
         values = {
-            i: {"step": value(steps), "m": torch.full((p.stop - p.start,), steps)} for i, p in pieces.items()
+            i: {"step": value(steps), "m": torch.full((p.stop - p.start,), steps)}
+            for i, p in pieces.items()
         }
-        whole = dict.fromkeys(pieces, ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3)))
+        whole = dict.fromkeys(
+            pieces, ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3))
+        )
         groups = {"state": values, "param_groups": []}
         return {"o": optim_state_to_sharding_state(groups, whole, flat_ranges=pieces)}
 
@@ -339,17 +422,25 @@ def test_two_pieces_of_a_parameter_on_a_rank(tmp_path, value):
             assert [float(own["step"]) for own in found] == [5.0] * len(after)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(1, 1), [torch.zeros(2)], {"L": [torch.zeros(1)]}])
+@pytest.mark.parametrize(
+    "value", [torch.zeros(1, 1), [torch.zeros(2)], {"L": [torch.zeros(1)]}]
+)
 def test_tensors_of_a_cut_parameter_are_not_taken_for_one_value(value):
     cut = ShardedTensor.from_rank_offsets("w", torch.zeros(1, 3), (0, 0, 2))
-    with pytest.raises(ShardingError, match=r"'optimizer.state.row.w': .*nobody can tell how it is cut"):
-        optim_state_to_sharding_state({"state": {0: {"row": value}}, "param_groups": []}, {0: cut})
+    with pytest.raises(
+        ShardingError, match=r"'optimizer.state.row.w': .*nobody can tell how it is cut"
+    ):
+        optim_state_to_sharding_state(
+            {"state": {0: {"row": value}}, "param_groups": []}, {0: cut}
+        )
 
 
 def test_a_step_of_one_element_is_the_parameters():
     cut = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))
     for ranges in ({}, {0: slice(0, 1)}, {0: slice(0, 2)}):
         state = {"state": {0: {"step": torch.ones(1)}}, "param_groups": []}
-        step = optim_state_to_sharding_state(state, {0: cut}, flat_ranges=ranges)["state"][0]["step"]
+        step = optim_state_to_sharding_state(state, {0: cut}, flat_ranges=ranges)[
+            "state"
+        ][0]["step"]
         (shard,) = extract({"step": step}).shards
         assert (shard.global_shape, is_main_replica(shard.replica_id)) == ((1,), True)

@@ -22,7 +22,9 @@ from megackpt.errors import MismatchError, RankFailure, ShardingError
 from megackpt.state import ShardedTensor, ShardedTensorFactory
 from megackpt.testing import ThreadedGroup
 
-SHAPES = {"a": (2, 3), "b": (3,), "c": (4,), "d": (1,)} | {f"f.{i}": (2,) for i in range(3)}
+SHAPES = {"a": (2, 3), "b": (3,), "c": (4,), "d": (1,)} | {
+    f"f.{i}": (2,) for i in range(3)
+}
 
 
 def declared(*groups, lr=1e-3):
@@ -30,13 +32,19 @@ def declared(*groups, lr=1e-3):
     names = [name for group, _ in groups for name in group]
     params = {name: nn.Parameter(torch.zeros(SHAPES[name])) for name in names}
     optimizer = torch.optim.Adam(
-        ({"params": [params[n] for n in group], **more} for group, more in groups), lr=lr
+        ({"params": [params[n] for n in group], **more} for group, more in groups),
+        lr=lr,
     )
     for p in params.values():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    shards = {i: ShardedTensor.from_rank_offsets(name, params[name]) for i, name in enumerate(names)}
-    return optimizer, lambda: {"optimizer": optim_state_to_sharding_state(optimizer.state_dict(), shards)}
+    shards = {
+        i: ShardedTensor.from_rank_offsets(name, params[name])
+        for i, name in enumerate(names)
+    }
+    return optimizer, lambda: {
+        "optimizer": optim_state_to_sharding_state(optimizer.state_dict(), shards)
+    }
 
 
 def reloaded(directory, *groups, **options):
@@ -61,8 +69,16 @@ def saved(directory, *groups):
 
 def megatron(wd_mult, expert=False, prefix=""):
     """What a group of Megatron-Core's has; NeMo's have the prefix."""
-    values = {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": expert, "is_decoupled_lr": False}
-    return {f"{prefix if key.endswith('mult') else ''}{key}": value for key, value in values.items()}
+    values = {
+        "wd_mult": wd_mult,
+        "lr_mult": 1.0,
+        "is_expert_parallel": expert,
+        "is_decoupled_lr": False,
+    }
+    return {
+        f"{prefix if key.endswith('mult') else ''}{key}": value
+        for key, value in values.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,7 +107,9 @@ def test_megatrons_groups_whatever_their_prefix(tmp_path):
 
 def test_what_is_stored_is_as_before_and_no_more(tmp_path):
     saved(tmp_path, (["a"], {}))
-    assert not any("param_group" in key for key in megackpt.load_plain_tensors(tmp_path))
+    assert not any(
+        "param_group" in key for key in megackpt.load_plain_tensors(tmp_path)
+    )
     (group,) = megackpt.load_common_state_dict(tmp_path)["optimizer"]["param_groups"]
     assert group["lr"] == 1.0
     assert not {"params", "param_names"} & group.keys()
@@ -104,7 +122,10 @@ def test_names_of_parameters_are_each_ranks_own(tmp_path):
     shards = {0: ShardedTensor.from_rank_offsets("x", params[0][1])}
     state = {"o": optim_state_to_sharding_state(optimizer.state_dict(), shards)}
     megackpt.save(state, tmp_path)
-    assert "param_names" not in megackpt.load_common_state_dict(tmp_path)["o"]["param_groups"][0]
+    assert (
+        "param_names"
+        not in megackpt.load_common_state_dict(tmp_path)["o"]["param_groups"][0]
+    )
     optimizer.load_state_dict(megackpt.load(state, tmp_path)["o"])
     assert optimizer.param_groups[0]["param_names"] == ["x"]
 
@@ -151,14 +172,22 @@ def test_a_group_that_is_not_there(tmp_path, before, after, told):
 
 
 def test_groups_that_have_names_are_known_by_them_alone(tmp_path):
-    saved(tmp_path, (["a"], {"name": "x", "lr_mult": 1.0}), (["b"], {"name": "y", "lr_mult": 1.0}))
+    saved(
+        tmp_path,
+        (["a"], {"name": "x", "lr_mult": 1.0}),
+        (["b"], {"name": "y", "lr_mult": 1.0}),
+    )
     assert reloaded(
-        tmp_path, (["b"], {"name": "y", "lr_mult": 0.5}), (["a"], {"name": "x", "lr_mult": 1.0})
+        tmp_path,
+        (["b"], {"name": "y", "lr_mult": 0.5}),
+        (["a"], {"name": "x", "lr_mult": 1.0}),
     ) == [2, 1]
 
 
 def test_tensors_of_a_group_that_is_split_are_not_shared(tmp_path):
-    _, state = declared((["a", "b"], {"lr": torch.tensor(1.0)}), (["c"], {"lr": torch.tensor(2.0)}))
+    _, state = declared(
+        (["a", "b"], {"lr": torch.tensor(1.0)}), (["c"], {"lr": torch.tensor(2.0)})
+    )
     megackpt.save(state(), tmp_path)
     optimizer, state = declared((["a"], {}), (["b"], {}), (["c"], {}))
     optimizer.load_state_dict(megackpt.load(state(), tmp_path)["optimizer"])
@@ -167,14 +196,25 @@ def test_tensors_of_a_group_that_is_split_are_not_shared(tmp_path):
 
 
 def test_groups_that_were_alike_may_be_one(tmp_path, caplog):
-    for directory, rates in ((tmp_path / "1", (0.01, 0.01)), (tmp_path / "2", (0.01, 0.01004))):
-        groups = [([name], {"lr": torch.tensor(rate)}) for name, rate in zip("ab", rates, strict=True)]
+    for directory, rates in (
+        (tmp_path / "1", (0.01, 0.01)),
+        (tmp_path / "2", (0.01, 0.01004)),
+    ):
+        groups = [
+            ([name], {"lr": torch.tensor(rate)})
+            for name, rate in zip("ab", rates, strict=True)
+        ]
         _, state = declared(*groups, (["c"], {"lr": torch.tensor(2.0)}))
         megackpt.save(state(), directory)
     with caplog.at_level(logging.WARNING):
-        assert reloaded(tmp_path / "1", (["c"], {}), (["a", "b"], {})) == [2, torch.tensor(0.01)]
+        assert reloaded(tmp_path / "1", (["c"], {}), (["a", "b"], {})) == [
+            2,
+            torch.tensor(0.01),
+        ]
     assert not caplog.text
-    with pytest.raises(MismatchError, match="'a', 'b' is several groups in the checkpoint"):
+    with pytest.raises(
+        MismatchError, match="'a', 'b' is several groups in the checkpoint"
+    ):
         reloaded(tmp_path / "2", (["c"], {}), (["a", "b"], {}))
 
 
@@ -190,7 +230,10 @@ def test_two_optimizers_of_equal_names_under_prefixes(tmp_path):
 
     megackpt.save(state("ab", "ba"), tmp_path)
     loaded = megackpt.load(state("ba", "ab"), tmp_path)
-    rates = [[group["lr"] for group in own["optimizer"]["param_groups"]] for own in loaded.values()]
+    rates = [
+        [group["lr"] for group in own["optimizer"]["param_groups"]]
+        for own in loaded.values()
+    ]
     assert rates == [[2, 1], [3, 4]]
 
 
@@ -198,7 +241,10 @@ def test_parameters_of_several_groups_are_not_fused(tmp_path):
     saved(tmp_path, (["f.0", "f.1"], {}), (["f.2"], {}), (["c"], {}))
 
     def build(key, x, replica_id, _):
-        return [ShardedTensor.from_rank_offsets(f"{key}.{i}", x[i], replica_id=replica_id) for i in range(3)]
+        return [
+            ShardedTensor.from_rank_offsets(f"{key}.{i}", x[i], replica_id=replica_id)
+            for i in range(3)
+        ]
 
     params = [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(4))]
     optimizer = torch.optim.SGD({"params": [p]} for p in params)
@@ -206,9 +252,12 @@ def test_parameters_of_several_groups_are_not_fused(tmp_path):
         ShardedTensorFactory("f", params[0], build, list),
         ShardedTensor.from_rank_offsets("c", params[1]),
     ]
-    state = optim_state_to_sharding_state(optimizer.state_dict(), dict(enumerate(shards)))
+    state = optim_state_to_sharding_state(
+        optimizer.state_dict(), dict(enumerate(shards))
+    )
     with pytest.raises(
-        MismatchError, match="the group of parameters 'f' is several groups in the checkpoint"
+        MismatchError,
+        match="the group of parameters 'f' is several groups in the checkpoint",
     ):
         megackpt.load({"optimizer": state}, tmp_path)
 
@@ -216,15 +265,28 @@ def test_parameters_of_several_groups_are_not_fused(tmp_path):
 RATES = {"a": 1.0, "b": 2.0, "c": 3.0}
 
 
-def staged(group, order, directory, *, act=megackpt.save, rates=RATES, names=False, own=("a", "bc")):
+def staged(
+    group,
+    order,
+    directory,
+    *,
+    act=megackpt.save,
+    rates=RATES,
+    names=False,
+    own=("a", "bc"),
+):
     """An optimizer of which stages have different parameters: saved; or loaded: its rates then, and its next save."""
     mine = [name for name in order if name in own[group.rank]]
     params = {name: nn.Parameter(torch.zeros(4)) for name in mine}
     optimizer = torch.optim.SGD(
-        {"params": [params[n]] if n in mine else [], "lr": rates[n]} | ({"name": n} if names else {})
+        {"params": [params[n]] if n in mine else [], "lr": rates[n]}
+        | ({"name": n} if names else {})
         for n in order
     )
-    shards = {i: ShardedTensor.from_rank_offsets(name, params[name]) for i, name in enumerate(mine)}
+    shards = {
+        i: ShardedTensor.from_rank_offsets(name, params[name])
+        for i, name in enumerate(mine)
+    }
 
     def done(act, directory):
         state = {"o": optim_state_to_sharding_state(optimizer.state_dict(), shards)}
@@ -234,18 +296,26 @@ def staged(group, order, directory, *, act=megackpt.save, rates=RATES, names=Fal
     if loaded is None:
         return None
     optimizer.load_state_dict(loaded["o"])
-    return [found["lr"] for found in optimizer.param_groups], partial(done, megackpt.save)
+    return [found["lr"] for found in optimizer.param_groups], partial(
+        done, megackpt.save
+    )
 
 
-@pytest.mark.parametrize(("order", "names"), [("abc", False), ("abc", True), ("acb", True), ("cab", True)])
+@pytest.mark.parametrize(
+    ("order", "names"), [("abc", False), ("abc", True), ("acb", True), ("cab", True)]
+)
 def test_groups_of_other_stages_through_two_generations(tmp_path, order, names):
     nothing = dict.fromkeys("abc", 9.0)
 
     def generations(group):
         staged(group, "abc", tmp_path / "1", names=names)
-        _, again = staged(group, order, tmp_path / "1", act=megackpt.load, rates=nothing, names=names)
+        _, again = staged(
+            group, order, tmp_path / "1", act=megackpt.load, rates=nothing, names=names
+        )
         again(tmp_path / "2")
-        return staged(group, order, tmp_path / "2", act=megackpt.load, rates=nothing, names=names)[0]
+        return staged(
+            group, order, tmp_path / "2", act=megackpt.load, rates=nothing, names=names
+        )[0]
 
     assert ThreadedGroup.run(2, generations) == [[RATES[name] for name in order]] * 2
 
@@ -271,41 +341,68 @@ def test_a_wrong_guess_is_not_stored(tmp_path, caplog, kind):
         load = partial(megackpt.load, trusted=trusted)
         staged(group, "abc", tmp_path / "1", rates=rates)
         found, again = staged(group, "acb", tmp_path / "1", act=load)
-        assert_alike(found, [rates[name] for name in ("abc" if group.rank == 0 else "acb")])
+        assert_alike(
+            found, [rates[name] for name in ("abc" if group.rank == 0 else "acb")]
+        )
         again(tmp_path / "2")
         return staged(group, "acb", tmp_path / "2", act=load)[0]
 
     for found in ThreadedGroup.run(2, generations):
         assert_alike(found, [rates[name] for name in "acb"])
-    assert "of 2 groups without a parameter on this rank nothing tells which they were" in caplog.text
+    assert (
+        "of 2 groups without a parameter on this rank nothing tells which they were"
+        in caplog.text
+    )
 
 
 def assert_alike(found, expected):
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+        assert (
+            torch.equal(ours, theirs)
+            if isinstance(ours, torch.Tensor)
+            else ours == theirs
+        )
 
 
 @pytest.mark.parametrize("names", [False, True])
-@pytest.mark.parametrize("orders", [("a", "bc"), ("a", "b"), ("ab", "b"), ("b", "ab"), ("ab", "ba")])
+@pytest.mark.parametrize(
+    "orders", [("a", "bc"), ("a", "b"), ("ab", "b"), ("b", "ab"), ("ab", "ba")]
+)
 def test_stages_with_other_groups(tmp_path, orders, names):
     """Loaded right where rank 0 has those of which others have parameters, by name; else refused, at every save."""
 
     def run(group):
-        staged(group, "ab", tmp_path, names=names, own=("a", "b"))  # whose plan could be used again
+        staged(
+            group, "ab", tmp_path, names=names, own=("a", "b")
+        )  # whose plan could be used again
         staged(group, orders[group.rank], tmp_path, names=names, own=orders)
         nothing = dict.fromkeys("abc", 9.0)
         order = orders[group.rank]
-        return staged(group, order, tmp_path, names=names, own=orders, act=megackpt.load, rates=nothing)[0]
+        return staged(
+            group,
+            order,
+            tmp_path,
+            names=names,
+            own=orders,
+            act=megackpt.load,
+            rates=nothing,
+        )[0]
 
     if names and orders in (("ab", "b"), ("ab", "ba")):
-        assert ThreadedGroup.run(2, run) == [[RATES[name] for name in order] for order in orders]
+        assert ThreadedGroup.run(2, run) == [
+            [RATES[name] for name in order] for order in orders
+        ]
         return
     with pytest.raises(
-        ShardingError, match="of the same groups on all ranks, also of those without a parameter there"
+        ShardingError,
+        match="of the same groups on all ranks, also of those without a parameter there",
     ):
         ThreadedGroup.run(2, run)
-    assert [group["lr"] for group in megackpt.load_common_state_dict(tmp_path)["o"]["param_groups"]] == [1, 2]
+    assert [
+        group["lr"]
+        for group in megackpt.load_common_state_dict(tmp_path)["o"]["param_groups"]
+    ] == [1, 2]
 
 
 def test_a_rate_that_one_rank_changed_is_heard_where_a_plan_is_used_again(tmp_path):
@@ -316,8 +413,13 @@ def test_a_rate_that_one_rank_changed_is_heard_where_a_plan_is_used_again(tmp_pa
             staged(group, "ab", tmp_path, rates=rates, own=own, names=True)
 
     ThreadedGroup.run(2, partial(save, own=("a", "b")))
-    assert [group["lr"] for group in megackpt.load_common_state_dict(tmp_path)["o"]["param_groups"]] == [1, 7]
-    with pytest.raises(ShardingError, match=r"\[name='b'\]\['lr'\] is 7\.0 on rank 1, 0\.0 on rank 0"):
+    assert [
+        group["lr"]
+        for group in megackpt.load_common_state_dict(tmp_path)["o"]["param_groups"]
+    ] == [1, 7]
+    with pytest.raises(
+        ShardingError, match=r"\[name='b'\]\['lr'\] is 7\.0 on rank 1, 0\.0 on rank 0"
+    ):
         ThreadedGroup.run(2, partial(save, own=("b", "ab")))
 
 
@@ -331,22 +433,30 @@ def test_what_only_groups_with_parameters_have(tmp_path, later):
         for steps in range(3):
             state = {
                 "state": {},
-                "param_groups": [group_b | {"lr": 1.0} | ({"step": steps} if group.rank else {})],
+                "param_groups": [
+                    group_b | {"lr": 1.0} | ({"step": steps} if group.rank else {})
+                ],
             }
             shards = {0: shard} if group.rank else {}
             state = {"o": optim_state_to_sharding_state(state, shards)}
-            request = megackpt.save(state, tmp_path, async_sharded_save=later, process_group=group)
+            request = megackpt.save(
+                state, tmp_path, async_sharded_save=later, process_group=group
+            )
             if later:
                 queue = megackpt.AsyncCallsQueue()
                 queue.schedule_async_request(request)
                 queue.close()
 
     ThreadedGroup.run(2, run)
-    assert megackpt.load_common_state_dict(tmp_path)["o"]["param_groups"] == [{"lr": 1.0, "step": 2}]
+    assert megackpt.load_common_state_dict(tmp_path)["o"]["param_groups"] == [
+        {"lr": 1.0, "step": 2}
+    ]
 
 
 @pytest.mark.parametrize("groups", [None, [], [{"params": [], "lr": 5.0}]])
-def test_ranks_without_parameters_have_no_say_in_a_plan_that_is_used_again(tmp_path, groups):
+def test_ranks_without_parameters_have_no_say_in_a_plan_that_is_used_again(
+    tmp_path, groups
+):
     def run(group):
         param = nn.Parameter(torch.zeros(2))
         shard = ShardedTensor.from_rank_offsets(f"w{group.rank}", param)
@@ -355,7 +465,9 @@ def test_ranks_without_parameters_have_no_say_in_a_plan_that_is_used_again(tmp_p
             own = torch.optim.SGD([param], lr=1.0).state_dict()
             state["o"] = optim_state_to_sharding_state(own, {0: shard})
         elif groups is not None:
-            state["o"] = optim_state_to_sharding_state({"state": {}, "param_groups": groups}, {})
+            state["o"] = optim_state_to_sharding_state(
+                {"state": {}, "param_groups": groups}, {}
+            )
         for _ in range(2):
             megackpt.save(state, tmp_path, process_group=group)
         return group.log.count("scatter")
@@ -368,7 +480,10 @@ def test_texts_tell_values_apart_and_nothing_else():
         (1, 1.0, True, np.float64(1), np.int32(1), torch.tensor(1.0)),
         ((0.9, 0.95), [0.9, 0.95], np.array([0.9, 0.95]).tolist()),
         ({"a": 1, "b": {2, 3}}, {"b": {3, 2}, "a": 1.0}),
-        (torch.arange(40).reshape(4, 10), torch.arange(40).reshape(4, 10).T.contiguous().T),
+        (
+            torch.arange(40).reshape(4, 10),
+            torch.arange(40).reshape(4, 10).T.contiguous().T,
+        ),
         (torch.ones(40)[::2], torch.ones(20)),
         (torch.zeros(3, device="meta"), torch.zeros(3, device="meta")),
         (torch.device("cuda", 0), torch.device("cuda", 1)),  # each rank's own
@@ -376,7 +491,13 @@ def test_texts_tell_values_apart_and_nothing_else():
     ]
     texts = [{_text(value) for value in values} for values in alike]
     assert [len(told) for told in texts] == [1] * len(alike)
-    others = [{2**53 + 1}, np.float32(0.1), 10**400, torch.zeros(4, device="meta"), torch.ones(20).bfloat16()]
+    others = [
+        {2**53 + 1},
+        np.float32(0.1),
+        10**400,
+        torch.zeros(4, device="meta"),
+        torch.ones(20).bfloat16(),
+    ]
     others += [
         torch.arange(40).reshape(10, 4),
         np.bool_(False),
@@ -401,7 +522,8 @@ def test_a_group_that_is_split_goes_on_as_it_was(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert reloaded(tmp_path, (["b"], {}), (["c"], {}), (["a"], {})) == [1, 2, 1]
     assert re.search(
-        r"several groups of parameters were one.*after the load: \(lr=1.0,.*\) of 'b', 'a'", caplog.text
+        r"several groups of parameters were one.*after the load: \(lr=1.0,.*\) of 'b', 'a'",
+        caplog.text,
     )
 
 
@@ -430,24 +552,38 @@ def test_what_was_declared_once_is_loaded_twice_and_saved_again(tmp_path):
     optimizer, state = declared((["b"], {}), (["a"], {}))
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 2.0, 1.0
     asked = state()
-    first = copy.deepcopy(megackpt.load(asked, tmp_path / "first")["optimizer"]["param_groups"])
-    assert megackpt.load(asked, tmp_path / "first")["optimizer"]["param_groups"] == first
+    first = copy.deepcopy(
+        megackpt.load(asked, tmp_path / "first")["optimizer"]["param_groups"]
+    )
+    assert (
+        megackpt.load(asked, tmp_path / "first")["optimizer"]["param_groups"] == first
+    )
     megackpt.save(asked, tmp_path / "second")
     assert reloaded(tmp_path / "second", (["a"], {}), (["b"], {})) == [1, 2]
 
 
 def test_a_rank_without_any_parameter(tmp_path):
     saved(tmp_path, (["a"], {}), (["b"], {}))
-    state = {"state": {}, "param_groups": [{"params": [], "lr": 9.0}, {"params": [], "lr": 8.0}]}
-    loaded = megackpt.load({"optimizer": optim_state_to_sharding_state(state, {})}, tmp_path)["optimizer"]
+    state = {
+        "state": {},
+        "param_groups": [{"params": [], "lr": 9.0}, {"params": [], "lr": 8.0}],
+    }
+    loaded = megackpt.load(
+        {"optimizer": optim_state_to_sharding_state(state, {})}, tmp_path
+    )["optimizer"]
     assert [group["lr"] for group in loaded["param_groups"]] == [1, 2]
 
 
 def test_groups_of_parameters_without_state(tmp_path):
     def state(*names, rate=9.0):
         params = [nn.Parameter(torch.zeros(SHAPES[n])) for n in names]
-        optimizer = torch.optim.SGD([{"params": [p], "lr": rate + i} for i, p in enumerate(params)])
-        shards = {i: ShardedTensor.from_rank_offsets(n, params[i]) for i, n in enumerate(names)}
+        optimizer = torch.optim.SGD(
+            [{"params": [p], "lr": rate + i} for i, p in enumerate(params)]
+        )
+        shards = {
+            i: ShardedTensor.from_rank_offsets(n, params[i])
+            for i, n in enumerate(names)
+        }
         return {"o": optim_state_to_sharding_state(optimizer.state_dict(), shards)}
 
     megackpt.save(state("a", "b", "c", rate=1.0), tmp_path)
@@ -459,12 +595,17 @@ def test_empty_ranges_ask_for_their_groups_too(tmp_path):
     def state(rank, *names, rates=(9.0, 9.0, 9.0)):
         ranges = [slice(0, 4 if "abc".index(n) % 2 == rank else 0) for n in names]
         masters = [nn.Parameter(torch.zeros(part.stop)) for part in ranges]
-        optimizer = torch.optim.Adam({"params": [p], "lr": r} for p, r in zip(masters, rates, strict=False))
+        optimizer = torch.optim.Adam(
+            {"params": [p], "lr": r} for p, r in zip(masters, rates, strict=False)
+        )
         for p in masters:
             p.grad = torch.ones_like(p)
         optimizer.step()
         whole = torch.zeros(2, 2)
-        shards = [ShardedTensor.from_rank_offsets(n, whole, replica_id=(0, 0, rank)) for n in names]
+        shards = [
+            ShardedTensor.from_rank_offsets(n, whole, replica_id=(0, 0, rank))
+            for n in names
+        ]
         numbers = dict(enumerate(ranges))
         return {
             "o": optim_state_to_sharding_state(
@@ -473,21 +614,32 @@ def test_empty_ranges_ask_for_their_groups_too(tmp_path):
         }
 
     def rates(group, *names):
-        loaded = megackpt.load(state(group.rank, *names), tmp_path, process_group=group)["o"]
+        loaded = megackpt.load(
+            state(group.rank, *names), tmp_path, process_group=group
+        )["o"]
         return [g["lr"] for g in loaded["param_groups"]]
 
     def save(group):
-        megackpt.save(state(group.rank, "a", "b", "c", rates=(1.0, 2.0, 3.0)), tmp_path, process_group=group)
+        megackpt.save(
+            state(group.rank, "a", "b", "c", rates=(1.0, 2.0, 3.0)),
+            tmp_path,
+            process_group=group,
+        )
 
     ThreadedGroup.run(2, save)
-    assert ThreadedGroup.run(2, lambda group: rates(group, "c", "b", "a")) == [[3, 2, 1]] * 2
+    assert (
+        ThreadedGroup.run(2, lambda group: rates(group, "c", "b", "a"))
+        == [[3, 2, 1]] * 2
+    )
     assert ThreadedGroup.run(2, lambda group: rates(group, "b", "c")) == [[2, 3]] * 2
 
 
 def test_what_is_not_loaded_is_unknown(tmp_path):
     """Saved with names, of which an optimizer without names knows nothing."""
     saved(tmp_path, (["a"], {"name": "x"}), (["b"], {"name": "y"}))
-    with pytest.raises(MismatchError, match=r"'b' is unknown \(no number.*which has: 'x'; 'y'"):
+    with pytest.raises(
+        MismatchError, match=r"'b' is unknown \(no number.*which has: 'x'; 'y'"
+    ):
         reloaded(tmp_path, (["b"], {}), (["a"], {}), strict="ignore_all")
 
 
@@ -499,9 +651,13 @@ def test_a_load_that_fails_leaves_the_declaration_as_it_was(tmp_path):
     optimizer, state = declared((["b"], {}), (["a"], {}))
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 2.0, 1.0
     asked = state()
-    failing = ShardedTensorFactory("optimizer.state.step.a", None, lambda key, *_: step(key), fail)
+    failing = ShardedTensorFactory(
+        "optimizer.state.step.a", None, lambda key, *_: step(key), fail
+    )
     with pytest.raises(RankFailure, match="RuntimeError"):
-        megackpt.load(asked | {"x": failing}, tmp_path / "first", validate_access_integrity=False)
+        megackpt.load(
+            asked | {"x": failing}, tmp_path / "first", validate_access_integrity=False
+        )
     megackpt.save(asked, tmp_path / "second")
     assert reloaded(tmp_path / "second", (["a"], {}), (["b"], {})) == [1, 2]
 

@@ -29,7 +29,11 @@ class Job(NamedTuple):
 
 
 small = st.integers(0, 4)
-jobs = st.lists(st.builds(Job, st.integers(1, 4), st.integers(1, 4), small, small), min_size=1, max_size=5)
+jobs = st.lists(
+    st.builds(Job, st.integers(1, 4), st.integers(1, 4), small, small),
+    min_size=1,
+    max_size=5,
+)
 sizes, seeds = st.integers(1, 30), st.none() | st.integers(-3, 2**70)
 
 
@@ -48,13 +52,17 @@ def first(position: DataPosition, batch_size: int) -> list[int]:
 
 @settings(max_examples=60)
 @given(samples=sizes, seed=seeds, history=jobs)
-def test_any_history_sees_one_pass_after_another(samples: int, seed: int | None, history: list[Job]) -> None:
+def test_any_history_sees_one_pass_after_another(
+    samples: int, seed: int | None, history: list[Job]
+) -> None:
     row: list[int] = []  # what the model in the newest checkpoint was trained on
     state = DataPosition(samples, seed).state_dict()
     for job in history:
         position = DataPosition(samples, seed)
         position.load_state_dict(state)
-        ranks = [iter(position.batches(job.batch, rank, job.dp)) for rank in range(job.dp)]
+        ranks = [
+            iter(position.batches(job.batch, rank, job.dp)) for rank in range(job.dp)
+        ]
         for step in range(job.kept + job.lost):
             together = [index for rank in ranks for index in next(rank)]
             assert len(together) == job.batch * job.dp
@@ -75,7 +83,9 @@ def test_so_it_does_through_checkpoints_of_real_jobs(
     def run(group: ThreadedGroup) -> list[list[int]]:
         position = DataPosition(samples, seed)
         if megackpt.check_is_distributed_checkpoint(folder):
-            position.load_state_dict(megackpt.load({}, folder, process_group=group)["data"])
+            position.load_state_dict(
+                megackpt.load({}, folder, process_group=group)["data"]
+            )
         batches = iter(position.batches(job.batch, group.rank, group.size))
         seen = list(islice(batches, job.kept))
         position.consumed_samples += job.kept * job.batch * job.dp
@@ -87,13 +97,20 @@ def test_so_it_does_through_checkpoints_of_real_jobs(
         folder = Path(scratch) / "ckpt"
         for job in history:
             ranks = ThreadedGroup.run(job.dp, run)
-            row += [index for step in zip(*ranks, strict=True) for batch in step for index in batch]
+            row += [
+                index
+                for step in zip(*ranks, strict=True)
+                for batch in step
+                for index in batch
+            ]
     check(samples, seed, row)
 
 
 @settings(max_examples=50)
 @given(samples=st.integers(1, 3000), seed=seeds, number=st.integers(0, 10**9))
-def test_each_pass_is_a_permutation(samples: int, seed: int | None, number: int) -> None:
+def test_each_pass_is_a_permutation(
+    samples: int, seed: int | None, number: int
+) -> None:
     one = first(DataPosition(samples, seed, number * samples), samples)
     assert sorted(one) == list(range(samples))
     assert (one == sorted(one)) == (seed is None) or samples < 30
@@ -101,9 +118,15 @@ def test_each_pass_is_a_permutation(samples: int, seed: int | None, number: int)
 
 def test_passes_and_seeds_have_orders_of_their_own() -> None:
     n = 1000
-    orders = [tuple(first(DataPosition(n, seed, k * n), n)) for seed in (0, 1, -1) for k in (0, 1, 2)]
+    orders = [
+        tuple(first(DataPosition(n, seed, k * n), n))
+        for seed in (0, 1, -1)
+        for k in (0, 1, 2)
+    ]
     assert len(set(orders)) == len(orders)
-    for order in orders:  # a third of the length is what random places are apart; all in place would be 0
+    for order in (
+        orders
+    ):  # a third of the length is what random places are apart; all in place would be 0
         assert 0.3 < sum(abs(i - place) for i, place in enumerate(order)) / n**2 < 0.37
 
 
@@ -113,7 +136,12 @@ def test_the_order_of_a_seed_never_changes() -> None:
         *(7, 4, 3, 5, 6, 2, 9, 8, 1, 0),
         *(4, 7, 2, 9, 6, 0, 1, 5, 8, 3),
     ]
-    assert first(DataPosition(1_000_003, 5, 10**12), 4) == [126148, 789981, 79239, 342161]
+    assert first(DataPosition(1_000_003, 5, 10**12), 4) == [
+        126148,
+        789981,
+        79239,
+        342161,
+    ]
 
 
 @settings(max_examples=60)
@@ -131,7 +159,9 @@ def test_who_leaves_a_loader_and_comes_again_goes_on_where_the_run_stands(
     samplers = [position.batches(batch, rank, dp) for rank in range(dp)]
     for steps, ahead in rounds:
         drawn = [list(islice(sampler, steps + ahead)) for sampler in samplers]
-        row += [index for step in range(steps) for rank in drawn for index in rank[step]]
+        row += [
+            index for step in range(steps) for rank in drawn for index in rank[step]
+        ]
         position.consumed_samples += steps * batch * dp
     check(samples, seed, row)
 
@@ -154,7 +184,9 @@ def test_loaders_that_draw_ahead_move_nothing() -> None:
     position, seen = DataPosition(50), []
     for steps, batch in ((3, 4), (2, 8), (3, 5)):
         ahead = {"num_workers": 1, "prefetch_factor": 4}
-        loader = DataLoader(torch.arange(50), batch_sampler=position.batches(batch), **ahead)
+        loader = DataLoader(
+            torch.arange(50), batch_sampler=position.batches(batch), **ahead
+        )
         for _, drawn in zip(range(steps), loader, strict=False):
             seen += drawn.tolist()
             position.consumed_samples += len(drawn)
@@ -192,16 +224,26 @@ def test_a_position_in_another_row_is_refused(state: Any, what: str) -> None:
         (DataPosition(10, 0, -1), 1, 0, 1),
     ],
 )
-def test_ranks_and_batches_that_cannot_be(position: DataPosition, batch: int, rank: int, ranks: int) -> None:
+def test_ranks_and_batches_that_cannot_be(
+    position: DataPosition, batch: int, rank: int, ranks: int
+) -> None:
     with pytest.raises(ShardingError, match="cannot read batches"):
         position.batches(batch, rank, ranks)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "what"), [((20 / 3, 0, 3), "batch_size"), ((2, 0.5, 2), "dp_rank"), ((2, 1, 2.5), "dp_size")]
+    ("sizes", "what"),
+    [
+        ((20 / 3, 0, 3), "batch_size"),
+        ((2, 0.5, 2), "dp_rank"),
+        ((2, 1, 2.5), "dp_size"),
+    ],
 )
 def test_sizes_that_are_no_whole_numbers_are_refused(sizes: Any, what: str) -> None:
-    with pytest.raises(ShardingError, match=rf"{what} of a data position is a whole number, not \d\.\d+"):
+    with pytest.raises(
+        ShardingError,
+        match=rf"{what} of a data position is a whole number, not \d\.\d+",
+    ):
         DataPosition(20).batches(*sizes)
 
 
@@ -219,6 +261,7 @@ def test_numbers_of_numpy_and_torch_are_kept_as_plain_ones(tmp_path: Path) -> No
     )  # as older ones were saved
     assert other == position
     with pytest.raises(
-        ShardingError, match=r"consumed_samples of a data position is a whole number, not 1\.5"
+        ShardingError,
+        match=r"consumed_samples of a data position is a whole number, not 1\.5",
     ):
         position.consumed_samples = 1.5  # type: ignore[assignment]

@@ -20,9 +20,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -100,7 +111,8 @@ def dtensor(kind: str, chance: random.Random, shape: Shape) -> Geometry:
     """Shards and replicas over each axis of the mesh: even, uneven and empty ones, as sizes come."""
     mesh = drawn_mesh(chance)
     placements: list[Placement] = [
-        Replicate() if chance.random() < 0.3 else Shard(chance.randrange(len(shape))) for _ in mesh
+        Replicate() if chance.random() < 0.3 else Shard(chance.randrange(len(shape)))
+        for _ in mesh
     ]
     return distributed(kind, mesh, placements)
 
@@ -113,13 +125,17 @@ def strided(kind: str, chance: random.Random, shape: Shape) -> Geometry:
     for _ in mesh:
         axis = chance.choice((often, often, chance.randrange(len(shape))))
         any_factor = _StridedShard(axis, split_factor=chance.randint(1, 4))
-        placements.append(chance.choice((Replicate(), Shard(axis), any_factor, any_factor)))
+        placements.append(
+            chance.choice((Replicate(), Shard(axis), any_factor, any_factor))
+        )
     return distributed(kind, mesh, placements)
 
 
 def distributed(kind: str, mesh: Shape, placements: list[Placement]) -> Geometry:
     def make(_: int, whole: torch.Tensor) -> DTensor:
-        placed = distribute_tensor(whole, init_device_mesh("cpu", mesh), placements, src_data_rank=None)
+        placed = distribute_tensor(
+            whole, init_device_mesh("cpu", mesh), placements, src_data_rank=None
+        )
         return DTensor.from_local(
             placed.to_local().clone(),
             placed.device_mesh,
@@ -134,23 +150,41 @@ def distributed(kind: str, mesh: Shape, placements: list[Placement]) -> Geometry
 
 def fsdp2(kind: str, chance: random.Random, shape: Shape) -> Geometry:
     """Tensor (and expert) parallelism cut first, then FSDP2 what they have left, in a strided shard if need be."""
-    mesh = (chance.randint(1, 3), *(chance.randint(1, 3) for _ in range(chance.randint(1, 2))))
+    mesh = (
+        chance.randint(1, 3),
+        *(chance.randint(1, 3) for _ in range(chance.randint(1, 2))),
+    )
     axis = chance.randrange(len(shape))
-    others: list[Placement] = [Shard(chance.choice((axis, chance.randrange(len(shape))))) for _ in mesh[1:]]
-    before = [size for size, other in zip(mesh[1:], others, strict=True) if other == Shard(axis)]
+    others: list[Placement] = [
+        Shard(chance.choice((axis, chance.randrange(len(shape))))) for _ in mesh[1:]
+    ]
+    before = [
+        size
+        for size, other in zip(mesh[1:], others, strict=True)
+        if other == Shard(axis)
+    ]
     factor = math.prod(before)
-    own: Placement = _StridedShard(axis, split_factor=factor) if factor > 1 else Shard(axis)
+    own: Placement = (
+        _StridedShard(axis, split_factor=factor) if factor > 1 else Shard(axis)
+    )
     placements = [own, *others]
 
     def make(rank: int, whole: torch.Tensor) -> DTensor:
         place, local = coordinates(rank, mesh), whole
         for dim in (*range(1, len(mesh)), 0):
             cut: Any = Shard(axis) if dim == 0 else placements[dim]
-            parts, _ = cut._split_tensor(local, mesh[dim], with_padding=False, contiguous=False)
+            parts, _ = cut._split_tensor(
+                local, mesh[dim], with_padding=False, contiguous=False
+            )
             local = parts[place[dim]]
         device_mesh = init_device_mesh("cpu", mesh)
         return DTensor.from_local(
-            local.clone(), device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            local.clone(),
+            device_mesh,
+            placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
         )
 
     return Geometry(kind, f"{placements} over a mesh of {mesh}", math.prod(mesh), make)
@@ -187,7 +221,10 @@ def dealt(chance: random.Random, shape: Shape) -> list[list[Box]]:
 def by_fields(kind: str, chance: random.Random, shape: Shape) -> Geometry:
     """Plain tensors that say which boxes they hold, one under another in a buffer with padding."""
     held = dealt(chance, shape)
-    pads = [[chance.choice((0, 0, 1, 2)) for _ in shape] for _ in range(sum(map(len, held)) + len(held))]
+    pads = [
+        [chance.choice((0, 0, 1, 2)) for _ in shape]
+        for _ in range(sum(map(len, held)) + len(held))
+    ]
     empty = [chance.random() < 0.1 for _ in held]
     said_as = chance.choice((tuple, list, torch.Size))
 
@@ -198,12 +235,19 @@ def by_fields(kind: str, chance: random.Random, shape: Shape) -> Geometry:
         own = pads[rank :: len(held)]
         places: list[tuple[Shape, Shape, Shape]] = []
         row = 0
-        for (offset, size), pad in zip(boxes, own + [[0] * len(shape)] * len(boxes), strict=False):
+        for (offset, size), pad in zip(
+            boxes, own + [[0] * len(shape)] * len(boxes), strict=False
+        ):
             start = (row + pad[0], *pad[1:])
             places.append((offset, start, size))
             row = start[0] + size[0]
-        ends = [[a + s for a, s in zip(start, size, strict=True)] for _, start, size in places]
-        extent = [max((end[axis] for end in ends), default=0) for axis in range(len(shape))]
+        ends = [
+            [a + s for a, s in zip(start, size, strict=True)]
+            for _, start, size in places
+        ]
+        extent = [
+            max((end[axis] for end in ends), default=0) for axis in range(len(shape))
+        ]
         local: Any = torch.full(extent, 77, dtype=whole.dtype)
         for offset, start, size in places:
             local[slices(start, size)] = whole[slices(offset, size)]
@@ -217,10 +261,14 @@ def by_fields(kind: str, chance: random.Random, shape: Shape) -> Geometry:
 
 
 def slices(offset: Shape, size: Shape) -> tuple[slice, ...]:
-    return tuple(slice(first, first + length) for first, length in zip(offset, size, strict=True))
+    return tuple(
+        slice(first, first + length) for first, length in zip(offset, size, strict=True)
+    )
 
 
-def items_of(key: str, boxes: Sequence[Box], dtype: torch.dtype, shape: Shape) -> list[WriteItem]:
+def items_of(
+    key: str, boxes: Sequence[Box], dtype: torch.dtype, shape: Shape
+) -> list[WriteItem]:
     return [
         WriteItem(
             MetadataIndex(key, torch.Size(offset)),
@@ -244,10 +292,17 @@ class Chunked(torch.Tensor):
         return items_of(fqn, list(self.chunks), self.dtype, tuple(self.shape))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in self.chunks]
+        return [
+            ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+            for offset, size in self.chunks
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return next(data for (offset, _), data in self.chunks.items() if offset == tuple(index.offset or ()))
+        return next(
+            data
+            for (offset, _), data in self.chunks.items()
+            if offset == tuple(index.offset or ())
+        )
 
 
 def by_methods(kind: str, chance: random.Random, shape: Shape) -> Geometry:
@@ -267,12 +322,17 @@ def uneven_dtensor(kind: str, chance: random.Random, shape: Shape) -> Geometry:
     over = chance.randrange(len(mesh))
     cuts = sorted(chance.randint(0, shape[axis]) for _ in range(mesh[over] - 1))
     bounds = [0, *cuts, shape[axis]]
-    placements: list[Placement] = [Shard(axis) if dim == over else Replicate() for dim in range(len(mesh))]
+    placements: list[Placement] = [
+        Shard(axis) if dim == over else Replicate() for dim in range(len(mesh))
+    ]
 
     def make(rank: int, whole: torch.Tensor) -> DTensor:
         first, last = bounds[coordinates(rank, mesh)[over] :][:2]
         local = whole.narrow(axis, first, last - first).clone()
-        box = tuple(first if a == axis else 0 for a in range(len(shape))), tuple(local.shape)
+        box = (
+            tuple(first if a == axis else 0 for a in range(len(shape))),
+            tuple(local.shape),
+        )
         made = DTensor.from_local(
             local,
             init_device_mesh("cpu", mesh),
@@ -285,10 +345,17 @@ def uneven_dtensor(kind: str, chance: random.Random, shape: Shape) -> Geometry:
         chunk = ChunkStorageMetadata(box[0], box[1])  # type: ignore[arg-type]
         items = [box] if local.numel() else []
         told.__create_chunk_list__ = lambda: [chunk]
-        told.__create_write_items__ = lambda key, _: items_of(key, items, local.dtype, shape)
+        told.__create_write_items__ = lambda key, _: items_of(
+            key, items, local.dtype, shape
+        )
         return made
 
-    return Geometry(kind, f"{placements} over a mesh of {mesh}, cut at {cuts}", math.prod(mesh), make)
+    return Geometry(
+        kind,
+        f"{placements} over a mesh of {mesh}, cut at {cuts}",
+        math.prod(mesh),
+        make,
+    )
 
 
 def memory(shard: Any) -> list[torch.Tensor]:
@@ -299,7 +366,8 @@ def memory(shard: Any) -> list[torch.Tensor]:
 
 def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+        a.dtype == b.dtype and torch.equal(a, b)
+        for a, b in zip(one, other, strict=True)
     )
 
 
@@ -310,13 +378,17 @@ def stock_saves(states: Sequence[dict[str, Any]], folder: Path) -> None:
     planners = [DefaultSavePlanner() for _ in states]
     writers = [dcp.FileSystemWriter(folder, sync_files=False) for _ in states]
     plans = []
-    for rank, (state, planner, writer) in enumerate(zip(states, planners, writers, strict=True)):
+    for rank, (state, planner, writer) in enumerate(
+        zip(states, planners, writers, strict=True)
+    ):
         planner.set_up_planner(state, is_coordinator=rank == 0)
         writer.set_up_storage_writer(rank == 0)
         plans.append(writer.prepare_local_plan(planner.create_local_plan()))
     plans, metadata = planners[0].create_global_plan(plans)
     results = []
-    for plan, planner, writer in zip(writers[0].prepare_global_plan(plans), planners, writers, strict=True):
+    for plan, planner, writer in zip(
+        writers[0].prepare_global_plan(plans), planners, writers, strict=True
+    ):
         results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
     writers[0].finish(metadata, results)
 
@@ -335,7 +407,9 @@ def stock_loads(states: Sequence[dict[str, Any]], folder: Path) -> None:
 # --- ours
 
 
-def together(states: Sequence[dict[str, Any]], call: Callable[..., Any], folder: Path) -> str:
+def together(
+    states: Sequence[dict[str, Any]], call: Callable[..., Any], folder: Path
+) -> str:
     """Do this on all ranks. Returns why it was refused; empty where it was not."""
 
     def one(group: Any) -> str:
@@ -378,11 +452,15 @@ def outcome(seed: int, folder: Path) -> str:
     ours = megackpt.load_plain_tensors(folder / "ours")["x"]
     assert same([ours], [whole]), f"{told}: we store {ours}"
     loaded = asked.shards(torch.zeros_like(whole))
-    blank_refused = together([state for _, state in loaded], megackpt.load, folder / "ours")
+    blank_refused = together(
+        [state for _, state in loaded], megackpt.load, folder / "ours"
+    )
     expected = [memory(shard) for shard, _ in asked.shards(whole)]
     if not blank_refused:
         for rank, (shard, _) in enumerate(loaded):
-            assert same(memory(shard), expected[rank]), f"{told}: rank {rank} loads {memory(shard)}"
+            assert same(memory(shard), expected[rank]), (
+                f"{told}: rank {rank} loads {memory(shard)}"
+            )
     if not STOCK_KNOWS_FIELDS and saved.kind == "fields":
         return f"{saved.kind}: equal to what was cut; this torch does not know it"
 
@@ -391,7 +469,9 @@ def outcome(seed: int, folder: Path) -> str:
         state = {"x": torch.zeros_like(whole)}
         dcp.load(state, checkpoint_id=folder / "stock", no_dist=True)
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - stock's own refusals are of all kinds
-        return f"{saved.kind}: equal to what was cut; stock fails ({type(error).__name__})"
+        return (
+            f"{saved.kind}: equal to what was cut; stock fails ({type(error).__name__})"
+        )
     if not same([state["x"]], [whole]):
         return f"{saved.kind}: equal to what was cut; stock stores other values"
     if not blank_refused and (STOCK_KNOWS_FIELDS or asked.kind != "fields"):
@@ -400,7 +480,9 @@ def outcome(seed: int, folder: Path) -> str:
             stock_loads([{"x": shard} for shard in blank], folder / "stock")
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - as above
             return f"{saved.kind}: equal; stock fails to load it as {asked.kind} ({type(error).__name__})"
-        if not all(same(memory(shard), expected[rank]) for rank, shard in enumerate(blank)):
+        if not all(
+            same(memory(shard), expected[rank]) for rank, shard in enumerate(blank)
+        ):
             return f"{saved.kind}: equal; stock loads other values as {asked.kind}"
     return f"{saved.kind}: equal"
 
@@ -416,12 +498,16 @@ def outcomes(seeds: Sequence[int], folder: Path) -> Counter[str]:
 
 def test_what_stock_and_we_load_is_equal_or_refused_by_us(tmp_path: Path) -> None:
     found = outcomes(range(40), tmp_path)
-    assert sum(n for name, n in found.items() if "refused by us" not in name) > 35, found
+    assert sum(n for name, n in found.items() if "refused by us" not in name) > 35, (
+        found
+    )
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("first", range(0, 2000, 250))
-def test_two_thousand_geometries(first: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_thousand_geometries(
+    first: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The figures of docs/reliability.md are the sums of what these print."""
     found = outcomes(range(first, first + 250), tmp_path)
     with capsys.disabled():

@@ -16,7 +16,9 @@ def _definitions() -> ModuleType:
     for block in blocks(PAGE, "python"):
         tree = ast.parse("\n" * block.line + block.text, PAGE)
         kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
-        tree.body = [node for node in tree.body if isinstance(node, kinds) or _is_constants(node)]
+        tree.body = [
+            node for node in tree.body if isinstance(node, kinds) or _is_constants(node)
+        ]
         exec(compile(tree, PAGE, "exec"), module.__dict__)  # noqa: S102 - the code of our own page
     return module
 

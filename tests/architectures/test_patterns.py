@@ -25,13 +25,23 @@ from megackpt.testing import ThreadedGroup
 from tests.architectures.page import page
 
 page.LAYERS = 4  # fewer than the page has, for time
-LAYERS, EXPERTS, WIDTH, FFN, VOCABULARY = page.LAYERS, page.EXPERTS, page.WIDTH, page.FFN, page.VOCABULARY
+LAYERS, EXPERTS, WIDTH, FFN, VOCABULARY = (
+    page.LAYERS,
+    page.EXPERTS,
+    page.WIDTH,
+    page.FFN,
+    page.VOCABULARY,
+)
 MOMENT = 0.5  # how far an optimizer's state is from its parameter, in these tests
 
 
 def plain(name: str, *shape: int) -> Tensor:
     """A whole tensor in which no two elements are equal."""
-    return (torch.arange(math.prod(shape)) + zlib.crc32(name.encode()) % 2**22).float().reshape(shape)
+    return (
+        (torch.arange(math.prod(shape)) + zlib.crc32(name.encode()) % 2**22)
+        .float()
+        .reshape(shape)
+    )
 
 
 class World(NamedTuple):
@@ -41,11 +51,16 @@ class World(NamedTuple):
     chunks: int = 1
 
     def __str__(self) -> str:
-        return "".join(f"{name}{size}" for name, size in self.sizes.items()) + f"vpp{self.chunks}"
+        return (
+            "".join(f"{name}{size}" for name, size in self.sizes.items())
+            + f"vpp{self.chunks}"
+        )
 
     def run(self, fn: Callable[[ThreadedGroup, ParallelLayout], Any]) -> list[Any]:
         ranks = math.prod(self.sizes.get(name, 1) for name in ("tp", "cp", "dp", "pp"))
-        return ThreadedGroup.run(ranks, lambda group: fn(group, ParallelLayout.of(group.rank, **self.sizes)))
+        return ThreadedGroup.run(
+            ranks, lambda group: fn(group, ParallelLayout.of(group.rank, **self.sizes))
+        )
 
 
 SAVED = World({"tp": 2, "dp": 2, "pp": 2, "ep": 2})
@@ -72,7 +87,10 @@ class Architecture(NamedTuple):
 def swiglu(number: int, place: ParallelLayout) -> Named:
     w, v, fc2 = (plain(name, LAYERS, *shape)[number] for name, shape in MLP.items())
     tp, mine = place.tp_size, place.tp_rank
-    return {"fc1": torch.cat([w.chunk(tp)[mine], v.chunk(tp)[mine]]), "fc2": fc2.chunk(tp, 1)[mine]}
+    return {
+        "fc1": torch.cat([w.chunk(tp)[mine], v.chunk(tp)[mine]]),
+        "fc2": fc2.chunk(tp, 1)[mine],
+    }
 
 
 MLP = {"w": (FFN, WIDTH), "v": (FFN, WIDTH), "fc2": (WIDTH, FFN)}
@@ -104,29 +122,48 @@ def fused_mlp(number: int, place: ParallelLayout) -> Named:
 
 def fused_mlp_stored() -> Named:
     names = zip(MLP.items(), ("gate", "up", "down"), strict=True)
-    return {f"layers.{here}": plain(name, LAYERS, *shape) for (name, shape), here in names}
+    return {
+        f"layers.{here}": plain(name, LAYERS, *shape) for (name, shape), here in names
+    }
 
 
 ROWS = page.HEADS * page.HEAD, page.KV_HEADS * page.HEAD
-ATTENTION = {"q": (ROWS[0], WIDTH), "k": (ROWS[1], WIDTH), "v": (ROWS[1], WIDTH), "out": (WIDTH, ROWS[0])}
+ATTENTION = {
+    "q": (ROWS[0], WIDTH),
+    "k": (ROWS[1], WIDTH),
+    "v": (ROWS[1], WIDTH),
+    "out": (WIDTH, ROWS[0]),
+}
 
 
 def attention(number: int, place: ParallelLayout) -> Named:
     """Each rank has the heads of K and V that its heads of Q need, and no others."""
-    q, k, v, out = (plain(f"a.{name}", LAYERS, *shape)[number] for name, shape in ATTENTION.items())
+    q, k, v, out = (
+        plain(f"a.{name}", LAYERS, *shape)[number] for name, shape in ATTENTION.items()
+    )
     heads = range(page.HEADS)[
-        place.tp_rank * page.HEADS // place.tp_size : (place.tp_rank + 1) * page.HEADS // place.tp_size
+        place.tp_rank * page.HEADS // place.tp_size : (place.tp_rank + 1)
+        * page.HEADS
+        // place.tp_size
     ]
     groups = sorted({head // (page.HEADS // page.KV_HEADS) for head in heads})
 
     def rows(x: Tensor, numbers: Any) -> Tensor:
         return torch.cat([x[n * page.HEAD : (n + 1) * page.HEAD] for n in numbers])
 
-    return {"q": rows(q, heads), "k": rows(k, groups), "v": rows(v, groups), "out": rows(out.T, heads).T}
+    return {
+        "q": rows(q, heads),
+        "k": rows(k, groups),
+        "v": rows(v, groups),
+        "out": rows(out.T, heads).T,
+    }
 
 
 def attention_stored() -> Named:
-    return {f"layers.{name}": plain(f"a.{name}", LAYERS, *shape) for name, shape in ATTENTION.items()}
+    return {
+        f"layers.{name}": plain(f"a.{name}", LAYERS, *shape)
+        for name, shape in ATTENTION.items()
+    }
 
 
 def fused_attention(number: int, place: ParallelLayout) -> Named:
@@ -135,34 +172,57 @@ def fused_attention(number: int, place: ParallelLayout) -> Named:
 
 
 def grouped(number: int, place: ParallelLayout) -> Named:
-    w, v, fc2 = (plain(f"e.{name}", LAYERS, EXPERTS, *shape)[number] for name, shape in MLP.items())
+    w, v, fc2 = (
+        plain(f"e.{name}", LAYERS, EXPERTS, *shape)[number]
+        for name, shape in MLP.items()
+    )
     experts = range(EXPERTS)[
-        place.ep_rank * EXPERTS // place.ep_size : (place.ep_rank + 1) * EXPERTS // place.ep_size
+        place.ep_rank * EXPERTS // place.ep_size : (place.ep_rank + 1)
+        * EXPERTS
+        // place.ep_size
     ]
     tp, mine = place.etp_size, place.etp_rank
     return {
         "router": plain("router", LAYERS, EXPERTS, WIDTH)[number],
-        "fc1": torch.stack([torch.cat([w[e].chunk(tp)[mine], v[e].chunk(tp)[mine]]) for e in experts]),
+        "fc1": torch.stack(
+            [torch.cat([w[e].chunk(tp)[mine], v[e].chunk(tp)[mine]]) for e in experts]
+        ),
         "fc2": torch.stack([fc2[e].chunk(tp, 1)[mine] for e in experts]),
     }
 
 
 def sequential(number: int, place: ParallelLayout) -> Named:
     mine = grouped(number, place)
-    each = {f"experts.{i}.{name}": x for name in ("fc1", "fc2") for i, x in enumerate(mine[name])}
+    each = {
+        f"experts.{i}.{name}": x
+        for name in ("fc1", "fc2")
+        for i, x in enumerate(mine[name])
+    }
     return {"router": mine["router"], **each}
 
 
 def experts_stored() -> Named:
-    w, v, fc2 = (plain(f"e.{name}", LAYERS, EXPERTS, *shape) for name, shape in MLP.items())
+    w, v, fc2 = (
+        plain(f"e.{name}", LAYERS, EXPERTS, *shape) for name, shape in MLP.items()
+    )
     router = plain("router", LAYERS, EXPERTS, WIDTH)
-    return {"layers.router": router, "layers.experts.fc1": torch.cat([w, v], 2), "layers.experts.fc2": fc2}
+    return {
+        "layers.router": router,
+        "layers.experts.fc1": torch.cat([w, v], 2),
+        "layers.experts.fc2": fc2,
+    }
 
 
-def inside(**children: Callable[[int, ParallelLayout], Named]) -> Callable[[int, ParallelLayout], Named]:
+def inside(
+    **children: Callable[[int, ParallelLayout], Named],
+) -> Callable[[int, ParallelLayout], Named]:
     def mine(number: int, place: ParallelLayout) -> Named:
         parts = {name: child(number, place) for name, child in children.items()}
-        return {f"{name}.{key}": x for name, part in parts.items() for key, x in part.items()}
+        return {
+            f"{name}.{key}": x
+            for name, part in parts.items()
+            for key, x in part.items()
+        }
 
     return mine
 
@@ -170,29 +230,45 @@ def inside(**children: Callable[[int, ParallelLayout], Named]) -> Callable[[int,
 def mixture_stored() -> Named:
     parts = {"attention": attention_stored(), "mlp": experts_stored()}
     return {
-        key.replace("layers", f"layers.{name}"): x for name, part in parts.items() for key, x in part.items()
+        key.replace("layers", f"layers.{name}"): x
+        for name, part in parts.items()
+        for key, x in part.items()
     }
 
 
 def separate_mixture(place: ParallelLayout) -> nn.Module:
-    return nn.ModuleDict({"attention": page.Attention(place), "mlp": page.SequentialExperts(place)})
+    return nn.ModuleDict(
+        {"attention": page.Attention(place), "mlp": page.SequentialExperts(place)}
+    )
 
 
 ARCHITECTURES = {
     "swiglu": Architecture(page.SwiGLU, swiglu, swiglu_stored),
-    "swiglu-singleton": Architecture(page.SwiGLU, swiglu, swiglu_singleton, {"singleton_local_shards": True}),
-    "layers-by-name": Architecture(page.SwiGLU, swiglu, swiglu_by_name, {"non_homogeneous_layers": True}),
+    "swiglu-singleton": Architecture(
+        page.SwiGLU, swiglu, swiglu_singleton, {"singleton_local_shards": True}
+    ),
+    "layers-by-name": Architecture(
+        page.SwiGLU, swiglu, swiglu_by_name, {"non_homogeneous_layers": True}
+    ),
     "fused-mlp": Architecture(page.FusedMLP, fused_mlp, fused_mlp_stored),
     "attention": Architecture(page.Attention, attention, attention_stored),
-    "fused-attention": Architecture(page.FusedAttention, fused_attention, attention_stored),
+    "fused-attention": Architecture(
+        page.FusedAttention, fused_attention, attention_stored
+    ),
     "grouped": Architecture(page.GroupedExperts, grouped, experts_stored),
     "sequential": Architecture(page.SequentialExperts, sequential, experts_stored),
-    "mixture": Architecture(page.mixture, inside(attention=fused_attention, mlp=grouped), mixture_stored),
+    "mixture": Architecture(
+        page.mixture, inside(attention=fused_attention, mlp=grouped), mixture_stored
+    ),
     "separate-mixture": Architecture(
         separate_mixture, inside(attention=attention, mlp=sequential), mixture_stored
     ),
 }
-TWINS = [("attention", "fused-attention"), ("grouped", "sequential"), ("mixture", "separate-mixture")]
+TWINS = [
+    ("attention", "fused-attention"),
+    ("grouped", "sequential"),
+    ("mixture", "separate-mixture"),
+]
 PAIRS = [(name, name) for name in ARCHITECTURES if "mixture" not in name]
 PAIRS += TWINS + [(b, a) for a, b in TWINS]
 
@@ -200,7 +276,9 @@ PAIRS += TWINS + [(b, a) for a, b in TWINS]
 class Rank:
     """One rank's stage, its state with that of an optimizer, and what both should be."""
 
-    def __init__(self, name: str, place: ParallelLayout, chunks: int, metadata: dict[str, bool]) -> None:
+    def __init__(
+        self, name: str, place: ParallelLayout, chunks: int, metadata: dict[str, bool]
+    ) -> None:
         architecture = ARCHITECTURES[name]
         self.stage = page.Stage(place, architecture.layer, chunks)
         self.right = {
@@ -210,7 +288,9 @@ class Rank:
         }
         model = self.stage.sharded_state_dict(metadata=metadata)
         moments = {
-            key: make_sharded_optimizer_tensor(shard, torch.zeros_like(shard.data), "optimizer.exp_avg")
+            key: make_sharded_optimizer_tensor(
+                shard, torch.zeros_like(shard.data), "optimizer.exp_avg"
+            )
             for key, shard in model.items()
         }
         self.state = {"model": model, "moments": moments}
@@ -222,7 +302,9 @@ class Rank:
                 self.state["moments"][key].data.copy_(x + MOMENT)
 
     def check(self, loaded: dict[str, Any]) -> None:
-        self.stage.load_state_dict(loaded["model"])  # strict: all of its parameters, and nothing else
+        self.stage.load_state_dict(
+            loaded["model"]
+        )  # strict: all of its parameters, and nothing else
         parameters = dict(self.stage.named_parameters())
         assert parameters.keys() == loaded["moments"].keys() == self.right.keys()
         for key, x in self.right.items():
@@ -243,7 +325,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             def on(group: ThreadedGroup, place: ParallelLayout) -> None:
                 rank = Rank(name, place, SAVED.chunks, metadata)
                 rank.fill()
-                megackpt.save(rank.state, made[name], process_group=group, content_metadata=metadata)
+                megackpt.save(
+                    rank.state,
+                    made[name],
+                    process_group=group,
+                    content_metadata=metadata,
+                )
 
             SAVED.run(on)
         return made[name]
@@ -252,10 +339,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_what_is_stored_are_the_whole_tensors(saved: Callable[[str], Path], name: str) -> None:
+def test_what_is_stored_are_the_whole_tensors(
+    saved: Callable[[str], Path], name: str
+) -> None:
     whole = ARCHITECTURES[name].stored()
     tensors = megackpt.load_plain_tensors(saved(name))
-    assert tensors.keys() == whole.keys() | {f"optimizer.exp_avg.{key}" for key in whole}
+    assert tensors.keys() == whole.keys() | {
+        f"optimizer.exp_avg.{key}" for key in whole
+    }
     for key, x in whole.items():
         assert torch.equal(tensors[key], x), key
         assert torch.equal(tensors[f"optimizer.exp_avg.{key}"], x + MOMENT), key
@@ -267,13 +358,20 @@ def test_every_rank_of_another_world_gets_what_is_its_own(
     saved: Callable[[str], Path], there: str, here: str, world: World
 ) -> None:
     checkpoint = saved(there)
-    metadata = megackpt.load_content_metadata(checkpoint)  # which form it has, to be asked for alike
+    metadata = megackpt.load_content_metadata(
+        checkpoint
+    )  # which form it has, to be asked for alike
     assert metadata == ARCHITECTURES[there].metadata
 
     def on(group: ThreadedGroup, place: ParallelLayout) -> None:
         rank = Rank(here, place, world.chunks, metadata)
         rank.check(
-            megackpt.load(rank.state, checkpoint, process_group=group, strict=StrictHandling.RAISE_ALL)
+            megackpt.load(
+                rank.state,
+                checkpoint,
+                process_group=group,
+                strict=StrictHandling.RAISE_ALL,
+            )
         )
 
     world.run(on)
@@ -289,7 +387,9 @@ def test_every_rank_of_another_world_gets_what_is_its_own(
         (4, 1, [[0], [1], [2], [3]]),
     ],
 )
-def test_layers_of_virtual_stages(pp: int, chunks: int, numbers: list[list[int]]) -> None:
+def test_layers_of_virtual_stages(
+    pp: int, chunks: int, numbers: list[list[int]]
+) -> None:
     places = [ParallelLayout.of(rank, pp=pp) for rank in range(pp)]
     assert [page.Stage(place, chunks=chunks).numbers for place in places] == numbers
 
@@ -315,11 +415,20 @@ def test_adam_follows_its_parameters_into_the_other_form(
     there, here = there_and_here
 
     def adam(rank: Rank, step: float) -> tuple[torch.optim.Adam, dict[str, Any]]:
-        optimizer, parameters = torch.optim.Adam(rank.stage.parameters()), dict(rank.stage.named_parameters())
+        optimizer, parameters = (
+            torch.optim.Adam(rank.stage.parameters()),
+            dict(rank.stage.named_parameters()),
+        )
         for key, p in parameters.items():
             x = rank.right[key] * step
-            optimizer.state[p] = {"step": torch.tensor(step), "exp_avg": x, "exp_avg_sq": x + MOMENT}
-        numbers = get_param_id_to_sharded_param_map(rank.state["model"], rank.stage.parameters())
+            optimizer.state[p] = {
+                "step": torch.tensor(step),
+                "exp_avg": x,
+                "exp_avg_sq": x + MOMENT,
+            }
+        numbers = get_param_id_to_sharded_param_map(
+            rank.state["model"], rank.stage.parameters()
+        )
         return optimizer, optim_state_to_sharding_state(optimizer.state_dict(), numbers)
 
     def save(group: ThreadedGroup, place: ParallelLayout) -> None:
@@ -341,21 +450,36 @@ def test_adam_follows_its_parameters_into_the_other_form(
 
 
 @pytest.mark.parametrize("name", ["swiglu", "fused-attention", "grouped"])
-def test_data_parallel_ranks_that_share_a_parameters_state_store_it_whole(tmp_path: Path, name: str) -> None:
+def test_data_parallel_ranks_that_share_a_parameters_state_store_it_whole(
+    tmp_path: Path, name: str
+) -> None:
     def save(group: ThreadedGroup, place: ParallelLayout) -> None:
-        rank, copies, state = Rank(name, place, 1, {}), place.experts if name == "grouped" else place, {}
+        rank, copies, state = (
+            Rank(name, place, 1, {}),
+            place.experts if name == "grouped" else place,
+            {},
+        )
         for key, x in rank.right.items():
             if "router" not in key:
                 flat, parts = x.flatten(), copies.dp_cp_size
-                cuts = [len(flat) * (3 * n + 1) // (3 * parts + 1) if n else 0 for n in range(parts)]
-                start, stop = [*cuts, len(flat)][copies.dp_cp_rank : copies.dp_cp_rank + 2]
+                cuts = [
+                    len(flat) * (3 * n + 1) // (3 * parts + 1) if n else 0
+                    for n in range(parts)
+                ]
+                start, stop = [*cuts, len(flat)][
+                    copies.dp_cp_rank : copies.dp_cp_rank + 2
+                ]
                 mine, shard = flat[start:stop].clone(), rank.state["model"][key]
-                state[key] = make_flat_range_shards(shard, mine, slice(start, stop), "moment")
+                state[key] = make_flat_range_shards(
+                    shard, mine, slice(start, stop), "moment"
+                )
         megackpt.save(state, tmp_path, process_group=group)
 
     World({"tp": 2, "dp": 4, "ep": 2}).run(save)
     tensors = megackpt.load_plain_tensors(tmp_path)
-    whole = {key: x for key, x in ARCHITECTURES[name].stored().items() if "router" not in key}
+    whole = {
+        key: x for key, x in ARCHITECTURES[name].stored().items() if "router" not in key
+    }
     assert tensors.keys() == {f"moment.{key}" for key in whole}
     assert all(torch.equal(tensors[f"moment.{key}"], x) for key, x in whole.items())
 
@@ -369,7 +493,10 @@ HEIGHTS = {1: 56, 2: 64, 4: 64}  # with the padding, over so many ranks
 def test_tied_embeddings_of_any_height_are_equal_up_to_the_true_vocabulary(
     tmp_path: Path, there: tuple[int, int, int], here: tuple[int, int, int]
 ) -> None:
-    before, now = (World(dict(zip(("tp", "pp", "dp"), sizes, strict=True))) for sizes in (there, here))
+    before, now = (
+        World(dict(zip(("tp", "pp", "dp"), sizes, strict=True)))
+        for sizes in (there, here)
+    )
     padded = torch.full((HEIGHTS[there[0]], WIDTH), -1.0)
     padded[:VOCABULARY] = EMBEDDING
 
@@ -379,11 +506,15 @@ def test_tied_embeddings_of_any_height_are_equal_up_to_the_true_vocabulary(
             parameter.data.copy_(padded.chunk(place.tp_size)[place.tp_rank])
         megackpt.save(module.sharded_state_dict(), tmp_path, process_group=group)
 
-    def load(group: ThreadedGroup, place: ParallelLayout) -> tuple[int, int, Tensor | None]:
+    def load(
+        group: ThreadedGroup, place: ParallelLayout
+    ) -> tuple[int, int, Tensor | None]:
         module = page.Embedding(place)
         for parameter in module.parameters():
             parameter.data.fill_(7.0)
-        module.load_state_dict(megackpt.load(module.sharded_state_dict(), tmp_path, process_group=group))
+        module.load_state_dict(
+            megackpt.load(module.sharded_state_dict(), tmp_path, process_group=group)
+        )
         return place.pp_rank, place.tp_rank, getattr(module, "embedding", None)
 
     before.run(save)
@@ -392,6 +523,8 @@ def test_tied_embeddings_of_any_height_are_equal_up_to_the_true_vocabulary(
     rows = min(len(right), len(padded))
     right[:rows] = padded[:rows]
     held = [(pp, tp, weight) for pp, tp, weight in now.run(load) if weight is not None]
-    assert sorted({pp for pp, _, _ in held}) == sorted({0, here[1] - 1})  # the first stage and the last
+    assert sorted({pp for pp, _, _ in held}) == sorted(
+        {0, here[1] - 1}
+    )  # the first stage and the last
     for _, tp, weight in held:
         assert torch.equal(weight, right.chunk(here[0])[tp])

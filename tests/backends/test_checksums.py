@@ -19,7 +19,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch_dist`")
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One large record, and more small ones than one thread takes at a time."""
-    state = {"large": torch.arange(WINDOW, dtype=torch.int32), "text": "hi", "empty": torch.empty(0)}
+    state = {
+        "large": torch.arange(WINDOW, dtype=torch.int32),
+        "text": "hi",
+        "empty": torch.empty(0),
+    }
     state |= {f"small.{i}": torch.full((3,), float(i)) for i in range(150)}
     folder = tmp_path_factory.mktemp("stock")
     dcp.save(state, checkpoint_id=folder, no_dist=True)
@@ -40,10 +44,15 @@ def test_every_damaged_record_is_told(stock: Path, tmp_path: Path) -> None:
     manifest = TorchDist().read_manifest(LocalStorage(folder))
     (file,) = manifest.files
     data = bytearray((folder / file).read_bytes())
-    at = {key: manifest.chunks_of(key)[0].location for key in ("large", "small.7", "small.149", "text")}
+    at = {
+        key: manifest.chunks_of(key)[0].location
+        for key in ("large", "small.7", "small.149", "text")
+    }
     data[at["large"].start + at["large"].length // 2] ^= 1
     data[data.index(torch.full((3,), 7.0).numpy().tobytes(), at["small.7"].start)] ^= 1
-    data[at["small.149"].start + at["small.149"].length - 1] ^= 1  # the end of the archive's own directory
+    data[at["small.149"].start + at["small.149"].length - 1] ^= (
+        1  # the end of the archive's own directory
+    )
     data[data.index(b"\x80\x02", at["text"].start)] ^= 1
     (folder / file).write_bytes(data)
     told = problems(folder)

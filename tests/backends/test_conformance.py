@@ -27,7 +27,9 @@ class TestZarr(BackendSuite):
 
 class TestSafetensors(BackendSuite):
     backend = Safetensors()
-    dtypes = tuple(dtype for dtype in TENSORS if dtype not in ("complex32", "complex128"))
+    dtypes = tuple(
+        dtype for dtype in TENSORS if dtype not in ("complex32", "complex128")
+    )
     unfit_keys = ("__metadata__", "\ud800")
 
 

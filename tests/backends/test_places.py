@@ -27,16 +27,25 @@ SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
     shape = draw(SHAPES)
-    ends = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    ends = [
+        sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape
+    ]
     return shape, Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
 
 
 @given(boxes(), st.sampled_from(["uint8", "bfloat16", "complex128"]))
-def test_runs_are_the_bytes_of_the_box_in_order(given: tuple[tuple[int, ...], Box], dtype: str) -> None:
+def test_runs_are_the_bytes_of_the_box_in_order(
+    given: tuple[tuple[int, ...], Box], dtype: str
+) -> None:
     shape, box = given
     meta = TensorMeta(shape, dtype)
     size = int(np.prod(shape, dtype=np.int64)) * meta.itemsize
-    expected = np.arange(size).reshape(*shape, meta.itemsize)[box.slices()].reshape(-1).tolist()
+    expected = (
+        np.arange(size)
+        .reshape(*shape, meta.itemsize)[box.slices()]
+        .reshape(-1)
+        .tolist()
+    )
     runs = Runs.of(box, meta)
     found = [start + i for start in runs.starts() for i in range(runs.length)]
     assert found == expected
@@ -45,7 +54,9 @@ def test_runs_are_the_bytes_of_the_box_in_order(given: tuple[tuple[int, ...], Bo
     assert all(b > a + runs.length for a, b in pairwise(starts) if runs.length)
 
 
-def placed(world: World, ranks: int, gap: int = 0) -> tuple[list[SavePlan], Manifest, dict[str, Location]]:
+def placed(
+    world: World, ranks: int, gap: int = 0
+) -> tuple[list[SavePlan], Manifest, dict[str, Location]]:
     """Plans in which tensors follow one another in one file, a few bytes apart."""
     found: dict[str, Location] = {}
     end = gap
@@ -58,8 +69,12 @@ def placed(world: World, ranks: int, gap: int = 0) -> tuple[list[SavePlan], Mani
     return [plan.placed(found) for plan in plans], manifest, found
 
 
-def write(root: LocalStorage, world: World, plans: list[SavePlan], manifest: Manifest) -> Manifest:
-    results = [places.result(p, write_tensors(root, p, MemorySource(world, p))) for p in plans]
+def write(
+    root: LocalStorage, world: World, plans: list[SavePlan], manifest: Manifest
+) -> Manifest:
+    results = [
+        places.result(p, write_tensors(root, p, MemorySource(world, p))) for p in plans
+    ]
     return manifest.located(results)
 
 
@@ -89,15 +104,26 @@ def test_any_cut_gives_the_whole_tensors(
     assert set(checksums) == set(rows.tolist())
     for i, entry in enumerate(whole_manifest.tensors):
         (chunk,) = whole_manifest.chunks_of(entry.key)
-        assert (chunk.box, chunk.location) == (Box.whole(entry.meta.shape), found[entry.key])
-        assert chunk.digests.tobytes() == digest_blocks(memoryview(tensors[entry.key].values.tobytes()))
+        assert (chunk.box, chunk.location) == (
+            Box.whole(entry.meta.shape),
+            found[entry.key],
+        )
+        assert chunk.digests.tobytes() == digest_blocks(
+            memoryview(tensors[entry.key].values.tobytes())
+        )
         assert (chunk.writer == -1) == (entry.key in several), i
 
 
-def test_digests_of_what_is_larger_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_of_what_is_larger_than_a_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(places, "WINDOW", 1 << 20)
-    small = {f"s{i}": Whole.random("uint8", (1 << 18,), (1 << 17,), i) for i in range(5)}
-    world = World({"large": Whole.random("uint8", (3, (1 << 20) + 7), (3, 1 << 19), 9), **small})
+    small = {
+        f"s{i}": Whole.random("uint8", (1 << 18,), (1 << 17,), i) for i in range(5)
+    }
+    world = World(
+        {"large": Whole.random("uint8", (3, (1 << 20) + 7), (3, 1 << 19), 9), **small}
+    )
     root = LocalStorage(tmp_path)
     plans, manifest, found = placed(world, 2)
     joined, rows = gathered(write(root, world, plans, manifest), found)
@@ -110,8 +136,17 @@ def test_digests_of_what_is_larger_than_a_window(tmp_path: Path, monkeypatch: py
 
 
 def test_a_hole_that_nobody_wrote_is_refused() -> None:
-    world = World({"good": Whole.random("float32", (4,), (2,)), "bad": Whole.random("float32", (4,), (2,))})
-    shards = [shard for shard in world.shards() if shard.box.offset != (2,) or shard.key == "good"]
+    world = World(
+        {
+            "good": Whole.random("float32", (4,), (2,)),
+            "bad": Whole.random("float32", (4,), (2,)),
+        }
+    )
+    shards = [
+        shard
+        for shard in world.shards()
+        if shard.box.offset != (2,) or shard.key == "good"
+    ]
     _, manifest = plan_save([world.declared(shards)], SavePolicy(), validate=False)
     with pytest.raises(BackendError, match=r"no rank wrote parts of 'bad'$"):
         gathered(manifest, {key: Location("all", 0, 16) for key in world.tensors})
@@ -125,12 +160,21 @@ class _TooMuch:
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         data = b"".join(self._source.blocks(row))
-        yield memoryview(data + b"x" * self._extra if self._extra > 0 else data[: self._extra])
+        yield memoryview(
+            data + b"x" * self._extra if self._extra > 0 else data[: self._extra]
+        )
 
 
 @pytest.mark.parametrize("extra", [-1, 1])
-def test_rows_of_another_length_are_refused_and_spoil_nothing_else(tmp_path: Path, extra: int) -> None:
-    world = World({"a": Whole.random("uint8", (8,), (4,)), "b": Whole.random("uint8", (8,), (4,), 1)})
+def test_rows_of_another_length_are_refused_and_spoil_nothing_else(
+    tmp_path: Path, extra: int
+) -> None:
+    world = World(
+        {
+            "a": Whole.random("uint8", (8,), (4,)),
+            "b": Whole.random("uint8", (8,), (4,), 1),
+        }
+    )
     (plan,), _, _ = placed(world, 1)
     root = LocalStorage(tmp_path)
     with pytest.raises(BackendError, match=r"should have 4 bytes"):
@@ -147,10 +191,15 @@ def test_a_plan_without_places_is_refused(tmp_path: Path) -> None:
 
 def test_empty_tensors_take_a_place_and_no_bytes(tmp_path: Path) -> None:
     world = World(
-        {"none": Whole.random("float32", (0, 3), (0, 3)), "some": Whole.random("float32", (2,), (2,))}
+        {
+            "none": Whole.random("float32", (0, 3), (0, 3)),
+            "some": Whole.random("float32", (2,), (2,)),
+        }
     )
     root = LocalStorage(tmp_path)
     plans, manifest, found = placed(world, 1, gap=8)
     joined, rows = gathered(write(root, world, plans, manifest), found)
     assert not len(rows)
-    assert [c.location.length for key in world.tensors for c in joined.chunks_of(key)] == [0, 8]
+    assert [
+        c.location.length for key in world.tensors for c in joined.chunks_of(key)
+    ] == [0, 8]

@@ -59,7 +59,9 @@ class _CountingReader(FileReader):
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
         self.owner.calls += 1
         self.owner.bytes += sum(b.nbytes for b in buffers)
-        if self.expected:  # what is read was foretold, but for what is skipped between neighbours
+        if (
+            self.expected
+        ):  # what is read was foretold, but for what is skipped between neighbours
             at = start
             for low, high in self.expected:
                 at = max(at, high) if low <= at + SKIP else at
@@ -81,7 +83,9 @@ class Arrays:
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
         self.lent = max(self.lent, box.volume * self.arrays[target].itemsize)
-        return self.arrays[target][(..., *box.relative_to(self.holders[target]).slices())]
+        return self.arrays[target][
+            (..., *box.relative_to(self.holders[target]).slices())
+        ]
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
         assert filled.shape == box.shape
@@ -101,7 +105,10 @@ class Stored:
     """Tensors written as raw chunks of one file, with gaps, and a manifest of them."""
 
     def __init__(
-        self, path: Path, tensors: list[tuple[str, NDArray[Any], list[Box]]], gap: int = 100
+        self,
+        path: Path,
+        tensors: list[tuple[str, NDArray[Any], list[Box]]],
+        gap: int = 100,
     ) -> None:
         self.root = Counting(path)
         self.tensors = tensors
@@ -117,7 +124,10 @@ class Stored:
                 digests += digest_blocks(memoryview(raw))
                 content += raw + b"#" * gap
         self.root.put("data", bytes(content))
-        entries = tuple(TensorEntry(key, TensorMeta(whole.shape, _dtype(whole))) for key, whole, _ in tensors)
+        entries = tuple(
+            TensorEntry(key, TensorMeta(whole.shape, _dtype(whole)))
+            for key, whole, _ in tensors
+        )
         chunks = Chunks(
             np.array(number, np.int32),
             Boxes.of(boxes),
@@ -141,13 +151,23 @@ class Stored:
                         boxes.append(common)
                         target.append(t)
             at += len(cut)
-        return LoadPlan(self.manifest, np.array(rows, np.int64), Boxes.of(boxes), np.array(target, np.int64))
+        return LoadPlan(
+            self.manifest,
+            np.array(rows, np.int64),
+            Boxes.of(boxes),
+            np.array(target, np.int64),
+        )
 
     def read(
-        self, wanted: list[tuple[int, Box]], verify: bool, arrays: list[NDArray[Any]] | None = None
+        self,
+        wanted: list[tuple[int, Box]],
+        verify: bool,
+        arrays: list[NDArray[Any]] | None = None,
     ) -> Arrays:
         if arrays is None:
-            arrays = [np.zeros(box.shape, self.tensors[i][1].dtype) for i, box in wanted]
+            arrays = [
+                np.zeros(box.shape, self.tensors[i][1].dtype) for i, box in wanted
+            ]
         target = Arrays(arrays, [box for _, box in wanted])
         self.root.calls = self.root.bytes = 0
         read_raw(self.root, self.plan(wanted), target, verify)
@@ -193,7 +213,9 @@ def test_any_region_of_any_cut(
     verify: bool,
 ) -> None:
     shape, itemsize, cut, region, strided = layout
-    stored = Stored(tmp_path_factory.mktemp("raw"), [("w", filled(shape, itemsize), cut)])
+    stored = Stored(
+        tmp_path_factory.mktemp("raw"), [("w", filled(shape, itemsize), cut)]
+    )
     array = np.zeros(region.shape, CARRIED[itemsize])
     if strided and region.shape:
         array = np.zeros((*region.shape[::-1], 2), CARRIED[itemsize])[..., 0].T
@@ -203,7 +225,9 @@ def test_any_region_of_any_cut(
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("parts", [(2, 1), (1, 2), (2, 4), (3, 2)])
-def test_resharding_large_tensors(tmp_path: Path, axis: int, parts: tuple[int, int], verify: bool) -> None:
+def test_resharding_large_tensors(
+    tmp_path: Path, axis: int, parts: tuple[int, int], verify: bool
+) -> None:
     shape = (1500, 1300)
     stored = Stored(tmp_path, [("w", filled(shape, 4), slabs(shape, axis, parts[0]))])
     stored.read([(0, box) for box in slabs(shape, axis, parts[1])], verify)
@@ -212,7 +236,9 @@ def test_resharding_large_tensors(tmp_path: Path, axis: int, parts: tuple[int, i
     stored.read([(0, Box.whole(shape))], verify, [wide])
 
 
-def test_an_eighth_along_the_first_axis_reads_no_more_than_it_needs(tmp_path: Path) -> None:
+def test_an_eighth_along_the_first_axis_reads_no_more_than_it_needs(
+    tmp_path: Path,
+) -> None:
     shape = (4096, 600)
     tensors = [(f"w{i}", filled(shape, 2, i), slabs(shape, 0, 2)) for i in range(2)]
     stored = Stored(tmp_path, tensors)
@@ -239,7 +265,9 @@ def test_runs_that_are_far_apart_are_not_foretold(tmp_path: Path) -> None:
     for width, foretold in ((1 << 18, False), (5 << 18, False), (2 << 20, True)):
         plan = stored.plan([(0, Box((0, 0), (3, width)))])
         pieces = Pieces.of(plan, np.arange(len(plan)))
-        assert len(list(pieces.spans(slice(None), checked=False))) == (len(pieces) if foretold else 0)
+        assert len(list(pieces.spans(slice(None), checked=False))) == (
+            len(pieces) if foretold else 0
+        )
         assert len(list(pieces.spans(slice(None), checked=True))) == len(pieces)
 
 
@@ -251,10 +279,15 @@ def test_short_rows_are_read_with_their_gaps_by_few_calls(tmp_path: Path) -> Non
 
 
 def test_small_neighbours_share_calls(tmp_path: Path) -> None:
-    tensors = [(f"w{i}", filled((1000 + i,), 4, i), [Box.whole((1000 + i,))]) for i in range(300)]
+    tensors = [
+        (f"w{i}", filled((1000 + i,), 4, i), [Box.whole((1000 + i,))])
+        for i in range(300)
+    ]
     stored = Stored(tmp_path, tensors, gap=700)
     for verify in (False, True):
-        stored.read([(i, Box.whole(t.shape)) for i, (_, t, _) in enumerate(tensors)], verify)
+        stored.read(
+            [(i, Box.whole(t.shape)) for i, (_, t, _) in enumerate(tensors)], verify
+        )
         assert stored.root.calls <= 12
 
 
@@ -273,20 +306,33 @@ def test_the_target_lends_bounded_memory(tmp_path: Path) -> None:
 
 def test_empty_and_zero_dimensional(tmp_path: Path) -> None:
     stored = Stored(
-        tmp_path, [("e", filled((0, 3), 4), [Box.whole((0, 3))]), ("s", filled((), 8), [Box((), ())])]
+        tmp_path,
+        [
+            ("e", filled((0, 3), 4), [Box.whole((0, 3))]),
+            ("s", filled((), 8), [Box((), ())]),
+        ],
     )
     plan = LoadPlan(
-        stored.manifest, np.array([0, 1]), Boxes.of([Box.whole((0, 3)), Box((), ())]), np.array([0, 1])
+        stored.manifest,
+        np.array([0, 1]),
+        Boxes.of([Box.whole((0, 3)), Box((), ())]),
+        np.array([0, 1]),
     )
-    target = Arrays([np.zeros((0, 3), np.uint32), np.zeros((), np.uint64)], [Box.whole((0, 3)), Box((), ())])
+    target = Arrays(
+        [np.zeros((0, 3), np.uint32), np.zeros((), np.uint64)],
+        [Box.whole((0, 3)), Box((), ())],
+    )
     read_raw(stored.root, plan, target, verify=True)
     assert target.arrays[1] == stored.tensors[1][1]
 
 
 @pytest.mark.parametrize(
-    "region", [Box.whole((600, 1000)), Box((250, 0), (30, 1000)), Box((0, 10), (600, 20))]
+    "region",
+    [Box.whole((600, 1000)), Box((250, 0), (30, 1000)), Box((0, 10), (600, 20))],
 )
-def test_a_flipped_bit_is_told_with_key_file_and_block(tmp_path: Path, region: Box) -> None:
+def test_a_flipped_bit_is_told_with_key_file_and_block(
+    tmp_path: Path, region: Box
+) -> None:
     shape = (600, 1000)
     stored = Stored(tmp_path, [("w", filled(shape, 4), [Box.whole(shape)])])
     path = tmp_path / "data"
@@ -295,7 +341,8 @@ def test_a_flipped_bit_is_told_with_key_file_and_block(tmp_path: Path, region: B
     data[place] ^= 4
     path.write_bytes(data)
     with pytest.raises(
-        CorruptCheckpoint, match=r"'w' \[0:600, 0:1000\] in data is damaged.* block 1 \(from byte"
+        CorruptCheckpoint,
+        match=r"'w' \[0:600, 0:1000\] in data is damaged.* block 1 \(from byte",
     ):
         stored.read([(0, region)], verify=True)
 

@@ -27,7 +27,12 @@ from megackpt.backends.safetensors import INDEX, Safetensors
 from megackpt.backends.safetensors.headers import DTYPES, arranged
 from megackpt.checkpoint import verify
 from megackpt.converter import convert
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, StorageError
+from megackpt.errors import (
+    BackendError,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    StorageError,
+)
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
 from megackpt.runtime.storage import LocalStorage, SingleFile
 from megackpt.testing import BackendSuite, ThreadedGroup, Whole, World
@@ -47,7 +52,9 @@ def tensors() -> State:
     }
 
 
-def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def same(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
     assert set(found) == set(expected)
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype
@@ -56,13 +63,20 @@ def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 
 
 def whole(state: State) -> dict[str, Any]:
-    return {key: ShardedTensor.from_rank_offsets(key, t, replica_id=0) for key, t in state.items()}
+    return {
+        key: ShardedTensor.from_rank_offsets(key, t, replica_id=0)
+        for key, t in state.items()
+    }
 
 
-def write(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
+def write(
+    path: Path, header: object, data: bytes = b"", length: int | None = None
+) -> Path:
     """A file of this header, whatever it says."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    path.write_bytes(
+        (len(text) if length is None else length).to_bytes(8, "little") + text + data
+    )
     return path
 
 
@@ -124,7 +138,10 @@ def test_every_dtype_is_the_librarys_too(tmp_path: Path, name: str) -> None:
         st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
             lambda key: key != "__metadata__"
         ),
-        st.tuples(st.sampled_from(["float32", "bfloat16", "uint8"]), st.lists(st.integers(0, 4), max_size=3)),
+        st.tuples(
+            st.sampled_from(["float32", "bfloat16", "uint8"]),
+            st.lists(st.integers(0, 4), max_size=3),
+        ),
         max_size=6,
     ),
     st.one_of(st.none(), st.integers(1, 4)),
@@ -133,7 +150,10 @@ def test_every_dtype_is_the_librarys_too(tmp_path: Path, name: str) -> None:
 def test_files_are_without_holes_and_within_limits(
     metas: dict[str, tuple[str, list[int]]], shards: int | None, limit: int
 ) -> None:
-    entries = [TensorEntry(key, TensorMeta(tuple(shape), dtype)) for key, (dtype, shape) in metas.items()]
+    entries = [
+        TensorEntry(key, TensorMeta(tuple(shape), dtype))
+        for key, (dtype, shape) in metas.items()
+    ]
     files = arranged(tuple(entries), "model", shards, limit)
     assert {key for file in files for key in file.places} == set(metas)
     assert shards is None or len(files) == max(1, min(shards, len(entries)))
@@ -158,10 +178,14 @@ def shards_of(
     found: dict[str, Any] = {}
     for key, tensor in state.items():
         if key not in cut:
-            found[key] = ShardedTensor.from_rank_offsets(key, tensor.clone(), replica_id=group.rank)
+            found[key] = ShardedTensor.from_rank_offsets(
+                key, tensor.clone(), replica_id=group.rank
+            )
             continue
         mine = tensor.chunk(tp, cut[key])[tp_rank].contiguous()
-        found[key] = ShardedTensor.from_rank_offsets(key, mine, (cut[key], tp_rank, tp), replica_id=dp_rank)
+        found[key] = ShardedTensor.from_rank_offsets(
+            key, mine, (cut[key], tp_rank, tp), replica_id=dp_rank
+        )
     return found
 
 
@@ -177,14 +201,20 @@ BIG = {
 
 
 @pytest.mark.parametrize("strategy", [Safetensors(), Safetensors(shards=3)])
-def test_tp2_dp2_saves_and_tp4_and_tp1_load(tmp_path: Path, strategy: Safetensors) -> None:
+def test_tp2_dp2_saves_and_tp4_and_tp1_load(
+    tmp_path: Path, strategy: Safetensors
+) -> None:
     def saving(group: ThreadedGroup) -> None:
-        rng = ShardedObject("rng", {"rank": group.rank}, (2, 2), divmod(group.rank, 2), replica_id=0)
+        rng = ShardedObject(
+            "rng", {"rank": group.rank}, (2, 2), divmod(group.rank, 2), replica_id=0
+        )
         state = shards_of(group, BIG, 2, CUT) | {"rng": rng, "step": 3}
         save(state, tmp_path / "c", strategy, process_group=group)
 
     def loading(group: ThreadedGroup) -> None:
-        wanted = shards_of(group, {k: torch.zeros_like(t) for k, t in BIG.items()}, group.size, CUT)
+        wanted = shards_of(
+            group, {k: torch.zeros_like(t) for k, t in BIG.items()}, group.size, CUT
+        )
         load(wanted, tmp_path / "c", process_group=group)
         for key, shard in shards_of(group, BIG, group.size, CUT).items():
             assert torch.equal(wanted[key].data, shard.data), key
@@ -222,7 +252,9 @@ def hugging_face(folder: Path, stem: str = "model") -> None:
     state, weight_map = tensors(), {}
     for i, part in enumerate((["a.weight", "b"], ["half", "flag", "scalar", "none"])):
         file = f"{stem}-0000{i + 1}-of-00002.safetensors"
-        save_file({key: state[key] for key in part}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {key: state[key] for key in part}, folder / file, metadata={"format": "pt"}
+        )
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": 300, "more": {}}, "weight_map": weight_map}
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
@@ -250,7 +282,9 @@ def test_a_cache_of_links(tmp_path: Path) -> None:
     assert torch.equal(wanted["b"].data, tensors()["b"])
     assert verify(tmp_path / "snapshot").ok
     (tmp_path / "blobs/model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CorruptCheckpoint, match=r"not there: model-00002-of-00002\.safetensors"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"not there: model-00002-of-00002\.safetensors"
+    ):
         load_plain_tensors(tmp_path / "snapshot")
 
 
@@ -285,11 +319,15 @@ def test_of_several_files_without_an_index_none_is_taken(tmp_path: Path) -> None
     same(load_plain_tensors(tmp_path), {"w": torch.ones(2)})
 
 
-def test_of_one_file_and_indices_that_is_taken_which_transformers_takes(tmp_path: Path) -> None:
+def test_of_one_file_and_indices_that_is_taken_which_transformers_takes(
+    tmp_path: Path,
+) -> None:
     hugging_face(tmp_path / "c")
     other = '{"metadata": {}, "weight_map": {"x": "consolidated-00001-of-00001.safetensors"}}'
     (tmp_path / "c/consolidated.safetensors.index.json").write_text(other)
-    save_file({"x": torch.ones(2)}, tmp_path / "c/consolidated-00001-of-00001.safetensors")
+    save_file(
+        {"x": torch.ones(2)}, tmp_path / "c/consolidated-00001-of-00001.safetensors"
+    )
     same(load_plain_tensors(tmp_path / "c"), tensors())
     save_file({"w": torch.ones(2)}, tmp_path / "c/model.safetensors")
     same(load_plain_tensors(tmp_path / "c"), {"w": torch.ones(2)})
@@ -299,7 +337,9 @@ def test_of_one_file_and_indices_that_is_taken_which_transformers_takes(tmp_path
 
 
 @pytest.mark.parametrize("stray", ["model.safetensors", INDEX])
-def test_what_would_be_taken_for_the_checkpoint_is_refused(tmp_path: Path, stray: str) -> None:
+def test_what_would_be_taken_for_the_checkpoint_is_refused(
+    tmp_path: Path, stray: str
+) -> None:
     """Of a clone without its large files, or a download that was cut off. Beside one file no index is looked at."""
     for shards in (1, 2):
         folder = tmp_path / f"{shards}"
@@ -309,13 +349,20 @@ def test_what_would_be_taken_for_the_checkpoint_is_refused(tmp_path: Path, stray
             save(whole(tensors()), folder, Safetensors(shards=shards))
             same(load_plain_tensors(folder), tensors())
         else:
-            with pytest.raises(StorageError, match=f"{stray} would collide with this save"):
+            with pytest.raises(
+                StorageError, match=f"{stray} would collide with this save"
+            ):
                 save(whole(tensors()), folder, Safetensors(shards=shards))
         assert (folder / stray).read_text().startswith("version https://git-lfs")
 
 
-def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file({"t": torch.randn(1024, 512), "other": torch.randn(1 << 20)}, tmp_path / "x.safetensors")
+def test_only_what_is_needed_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(
+        {"t": torch.randn(1024, 512), "other": torch.randn(1 << 20)},
+        tmp_path / "x.safetensors",
+    )
     count = 0
     real = os.preadv
 
@@ -325,22 +372,33 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         count += done
         return done
 
-    part = ShardedTensor.from_rank_offsets("t", torch.zeros(128, 512), (0, 3, 8), replica_id=0)
+    part = ShardedTensor.from_rank_offsets(
+        "t", torch.zeros(128, 512), (0, 3, 8), replica_id=0
+    )
     monkeypatch.setattr(os, "preadv", counting)
-    load({"t": part}, tmp_path / "x.safetensors", validate_access_integrity=False, strict="ignore_all")
+    load(
+        {"t": part},
+        tmp_path / "x.safetensors",
+        validate_access_integrity=False,
+        strict="ignore_all",
+    )
     assert 128 * 512 * 4 <= count <= 128 * 512 * 4 + 2000  # the header, twice
 
 
 # -- what it cannot hold, and single files
 
 
-def test_what_cannot_be_held_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_cannot_be_held_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     state = {
         "good": torch.zeros(2),
         "bad": torch.zeros(2, dtype=torch.complex128),
         "__metadata__": torch.zeros(1),
     }
-    with pytest.raises(BackendError, match=r"'bad': the format has no complex128; '__metadata__'"):
+    with pytest.raises(
+        BackendError, match=r"'bad': the format has no complex128; '__metadata__'"
+    ):
         save(whole(state), tmp_path / "c", "safetensors")
     assert not (tmp_path / "c").exists()
 
@@ -355,14 +413,23 @@ def test_the_one_file_that_holds_everything() -> None:
     _, manifest = suite.planned(World(plain), 2)
     assert Safetensors().lone_file(manifest) == "model.safetensors"
     with pytest.raises(BackendError, match="take 2 files"):
-        Safetensors(max_shard_bytes=32).lone_file(suite.planned(World(plain | {"u": plain["t"]}), 1)[1])
+        Safetensors(max_shard_bytes=32).lone_file(
+            suite.planned(World(plain | {"u": plain["t"]}), 1)[1]
+        )
     _, manifest = suite.planned(World(plain, {"rng": {(0,): b""}}, b"common"), 1)
     with pytest.raises(BackendError, match="'rng', 'common_state'"):
         Safetensors().lone_file(manifest)
 
 
 @pytest.mark.parametrize(
-    "options", [{"shards": 0}, {"max_shard_bytes": 0}, {"shards": 1.5}, {"shards": True}, {"shards": "x"}]
+    "options",
+    [
+        {"shards": 0},
+        {"max_shard_bytes": 0},
+        {"shards": 1.5},
+        {"shards": True},
+        {"shards": "x"},
+    ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(BackendError, match="whole number from 1 on"):
@@ -377,7 +444,10 @@ LIES: dict[str, tuple[object, bytes]] = {
     "a list": ([], b""),
     "deep": (b'{"a":' * 100_000, b""),
     "twice": (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}', b""),
-    "twice inside": (b'{"a":{"dtype":"U8","dtype":"I8","shape":[0],"data_offsets":[0,0]}}', b""),
+    "twice inside": (
+        b'{"a":{"dtype":"U8","dtype":"I8","shape":[0],"data_offsets":[0,0]}}',
+        b"",
+    ),
     "no dtype": ({"a": {"shape": [4], "data_offsets": [0, 4]}}, b"1234"),
     "no shape": ({"a": {"dtype": "U8", "data_offsets": [0, 4]}}, b"1234"),
     "no offsets": ({"a": {"dtype": "U8", "shape": [4]}}, b"1234"),
@@ -386,8 +456,14 @@ LIES: dict[str, tuple[object, bytes]] = {
     "fraction": ({"a": ENTRY | {"shape": [4.0]}}, b"1234"),
     "boolean": ({"a": ENTRY | {"shape": [True], "data_offsets": [0, 1]}}, b"1"),
     "overflow": ({"a": ENTRY | {"shape": [1 << 62, 8]}}, b"1234"),
-    "overflow of none": ({"a": ENTRY | {"shape": [1 << 62, 1 << 62, 0], "data_offsets": [0, 0]}}, b""),
-    "many digits": (b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}', b"1234"),
+    "overflow of none": (
+        {"a": ENTRY | {"shape": [1 << 62, 1 << 62, 0], "data_offsets": [0, 0]}},
+        b"",
+    ),
+    "many digits": (
+        b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}',
+        b"1234",
+    ),
     "many axes": ({"a": ENTRY | {"shape": [1] * 65 + [4]}}, b"1234"),
     "too long": ({"a": ENTRY | {"data_offsets": [0, 5]}}, b"12345"),
     "backwards": ({"a": ENTRY | {"data_offsets": [4, 0]}}, b"1234"),
@@ -405,7 +481,9 @@ LIES: dict[str, tuple[object, bytes]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_headers_that_lie_are_errors(tmp_path: Path, lie: str) -> None:
     write(tmp_path / "x.safetensors", *LIES[lie])
-    with pytest.raises((CorruptCheckpoint, NotACheckpoint), match=r"x\.safetensors|no known format"):
+    with pytest.raises(
+        (CorruptCheckpoint, NotACheckpoint), match=r"x\.safetensors|no known format"
+    ):
         Safetensors().read_manifest(SingleFile(tmp_path / "x.safetensors"))
 
 
@@ -434,8 +512,14 @@ def _index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX_LIES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "leads out": (_index(lambda d: d["weight_map"].update(b="../x")), r"'\.\./x', which leads out"),
-    "absolute": (_index(lambda d: d["weight_map"].update(b="/etc/passwd")), "'/etc/passwd', which leads out"),
+    "leads out": (
+        _index(lambda d: d["weight_map"].update(b="../x")),
+        r"'\.\./x', which leads out",
+    ),
+    "absolute": (
+        _index(lambda d: d["weight_map"].update(b="/etc/passwd")),
+        "'/etc/passwd', which leads out",
+    ),
     "missing file": (
         _index(lambda d: d["weight_map"].update(b="gone.safetensors")),
         r"not there: gone\.safetensors",
@@ -448,7 +532,10 @@ INDEX_LIES: dict[str, tuple[Callable[[Path], None], str]] = {
         _index(lambda d: [d["weight_map"].pop("b")]),
         f"'b' is in {FIRST}, and the weight_map says nothing",
     ),
-    "not held": (_index(lambda d: d["weight_map"].update(c=FIRST)), f"'c' is not in {FIRST}"),
+    "not held": (
+        _index(lambda d: d["weight_map"].update(c=FIRST)),
+        f"'c' is not in {FIRST}",
+    ),
     "no map": (_index(lambda d: [d.pop("weight_map")]), "no weight_map"),
     "numbers": (_index(lambda d: d["weight_map"].update(b=5)), "no weight_map"),
     "no JSON": (_index(lambda _: "{x"), "no JSON"),
@@ -492,5 +579,7 @@ def test_a_real_model(tmp_path: Path, minilm: Path) -> None:
 
 
 def test_locations_are_plain_values() -> None:
-    (file,) = arranged((TensorEntry("t", TensorMeta((2,), "float32")),), "model", None, 100)
+    (file,) = arranged(
+        (TensorEntry("t", TensorMeta((2,), "float32")),), "model", None, 100
+    )
     assert file.places == {"t": Location("model.safetensors", len(file.head), 8)}

@@ -22,7 +22,12 @@ from megackpt.planning.manifest import COMMON_KEY, OBJECT, TensorEntry, TensorMe
 from megackpt.runtime.storage import LocalStorage, digest
 
 
-@given(st.text(alphabet=st.one_of(st.characters(), st.sampled_from("._%/~objectslck")), max_size=300))
+@given(
+    st.text(
+        alphabet=st.one_of(st.characters(), st.sampled_from("._%/~objectslck")),
+        max_size=300,
+    )
+)
 def test_names_tell_keys_apart_and_are_legal(key: str) -> None:
     name = encode_key(key)
     assert name.isascii()
@@ -44,7 +49,9 @@ def test_ordinary_keys_stay_as_they_are() -> None:
 
 def test_shard_files_are_named_as_megatron_does() -> None:
     entry = TensorEntry("rng_state", TensorMeta((2, 3), OBJECT))
-    assert shard_file(entry, Box((1, 2), (1, 1))) == "rng_state.objects/shard_1.2_2.3.pt"
+    assert (
+        shard_file(entry, Box((1, 2), (1, 1))) == "rng_state.objects/shard_1.2_2.3.pt"
+    )
     assert parse_shard("shard_1.2_2.3.pt") == ((1, 2), (2, 3))
     assert parse_shard("shard__.pt") == ((), ())
     for odd in (
@@ -58,10 +65,14 @@ def test_shard_files_are_named_as_megatron_does() -> None:
         assert parse_shard(odd) is None
 
 
-@pytest.mark.parametrize("key", ["rng", "a/b", "\ud800", "ключ" * 60, "n" * 5000, "\ud800" * 300])
+@pytest.mark.parametrize(
+    "key", ["rng", "a/b", "\ud800", "ключ" * 60, "n" * 5000, "\ud800" * 300]
+)
 def test_what_was_written_is_found(tmp_path: Path, key: str) -> None:
     root = LocalStorage(tmp_path)
-    entries = [(TensorEntry(key, TensorMeta((2,), OBJECT)), Box((i,), (1,))) for i in range(2)]
+    entries = [
+        (TensorEntry(key, TensorMeta((2,), OBJECT)), Box((i,), (1,))) for i in range(2)
+    ]
     entries.append((TensorEntry(COMMON_KEY, TensorMeta((), OBJECT)), Box((), ())))
     written = {}
     for number, (entry, box) in enumerate(entries):
@@ -84,7 +95,9 @@ def test_folders_of_something_else_are_refused(tmp_path: Path) -> None:
     for name in ("shard_0_1.pt", "shard_0.0_1.1.pt"):
         (tmp_path / "x.objects").mkdir(exist_ok=True)
         (tmp_path / "x.objects" / name).write_bytes(b"")
-    with pytest.raises(CorruptCheckpoint, match=r"x\.objects is no folder of one object's shards"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"x\.objects is no folder of one object's shards"
+    ):
         list(objects_in(root))
     root.delete("x.objects")
     (tmp_path / "y.objects").mkdir()

@@ -25,7 +25,12 @@ from megackpt import objects
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.naming import parse_name
 from megackpt.backends.torch_dist.records import frame, frame_lengths
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass
+from megackpt.errors import (
+    BackendError,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    UntrustedClass,
+)
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
@@ -46,7 +51,9 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 DTYPES = [name for name in ITEMSIZE if name != OBJECT]
 SAVE_ID = "00112233445566778899aabbccddeeff"
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:`torch_dist`")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support", "ignore:`torch_dist`"
+)
 
 Blob = Callable[[], bytes]
 Held = tuple[Declaration, "torch.Tensor | Blob | None"]
@@ -71,22 +78,38 @@ def piece(key: str, whole: torch.Tensor, box: Box | None = None, rank: int = 0) 
 
 
 def thing(
-    key: str, value: Any, offset: tuple[int, ...] = (), shape: tuple[int, ...] = (), rank: int = 0
+    key: str,
+    value: Any,
+    offset: tuple[int, ...] = (),
+    shape: tuple[int, ...] = (),
+    rank: int = 0,
 ) -> Held:
     """A rank's shard of an object."""
     shard = ShardId(key, Box(offset, (1,) * len(shape)))
-    return Declaration(shard, TensorMeta(shape, OBJECT), 0, False, 100, rank), lambda: objects.dump(value)
+    return Declaration(
+        shard, TensorMeta(shape, OBJECT), 0, False, 100, rank
+    ), lambda: objects.dump(value)
 
 
-def save(path: Path, ranks: Sequence[Sequence[Held]], backend: TorchDist | None = None) -> Saved:
+def save(
+    path: Path, ranks: Sequence[Sequence[Held]], backend: TorchDist | None = None
+) -> Saved:
     backend = backend or TorchDist()
     root = LocalStorage(path, create=True)
-    plans, manifest = plan_save([Declarations.of([d for d, _ in held]) for held in ranks])
+    plans, manifest = plan_save(
+        [Declarations.of([d for d, _ in held]) for held in ranks]
+    )
     results = []
     for plan, held in zip(plans, ranks, strict=True):
-        source = Staged(plan, [value for _, value in held], Boxes.of(d.shard.box for d, _ in held))  # type: ignore[misc]
+        source = Staged(
+            plan, [value for _, value in held], Boxes.of(d.shard.box for d, _ in held)
+        )  # type: ignore[misc]
         results.append(backend.write(root, plan, source))
-    manifest = replace(manifest.located(results), save_id=SAVE_ID, backend=(backend.name, backend.version))
+    manifest = replace(
+        manifest.located(results),
+        save_id=SAVE_ID,
+        backend=(backend.name, backend.version),
+    )
     for name, data in backend.finish(root, manifest).files.items():
         root.put(name, data)
     return Saved(root, manifest)
@@ -94,25 +117,37 @@ def save(path: Path, ranks: Sequence[Sequence[Held]], backend: TorchDist | None 
 
 def load(saved: Saved, wanted: Sequence[Held], verify: bool = True) -> dict[int, bytes]:
     declared = Declarations.of([d for d, _ in wanted])
-    stored = [None if d.meta.is_object else getattr(torch, d.meta.dtype) for d, _ in wanted]
-    tensors = [value if isinstance(value, torch.Tensor) else None for _, value in wanted]
+    stored = [
+        None if d.meta.is_object else getattr(torch, d.meta.dtype) for d, _ in wanted
+    ]
+    tensors = [
+        value if isinstance(value, torch.Tensor) else None for _, value in wanted
+    ]
     landing = Landing(tensors, Boxes.of(d.shard.box for d, _ in wanted), stored, {})
     TorchDist().read(saved.root, plan_load(declared, saved.manifest), landing, verify)
     return landing.blobs
 
 
-def load_all(saved: Saved) -> tuple[dict[str, torch.Tensor], dict[tuple[str, tuple[int, ...]], Any]]:
+def load_all(
+    saved: Saved,
+) -> tuple[dict[str, torch.Tensor], dict[tuple[str, tuple[int, ...]], Any]]:
     """All tensors whole, and all objects by key and offset."""
     wanted: list[Held] = []
     for key, meta in saved.manifest.tensors:
         if meta.is_object:
-            wanted += [thing(key, None, c.box.offset, meta.shape) for c in saved.manifest.chunks_of(key)]
+            wanted += [
+                thing(key, None, c.box.offset, meta.shape)
+                for c in saved.manifest.chunks_of(key)
+            ]
         else:
-            wanted.append(piece(key, torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))))
+            wanted.append(
+                piece(key, torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)))
+            )
     blobs = load(saved, wanted)
     tensors = {d.shard.key: t for d, t in wanted if isinstance(t, torch.Tensor)}
     shards = {
-        (wanted[i][0].shard.key, wanted[i][0].shard.box.offset): objects.load(b) for i, b in blobs.items()
+        (wanted[i][0].shard.key, wanted[i][0].shard.box.offset): objects.load(b)
+        for i, b in blobs.items()
     }
     return tensors, shards
 
@@ -125,7 +160,11 @@ def foreign(path: Path) -> Saved:
 
 
 def octets(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    return (
+        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        if tensor.numel()
+        else b""
+    )
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -137,7 +176,13 @@ def random(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
     """Any bits at all, but for bool, which has two values."""
     top = 2 if dtype == "bool" else 256
     size = math.prod(shape) * ITEMSIZE[dtype]
-    bits = torch.randint(0, top, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(
+        0,
+        top,
+        (size,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
     return (
         bits.view(getattr(torch, dtype)).reshape(shape)
         if size
@@ -146,13 +191,20 @@ def random(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
 
 
 def halves(rows: int, columns: int) -> list[Box]:
-    return [Box((0, 0), (rows // 2, columns)), Box((rows // 2, 0), (rows - rows // 2, columns))]
+    return [
+        Box((0, 0), (rows // 2, columns)),
+        Box((rows // 2, 0), (rows - rows // 2, columns)),
+    ]
 
 
 @pytest.fixture(scope="module")
 def model() -> dict[str, torch.Tensor]:
-    tensors = {f"layer.{dtype}": random((6, 5), dtype, i) for i, dtype in enumerate(DTYPES)}
-    tensors |= {f"scalar.{dtype}": random((), dtype, i) for i, dtype in enumerate(DTYPES)}
+    tensors = {
+        f"layer.{dtype}": random((6, 5), dtype, i) for i, dtype in enumerate(DTYPES)
+    }
+    tensors |= {
+        f"scalar.{dtype}": random((), dtype, i) for i, dtype in enumerate(DTYPES)
+    }
     tensors |= {
         "empty": torch.empty(0, 3),
         "large": random((1700, 400), "float32"),
@@ -162,7 +214,9 @@ def model() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def saved(model: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(
+    model: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> Saved:
     """Two ranks: 2-dimensional tensors by rows, all others on rank 0; an object each; the common state."""
     ranks: list[list[Held]] = [[thing(COMMON_KEY, {"iteration": 7})], []]
     for key, tensor in model.items():
@@ -172,16 +226,24 @@ def saved(model: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFacto
         else:
             ranks[0].append(piece(key, tensor))
     for rank in range(2):
-        ranks[rank].append(thing("rng_state", [{"rank": rank}], (0, rank), (1, 2), rank))
+        ranks[rank].append(
+            thing("rng_state", [{"rank": rank}], (0, rank), (1, 2), rank)
+        )
     return save(tmp_path_factory.mktemp("torch_dist"), ranks)
 
 
 class TestOwn:
     @pytest.mark.parametrize("verify", [True, False])
-    def test_every_dtype_resharded(self, saved: Saved, model: dict[str, torch.Tensor], verify: bool) -> None:
+    def test_every_dtype_resharded(
+        self, saved: Saved, model: dict[str, torch.Tensor], verify: bool
+    ) -> None:
         wanted = []
         for key, tensor in model.items():
-            box = Box((1, 2), (4, 3)) if tensor.shape == (6, 5) else Box.whole(tensor.shape)
+            box = (
+                Box((1, 2), (4, 3))
+                if tensor.shape == (6, 5)
+                else Box.whole(tensor.shape)
+            )
             wanted.append(piece(key, torch.zeros_like(tensor), box))
         load(saved, wanted, verify)
         for declared, tensor in wanted:
@@ -211,13 +273,21 @@ class TestOwn:
             "common_backend": "torch",
             "common_backend_version": 1,
         }
-        assert list(TorchDist().finish(saved.root, saved.manifest).files)[-1] == TorchDist().last_file
+        assert (
+            list(TorchDist().finish(saved.root, saved.manifest).files)[-1]
+            == TorchDist().last_file
+        )
         payloads = saved.manifest.chunks.start[
-            [not saved.manifest.tensors[t].meta.is_object for t in saved.manifest.chunks.tensor]
+            [
+                not saved.manifest.tensors[t].meta.is_object
+                for t in saved.manifest.chunks.tensor
+            ]
         ]
         assert not (payloads % 64).any()
 
-    def test_without_the_index_it_is_the_same(self, saved: Saved, model: dict[str, torch.Tensor]) -> None:
+    def test_without_the_index_it_is_the_same(
+        self, saved: Saved, model: dict[str, torch.Tensor]
+    ) -> None:
         tensors, shards = load_all(foreign(saved.path))
         assert tensors.keys() == model.keys()
         for key, tensor in model.items():
@@ -237,25 +307,38 @@ class TestOwn:
         with pytest.raises(CorruptCheckpoint, match=r"'w'.*__0_0.distcp.*block 1"):
             load(here, [piece("w", torch.zeros_like(model["large"]))])
 
-    def test_hint_and_number_of_files(self, model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    def test_hint_and_number_of_files(
+        self, model: dict[str, torch.Tensor], tmp_path: Path
+    ) -> None:
         held = [
-            piece(f"{group}.{i}", model["large"][:10]) for group in ("model", "optimizer") for i in range(4)
+            piece(f"{group}.{i}", model["large"][:10])
+            for group in ("model", "optimizer")
+            for i in range(4)
         ]
         backend = TorchDist(files_per_rank=3, separation_hint="optimizer")
         here = save(tmp_path, [held], backend)
-        expected = {f"{hint}__0_{n}.distcp" for hint in ("", "optimizer") for n in range(3)}
+        expected = {
+            f"{hint}__0_{n}.distcp" for hint in ("", "optimizer") for n in range(3)
+        }
         assert set(here.manifest.files) == expected
         assert expected <= set(backend.files(1, here.manifest))
         for entry in here.manifest.tensors:
             file = here.manifest.chunks_of(entry.key)[0].location.file
             assert file.startswith("optimizer") == entry.key.startswith("optimizer")
-        for wrong in ({"files_per_rank": 0}, {"separation_hint": "a/b"}, {"separation_hint": ""}):
+        for wrong in (
+            {"files_per_rank": 0},
+            {"separation_hint": "a/b"},
+            {"separation_hint": ""},
+        ):
             with pytest.raises(BackendError):
                 TorchDist(**wrong)  # type: ignore[arg-type]
 
     def test_two_items_of_one_name(self, tmp_path: Path) -> None:
         with pytest.raises(BackendError, match="x/shard_0_1"):
-            save(tmp_path, [[piece("x/shard_0_1", torch.ones(2)), thing("x", 1, (0,), (1,))]])
+            save(
+                tmp_path,
+                [[piece("x/shard_0_1", torch.ones(2)), thing("x", 1, (0,), (1,))]],
+            )
 
     def test_a_model_that_gives_too_few_bytes(self, tmp_path: Path) -> None:
         declared, _ = piece("w", torch.ones(4))
@@ -266,14 +349,21 @@ class TestOwn:
 
 class TestStockDcp:
     def test_load(self, saved: Saved, model: dict[str, torch.Tensor]) -> None:
-        state: dict[str, Any] = {key: torch.zeros_like(tensor) for key, tensor in model.items()}
-        state |= {"rng_state/shard_0.0_1.2": io.BytesIO(), "rng_state/shard_0.1_1.2": io.BytesIO()}
+        state: dict[str, Any] = {
+            key: torch.zeros_like(tensor) for key, tensor in model.items()
+        }
+        state |= {
+            "rng_state/shard_0.0_1.2": io.BytesIO(),
+            "rng_state/shard_0.1_1.2": io.BytesIO(),
+        }
         dcp.load(state, checkpoint_id=saved.path, no_dist=True)
         for key, tensor in model.items():
             assert_same(state[key], tensor)
         assert state["rng_state/shard_0.1_1.2"] == [{"rank": 1}]
 
-    def test_dcp_to_torch_save(self, saved: Saved, model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    def test_dcp_to_torch_save(
+        self, saved: Saved, model: dict[str, torch.Tensor], tmp_path: Path
+    ) -> None:
         dcp_to_torch_save(saved.path, tmp_path / "whole.pt")
         state = torch.load(tmp_path / "whole.pt", weights_only=False)
         for key, tensor in model.items():
@@ -289,19 +379,27 @@ class TestStockDcp:
                 continue
             if meta.is_object:
                 for chunk in chunks:
-                    name = f"{key}/shard_{chunk.box.offset[0]}.{chunk.box.offset[1]}_1.2"
+                    name = (
+                        f"{key}/shard_{chunk.box.offset[0]}.{chunk.box.offset[1]}_1.2"
+                    )
                     described[name] = dcp_metadata.BytesStorageMetadata()
                     places[dcp_metadata.MetadataIndex(name)] = _place(chunk, 0, 0)
                 continue
             properties = dcp_metadata.TensorProperties(dtype=getattr(torch, meta.dtype))
             listed = [
-                dcp_metadata.ChunkStorageMetadata(torch.Size(c.box.offset), torch.Size(c.box.shape))
+                dcp_metadata.ChunkStorageMetadata(
+                    torch.Size(c.box.offset), torch.Size(c.box.shape)
+                )
                 for c in chunks
             ]
-            described[key] = dcp_metadata.TensorStorageMetadata(properties, torch.Size(meta.shape), listed)
+            described[key] = dcp_metadata.TensorStorageMetadata(
+                properties, torch.Size(meta.shape), listed
+            )
             for chunk in chunks:
                 head, tail = map(len, frame(meta.dtype, chunk.box.shape))
-                places[dcp_metadata.MetadataIndex(key, chunk.box.offset)] = _place(chunk, head, tail)
+                places[dcp_metadata.MetadataIndex(key, chunk.box.offset)] = _place(
+                    chunk, head, tail
+                )
         about = dcp_metadata.StorageMeta(save_id=SAVE_ID)
         expected = dcp_metadata.Metadata(described, None, places, about)
         expected.version = "1.0.0"  # no argument: torch 2.8 has no such field, and reads those that have
@@ -310,27 +408,53 @@ class TestStockDcp:
         assert type(found.state_dict_metadata["large"].size) is torch.Size
 
     def test_wide_numbers_in_metadata(self, saved: Saved) -> None:
-        far = replace(saved.manifest.chunks, start=saved.manifest.chunks.start + (1 << 40))
-        table = TorchDist().finish(saved.root, replace(saved.manifest, chunks=far)).files[".metadata"]
+        far = replace(
+            saved.manifest.chunks, start=saved.manifest.chunks.start + (1 << 40)
+        )
+        table = (
+            TorchDist()
+            .finish(saved.root, replace(saved.manifest, chunks=far))
+            .files[".metadata"]
+        )
         near = pickle.loads((saved.path / ".metadata").read_bytes()).storage_data
         for index, place in pickle.loads(table).storage_data.items():
             assert place.offset == near[index].offset + (1 << 40)
 
-    def test_records_are_plain_torch_archives(self, saved: Saved, model: dict[str, torch.Tensor]) -> None:
+    def test_records_are_plain_torch_archives(
+        self, saved: Saved, model: dict[str, torch.Tensor]
+    ) -> None:
         table = pickle.loads((saved.path / ".metadata").read_bytes())
         index = dcp_metadata.MetadataIndex("layer.bfloat16", (3, 0))
         place = table.storage_data[index]
-        data = (saved.path / place.relative_path).read_bytes()[place.offset :][: place.length]
-        assert_same(torch.load(io.BytesIO(data), weights_only=True), model["layer.bfloat16"][3:])
+        data = (saved.path / place.relative_path).read_bytes()[place.offset :][
+            : place.length
+        ]
+        assert_same(
+            torch.load(io.BytesIO(data), weights_only=True), model["layer.bfloat16"][3:]
+        )
 
 
 def _place(chunk: Any, head: int, tail: int) -> _StorageInfo:
-    return _StorageInfo(chunk.location.file, chunk.location.start - head, chunk.location.length + head + tail)
+    return _StorageInfo(
+        chunk.location.file,
+        chunk.location.start - head,
+        chunk.location.length + head + tail,
+    )
 
 
 class TestRecords:
     @pytest.mark.parametrize(
-        "size", [0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 70000, (1 << 32) - 1, 1 << 32, 5 << 30]
+        "size",
+        [
+            0,
+            1,
+            (1 << 31) - 1,
+            1 << 31,
+            (1 << 32) - 70000,
+            (1 << 32) - 1,
+            1 << 32,
+            5 << 30,
+        ],
     )
     def test_sizes_around_the_limits(self, tmp_path: Path, size: int) -> None:
         head, tail = frame("uint8", (1, size))
@@ -350,7 +474,9 @@ class TestRecords:
 class TestForeign:
     def test_golden_of_megatron_core(self) -> None:
         tensors, shards = load_all(foreign(GOLDEN / "mcore-0.16.1-tp2pp1dp2"))
-        expected = torch.load(GOLDEN / "mcore-0.16.1-tp2pp1dp2.expected.pt", weights_only=True)
+        expected = torch.load(
+            GOLDEN / "mcore-0.16.1-tp2pp1dp2.expected.pt", weights_only=True
+        )
         assert tensors.keys() == expected.keys()
         for key, tensor in expected.items():
             assert_same(tensors[key], tensor)
@@ -363,7 +489,11 @@ class TestForeign:
         base = torch.arange(20.0)
         state = {
             "plain": random((900, 700), "bfloat16"),
-            "nested": {"x": torch.tensor(2.0), "text": "hi", "list": [1, torch.ones(2, dtype=torch.uint16)]},
+            "nested": {
+                "x": torch.tensor(2.0),
+                "text": "hi",
+                "list": [1, torch.ones(2, dtype=torch.uint16)],
+            },
             "transposed": torch.arange(6).reshape(2, 3).t(),
             "view": base[3:9],
             "strided": base[::3],
@@ -382,7 +512,9 @@ class TestForeign:
         assert tensors["nested.x"] == 2
         assert shards == {("nested.text", ()): "hi", ("nested.list.0", ()): 1}
 
-    def test_only_the_ranges_needed_are_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_the_ranges_needed_are_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         big = random((4096, 512), "float32")
         dcp.save({"w": big}, checkpoint_id=tmp_path, no_dist=True)
         here = foreign(tmp_path)
@@ -416,7 +548,9 @@ class TestForeign:
             ("common_state/shard_0_2", ("common_state/shard_0_2", (), ())),
         ],
     )
-    def test_names_of_objects(self, name: str, parsed: tuple[str, tuple[int, ...], tuple[int, ...]]) -> None:
+    def test_names_of_objects(
+        self, name: str, parsed: tuple[str, tuple[int, ...], tuple[int, ...]]
+    ) -> None:
         assert parse_name(name) == parsed
 
     def test_recognises(self, tmp_path: Path) -> None:
@@ -431,7 +565,12 @@ class TestForeign:
         assert not backend.recognises(root)
         root.put("metadata.json", b'{"sharded_backend": 5}')
         assert not backend.recognises(root)
-        for text in (b"[" * 100_000, b"[]", b'{"title": "my data"}', b" " * (2 << 20)):  # another program's
+        for text in (
+            b"[" * 100_000,
+            b"[]",
+            b'{"title": "my data"}',
+            b" " * (2 << 20),
+        ):  # another program's
             root.put("metadata.json", text)
             assert backend.recognises(root)
 
@@ -447,7 +586,11 @@ class _System:
 class TestHostile:
     @pytest.fixture
     def stock(self, tmp_path: Path) -> Path:
-        dcp.save({"w": torch.arange(12.0).reshape(3, 4)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+        dcp.save(
+            {"w": torch.arange(12.0).reshape(3, 4)},
+            checkpoint_id=tmp_path / "ckpt",
+            no_dist=True,
+        )
         return tmp_path / "ckpt"
 
     def rewrite(self, stock: Path, change: Callable[[Any], None]) -> LocalStorage:
@@ -458,16 +601,23 @@ class TestHostile:
 
     def test_a_pickle_that_runs_code_runs_nothing(self, stock: Path) -> None:
         witness = stock / "witness"
-        root = self.rewrite(stock, lambda table: setattr(table, "planner_data", _System(witness)))
+        root = self.rewrite(
+            stock, lambda table: setattr(table, "planner_data", _System(witness))
+        )
         with pytest.raises(UntrustedClass, match=r"(posix|os).system"):
             TorchDist().read_manifest(root)
         assert not witness.exists()
 
-    @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "a/../../b", "", "a\0b", "a//b"])
+    @pytest.mark.parametrize(
+        "path", ["../secret", "/etc/passwd", "a/../../b", "", "a\0b", "a//b"]
+    )
     def test_paths_stay_inside(self, stock: Path, path: str) -> None:
         (stock.parent / "secret").write_bytes(bytes(5000))
         root = self.rewrite(
-            stock, lambda t: [setattr(i, "relative_path", path) for i in t.storage_data.values()]
+            stock,
+            lambda t: [
+                setattr(i, "relative_path", path) for i in t.storage_data.values()
+            ],
         )
         with pytest.raises(CorruptCheckpoint, match="no file inside the checkpoint"):
             TorchDist().read_manifest(root)
@@ -491,14 +641,18 @@ class TestHostile:
         ],
     )
     def test_lying_places(self, stock: Path, field: str, value: Any) -> None:
-        root = self.rewrite(stock, lambda t: [setattr(i, field, value) for i in t.storage_data.values()])
+        root = self.rewrite(
+            stock, lambda t: [setattr(i, field, value) for i in t.storage_data.values()]
+        )
         with pytest.raises(CorruptCheckpoint):
             TorchDist().read_manifest(root)
 
     @pytest.mark.parametrize(
         "change",
         [
-            lambda t: setattr(t.state_dict_metadata["w"], "size", torch.Size([1 << 62, 1 << 62])),
+            lambda t: setattr(
+                t.state_dict_metadata["w"], "size", torch.Size([1 << 62, 1 << 62])
+            ),
             lambda t: setattr(t.state_dict_metadata["w"], "size", torch.Size([3])),
             lambda t: setattr(t.state_dict_metadata["w"], "size", torch.Size([2, 4])),
             lambda t: setattr(t.state_dict_metadata["w"], "size", "large"),
@@ -558,7 +712,9 @@ class TestHostile:
 
     def test_a_record_of_another_shape(self, stock: Path) -> None:
         other = stock.parent / "other"
-        dcp.save({"w": torch.arange(12.0).reshape(4, 3)}, checkpoint_id=other, no_dist=True)
+        dcp.save(
+            {"w": torch.arange(12.0).reshape(4, 3)}, checkpoint_id=other, no_dist=True
+        )
         (stock / "__0_0.distcp").write_bytes((other / "__0_0.distcp").read_bytes())
         with pytest.raises(CorruptCheckpoint, match="'w'"):
             load(foreign(stock), [piece("w", torch.zeros(3, 4))])

@@ -40,7 +40,12 @@ from megackpt.backends.archives import writing
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_file import TorchFile, members
 from megackpt.checkpoint import verify
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass
+from megackpt.errors import (
+    BackendError,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    UntrustedClass,
+)
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.runtime.storage import LocalStorage, SingleFile
 from megackpt.testing import BackendSuite, ThreadedGroup, Whole, World
@@ -60,7 +65,9 @@ TENSORS: State = {
 }
 
 
-def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def same(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
     assert set(found) == set(expected)
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype
@@ -69,7 +76,10 @@ def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 
 
 def whole(state: State) -> dict[str, Any]:
-    return {key: ShardedTensor.from_rank_offsets(key, t, replica_id=0) for key, t in state.items()}
+    return {
+        key: ShardedTensor.from_rank_offsets(key, t, replica_id=0)
+        for key, t in state.items()
+    }
 
 
 def export(state: dict[str, Any], folder: Path) -> None:
@@ -102,7 +112,9 @@ def test_plain_torch_reads_ours(tmp_path: Path, mmap: bool) -> None:
     blobs = found.pop(STATE)
     same(found, TENSORS)
     assert sorted(blobs) == ["common_state", "rng/shard_0_1"]
-    common = torch.load(io.BytesIO(bytes(blobs["common_state"].tolist())), weights_only=True)
+    common = torch.load(
+        io.BytesIO(bytes(blobs["common_state"].tolist())), weights_only=True
+    )
     assert common == {"step": 7}
 
 
@@ -121,7 +133,9 @@ def test_it_is_a_zip_archive_that_anybody_checks(tmp_path: Path) -> None:
 
 def test_only_tensors_make_a_flat_dict(tmp_path: Path) -> None:
     suite = _Suite()
-    suite.save(tmp_path / "c", World({"t": Whole.random("float32", (4, 4), (2, 4))}), ranks=2)
+    suite.save(
+        tmp_path / "c", World({"t": Whole.random("float32", (4, 4), (2, 4))}), ranks=2
+    )
     assert list(torch.load(tmp_path / "c/model.pt", weights_only=True)) == ["t"]
 
 
@@ -145,7 +159,9 @@ def test_every_dtype_is_torchs_too(tmp_path: Path, name: str) -> None:
         assert torch.equal(found.view(torch.uint8), octets.reshape(3, -1))
 
 
-def test_large_sizes_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_sizes_and_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (writing, members):  # what begins at 4 GiB otherwise
         monkeypatch.setattr(module, "LIMIT", 100)
     state = TENSORS | {"large": torch.ones(40)}
@@ -166,14 +182,19 @@ def test_more_members_than_a_plain_directory_counts(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "c/model.pt") as archive:
         assert len(archive.namelist()) == 66_003
     assert len(torch.load(tmp_path / "c/model.pt", weights_only=True)) == 66_000
-    assert len(TorchFile().read_manifest(LocalStorage(tmp_path / "c")).tensors) == 66_000
+    assert (
+        len(TorchFile().read_manifest(LocalStorage(tmp_path / "c")).tensors) == 66_000
+    )
 
 
 # -- several ranks
 
 
 def test_an_export_of_tp2_dp2_is_loaded_by_tp4(tmp_path: Path) -> None:
-    state = {"rows": torch.randn(64, 33), "columns": torch.randn(257, 64).to(torch.bfloat16)}
+    state = {
+        "rows": torch.randn(64, 33),
+        "columns": torch.randn(257, 64).to(torch.bfloat16),
+    }
 
     def shards(group: ThreadedGroup, fill: float) -> dict[str, Any]:
         tp = 2 if group.size == 4 and not fill else group.size
@@ -182,12 +203,20 @@ def test_an_export_of_tp2_dp2_is_loaded_by_tp4(tmp_path: Path) -> None:
         for axis, (key, tensor) in enumerate(state.items()):
             mine = tensor.chunk(tp, axis)[tp_rank].contiguous()
             data = torch.full_like(mine, fill) if fill else mine
-            found[key] = ShardedTensor.from_rank_offsets(key, data, (axis, tp_rank, tp), replica_id=dp_rank)
+            found[key] = ShardedTensor.from_rank_offsets(
+                key, data, (axis, tp_rank, tp), replica_id=dp_rank
+            )
         return found
 
     def saving(group: ThreadedGroup) -> None:
-        rng = ShardedObject("rng", {"rank": group.rank}, (4,), (group.rank,), replica_id=0)
-        save(shards(group, 0) | {"rng": rng, "step": 3}, tmp_path / "saved", process_group=group)
+        rng = ShardedObject(
+            "rng", {"rank": group.rank}, (4,), (group.rank,), replica_id=0
+        )
+        save(
+            shards(group, 0) | {"rng": rng, "step": 3},
+            tmp_path / "saved",
+            process_group=group,
+        )
 
     def loading(group: ThreadedGroup) -> None:
         wanted = shards(group, 9.0)
@@ -223,7 +252,9 @@ def test_without_our_index_checksums_tell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["tensor", "object"])
-def test_what_changes_before_the_checksums_are_taken_is_noticed(tmp_path, monkeypatch, at) -> None:
+def test_what_changes_before_the_checksums_are_taken_is_noticed(
+    tmp_path, monkeypatch, at
+) -> None:
     real = places.gathered
 
     def damaged(manifest, locations):
@@ -240,7 +271,9 @@ def test_what_changes_before_the_checksums_are_taken_is_noticed(tmp_path, monkey
         return gathered, several
 
     monkeypatch.setattr(places, "gathered", damaged)
-    with pytest.raises(CorruptCheckpoint, match=r"is not what is read again from .*model\.pt"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"is not what is read again from .*model\.pt"
+    ):
         export(whole(TENSORS) | {"step": 7}, tmp_path / "ckpt")
     with pytest.raises(NotACheckpoint):
         load_plain_tensors(tmp_path / "ckpt")
@@ -248,20 +281,28 @@ def test_what_changes_before_the_checksums_are_taken_is_noticed(tmp_path, monkey
 
 def test_no_archive_is_made_where_a_tensor_was_not_written(tmp_path: Path) -> None:
     suite = _Suite()
-    world = World({key: Whole.random("float32", (4,), (4,)) for key in "abc"}, common=b"common")
+    world = World(
+        {key: Whole.random("float32", (4,), (4,)) for key in "abc"}, common=b"common"
+    )
     (plan,), manifest = suite.planned(world, 1)
     root = LocalStorage(tmp_path, create=True)
     manifest = manifest.located([suite.write(tmp_path, world, plan)])
-    rows = np.array([row for row in range(len(manifest.chunks)) if manifest.chunks.tensor[row] != 1])
+    rows = np.array(
+        [row for row in range(len(manifest.chunks)) if manifest.chunks.tensor[row] != 1]
+    )
     chunks = manifest.chunks.take(rows, manifest.chunks.block_bounds)
-    with pytest.raises(BackendError, match=r"model\.pt: a payload is missing before byte"):
+    with pytest.raises(
+        BackendError, match=r"model\.pt: a payload is missing before byte"
+    ):
         TorchFile().finish(root, dataclasses.replace(manifest, chunks=chunks))
     assert not TorchFile().recognises(root)
 
 
 def test_names_that_would_mean_two_things_are_refused(tmp_path: Path) -> None:
     state = whole({STATE: torch.zeros(2)})
-    with pytest.raises(BackendError, match=r"'megackpt\.state' is where a torch file keeps"):
+    with pytest.raises(
+        BackendError, match=r"'megackpt\.state' is where a torch file keeps"
+    ):
         export(state, tmp_path / "c")
     with pytest.raises(BackendError, match="both be named 'x/shard_0_1'"):
         _Suite().planned(World({}, {"x": {(0,): b""}, "x/shard_0_1": {(): b""}}), 1)
@@ -274,13 +315,29 @@ def test_names_that_would_mean_two_things_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "strategy",
-    ["torch", ("torch", 1), Strategy("torch"), TorchFile(), FullyParallelSaveStrategyWrapper("torch")],
+    [
+        "torch",
+        ("torch", 1),
+        Strategy("torch"),
+        TorchFile(),
+        FullyParallelSaveStrategyWrapper("torch"),
+    ],
     ids=lambda strategy: type(strategy).__name__,
 )
-def test_saves_are_refused_on_every_rank(tmp_path: Path, strategy: Any, asynchronous: bool) -> None:
+def test_saves_are_refused_on_every_rank(
+    tmp_path: Path, strategy: Any, asynchronous: bool
+) -> None:
     def saving(group: ThreadedGroup) -> None:
-        shard = ShardedTensor.from_rank_offsets("t", torch.ones(2), (0, group.rank, group.size))
-        save({"t": shard}, tmp_path / "c", strategy, async_sharded_save=asynchronous, process_group=group)
+        shard = ShardedTensor.from_rank_offsets(
+            "t", torch.ones(2), (0, group.rank, group.size)
+        )
+        save(
+            {"t": shard},
+            tmp_path / "c",
+            strategy,
+            async_sharded_save=asynchronous,
+            process_group=group,
+        )
 
     for outcome in ThreadedGroup.outcomes(3, saving):
         assert isinstance(outcome, BackendError)
@@ -306,7 +363,9 @@ def test_a_refused_save_leaves_the_checkpoint_that_is_there(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_checkpoint_that_was_saved_in_parallel_is_read(tmp_path: Path, indexed: bool) -> None:
+def test_a_checkpoint_that_was_saved_in_parallel_is_read(
+    tmp_path: Path, indexed: bool
+) -> None:
     """By four ranks, with an earlier version."""
     folder = tmp_path / "c"
     shutil.copytree(GOLDEN, folder)
@@ -314,12 +373,17 @@ def test_a_checkpoint_that_was_saved_in_parallel_is_read(tmp_path: Path, indexed
         (folder / "megackpt.index").unlink()
     expected = torch.load(f"{GOLDEN}.expected.pt", weights_only=True)
     same(load_plain_tensors(folder), expected)
-    assert load_common_state_dict(folder) == {"step": 1234, "args": {"lr": 0.1, "betas": (0.9, 0.95)}}
+    assert load_common_state_dict(folder) == {
+        "step": 1234,
+        "args": {"lr": 0.1, "betas": (0.9, 0.95)},
+    }
     report = verify(folder)
     assert report.ok
     assert report.checked
     rngs = {rank: ShardedObject("rng", None, (4,), (rank,)) for rank in range(4)}
-    columns = ShardedTensor.from_rank_offsets("model.columns.weight", torch.zeros(6, 4).bfloat16(), (1, 2, 4))
+    columns = ShardedTensor.from_rank_offsets(
+        "model.columns.weight", torch.zeros(6, 4).bfloat16(), (1, 2, 4)
+    )
     found = load({"rng": rngs, "w": columns}, folder, validate_access_integrity=False)
     assert torch.equal(found["w"], expected["model.columns.weight"][:, 8:12])
     assert found["rng"][3] == {"rank": 3, "state": bytes(range(3, 12))}
@@ -346,7 +410,11 @@ def lightning() -> dict[str, Any]:
         "optimizer_states": [optimizer.state_dict()],
         "lr_schedulers": [{"base_lrs": [0.1], "last_epoch": 5}],
         "hyper_parameters": {"args": Namespace(lr=0.1), "betas": (0.9, 0.95)},
-        "rng": {"python": random.Random(0).getstate(), "numpy": np.arange(3), "torch": torch.get_rng_state()},
+        "rng": {
+            "python": random.Random(0).getstate(),
+            "numpy": np.arange(3),
+            "torch": torch.get_rng_state(),
+        },
     }
 
 
@@ -361,7 +429,10 @@ def test_a_nested_training_state(file: Callable[[object], Path]) -> None:
     assert torch.equal(found["rng.torch"], value["rng"]["torch"])
     common = load_common_state_dict(path)
     assert common["epoch"] == 3
-    assert common["optimizer_states"][0]["param_groups"] == value["optimizer_states"][0]["param_groups"]
+    assert (
+        common["optimizer_states"][0]["param_groups"]
+        == value["optimizer_states"][0]["param_groups"]
+    )
     assert common["lr_schedulers"] == value["lr_schedulers"]
     assert common["hyper_parameters"] == value["hyper_parameters"]
     assert common["rng"]["python"] == value["rng"]["python"]
@@ -399,7 +470,9 @@ def test_views(file: Callable[[object], Path], view: str) -> None:
 def test_a_part_of_a_view(file: Callable[[object], Path]) -> None:
     base = torch.randn(40, 60)
     path = file({"t": base.t()})
-    part = ShardedTensor.from_rank_offsets("t", torch.zeros(15, 40), (0, 2, 4), replica_id=0)
+    part = ShardedTensor.from_rank_offsets(
+        "t", torch.zeros(15, 40), (0, 2, 4), replica_id=0
+    )
     load({"t": part}, path, validate_access_integrity=False)
     assert torch.equal(part.data, base.t()[30:45])
 
@@ -409,7 +482,10 @@ def test_other_shapes_of_values(file: Callable[[object], Path]) -> None:
     same(load_plain_tensors(file(t)), {"tensor": t})
     same(load_plain_tensors(file([t, {"x": u}])), {"0": t, "1.x": u})
     same(load_plain_tensors(file((t, u))), {"0": t, "1": u})
-    same(load_plain_tensors(file(OrderedDict(x=t, y=OrderedDict(z=u)))), {"x": t, "y.z": u})
+    same(
+        load_plain_tensors(file(OrderedDict(x=t, y=OrderedDict(z=u)))),
+        {"x": t, "y.z": u},
+    )
     same(load_plain_tensors(file(defaultdict(dict, {1: {"s": t}}))), {"1.s": t})
     assert load_common_state_dict(file([t, 5, "x"])) == {1: 5, 2: "x"}
     assert load_common_state_dict(file({"a": {"t": t}, "b": {}})) == {"b": {}}
@@ -421,7 +497,9 @@ def test_other_shapes_of_values(file: Callable[[object], Path]) -> None:
 
 
 def test_ambiguous_names_are_told(file: Callable[[object], Path]) -> None:
-    with pytest.raises(BackendError, match=r"named 'a\.b': those at \['a'\]\['b'\] and \['a\.b'\]"):
+    with pytest.raises(
+        BackendError, match=r"named 'a\.b': those at \['a'\]\['b'\] and \['a\.b'\]"
+    ):
         load_plain_tensors(file({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}))
     with pytest.raises(BackendError, match="cannot be a name"):
         load_plain_tensors(file({(1, 2): torch.ones(1)}))
@@ -432,11 +510,15 @@ class Unknown:
         self.x = 5
 
 
-def test_unknown_classes_matter_only_to_the_common_state(file: Callable[[object], Path]) -> None:
+def test_unknown_classes_matter_only_to_the_common_state(
+    file: Callable[[object], Path],
+) -> None:
     path = file({"t": torch.ones(2), "what": Unknown(), "n": 1})
     same(load_plain_tensors(path), {"t": torch.ones(2)})
     assert list(load_tensors_metadata(path)) == ["t"]
-    with pytest.raises(UntrustedClass, match=r"Unknown.*not trusted[^\0]*add_safe_globals"):
+    with pytest.raises(
+        UntrustedClass, match=r"Unknown.*not trusted[^\0]*add_safe_globals"
+    ):
         load_common_state_dict(path)
     with torch.serialization.safe_globals([Unknown]):
         assert load_common_state_dict(path, trusted=[Unknown])["what"].x == 5
@@ -451,8 +533,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: {"t": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
         "'t' is no plain tensor .*_rebuild_qtensor",
     ),
-    "meta": (lambda: {"t": torch.empty(2, device="meta")}, "'t' is no plain tensor .*_rebuild_meta_tensor"),
-    "module": (lambda: torch.nn.Linear(2, 2), r"torch\.nn\.modules\.linear\.Linear, whose code does not run"),
+    "meta": (
+        lambda: {"t": torch.empty(2, device="meta")},
+        "'t' is no plain tensor .*_rebuild_meta_tensor",
+    ),
+    "module": (
+        lambda: torch.nn.Linear(2, 2),
+        r"torch\.nn\.modules\.linear\.Linear, whose code does not run",
+    ),
 }
 
 
@@ -465,7 +553,9 @@ def test_what_cannot_be_read_is_told(file: Callable[[object], Path], kind: str) 
 
 
 def test_files_of_old_torch_are_told(tmp_path: Path) -> None:
-    torch.save({"t": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"t": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False
+    )
     with pytest.raises(BackendError, match=r"before version 1\.6.*torch\.save"):
         load_plain_tensors(tmp_path / "old.pt")
 
@@ -475,7 +565,9 @@ def hugging_face(folder: Path) -> State:
     state = {"x": torch.randn(3), "y": torch.randn(4)}
     for i, (key, tensor) in enumerate(state.items()):
         torch.save({key: tensor}, folder / f"pytorch_model-0000{i + 1}-of-00002.bin")
-    names = {key: f"pytorch_model-0000{i + 1}-of-00002.bin" for i, key in enumerate(state)}
+    names = {
+        key: f"pytorch_model-0000{i + 1}-of-00002.bin" for i, key in enumerate(state)
+    }
     text = str({"metadata": {}, "weight_map": names}).replace("'", '"')
     (folder / "pytorch_model.bin.index.json").write_text(text)
     return state
@@ -487,9 +579,15 @@ def test_directories_of_hugging_faces(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     torch.save(state, tmp_path / "one/pytorch_model.bin")
     same(load_plain_tensors(tmp_path / "one"), state)
-    torch.save({"x": state["x"], "epoch": 1}, tmp_path / "several/pytorch_model-00001-of-00002.bin")
+    torch.save(
+        {"x": state["x"], "epoch": 1},
+        tmp_path / "several/pytorch_model-00001-of-00002.bin",
+    )
     assert load_common_state_dict(tmp_path / "several") == {"epoch": 1}
-    torch.save({"y": state["y"], "epoch": 1}, tmp_path / "several/pytorch_model-00002-of-00002.bin")
+    torch.save(
+        {"y": state["y"], "epoch": 1},
+        tmp_path / "several/pytorch_model-00002-of-00002.bin",
+    )
     with pytest.raises(BackendError, match="one common state only"):
         load_plain_tensors(tmp_path / "several")
 
@@ -519,17 +617,29 @@ class Bomb:
         return os.system, (f"touch {self.path}",)
 
 
-def archived(pickle_bytes: bytes, members: Mapping[str, bytes] | None = None, compression: int = 0) -> bytes:
+def archived(
+    pickle_bytes: bytes,
+    members: Mapping[str, bytes] | None = None,
+    compression: int = 0,
+) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as archive:
-        content = {"data.pkl": pickle_bytes, "byteorder": b"little", "version": b"3\n", **(members or {})}
+        content = {
+            "data.pkl": pickle_bytes,
+            "byteorder": b"little",
+            "version": b"3\n",
+            **(members or {}),
+        }
         for name, data in content.items():
             archive.writestr(f"archive/{name}", data)
     return buffer.getvalue()
 
 
 def tensor(
-    count: int = 4, offset: int = 0, shape: tuple[int, ...] = (4,), strides: tuple[int, ...] = (1,)
+    count: int = 4,
+    offset: int = 0,
+    shape: tuple[int, ...] = (4,),
+    strides: tuple[int, ...] = (1,),
 ) -> bytes:
     """The pickle of ``{"t": ...}``, a uint8 tensor of a storage "0" of which this is said."""
 
@@ -558,7 +668,11 @@ LIES: dict[str, bytes] = {
     "cut off": GOOD[:-30],
     "garbage after it": GOOD + b"x",
     "compressed": archived(tensor(), DATA, zipfile.ZIP_DEFLATED),
-    "a bomb": archived(tensor(1 << 30, shape=(1 << 30,)), {"data/0": bytes(1 << 20)}, zipfile.ZIP_DEFLATED),
+    "a bomb": archived(
+        tensor(1 << 30, shape=(1 << 30,)),
+        {"data/0": bytes(1 << 20)},
+        zipfile.ZIP_DEFLATED,
+    ),
     "storage missing": archived(tensor()),
     "storage of another size": archived(tensor(5), DATA),
     "beyond its storage": archived(tensor(shape=(5,)), DATA),
@@ -567,14 +681,25 @@ LIES: dict[str, bytes] = {
     "negative": archived(tensor(shape=(-1,)), DATA),
     "negative stride": archived(tensor(offset=3, strides=(-1,)), DATA),
     "overflow": archived(tensor(shape=(1 << 62, 4), strides=(0, 0)), DATA),
-    "overflow of none": archived(tensor(shape=(1 << 62, 1 << 62, 0), strides=(0, 0, 0)), DATA),
+    "overflow of none": archived(
+        tensor(shape=(1 << 62, 1 << 62, 0), strides=(0, 0, 0)), DATA
+    ),
     "other number of strides": archived(tensor(strides=(1, 1)), DATA),
     "many axes": archived(tensor(shape=(1,) * 65, strides=(0,) * 65), DATA),
     "place beyond the file": _patched(GOOD, "data/0", 42, struct.pack("<L", 1 << 30)),
     "place of nothing": _patched(GOOD, "data/0", 42, struct.pack("<L", 1)),
-    "size beyond the file": _patched(GOOD, "data/0", 20, struct.pack("<2L", 1 << 30, 1 << 30)),
-    "overlap": _patched(_patched(GOOD, "data/0", 20, struct.pack("<2L", 60, 60)), "data/0", 42, b"\0\0\0\0"),
-    "deep": archived(b"\x80\x02" + b"}X\x01\0\0\0t" * 10_000 + b"N" + b"s" * 10_000 + b".", DATA),
+    "size beyond the file": _patched(
+        GOOD, "data/0", 20, struct.pack("<2L", 1 << 30, 1 << 30)
+    ),
+    "overlap": _patched(
+        _patched(GOOD, "data/0", 20, struct.pack("<2L", 60, 60)),
+        "data/0",
+        42,
+        b"\0\0\0\0",
+    ),
+    "deep": archived(
+        b"\x80\x02" + b"}X\x01\0\0\0t" * 10_000 + b"N" + b"s" * 10_000 + b".", DATA
+    ),
     "itself": archived(b"\x80\x02}q\0X\x01\0\0\0th\0s.", DATA),
 }
 
@@ -602,7 +727,9 @@ def test_the_good_one_is_good(tmp_path: Path) -> None:
 
 def test_parts_that_are_shared_again_and_again(tmp_path: Path) -> None:
     levels = b"".join(b"](h\1h\1eq\1" for _ in range(20))
-    (tmp_path / "x.pt").write_bytes(archived(tensor()[:-1] + b"q\1" + levels + b".", DATA))
+    (tmp_path / "x.pt").write_bytes(
+        archived(tensor()[:-1] + b"q\1" + levels + b".", DATA)
+    )
     with pytest.raises(CorruptCheckpoint, match="same parts again and again"):
         load_plain_tensors(tmp_path / "x.pt")
 
@@ -622,7 +749,9 @@ def test_big_endian_files_are_told(tmp_path: Path) -> None:
         load_plain_tensors(tmp_path / "x.pt")
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"PK\3\4" + bytes(100), b"\x80\x02}.", b"{}"])
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\3\4", b"PK\3\4" + bytes(100), b"\x80\x02}.", b"{}"]
+)
 def test_other_files_are_no_checkpoint(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(NotACheckpoint):

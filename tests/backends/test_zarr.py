@@ -24,7 +24,13 @@ from megackpt.backends.zarr.documents import PLAIN, array_document, parse_array
 from megackpt.backends.zarr.layout import Cells
 from megackpt.errors import BackendError, CorruptCheckpoint, StorageError
 from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest import Declarations, SavePlan, ShardId, TensorEntry, TensorMeta
+from megackpt.planning.manifest import (
+    Declarations,
+    SavePlan,
+    ShardId,
+    TensorEntry,
+    TensorMeta,
+)
 from megackpt.planning.save_plan import SavePolicy, plan_save
 from megackpt.runtime.storage import LocalStorage, digest_blocks
 from megackpt.testing import BackendSuite, MemorySource, Whole, World
@@ -44,13 +50,19 @@ def small_world(dtype: str = "float32") -> World:
     tensors = {
         "a/weight": Whole.random(dtype, (8, 6), (4, 6), 1),
         "edge": Whole.random(dtype, (7, 5), (3, 2), 2),
-        "zeros": Whole(dtype, np.zeros((4, 4), np.uint32 if dtype == "float32" else np.uint16), (2, 4)),
+        "zeros": Whole(
+            dtype,
+            np.zeros((4, 4), np.uint32 if dtype == "float32" else np.uint16),
+            (2, 4),
+        ),
     }
     return World(tensors, {"rng": {(0, 0): b"r", (0, 1): b"s"}}, b"common")
 
 
 def everything(world: World) -> Declarations:
-    return world.declared([ShardId(k, Box.whole(w.values.shape)) for k, w in world.tensors.items()])
+    return world.declared(
+        [ShardId(k, Box.whole(w.values.shape)) for k, w in world.tensors.items()]
+    )
 
 
 # -- what other readers see
@@ -70,18 +82,30 @@ def test_zarr_python_lists_and_reads_without_a_warning(tmp_path: Path) -> None:
             assert array[:].tobytes() == whole.values.tobytes()
 
 
-def test_zarr_python_opens_the_group_beside_arrays_it_does_not_know(tmp_path: Path) -> None:
-    world = World({"known": Whole.random("float32", (4,), (2,)), "odd": Whole.random("bfloat16", (4,), (2,))})
+def test_zarr_python_opens_the_group_beside_arrays_it_does_not_know(
+    tmp_path: Path,
+) -> None:
+    world = World(
+        {
+            "known": Whole.random("float32", (4,), (2,)),
+            "odd": Whole.random("bfloat16", (4,), (2,)),
+        }
+    )
     suite.save(tmp_path / "c", world)
     group = zarr.open_group(tmp_path / "c", mode="r")
     assert group["known"][:].tobytes() == world.tensors["known"].values.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "complex64", "bool"])
-def test_tensorstore_opens_each_array_by_its_own_description(tmp_path: Path, dtype: str) -> None:
+def test_tensorstore_opens_each_array_by_its_own_description(
+    tmp_path: Path, dtype: str
+) -> None:
     world = World({"t": Whole.random(dtype, (7, 5), (3, 2))})
     suite.save(tmp_path / "c", world, ranks=3)
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/c/t/"}}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{tmp_path}/c/t/"},
+    }
     store = ts.open(spec, open=True).result()
     assert store.dtype.name == dtype
     assert store.chunk_layout.write_chunk.shape == (3, 2)
@@ -114,7 +138,9 @@ def test_only_padding_behind_the_bytes_leaves_a_prefix() -> None:
         Box((0, 0, 0), (1, 3, 4)),
         Box((0, 3, 0), (2, 3, 5)),
     ]
-    cells = Cells.of((TensorEntry("t", meta),), ((1, 3, 5),), np.zeros(4, np.int32), Boxes.of(boxes))
+    cells = Cells.of(
+        (TensorEntry("t", meta),), ((1, 3, 5),), np.zeros(4, np.int32), Boxes.of(boxes)
+    )
     assert cells.prefix[:3].tolist() == [True, True, False]
     assert cells.whole.tolist() == [True, True, False, False]
     assert cells.index[:2].tolist() == [[0, 0, 0], [1, 2, 0]]
@@ -126,7 +152,9 @@ def test_a_manifest_tells_which_chunks_are_raw(tmp_path: Path) -> None:
     raw = Zarr().raw_chunks(manifest)
     for i, is_raw in enumerate(raw.tolist()):
         chunk, entry = manifest.chunk(i), manifest.tensors[manifest.chunks.tensor[i]]
-        data = (tmp_path / "c" / chunk.location.file).read_bytes()[: chunk.location.length]
+        data = (tmp_path / "c" / chunk.location.file).read_bytes()[
+            : chunk.location.length
+        ]
         assert is_raw == (digest_blocks(memoryview(data)) == chunk.digests.tobytes())
         assert entry.key == "edge" or is_raw
     assert 0 < raw.sum() < len(raw)
@@ -139,7 +167,9 @@ def test_ranks_may_write_one_array_at_the_same_time(tmp_path: Path) -> None:
     plans, manifest = plan_save(parts, SavePolicy(gridded=True))
     with ThreadPoolExecutor(4) as pool:
         writes = [
-            pool.submit(Zarr().write, LocalStorage(tmp_path), plan, MemorySource(world, plan))
+            pool.submit(
+                Zarr().write, LocalStorage(tmp_path), plan, MemorySource(world, plan)
+            )
             for plan in plans
         ]
         manifest = manifest.located([write.result() for write in writes])
@@ -150,7 +180,9 @@ def test_rows_of_several_cells_are_refused_before_writing(tmp_path: Path) -> Non
     world = World({"t": Whole.random("float32", (8, 4), (8, 4))})
     boxes = Boxes.of([Box((0, 0), (4, 4)), Box((3, 0), (2, 4))])
     entries = (TensorEntry("t", world.meta("t")),)
-    plan = SavePlan(0, entries, ((4, 4),), np.zeros(2, np.int32), boxes, np.zeros(2, np.int32))
+    plan = SavePlan(
+        0, entries, ((4, 4),), np.zeros(2, np.int32), boxes, np.zeros(2, np.int32)
+    )
     root = LocalStorage(tmp_path)
     with pytest.raises(BackendError, match=r"'t' \[3:5, 0:4\]"):
         Zarr().write(root, plan, MemorySource(world, plan))
@@ -159,7 +191,9 @@ def test_rows_of_several_cells_are_refused_before_writing(tmp_path: Path) -> Non
     assert root.list() == []
 
 
-def test_new_folders_are_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folders_are_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: set[str] = set()
     real = os.fsync
 
@@ -175,10 +209,14 @@ def test_new_folders_are_made_durable(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_write_that_fails_tells_what_and_where(tmp_path: Path) -> None:
     world = small_world()
     (plan,), _ = suite.planned(world, 1)
-    for i, (backend, told) in enumerate(((Zarr(), "cannot create .*"), (Zarr("zstd"), r"'edge' \[.*"))):
+    for i, (backend, told) in enumerate(
+        ((Zarr(), "cannot create .*"), (Zarr("zstd"), r"'edge' \[.*"))
+    ):
         (tmp_path / f"{i}/edge/c.0.1").mkdir(parents=True)
         with pytest.raises(StorageError, match=rf"{told}/{i}/edge/c\.0\.1"):
-            backend.write(LocalStorage(tmp_path / str(i)), plan, MemorySource(world, plan))
+            backend.write(
+                LocalStorage(tmp_path / str(i)), plan, MemorySource(world, plan)
+            )
 
 
 # -- reading without an index
@@ -212,7 +250,11 @@ def test_compressed_arrays_of_others_are_read(tmp_path: Path, chunk_key: str) ->
     root.delete("t")
     values = world.tensors["t"].values.view(np.float32)
     array = zarr.create_array(
-        tmp_path / "c/t", shape=(7, 5), chunks=(4, 3), dtype="float32", chunk_key_encoding={"name": chunk_key}
+        tmp_path / "c/t",
+        shape=(7, 5),
+        chunks=(4, 3),
+        dtype="float32",
+        chunk_key_encoding={"name": chunk_key},
     )
     array[:] = values
     manifest = Zarr().read_manifest(root)
@@ -231,7 +273,12 @@ def test_compressed_arrays_of_others_are_read(tmp_path: Path, chunk_key: str) ->
         {"shape": "75"},
         {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 2]}}},
         {"chunk_grid": {"name": "rectilinear", "configuration": {}}},
-        {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/../"}}},
+        {
+            "chunk_key_encoding": {
+                "name": "default",
+                "configuration": {"separator": "/../"},
+            }
+        },
         {"node_type": "group"},
         {"zarr_format": 2},
         {"attributes": {"key": 5}},
@@ -243,7 +290,9 @@ def test_compressed_arrays_of_others_are_read(tmp_path: Path, chunk_key: str) ->
         {"an_extension": {"must_understand": True}},
     ],
 )
-def test_a_description_that_lies_is_an_error(tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_description_that_lies_is_an_error(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
     root, _ = suite.save(tmp_path / "c", small_world())
     path = tmp_path / "c/edge/zarr.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -254,7 +303,11 @@ def test_a_description_that_lies_is_an_error(tmp_path: Path, change: dict[str, o
 def test_what_may_be_passed_over_is(tmp_path: Path) -> None:
     root, manifest = suite.save(tmp_path / "c", small_world())
     path = tmp_path / "c/edge/zarr.json"
-    more = {"storage_transformers": [], "an_extension": {"must_understand": False}, "dimension_names": None}
+    more = {
+        "storage_transformers": [],
+        "an_extension": {"must_understand": False},
+        "dimension_names": None,
+    }
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
     assert set(Zarr().read_manifest(root).tensors) == set(manifest.tensors)
 
@@ -273,7 +326,9 @@ def test_a_lost_array_is_missed(tmp_path: Path, how: str) -> None:
         Zarr().read_manifest(root)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "\udc80", '{"attributes": 5}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "[" * 100_000, "\udc80", '{"attributes": 5}']
+)
 def test_garbage_is_an_error(tmp_path: Path, text: str) -> None:
     root, _ = suite.save(tmp_path / "c", small_world())
     data = text.encode("utf-8", "surrogateescape")
@@ -285,7 +340,12 @@ def test_garbage_is_an_error(tmp_path: Path, text: str) -> None:
 def test_a_description_is_what_it_was_made_of() -> None:
     text = array_document((7, 5), "bfloat16", (3, 2), PLAIN)
     layout = parse_array(text.encode(), "here")
-    assert (layout.shape, layout.dtype, layout.cell, layout.raw) == ((7, 5), "bfloat16", (3, 2), True)
+    assert (layout.shape, layout.dtype, layout.cell, layout.raw) == (
+        (7, 5),
+        "bfloat16",
+        (3, 2),
+        True,
+    )
     assert layout.counts == (3, 3)
     assert layout.file((1, 2)) == "c.1.2"
 
@@ -297,8 +357,14 @@ def test_other_zarr_groups_are_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_xarray_opens_the_group(tmp_path: Path) -> None:
-    weights = {"layer.weight": torch.arange(12.0).view(3, 4), "square": torch.eye(3), "step": torch.tensor(7)}
-    state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in weights.items()}
+    weights = {
+        "layer.weight": torch.arange(12.0).view(3, 4),
+        "square": torch.eye(3),
+        "step": torch.tensor(7),
+    }
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, data) for key, data in weights.items()
+    }
     megackpt.save(state, tmp_path / "c", "zarr")
     opened = xarray.open_zarr(tmp_path / "c")
     assert opened["layer.weight"].dims == ("layer.weight.dim_0", "layer.weight.dim_1")

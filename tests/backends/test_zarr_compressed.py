@@ -58,9 +58,17 @@ def test_stock_zarr_reads_it_and_it_is_smaller(tmp_path: Path, name: str) -> Non
         root.put(file, data)
     array = zarr.open_group(tmp_path / "c", mode="r")["z"]
     assert array[:].tobytes() == world.tensors["z"].values.tobytes()
-    codecs = json.loads((tmp_path / "c/z/zarr.json").read_text())["codecs"][0]["configuration"]["codecs"]
-    assert [codec["name"] for codec in codecs] == ["bytes", name.partition(":")[0], "crc32c"]
-    level = codecs[1]["configuration"].get("level", codecs[1]["configuration"].get("clevel"))
+    codecs = json.loads((tmp_path / "c/z/zarr.json").read_text())["codecs"][0][
+        "configuration"
+    ]["codecs"]
+    assert [codec["name"] for codec in codecs] == [
+        "bytes",
+        name.partition(":")[0],
+        "crc32c",
+    ]
+    level = codecs[1]["configuration"].get(
+        "level", codecs[1]["configuration"].get("clevel")
+    )
     assert level == int(name.partition(":")[2] or {"zstd": 3, "blosc": 5}[name])
 
 
@@ -70,7 +78,9 @@ def test_a_strategy_says_so_and_a_load_needs_not(tmp_path: Path) -> None:
     for name in (None, "zstd", "blosc:9"):
         path = tmp_path / str(name).replace(":", "")
         shard = ShardedTensor.from_rank_offsets("w", full)
-        megackpt.save({"w": shard}, path, Strategy("zarr", options={"compression": name}))
+        megackpt.save(
+            {"w": shard}, path, Strategy("zarr", options={"compression": name})
+        )
         found = ShardedTensor.from_rank_offsets("w", torch.zeros(256, 256))
         megackpt.load({"w": found}, path)
         assert torch.equal(found.data, full)
@@ -90,14 +100,22 @@ def test_a_strategy_says_so_and_a_load_needs_not(tmp_path: Path) -> None:
 def test_a_plan_that_is_kept_serves_another_compression(tmp_path: Path) -> None:
     for i, name in enumerate(("zstd", None, "blosc")):
         shard = ShardedTensor.from_rank_offsets("w", torch.full((64, 64), float(i)))
-        megackpt.save({"w": shard}, tmp_path / "c", Strategy("zarr", options={"compression": name}))
+        megackpt.save(
+            {"w": shard},
+            tmp_path / "c",
+            Strategy("zarr", options={"compression": name}),
+        )
         assert megackpt.load_plain_tensors(tmp_path / "c")["w"][0, 0] == i
         assert megackpt.verify(tmp_path / "c").ok
 
 
-@pytest.mark.parametrize("name", ["gzip", "zstd:0", "zstd:23", "zstd:", "zstd:x", "blosc:10", "", 5, "ZSTD"])
+@pytest.mark.parametrize(
+    "name", ["gzip", "zstd:0", "zstd:23", "zstd:", "zstd:x", "blosc:10", "", 5, "ZSTD"]
+)
 def test_what_is_unknown_is_refused_with_all_that_is_known(name: object) -> None:
-    with pytest.raises(BackendError, match=r"'zstd:LEVEL' \(1 to 22, else 3\).*'blosc:LEVEL' \(1 to 9"):
+    with pytest.raises(
+        BackendError, match=r"'zstd:LEVEL' \(1 to 22, else 3\).*'blosc:LEVEL' \(1 to 9"
+    ):
         Strategy("zarr", options={"compression": name}).make_backend()
 
 
@@ -114,13 +132,21 @@ def bomb(tmp_path: Path, codec: str) -> tuple[LocalStorage, World]:
     document = json.loads((tmp_path / "c/t/zarr.json").read_text())
     how = {
         "zstd": {"level": 3},
-        "blosc": {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "typesize": 4, "blocksize": 0},
+        "blosc": {
+            "cname": "zstd",
+            "clevel": 1,
+            "shuffle": "shuffle",
+            "typesize": 4,
+            "blocksize": 0,
+        },
     }
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     document["codecs"] = [little, {"name": codec, "configuration": how[codec]}]
     (tmp_path / "c/t/zarr.json").write_text(json.dumps(document))
     large = np.zeros(1 << 30, np.uint8)
-    packed = Zstd(1).encode(large) if codec == "zstd" else Blosc("zstd", 1).encode(large)
+    packed = (
+        Zstd(1).encode(large) if codec == "zstd" else Blosc("zstd", 1).encode(large)
+    )
     assert len(packed) < 1 << 20
     (tmp_path / "c/t/c.0.0").write_bytes(packed)
     return root, world
@@ -137,7 +163,9 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import test_zarr_compressed
 test_zarr_compressed.read_bomb({str(tmp_path / "c")!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "t" in done.stdout
 
@@ -149,7 +177,11 @@ def read_bomb(path: str) -> None:
     manifest = Zarr().read_manifest(root)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CorruptCheckpoint) as caught:
-        suite.load(root, manifest, world.declared([ShardId("t", next(world.tensors["t"].boxes()))]))
+        suite.load(
+            root,
+            manifest,
+            world.declared([ShardId("t", next(world.tensors["t"].boxes()))]),
+        )
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 64 << 10, f"{grown} KiB"
     print(caught.value)

@@ -50,19 +50,35 @@ def written(folder: Path, world: World, ranks: int) -> tuple[LocalStorage, Manif
     shards = list(world.shards())
     parts = [world.declared(shards[rank::ranks], rank) for rank in range(ranks)]
     plans, manifest = plan_save(parts, SMALL_CELLS)
-    announced = {name for name in Zarr().files(ranks, manifest) if name.startswith("__fragments_")}
+    announced = {
+        name
+        for name in Zarr().files(ranks, manifest)
+        if name.startswith("__fragments_")
+    }
     results = [Zarr().write(root, plan, MemorySource(world, plan)) for plan in plans]
     found = {name for name in os.listdir(folder) if name.startswith("__")}
     assert found == announced
-    return root, replace(manifest.located(results), backend=("zarr", 2), save_id="0" * 32)
+    return root, replace(
+        manifest.located(results), backend=("zarr", 2), save_id="0" * 32
+    )
 
 
 def everything(world: World) -> Any:
-    return world.declared([ShardId(k, Box.whole(w.values.shape)) for k, w in world.tensors.items()])
+    return world.declared(
+        [ShardId(k, Box.whole(w.values.shape)) for k, w in world.tensors.items()]
+    )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sets(st.integers(1, 199), max_size=6), st.integers(1, 3), st.sampled_from(["float32", "bfloat16"]))
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.sets(st.integers(1, 199), max_size=6),
+    st.integers(1, 3),
+    st.sampled_from(["float32", "bfloat16"]),
+)
 def test_any_cut_comes_back(
     tmp_path_factory: pytest.TempPathFactory, cuts: set[int], ranks: int, dtype: str
 ) -> None:
@@ -75,20 +91,29 @@ def test_any_cut_comes_back(
     for found in (manifest, Zarr().read_manifest(root)):
         suite.expect_all(world, root, found)
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder}/b/"}}
-    assert ts.open(spec, open=True).result().read().result().tobytes() == world.tensors["b"].values.tobytes()
+    assert (
+        ts.open(spec, open=True).result().read().result().tobytes()
+        == world.tensors["b"].values.tobytes()
+    )
 
 
 def test_whole_cells_are_written_by_their_owner_alone(tmp_path: Path) -> None:
     world = buckets([0, 30, 200])
     root, manifest = written(tmp_path / "c", world, 2)
     owners = {
-        c.location.file: c.writer for c in manifest.chunks_of("b") if not c.location.file.startswith("__")
+        c.location.file: c.writer
+        for c in manifest.chunks_of("b")
+        if not c.location.file.startswith("__")
     }
-    assert len(owners) == 16  # of 17: borders of cells are at multiples of 12, that of the shards at 30
+    assert (
+        len(owners) == 16
+    )  # of 17: borders of cells are at multiples of 12, that of the shards at 30
     assert set(owners.values()) == {0, 1}
     before = {file: (tmp_path / "c" / file).stat().st_mtime_ns for file in owners}
     manifest = suite.finish(root, manifest)
-    assert before == {file: (tmp_path / "c" / file).stat().st_mtime_ns for file in owners}
+    assert before == {
+        file: (tmp_path / "c" / file).stat().st_mtime_ns for file in owners
+    }
     (assembled,) = [c for c in manifest.chunks_of("b") if c.location.file not in owners]
     assert (assembled.box, assembled.writer) == (Box((24,), (12,)), 0)
 
@@ -103,14 +128,18 @@ def test_what_is_assembled_is_durable_before_the_pieces_go(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "removed"])
-def test_a_damaged_piece_is_named_and_nothing_is_assembled_of_it(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_piece_is_named_and_nothing_is_assembled_of_it(
+    tmp_path: Path, damage: str
+) -> None:
     world = buckets([0, 25, 30, 200])
     root, manifest = written(tmp_path / "c", world, 3)
     path = tmp_path / "c/__fragments_1"
     data = path.read_bytes()
     path.unlink()
     if damage != "removed":
-        path.write_bytes(data[:3] if damage == "cut" else bytes([data[0] ^ 1]) + data[1:])
+        path.write_bytes(
+            data[:3] if damage == "cut" else bytes([data[0] ^ 1]) + data[1:]
+        )
     with pytest.raises(CorruptCheckpoint, match=r"__fragments_1"):
         Zarr().finish(root, manifest)
     assert (tmp_path / "c/__fragments_0").exists()
@@ -119,10 +148,14 @@ def test_a_damaged_piece_is_named_and_nothing_is_assembled_of_it(tmp_path: Path,
 def test_holes_that_nobody_checked_for_are_named(tmp_path: Path) -> None:
     world = buckets([0, 25, 30, 200])
     shards = list(world.shards())
-    plans, manifest = plan_save([world.declared([shards[0], shards[2]])], SMALL_CELLS, validate=False)
+    plans, manifest = plan_save(
+        [world.declared([shards[0], shards[2]])], SMALL_CELLS, validate=False
+    )
     root = LocalStorage(tmp_path)
     results = [Zarr().write(root, plan, MemorySource(world, plan)) for plan in plans]
-    with pytest.raises(BackendError, match=r"'b' \[24:36\].*not all of it was declared"):
+    with pytest.raises(
+        BackendError, match=r"'b' \[24:36\].*not all of it was declared"
+    ):
         Zarr().finish(root, manifest.located(results))
 
 
@@ -132,7 +165,9 @@ def run_save(path: Path, total: int, borders: list[list[tuple[int, int]]]) -> No
 
     def save(group: ThreadedGroup) -> None:
         state = {
-            str(i): ShardedTensor("bucket", full[a:b].clone(), full.dtype, (b - a,), (total,), (a,), None)
+            str(i): ShardedTensor(
+                "bucket", full[a:b].clone(), full.dtype, (b - a,), (total,), (a,), None
+            )
             for i, (a, b) in enumerate(borders[group.rank])
         }
         megackpt.save(state, path, "zarr", process_group=group)
@@ -158,7 +193,9 @@ def test_uneven_buckets_with_several_or_no_shards_per_rank(tmp_path: Path) -> No
 
     def load(group: ThreadedGroup) -> None:
         a, b = [(0, 3), (3, 333_333), (333_333, 700_000)][group.rank]
-        part = ShardedTensor("bucket", torch.zeros(b - a), full.dtype, (b - a,), (700_000,), (a,), None)
+        part = ShardedTensor(
+            "bucket", torch.zeros(b - a), full.dtype, (b - a,), (700_000,), (a,), None
+        )
         megackpt.load({"x": part}, tmp_path / "c", process_group=group)
         assert torch.equal(part.data, full[a:b])
 
@@ -171,7 +208,9 @@ def test_a_vocabulary_that_no_number_of_ranks_divides(tmp_path: Path) -> None:
 
     def save(group: ThreadedGroup) -> None:
         a, b = borders[group.rank], borders[group.rank + 1]
-        shard = ShardedTensor("w", full[a:b].clone(), full.dtype, (b - a, 64), (503, 64), (a, 0), None)
+        shard = ShardedTensor(
+            "w", full[a:b].clone(), full.dtype, (b - a, 64), (503, 64), (a, 0), None
+        )
         for _ in range(2):  # the second time by a plan that was kept
             megackpt.save({"w": shard}, tmp_path / "c", "zarr", process_group=group)
 
@@ -183,11 +222,18 @@ def test_a_vocabulary_that_no_number_of_ranks_divides(tmp_path: Path) -> None:
 def test_pieces_of_odd_dtypes_and_column_cuts(tmp_path: Path) -> None:
     columns = [Box((0, 0), (6, 5)), Box((0, 5), (6, 4)), Box((0, 9), (6, 2))]
     kinds = ("complex128", "bool", "float8_e8m0fnu", "int16")
-    world = World({k: Whole.random(k, (6, 11), (6, 11), i).cut(*columns) for i, k in enumerate(kinds)})
+    world = World(
+        {
+            k: Whole.random(k, (6, 11), (6, 11), i).cut(*columns)
+            for i, k in enumerate(kinds)
+        }
+    )
     root, manifest = suite.save(tmp_path / "c", world, ranks=3)
     for found in (manifest, Zarr().read_manifest(root)):
         suite.expect(world, suite.load(root, found, everything(world)))
-    assert np.unique(manifest.chunks.writer).tolist() == [0]  # small tensors are one cell each
+    assert np.unique(manifest.chunks.writer).tolist() == [
+        0
+    ]  # small tensors are one cell each
 
 
 def test_a_save_that_fails_while_assembling_leaves_nothing(

@@ -22,7 +22,17 @@ from megackpt.runtime.storage import LocalStorage
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "mcore-0.12.3-zarr-tp2pp1dp2"
 CONFIG = {"sharded_backend": "zarr", "sharded_backend_version": 1}
-DTYPES = ("bool", "uint8", "int16", "int64", "float16", "bfloat16", "float64", "complex64", "float8_e4m3fn")
+DTYPES = (
+    "bool",
+    "uint8",
+    "int16",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float64",
+    "complex64",
+    "float8_e4m3fn",
+)
 
 
 @pytest.fixture
@@ -31,7 +41,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def put(path: Path, values: Any, kind: str | None, chunks: list[int], **how: Any) -> None:
+def put(
+    path: Path, values: Any, kind: str | None, chunks: list[int], **how: Any
+) -> None:
     """An array as tensorstore writes version 2 of zarr; uncompressed if nothing else is asked for."""
     document = {"compressor": None, "chunks": chunks, "dimension_separator": ".", **how}
     spec = {
@@ -65,11 +77,21 @@ def octets(tensor: torch.Tensor) -> bytes:
         {"dimension_separator": "/"},
         {"compressor": {"id": "zlib", "level": 1}},
         {"compressor": {"id": "zstd", "level": 1}},
-        {"compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}},
+        {
+            "compressor": {
+                "id": "blosc",
+                "cname": "lz4",
+                "clevel": 5,
+                "shuffle": 1,
+                "blocksize": 0,
+            }
+        },
     ],
     ids=str,
 )
-def test_padded_chunks_of_any_kind(folder: Path, dtype: str, how: dict[str, Any]) -> None:
+def test_padded_chunks_of_any_kind(
+    folder: Path, dtype: str, how: dict[str, Any]
+) -> None:
     values = random(dtype, 7, 5)
     put(folder / "w", values, dtype, [3, 2], **how)
     put(folder / "rows", values, dtype, [4, 5], **how)
@@ -107,7 +129,9 @@ def test_keys_stand_as_they_are(folder: Path) -> None:
     (folder / "logs").mkdir()
     (folder / "logs/today").write_text("not ours")
     found = megackpt.load_plain_tensors(folder)
-    assert {key: int(t) for key, t in found.items()} == {key: i for i, key in enumerate(keys)}
+    assert {key: int(t) for key, t in found.items()} == {
+        key: i for i, key in enumerate(keys)
+    }
     (folder / "link").symlink_to(folder / "a")  # a tensor's
     with pytest.raises(CorruptCheckpoint, match="link is no directory"):
         megackpt.load_plain_tensors(folder)
@@ -116,10 +140,14 @@ def test_keys_stand_as_they_are(folder: Path) -> None:
 def test_objects_are_handed_over_in_the_form_of_ours(folder: Path) -> None:
     (folder / "rng/state").mkdir(parents=True)
     for i in range(2):
-        torch.save({"seed": i, "t": torch.full((3,), i)}, folder / f"rng/state/shard_{i}_2.pt")
+        torch.save(
+            {"seed": i, "t": torch.full((3,), i)}, folder / f"rng/state/shard_{i}_2.pt"
+        )
     torch.save({"iteration": 3}, folder / "common.pt")
     put(folder / "w", np.zeros(2, np.float32), "float32", [2])
-    asked = {str(i): megackpt.ShardedObject("rng/state", None, (2,), (i,)) for i in range(2)}
+    asked = {
+        str(i): megackpt.ShardedObject("rng/state", None, (2,), (i,)) for i in range(2)
+    }
     found = megackpt.load(asked, folder)
     assert [found[str(i)]["seed"] for i in range(2)] == [0, 1]
     assert found["1"]["t"].tolist() == [1, 1, 1]
@@ -130,11 +158,16 @@ def test_objects_are_handed_over_in_the_form_of_ours(folder: Path) -> None:
     assert again["iteration"] == 3
 
 
-def test_a_directory_without_metadata_json_is_known_by_its_arrays(tmp_path: Path) -> None:
+def test_a_directory_without_metadata_json_is_known_by_its_arrays(
+    tmp_path: Path,
+) -> None:
     folder = shutil.copytree(GOLDEN, tmp_path / "ckpt")
     (folder / "metadata.json").unlink()
     assert megackpt.check_is_distributed_checkpoint(folder)
-    assert megackpt.load_plain_tensors(folder).keys() == megackpt.load_plain_tensors(GOLDEN).keys()
+    assert (
+        megackpt.load_plain_tensors(folder).keys()
+        == megackpt.load_plain_tensors(GOLDEN).keys()
+    )
     assert not Zarr().recognises(LocalStorage(tmp_path))
     (tmp_path / "link").symlink_to(folder / "misc.bool")
     assert not Zarr().recognises(LocalStorage(tmp_path))
@@ -184,7 +217,9 @@ def test_a_description_that_lies_is_an_error(
         megackpt.load_plain_tensors(folder)
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"shape": 5}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"shape": 5}']
+)
 def test_garbage_is_an_error(text: bytes) -> None:
     with pytest.raises(CorruptCheckpoint, match="here"):
         parse_zarray(text, "here")

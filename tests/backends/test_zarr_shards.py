@@ -37,7 +37,12 @@ class TestShards(BackendSuite):
 
     def world(self) -> World:
         world = super().world()
-        return replace(world, tensors={key: whole for key, whole in world.tensors.items() if key != "large"})
+        return replace(
+            world,
+            tensors={
+                key: whole for key, whole in world.tensors.items() if key != "large"
+            },
+        )
 
 
 suite = TestShards()
@@ -56,8 +61,13 @@ def shards() -> World:
     )
 
 
-@given(st.lists(st.integers(1, 1 << 12), min_size=1, max_size=4), st.sampled_from([1, 2, 4, 8, 16]))
-def test_chunks_divide_the_cell_and_are_runs_of_its_bytes(extents: list[int], itemsize: int) -> None:
+@given(
+    st.lists(st.integers(1, 1 << 12), min_size=1, max_size=4),
+    st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_chunks_divide_the_cell_and_are_runs_of_its_bytes(
+    extents: list[int], itemsize: int
+) -> None:
     cell = tuple(extents)
     inner = inner_of(cell, itemsize)
     size = math.prod(inner) * itemsize
@@ -65,7 +75,9 @@ def test_chunks_divide_the_cell_and_are_runs_of_its_bytes(extents: list[int], it
         return
     assert math.prod(cell) * itemsize > 4 << 20
     assert 1 << 19 <= size <= 4 << 20
-    axis = next(i for i, n in enumerate(inner) if n > 1) if size > itemsize else len(cell)
+    axis = (
+        next(i for i, n in enumerate(inner) if n > 1) if size > itemsize else len(cell)
+    )
     assert inner[axis + 1 :] == cell[axis + 1 :]
     assert all(n % step == 0 for n, step in zip(cell, inner, strict=True))
 
@@ -142,23 +154,36 @@ def expect_bytes_of_tensorstore(folder: Path, world: World, checksum: bool) -> N
         }
         store = ts.open(spec, create=True).result()
         store[...] = whole.values.view(store.dtype.numpy_dtype)
-        theirs = {path.name: path.read_bytes() for path in (folder / "theirs" / key).glob("c*")}
-        assert theirs == {path.name: path.read_bytes() for path in (folder / "c" / key).glob("c*")}
+        theirs = {
+            path.name: path.read_bytes()
+            for path in (folder / "theirs" / key).glob("c*")
+        }
+        assert theirs == {
+            path.name: path.read_bytes() for path in (folder / "c" / key).glob("c*")
+        }
 
 
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.usefixtures("tiny_chunks")
 def test_our_bytes_are_those_of_tensorstore(tmp_path: Path, checksum: bool) -> None:
-    whole = {f"all.{d}": Whole.random(d, (9, 7), (6, 4), i) for i, d in enumerate(DTYPES)}
+    whole = {
+        f"all.{d}": Whole.random(d, (9, 7), (6, 4), i) for i, d in enumerate(DTYPES)
+    }
     beyond = {
-        "beyond": Whole.random("float32", (13, 3), (8, 3), 1),  # a chunk of which nothing is in the tensor
+        "beyond": Whole.random(
+            "float32", (13, 3), (8, 3), 1
+        ),  # a chunk of which nothing is in the tensor
         "between": Whole.random("float32", (3, 7, 5), (2, 4, 5), 2),
         "scalar": Whole.random("float64", (), (), 3),
     }
-    expect_bytes_of_tensorstore(tmp_path, World(shards().tensors | whole | beyond), checksum)
+    expect_bytes_of_tensorstore(
+        tmp_path, World(shards().tensors | whole | beyond), checksum
+    )
 
 
-def test_our_bytes_are_those_of_tensorstore_where_chunks_end_anywhere(tmp_path: Path) -> None:
+def test_our_bytes_are_those_of_tensorstore_where_chunks_end_anywhere(
+    tmp_path: Path,
+) -> None:
     """Chunks of 3 MB, so that digest blocks and the pieces that a source gives end in the middle of them."""
     world = World({"w": Whole.random("float16", (4000, 1000), (3000, 1000))})
     expect_bytes_of_tensorstore(tmp_path, world, checksum=True)
@@ -171,20 +196,30 @@ def test_stock_readers_read_every_element(tmp_path: Path) -> None:
     group = zarr.open_group(tmp_path / "c", mode="r", use_consolidated=False)
     for key, whole in world.tensors.items():
         assert group[key][:].tobytes() == whole.values.tobytes()
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/c/{key}/"}}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{tmp_path}/c/{key}/"},
+        }
         store = ts.open(spec, open=True).result()
         assert store.read().result().tobytes() == whole.values.tobytes()
-        assert store.chunk_layout.read_chunk.shape == inner_of(whole.shard, ITEMSIZE[whole.dtype])
+        assert store.chunk_layout.read_chunk.shape == inner_of(
+            whole.shard, ITEMSIZE[whole.dtype]
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("tiny_chunks")
 def test_stock_readers_read_every_data_type(tmp_path: Path, dtype: str) -> None:
-    world = World({"w": Whole.random(dtype, (30, 7), (20, 7)), "s": Whole.random(dtype, (), ())})
+    world = World(
+        {"w": Whole.random(dtype, (30, 7), (20, 7)), "s": Whole.random(dtype, (), ())}
+    )
     suite.save(tmp_path / "c", world)
     for key, whole in world.tensors.items():
         array = zarr.open_array(tmp_path / "c" / key, mode="r")
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/c/{key}/"}}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{tmp_path}/c/{key}/"},
+        }
         store = ts.open(spec, open=True).result()
         assert str(array.dtype) == store.dtype.name == dtype
         for found in (array[...], store.read().result()):
@@ -192,7 +227,9 @@ def test_stock_readers_read_every_data_type(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.usefixtures("tiny_chunks")
-def test_other_readers_notice_a_flipped_bit_and_so_do_we_without_an_index(tmp_path: Path) -> None:
+def test_other_readers_notice_a_flipped_bit_and_so_do_we_without_an_index(
+    tmp_path: Path,
+) -> None:
     world = shards()
     root, manifest = suite.save(tmp_path / "c", world)
     path = tmp_path / "c/rows/c.0.0"
@@ -206,7 +243,9 @@ def test_other_readers_notice_a_flipped_bit_and_so_do_we_without_an_index(tmp_pa
     (problem,) = Zarr().verify_native(root, found) or []
     assert "'rows' [0:4, 0:5]" in problem
     rows = world.declared([ShardId("rows", Box.whole((16, 5)))])
-    with pytest.raises(CorruptCheckpoint, match=r"'rows' \[0:4, 0:5\].*Digest mismatch"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"'rows' \[0:4, 0:5\].*Digest mismatch"
+    ):
         suite.load(root, found, rows)
     suite.load(root, found, rows, verify=False)
 
@@ -245,11 +284,21 @@ def test_places_come_from_the_shards_own_index(tmp_path: Path) -> None:
         starts = [c.location.start for c in manifest.chunks_of("t")]
         assert (sorted(starts) != starts) or location == "end"
         for verify in (True, False):
-            suite.expect(world, suite.load(root, manifest, world.declared(list(world.shards())), verify))
+            suite.expect(
+                world,
+                suite.load(
+                    root, manifest, world.declared(list(world.shards())), verify
+                ),
+            )
 
 
-def put_shard(path: Path, starts: list[int], lengths: list[int], content: int = 96) -> bytes:
-    table = np.stack([np.array(starts, np.int64).view("u8"), np.array(lengths, np.int64).view("u8")], axis=1)
+def put_shard(
+    path: Path, starts: list[int], lengths: list[int], content: int = 96
+) -> bytes:
+    table = np.stack(
+        [np.array(starts, np.int64).view("u8"), np.array(lengths, np.int64).view("u8")],
+        axis=1,
+    )
     index = table.astype("<u8").tobytes()
     data = bytes(content) + index + google_crc32c.value(index).to_bytes(4, "little")
     path.write_bytes(data)
@@ -260,7 +309,11 @@ def put_shard(path: Path, starts: list[int], lengths: list[int], content: int = 
     ("starts", "lengths", "told"),
     [
         ([0, 1 << 62], [48, 48], "chunk 1 is at byte 4611686018427387904"),
-        ([0, 100], [48, 48], "chunk 1 is at byte 100, 48 bytes long, and the file has 132"),
+        (
+            [0, 100],
+            [48, 48],
+            "chunk 1 is at byte 100, 48 bytes long, and the file has 132",
+        ),
         ([0, 48], [48, -2], "18446744073709551614 bytes long"),
         ([0, -1], [48, 0], "chunk 1 is at byte 18446744073709551615"),
     ],
@@ -281,7 +334,9 @@ def test_an_index_that_is_damaged_or_cut_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
     with pytest.raises(CorruptCheckpoint, match="crc32c"):
         shard_index(root, "shard", 2, ("end", True))
-    with pytest.raises(CorruptCheckpoint, match="its index alone should have 17592186044420"):
+    with pytest.raises(
+        CorruptCheckpoint, match="its index alone should have 17592186044420"
+    ):
         shard_index(root, "shard", 1 << 40, ("end", True))
     with pytest.raises(CorruptCheckpoint, match="missing"):
         shard_index(root, "elsewhere", 2, ("end", True))
@@ -291,7 +346,9 @@ def test_an_index_that_is_damaged_or_cut_is_an_error(tmp_path: Path) -> None:
 def test_a_chunk_that_its_shard_lacks_is_named(tmp_path: Path) -> None:
     root, manifest = suite.save(tmp_path / "c", shards())
     put_shard(tmp_path / "c/rows/c.0.0", [0, -1], [44, -1])
-    with pytest.raises(CorruptCheckpoint, match=r"rows/c.0.0 has -1 bytes of chunk 1, \[4:8, 0:5\]"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"rows/c.0.0 has -1 bytes of chunk 1, \[4:8, 0:5\]"
+    ):
         Zarr().read_manifest(root)
     put_shard(tmp_path / "c/padded.columns/c.0.1", [0, -1], [52, -1])
     columns = shards().declared([ShardId("padded.columns", Box((2, 6), (2, 4)))])

@@ -21,7 +21,13 @@ from megackpt.checkpoint import (
 )
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest import Chunks, Manifest, TensorEntry, TensorMeta, WriteResult
+from megackpt.planning.manifest import (
+    Chunks,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+    WriteResult,
+)
 from megackpt.runtime.storage import digest_blocks, root_at
 
 RANKS = 2
@@ -45,7 +51,12 @@ class Tiny(Backend):
         one = np.array([0], np.int64)
         boxes = Boxes.of([Box((plan * len(data),), (len(data),))])
         return WriteResult.of_rows(
-            boxes, (name,), np.zeros(1, np.int32), one, np.array([len(data)], np.int64), rows
+            boxes,
+            (name,),
+            np.zeros(1, np.int32),
+            one,
+            np.array([len(data)], np.int64),
+            rows,
         )
 
     def finish(self, root, manifest):
@@ -63,7 +74,10 @@ class Tiny(Backend):
             whole = bytearray(location.length)
             with root.open(location.file) as reader:
                 reader.read_into(location.start, [memoryview(whole)])
-            if verify and digest_blocks(memoryview(whole)) != item.chunk.digests.tobytes():
+            if (
+                verify
+                and digest_blocks(memoryview(whole)) != item.chunk.digests.tobytes()
+            ):
                 raise CorruptCheckpoint(f"{location.file} is damaged")
 
 
@@ -76,7 +90,9 @@ class Native(Tiny):
 def find_backend(storage, asked=None):
     if Tiny().recognises(storage):
         return Tiny()
-    raise NotACheckpoint(f"{storage.called} is not a distributed checkpoint: no known format")
+    raise NotACheckpoint(
+        f"{storage.called} is not a distributed checkpoint: no known format"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +116,9 @@ def planned(size: int, ranks: int = RANKS) -> Manifest:
         nothing,
         np.zeros((0, 16), np.uint8),
     )
-    return Manifest((TensorEntry("weight", TensorMeta((ranks * size,), "uint8")),), (None,), chunks)
+    return Manifest(
+        (TensorEntry("weight", TensorMeta((ranks * size,), "uint8")),), (None,), chunks
+    )
 
 
 @dataclass
@@ -121,14 +139,22 @@ class Saves:
     def commit(self, place, results, **options):
         commit(place, Tiny(), planned(self.size).located(results), **options)
 
-    def save(self, directory: Path, value: int, *, overwrite: bool = True, backend: Backend | None = None):
+    def save(
+        self,
+        directory: Path,
+        value: int,
+        *,
+        overwrite: bool = True,
+        backend: Backend | None = None,
+    ):
         backend = backend or Tiny()
         place = begin(directory, save_id=uuid.uuid4().hex, overwrite=overwrite)
         try:
             manifest = planned(self.size)
             place.announce(backend.files(RANKS, manifest))
             results = [
-                backend.write(root_at(place.path), rank, bytes([value]) * self.size) for rank in range(RANKS)
+                backend.write(root_at(place.path), rank, bytes([value]) * self.size)
+                for rank in range(RANKS)
             ]
             commit(place, backend, manifest.located(results))
         except BaseException:

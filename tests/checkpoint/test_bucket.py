@@ -80,7 +80,9 @@ def written(saves, url: str, value: int, **options):
 def assert_only(bucket, url: str) -> None:
     """Nothing but the record and the folder that it names is under this URL."""
     above = url.removeprefix(f"{bucket.url}/")
-    (name,) = {key.removeprefix(f"{above}/").split("/")[0] for key in held(bucket)} - {"megackpt.commit"}
+    (name,) = {key.removeprefix(f"{above}/").split("/")[0] for key in held(bucket)} - {
+        "megackpt.commit"
+    }
     assert name == f"megackpt-{save_of(url)}"
 
 
@@ -91,7 +93,10 @@ def test_a_save_is_one_folder_and_a_record_that_names_it(bucket, url, saves):
     assert record["save_id"] == save_id
     folder = f"run/iter_100/megackpt-{save_id}"
     names = {"metadata.json", "megackpt.index", "toc", "rank0.bin", "rank1.bin"}
-    assert {*held(bucket)} == {"run/iter_100/megackpt.commit", *(f"{folder}/{name}" for name in names)}
+    assert {*held(bucket)} == {
+        "run/iter_100/megackpt.commit",
+        *(f"{folder}/{name}" for name in names),
+    }
     assert record["objects"] == len(names)
     assert (
         saves.load(f"{url}/megackpt-{save_id}") == saves.load(url) == 1
@@ -114,13 +119,19 @@ def test_a_checkpoint_is_replaced_and_the_old_one_removed(bucket, url, saves):
 
 
 @pytest.mark.parametrize("save_id", ["mine", "", "../x", "0" * 31, "A" * 32])
-def test_a_save_whose_id_is_no_uuid_is_refused_before_anything_is_put(bucket, url, save_id):
-    with pytest.raises(StorageError, match=r"no id for a save in a bucket: give uuid\.uuid4\(\)\.hex"):
+def test_a_save_whose_id_is_no_uuid_is_refused_before_anything_is_put(
+    bucket, url, save_id
+):
+    with pytest.raises(
+        StorageError, match=r"no id for a save in a bucket: give uuid\.uuid4\(\)\.hex"
+    ):
         begin(url, save_id=save_id)
     assert held(bucket) == []
 
 
-def test_what_is_replaced_while_it_is_verified_is_verified_anew(bucket, url, saves, monkeypatch):
+def test_what_is_replaced_while_it_is_verified_is_verified_anew(
+    bucket, url, saves, monkeypatch
+):
     saves.save(url, 1)
     real, left = verifying._Work.run, [2]
 
@@ -136,7 +147,10 @@ def test_what_is_replaced_while_it_is_verified_is_verified_anew(bucket, url, sav
 
 
 def test_what_others_put_beside_a_checkpoint_is_left_alone(bucket, url, saves):
-    others = {f"run/iter_100/megackpt-{name}/f" for name in ("gpt2", "run_7", "0123456789abcdef")}
+    others = {
+        f"run/iter_100/megackpt-{name}/f"
+        for name in ("gpt2", "run_7", "0123456789abcdef")
+    }
     for key in others:
         BucketStorage(bucket.url).put(key, b"theirs")
     saves.save(f"{url}/megackpt-nested", 3)
@@ -150,7 +164,9 @@ def test_a_failed_save_leaves_what_was_there(bucket, url, saves):
     saves.save(url, 1)
     place, results = written(saves, url, 2)
     assert place_of(url, place.save_id).location == place.path
-    with pytest.raises(SaveInProgress, match=r"is being written by a save by process \d+ on host"):
+    with pytest.raises(
+        SaveInProgress, match=r"is being written by a save by process \d+ on host"
+    ):
         begin(url, save_id=identity())
 
     def refuse() -> None:
@@ -184,7 +200,9 @@ def test_of_sixteen_racing_saves_one_wins(bucket, url, saves, before):
         begun.wait()  # the winner keeps the lock until all have asked for it
         saves.commit(place, [saves.write(place, rank, number) for rank in range(2)])
 
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(RACERS)]
+    threads = [
+        threading.Thread(target=race, args=(number,)) for number in range(RACERS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -194,7 +212,9 @@ def test_of_sixteen_racing_saves_one_wins(bucket, url, saves, before):
     assert_only(bucket, url)
 
 
-def test_where_no_lock_keeps_them_apart_the_record_does(bucket, url, saves, monkeypatch):
+def test_where_no_lock_keeps_them_apart_the_record_does(
+    bucket, url, saves, monkeypatch
+):
     """All write in full, each taking the others for dead, and commit at once."""
     saves.save(url, 99)
     monkeypatch.setattr(Marker, "runs", lambda _: False)
@@ -214,16 +234,22 @@ def test_where_no_lock_keeps_them_apart_the_record_does(bucket, url, saves, monk
             told[number] = error
             place.abort()
 
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(RACERS)]
+    threads = [
+        threading.Thread(target=race, args=(number,)) for number in range(RACERS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     (winner,) = {*range(RACERS)} - told.keys()
     assert saves.load(url) == winner
-    assert all("was saved to by another job meanwhile" in str(error) for error in told.values())
+    assert all(
+        "was saved to by another job meanwhile" in str(error) for error in told.values()
+    )
     folders = {key.split("/")[2] for key in held(bucket) if "megackpt-" in key}
-    assert len(folders) == 2  # the losers have removed theirs; what was replaced is left to the next
+    assert (
+        len(folders) == 2
+    )  # the losers have removed theirs; what was replaced is left to the next
 
 
 def test_a_save_that_was_taken_for_dead_cannot_commit(bucket, url, saves, monkeypatch):
@@ -241,8 +267,12 @@ def test_a_save_that_was_taken_for_dead_cannot_commit(bucket, url, saves, monkey
 
 
 @pytest.mark.parametrize(("silence", "alive"), [(1e9, True), (-1e9, False)])
-def test_a_save_on_another_host_lives_by_the_stores_clock(bucket, url, saves, monkeypatch, silence, alive):
-    lock = json.dumps({"save_id": "elsewhere", "host": "h2", "pid": 1, "boot": "b", "time": 0.0})
+def test_a_save_on_another_host_lives_by_the_stores_clock(
+    bucket, url, saves, monkeypatch, silence, alive
+):
+    lock = json.dumps(
+        {"save_id": "elsewhere", "host": "h2", "pid": 1, "boot": "b", "time": 0.0}
+    )
     BucketStorage(url).put(".megackpt-saving", lock.encode())
     monkeypatch.setattr(buckets, "SILENCE", silence)
     if alive:
@@ -270,7 +300,10 @@ def test_after_a_killed_save_the_next_one_clears_up(bucket, url, saves):
     saves.save(url, 1)
     dead = identity()
     process = subprocess.Popen(
-        [sys.executable, "-c", SAVER, url, dead], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SAVER, url, dead],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with process:
         assert process.stdout.readline() == "begun\n"
@@ -321,7 +354,9 @@ def test_a_bad_line_loses_nothing(line, url, saves, quick, method_path_how):
     assert line.asked(method, path) > before + 1  # it was really asked again
 
 
-def test_a_commit_whose_answer_never_comes_is_found_in_the_record(bucket, line, url, saves, quick):
+def test_a_commit_whose_answer_never_comes_is_found_in_the_record(
+    bucket, line, url, saves, quick
+):
     place, results = written(saves, url, 1)
     line.once("swallow", "PUT", "megackpt.commit", times=1000)
     saves.commit(place, results)
@@ -329,7 +364,9 @@ def test_a_commit_whose_answer_never_comes_is_found_in_the_record(bucket, line, 
     assert_only(bucket, url)
 
 
-def test_a_commit_of_which_nothing_is_known_removes_nothing(bucket, line, url, saves, quick):
+def test_a_commit_of_which_nothing_is_known_removes_nothing(
+    bucket, line, url, saves, quick
+):
     saves.save(url, 1)
     place, results = written(saves, url, 2)
     line.once(503, "PUT", "megackpt.commit", times=1000)
@@ -344,27 +381,35 @@ def test_a_commit_of_which_nothing_is_known_removes_nothing(bucket, line, url, s
     assert_only(bucket, url)
 
 
-def test_a_record_that_cannot_even_be_read_leaves_it_open(bucket, line, url, saves, quick):
+def test_a_record_that_cannot_even_be_read_leaves_it_open(
+    bucket, line, url, saves, quick
+):
     """The commit stands, its answer is lost, and the store goes away."""
     saves.save(url, 1)
     place, results = written(saves, url, 2)
     gone = []
 
     def fault(request):
-        if gone or (request.method == "PUT" and request.path.endswith("megackpt.commit")):
+        if gone or (
+            request.method == "PUT" and request.path.endswith("megackpt.commit")
+        ):
             gone.append(request)
             return "swallow" if len(gone) == 1 else 503
         return None
 
     line.fault = fault
-    with pytest.raises(StorageError, match=f"is not known.*if it names {place.save_id} later"):
+    with pytest.raises(
+        StorageError, match=f"is not known.*if it names {place.save_id} later"
+    ):
         saves.commit(place, results)
     line.fault = lambda _: None
     place.abort()
     assert saves.load(url) == 2
 
 
-def test_clearing_up_that_fails_is_left_to_the_next_save(bucket, line, url, saves, quick):
+def test_clearing_up_that_fails_is_left_to_the_next_save(
+    bucket, line, url, saves, quick
+):
     saves.save(url, 1)
     line.once(403, "POST", "delete", times=1000)
     saves.save(url, 2)
@@ -393,7 +438,9 @@ def careless(line, monkeypatch):
 def unconditional(line, monkeypatch):
     """A store that knows no conditions of a put, and says so."""
     monkeypatch.setattr(bucket_room, "_proven", set())
-    line.fault = lambda request: 501 if re.search(rb"(?im)^if-(none-)?match:", request.head) else None
+    line.fault = lambda request: (
+        501 if re.search(rb"(?im)^if-(none-)?match:", request.head) else None
+    )
 
 
 @pytest.fixture(params=["careless", "unconditional"])
@@ -402,7 +449,10 @@ def poor(request):
 
 
 def test_a_store_without_conditional_puts_is_refused(poor, bucket, url, saves):
-    with pytest.raises(StorageError, match=r"does not keep to conditional puts.*MEGACKPT_SINGLE_WRITER=1"):
+    with pytest.raises(
+        StorageError,
+        match=r"does not keep to conditional puts.*MEGACKPT_SINGLE_WRITER=1",
+    ):
         saves.save(url, 1)
     assert held(bucket) == []
 
@@ -435,8 +485,12 @@ def test_a_renewal_does_not_outlive_its_save(poor, bucket, url, saves, monkeypat
         put(self, name, data)
 
     monkeypatch.setattr(BucketStorage, "put", slow)
-    monkeypatch.setattr(marker.Heartbeat, "stop", lambda beat: (stop(beat), ended.set()))
-    monkeypatch.setattr(buckets.Lock, "release", lambda lock: (release(lock), released.set()))
+    monkeypatch.setattr(
+        marker.Heartbeat, "stop", lambda beat: (stop(beat), ended.set())
+    )
+    monkeypatch.setattr(
+        buckets.Lock, "release", lambda lock: (release(lock), released.set())
+    )
     place, results = written(saves, url, 1)
     renewing.wait()
     saves.commit(place, results)
@@ -472,8 +526,12 @@ def test_an_index_of_another_save_is_not_the_one_of_the_record(url, saves):
     saves.save(url, 1)
     storage = open_checkpoint(url).storage
     saves.save(f"{url}0", 1)
-    storage.put("megackpt.index", open_checkpoint(f"{url}0").storage.get("megackpt.index"))
-    with pytest.raises(CorruptCheckpoint, match=r"not the one that s3://.*megackpt.commit names"):
+    storage.put(
+        "megackpt.index", open_checkpoint(f"{url}0").storage.get("megackpt.index")
+    )
+    with pytest.raises(
+        CorruptCheckpoint, match=r"not the one that s3://.*megackpt.commit names"
+    ):
         open_checkpoint(url)
 
 
@@ -493,7 +551,11 @@ def test_a_record_that_says_nothing(bucket, url, saves, record, error):
     BucketStorage(url).put("megackpt.commit", record)
     with pytest.raises(error, match=r"megackpt\.commit"):
         open_checkpoint(url)
-    told = r"too new" if error is BackendError else r"overwrite=True.*, or remove s3://.*megackpt\.commit"
+    told = (
+        r"too new"
+        if error is BackendError
+        else r"overwrite=True.*, or remove s3://.*megackpt\.commit"
+    )
     with pytest.raises(error, match=told):
         saves.save(url, 2, overwrite=False)
     if error is BackendError:  # the next release's checkpoint is whole
@@ -509,7 +571,9 @@ def test_a_record_cannot_lead_elsewhere(url, saves):
     saves.save(url, 1)
     told = json.loads(BucketStorage(url).get("megackpt.commit"))
     for name in ("../other", "a/b", "", "..", "0" * 31, "G" * 32, f"{0:032}\n"):
-        BucketStorage(url).put("megackpt.commit", json.dumps(told | {"save_id": name}).encode())
+        BucketStorage(url).put(
+            "megackpt.commit", json.dumps(told | {"save_id": name}).encode()
+        )
         with pytest.raises(CorruptCheckpoint, match="names no save"):
             open_checkpoint(url)
 
@@ -518,7 +582,9 @@ def test_words_for_what_is_not_there(tmp_path: Path, bucket, url):
     with pytest.raises(NotACheckpoint, match="does not exist: no object is there"):
         open_checkpoint(url)
     BucketStorage(bucket.url).put("run/model.safetensors", b"x")
-    with pytest.raises(NotACheckpoint, match="is one object: to read a single file, copy it"):
+    with pytest.raises(
+        NotACheckpoint, match="is one object: to read a single file, copy it"
+    ):
         open_checkpoint(f"{bucket.url}/run/model.safetensors")
     with pytest.raises(NotACheckpoint, match="no known format"):
         open_checkpoint(f"{bucket.url}/run")

@@ -61,7 +61,11 @@ def test_replacing_keeps_what_is_foreign(tmp_path, saves, either_way, caplog):
     assert entries(where) == OWN | {"notes.txt", "logs"}
     assert (where / "logs/run").read_text() == "mine too"
     status = where.stat()
-    assert (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid) == (0o2750, 12, 34)
+    assert (stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid) == (
+        0o2750,
+        12,
+        34,
+    )
     assert entries(tmp_path) == {"ckpt"}
     assert "replacing the checkpoint" in caplog.text
 
@@ -107,7 +111,9 @@ def test_a_small_file_that_others_put_there_meanwhile(tmp_path, saves):
             (tmp_path / "c/metadata.json").write_text("mine")
             return super().finish(root, manifest)
 
-    with pytest.raises(StorageError, match=r"metadata\.json would collide with this save"):
+    with pytest.raises(
+        StorageError, match=r"metadata\.json would collide with this save"
+    ):
         saves.save(tmp_path / "c", 1, backend=Slow())
     assert entries(tmp_path / "c") == {"metadata.json"}
     assert (tmp_path / "c/metadata.json").read_text() == "mine"
@@ -187,7 +193,10 @@ def test_files_that_the_coordinator_cannot_see(tmp_path, saves):
                 root.delete("rank1.bin")
             return result
 
-    with pytest.raises(StorageError, match=r"rank1\.bin, written by rank 1, is missing.*shared between all"):
+    with pytest.raises(
+        StorageError,
+        match=r"rank1\.bin, written by rank 1, is missing.*shared between all",
+    ):
         saves.save(tmp_path / "c", 1, backend=OnAnotherDisk())
     assert entries(tmp_path) == set()
 
@@ -255,7 +264,9 @@ def test_two_jobs(tmp_path, saves, before):
         if before:
             assert saves.load(where) == 1
         else:
-            with pytest.raises(NotACheckpoint, match=f"save by process {pid} .* goes on"):
+            with pytest.raises(
+                NotACheckpoint, match=f"save by process {pid} .* goes on"
+            ):
                 saves.load(where)
     finally:
         os.kill(pid, 9)
@@ -284,7 +295,13 @@ def test_a_place_that_is_dropped_is_a_dead_save(tmp_path, saves):
 
 
 def marker_of(path: Path, **changes) -> Path:
-    fields = {"save_id": "ff", "host": "other", "pid": os.getpid(), "started": 1, "boot": "elsewhere"}
+    fields = {
+        "save_id": "ff",
+        "host": "other",
+        "pid": os.getpid(),
+        "started": 1,
+        "boot": "elsewhere",
+    }
     file = path / ".megackpt-saving-ff"
     file.write_text(json.dumps({**fields, "names": ["rank0.bin"], **changes}))
     return file
@@ -305,12 +322,24 @@ def test_markers_of_other_hosts_live_by_their_touch(tmp_path, saves):
 def test_a_number_that_another_process_has_by_now(tmp_path, saves):
     where = tmp_path / "c"
     where.mkdir()
-    marker_of(where, pid=1, started=1, boot=marker_room.boot(), namespace=marker_room.namespace())
+    marker_of(
+        where,
+        pid=1,
+        started=1,
+        boot=marker_room.boot(),
+        namespace=marker_room.namespace(),
+    )
     saves.save(where, 1)
     assert entries(where) == OWN
 
 
-NONSENSE = [b"", b"{", b"[]", b'{"names": ["../../x", "/etc", 5], "pid": "x"}', b"[" * 10000]
+NONSENSE = [
+    b"",
+    b"{",
+    b"[]",
+    b'{"names": ["../../x", "/etc", 5], "pid": "x"}',
+    b"[" * 10000,
+]
 
 
 @pytest.mark.parametrize("content", NONSENSE)
@@ -358,7 +387,9 @@ def test_the_working_directory_cannot_be_replaced(tmp_path, saves, monkeypatch):
     assert saves.load(tmp_path) == 1
 
 
-def test_a_rival_that_completes_while_a_save_begins_is_replaced(tmp_path, saves, monkeypatch):
+def test_a_rival_that_completes_while_a_save_begins_is_replaced(
+    tmp_path, saves, monkeypatch
+):
     where, real = tmp_path / "ckpt", committing_room.DirectoryPlace
 
     def slow(*args, **options):
@@ -421,7 +452,9 @@ def test_a_failure_while_publishing_loses_nothing(tmp_path, saves, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(StorageError, match="Input/output error"):
         saves.save(where, 2)
-    assert saves.load(where) == 2  # on the disk, but nobody promised that it survives a power cut
+    assert (
+        saves.load(where) == 2
+    )  # on the disk, but nobody promised that it survives a power cut
     saves.save(where, 3)
     assert saves.load(where) == 3
     assert entries(where) == OWN | {"other"}

@@ -22,7 +22,11 @@ from megackpt.errors import NotACheckpoint, StorageError
         {"last": "a\0b"},
         {"last": "a" * 5000},
         {"names": ["../x", "\ud800", "a" * 5000]},
-        {"pid": 10**300, "boot": marker_room.boot(), "namespace": marker_room.namespace()},
+        {
+            "pid": 10**300,
+            "boot": marker_room.boot(),
+            "namespace": marker_room.namespace(),
+        },
     ],
 )
 def test_markers_that_lie(tmp_path, saves, fields):
@@ -57,8 +61,12 @@ def test_siblings_that_are_no_folders(tmp_path, saves, kind):
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("failing", range(1, 8))
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
-def test_a_save_that_fails_at_any_fsync_is_a_dead_save(tmp_path, saves, monkeypatch, before, failing, error):
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), KeyboardInterrupt()]
+)
+def test_a_save_that_fails_at_any_fsync_is_a_dead_save(
+    tmp_path, saves, monkeypatch, before, failing, error
+):
     """Also for the process that it failed in, which goes on living."""
     where = tmp_path / "c"
     if before:
@@ -78,7 +86,9 @@ def test_a_save_that_fails_at_any_fsync_is_a_dead_save(tmp_path, saves, monkeypa
     assert saves.load(where) == 3
 
 
-def test_a_rank_that_writes_on_after_the_save_has_failed(tmp_path, saves, monkeypatch, caplog):
+def test_a_rank_that_writes_on_after_the_save_has_failed(
+    tmp_path, saves, monkeypatch, caplog
+):
     where = tmp_path / "c"
     saves.save(where, 1)
     place = begin(where, save_id=uuid.uuid4().hex)

@@ -41,9 +41,11 @@ def column(values) -> np.ndarray:
     st.one_of(
         st.lists(NUMBERS),
         st.lists(st.integers(-1, 300)),
-        st.tuples(st.integers(0, 1000), st.integers(1, 1 << 40), st.lists(st.integers(0, 70000))).map(
-            lambda t: [t[0] + t[1] * v for v in t[2]]
-        ),
+        st.tuples(
+            st.integers(0, 1000),
+            st.integers(1, 1 << 40),
+            st.lists(st.integers(0, 70000)),
+        ).map(lambda t: [t[0] + t[1] * v for v in t[2]]),
         st.tuples(st.lists(st.just(0), min_size=20), st.lists(NUMBERS, max_size=2)).map(
             lambda t: t[0] + t[1]
         ),
@@ -54,7 +56,9 @@ def test_columns_round_trip(values):
     data = b"".join(parts)
     assert len(data) == layout.nbytes
     assert len(data) <= 8 * len(values)
-    assert unpack(type(layout).parse(layout.fields()), memoryview(data)).tolist() == values
+    assert (
+        unpack(type(layout).parse(layout.fields()), memoryview(data)).tolist() == values
+    )
 
 
 @st.composite
@@ -77,31 +81,59 @@ def manifests(draw) -> Manifest:
             box = Box(offset, extent)
             boxes.append(box)
             tensor.append(i)
-            length.append(draw(st.integers(0, 3 << 20)) if dtype == OBJECT else box.volume * ITEMSIZE[dtype])
+            length.append(
+                draw(st.integers(0, 3 << 20))
+                if dtype == OBJECT
+                else box.volume * ITEMSIZE[dtype]
+            )
     n = len(boxes)
     order = draw(st.permutations(range(n)))
-    files = draw(st.lists(st.text("abc_0é", min_size=1, max_size=9), unique=True, min_size=1, max_size=4))
+    files = draw(
+        st.lists(
+            st.text("abc_0é", min_size=1, max_size=9),
+            unique=True,
+            min_size=1,
+            max_size=4,
+        )
+    )
     some = st.lists(st.integers(0, len(files) - 1), min_size=n, max_size=n)
     rows = sum(-(-length[i] // DIGEST_BLOCK) for i in order)
     few = rows <= 1000 and draw(st.booleans())
-    digests = np.random.default_rng(n).integers(0, 256, (rows if few else 0, 16), dtype=np.uint8)
+    digests = np.random.default_rng(n).integers(
+        0, 256, (rows if few else 0, 16), dtype=np.uint8
+    )
     chunks = Chunks(
         np.array([tensor[i] for i in order], np.int32),
-        Boxes.of((boxes[i] for i in order), max((len(t.meta.shape) for t in tensors), default=0)),
-        np.array(draw(st.lists(st.integers(0, 20000), min_size=n, max_size=n)), np.int32),
+        Boxes.of(
+            (boxes[i] for i in order),
+            max((len(t.meta.shape) for t in tensors), default=0),
+        ),
+        np.array(
+            draw(st.lists(st.integers(0, 20000), min_size=n, max_size=n)), np.int32
+        ),
         np.array(draw(some), np.int32),
         column(draw(st.lists(st.integers(0, 1 << 41), min_size=n, max_size=n))),
         column([length[i] for i in order]),
         digests,
     )
-    return Manifest(tuple(tensors), tuple(grids), chunks, tuple(files), "raw", ("torch_dist", 1), "ab" * 16)
+    return Manifest(
+        tuple(tensors),
+        tuple(grids),
+        chunks,
+        tuple(files),
+        "raw",
+        ("torch_dist", 1),
+        "ab" * 16,
+    )
 
 
 def rows(manifest: Manifest) -> list:
     """All chunks, tensor by tensor, in the order that they have there."""
     bounds = manifest.chunks.block_bounds
     order = np.argsort(manifest.chunks.tensor, kind="stable")
-    chunks = [(int(manifest.chunks.tensor[i]), manifest.chunk(int(i), bounds)) for i in order]
+    chunks = [
+        (int(manifest.chunks.tensor[i]), manifest.chunk(int(i), bounds)) for i in order
+    ]
     return [(t, c.box, c.location, c.writer, c.digests.tobytes()) for t, c in chunks]
 
 
@@ -114,7 +146,10 @@ def described(manifest: Manifest) -> tuple:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    manifests(), st.dictionaries(st.text("abc.", min_size=3), st.tuples(st.integers(0, 1 << 40)), max_size=3)
+    manifests(),
+    st.dictionaries(
+        st.text("abc.", min_size=3), st.tuples(st.integers(0, 1 << 40)), max_size=3
+    ),
 )
 def test_round_trip(manifest, small):
     small = {f"s{name}": (size, bytes(range(16))) for name, (size,) in small.items()}
@@ -122,9 +157,13 @@ def test_round_trip(manifest, small):
     assert described(again) == described(manifest)
     assert small_again == small
     native = replace(
-        manifest, encoding="native", chunks=replace(manifest.chunks, length=manifest.chunks.start)
+        manifest,
+        encoding="native",
+        chunks=replace(manifest.chunks, length=manifest.chunks.start),
     )
-    native = replace(native, chunks=replace(native.chunks, digests=manifest.chunks.digests[:0]))
+    native = replace(
+        native, chunks=replace(native.chunks, digests=manifest.chunks.digests[:0])
+    )
     assert described(decode_index(encode_index(native, {}))[0]) == described(native)
 
 
@@ -137,7 +176,12 @@ def example(chunks: int = 6) -> Manifest:
         TensorEntry("empty/\ud800 key", TensorMeta((0, 5), "float32")),
     )
     boxes = [Box((i * 4, 0), (4, 8)) for i in range(chunks)]
-    boxes += [Box((1, 0), (1, 1)), Box((0, 0), (1, 1)), Box((), ()), Box((0, 0), (0, 5))]
+    boxes += [
+        Box((1, 0), (1, 1)),
+        Box((0, 0), (1, 1)),
+        Box((), ()),
+        Box((0, 0), (0, 5)),
+    ]
     n = len(boxes)
     length = column([64] * chunks + [100, 200, DIGEST_BLOCK + 1, 0])
     total = int((-(-length // DIGEST_BLOCK)).sum())
@@ -171,7 +215,9 @@ def test_the_golden_index_of_version_1():
 
 def test_fields_of_the_head_that_are_not_known_are_passed_over():
     # As in the indexes of earlier builds, which had a fingerprint of each rank.
-    again, small = decode_index(forged(lambda head: head.update(fingerprints="AAAAAAAAAAA=")))
+    again, small = decode_index(
+        forged(lambda head: head.update(fingerprints="AAAAAAAAAAA="))
+    )
     assert described(again) == described(example())
     assert small == SMALL
 
@@ -187,7 +233,13 @@ def forged(change, padding: bytes = b"") -> bytes:
     head = json.loads(data[16 : 16 + length])
     head = change(head) or head
     text = json.dumps(head).encode()
-    return sealed(data[:12] + struct.pack("<I", len(text)) + text + data[16 + length : -16] + padding)
+    return sealed(
+        data[:12]
+        + struct.pack("<I", len(text))
+        + text
+        + data[16 + length : -16]
+        + padding
+    )
 
 
 def in_column(name, **fields):
@@ -242,7 +294,9 @@ FORGERIES = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forged_heads(name):
-    with pytest.raises(CorruptCheckpoint, match=r"megackpt\.index: the index is damaged: "):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"megackpt\.index: the index is damaged: "
+    ):
         decode_index(forged(FORGERIES[name]))
 
 
@@ -266,16 +320,25 @@ def test_no_memory_for_rows_that_take_no_bytes():
     assert any("counts" in story for story in stories)
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a/../b", "a\0b", ".", "a//b"])
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "a/../b", "a\0b", ".", "a//b"]
+)
 def test_files_outside(name):
     manifest = example()
-    with pytest.raises(CorruptCheckpoint, match="no name of a file inside a checkpoint"):
-        decode_index(encode_index(replace(manifest, files=(name, *manifest.files[1:])), SMALL))
+    with pytest.raises(
+        CorruptCheckpoint, match="no name of a file inside a checkpoint"
+    ):
+        decode_index(
+            encode_index(replace(manifest, files=(name, *manifest.files[1:])), SMALL)
+        )
 
 
 def test_doubles():
     manifest = example()
-    for change in ({"files": ("x",) * 4}, {"tensors": (manifest.tensors[1],) * 2 + manifest.tensors[2:]}):
+    for change in (
+        {"files": ("x",) * 4},
+        {"tensors": (manifest.tensors[1],) * 2 + manifest.tensors[2:]},
+    ):
         with pytest.raises(CorruptCheckpoint):
             decode_index(encode_index(replace(manifest, **change), SMALL))
 
@@ -283,11 +346,17 @@ def test_doubles():
 def test_too_many_dimensions():
     entry = TensorEntry("x", TensorMeta((1,) * 65, "uint8"))
     chunks = replace(
-        example().chunks, boxes=Boxes.of([Box((0,) * 65, (1,) * 65)] * 10), tensor=np.zeros(10, np.int32)
+        example().chunks,
+        boxes=Boxes.of([Box((0,) * 65, (1,) * 65)] * 10),
+        tensor=np.zeros(10, np.int32),
     )
     chunks = replace(chunks, length=column([1] * 10), digests=chunks.digests[:10])
     with pytest.raises(CorruptCheckpoint):
-        decode_index(encode_index(replace(example(), tensors=(entry,), grids=(None,), chunks=chunks), {}))
+        decode_index(
+            encode_index(
+                replace(example(), tensors=(entry,), grids=(None,), chunks=chunks), {}
+            )
+        )
 
 
 def test_truncated_longer_and_flipped():

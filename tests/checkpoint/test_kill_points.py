@@ -11,7 +11,17 @@ from megackpt.errors import NotACheckpoint
 from megackpt.runtime.storage import kernel
 
 FOREIGN = {"notes.txt": "mine", "logs/run": "mine too", "rank1.bin.log": "and this"}
-STEPS = ("fsync", "rename", "link", "unlink", "mkdir", "rmdir", "writev", "chmod", "chown")
+STEPS = (
+    "fsync",
+    "rename",
+    "link",
+    "unlink",
+    "mkdir",
+    "rmdir",
+    "writev",
+    "chmod",
+    "chown",
+)
 LIMIT = 500
 
 
@@ -73,7 +83,9 @@ def outcome(saves, where: Path) -> int | None:
         return None
 
 
-@pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "exchange", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_dying_again_while_clearing_up(tmp_path, saves, monkeypatch, exchange):
     """Two deaths in a row: in the publication, then anywhere in the save that finds it."""
     if not exchange:

@@ -18,12 +18,16 @@ def test_missing(tmp_path):
 
 
 def test_empty_file_and_unknown(tmp_path):
-    with pytest.raises(NotACheckpoint, match="is not a distributed checkpoint: it is empty"):
+    with pytest.raises(
+        NotACheckpoint, match="is not a distributed checkpoint: it is empty"
+    ):
         open_checkpoint(tmp_path)
     (tmp_path / "f").touch()
     with pytest.raises(NotACheckpoint, match="is not a distributed checkpoint"):
         open_checkpoint(tmp_path)
-    with pytest.raises(NotACheckpoint, match="/f is not a distributed checkpoint: no known format"):
+    with pytest.raises(
+        NotACheckpoint, match="/f is not a distributed checkpoint: no known format"
+    ):
         open_checkpoint(tmp_path / "f")
 
 
@@ -33,7 +37,10 @@ def test_with_and_without_index(tmp_path, saves):
     assert opened.backend.name == "tiny"
     assert opened.manifest.backend == ("tiny", 1)
     assert set(opened.small) == {"toc", "metadata.json"}
-    assert open_same(tmp_path / "c", opened.manifest.save_id).list() == opened.storage.list()
+    assert (
+        open_same(tmp_path / "c", opened.manifest.save_id).list()
+        == opened.storage.list()
+    )
     (tmp_path / "c/megackpt.index").unlink()
     foreign = open_checkpoint(tmp_path / "c")
     assert foreign.small == {}
@@ -51,7 +58,8 @@ def test_a_small_file_that_somebody_else_wrote(tmp_path, saves):
     toc.write_bytes(data)
     os.utime(toc, (2e9, 2e9))
     with pytest.raises(
-        CorruptCheckpoint, match=r"toc does not match its digest.*toc is newer.*remove megackpt"
+        CorruptCheckpoint,
+        match=r"toc does not match its digest.*toc is newer.*remove megackpt",
     ):
         open_checkpoint(tmp_path / "c")
     os.utime(toc, (1, 1))

@@ -30,7 +30,9 @@ def die(place) -> None:
     """As if this process had ended: its marker is that of a process that is no more."""
     place.abandon()
     marker = Path(place.path) / place.marker.name
-    text = marker.read_text().replace(f'"started": {place.marker.started}', '"started": 1')
+    text = marker.read_text().replace(
+        f'"started": {place.marker.started}', '"started": 1'
+    )
     marker.write_text(text)
 
 
@@ -62,7 +64,8 @@ def test_it_goes_on_where_the_dead_one_stopped(tmp_path, saves, before):
     foreign = set() if before == "nothing" else {"notes.txt"}
     assert (
         set(os.listdir(where))
-        == {"rank0.bin", "rank1.bin", "toc", "metadata.json", "megackpt.index"} | foreign
+        == {"rank0.bin", "rank1.bin", "toc", "metadata.json", "megackpt.index"}
+        | foreign
     )
     assert os.listdir(tmp_path) == ["ckpt"]
 
@@ -73,7 +76,11 @@ def test_files_in_folders_are_kept_one_by_one(tmp_path, saves):
     for name in ("array/c/0", "array/c/1", "array/deep/er/2", "other/x"):
         place.storage.put(name, b"data")
     place.keep_only({"array/c/1"})
-    found = {str(p.relative_to(place.path)) for p in Path(place.path).rglob("*") if p.is_file()}
+    found = {
+        str(p.relative_to(place.path))
+        for p in Path(place.path).rglob("*")
+        if p.is_file()
+    }
     assert found - {place.marker.name} == {"array/c/1"}
 
 
@@ -131,7 +138,9 @@ def test_the_checkpoint_that_was_to_be_replaced_may_be_gone(tmp_path, saves):
 
 
 @pytest.mark.parametrize("before", ["nothing", "checkpoint"])
-def test_a_save_that_died_after_its_commit_is_complete(tmp_path, saves, monkeypatch, before):
+def test_a_save_that_died_after_its_commit_is_complete(
+    tmp_path, saves, monkeypatch, before
+):
     where = tmp_path / "ckpt"
     assert not completed(where, ID)
     if before == "checkpoint":
@@ -142,11 +151,15 @@ def test_a_save_that_died_after_its_commit_is_complete(tmp_path, saves, monkeypa
     assert not completed(where, ID)
     marker = place.marker.name
     with monkeypatch.context() as patch:
-        patch.setattr(LocalStorage, "delete", lambda *_: None)  # nothing is cleared up after the commit
+        patch.setattr(
+            LocalStorage, "delete", lambda *_: None
+        )  # nothing is cleared up after the commit
         finish(saves, place, results)
     active.discard(ID)
     text = (where / marker).read_text()
-    (where / marker).write_text(text.replace(f'"started": {place.marker.started}', '"started": 1'))
+    (where / marker).write_text(
+        text.replace(f'"started": {place.marker.started}', '"started": 1')
+    )
     assert not completed(where, "cd" * 16)
     assert completed(where, ID)
     assert saves.load(where) == 7

@@ -48,9 +48,18 @@ def test_all_problems_at_once(where):
     assert len(report.problems) == 4
     text = str(report)
     size = 10 * MIB + 5
-    assert f"'weight' [0:{size}]: block 0 of 11 is damaged: {where}/rank0.bin, bytes 0 to {MIB}" in text
-    assert f"block 9 of 11 is damaged: {where}/rank0.bin, bytes {9 * MIB} to {10 * MIB}" in text
-    assert f"'weight' [{size}:{2 * size}]: block 10 of 11 is damaged: {where}/rank1.bin" in text
+    assert (
+        f"'weight' [0:{size}]: block 0 of 11 is damaged: {where}/rank0.bin, bytes 0 to {MIB}"
+        in text
+    )
+    assert (
+        f"block 9 of 11 is damaged: {where}/rank0.bin, bytes {9 * MIB} to {10 * MIB}"
+        in text
+    )
+    assert (
+        f"'weight' [{size}:{2 * size}]: block 10 of 11 is damaged: {where}/rank1.bin"
+        in text
+    )
     assert "toc does not match its digest" in text
 
 
@@ -59,7 +68,9 @@ def test_missing_and_truncated(where):
     os.truncate(where / "rank1.bin", MIB)
     problems = verify(where).problems
     assert any("rank0.bin, written by rank 0, is missing" in p for p in problems)
-    assert any(f"rank1.bin, written by rank 1, is truncated ({MIB} of" in p for p in problems)
+    assert any(
+        f"rank1.bin, written by rank 1, is truncated ({MIB} of" in p for p in problems
+    )
     assert any(p.startswith("'weight'") for p in problems)
 
 
@@ -70,7 +81,9 @@ def test_a_file_that_goes_while_all_are_read_is_told_once(where, monkeypatch):
     assert verify(where).problems == (f"{where}/rank0.bin is missing",)
 
 
-def test_what_was_written_and_cannot_be_read_again_is_not_committed(tmp_path, saves, monkeypatch):
+def test_what_was_written_and_cannot_be_read_again_is_not_committed(
+    tmp_path, saves, monkeypatch
+):
     place = saves.begin(tmp_path / "c", "aa")
     results = [saves.write(place, rank, 1) for rank in range(2)]
     opened = LocalStorage.open
@@ -81,13 +94,19 @@ def test_what_was_written_and_cannot_be_read_again_is_not_committed(tmp_path, sa
         return opened(self, name)
 
     monkeypatch.setattr(LocalStorage, "open", gone)
-    with pytest.raises(CorruptCheckpoint, match=r"not what is read again:\n.*rank1\.bin is missing$"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"not what is read again:\n.*rank1\.bin is missing$"
+    ):
         saves.commit(place, results, reread=True)
     place.abort()
 
 
-@pytest.mark.parametrize("step", ["small_file_problems", "stored_manifest", "shortfalls"])
-def test_what_is_replaced_meanwhile_is_verified_anew(tmp_path, saves, monkeypatch, step):
+@pytest.mark.parametrize(
+    "step", ["small_file_problems", "stored_manifest", "shortfalls"]
+)
+def test_what_is_replaced_meanwhile_is_verified_anew(
+    tmp_path, saves, monkeypatch, step
+):
     """The replacement removes files of the one that is looked at."""
     saves.save(tmp_path / "c", 1)
     real, left = getattr(verifying, step), [2]
@@ -135,7 +154,10 @@ def test_without_digests(where, monkeypatch):
         from dataclasses import replace
 
         manifest = real(self, root)
-        return replace(manifest, chunks=replace(manifest.chunks, digests=manifest.chunks.digests[:0]))
+        return replace(
+            manifest,
+            chunks=replace(manifest.chunks, digests=manifest.chunks.digests[:0]),
+        )
 
     monkeypatch.setattr(backend, "read_manifest", read_manifest)
     report = verify(where)
@@ -155,7 +177,9 @@ def test_formats_that_only_they_can_read(where, monkeypatch, saves, tmp_path):
 
     real = committing.sealed_index
     monkeypatch.setattr(
-        committing, "sealed_index", lambda manifest, small: real(replace(manifest, encoding="native"), small)
+        committing,
+        "sealed_index",
+        lambda manifest, small: real(replace(manifest, encoding="native"), small),
     )
     saves.size = 1000
     saves.save(tmp_path / "n", 7, backend=strategies.backend_named("native"))

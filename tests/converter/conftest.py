@@ -37,20 +37,35 @@ def mixed() -> dict[str, Any]:
     runs = torch.arange(3001, dtype=torch.int64)
     return {
         "columns": [
-            shard("model.columns", part.contiguous(), (1, i, 4)) for i, part in enumerate(wide.chunk(4, 1))
+            shard("model.columns", part.contiguous(), (1, i, 4))
+            for i, part in enumerate(wide.chunk(4, 1))
         ],
-        "rows": [shard("model.rows", part, (0, i, 3)) for i, part in enumerate((wide * 2).chunk(3))],
+        "rows": [
+            shard("model.rows", part, (0, i, 3))
+            for i, part in enumerate((wide * 2).chunk(3))
+        ],
         "tall": shard("model.tall", tall),
         "irregular": [
-            ShardedTensor("optim.runs", runs[a:b], runs.dtype, (b - a,), (3001,), (a,), None)
+            ShardedTensor(
+                "optim.runs", runs[a:b], runs.dtype, (b - a,), (3001,), (a,), None
+            )
             for a, b in ((0, 999), (999, 1000), (1000, 3001))
         ],
-        "small": [shard(f"model.bias.{i}", torch.full((i + 1,), i, dtype=torch.float16)) for i in range(20)],
+        "small": [
+            shard(f"model.bias.{i}", torch.full((i + 1,), i, dtype=torch.float16))
+            for i in range(20)
+        ],
         "scalar": shard("step", torch.tensor(7)),
         "flag": shard("flag", torch.tensor([True, False])),
-        "complex": shard("complex", torch.randn(5, 6, dtype=torch.complex64, generator=random)),
+        "complex": shard(
+            "complex", torch.randn(5, 6, dtype=torch.complex64, generator=random)
+        ),
         "empty": shard("empty", torch.zeros(0, 4)),
-        "objects": [ShardedObject("rng", {"at": (i, j)}, (2, 2), (i, j)) for i in range(2) for j in range(2)],
+        "objects": [
+            ShardedObject("rng", {"at": (i, j)}, (2, 2), (i, j))
+            for i in range(2)
+            for j in range(2)
+        ],
         "iteration": 5,
         "args": {"lr": 0.1},
     }
@@ -71,7 +86,9 @@ def source(tmp_path: Path) -> Path:
 def files() -> Callable[[Path], dict[str, bytes]]:
     """Every file of a folder, by its path below it."""
     return lambda folder: {
-        str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
     }
 
 

@@ -28,7 +28,9 @@ def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-5", "1e9", "5XiB", "64 MiB!", "1,5GB", "i5", "5i"])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-5", "1e9", "5XiB", "64 MiB!", "1,5GB", "i5", "5i"]
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="no number of bytes"):
         parse_size(text)
@@ -47,30 +49,50 @@ def test_workers() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would_do(tmp_path: Path) -> None:
-    megackpt.save({"o": ShardedObject("blob", b"x" * (40 << 20), (1,), (0,)), "n": 1}, tmp_path / "a")
+    megackpt.save(
+        {"o": ShardedObject("blob", b"x" * (40 << 20), (1,), (0,)), "n": 1},
+        tmp_path / "a",
+    )
     with pytest.raises(
-        BackendError, match=r"'blob' \[0:1\] is an object of 4194\d+ bytes.*64MiB.* Give 1\d\dMiB"
+        BackendError,
+        match=r"'blob' \[0:1\] is an object of 4194\d+ bytes.*64MiB.* Give 1\d\dMiB",
     ) as told:
         megackpt.convert(tmp_path / "a", tmp_path / "b", "zarr", max_memory="64MiB")
     assert not (tmp_path / "b").exists()
-    megackpt.convert(tmp_path / "a", tmp_path / "b", "torch_dist", max_memory=str(told.value).split()[-1])
-    megackpt.convert(tmp_path / "a", tmp_path / "c", "torch_dist", max_memory="64MiB", exclude="blob")
+    megackpt.convert(
+        tmp_path / "a",
+        tmp_path / "b",
+        "torch_dist",
+        max_memory=str(told.value).split()[-1],
+    )
+    megackpt.convert(
+        tmp_path / "a", tmp_path / "c", "torch_dist", max_memory="64MiB", exclude="blob"
+    )
     with pytest.raises(BackendError, match="at least max_memory=32MiB"):
-        megackpt.convert(tmp_path / "a", tmp_path / "d", "torch_dist", max_memory="1MiB")
+        megackpt.convert(
+            tmp_path / "a", tmp_path / "d", "torch_dist", max_memory="1MiB"
+        )
 
 
 def test_a_chunk_that_is_compressed_in_one_piece(tmp_path: Path) -> None:
     """16 MiB in one chunk, as Megatron's zarr had it, but compressed: refused, or decoded once."""
     values = np.arange(1 << 22, dtype="f4").reshape(2048, 2048) % 1000
     array = zarr.create_array(
-        tmp_path / "a" / "w", shape=values.shape, chunks=values.shape, dtype="f4", zarr_format=2
+        tmp_path / "a" / "w",
+        shape=values.shape,
+        chunks=values.shape,
+        dtype="f4",
+        zarr_format=2,
     )
     array[:] = values
     torch.save({}, tmp_path / "a" / "common.pt")
     with pytest.raises(
-        BackendError, match=r"'w' .* is a chunk that is decoded whole, of 16777216 bytes.* Give 56MiB"
+        BackendError,
+        match=r"'w' .* is a chunk that is decoded whole, of 16777216 bytes.* Give 56MiB",
     ):
-        megackpt.convert(tmp_path / "a", tmp_path / "b", "torch_dist", max_memory="40MiB")
+        megackpt.convert(
+            tmp_path / "a", tmp_path / "b", "torch_dist", max_memory="40MiB"
+        )
     megackpt.convert(tmp_path / "a", tmp_path / "b", "torch_dist", max_memory="56MiB")
     assert (megackpt.load_plain_tensors(tmp_path / "b")["w"].numpy() == values).all()
     assert len(open_checkpoint(tmp_path / "b").manifest.chunks_of("w")) == 1

@@ -29,7 +29,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """320 MiB: five tasks."""
     seeded = torch.Generator().manual_seed(1)
     state = {
-        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.rand(4096, 4096, generator=seeded))
+        f"w{i}": ShardedTensor.from_rank_offsets(
+            f"w{i}", torch.rand(4096, 4096, generator=seeded)
+        )
         for i in range(5)
     }
     folder = tmp_path_factory.mktemp("large") / "source"
@@ -39,12 +41,24 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "to",
-    ["torch_dist", *(pytest.param(to, marks=pytest.mark.slow) for to in ("zarr", "safetensors", "torch"))],
+    [
+        "torch_dist",
+        *(
+            pytest.param(to, marks=pytest.mark.slow)
+            for to in ("zarr", "safetensors", "torch")
+        ),
+    ],
 )
 def test_two_workers_make_what_one_makes(tmp_path, large, files, to) -> None:
     megackpt.convert(large, tmp_path / "one", to, workers=1)
     told: list[int] = []
-    megackpt.convert(large, tmp_path / "two", to, workers=2, progress=lambda done, _: told.append(done))
+    megackpt.convert(
+        large,
+        tmp_path / "two",
+        to,
+        workers=2,
+        progress=lambda done, _: told.append(done),
+    )
     assert files(tmp_path / "one") == files(tmp_path / "two")
     assert len(told) > 30
     assert megackpt.verify(tmp_path / "two").ok
@@ -56,7 +70,13 @@ def test_a_script_without_a_guard_can_convert(tmp_path, large) -> None:
     script.write_text(
         f"import megackpt\nprint('once')\nmegackpt.convert({str(large)!r}, 'out', 'torch_dist', workers=2)\n"
     )
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "once\n"
     assert megackpt.verify(tmp_path / "out").ok
 
@@ -65,7 +85,8 @@ def test_a_worker_that_is_killed(tmp_path, large, files, monkeypatch, caplog) ->
     """An error that names the task; nothing is committed; the same call goes on."""
     monkeypatch.setattr(order, "run_tasks", _killing(monkeypatch, after=2))
     with pytest.raises(
-        RankLost, match=r"worker process \d+ was killed by SIGKILL .* at task \d; nothing is committed"
+        RankLost,
+        match=r"worker process \d+ was killed by SIGKILL .* at task \d; nothing is committed",
     ) as lost:
         megackpt.convert(large, tmp_path / "out", "torch_dist", workers=2)
     assert len(lost.value.failures) == 1
@@ -73,7 +94,10 @@ def test_a_worker_that_is_killed(tmp_path, large, files, monkeypatch, caplog) ->
     with pytest.raises(NotACheckpoint):
         megackpt.load_plain_tensors(tmp_path / "out")
     monkeypatch.undo()
-    assert megackpt.convert(large, tmp_path / "out", "torch_dist", workers=2).resumed > 100 * MIB
+    assert (
+        megackpt.convert(large, tmp_path / "out", "torch_dist", workers=2).resumed
+        > 100 * MIB
+    )
     megackpt.convert(large, tmp_path / "whole", "torch_dist", workers=1)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
@@ -83,7 +107,9 @@ def _killing(monkeypatch: pytest.MonkeyPatch, after: int):
     started: list[crew._Worker] = []
     begin = crew._Worker.__init__
     monkeypatch.setattr(
-        crew._Worker, "__init__", lambda self, about: started.append(self) or begin(self, about)
+        crew._Worker,
+        "__init__",
+        lambda self, about: started.append(self) or begin(self, about),
     )
 
     def run_tasks(assignment, workers, tasks, finished, moved):
@@ -103,7 +129,9 @@ def _killing(monkeypatch: pytest.MonkeyPatch, after: int):
 
 
 def test_errors_of_workers_are_ours(tmp_path, large) -> None:
-    place = megackpt.checkpoint.open_checkpoint(large).manifest.chunks_of("w3")[0].location
+    place = (
+        megackpt.checkpoint.open_checkpoint(large).manifest.chunks_of("w3")[0].location
+    )
     copy = tmp_path / "source"
     copy.mkdir()
     for file in large.iterdir():
@@ -158,14 +186,20 @@ def lines(folder: Path) -> int:
         pytest.param("zarr", signal.SIGKILL, marks=pytest.mark.campaign),
     ],
 )
-def test_the_command_is_stopped_after_every_task(tmp_path, large, files, to, stop) -> None:
+def test_the_command_is_stopped_after_every_task(
+    tmp_path, large, files, to, stop
+) -> None:
     """Killed when 0, 1, 2, ... tasks are done, in one target; workers die with it, and nothing is lost."""
     megackpt.convert(large, tmp_path / "whole", to, workers=1)
     target = tmp_path / "out"
     killed = 0
     for count in range(6):
         process = subprocess.Popen(
-            command(large, target, to), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command(large, target, to),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         if not until(lambda: target.exists() and lines(target) >= count, process):  # noqa: B023
             break
@@ -181,7 +215,11 @@ def test_the_command_is_stopped_after_every_task(tmp_path, large, files, to, sto
             time.sleep(0.01)
     assert killed >= 3
     done = subprocess.run(
-        command(large, target, to, "--overwrite"), cwd=ROOT, capture_output=True, text=True, check=False
+        command(large, target, to, "--overwrite"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert files(target) == files(tmp_path / "whole")
@@ -217,27 +255,36 @@ def test_the_command_is_killed_at_any_time(tmp_path, large, files, to) -> None:
 
 def _children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child)
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except FileNotFoundError:
         return []
 
 
 def _alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except FileNotFoundError:
         return False
 
 
 @pytest.mark.root
 @pytest.mark.parametrize(
-    ("to", "workers"), [("torch_dist", 2), ("zarr", 1), ("safetensors", 2), ("torch", 1)]
+    ("to", "workers"),
+    [("torch_dist", 2), ("zarr", 1), ("safetensors", 2), ("torch", 1)],
 )
 def test_a_full_disk(tmp_path, large, files, to, workers) -> None:
     """A file system of 200 MiB; then room is made, and the same call goes on."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", disk], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", disk], check=True
+    )
     try:
         with pytest.raises(megackpt.StorageError, match="space"):
             megackpt.convert(large, disk / "out", to, workers=workers)

@@ -67,7 +67,9 @@ def stored(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int
     """A shape, the cell of a grid over it, and atoms that this cell is made up of."""
     shape = tuple(draw(st.lists(st.integers(1, 40), max_size=4)))
     atom = tuple(draw(st.integers(1, n)) for n in shape)
-    cut = tuple(min(n, a * draw(st.integers(1, 5))) for n, a in zip(shape, atom, strict=True))
+    cut = tuple(
+        min(n, a * draw(st.integers(1, 5))) for n, a in zip(shape, atom, strict=True)
+    )
     return shape, cut, tuple(min(a, c) for a, c in zip(atom, cut, strict=True))
 
 
@@ -83,19 +85,32 @@ def test_cells_are_whole_atoms_and_fit(given_: tuple, budget: int) -> None:
 
 
 def manifest_of(tensors: dict[str, tuple[tuple[int, ...], str, list[Box]]]) -> Manifest:
-    entries = tuple(TensorEntry(key, TensorMeta(shape, dtype)) for key, (shape, dtype, _) in tensors.items())
+    entries = tuple(
+        TensorEntry(key, TensorMeta(shape, dtype))
+        for key, (shape, dtype, _) in tensors.items()
+    )
     boxes = [box for _, _, held in tensors.values() for box in held]
     number = [i for i, (_, _, held) in enumerate(tensors.values()) for _ in held]
-    length = [box.volume * entries[i].meta.itemsize or 100 for i, box in zip(number, boxes, strict=True)]
+    length = [
+        box.volume * entries[i].meta.itemsize or 100
+        for i, box in zip(number, boxes, strict=True)
+    ]
     zeros = np.zeros(len(boxes), np.int64)
     chunks = Chunks(
         np.array(number, np.int32), Boxes.of(boxes), zeros.astype(np.int32), np.arange(len(boxes), dtype=np.int32),
         zeros, np.array(length, np.int64), np.zeros((0, 16), np.uint8),
     )  # fmt: skip
-    return Manifest(entries, (None,) * len(entries), chunks, tuple(f"f{i}" for i in range(len(boxes))))
+    return Manifest(
+        entries,
+        (None,) * len(entries),
+        chunks,
+        tuple(f"f{i}" for i in range(len(boxes))),
+    )
 
 
-def rows_of(manifest: Manifest, contiguous: bool = False, decoded: int = 0) -> Declarations:
+def rows_of(
+    manifest: Manifest, contiguous: bool = False, decoded: int = 0
+) -> Declarations:
     heavy = np.full(len(manifest.chunks), decoded, np.int64)
     return declared(manifest, dict(enumerate(manifest.tensors)), heavy, contiguous)
 
@@ -106,9 +121,14 @@ def test_what_is_declared_tiles_every_tensor(given_: list, contiguous: bool) -> 
         return [
             Box(
                 tuple(i * c for i, c in zip(index, cell, strict=True)),
-                tuple(min(c, n - i * c) for i, c, n in zip(index, cell, shape, strict=True)),
+                tuple(
+                    min(c, n - i * c)
+                    for i, c, n in zip(index, cell, shape, strict=True)
+                ),
             )
-            for index in np.ndindex(*(-(-n // c) for n, c in zip(shape, cell, strict=True)))
+            for index in np.ndindex(
+                *(-(-n // c) for n, c in zip(shape, cell, strict=True))
+            )
         ]
 
     tensors = {
@@ -154,18 +174,31 @@ def test_objects_and_hollow_tensors_are_carried_as_they_are() -> None:
 
 
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=50), st.integers(1, 60))
-def test_tasks_are_consecutive_rows_of_about_equal_bytes(sizes: list[int], count: int) -> None:
-    manifest = manifest_of({f"t{i}": ((), "uint8", [Box((), ())]) for i in range(len(sizes))})
+def test_tasks_are_consecutive_rows_of_about_equal_bytes(
+    sizes: list[int], count: int
+) -> None:
+    manifest = manifest_of(
+        {f"t{i}": ((), "uint8", [Box((), ())]) for i in range(len(sizes))}
+    )
     rows = rows_of(manifest)
-    rows = type(rows)(**{**{name: getattr(rows, name) for name in rows.__slots__}, "nbytes": np.array(sizes)})
+    rows = type(rows)(
+        **{
+            **{name: getattr(rows, name) for name in rows.__slots__},
+            "nbytes": np.array(sizes),
+        }
+    )
     tasks = shared_out(rows, count)
     assert len(tasks) == count
     assert np.concatenate(tasks).tolist() == list(range(len(sizes)))
     for own in tasks:
         assert rows.nbytes[own].sum() <= sum(sizes) / count + max(sizes)
     parts = parts_of(rows, tasks)
-    assert [entry.key for part in parts for entry in part.tensors] == [f"t{i}" for i in range(len(sizes))]
-    assert [rank for part in parts for rank in part.rank] == [n for n, own in enumerate(tasks) for _ in own]
+    assert [entry.key for part in parts for entry in part.tensors] == [
+        f"t{i}" for i in range(len(sizes))
+    ]
+    assert [rank for part in parts for rank in part.rank] == [
+        n for n, own in enumerate(tasks) for _ in own
+    ]
 
 
 def test_the_number_of_tasks() -> None:
@@ -185,6 +218,9 @@ def test_an_excerpt_is_the_manifest_of_some_tensors() -> None:
     assert [entry.key for entry in part.tensors] == ["c", "a"]
     assert part.files == ("f0", "f1", "f3", "f4")
     for key in ("a", "c"):
-        placed, known = ([(c.box, c.location, c.writer) for c in m.chunks_of(key)] for m in (part, manifest))
+        placed, known = (
+            [(c.box, c.location, c.writer) for c in m.chunks_of(key)]
+            for m in (part, manifest)
+        )
         assert placed == known
     assert TensorParts(manifest).excerpt([]).files == ()

@@ -20,7 +20,9 @@ from megackpt.errors import (
 
 FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
 GOLDEN = Path(__file__).parent.parent / "golden"
-GENERATIONS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name != "index-v1")
+GENERATIONS = sorted(
+    path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name != "index-v1"
+)
 
 
 @pytest.mark.parametrize("second", FORMATS)
@@ -32,8 +34,14 @@ def test_every_pair(tmp_path, source, assert_same, small_tasks, first, second) -
         assert_same(source, tmp_path / name)
         assert megackpt.verify(tmp_path / name).ok
         assert not megackpt.verify(tmp_path / name).foreign
-        objects = {(i, j): ShardedObject("rng", None, (2, 2), (i, j)) for i in range(2) for j in range(2)}
-        loaded = megackpt.load({"o": objects}, tmp_path / name, validate_access_integrity=False)["o"]
+        objects = {
+            (i, j): ShardedObject("rng", None, (2, 2), (i, j))
+            for i in range(2)
+            for j in range(2)
+        }
+        loaded = megackpt.load(
+            {"o": objects}, tmp_path / name, validate_access_integrity=False
+        )["o"]
         assert loaded == {at: {"at": at} for at in objects}
 
 
@@ -61,9 +69,12 @@ def test_an_empty_state(tmp_path, assert_same, to) -> None:
 
 
 @pytest.mark.parametrize(
-    ("to", "name"), [("safetensors", "m.safetensors"), ("torch", "m.pt"), ("torch", "m.bin")]
+    ("to", "name"),
+    [("safetensors", "m.safetensors"), ("torch", "m.pt"), ("torch", "m.bin")],
 )
-def test_one_file_there_and_back(tmp_path, source, assert_same, files, small_tasks, to, name) -> None:
+def test_one_file_there_and_back(
+    tmp_path, source, assert_same, files, small_tasks, to, name
+) -> None:
     file = tmp_path / "out" / name
     done = megackpt.convert(source, file, to, state=to == "torch")
     assert done.target == str(file)
@@ -81,18 +92,27 @@ def test_one_file_there_and_back(tmp_path, source, assert_same, files, small_tas
 def test_a_safetensors_file_has_no_room_for_state(tmp_path, source) -> None:
     with pytest.raises(BackendError, match=r"'rng', 'common_state'.*--no-state"):
         megackpt.convert(source, tmp_path / "m.safetensors", "safetensors")
-    megackpt.convert(source, tmp_path / "m.safetensors", "safetensors", exclude=["rng", "common_state"])
+    megackpt.convert(
+        source,
+        tmp_path / "m.safetensors",
+        "safetensors",
+        exclude=["rng", "common_state"],
+    )
     assert sorted(os.listdir(tmp_path)) == ["m.safetensors", "source"]
 
 
 def test_a_file_under_another_formats_name_is_refused(tmp_path, source) -> None:
-    with pytest.raises(BackendError, match="is what a file of the format 'torch' is called"):
+    with pytest.raises(
+        BackendError, match="is what a file of the format 'torch' is called"
+    ):
         megackpt.convert(source, tmp_path / "m.pt", "safetensors")
     megackpt.convert(source, tmp_path / "m.pt", "zarr")  # a directory under an odd name
     assert (tmp_path / "m.pt" / "metadata.json").exists()
 
 
-def test_a_run_for_one_file_goes_on_and_others_begin_anew(tmp_path, source, monkeypatch) -> None:
+def test_a_run_for_one_file_goes_on_and_others_begin_anew(
+    tmp_path, source, monkeypatch
+) -> None:
     file = tmp_path / "out" / "m.safetensors"
     with monkeypatch.context() as patch:
         patch.setattr("megackpt.runtime.storage.LocalStorage.rename", _interrupted)
@@ -119,9 +139,16 @@ def _interrupted(*_: object, **__: object) -> None:
 # ---- refusals
 
 
-def test_a_target_in_the_source_or_around_it_is_refused(tmp_path, source, files) -> None:
+def test_a_target_in_the_source_or_around_it_is_refused(
+    tmp_path, source, files
+) -> None:
     before = files(source)
-    for target in (source, source / "new", tmp_path, source / ".." / "source" / "x" / "m.safetensors"):
+    for target in (
+        source,
+        source / "new",
+        tmp_path,
+        source / ".." / "source" / "x" / "m.safetensors",
+    ):
         with pytest.raises(StorageError, match="choose another target"):
             megackpt.convert(source, target, "zarr", overwrite=True)
     (tmp_path / "link").symlink_to(source)
@@ -131,12 +158,18 @@ def test_a_target_in_the_source_or_around_it_is_refused(tmp_path, source, files)
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_target_stays_as_it_is_when_something_is_wrong(tmp_path, source, files, to) -> None:
+def test_a_target_stays_as_it_is_when_something_is_wrong(
+    tmp_path, source, files, to
+) -> None:
     megackpt.save({"old": 1}, tmp_path / "b")
     before = files(tmp_path / "b")
     with pytest.raises(CheckpointExists):
         megackpt.convert(source, tmp_path / "b", to)
-    place = megackpt.checkpoint.open_checkpoint(source).manifest.chunks_of("model.tall")[0].location
+    place = (
+        megackpt.checkpoint.open_checkpoint(source)
+        .manifest.chunks_of("model.tall")[0]
+        .location
+    )
     data = bytearray((source / place.file).read_bytes())
     data[place.start] ^= 1
     (source / place.file).write_bytes(data)
@@ -185,17 +218,23 @@ def test_the_number_of_files(tmp_path, source, assert_same, small_tasks) -> None
 
 def test_progress_and_the_outcome(tmp_path, source, small_tasks) -> None:
     told: list[tuple[int, int]] = []
-    done = megackpt.convert(source, tmp_path / "a", "zarr", progress=lambda *numbers: told.append(numbers))
+    done = megackpt.convert(
+        source, tmp_path / "a", "zarr", progress=lambda *numbers: told.append(numbers)
+    )
     assert told[0] == (0, done.bytes)
     assert told[-1] == (done.bytes, done.bytes)
     assert [d for d, _ in told] == sorted(d for d, _ in told)
     assert len(told) > 10
     assert done.tensors == len(megackpt.load_plain_tensors(source))
     assert done.objects == 2  # "rng" and the common state
-    assert done.bytes == int(megackpt.checkpoint.open_checkpoint(source).manifest.chunks.length.sum())
+    assert done.bytes == int(
+        megackpt.checkpoint.open_checkpoint(source).manifest.chunks.length.sum()
+    )
 
 
-def test_what_is_written_is_read_again_if_asked_for(tmp_path, source, monkeypatch) -> None:
+def test_what_is_written_is_read_again_if_asked_for(
+    tmp_path, source, monkeypatch
+) -> None:
     megackpt.convert(source, tmp_path / "a", "torch_dist", verify_target=True)
     from megackpt.backends.torch_dist import TorchDist
 
@@ -209,7 +248,9 @@ def test_what_is_written_is_read_again_if_asked_for(tmp_path, source, monkeypatc
         return result
 
     monkeypatch.setattr(TorchDist, "write", damaging)
-    with pytest.raises(CorruptCheckpoint, match="what was written is not what is read again"):
+    with pytest.raises(
+        CorruptCheckpoint, match="what was written is not what is read again"
+    ):
         megackpt.convert(source, tmp_path / "b", "torch_dist", verify_target=True)
     assert not (tmp_path / "b").exists()
 
@@ -217,7 +258,9 @@ def test_what_is_written_is_read_again_if_asked_for(tmp_path, source, monkeypatc
 def test_removing_is_a_conversion(tmp_path, source) -> None:
     keys = set(megackpt.load_plain_tensors(source))
     megackpt.remove_sharded_tensors(source, "model.")
-    assert set(megackpt.load_plain_tensors(source)) == {key for key in keys if not key.startswith("model.")}
+    assert set(megackpt.load_plain_tensors(source)) == {
+        key for key in keys if not key.startswith("model.")
+    }
     assert megackpt.load_common_state_dict(source)["iteration"] == 5
     assert os.listdir(tmp_path) == ["source"]
 
@@ -225,7 +268,10 @@ def test_removing_is_a_conversion(tmp_path, source) -> None:
 def test_many_small_tensors_are_fetched_together(tmp_path, monkeypatch) -> None:
     """A thousand tensors of 1 KiB: few reads."""
     values = torch.arange(256_000, dtype=torch.float32).reshape(1000, 256)
-    state = {str(i): ShardedTensor.from_rank_offsets(f"t{i}", value) for i, value in enumerate(values)}
+    state = {
+        str(i): ShardedTensor.from_rank_offsets(f"t{i}", value)
+        for i, value in enumerate(values)
+    }
     megackpt.save(state, tmp_path / "a")
     from megackpt.backends.torch_dist import TorchDist
 
@@ -234,7 +280,9 @@ def test_many_small_tensors_are_fetched_together(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
         TorchDist,
         "read",
-        lambda self, root, plan, *rest: reads.append(len(plan)) or read(self, root, plan, *rest),
+        lambda self, root, plan, *rest: (
+            reads.append(len(plan)) or read(self, root, plan, *rest)
+        ),
     )
     megackpt.convert(tmp_path / "a", tmp_path / "b", "torch_dist")
     assert sum(reads) == 1001  # with the common state

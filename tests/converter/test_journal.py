@@ -25,11 +25,15 @@ class Stop(BaseException):
 @pytest.fixture
 def weight(tmp_path: Path) -> torch.Tensor:
     weight = torch.randn(1 << 18)
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", weight)}, tmp_path / "source")
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", weight)}, tmp_path / "source"
+    )
     return weight
 
 
-def interrupted(folder: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def interrupted(
+    folder: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
     """A conversion that ends after its first part; what the journal says of that part."""
     parts = iter(range(1))
     real = Bench.perform
@@ -59,7 +63,9 @@ def test_what_changed_since_is_written_again(
         whole = bytearray(path.read_bytes())
         whole[told["start"][0] + 5] ^= 1
         path.write_bytes(whole)
-    done = megackpt.convert(tmp_path / "source", tmp_path / "target", "safetensors", workers=1)
+    done = megackpt.convert(
+        tmp_path / "source", tmp_path / "target", "safetensors", workers=1
+    )
     assert bool(done.resumed) is not damaged
     assert torch.equal(megackpt.load_plain_tensors(tmp_path / "target")["w"], weight)
 
@@ -73,10 +79,15 @@ def test_what_changed_since_is_written_again(
     ids=str,
 )  # fmt: skip
 def test_a_line_that_cannot_be_ends_the_journal(
-    tmp_path: Path, weight: torch.Tensor, forged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    weight: torch.Tensor,
+    forged: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = interrupted(tmp_path, "safetensors", monkeypatch)
     for changes, kept in (({}, 1), (forged, 0)):
         text = json.dumps(told | changes).encode()
-        (tmp_path / "target" / JOURNAL).write_bytes(digest(text).hex().encode() + b" " + text + b"\n")
+        (tmp_path / "target" / JOURNAL).write_bytes(
+            digest(text).hex().encode() + b" " + text + b"\n"
+        )
         assert len(Journal(LocalStorage(tmp_path / "target")).done) == kept

@@ -49,9 +49,20 @@ megackpt.convert(source, target, to, workers=2, max_memory=int(cap), cast=cast o
 
 def peak(source: Path, target: Path, to: str, cap: int = CAP, cast: str = "") -> int:
     """Bytes of anonymous memory of a conversion by two workers, at the most, beyond the idle ones'."""
-    command = [sys.executable, "-c", SCRIPT, str(source), str(target), to, str(cap), cast]
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(source),
+        str(target),
+        to,
+        str(cap),
+        cast,
+    ]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, cwd=ROOT, text=True
+    ) as process:
         assert process.stdin
         assert process.stdout
         idle, idle_worker = map(int, process.stdout.readline().split())
@@ -59,9 +70,15 @@ def peak(source: Path, target: Path, to: str, cap: int = CAP, cast: str = "") ->
         process.stdin.flush()
         most = samples = 0
         while process.poll() is None:
-            workers = [pid for pid in _children(process.pid) if _command(pid) != _command(process.pid)]
+            workers = [
+                pid
+                for pid in _children(process.pid)
+                if _command(pid) != _command(process.pid)
+            ]
             above = [_taken(pid) - idle_worker for pid in workers]
-            most = max(most, _taken(process.pid) - idle + sum(max(0, count) for count in above))
+            most = max(
+                most, _taken(process.pid) - idle + sum(max(0, count) for count in above)
+            )
             samples += 1
             time.sleep(0.002)
     assert process.returncode == 0
@@ -72,7 +89,9 @@ def peak(source: Path, target: Path, to: str, cap: int = CAP, cast: str = "") ->
 def _children(pid: int) -> Iterator[int]:
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+            yield from map(
+                int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+            )
     except OSError:
         return
 
@@ -90,7 +109,9 @@ def _taken(pid: int) -> int:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +127,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             ShardedTensor.from_rank_offsets("wide", w.contiguous(), (1, i, 4))
             for i, w in enumerate(wide.chunk(4, 1))
         ],
-        "small": [ShardedTensor.from_rank_offsets(f"s{i}", row) for i, row in enumerate(large[:1024])],
+        "small": [
+            ShardedTensor.from_rank_offsets(f"s{i}", row)
+            for i, row in enumerate(large[:1024])
+        ],
         "iteration": 1,
     }
     megackpt.save(state, folder / "torch_dist")
@@ -123,9 +147,14 @@ SAMPLE = {("torch_dist", "zarr"), ("zarr", "safetensors")}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "to"),
-    [pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.campaign) for pair in PAIRS],
+    [
+        pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.campaign)
+        for pair in PAIRS
+    ],
 )
-def test_no_pair_of_formats_takes_more_than_allowed(tmp_path, sources, source, to) -> None:
+def test_no_pair_of_formats_takes_more_than_allowed(
+    tmp_path, sources, source, to
+) -> None:
     """A checkpoint ten times the cap."""
     taken = peak(sources / source, tmp_path / "out", to)
     shutil.rmtree(tmp_path / "out")

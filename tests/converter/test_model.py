@@ -35,14 +35,25 @@ def embedding(weights: Weights, tokens: list[int]) -> torch.Tensor:
 
     x = weights["embeddings.word_embeddings.weight"][tokens]
     x = x + weights["embeddings.position_embeddings.weight"][: len(tokens)]
-    x = norm(x + weights["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
+    x = norm(
+        x + weights["embeddings.token_type_embeddings.weight"][0],
+        "embeddings.LayerNorm",
+    )
     for layer in range(LAYERS):
         name = f"encoder.layer.{layer}"
         query, key, value = (
-            heads(linear(x, f"{name}.attention.self.{part}")) for part in ("query", "key", "value")
+            heads(linear(x, f"{name}.attention.self.{part}"))
+            for part in ("query", "key", "value")
         )
-        seen = functional.scaled_dot_product_attention(query, key, value).transpose(0, 1).flatten(-2)
-        x = norm(x + linear(seen, f"{name}.attention.output.dense"), f"{name}.attention.output.LayerNorm")
+        seen = (
+            functional.scaled_dot_product_attention(query, key, value)
+            .transpose(0, 1)
+            .flatten(-2)
+        )
+        x = norm(
+            x + linear(seen, f"{name}.attention.output.dense"),
+            f"{name}.attention.output.LayerNorm",
+        )
         inner = functional.gelu(linear(x, f"{name}.intermediate.dense"))
         x = norm(x + linear(inner, f"{name}.output.dense"), f"{name}.output.LayerNorm")
     mean = x.mean(0)
@@ -56,7 +67,13 @@ def test_real_weights_go_through_every_format(tmp_path: Path, minilm: Path) -> N
     assert len(first) == 104
     before = embedding(first, SENTENCE)
     assert before[:6].tolist() == pytest.approx(EMBEDDING, abs=2e-6)
-    steps = [minilm, tmp_path / "a", tmp_path / "b", tmp_path / "c.pt", tmp_path / "d.safetensors"]
+    steps = [
+        minilm,
+        tmp_path / "a",
+        tmp_path / "b",
+        tmp_path / "c.pt",
+        tmp_path / "d.safetensors",
+    ]
     formats = ("torch_dist", "zarr", "torch", "safetensors")
     for source, target, to in zip(steps, steps[1:], formats, strict=False):
         done = megackpt.convert(source, target, to, workers=2, max_memory="64MiB")

@@ -23,8 +23,19 @@ def given(*words: str) -> dict[str, object]:
 def test_without_options_the_defaults_of_the_function_hold() -> None:
     parameters = inspect.signature(megackpt.convert).parameters
     arguments = given()
-    assert (arguments.pop("source"), arguments.pop("target"), arguments.pop("to")) == ("a", "b", "zarr")
-    assert set(arguments) == set(parameters) - {"source", "target", "to", "progress", "table", "beside"}
+    assert (arguments.pop("source"), arguments.pop("target"), arguments.pop("to")) == (
+        "a",
+        "b",
+        "zarr",
+    )
+    assert set(arguments) == set(parameters) - {
+        "source",
+        "target",
+        "to",
+        "progress",
+        "table",
+        "beside",
+    }
     for name, value in arguments.items():
         default = parameters[name].default
         assert value == (list(default) if isinstance(default, tuple) else default), name

@@ -73,14 +73,18 @@ def dying(step: int, source: Path, target: Path, to: str, overwrite: bool) -> bo
         pytest.param("safetensors", "checkpoint", 2, marks=pytest.mark.campaign),
     ],
 )  # fmt: skip
-def test_a_death_at_any_step(tmp_path, source, files, monkeypatch, to, before, stride) -> None:
+def test_a_death_at_any_step(
+    tmp_path, source, files, monkeypatch, to, before, stride
+) -> None:
     """Once before each change of the disk (or some of them); then the same call again."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     target, held = tmp_path / "run" / "target", {}
     performed: list[int] = []
     perform = order.Bench.perform
     monkeypatch.setattr(
-        order.Bench, "perform", lambda self, task, moved: performed.append(1) or perform(self, task, moved)
+        order.Bench,
+        "perform",
+        lambda self, task, moved: performed.append(1) or perform(self, task, moved),
     )
 
     def prepared() -> None:
@@ -171,7 +175,9 @@ def cut_off(tmp_path, source, monkeypatch) -> Path:
     return tmp_path / "target"
 
 
-def test_a_torn_line_and_a_shorter_file_are_done_again(cut_off, source, assert_same) -> None:
+def test_a_torn_line_and_a_shorter_file_are_done_again(
+    cut_off, source, assert_same
+) -> None:
     journal = cut_off / JOURNAL
     lines = journal.read_bytes().splitlines(keepends=True)
     assert len(lines) == 3
@@ -217,7 +223,12 @@ def test_another_source_begins_anew(cut_off, source, tmp_path, assert_same) -> N
 
 def test_a_save_clears_up_what_nobody_goes_on_with(cut_off) -> None:
     megackpt.save({"n": 1}, cut_off)
-    assert set(os.listdir(cut_off)) == {".metadata", "common.pt", "megackpt.index", "metadata.json"}
+    assert set(os.listdir(cut_off)) == {
+        ".metadata",
+        "common.pt",
+        "megackpt.index",
+        "metadata.json",
+    }
 
 
 def test_what_cannot_get_better_leaves_nothing_behind(tmp_path, source) -> None:
@@ -232,10 +243,17 @@ def test_what_cannot_get_better_leaves_nothing_behind(tmp_path, source) -> None:
 
 
 def test_tasks_do_not_depend_on_workers_or_memory(tmp_path, source, files) -> None:
-    megackpt.convert(source, tmp_path / "target", "torch_dist", workers=1, max_memory="1GiB")
+    megackpt.convert(
+        source, tmp_path / "target", "torch_dist", workers=1, max_memory="1GiB"
+    )
     first = files(tmp_path / "target")
     megackpt.convert(
-        source, tmp_path / "target", "torch_dist", workers=2, max_memory="128MiB", overwrite=True
+        source,
+        tmp_path / "target",
+        "torch_dist",
+        workers=2,
+        max_memory="128MiB",
+        overwrite=True,
     )
     assert files(tmp_path / "target") == first
     assert len(first) > cutting.task_count(100 << 10)

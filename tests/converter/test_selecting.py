@@ -15,7 +15,12 @@ from megackpt.converter.selecting import CASTS, Choice
 from megackpt.errors import MismatchError
 from megackpt.planning.manifest import Chunks, Manifest, TensorEntry, TensorMeta
 
-KEYS = ["decoder.layers.0.mlp.fc1.weight", "decoder.layers.11.mlp.fc2.weight", "embedding", "optim.step"]
+KEYS = [
+    "decoder.layers.0.mlp.fc1.weight",
+    "decoder.layers.11.mlp.fc2.weight",
+    "embedding",
+    "optim.step",
+]
 
 
 def manifest(*keys: str, dtype: str = "float32") -> Manifest:
@@ -39,13 +44,19 @@ def test_everything_by_default() -> None:
 
 def test_select_and_exclude() -> None:
     assert names(Choice.of("decoder.*")) == [*KEYS[:2], "common_state"]
-    assert names(Choice.of(["*.fc?.weight", "rng"], "*.11.*")) == [KEYS[0], "rng", "common_state"]
+    assert names(Choice.of(["*.fc?.weight", "rng"], "*.11.*")) == [
+        KEYS[0],
+        "rng",
+        "common_state",
+    ]
     assert names(Choice.of(exclude=["optim.*", "common_state"])) == [*KEYS[:3], "rng"]
     assert names(Choice.of("*.layers.[0-5].*", state=False)) == [KEYS[0]]
 
 
 def test_nothing_selected_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(MismatchError, match=r"nothing is selected by decodr\.\* .*'embedding'"):
+    with pytest.raises(
+        MismatchError, match=r"nothing is selected by decodr\.\* .*'embedding'"
+    ):
         names(Choice.of("decodr.*"))
     names(Choice.of(exclude="absent*", rename="absent=present"))
     assert "'absent*' fits no key" in caplog.text
@@ -56,25 +67,37 @@ def test_nothing_selected_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     ("rules", "renamed"),
     [
         ("embedding=emb", {"embedding": "emb"}),
-        ("decoder.layers.*.mlp.*=h.*.ff.*", {KEYS[0]: "h.0.ff.fc1.weight", KEYS[1]: "h.11.ff.fc2.weight"}),
+        (
+            "decoder.layers.*.mlp.*=h.*.ff.*",
+            {KEYS[0]: "h.0.ff.fc1.weight", KEYS[1]: "h.11.ff.fc2.weight"},
+        ),
         ("*=model.*", {key: f"model.{key}" for key in [*KEYS, "rng"]}),
         (
             ["optim.*=*", "*=model.*"],
-            {**{key: f"model.{key}" for key in [*KEYS[:3], "rng"]}, "optim.step": "step"},
+            {
+                **{key: f"model.{key}" for key in [*KEYS[:3], "rng"]},
+                "optim.step": "step",
+            },
         ),
         ({"embedding": "a=b", "rng": "r"}, {"embedding": "a=b", "rng": "r"}),
-        ([("decoder.*", "*.decoder")], {key: key.removeprefix("decoder.") + ".decoder" for key in KEYS[:2]}),
+        (
+            [("decoder.*", "*.decoder")],
+            {key: key.removeprefix("decoder.") + ".decoder" for key in KEYS[:2]},
+        ),
         ("dec=x", {}),
     ],
 )
 def test_renaming(rules, renamed) -> None:
-    assert names(Choice.of(rename=rules)) == [renamed.get(key, key) for key in [*KEYS, "rng"]] + [
-        "common_state"
-    ]
+    assert names(Choice.of(rename=rules)) == [
+        renamed.get(key, key) for key in [*KEYS, "rng"]
+    ] + ["common_state"]
 
 
 def test_a_star_is_as_short_as_possible_and_nothing_else_is_special() -> None:
-    assert names(Choice.of(rename="a.*.b.*=*|*"), "a.1.b.2.b.3", "a.x+y(.b.z")[:2] == ["1|2.b.3", "x+y(|z"]
+    assert names(Choice.of(rename="a.*.b.*=*|*"), "a.1.b.2.b.3", "a.x+y(.b.z")[:2] == [
+        "1|2.b.3",
+        "x+y(|z",
+    ]
     assert names(Choice.of(rename="a.b=c"), "a.b", "axb")[:2] == ["c", "axb"]
     assert names(Choice.of(rename="a\n*=*"), "a\nb\nc")[0] == "b\nc"
 
@@ -99,7 +122,9 @@ def test_collisions_name_both() -> None:
 
 def test_what_is_cast() -> None:
     def dtype(stored: str, wanted: object) -> str:
-        return next(iter(Choice.of(cast=wanted).carried(manifest("a", dtype=stored)).values())).meta.dtype
+        return next(
+            iter(Choice.of(cast=wanted).carried(manifest("a", dtype=stored)).values())
+        ).meta.dtype
 
     assert dtype("float32", "bf16") == "bfloat16"
     assert dtype("bfloat16", torch.float32) == "float32"
@@ -110,14 +135,21 @@ def test_what_is_cast() -> None:
         Choice.of(cast="int8")
 
 
-@pytest.mark.parametrize("wanted", sorted({Choice.of(cast=name).cast for name in CASTS}))
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float64", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "wanted", sorted({Choice.of(cast=name).cast for name in CASTS})
+)
+@pytest.mark.parametrize(
+    "stored", ["float32", "bfloat16", "float64", "float16", "float8_e4m3fn"]
+)
 def test_casting_is_torchs(stored: str, wanted: str) -> None:
     values = torch.tensor(
-        [0.0, -1.5, 448.0, 1e5, -3e38, float("inf"), float("nan"), 1e-9] * 9, dtype=torch.float64
+        [0.0, -1.5, 448.0, 1e5, -3e38, float("inf"), float("nan"), 1e-9] * 9,
+        dtype=torch.float64,
     )
     given = values.to(getattr(torch, stored)).reshape(8, 9)
-    bits, lost = cast(given.view(torch.uint8).numpy().view(f"u{given.itemsize}"), stored, wanted)
+    bits, lost = cast(
+        given.view(torch.uint8).numpy().view(f"u{given.itemsize}"), stored, wanted
+    )
     right = given.to(getattr(torch, wanted))
     assert bits.shape == (8, 9)
     assert bits.tobytes() == right.view(torch.uint8).numpy().tobytes()
@@ -127,7 +159,9 @@ def test_casting_is_torchs(stored: str, wanted: str) -> None:
 
 def test_overflows_are_told(tmp_path, caplog) -> None:
     state = {
-        "a": ShardedTensor.from_rank_offsets("a", torch.tensor([1.0, 1e6, -1e7, float("inf")])),
+        "a": ShardedTensor.from_rank_offsets(
+            "a", torch.tensor([1.0, 1e6, -1e7, float("inf")])
+        ),
         "b": ShardedTensor.from_rank_offsets("b", torch.tensor([1, 1 << 40])),
     }
     megackpt.save(state, tmp_path / "a")

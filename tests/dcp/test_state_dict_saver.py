@@ -39,7 +39,12 @@ def state_of(value: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     cut = distribute_tensor(torch.arange(10.0).reshape(5, 2) + value, mesh, [Shard(0)])
     own = {"own": torch.full((4,), value, dtype=dtype)} if dist.get_rank() == 2 else {}
-    return {"cut": cut, "layers": [{"same": torch.full((64,), value)}], "step": int(value), **own}
+    return {
+        "cut": cut,
+        "layers": [{"same": torch.full((64,), value)}],
+        "step": int(value),
+        **own,
+    }
 
 
 def check(folder: str, value: float, dtype: torch.dtype = torch.float32) -> None:
@@ -101,12 +106,16 @@ def same_story(error: BaseException) -> str:
 def staged(folder: str) -> None:
     state = state_of(1)
     writer = FileSystemWriterAsync(folder)
-    handed, central, local, unchanged, reused = save_state_dict_async_plan(state, writer, None)
+    handed, central, local, unchanged, reused = save_state_dict_async_plan(
+        state, writer, None
+    )
     assert handed[0] is writer
     assert (handed[1] is not None) == (dist.get_rank() == 0)
     assert not unchanged
     assert not reused
-    assert {item.index.fqn for item in central.items} <= {item.index.fqn for item in local.items}
+    assert {item.index.fqn for item in central.items} <= {
+        item.index.fqn for item in local.items
+    }
     function, preload, args = writer.get_save_function_and_args()
     assert not Path(folder, ".metadata").exists()
     if function is not None and preload is not None:
@@ -128,7 +137,10 @@ def cached(folder: str) -> None:
         dtype = torch.bfloat16 if step == 4 else torch.float32  # on rank 2 alone
         writer = FileSystemWriterAsync(f"{folder}/{step}")
         handed, central, local, unchanged, _ = save_state_dict_async_plan(
-            state_of(step, dtype), writer, planner=Counting(), cached_ckpt_structure=structure
+            state_of(step, dtype),
+            writer,
+            planner=Counting(),
+            cached_ckpt_structure=structure,
         )
         run(writer)
         kept = handed[1] or kept
@@ -149,9 +161,13 @@ def loaded(folder: str) -> None:
     for value, expected in ((7, True), (8, False)):
         state = state_of(value) | ({"new": 1} if not expected else {})
         writer = FileSystemWriterAsync(f"{folder}/{value}")
-        handed, _, local, _, reused = save_state_dict_async_plan(state, writer, loaded_all_plans=plans)
+        handed, _, local, _, reused = save_state_dict_async_plan(
+            state, writer, loaded_all_plans=plans
+        )
         assert reused is expected
-        assert verify_global_md_reuse(plans, local, dist.get_rank(), handed[2]) is expected
+        assert (
+            verify_global_md_reuse(plans, local, dist.get_rank(), handed[2]) is expected
+        )
         assert not verify_global_md_reuse(plans[:2], local, dist.get_rank(), handed[2])
         run(writer)
         save_state_dict_async_finalize(writer, handed[1] or metadata, handed[2])
@@ -192,7 +208,9 @@ def failing(folder: str) -> None:
     assert "rank 1" in same_story(unprepared.value)
 
     with pytest.raises(CheckpointingException, match="coordinator_rank is 1"):
-        save_state_dict_async_plan(state_of(1), FileSystemWriterAsync(folder), coordinator_rank=1)
+        save_state_dict_async_plan(
+            state_of(1), FileSystemWriterAsync(folder), coordinator_rank=1
+        )
 
     dist.barrier()
     assert not Path(folder).exists() or not list(Path(folder).iterdir())
@@ -215,11 +233,12 @@ def all_of_it(folder: str) -> None:
 
 def test_on_four_ranks(ranks: Any, tmp_path: Path) -> None:
     *_, two, _ = ranks(all_of_it, 4, tmp_path, timeout=120)
-    changed = (
-        "rank 2, local plan: 'own' [0] tensor_data.properties.dtype was torch.float32, is torch.bfloat16"
-    )
+    changed = "rank 2, local plan: 'own' [0] tensor_data.properties.dtype was torch.float32, is torch.bfloat16"
     assert changed in two.stderr
-    assert "rank 2, loaded plan: 'new' type was absent, is WriteItemType.BYTE_IO" in two.stderr
+    assert (
+        "rank 2, loaded plan: 'new' type was absent, is WriteItemType.BYTE_IO"
+        in two.stderr
+    )
     assert megackpt.verify(tmp_path / "cached" / "3").ok
 
 
@@ -246,7 +265,10 @@ def test_the_last_stage_without_metadata_says_whose_is_meant(tmp_path: Path) -> 
 
 
 def test_a_second_save_to_the_directory_waits_for_the_first(tmp_path: Path) -> None:
-    first, second = FileSystemWriterAsync(tmp_path / "x"), FileSystemWriterAsync(tmp_path / "x")
+    first, second = (
+        FileSystemWriterAsync(tmp_path / "x"),
+        FileSystemWriterAsync(tmp_path / "x"),
+    )
     handed, *_ = save_state_dict_async_plan({"w": torch.ones(2)}, first)
     with pytest.raises(SaveInProgress, match="is not finalized"):
         save_state_dict_async_plan({"w": torch.zeros(2)}, second)
@@ -272,7 +294,9 @@ class Late(SavePlanner):
         raise OSError("too late")
 
 
-def test_the_late_error_of_a_save_given_up_spares_what_was_committed_since(tmp_path: Path) -> None:
+def test_the_late_error_of_a_save_given_up_spares_what_was_committed_since(
+    tmp_path: Path,
+) -> None:
     where, planner = tmp_path / "x", Late()
     given_up = FileSystemWriterAsync(where)
     save_state_dict_async_plan({"w": torch.ones(2)}, given_up, planner=planner)
@@ -292,11 +316,15 @@ def test_the_late_error_of_a_save_given_up_spares_what_was_committed_since(tmp_p
     assert megackpt.load_plain_tensors(where)["w"].tolist() == [1, 1]
 
 
-def test_the_error_of_the_second_stage_is_told_by_a_last_one_in_another_thread(tmp_path: Path) -> None:
+def test_the_error_of_the_second_stage_is_told_by_a_last_one_in_another_thread(
+    tmp_path: Path,
+) -> None:
     planner, told = Late(), []
     planner.may.set()
     writer = FileSystemWriterAsync(tmp_path / "x")
-    handed, *_ = save_state_dict_async_plan({"w": torch.ones(2)}, writer, planner=planner)
+    handed, *_ = save_state_dict_async_plan(
+        {"w": torch.ones(2)}, writer, planner=planner
+    )
     function, _, args = writer.get_save_function_and_args()
     assert function is not None
     function(*args)

@@ -23,9 +23,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint._extension import (
+    ExtensionRegistry,
+    StreamTransformExtension,
+)
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -61,13 +67,23 @@ def bits(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
     """Any bits at all, but for bool, which has two values."""
     size = torch.Size(shape).numel() * ITEMSIZE[dtype]
     top = 2 if dtype == "bool" else 256
-    octets = torch.randint(0, top, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    octets = torch.randint(
+        0,
+        top,
+        (size,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
     return octets.view(getattr(torch, dtype)).reshape(shape)
 
 
 def nested(seed: int = 0) -> dict[str, Any]:
     """A state dict as people have them."""
-    tensors = {name: bits((4, 6), name, seed + i) for i, name in enumerate(ITEMSIZE) if name != OBJECT}
+    tensors = {
+        name: bits((4, 6), name, seed + i)
+        for i, name in enumerate(ITEMSIZE)
+        if name != OBJECT
+    }
     wide = torch.randn(40, 60, generator=torch.Generator().manual_seed(seed))
     odd = {
         "transposed": wide.t(),
@@ -75,9 +91,16 @@ def nested(seed: int = 0) -> dict[str, Any]:
         "empty": torch.empty(0, 5),
         "scalar": torch.tensor(seed),
     }
-    layers = [{"w": torch.full((3,), float(seed + i)), "name": f"layer {i}"} for i in range(2)]
+    layers = [
+        {"w": torch.full((3,), float(seed + i)), "name": f"layer {i}"} for i in range(2)
+    ]
     parameter = torch.nn.Parameter(torch.full((2, 2), seed + 0.5))
-    model = {"dtypes": tensors, **odd, "layers": layers, "conj": torch.randn(5, dtype=torch.complex64).conj()}
+    model = {
+        "dtypes": tensors,
+        **odd,
+        "layers": layers,
+        "conj": torch.randn(5, dtype=torch.complex64).conj(),
+    }
     model["conj"] = torch.view_as_complex(wide[:5, :2].contiguous()).conj()
     return {
         "model": {**model, "parameter": parameter},
@@ -125,7 +148,9 @@ def refused(caplog: pytest.LogCaptureFixture, reason: str) -> Iterator[None]:
     caplog.clear()
     with pytest.raises(CheckpointException) as caught:
         yield
-    assert re.search(reason, caplog.text if DROPS_ERRORS_OF_READERS else str(caught.value), re.DOTALL)
+    assert re.search(
+        reason, caplog.text if DROPS_ERRORS_OF_READERS else str(caught.value), re.DOTALL
+    )
 
 
 def loaded(reader: Any, like: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -143,9 +168,14 @@ def where(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("thread_count", [1, 3])
-def test_what_we_save_is_read_by_stock_and_by_us(where: Path, thread_count: int, tmp_path: Path) -> None:
+def test_what_we_save_is_read_by_stock_and_by_us(
+    where: Path, thread_count: int, tmp_path: Path
+) -> None:
     for seed in (1, 2):  # the second replaces the first
-        dcp.save(nested(seed), storage_writer=FileSystemWriter(where, thread_count=thread_count))
+        dcp.save(
+            nested(seed),
+            storage_writer=FileSystemWriter(where, thread_count=thread_count),
+        )
         assert len(list(where.glob("*.distcp"))) == thread_count
         for reader in (*READERS, lambda path: FileSystemReader(path, verify=False)):
             assert_same(loaded(reader(where), nested(seed)), nested(seed))
@@ -161,7 +191,9 @@ def test_megackpt_loads_what_was_saved_through_dcp(where: Path) -> None:
     dcp.save(state, checkpoint_id=where, storage_writer=FileSystemWriter("elsewhere"))
     assert megackpt.load_common_state_dict(where) == {}
     asked = {
-        "half": ShardedTensor.from_rank_offsets("big", torch.zeros(400, 2400), (0, 1, 2)),
+        "half": ShardedTensor.from_rank_offsets(
+            "big", torch.zeros(400, 2400), (0, 1, 2)
+        ),
         "step": megackpt.ShardedObject("step", None, (), ()),
     }
     found = megackpt.load(asked, where, validate_access_integrity=False)
@@ -173,25 +205,37 @@ def test_megackpt_loads_what_was_saved_through_dcp(where: Path) -> None:
     }
 
 
-def test_the_table_of_contents_is_what_stock_would_have_written(where: Path, tmp_path: Path) -> None:
+def test_the_table_of_contents_is_what_stock_would_have_written(
+    where: Path, tmp_path: Path
+) -> None:
     ours = dcp.save(nested(1), storage_writer=FileSystemWriter(where))
     dcp.save(nested(1), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
-    written, stock = (pickle.loads((path / ".metadata").read_bytes()) for path in (where, tmp_path / "stock"))
+    written, stock = (
+        pickle.loads((path / ".metadata").read_bytes())
+        for path in (where, tmp_path / "stock")
+    )
     for found in (ours, written, FileSystemReader(where).read_metadata()):
         assert found.state_dict_metadata.keys() == stock.state_dict_metadata.keys()
         assert found.planner_data == stock.planner_data
         assert found.storage_data.keys() == stock.storage_data.keys()
-        assert found.version == getattr(stock, "version", "1.0.0")  # torch 2.8 writes none
+        assert found.version == getattr(
+            stock, "version", "1.0.0"
+        )  # torch 2.8 writes none
         assert found.storage_meta.save_id == written.storage_meta.save_id
     assert written.state_dict_metadata == stock.state_dict_metadata
     assert written.storage_data == FileSystemReader(where).read_metadata().storage_data
-    assert b"megackpt" not in (where / ".metadata").read_bytes().replace(os.fsencode(where), b"")
+    assert b"megackpt" not in (where / ".metadata").read_bytes().replace(
+        os.fsencode(where), b""
+    )
 
 
 def test_we_read_what_stock_and_megatron_save(where: Path) -> None:
     dcp.save(nested(5), storage_writer=dcp.FileSystemWriter(where, thread_count=2))
     assert_same(loaded(FileSystemReader(where), nested(5)), nested(5))
-    ours, stock = FileSystemReader(where).read_metadata(), dcp.FileSystemReader(where).read_metadata()
+    ours, stock = (
+        FileSystemReader(where).read_metadata(),
+        dcp.FileSystemReader(where).read_metadata(),
+    )
     assert ours.storage_data == stock.storage_data
     assert ours.planner_data == stock.planner_data
     assert str(ours.storage_meta.checkpoint_id) == str(stock.storage_meta.checkpoint_id)
@@ -204,15 +248,23 @@ def test_we_read_what_stock_and_megatron_save(where: Path) -> None:
             for name, item in metadata.state_dict_metadata.items()
         }
         found = [loaded(FileSystemReader(GOLDEN / golden), like)]
-        if golden.startswith("mcore-0.16"):  # the pickle of the other names Megatron's own classes
+        if golden.startswith(
+            "mcore-0.16"
+        ):  # the pickle of the other names Megatron's own classes
             found.append(loaded(dcp.FileSystemReader(GOLDEN / golden), like))
-        values = {key: value for key, value in found[0].items() if isinstance(value, torch.Tensor)}
+        values = {
+            key: value
+            for key, value in found[0].items()
+            if isinstance(value, torch.Tensor)
+        }
         assert values
         assert any(value.count_nonzero() for value in values.values())
         assert_same({key: found[-1][key] for key in values}, values)
 
 
-def test_regions_are_read_by_their_exact_ranges(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_are_read_by_their_exact_ranges(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     big = torch.arange(4 << 20, dtype=torch.float32).reshape(1024, -1)
     dcp.save({"w": big}, storage_writer=FileSystemWriter(where))
     moved: list[int] = []
@@ -229,7 +281,11 @@ def test_regions_are_read_by_their_exact_ranges(where: Path, monkeypatch: pytest
             return dataclasses.replace(
                 plan,
                 items=[
-                    dataclasses.replace(plan.items[0], storage_offsets=torch.Size((500, 0)), lengths=part)
+                    dataclasses.replace(
+                        plan.items[0],
+                        storage_offsets=torch.Size((500, 0)),
+                        lengths=part,
+                    )
                 ],
             )
 
@@ -261,7 +317,9 @@ def test_damage_is_found_by_digests(where: Path) -> None:
 
 def test_names_of_files_are_the_callers(where: Path) -> None:
     class Named(FileSystemWriter):
-        names: Callable[[int, int], str] = staticmethod(lambda rank, n: f"data/rank{rank}.{n}")
+        names: Callable[[int, int], str] = staticmethod(
+            lambda rank, n: f"data/rank{rank}.{n}"
+        )
 
         def file_name(self, rank: int, n: int) -> str:
             return self.names(rank, n)
@@ -284,7 +342,9 @@ def test_names_of_files_are_the_callers(where: Path) -> None:
 
 def test_what_stock_callers_pass(where: Path) -> None:
     assert FileSystemWriterAsync is FileSystemWriter
-    writer = FileSystemWriter(where, False, False, 1, 0, cache_staged_state_dict=True, overwrite=False)
+    writer = FileSystemWriter(
+        where, False, False, 1, 0, cache_staged_state_dict=True, overwrite=False
+    )
     assert isinstance(writer, dcp.StorageWriter)
     assert writer.checkpoint_id == where
     dcp.save({"w": torch.ones(2)}, storage_writer=writer)
@@ -306,12 +366,18 @@ def test_what_stock_callers_pass(where: Path) -> None:
         FileSystemReader(where).prepare_local_plan(dcp.LoadPlan([]))
 
 
-@pytest.mark.skipif(not HAS_SAVES_WITHOUT_COLLECTIVES, reason="torch 2.8 has no such saves")
+@pytest.mark.skipif(
+    not HAS_SAVES_WITHOUT_COLLECTIVES, reason="torch 2.8 has no such saves"
+)
 def test_a_save_without_collectives_is_refused_and_stocks_is_read(where: Path) -> None:
     with pytest.raises(CheckpointingException, match="needs use_collectives=True"):
-        dcp.save(nested(1), storage_writer=FileSystemWriter(where), use_collectives=False)
+        dcp.save(
+            nested(1), storage_writer=FileSystemWriter(where), use_collectives=False
+        )
     assert not where.exists()
-    dcp.save(nested(1), storage_writer=dcp.FileSystemWriter(where), use_collectives=False)
+    dcp.save(
+        nested(1), storage_writer=dcp.FileSystemWriter(where), use_collectives=False
+    )
     assert sorted(os.listdir(where)) == ["__0.metadata", "__0_0.distcp"]
     assert_same(loaded(FileSystemReader(where), nested(1)), nested(1))
 
@@ -332,13 +398,19 @@ def test_an_error_of_a_thread_reaches_the_caller_and_is_cleared_up(where: Path) 
     for number in range(2):
         writer = FileSystemWriter(where)
         with pytest.raises(CheckpointException) as caught:
-            dcp.save({**bad, "w": torch.full((5,), 2.0)}, storage_writer=writer, planner=Failing())
+            dcp.save(
+                {**bad, "w": torch.full((5,), 2.0)},
+                storage_writer=writer,
+                planner=Failing(),
+            )
         told = str(caught.value)
         assert "rank 0 cannot write " in told
         assert "at 'bad': ValueError: no such thing" in told
         assert ".distcp" in told
         assert_same(loaded(FileSystemReader(where), bad), bad)
-        if number:  # the same writer, or (the failed one is held by the exception) another one
+        if (
+            number
+        ):  # the same writer, or (the failed one is held by the exception) another one
             writer = FileSystemWriter(where)
         dcp.save(good, storage_writer=writer)
         assert os.listdir(where.parent) == ["c"]
@@ -368,7 +440,9 @@ def test_a_failed_save_is_over_for_a_save_in_the_background(where: Path) -> None
         assert_same(loaded(FileSystemReader(folder), state), state)
 
 
-def test_a_save_of_the_main_thread_is_over_when_its_writer_begins_another(where: Path) -> None:
+def test_a_save_of_the_main_thread_is_over_when_its_writer_begins_another(
+    where: Path,
+) -> None:
     writer, state = FileSystemWriter(where), {"w": torch.ones(5)}
     # Then another rank fails, of which the coordinator's writer hears nothing.
     writer.prepare_global_plan([SavePlan([])])
@@ -400,10 +474,14 @@ def test_a_save_of_another_thread_is_left_alone_by_a_reset(where: Path) -> None:
     assert_same(loaded(FileSystemReader(where), state), state)
 
 
-def test_a_planner_that_lists_what_nobody_writes_or_resolves_another_shape(where: Path) -> None:
+def test_a_planner_that_lists_what_nobody_writes_or_resolves_another_shape(
+    where: Path,
+) -> None:
     class Forgetful(DefaultSavePlanner):
         def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-            return dataclasses.replace(super().finish_plan(new_plan), items=new_plan.items[1:])
+            return dataclasses.replace(
+                super().finish_plan(new_plan), items=new_plan.items[1:]
+            )
 
     class Wrong(DefaultSavePlanner):
         def resolve_data(self, write_item: WriteItem) -> Any:
@@ -445,7 +523,11 @@ class Halved(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         found = super().resolve_data(write_item)
-        return found if write_item.type == WriteItemType.BYTE_IO else found.to(torch.float16)
+        return (
+            found
+            if write_item.type == WriteItemType.BYTE_IO
+            else found.to(torch.float16)
+        )
 
 
 class Unplanned(DefaultSavePlanner):
@@ -453,7 +535,11 @@ class Unplanned(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         found = super().resolve_data(write_item)
-        return found if write_item.type == WriteItemType.BYTE_IO else found.to(torch.bfloat16)
+        return (
+            found
+            if write_item.type == WriteItemType.BYTE_IO
+            else found.to(torch.bfloat16)
+        )
 
 
 @pytest.mark.parametrize("planner", [Halved, Unplanned])
@@ -506,20 +592,31 @@ def scratched(size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("thread_count", [1, 3])
-def test_a_planner_that_uses_its_memory_again_when_saving(where: Path, thread_count: int) -> None:
+def test_a_planner_that_uses_its_memory_again_when_saving(
+    where: Path, thread_count: int
+) -> None:
     state = scratched(70_000)
-    dcp.save(state, storage_writer=FileSystemWriter(where, thread_count=thread_count), planner=Scratch())
+    dcp.save(
+        state,
+        storage_writer=FileSystemWriter(where, thread_count=thread_count),
+        planner=Scratch(),
+    )
     for reader in READERS:
         assert_same(loaded(reader(where), state), state)
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_planner_that_uses_its_memory_again_when_loading(where: Path, verify: bool) -> None:
+def test_a_planner_that_uses_its_memory_again_when_loading(
+    where: Path, verify: bool
+) -> None:
     state = scratched(400_000)
     dcp.save(state, storage_writer=FileSystemWriter(where))
     for _ in range(3):
         planner = Told()
-        assert_same(loaded(FileSystemReader(where, verify=verify), state, planner=planner), state)
+        assert_same(
+            loaded(FileSystemReader(where, verify=verify), state, planner=planner),
+            state,
+        )
         assert len(planner.order) == 8
 
 
@@ -528,7 +625,9 @@ def test_two_keys_that_are_loaded_into_the_same_memory(where: Path) -> None:
     dcp.save({"a": one, "b": other}, storage_writer=FileSystemWriter(where))
     for _ in range(3):
         memory = torch.zeros(1_000_001)
-        dcp.load({"a": memory[1:], "b": memory[:-1]}, storage_reader=FileSystemReader(where))
+        dcp.load(
+            {"a": memory[1:], "b": memory[:-1]}, storage_reader=FileSystemReader(where)
+        )
         assert torch.equal(memory[1:], one) or torch.equal(memory[:-1], other)
 
 
@@ -573,7 +672,9 @@ class Squeezed(StreamTransformExtension):
 
 
 # Python 3.13 shows what a stream of torch's raises when it is closed once more as it is freed.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <torch:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <torch:pytest.PytestUnraisableExceptionWarning"
+)
 def test_records_that_went_through_an_extension(where: Path) -> None:
     registry = ExtensionRegistry()
     registry.register(Squeezed)
@@ -596,7 +697,9 @@ def test_an_extension_for_some_items(where: Path) -> None:
     class Some:
         """As our own planner's: asked item by item."""
 
-        def transform_save_stream(self, item: WriteItem, stream: IO[bytes]) -> tuple[IO[bytes], list[str]]:
+        def transform_save_stream(
+            self, item: WriteItem, stream: IO[bytes]
+        ) -> tuple[IO[bytes], list[str]]:
             if item.index.fqn != "big":
                 return stream, []
             return Squeezed().transform_to(stream), ["test.zlib/1"]
@@ -626,7 +729,10 @@ def test_what_an_extension_makes_of_a_record_is_bounded(where: Path) -> None:
 
             return Zeros()
 
-    dcp.save({"w": torch.ones(1000)}, storage_writer=FileSystemWriter(where, _extensions=[Squeezed()]))
+    dcp.save(
+        {"w": torch.ones(1000)},
+        storage_writer=FileSystemWriter(where, _extensions=[Squeezed()]),
+    )
     registry = ExtensionRegistry()
     registry.register(Endless)
     with pytest.raises(CheckpointException, match="more than 1052576 bytes come of it"):
@@ -639,7 +745,10 @@ class Payload:
 
 
 def test_a_hostile_table_of_contents_is_refused(
-    where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     state = {"w": torch.ones(3)}
@@ -669,9 +778,16 @@ def test_a_hostile_table_of_contents_is_refused(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_directory_of_another_format(where: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, where, "zarr")
-    for path, told in ((where, "not one of torch DCP's"), (tmp_path / "none", "does not exist")):
+def test_a_directory_of_another_format(
+    where: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, where, "zarr"
+    )
+    for path, told in (
+        (where, "not one of torch DCP's"),
+        (tmp_path / "none", "does not exist"),
+    ):
         with refused(caplog, told):
             loaded(FileSystemReader(path), {"w": torch.ones(4)})
 
@@ -688,7 +804,9 @@ def test_an_asynchronous_save_in_a_thread(where: Path) -> None:
         assert_same(loaded(FileSystemReader(where), nested(seed)), nested(seed))
     for _ in range(3):
         with pytest.raises(CheckpointException, match="at 'bad'"):
-            dcp.async_save({"bad": torch.ones(1)}, storage_writer=writer, planner=Failing()).result()
+            dcp.async_save(
+                {"bad": torch.ones(1)}, storage_writer=writer, planner=Failing()
+            ).result()
     dcp.async_save(nested(3), storage_writer=writer).result()
     assert_same(loaded(FileSystemReader(where), nested(3)), nested(3))
     assert os.listdir(where.parent) == ["c"]
@@ -701,7 +819,11 @@ def test_a_bucket(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
         dcp.save(nested(seed), storage_writer=FileSystemWriter(where))
         assert_same(loaded(FileSystemReader(where), nested(seed)), nested(seed))
     with pytest.raises(CheckpointException, match="at 'bad'"):
-        dcp.save({"w": torch.ones(3), "bad": 1}, storage_writer=FileSystemWriter(where), planner=Failing())
+        dcp.save(
+            {"w": torch.ones(3), "bad": 1},
+            storage_writer=FileSystemWriter(where),
+            planner=Failing(),
+        )
     assert megackpt.verify(where).ok
     dcp.save(nested(3), storage_writer=FileSystemWriter(where))
     assert_same(loaded(FileSystemReader(where), nested(3)), nested(3))
@@ -722,18 +844,28 @@ def test_a_bucket_in_the_background(bucket: Bucket) -> None:
         future.result()
         assert_same(loaded(FileSystemReader(where), nested(seed)), nested(seed))
     with pytest.raises(CheckpointException, match="at 'bad'"):
-        dcp.async_save({"bad": torch.ones(1)}, storage_writer=writer, planner=Failing()).result()
+        dcp.async_save(
+            {"bad": torch.ones(1)}, storage_writer=writer, planner=Failing()
+        ).result()
     assert_same(loaded(FileSystemReader(where), nested(2)), nested(2))
     assert megackpt.verify(where).ok
-    dcp.async_save(nested(3), storage_writer=writer).result()  # it clears the failed save away
+    dcp.async_save(
+        nested(3), storage_writer=writer
+    ).result()  # it clears the failed save away
     assert_same(loaded(FileSystemReader(where), nested(3)), nested(3))
     assert not bucket.uploads()
 
 
-def test_the_example_of_the_docstring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_docstring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     doc = inspect.getdoc(FileSystemWriter) or ""
-    example = [line for line in doc.partition("::")[2].partition("Rank 0")[0].splitlines() if line]
+    example = [
+        line
+        for line in doc.partition("::")[2].partition("Rank 0")[0].splitlines()
+        if line
+    ]
     exec(compile(textwrap.dedent("\n".join(example)), "docstring", "exec"), {})  # noqa: S102
     assert megackpt.load_plain_tensors("checkpoints/3")["model.w"].tolist() == [1.0] * 4
 
@@ -747,7 +879,9 @@ def test_the_example_of_the_docstring(tmp_path: Path, monkeypatch: pytest.Monkey
         {"x/shard_0_2": 5, "x/shard_1_2": 7},
     ],
 )
-def test_keys_that_look_like_pieces_of_others(where: Path, state: dict[str, Any]) -> None:
+def test_keys_that_look_like_pieces_of_others(
+    where: Path, state: dict[str, Any]
+) -> None:
     dcp.save(state, storage_writer=FileSystemWriter(where))
     for reader in READERS:
         assert_same(loaded(reader(where), state), state)
@@ -772,27 +906,41 @@ def test_the_common_state_as_megatron_lists_it(where: Path) -> None:
         ("common_state/shard_0_1", torch.ones(3)),
     ],
 )
-def test_a_key_of_the_common_state_is_refused(where: Path, key: str, value: Any) -> None:
+def test_a_key_of_the_common_state_is_refused(
+    where: Path, key: str, value: Any
+) -> None:
     dcp.save({"w": torch.ones(2)}, storage_writer=FileSystemWriter(where))
-    with pytest.raises(CheckpointException, match=f"'{key}' is the name of a checkpoint's common state"):
-        dcp.save({"w": torch.zeros(2), key: value}, storage_writer=FileSystemWriter(where))
+    with pytest.raises(
+        CheckpointException, match=f"'{key}' is the name of a checkpoint's common state"
+    ):
+        dcp.save(
+            {"w": torch.zeros(2), key: value}, storage_writer=FileSystemWriter(where)
+        )
     assert megackpt.load_plain_tensors(where)["w"].tolist() == [1, 1]
 
 
-def test_metadata_that_tells_another_dtype_or_makes_no_index_is_refused(where: Path) -> None:
+def test_metadata_that_tells_another_dtype_or_makes_no_index_is_refused(
+    where: Path,
+) -> None:
     class Lying(DefaultSavePlanner):
         def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
             plans, metadata = super().create_global_plan(all_plans)
             item = metadata.state_dict_metadata["w"]
             properties = dataclasses.replace(item.properties, dtype=torch.int16)
-            metadata.state_dict_metadata["w"] = dataclasses.replace(item, properties=properties)
+            metadata.state_dict_metadata["w"] = dataclasses.replace(
+                item, properties=properties
+            )
             return plans, metadata
 
     state = {"w": torch.ones(4, dtype=torch.bfloat16)}
-    with pytest.raises(CheckpointException, match=r"rank 0 wrote 'w' \[0:4\] as bfloat16.* int16"):
+    with pytest.raises(
+        CheckpointException, match=r"rank 0 wrote 'w' \[0:4\] as bfloat16.* int16"
+    ):
         dcp.save(state, storage_writer=FileSystemWriter(where), planner=Lying())
     odd = {"y": torch.ones(2), "y/shard_0_1": 1, "y/shard_0_1/shard_0_1": 2}
-    with pytest.raises(CheckpointException, match=r"no index that can be read: .* a key stands twice"):
+    with pytest.raises(
+        CheckpointException, match=r"no index that can be read: .* a key stands twice"
+    ):
         dcp.save(odd, storage_writer=FileSystemWriter(where))
     assert not where.exists()
 
@@ -804,7 +952,9 @@ def test_a_checkpoint_that_is_replaced_under_a_reader_is_told_so(where: Path) ->
     dcp.save({"w": torch.zeros(4)}, storage_writer=FileSystemWriter(where))
     planner.set_up_planner({"w": torch.empty(4)}, metadata, True)
     with pytest.raises(CheckpointReplaced):
-        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+        reader.read_data(
+            reader.prepare_local_plan(planner.create_local_plan()), planner
+        ).wait()
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_opened(
@@ -880,12 +1030,26 @@ def check(folder: str, seed: int, rows: int = 10) -> None:
         dcp.load(state, storage_reader=reader(folder))
         assert_same(local(state), local(sharded(seed, rows)))
         like = sharded(0, rows)
-        like["model"]["rows"], like["model"]["columns"] = like["model"]["columns"], like["model"]["rows"]
-        asked = {"model": {"rows": like["model"]["rows"], "columns": like["model"]["columns"]}}
+        like["model"]["rows"], like["model"]["columns"] = (
+            like["model"]["columns"],
+            like["model"]["rows"],
+        )
+        asked = {
+            "model": {
+                "rows": like["model"]["rows"],
+                "columns": like["model"]["columns"],
+            }
+        }
         dcp.load(asked, storage_reader=reader(folder))
         model = sharded(seed, rows)["model"]
         assert_same(
-            local(asked), {"model": {"rows": local(model["columns"]), "columns": local(model["rows"])}}
+            local(asked),
+            {
+                "model": {
+                    "rows": local(model["columns"]),
+                    "columns": local(model["rows"]),
+                }
+            },
         )
     assert megackpt.verify(folder).ok
 
@@ -915,7 +1079,12 @@ def together(folder: str) -> None:
     ):
         planner = DefaultSavePlanner(enable_plan_caching=True)
         kept = writer if seed % 2 else FileSystemWriter(f"{folder}/{place}")
-        dcp.save(sharded(seed, rows), checkpoint_id=f"{folder}/{place}", storage_writer=kept, planner=planner)
+        dcp.save(
+            sharded(seed, rows),
+            checkpoint_id=f"{folder}/{place}",
+            storage_writer=kept,
+            planner=planner,
+        )
         check(f"{folder}/{place}", seed, rows)
 
     # One rank fails: all are told who and where, and what stood there stands.
@@ -934,9 +1103,14 @@ def together(folder: str) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         with pytest.raises(CheckpointException) as caught:
             dcp.save(sharded(9), storage_writer=FileSystemWriter(one), planner=planner)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        )
         refused = r"rank 1 cannot write \S*\.distcp.*File too large"
-        assert re.search(refused if type(planner) is DefaultSavePlanner else "not today", str(caught.value))
+        assert re.search(
+            refused if type(planner) is DefaultSavePlanner else "not today",
+            str(caught.value),
+        )
         check(one, 8)
     dcp.save(sharded(10), storage_writer=FileSystemWriter(one))
     check(one, 10)
@@ -946,7 +1120,11 @@ def together(folder: str) -> None:
         dist.barrier()
         told = ""
         try:
-            dcp.save({"w": torch.full((9,), seed + rank)}, storage_writer=FileSystemWriter(one), no_dist=True)
+            dcp.save(
+                {"w": torch.full((9,), seed + rank)},
+                storage_writer=FileSystemWriter(one),
+                no_dist=True,
+            )
         except CheckpointException as error:
             told = str(error)
         assert "" in gathered(told)
@@ -960,7 +1138,11 @@ def together(folder: str) -> None:
         dcp.save(sharded(11), storage_writer=FileSystemWriter(f"{folder}/{rank}"))
     dist.barrier()
     if rank == 0:
-        dcp.save({"w": torch.ones(3)}, storage_writer=FileSystemWriter(f"{folder}/0"), no_dist=True)
+        dcp.save(
+            {"w": torch.ones(3)},
+            storage_writer=FileSystemWriter(f"{folder}/0"),
+            no_dist=True,
+        )
         assert megackpt.verify(f"{folder}/0").ok
         assert sorted(os.listdir(folder)) == ["0", "a", "b", "c", "one"]
 
@@ -1001,10 +1183,16 @@ def test_a_save_that_is_killed_before_its_commit(
 def in_the_background(folder: str) -> None:
     """On two ranks: ``async_save`` in threads and in processes."""
     writer = FileSystemWriter(folder)
-    for seed, kind in enumerate([AsyncCheckpointerType.THREAD] + [AsyncCheckpointerType.PROCESS] * 2, 1):
+    for seed, kind in enumerate(
+        [AsyncCheckpointerType.THREAD] + [AsyncCheckpointerType.PROCESS] * 2, 1
+    ):
         planner = DefaultSavePlanner(enable_plan_caching=seed > 1)
         place, state = f"{folder}/{seed}", sharded(seed)
-        told = {"storage_writer": writer, "planner": planner, "async_checkpointer_type": kind}
+        told = {
+            "storage_writer": writer,
+            "planner": planner,
+            "async_checkpointer_type": kind,
+        }
         future = dcp.async_save(state, checkpoint_id=place, **told)
         state["plain"].zero_()
         for tensor in state["model"].values():
@@ -1024,4 +1212,9 @@ def in_the_background(folder: str) -> None:
 
 def test_two_ranks_in_the_background(ranks: Any, tmp_path: Path) -> None:
     ranks(in_the_background, 2, tmp_path, timeout=120)
-    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3", *["5"][:PROCESS_OUTLIVES_ERRORS]]
+    assert sorted(os.listdir(tmp_path)) == [
+        "1",
+        "2",
+        "3",
+        *["5"][:PROCESS_OUTLIVES_ERRORS],
+    ]

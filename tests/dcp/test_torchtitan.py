@@ -16,9 +16,13 @@ pytestmark = pytest.mark.campaign
 SCRIPT = Path(__file__).with_name("with_torchtitan.py")
 
 
-def test_torchtitans_manager_saves_and_loads_through_either_door(ranks: Any, tmp_path: Path) -> None:
+def test_torchtitans_manager_saves_and_loads_through_either_door(
+    ranks: Any, tmp_path: Path
+) -> None:
     path = os.pathsep.join([str(ROOT), str(PEERS / "torchtitan")])
-    assert (PEERS / "torchtitan" / "torchtitan").is_dir(), '"make peers" installs torchtitan'
+    assert (PEERS / "torchtitan" / "torchtitan").is_dir(), (
+        '"make peers" installs torchtitan'
+    )
     first, _ = ranks(SCRIPT, 2, tmp_path, timeout=240, env={"PYTHONPATH": path})
     for mode in ("disabled", "async"):
         for saver in ("ours", "stock"):

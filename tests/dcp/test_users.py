@@ -41,7 +41,11 @@ def model_of(kind: str) -> nn.Module:
     """A model as this kind of training has it, over all ranks there are."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
     from torch.nn.parallel import DistributedDataParallel
 
     ranks = dist.get_world_size()
@@ -50,7 +54,10 @@ def model_of(kind: str) -> nn.Module:
         fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
     elif kind == "hsdp":
         fully_shard(
-            model, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+            model,
+            mesh=init_device_mesh(
+                "cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard")
+            ),
         )
     elif kind == "tensor":
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -66,7 +73,9 @@ class Training:
     def __init__(self, kind: str, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = model_of(kind)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=False)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.1, foreach=False
+        )
         for step in range(2):
             generator = torch.Generator().manual_seed(seed + step)
             tokens = torch.randint(0, 30, (2, 5), generator=generator)
@@ -95,7 +104,10 @@ class Training:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
         flat, _ = flatten_state_dict(self.state())
-        return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in flat.items()}
+        return {
+            k: v.full_tensor() if hasattr(v, "full_tensor") else v
+            for k, v in flat.items()
+        }
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -115,9 +127,15 @@ def saves() -> dict[str, Save]:
         "ours": lambda state, where: dcp.save(
             state, storage_writer=FileSystemWriter(where), planner=SavePlanner()
         ),
-        "stock": lambda state, where: dcp.save(state, storage_writer=dcp.FileSystemWriter(where)),
-        "our-writer": lambda state, where: dcp.save(state, storage_writer=FileSystemWriter(where)),
-        "our-planner": lambda state, where: dcp.save(state, checkpoint_id=where, planner=SavePlanner()),
+        "stock": lambda state, where: dcp.save(
+            state, storage_writer=dcp.FileSystemWriter(where)
+        ),
+        "our-writer": lambda state, where: dcp.save(
+            state, storage_writer=FileSystemWriter(where)
+        ),
+        "our-planner": lambda state, where: dcp.save(
+            state, checkpoint_id=where, planner=SavePlanner()
+        ),
     }
 
 
@@ -168,8 +186,12 @@ def test_every_kind_of_model_goes_through_every_door_and_into_every_other_kind(
     ranks(load_all, 2, tmp_path, timeout=240)
     for kind in KINDS:
         expected = {
-            k: v for k, v in torch.load(tmp_path / f"{kind}.pt").items() if isinstance(v, torch.Tensor)
+            k: v
+            for k, v in torch.load(tmp_path / f"{kind}.pt").items()
+            if isinstance(v, torch.Tensor)
         }
         report = megackpt.verify(tmp_path / f"{kind}-ours")
         assert report.ok
-        assert_same(dict(megackpt.load_plain_tensors(tmp_path / f"{kind}-ours")), expected)
+        assert_same(
+            dict(megackpt.load_plain_tensors(tmp_path / f"{kind}-ours")), expected
+        )

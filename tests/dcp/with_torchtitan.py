@@ -17,7 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
+)
 
 from megackpt.dcp import FileSystemReader, FileSystemWriter, LoadPlanner, SavePlanner
 
@@ -28,16 +32,30 @@ class OurCheckpoints(CheckpointManager):
         """The same."""
 
     def dcp_save(
-        self, state_dict: Any, checkpoint_id: str, async_mode: AsyncMode, *_: Any, **options: Any
+        self,
+        state_dict: Any,
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        *_: Any,
+        **options: Any,
     ) -> Any:
-        ours = {"storage_writer": FileSystemWriter(checkpoint_id), "planner": SavePlanner()}
+        ours = {
+            "storage_writer": FileSystemWriter(checkpoint_id),
+            "planner": SavePlanner(),
+        }
         if async_mode == AsyncMode.ASYNC:
             return dcp.async_save(state_dict, process_group=self.pg, **ours)
         dcp.save(state_dict, **ours)
         return None
 
-    def dcp_load(self, state_dict: Any, checkpoint_id: str, *_: Any, **options: Any) -> None:
-        dcp.load(state_dict, storage_reader=FileSystemReader(checkpoint_id), planner=LoadPlanner())
+    def dcp_load(
+        self, state_dict: Any, checkpoint_id: str, *_: Any, **options: Any
+    ) -> None:
+        dcp.load(
+            state_dict,
+            storage_reader=FileSystemReader(checkpoint_id),
+            planner=LoadPlanner(),
+        )
         self.states[MODEL].load_state_dict(state_dict)
 
 
@@ -55,19 +73,29 @@ class Progress:
 
 
 class Training:
-    def __init__(self, manager: type[CheckpointManager], folder: str, mode: str, seed: int) -> None:
+    def __init__(
+        self, manager: type[CheckpointManager], folder: str, mode: str, seed: int
+    ) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
         fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1})
-        config = OptimizersContainer.Config(param_groups=[group], implementation="for-loop")
+        group = ParamGroupConfig(
+            pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1}
+        )
+        config = OptimizersContainer.Config(
+            param_groups=[group], implementation="for-loop"
+        )
         self.optimizers = config.build(model_parts=[self.model])
         self.progress = Progress(seed)
-        self.manager = manager.Config(enable=True, interval=1, async_mode=mode, folder=folder).build(
+        self.manager = manager.Config(
+            enable=True, interval=1, async_mode=mode, folder=folder
+        ).build(
             dataloader=None,
             model_parts=[self.model],
             optimizers=self.optimizers,
-            lr_schedulers=LRSchedulersContainer(self.optimizers, lambda step: 1 / (step + 1)),
+            lr_schedulers=LRSchedulersContainer(
+                self.optimizers, lambda step: 1 / (step + 1)
+            ),
             states={"train_state": self.progress},
             sd_adapter=None,
         )
@@ -80,7 +108,9 @@ class Training:
     def whole(self) -> dict[str, torch.Tensor]:
         states = {**self.model.state_dict(), **self.optimizers.state_dict()}
         return {
-            key: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+            key: (value.full_tensor() if hasattr(value, "full_tensor") else value)
+            .detach()
+            .clone()
             for key, value in states.items()
             if isinstance(value, torch.Tensor)
         }

@@ -31,7 +31,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _sibling(name: str) -> ModuleType:
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        spec = importlib.util.spec_from_file_location(
+            name, Path(__file__).with_name(f"{name}.py")
+        )
         assert spec is not None
         assert spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -62,7 +64,9 @@ def note() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def jobs(nursery: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+def jobs(
+    nursery: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Jobs]:
     """Warm parents of saving jobs."""
     if platform.machine() != "x86_64":
         pytest.skip("the filter of system calls knows the numbers of x86-64 only")
@@ -89,7 +93,9 @@ class Jobs:
         self._free.put(parent)
         return outcome
 
-    def each(self, work: Callable[[int], Any], points: Iterable[int], at_once: int) -> list[Any]:
+    def each(
+        self, work: Callable[[int], Any], points: Iterable[int], at_once: int
+    ) -> list[Any]:
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(work, points))
 
@@ -104,9 +110,16 @@ def worlds() -> Callable[[list[dict[str, Any]], Path], list[dict[str, Any]]]:
 
     def carried_out(orders: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
         here = Path(__file__)
-        path = os.pathsep.join(filter(None, [str(here.parents[2]), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(
+            filter(None, [str(here.parents[2]), os.environ.get("PYTHONPATH")])
+        )
         done = subprocess.run(
-            [sys.executable, str(here.with_name("worlds.py")), json.dumps(orders), str(folder)],
+            [
+                sys.executable,
+                str(here.with_name("worlds.py")),
+                json.dumps(orders),
+                str(folder),
+            ],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -114,6 +127,10 @@ def worlds() -> Callable[[list[dict[str, Any]], Path], list[dict[str, Any]]]:
         )
         assert done.returncode == 0, done.stderr
         # Other lines are gloo's: that of torch 2.8 to 2.10 prints when it connects.
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return [
+            json.loads(line)
+            for line in done.stdout.splitlines()
+            if line.startswith("{")
+        ]
 
     return carried_out

@@ -85,9 +85,16 @@ class Nursery:
         told = asdict(order) | {"scratch": str(self.scratch)}
         print(json.dumps(told), file=_pipe(self._process.stdin), flush=True)
         answer = json.loads(_pipe(self._process.stdout).readline())
-        calls, counted = ([tuple(call) for call in answer[which]] for which in ("calls", "counted"))
-        outcome = Outcome(answer["codes"], calls, answer["story"], counted, answer["died"])
-        assert set(outcome.codes) <= {0, REFUSED, -signal.SIGKILL}, (outcome.codes, outcome.story)
+        calls, counted = (
+            [tuple(call) for call in answer[which]] for which in ("calls", "counted")
+        )
+        outcome = Outcome(
+            answer["codes"], calls, answer["story"], counted, answer["died"]
+        )
+        assert set(outcome.codes) <= {0, REFUSED, -signal.SIGKILL}, (
+            outcome.codes,
+            outcome.story,
+        )
         return outcome
 
     def close(self) -> None:
@@ -112,7 +119,11 @@ def save(order: Order, rank: int) -> None:
         meeting = f"file://{order.scratch}/meeting"
         patience = timedelta(seconds=30)
         dist.init_process_group(
-            "gloo", init_method=meeting, rank=rank, world_size=order.ranks, timeout=patience
+            "gloo",
+            init_method=meeting,
+            rank=rank,
+            world_size=order.ranks,
+            timeout=patience,
         )
     state = states.declared(order.value, rank, order.ranks)
     if order.keep_last:
@@ -120,7 +131,11 @@ def save(order: Order, rank: int) -> None:
 
         patience, later = timedelta(seconds=order.timeout), bool(order.later)
         with CheckpointManager(
-            order.directory, order.format, keep_last=order.keep_last, asynchronous=later, timeout=patience
+            order.directory,
+            order.format,
+            keep_last=order.keep_last,
+            asynchronous=later,
+            timeout=patience,
         ) as manager:
             manager.save(order.value, state)
         return
@@ -149,7 +164,9 @@ def rank_of_job(order: Order, rank: int, channel: socket.socket) -> NoReturn:
         if rank in order.victims:
             import watching
 
-            socket.send_fds(channel, [b"x"], [said if order.strace else watching.watched()])
+            socket.send_fds(
+                channel, [b"x"], [said if order.strace else watching.watched()]
+            )
             channel.recv(1)
         save(order, rank)
         code = 0
@@ -245,7 +262,11 @@ class Job:
         if self.order.copy:
             image, folder = self.order.copy
             copy = f"{folder}/{len(self.calls)}.img"
-            subprocess.run(["cp", "--sparse=always", image, copy], check=True, stdin=subprocess.DEVNULL)
+            subprocess.run(
+                ["cp", "--sparse=always", image, copy],
+                check=True,
+                stdin=subprocess.DEVNULL,
+            )
         counts, process = not self.order.of or call.name in self.order.of, call.process
         if self.order.writer:
             counts = counts and process not in (0, *self.pids)

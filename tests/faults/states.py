@@ -12,7 +12,12 @@ from megackpt import ShardedObject, ShardedTensor
 from megackpt.errors import NotACheckpoint
 
 SHAPES = {"up": (16, 24), "down": (16, 6), "ragged": (7, 5), "steps": (9,)}
-DTYPES = {"up": torch.float32, "down": torch.bfloat16, "ragged": torch.float64, "steps": torch.int64}
+DTYPES = {
+    "up": torch.float32,
+    "down": torch.bfloat16,
+    "ragged": torch.float64,
+    "steps": torch.int64,
+}
 
 
 def _whole(key: str, value: int) -> torch.Tensor:
@@ -31,7 +36,9 @@ def _object(value: int, part: int) -> dict[str, Any]:
     return {"of": part, "seed": [value * 17] * (10 + part)}
 
 
-def declared(value: int, rank: int = 0, size: int = 1, *, empty: bool = False) -> dict[str, Any]:
+def declared(
+    value: int, rank: int = 0, size: int = 1, *, empty: bool = False
+) -> dict[str, Any]:
     """What one rank of ``size`` (1, 2 or 4) declares; ``empty``: to be filled by a load.
 
     "ragged" is cut unevenly, so that zarr leaves fragments to the coordinator; "only <value>" has a name
@@ -50,7 +57,14 @@ def declared(value: int, rank: int = 0, size: int = 1, *, empty: bool = False) -
             rows = whole[half:] if part else whole[:half]
             offset, grid = (half * part, 0), (2, 1) if key != "ragged" else None
             state[f"{key}.{part}"] = ShardedTensor(
-                key, rows.contiguous(), dtype, tuple(rows.shape), SHAPES[key], offset, grid, copy
+                key,
+                rows.contiguous(),
+                dtype,
+                tuple(rows.shape),
+                SHAPES[key],
+                offset,
+                grid,
+                copy,
             )
     for part in parts:
         state[f"rng.{part}"] = ShardedObject(
@@ -86,7 +100,9 @@ def compare(found: dict[str, Any], value: int) -> None:
     for name, wanted in expected.items():
         if isinstance(wanted, ShardedTensor):
             assert found[name].dtype == wanted.dtype
-            assert torch.equal(bits(found[name]), bits(wanted.data)), f"{name!r} is not that of {value}"
+            assert torch.equal(bits(found[name]), bits(wanted.data)), (
+                f"{name!r} is not that of {value}"
+            )
         else:
             held = wanted.data if isinstance(wanted, ShardedObject) else wanted
             assert found[name] == held, f"{name!r} is not that of {value}"

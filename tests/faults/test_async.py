@@ -88,13 +88,17 @@ TELLING = {"end of main", "exit", "exception", "terminated, and ends in order"}
 
 def gone(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        )
     except FileNotFoundError:
         return True
 
 
 def started(folder: Path, later: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    )
     return subprocess.Popen(
         [sys.executable, "script.py", later], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -110,7 +114,9 @@ def started(folder: Path, later: str) -> subprocess.Popen[str]:
         pytest.param("process", list(ENDS), marks=pytest.mark.campaign),
     ],
 )
-def test_the_process_ends_with_a_save_in_flight(tmp_path: Path, later: str, ways: list[str]) -> None:
+def test_the_process_ends_with_a_save_in_flight(
+    tmp_path: Path, later: str, ways: list[str]
+) -> None:
     """Nothing hangs or makes noise; the old checkpoint stands; the next save clears up."""
     processes = {}
     for how in ways:
@@ -132,7 +138,10 @@ def test_the_process_ends_with_a_save_in_flight(tmp_path: Path, later: str, ways
             writer = int((folder / "begun").read_text())
             while not gone(writer):
                 time.sleep(0.01)
-        megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3)), "value": 3.0}, folder / "c")
+        megackpt.save(
+            {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3)), "value": 3.0},
+            folder / "c",
+        )
         assert megackpt.load({"value": 0.0}, folder / "c")["value"] == 3.0, told
         assert {p.name for p in folder.iterdir()} - {"__pycache__"} == {
             "c", "begun", "script.py", "slow.py",
@@ -143,14 +152,21 @@ def test_the_process_ends_with_a_save_in_flight(tmp_path: Path, later: str, ways
 def test_the_process_does_not_write_to_the_end_first(tmp_path: Path, how: str) -> None:
     (tmp_path / "slow.py").write_text(DRIPPING)
     many = '{f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(9)) for i in range(400)}'
-    (tmp_path / "script.py").write_text(SCRIPT.replace("state(2.0)", many) + ENDS[how][0])
+    (tmp_path / "script.py").write_text(
+        SCRIPT.replace("state(2.0)", many) + ENDS[how][0]
+    )
     process = started(tmp_path, "thread")
     told = process.communicate(timeout=120)
     assert process.returncode == ENDS[how][1], told
     assert "these saves are finalized" in told[1], told
     assert 0 < len((tmp_path / "begun").read_text().splitlines()) < 200, told
     assert megackpt.load({"value": 0.0}, tmp_path / "c")["value"] == 1.0, told
-    assert {p.name for p in tmp_path.iterdir()} - {"__pycache__"} == {"c", "begun", "script.py", "slow.py"}
+    assert {p.name for p in tmp_path.iterdir()} - {"__pycache__"} == {
+        "c",
+        "begun",
+        "script.py",
+        "slow.py",
+    }
 
 
 def state(value: float) -> dict[str, Any]:
@@ -160,7 +176,9 @@ def state(value: float) -> dict[str, Any]:
 
 
 def begin(queue: AsyncCallsQueue, value: float, directory: str) -> None:
-    request = megackpt.save(state(value), directory, async_sharded_save=True, timeout=SOON)
+    request = megackpt.save(
+        state(value), directory, async_sharded_save=True, timeout=SOON
+    )
     assert request is not None
     queue.schedule_async_request(request)
 
@@ -184,7 +202,9 @@ def after_the_group(folder: str) -> None:
 
     def again(number: int) -> None:
         store = dist.FileStore(f"{folder}/again{number}", 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=SOON)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=2, timeout=SOON
+        )
 
     queue = begun(1.0, where)
     destroy()
@@ -208,7 +228,9 @@ def after_the_group(folder: str) -> None:
     again(3)
     queue = begun(4.0, where)
     finalized: list[int] = []
-    queue.schedule_async_request(AsyncRequest(None, (), [lambda: finalized.append(rank)]))
+    queue.schedule_async_request(
+        AsyncRequest(None, (), [lambda: finalized.append(rank)])
+    )
     destroy()
     queue.close()
     assert (value_in(where), finalized) == (4.0, [rank])
@@ -225,9 +247,13 @@ def after_the_group(folder: str) -> None:
     dist.barrier()
 
 
-def test_the_process_group_is_gone_before_the_save_is_finalized(ranks: Any, tmp_path: Path) -> None:
+def test_the_process_group_is_gone_before_the_save_is_finalized(
+    ranks: Any, tmp_path: Path
+) -> None:
     ranks(after_the_group, 2, tmp_path, timeout=120)
-    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("again")) == ["c"]
+    assert sorted(
+        p.name for p in tmp_path.iterdir() if not p.name.startswith("again")
+    ) == ["c"]
 
 
 def one_aborts(folder: str) -> None:
@@ -268,7 +294,10 @@ def contents(number: int, rank: int) -> torch.Tensor:
 def stressed(folder: str, saves: int) -> None:
     """Tensors change all the time; what is done is drawn alike on all ranks."""
     rank, size, dice = dist.get_rank(), dist.get_world_size(), random.Random(saves)
-    queues = {later: AsyncCallsQueue(persistent=later == "process") for later in ("thread", "process")}
+    queues = {
+        later: AsyncCallsQueue(persistent=later == "process")
+        for later in ("thread", "process")
+    }
     held = torch.empty(300_000, dtype=torch.uint8)
     flying: dict[str, list[int]] = {later: [] for later in queues}
     stands: dict[str, int] = {}
@@ -278,7 +307,9 @@ def stressed(folder: str, saves: int) -> None:
 
     def check(directory: str, number: int) -> None:
         asked = {
-            "w": ShardedTensor.from_rank_offsets("w", torch.empty_like(held), (0, rank, size)),
+            "w": ShardedTensor.from_rank_offsets(
+                "w", torch.empty_like(held), (0, rank, size)
+            ),
             "number": -1,
         }
         found = megackpt.load(asked, directory, timeout=SOON)
@@ -291,14 +322,21 @@ def stressed(folder: str, saves: int) -> None:
             queues[later].maybe_finalize_async_calls(blocking)
         except StorageError as error:
             failed = str(error)
-        over = [flying[later].pop(0) for _ in flying[later][queues[later].get_num_unfinalized_calls() :]]
+        over = [
+            flying[later].pop(0)
+            for _ in flying[later][queues[later].get_num_unfinalized_calls() :]
+        ]
         for number in over[:-1] if failed else over:
             stands[place(number)] = number
         assert not failed or "was killed by SIGKILL" in failed, failed
 
     for number in range(saves):
         later = ("thread", "process")[number % 2]
-        while any(place(number) == place(other) for others in flying.values() for other in others):
+        while any(
+            place(number) == place(other)
+            for others in flying.values()
+            for other in others
+        ):
             for each in queues:
                 finalized(each, blocking=True)
         held.copy_(contents(number, rank))
@@ -307,7 +345,11 @@ def stressed(folder: str, saves: int) -> None:
             "number": number,
         }
         request = megackpt.save(
-            asked, place(number), dice.choice(["torch_dist", "zarr"]), async_sharded_save=True, timeout=SOON
+            asked,
+            place(number),
+            dice.choice(["torch_dist", "zarr"]),
+            async_sharded_save=True,
+            timeout=SOON,
         )
         assert request is not None
         held.zero_()
@@ -321,7 +363,11 @@ def stressed(folder: str, saves: int) -> None:
             dist.barrier()
         elif what < 0.3:
             keeper = getattr(queues["process"]._worker, "_keeper", None)
-            if rank == number // 2 % size and keeper is not None and keeper.child is not None:
+            if (
+                rank == number // 2 % size
+                and keeper is not None
+                and keeper.child is not None
+            ):
                 keeper.child.process.kill()
         elif what < 0.7:
             finalized(dice.choice(["thread", "process"]), blocking=False)
@@ -337,7 +383,9 @@ def stressed(folder: str, saves: int) -> None:
     assert len(stands) >= 3
 
 
-@pytest.mark.parametrize(("size", "saves"), [(2, 8), pytest.param(3, 60, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("size", "saves"), [(2, 8), pytest.param(3, 60, marks=pytest.mark.campaign)]
+)
 def test_many_at_random(ranks: Any, tmp_path: Path, size: int, saves: int) -> None:
     """By threads and by processes, some of which are killed; with loads between, and aborts by all ranks."""
     ranks(stressed, size, tmp_path, saves, timeout=300)

@@ -34,7 +34,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def state(value: float) -> dict[str, Any]:
-    return {f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.full((20_000,), value)) for i in range(2)}
+    return {
+        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.full((20_000,), value))
+        for i in range(2)
+    }
 
 
 def value_of(where: Path) -> float:
@@ -51,7 +54,8 @@ def fill_but(disk: Path, spare: int) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize(
-    ("name", "later"), [*((name, "") for name in FORMATS), ("torch_dist", "thread"), ("zarr", "process")]
+    ("name", "later"),
+    [*((name, "") for name in FORMATS), ("torch_dist", "thread"), ("zarr", "process")],
 )
 def test_a_full_disk(small_disk: Path, name: str, later: str) -> None:
     """From no room at all to nearly enough, for data, tables of contents and index alike."""
@@ -59,7 +63,9 @@ def test_a_full_disk(small_disk: Path, name: str, later: str) -> None:
     queue = AsyncCallsQueue(persistent=later == "process")
 
     def save(value: float) -> None:
-        request = megackpt.save(state(value), where, name, async_sharded_save=bool(later))
+        request = megackpt.save(
+            state(value), where, name, async_sharded_save=bool(later)
+        )
         if request is not None:
             queue.schedule_async_request(request)
             assert queue.maybe_finalize_async_calls(blocking=True)
@@ -81,7 +87,8 @@ def test_a_full_disk(small_disk: Path, name: str, later: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:])]
+    "name",
+    [FORMATS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:])],
 )
 def test_writes_that_are_cut_short_go_on(
     jobs: Any, nursery: Any, states: Any, tmp_path: Path, name: str
@@ -92,7 +99,15 @@ def test_writes_that_are_cut_short_go_on(
         where = tmp_path / str(short) / "c"
         where.parent.mkdir()
         outcome = jobs(
-            nursery.Order(str(where), name, 1, str(where.parent), ranks=2, victims=(0, 1), short=short)
+            nursery.Order(
+                str(where),
+                name,
+                1,
+                str(where.parent),
+                ranks=2,
+                victims=(0, 1),
+                short=short,
+            )
         )
         assert outcome.codes == [0, 0], outcome.story
         assert states.seen(where) == 1
@@ -129,17 +144,29 @@ class Refusing:
 
     def at(self, victim: int, point: int, error: int) -> str:
         where = self.place(f"{victim}.{point}.{error}")
-        outcome = self.jobs(self.order(where, victims=(victim,), at=point + 1, refuse=error, of=REFUSABLE))
+        outcome = self.jobs(
+            self.order(
+                where, victims=(victim,), at=point + 1, refuse=error, of=REFUSABLE
+            )
+        )
         made = [one for one in outcome.calls if one[0] in REFUSABLE]
         found = self.states.seen(where)
         if point == len(made):
             # Two runs need not make equally many calls: of the ranks, the one that creates a folder syncs it.
-            assert (outcome.codes, found) == ([0, 0], 2), (victim, point, outcome.codes, outcome.story)
+            assert (outcome.codes, found) == ([0, 0], 2), (
+                victim,
+                point,
+                outcome.codes,
+                outcome.story,
+            )
             shutil.rmtree(where.parent)
             return "no such call"
         call, path = made[point]
         told = (victim, point, call, path, outcome.codes, outcome.story)
-        if outcome.codes == [0, 0]:  # only to clear up was refused, which is left to the next save
+        if outcome.codes == [
+            0,
+            0,
+        ]:  # only to clear up was refused, which is left to the next save
             assert (found, victim) == (2, 0), told
             assert "clearing up is left to the next save" in outcome.story, told
         else:
@@ -152,7 +179,10 @@ class Refusing:
         if (
             call in SYNCS and ("openat", path) in outcome.calls
         ):  # a file: a second one would succeed, and mean nothing
-            assert sum(other == path and name in SYNCS for name, other in outcome.calls) == 1, told
+            assert (
+                sum(other == path and name in SYNCS for name, other in outcome.calls)
+                == 1
+            ), told
         megackpt.save(self.states.declared(3), where, self.format)
         assert self.states.seen(where) == 3, told
         assert os.listdir(where.parent) == ["c"], told
@@ -192,14 +222,29 @@ def test_a_disk_that_refuses_a_write_or_an_fsync_of_one_of_two_ranks(
     points, dice = refusing.points(victim), random.Random(count)
     chosen = dice.sample(points, count) if count else points
     errors = [dice.choice((errno.EIO, errno.ENOSPC, errno.EDQUOT)) for _ in chosen]
-    heard = Counter(jobs.each(lambda i: refusing.at(victim, chosen[i], errors[i]), range(len(chosen)), 2))
+    heard = Counter(
+        jobs.each(
+            lambda i: refusing.at(victim, chosen[i], errors[i]), range(len(chosen)), 2
+        )
+    )
     kind = f"{name}, asynchronous ({later})" if later else name
-    note(HEAD, kind, f"{'the coordinator' if victim == 0 else 'the other'} of 2 ranks", *_counted(heard))
+    note(
+        HEAD,
+        kind,
+        f"{'the coordinator' if victim == 0 else 'the other'} of 2 ranks",
+        *_counted(heard),
+    )
     # A sample of two may meet a call that only clears up.
     assert heard["told"] > (0 if count else (len(chosen) - heard["no such call"]) // 2)
 
 
-HEAD = ("a write or fsync is refused", "where", "points", "all ranks told", "only clearing up was refused")
+HEAD = (
+    "a write or fsync is refused",
+    "where",
+    "points",
+    "all ranks told",
+    "only clearing up was refused",
+)
 
 
 def _counted(heard: Counter[str]) -> tuple[int, ...]:
@@ -207,10 +252,19 @@ def _counted(heard: Counter[str]) -> tuple[int, ...]:
 
 
 @pytest.mark.campaign
-def test_a_file_that_may_not_grow_on_one_rank_of_three(tmp_path: Path, worlds: Any) -> None:
+def test_a_file_that_may_not_grow_on_one_rank_of_three(
+    tmp_path: Path, worlds: Any
+) -> None:
     """A limit of the kernel's own (EFBIG); and the trainer's groups work on."""
     orders = [
-        {"action": "disk", "job": "save", "point": "", "victim": 2, "strategy": name, "before": True}
+        {
+            "action": "disk",
+            "job": "save",
+            "point": "",
+            "victim": 2,
+            "strategy": name,
+            "before": True,
+        }
         for name in FORMATS[:2]
     ]
     reports = worlds(orders, tmp_path)

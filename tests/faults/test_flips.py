@@ -26,7 +26,9 @@ def outcome_of(states, where: Path) -> str:
     return "harmless"
 
 
-def flipped(states, where: Path, count: int, seed: int) -> tuple[Counter[str], Counter[str], list[str]]:
+def flipped(
+    states, where: Path, count: int, seed: int
+) -> tuple[Counter[str], Counter[str], list[str]]:
     """Outcomes, the files in which a flip was harmless, and what went wrong. Each bit is put back."""
     files = sorted(path for path in where.rglob("*") if path.is_file())
     places = [(path, byte) for path in files for byte in range(path.stat().st_size)]
@@ -64,9 +66,18 @@ def written(states, where: Path, name: str) -> None:
 HEAD = ("one bit flipped", "flips", "caught", "harmless", "unnoticed", "harmless where")
 
 
-def counted(kind: str, outcomes: Counter[str], harmless: Counter[str]) -> tuple[object, ...]:
+def counted(
+    kind: str, outcomes: Counter[str], harmless: Counter[str]
+) -> tuple[object, ...]:
     where = ", ".join(f"{name} {count}" for name, count in sorted(harmless.items()))
-    return kind, outcomes.total(), outcomes["caught"], outcomes["harmless"], outcomes["wrong"], where
+    return (
+        kind,
+        outcomes.total(),
+        outcomes["caught"],
+        outcomes["harmless"],
+        outcomes["wrong"],
+        where,
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +85,9 @@ def counted(kind: str, outcomes: Counter[str], harmless: Counter[str]) -> tuple[
     [(name, 300) for name in FORMATS[:2]]
     + [pytest.param(name, 2000, marks=pytest.mark.campaign) for name in FORMATS],
 )
-def test_a_flipped_bit_is_caught_or_harmless(states, note, tmp_path, name, count) -> None:
+def test_a_flipped_bit_is_caught_or_harmless(
+    states, note, tmp_path, name, count
+) -> None:
     written(states, tmp_path / "ckpt", name)
     outcomes, harmless, wrong = flipped(states, tmp_path / "ckpt", count, seed=count)
     note(HEAD, *counted(name, outcomes, harmless))

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 
-def order(job: str, victim: int, *, before: bool = False, strategy: str = "torch_dist") -> dict[str, Any]:
-    return {"action": "hosts", "job": job, "victim": victim, "before": before, "strategy": strategy}
+def order(
+    job: str, victim: int, *, before: bool = False, strategy: str = "torch_dist"
+) -> dict[str, Any]:
+    return {
+        "action": "hosts",
+        "job": job,
+        "victim": victim,
+        "before": before,
+        "strategy": strategy,
+    }
 
 
 ORDERS = [

@@ -67,7 +67,9 @@ class Killing:
 
     def order(self, where: Path, **more: Any) -> Any:
         told = self.options | more
-        return self.nursery.Order(str(where), self.format, NEW, str(where.parent), **told)
+        return self.nursery.Order(
+            str(where), self.format, NEW, str(where.parent), **told
+        )
 
     def calls(self) -> list[tuple[str, str]]:
         """What a save that nobody disturbs does, and of that what counts."""
@@ -96,14 +98,18 @@ class Killing:
         assert found == NEW or set(outcome.codes) != {0}, told
         if outcome.died and self.options.get("writer") == "dies":
             assert set(outcome.codes) == {self.nursery.REFUSED}, told
-            assert outcome.story.count("was killed by SIGKILL") >= len(outcome.codes), told
+            assert outcome.story.count("was killed by SIGKILL") >= len(outcome.codes), (
+                told
+            )
         megackpt.save(self.states.declared(NEXT), where, self.format)
         assert self.states.seen(where) == NEXT, told
         assert _files(where) == self.expected, told
         assert os.listdir(where.parent) == ["ckpt"], told
         if self.before != "nothing":
             assert _inodes(where) == foreign, told
-            assert all((where / name).read_text() == text for name, text in FOREIGN.items()), told
+            assert all(
+                (where / name).read_text() == text for name, text in FOREIGN.items()
+            ), told
         shutil.rmtree(where.parent)
         if not outcome.died:
             return "alive"
@@ -136,7 +142,13 @@ HEAD = ("killed by SIGKILL", "points", "old", "none", "new")
 
 def counted(kind: str, outcomes: list[str]) -> tuple[object, ...]:
     count = Counter(outcomes)
-    return kind, len(outcomes) - count["alive"], count["old"], count["none"], count["new"]
+    return (
+        kind,
+        len(outcomes) - count["alive"],
+        count["old"],
+        count["none"],
+        count["new"],
+    )
 
 
 def tried(
@@ -154,10 +166,14 @@ def tried(
     ``fewest``: points before the commit that there must be, or the calls have not been seen.
     """
     calls = killing.calls()
-    points = [n for n, (name, _) in enumerate(calls, 1) if syncs or name not in SYNCS][::stride]
+    points = [n for n, (name, _) in enumerate(calls, 1) if syncs or name not in SYNCS][
+        ::stride
+    ]
     outcomes = killing.jobs.each(killing.at, points, at_once)
     note(HEAD, *counted(f"{killing.format}, {kind}", outcomes))
-    assert outcomes.count("old" if killing.overwrites else "none") > (fewest - 1) // stride
+    assert (
+        outcomes.count("old" if killing.overwrites else "none") > (fewest - 1) // stride
+    )
 
 
 SYNCS = ("fsync", "fdatasync", "syncfs", "sync_file_range")
@@ -173,14 +189,23 @@ NO_EXCHANGE = {"answers": {"renameat2": errno.ENOSYS}}
 )  # fmt: skip
 def test_one_rank_before_changes(killing, note, name, before, options) -> None:
     kind = f"1 rank, {before}{', no exchange' if options else ''}"
-    tried(killing(name, before, **options), kind, note, syncs=False, stride=4)  # all of them in the campaign
+    tried(
+        killing(name, before, **options), kind, note, syncs=False, stride=4
+    )  # all of them in the campaign
 
 
 @pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize(("name", "before"), [("torch_dist", "checkpoint"), ("zarr", "nothing")])
+@pytest.mark.parametrize(
+    ("name", "before"), [("torch_dist", "checkpoint"), ("zarr", "nothing")]
+)
 def test_one_rank_of_an_asynchronous_save(killing, note, name, before, stride) -> None:
     """The thread that writes, and the one that trains, wherever either is."""
-    tried(killing(name, before, later="thread"), f"1 rank, {before}, asynchronous", note, stride=stride)
+    tried(
+        killing(name, before, later="thread"),
+        f"1 rank, {before}, asynchronous",
+        note,
+        stride=stride,
+    )
 
 
 @pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.campaign)])
@@ -189,7 +214,13 @@ def test_one_rank_of_an_asynchronous_save(killing, note, name, before, stride) -
 def test_the_writer_process_of_one_rank(killing, note, name, writer, stride) -> None:
     """Wherever it is; training goes on where it dies alone."""
     doomed = killing(name, "checkpoint", later="process", writer=writer)
-    tried(doomed, f"1 rank, checkpoint, its writer process {writer}", note, stride=stride, fewest=9)
+    tried(
+        doomed,
+        f"1 rank, checkpoint, its writer process {writer}",
+        note,
+        stride=stride,
+        fewest=9,
+    )
 
 
 @pytest.mark.campaign
@@ -197,7 +228,15 @@ def test_the_writer_process_of_one_rank(killing, note, name, writer, stride) -> 
 @pytest.mark.parametrize("writer", ["", "dies"])
 @pytest.mark.parametrize("victims", [(0, 1), (0,), (1,)])
 def test_two_ranks_with_writer_processes(killing, note, name, writer, victims) -> None:
-    doomed = killing(name, "checkpoint", ranks=2, victims=victims, timeout=2, later="process", writer=writer)
+    doomed = killing(
+        name,
+        "checkpoint",
+        ranks=2,
+        victims=victims,
+        timeout=2,
+        later="process",
+        writer=writer,
+    )
     kind = f"2 ranks, checkpoint, written by processes, {'writer of ' * bool(writer)}{victims} dies"
     tried(doomed, kind, note, at_once=4, fewest=9)
 
@@ -206,8 +245,16 @@ def test_two_ranks_with_writer_processes(killing, note, name, writer, victims) -
 @pytest.mark.parametrize("name", MAIN)
 @pytest.mark.parametrize("victims", [(0, 1), (0,), (1,)])
 def test_two_ranks_of_an_asynchronous_save(killing, note, name, victims) -> None:
-    doomed = killing(name, "checkpoint", ranks=2, victims=victims, timeout=2, later="thread")
-    tried(doomed, f"2 ranks, checkpoint, asynchronous, {victims} die", note, at_once=4, fewest=9)
+    doomed = killing(
+        name, "checkpoint", ranks=2, victims=victims, timeout=2, later="thread"
+    )
+    tried(
+        doomed,
+        f"2 ranks, checkpoint, asynchronous, {victims} die",
+        note,
+        at_once=4,
+        fewest=9,
+    )
 
 
 @pytest.mark.campaign
@@ -215,7 +262,10 @@ def test_two_ranks_of_an_asynchronous_save(killing, note, name, victims) -> None
     ("name", "before", "options"),
     [(name, before, {}) for name in FORMATS for before in ("nothing", "checkpoint")]
     + [(name, "checkpoint", NO_EXCHANGE) for name in MAIN]
-    + [*((name, "foreign", {}) for name in FORMATS), ("torch_dist", "without index", {})],
+    + [
+        *((name, "foreign", {}) for name in FORMATS),
+        ("torch_dist", "without index", {}),
+    ],
 )
 def test_one_rank_at_every_call(killing, note, name, before, options) -> None:
     kind = f"1 rank, {before}{', no exchange' if options else ''}"
@@ -226,7 +276,11 @@ def test_one_rank_at_every_call(killing, note, name, before, options) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("before", ["nothing", "checkpoint"])
 def test_all_of_two_ranks_at_every_call(killing, note, name, before) -> None:
-    tried(killing(name, before, ranks=2, victims=(0, 1)), f"2 ranks, {before}, all die", note)
+    tried(
+        killing(name, before, ranks=2, victims=(0, 1)),
+        f"2 ranks, {before}, all die",
+        note,
+    )
 
 
 @pytest.mark.campaign
@@ -267,7 +321,11 @@ def test_a_sample_of_several_ranks(killing, note, name, count) -> None:
 
 @pytest.mark.strace
 @pytest.mark.parametrize(
-    ("name", "count"), [(MAIN[0], 4), *(pytest.param(name, 60, marks=pytest.mark.campaign) for name in MAIN)]
+    ("name", "count"),
+    [
+        (MAIN[0], 4),
+        *(pytest.param(name, 60, marks=pytest.mark.campaign) for name in MAIN),
+    ],
 )
 def test_a_sample_killed_by_strace(killing, note, name, count) -> None:
     """Another way of doing the same, which counts the calls of each thread by itself."""
@@ -277,7 +335,12 @@ def test_a_sample_killed_by_strace(killing, note, name, count) -> None:
     def work(point: int) -> str:
         syscall = dice.choice(sorted(set(totals) - {"openat"}))
         number = dice.randint(1, -(-totals[syscall] // 8))  # of one thread
-        return doomed.at(0, victims=(dice.choice([0, 0, 1]),), strace=f"{syscall}:{number}", name=f"s{point}")
+        return doomed.at(
+            0,
+            victims=(dice.choice([0, 0, 1]),),
+            strace=f"{syscall}:{number}",
+            name=f"s{point}",
+        )
 
     outcomes = doomed.jobs.each(work, range(count), 4)
     note(HEAD, *counted(f"{name}, strace, sample of 2 ranks", outcomes))

@@ -49,13 +49,18 @@ def after_a_cut(states, image: Path, folder: Path) -> int | None:
 
 
 @pytest.mark.parametrize(
-    "name", [*FORMATS[:2], *(pytest.param(n, marks=pytest.mark.campaign) for n in FORMATS[2:])]
+    "name",
+    [*FORMATS[:2], *(pytest.param(n, marks=pytest.mark.campaign) for n in FORMATS[2:])],
 )
-def test_what_save_has_returned_from_survives(jobs, nursery, states, disk, tmp_path, name) -> None:
+def test_what_save_has_returned_from_survives(
+    jobs, nursery, states, disk, tmp_path, name
+) -> None:
     where = tmp_path / "live" / "ckpt"
     for value in (1, 2):
         outcome = jobs(nursery.Order(str(where), name, value, str(where.parent)))
-        subprocess.run(["cp", "--sparse=always", disk, tmp_path / "copy.img"], check=True)
+        subprocess.run(
+            ["cp", "--sparse=always", disk, tmp_path / "copy.img"], check=True
+        )
         assert outcome.codes == [0], outcome.story
         assert after_a_cut(states, tmp_path / "copy.img", tmp_path) == value
 
@@ -63,13 +68,19 @@ def test_what_save_has_returned_from_survives(jobs, nursery, states, disk, tmp_p
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("before", [None, 1])
-def test_a_cut_at_any_call(jobs, nursery, states, note, disk, tmp_path, name, before) -> None:
+def test_a_cut_at_any_call(
+    jobs, nursery, states, note, disk, tmp_path, name, before
+) -> None:
     """The disk is copied before each call that changes it, while the caller waits."""
     where, copies = tmp_path / "live" / "ckpt", tmp_path / "copies"
     copies.mkdir()
     if before:
-        assert jobs(nursery.Order(str(where), name, before, str(where.parent))).codes == [0]
-    order = nursery.Order(str(where), name, 2, str(where.parent), copy=(str(disk), str(copies)))
+        assert jobs(
+            nursery.Order(str(where), name, before, str(where.parent))
+        ).codes == [0]
+    order = nursery.Order(
+        str(where), name, 2, str(where.parent), copy=(str(disk), str(copies))
+    )
     outcome = jobs(order)
     assert outcome.codes == [0], outcome.story
     found = []
@@ -80,7 +91,14 @@ def test_a_cut_at_any_call(jobs, nursery, states, note, disk, tmp_path, name, be
     count = Counter(found)
     kind = "overwriting" if before else "new save"
     old, none = (count[before], 0) if before else (0, count[None])
-    note(("power cut", "points", "old", "none", "new"), f"{name}, {kind}", len(found), old, none, count[2])
+    note(
+        ("power cut", "points", "old", "none", "new"),
+        f"{name}, {kind}",
+        len(found),
+        old,
+        none,
+        count[2],
+    )
     # A cut never takes back what the one before had left standing.
     assert found == sorted(found, key=lambda value: value == 2)
     assert count[before] > 20

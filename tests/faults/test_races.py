@@ -21,19 +21,32 @@ from megackpt.runtime.storage import kernel
 from megackpt.saver import order
 
 PROCESSES = multiprocessing.get_context("fork")
-OWN = {"common.pt", "__0_0.distcp", "__0_1.distcp", ".metadata", "metadata.json", "megackpt.index"}
+OWN = {
+    "common.pt",
+    "__0_0.distcp",
+    "__0_1.distcp",
+    ".metadata",
+    "metadata.json",
+    "megackpt.index",
+}
 BEFORE = ("nothing", "an empty directory", "a checkpoint", "a dead save")
 
 
 def state(value: float) -> dict[str, Any]:
-    whole = {f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.full((5000,), value)) for i in range(4)}
+    whole = {
+        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.full((5000,), value))
+        for i in range(4)
+    }
     return {**whole, "value": value}
 
 
 def loaded(where: Path) -> float:
     """The one value that the checkpoint holds everywhere."""
     found = megackpt.load(state(-1.0), where)
-    (value,) = {found["value"], *(float(v) for i in range(4) for v in found[f"w{i}"].unique())}
+    (value,) = {
+        found["value"],
+        *(float(v) for i in range(4) for v in found[f"w{i}"].unique()),
+    }
     return value
 
 
@@ -41,15 +54,25 @@ class Meetings:
     """Processes that meet to save to one directory: each begins at the same instant, and whoever has begun
     waits until all have begun or heard why they cannot. So exactly one can win."""
 
-    def __init__(self, contenders: int, rounds: int, where: Path, locks: bool = True) -> None:
-        self.contenders, self.rounds, self.where, self.locks = contenders, rounds, where, locks
-        self.begun, self.start = (PROCESSES.Barrier(contenders, timeout=60) for _ in range(2))
+    def __init__(
+        self, contenders: int, rounds: int, where: Path, locks: bool = True
+    ) -> None:
+        self.contenders, self.rounds, self.where, self.locks = (
+            contenders,
+            rounds,
+            where,
+            locks,
+        )
+        self.begun, self.start = (
+            PROCESSES.Barrier(contenders, timeout=60) for _ in range(2)
+        )
         self.said = PROCESSES.SimpleQueue()
 
     def run(self, seed: int, before: str) -> list[dict[int, str]]:
         """For each meeting what each contender heard; "" for one that has saved."""
         jobs = [
-            PROCESSES.Process(target=self.contend, args=(n, seed, before)) for n in range(self.contenders)
+            PROCESSES.Process(target=self.contend, args=(n, seed, before))
+            for n in range(self.contenders)
         ]
         for job in jobs:
             job.start()
@@ -130,12 +153,21 @@ def met(meetings: Meetings, before: str, seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("before", BEFORE)
-def test_of_jobs_that_begin_in_one_instant_one_saves_and_the_others_are_told(tmp_path, before):
+def test_of_jobs_that_begin_in_one_instant_one_saves_and_the_others_are_told(
+    tmp_path, before
+):
     heard = met(Meetings(3, 10, tmp_path), before, seed=1)
     assert heard == {"SaveInProgress": 20}
 
 
-HEAD = ("jobs that begin at once", "over", "locks", "meetings", "nobody saved", "losers told SaveInProgress")
+HEAD = (
+    "jobs that begin at once",
+    "over",
+    "locks",
+    "meetings",
+    "nobody saved",
+    "losers told SaveInProgress",
+)
 
 
 @pytest.mark.campaign
@@ -144,13 +176,17 @@ HEAD = ("jobs that begin at once", "over", "locks", "meetings", "nobody saved", 
 def test_hundreds_of_meetings(tmp_path, note, before, jobs):
     rounds = 150
     heard = met(Meetings(jobs, rounds, tmp_path), before, seed=jobs)
-    note(HEAD, jobs, before, "yes", rounds, heard["nobody won"], heard["SaveInProgress"])
+    note(
+        HEAD, jobs, before, "yes", rounds, heard["nobody won"], heard["SaveInProgress"]
+    )
     assert heard == {"SaveInProgress": rounds * (jobs - 1)}
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("before", BEFORE)
-def test_without_locks_at_most_one_saves_and_all_others_are_told(tmp_path, note, before):
+def test_without_locks_at_most_one_saves_and_all_others_are_told(
+    tmp_path, note, before
+):
     rounds = 100
     heard = met(Meetings(3, rounds, tmp_path, locks=False), before, seed=3)
     note(HEAD, 3, before, "no", rounds, heard["nobody won"], heard["SaveInProgress"])
@@ -178,7 +214,8 @@ def overwritten(where: Path, rounds: int, readers: int) -> tuple[int, int, int]:
     megackpt.save(state(0.0), where)
     done, said = PROCESSES.Event(), PROCESSES.SimpleQueue()
     jobs = [
-        PROCESSES.Process(target=load_again_and_again, args=(where, n, done, said)) for n in range(readers)
+        PROCESSES.Process(target=load_again_and_again, args=(where, n, done, said))
+        for n in range(readers)
     ]
     for job in jobs:
         job.start()

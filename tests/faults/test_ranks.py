@@ -32,16 +32,31 @@ TOLD = {("save", "broadcast write"), ("load", "broadcast read")}
 
 
 def order(
-    action: str, job: str, point: str, victim: int, strategy: str = "torch_dist", **more: Any
+    action: str,
+    job: str,
+    point: str,
+    victim: int,
+    strategy: str = "torch_dist",
+    **more: Any,
 ) -> dict[str, Any]:
-    told = {"action": action, "job": job, "point": point, "victim": victim, "strategy": strategy}
+    told = {
+        "action": action,
+        "job": job,
+        "point": point,
+        "victim": victim,
+        "strategy": strategy,
+    }
     return {**told, "before": True, **more}
 
 
 def every_order(strategy: str, action: str) -> list[dict[str, Any]]:
     found = [order(action, "save", point, 0, strategy) for point in COORDINATORS]
     for job, points in STEPS.items():
-        found += [order(action, job, point, victim, strategy) for point in points for victim in (0, 2)]
+        found += [
+            order(action, job, point, victim, strategy)
+            for point in points
+            for victim in (0, 2)
+        ]
     return [one for one in found if action != "raise" or one["point"] in OWN_WORK]
 
 
@@ -51,7 +66,10 @@ def check(report: dict[str, Any]) -> None:
     asked = report["order"]
     victim, outcome_stands = asked["victim"], (asked["job"], asked["point"]) in TOLD
     assert not any(
-        "crashed" in one for heard in report.values() if isinstance(heard, list) for one in heard
+        "crashed" in one
+        for heard in report.values()
+        if isinstance(heard, list)
+        for one in heard
     ), report
     for told in report["told"]:
         if outcome_stands:
@@ -131,7 +149,9 @@ def one_never_calls(directory: str) -> None:
         assert "(timeout 1.5 s)" in told[0], told
 
 
-def test_a_rank_that_never_calls_is_named_and_finds_its_way_back(ranks: Any, tmp_path: Path) -> None:
+def test_a_rank_that_never_calls_is_named_and_finds_its_way_back(
+    ranks: Any, tmp_path: Path
+) -> None:
     ranks(one_never_calls, 3, tmp_path / "c", timeout=120)
 
 
@@ -153,12 +173,17 @@ def two_threads(directory: str, refusing: list[int]) -> None:
         saving = pool.submit(first)
         inside.wait()
         if rank in refusing:
-            with pytest.raises(CheckpointingException, match="another thread of this process is saving"):
+            with pytest.raises(
+                CheckpointingException, match="another thread of this process is saving"
+            ):
                 megackpt.save(state(2.0), directory, timeout=wait)
         go_on.set()
         saving.result()
     if rank not in refusing:
-        assert "rank 1 began one while another thread of its process was at work" in tried(directory, 2.0, 60)
+        assert (
+            "rank 1 began one while another thread of its process was at work"
+            in tried(directory, 2.0, 60)
+        )
     assert megackpt.load(state(0.0), directory, timeout=wait)["value"] == 1.0
     assert tried(directory, 3.0, 60) == "saved"
     assert megackpt.load(state(0.0), directory, timeout=wait)["value"] == 3.0
@@ -186,14 +211,22 @@ def test_in_every_phase(
         orders = [one for one in orders if one["job"] == "save"]
         if action != "raise":
             orders += [
-                order(action, "save", point, victim, strategy) for point in BETWEEN for victim in (0, 2)
+                order(action, "save", point, victim, strategy)
+                for point in BETWEEN
+                for victim in (0, 2)
             ]
-        if later == "process":  # what the writer does is none of the rank's points: see test_kills
+        if (
+            later == "process"
+        ):  # what the writer does is none of the rank's points: see test_kills
             orders = [one for one in orders if one["point"] not in ("write", "written")]
-        orders = [{**one, "later": later, "flying": n % 3 + 1} for n, one in enumerate(orders)]
+        orders = [
+            {**one, "later": later, "flying": n % 3 + 1} for n, one in enumerate(orders)
+        ]
     elif action == "stop":
         orders += [
-            order("stop", "save", point, victim, strategy, before=before, meanwhile=True)
+            order(
+                "stop", "save", point, victim, strategy, before=before, meanwhile=True
+            )
             for before in (True, False)
             for point, victim in (("write", 2), ("written", 2))
         ]
@@ -202,4 +235,9 @@ def test_in_every_phase(
     for report in reports:
         check(report)
     kind = f"{action}, asynchronous ({later})" if later else action
-    note(("one rank of three", "format", "phases of saves and loads, all told"), kind, strategy, len(reports))
+    note(
+        ("one rank of three", "format", "phases of saves and loads, all told"),
+        kind,
+        strategy,
+        len(reports),
+    )

@@ -17,11 +17,22 @@ SYNCS = ("fsync", "fdatasync", "syncfs", "sync_file_range")
 HEAD = ("killed by SIGKILL", "points", "latest: the old", "the new")
 
 
-def removed_at(jobs: Any, nursery: Any, states: Any, folder: Path, order: dict[str, Any], point: int) -> str:
+def removed_at(
+    jobs: Any,
+    nursery: Any,
+    states: Any,
+    folder: Path,
+    order: dict[str, Any],
+    point: int,
+) -> str:
     """The manager of a run with steps 1 and 2 saves step 3 and keeps that alone, but is killed; and another goes on."""
     run = folder / str(point) / "run"
     shutil.copytree(folder / "old", run)
-    outcome = jobs(nursery.Order(str(run), value=3, watch=str(run.parent), keep_last=1, at=point, **order))
+    outcome = jobs(
+        nursery.Order(
+            str(run), value=3, watch=str(run.parent), keep_last=1, at=point, **order
+        )
+    )
     manager = CheckpointManager(run, order["format"], keep_last=1)
     latest = manager.latest(verify=True)
     told = (point, outcome.counted[-3:], outcome.story, latest, manager.steps())
@@ -33,15 +44,25 @@ def removed_at(jobs: Any, nursery: Any, states: Any, folder: Path, order: dict[s
         assert found == (step.step if step.complete else None), (told, step)
         entries = {path.name for path in (run / step.name).iterdir()}
         signs = entries & {".metadata", "metadata.json"}  # what other readers go by
-        assert step.step == 3 or not signs or entries >= data(folder / "old" / step.name), (told, entries)
-    assert f"{int((run / TRACKER).read_text()):07d}" in {s.name[5:] for s in manager.steps() if s.complete}, (
-        told
-    )
+        assert (
+            step.step == 3 or not signs or entries >= data(folder / "old" / step.name)
+        ), (told, entries)
+    assert f"{int((run / TRACKER).read_text()):07d}" in {
+        s.name[5:] for s in manager.steps() if s.complete
+    }, told
     manager.save(4, states.declared(4))
     assert states.seen(run / "iter_0000004") == 4, told
-    empty = {path.name for path in run.iterdir() if path.is_dir() and not any(path.iterdir())}
-    assert empty <= {"iter_0000003"}, told  # which a save of others might just have made
-    left = {path.name for path in run.iterdir() if not path.name.startswith(".megackpt-put-")} - empty
+    empty = {
+        path.name for path in run.iterdir() if path.is_dir() and not any(path.iterdir())
+    }
+    assert empty <= {"iter_0000003"}, (
+        told
+    )  # which a save of others might just have made
+    left = {
+        path.name
+        for path in run.iterdir()
+        if not path.name.startswith(".megackpt-put-")
+    } - empty
     assert left == {"iter_0000004", TRACKER}, (told, left)
     shutil.rmtree(run.parent)
     return "alive" if not outcome.died else "new" if latest.step == 3 else "old"
@@ -72,19 +93,42 @@ def data(checkpoint: Path) -> set[str]:
         )),
     ],
 )  # fmt: skip
-def test_killed_while_removing(jobs, nursery, states, note, tmp_path, order, stride) -> None:
+def test_killed_while_removing(
+    jobs, nursery, states, note, tmp_path, order, stride
+) -> None:
     first = CheckpointManager(tmp_path / "old", order["format"])
     for step in (1, 2):
         first.save(step, states.declared(step))
     shutil.copytree(tmp_path / "old", tmp_path / "0" / "run")
     whole = jobs(
-        nursery.Order(str(tmp_path / "0" / "run"), value=3, watch=str(tmp_path / "0"), keep_last=1, **order)
+        nursery.Order(
+            str(tmp_path / "0" / "run"),
+            value=3,
+            watch=str(tmp_path / "0"),
+            keep_last=1,
+            **order,
+        )
     )
     assert set(whole.codes) == {0}, whole.story
-    calls = [n for n, (name, _) in enumerate(whole.counted, 1) if stride == 1 or name not in SYNCS]
+    calls = [
+        n
+        for n, (name, _) in enumerate(whole.counted, 1)
+        if stride == 1 or name not in SYNCS
+    ]
     outcomes = jobs.each(
-        lambda point: removed_at(jobs, nursery, states, tmp_path, order, point), calls[::stride], 2
+        lambda point: removed_at(jobs, nursery, states, tmp_path, order, point),
+        calls[::stride],
+        2,
     )
-    kind = ", ".join(f"{value}" if key == "format" else f"{key} {value}" for key, value in order.items())
-    note(HEAD, kind, len(outcomes) - outcomes.count("alive"), outcomes.count("old"), outcomes.count("new"))
+    kind = ", ".join(
+        f"{value}" if key == "format" else f"{key} {value}"
+        for key, value in order.items()
+    )
+    note(
+        HEAD,
+        kind,
+        len(outcomes) - outcomes.count("alive"),
+        outcomes.count("old"),
+        outcomes.count("new"),
+    )
     assert min(outcomes.count("old"), outcomes.count("new")) > 1

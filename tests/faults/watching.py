@@ -29,7 +29,9 @@ ON_NAMES_IN_FOLDERS = {
     "fchmodat": 268, "utimensat": 280, "renameat2": 316, "openat2": 437, "fchmodat2": 452,
 }  # fmt: skip
 """The same with the open folder before each name."""
-_NAMES = {number: name for name, number in (ON_FILES | ON_NAMES | ON_NAMES_IN_FOLDERS).items()}
+_NAMES = {
+    number: name for name, number in (ON_FILES | ON_NAMES | ON_NAMES_IN_FOLDERS).items()
+}
 _LATER_FILE = {"sendfile": 0, "copy_file_range": 2}  # which argument
 _LATER_NAME = {"rename", "link", "symlink", "renameat", "linkat", "renameat2"}
 
@@ -46,10 +48,18 @@ def watched() -> int:
     """From here on, this thread and those that it starts tell of their calls; the descriptor to listen on."""
     numbers = sorted(_NAMES)
     rules = [struct.pack("HBBI", _LOAD, 0, 0, 0)]
-    rules += [struct.pack("HBBI", _EQUAL, len(numbers) - i, 0, n) for i, n in enumerate(numbers)]
-    rules += [struct.pack("HBBI", _RETURN, 0, 0, _ALLOW), struct.pack("HBBI", _RETURN, 0, 0, _TELL)]
+    rules += [
+        struct.pack("HBBI", _EQUAL, len(numbers) - i, 0, n)
+        for i, n in enumerate(numbers)
+    ]
+    rules += [
+        struct.pack("HBBI", _RETURN, 0, 0, _ALLOW),
+        struct.pack("HBBI", _RETURN, 0, 0, _TELL),
+    ]
     program = ctypes.create_string_buffer(b"".join(rules))
-    told = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(rules), ctypes.addressof(program)))
+    told = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(rules), ctypes.addressof(program))
+    )
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     listener = libc.syscall(_SECCOMP, _SET_FILTER, _NEW_LISTENER, told)
@@ -110,7 +120,11 @@ class Call:
 
     def _answer(self, value: int, error: int, flags: int) -> None:
         try:
-            fcntl.ioctl(self.listener, _SEND, struct.pack("=QqiI", self.number, value, error, flags))
+            fcntl.ioctl(
+                self.listener,
+                _SEND,
+                struct.pack("=QqiI", self.number, value, error, flags),
+            )
         except FileNotFoundError:
             return  # the caller is dead
 
@@ -119,7 +133,9 @@ def _same_file(pid: int, descriptor: int) -> int:
     """Another process's open file, with the position that the two then share; of a thread, too."""
     process = os.pidfd_open(_process_of(pid))
     try:
-        found = ctypes.CDLL(None, use_errno=True).syscall(_GET_FILE, process, descriptor, 0)
+        found = ctypes.CDLL(None, use_errno=True).syscall(
+            _GET_FILE, process, descriptor, 0
+        )
     finally:
         os.close(process)
     if found < 0:
@@ -164,7 +180,11 @@ def _changed(pid: int, name: str, arguments: list[int]) -> str:
         return ""
     at = ((2 if folder else 1) if name in _LATER_NAME else 0) + folder
     path = os.fsdecode(_memory(pid, arguments[at], 4096).partition(b"\0")[0])
-    path = path.replace("/proc/self/", f"/proc/{pid}/", 1) if path.startswith("/proc/self/") else path
+    path = (
+        path.replace("/proc/self/", f"/proc/{pid}/", 1)
+        if path.startswith("/proc/self/")
+        else path
+    )
     here = ctypes.c_int(arguments[at - 1] & 0xFFFFFFFF).value if folder else -100
     base = os.readlink(f"/proc/{pid}/cwd" if here == -100 else f"/proc/{pid}/fd/{here}")
     above, last = os.path.split(os.path.join(base, path))

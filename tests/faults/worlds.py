@@ -45,11 +45,15 @@ PATIENCE = 90.0  # of this parent, for one report
 
 def state(value: float, rank: int, size: int) -> dict[str, Any]:
     cut = {
-        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.full((1000,), value), (0, rank, size))
+        f"w{i}": ShardedTensor.from_rank_offsets(
+            f"w{i}", torch.full((1000,), value), (0, rank, size)
+        )
         for i in range(3)
     }
     # Other tensors than in the save before: so that it is planned anew.
-    new = ShardedTensor.from_rank_offsets(f"new{value}", torch.full((3,), value), replica_id=rank)
+    new = ShardedTensor.from_rank_offsets(
+        f"new{value}", torch.full((3,), value), replica_id=rank
+    )
     return {**cut, "new": new, "value": value}
 
 
@@ -130,7 +134,9 @@ class Fault:
         self.waiting = False
         if self.action == "raise":
             raise StorageError("it was to fail here")
-        os.kill(os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP}[self.action])
+        os.kill(
+            os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP}[self.action]
+        )
 
     def message(self, name: str) -> None:
         real = getattr(ProcessGroup, name)
@@ -163,7 +169,9 @@ class Fault:
 
 def run_rank(rank: int, order: dict[str, Any], folder: str, parent: Connection) -> None:
     store = dist.FileStore(f"{folder}/rendezvous", SIZE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=LONG)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=SIZE, timeout=LONG
+    )
     victim, directory, strategy = order["victim"], f"{folder}/c", order["strategy"]
     flying = order.get("flying", 1)
     survivors = dist.new_group([r for r in range(SIZE) if r != victim])
@@ -189,14 +197,20 @@ def run_rank(rank: int, order: dict[str, Any], folder: str, parent: Connection) 
     said: dict[str, Any] = {"rank": rank, "error": None, "text": "", "failures": []}
     try:
         if order["job"] == "save":
-            fill(2.0, directory, strategy, None, patience, order.get("later", ""), flying)
+            fill(
+                2.0, directory, strategy, None, patience, order.get("later", ""), flying
+            )
         elif order["action"] == "hosts":
             megackpt.load({"value": 0.0}, directory, timeout=patience)
         else:
             seen(directory, timeout=patience)
     except megackpt.CheckpointingException as error:
         failures = sorted(getattr(error, "failures", {}))
-        said |= {"error": type(error).__name__, "text": str(error), "failures": failures}
+        said |= {
+            "error": type(error).__name__,
+            "text": str(error),
+            "failures": failures,
+        }
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     parent.send(said)
     for step in iter(parent.recv, "end"):
@@ -210,7 +224,9 @@ def run_rank(rank: int, order: dict[str, Any], folder: str, parent: Connection) 
         parent.send({"ones": int(ones), "found": found})
 
 
-def child(rank: int, order: dict[str, Any], folder: str, parent: Connection) -> NoReturn:
+def child(
+    rank: int, order: dict[str, Any], folder: str, parent: Connection
+) -> NoReturn:
     try:
         run_rank(rank, order, folder, parent)
     except BaseException:  # noqa: BLE001 - told to the test
@@ -251,7 +267,11 @@ class World:
         return self.hear(ranks)
 
     def run(self) -> dict[str, Any]:
-        action, everyone, victim = self.order["action"], list(range(SIZE)), self.pids[self.victim]
+        action, everyone, victim = (
+            self.order["action"],
+            list(range(SIZE)),
+            self.pids[self.victim],
+        )
         report = self.heard
         if action in ("raise", "hosts", "disk"):
             report["told"] = self.hear(everyone)
@@ -270,7 +290,8 @@ class World:
             report["after"] = self.do("survivors save", self.others)
             return report
         report["found"] = self.do(
-            "look" if self.order["before"] or self.order.get("meanwhile") else "", everyone
+            "look" if self.order["before"] or self.order.get("meanwhile") else "",
+            everyone,
         )
         report["after"] = self.do("save", everyone)
         return report
@@ -297,7 +318,9 @@ def _await_end_or_stop(pid: int) -> None:
     deadline = time.monotonic() + PATIENCE
     while os.waitpid(pid, os.WNOHANG | os.WUNTRACED) == (0, 0):
         if time.monotonic() > deadline:
-            raise TimeoutError("the victim has not come to the point where it was to die or stop")
+            raise TimeoutError(
+                "the victim has not come to the point where it was to die or stop"
+            )
         time.sleep(0.01)
 
 
@@ -305,7 +328,10 @@ def main() -> None:
     orders, above = json.loads(sys.argv[1]), sys.argv[2]
     for first in range(0, len(orders), AT_ONCE):
         # All are forked before there are threads.
-        worlds = [World(order, tempfile.mkdtemp(dir=above)) for order in orders[first : first + AT_ONCE]]
+        worlds = [
+            World(order, tempfile.mkdtemp(dir=above))
+            for order in orders[first : first + AT_ONCE]
+        ]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for report in pool.map(World.report, worlds):
                 print(json.dumps(report), flush=True)

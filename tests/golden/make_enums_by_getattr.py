@@ -28,7 +28,16 @@ tensors = {
     "mask": torch.tensor([True, False, True]),
     "count": torch.tensor(7),
 }
-asked = {"method": HTTPMethod.PATCH, "allowed": [HTTPStatus.OK, HTTPStatus.GONE], "retries": 3}
+asked = {
+    "method": HTTPMethod.PATCH,
+    "allowed": [HTTPStatus.OK, HTTPStatus.GONE],
+    "retries": 3,
+}
 warnings.simplefilter("ignore")
-dcp.save({"model": tensors, "asked": asked, "step": 100}, checkpoint_id=folder, no_dist=True)
-torch.save({f"model.{name}": tensor for name, tensor in tensors.items()}, f"{folder}.expected.pt")
+dcp.save(
+    {"model": tensors, "asked": asked, "step": 100}, checkpoint_id=folder, no_dist=True
+)
+torch.save(
+    {f"model.{name}": tensor for name, tensor in tensors.items()},
+    f"{folder}.expected.pt",
+)

@@ -26,7 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 NAME = "synthetic-layout-c"
 
@@ -41,13 +46,17 @@ class Piece(NamedTuple):
     offset: tuple[int, ...] = ()
 
 
-def write(folder: Path, pieces: Sequence[Piece], plan: type = SavePlan, **more: Any) -> None:
+def write(
+    folder: Path, pieces: Sequence[Piece], plan: type = SavePlan, **more: Any
+) -> None:
     """Records and ``.metadata`` as torch DCP lays them out; ``more``: further attributes of the Metadata."""
     folder.mkdir()
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     files: dict[int, bytes] = {}
-    items: dict[int, list[WriteItem]] = {rank: [] for rank in range(max(p.rank for p in pieces) + 1)}
+    items: dict[int, list[WriteItem]] = {
+        rank: [] for rank in range(max(p.rank for p in pieces) + 1)
+    }
     for piece in pieces:
         record = io.BytesIO()
         torch.save(piece.data, record)
@@ -57,13 +66,20 @@ def write(folder: Path, pieces: Sequence[Piece], plan: type = SavePlan, **more: 
             described[piece.name] = BytesStorageMetadata()
         else:
             index = MetadataIndex(piece.name, torch.Size(piece.offset))
-            whole, properties = torch.Size(piece.size), TensorProperties(piece.data.dtype)
+            whole, properties = (
+                torch.Size(piece.size),
+                TensorProperties(piece.data.dtype),
+            )
             chunk = ChunkStorageMetadata(torch.Size(piece.offset), piece.data.shape)
-            described.setdefault(piece.name, TensorStorageMetadata(properties, whole, []))
+            described.setdefault(
+                piece.name, TensorStorageMetadata(properties, whole, [])
+            )
             described[piece.name].chunks.append(chunk)
             kind, about = WriteItemType.SHARD, TensorWriteData(chunk, properties, whole)
         written = files.get(piece.rank, b"")
-        places[index] = _StorageInfo(f"__{piece.rank}_0.distcp", len(written), len(record.getvalue()))
+        places[index] = _StorageInfo(
+            f"__{piece.rank}_0.distcp", len(written), len(record.getvalue())
+        )
         files[piece.rank] = written + record.getvalue()
         items[piece.rank].append(WriteItem(index, kind, tensor_data=about))
     metadata = Metadata(described, None, places, StorageMeta(save_id="synthetic"))
@@ -86,11 +102,15 @@ def tensors() -> dict[str, torch.Tensor]:
 
     return {
         "embedding.word_embeddings.weight": some(12, 8),
-        "decoder.layers.self_attention.linear_qkv.weight": some(4, 24, 8, dtype=torch.bfloat16),
+        "decoder.layers.self_attention.linear_qkv.weight": some(
+            4, 24, 8, dtype=torch.bfloat16
+        ),
         "decoder.layers.mlp.linear_fc1.weight": some(4, 16, 8, dtype=torch.bfloat16),
         "decoder.final_layernorm.weight": some(8, dtype=torch.bfloat16),
         "optimizer.state.exp_avg.decoder.final_layernorm.weight": some(8),
-        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg": some(23),
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg": some(
+            23
+        ),
         "misc.fp8": some(8, 4).to(torch.float8_e4m3fn),
         "misc.step": torch.tensor(100),
     }
@@ -101,7 +121,10 @@ COMMON: Mapping[str, Any] = {
     "checkpoint_version": 3.0,
     "args": {"tensor_model_parallel_size": 2, "none": None, "dtype": torch.bfloat16},
     "optimizer": {"param_groups": [{"lr": 0.125, "betas": (0.9, 0.95)}]},
-    "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False},
+    "content_metadata": {
+        "distrib_optim_sharding_type": "dp_reshardable",
+        "singleton_local_shards": False,
+    },
 }
 
 
@@ -110,8 +133,16 @@ def pieces() -> list[Piece]:
     full = tensors()
     found = [
         Piece(0, "common_state/shard_0_1", [dict(COMMON)]),
-        *(Piece(t, f"rng_state/shard_0.{t}_1.2", [[{"tp": t, "state": torch.arange(4)}]]) for t in (0, 1)),
-        *(Piece(i, f"decoder.layers._extra_state/shard_{i}_4", [{"layer": i}]) for i in range(4)),
+        *(
+            Piece(
+                t, f"rng_state/shard_0.{t}_1.2", [[{"tp": t, "state": torch.arange(4)}]]
+            )
+            for t in (0, 1)
+        ),
+        *(
+            Piece(i, f"decoder.layers._extra_state/shard_{i}_4", [{"layer": i}])
+            for i in range(4)
+        ),
     ]
     for number, (key, tensor) in enumerate(full.items()):
         size = tuple(tensor.shape)
@@ -122,14 +153,25 @@ def pieces() -> list[Piece]:
             for layer in range(4):
                 for t in (0, 1):
                     data = tensor[layer : layer + 1, t * rows : t * rows + rows].clone()
-                    found.append(Piece(t + layer % 2 * 2, key, data, size, (layer, t * rows, 0)))
+                    found.append(
+                        Piece(t + layer % 2 * 2, key, data, size, (layer, t * rows, 0))
+                    )
         elif "bucket_idx" in key:  # runs of no common size
             for rank, (start, stop) in enumerate([(0, 5), (5, 6), (6, 20), (20, 23)]):
-                found.append(Piece(rank, key, tensor[start:stop].clone(), size, (start,)))
+                found.append(
+                    Piece(rank, key, tensor[start:stop].clone(), size, (start,))
+                )
         elif len(size) == 2:
             rows = size[0] // 2
             found += [
-                Piece(t, key, tensor[t * rows : t * rows + rows].clone(), size, (t * rows, 0)) for t in (0, 1)
+                Piece(
+                    t,
+                    key,
+                    tensor[t * rows : t * rows + rows].clone(),
+                    size,
+                    (t * rows, 0),
+                )
+                for t in (0, 1)
             ]
         else:
             found.append(Piece(number % 4, key, tensor, size, (0,) * len(size)))

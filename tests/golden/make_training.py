@@ -26,7 +26,11 @@ def defaults(*configurations: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for configuration in configurations:
         for field in fields(configuration):
-            value = field.default if field.default_factory is MISSING else field.default_factory()
+            value = (
+                field.default
+                if field.default_factory is MISSING
+                else field.default_factory()
+            )
             if value is not MISSING and not callable(value):
                 found[field.name] = value
     return found
@@ -37,7 +41,11 @@ def state() -> dict[str, Any]:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
+    from megatron.core.rerun_state_machine import (
+        RerunMode,
+        RerunState,
+        RerunStateMachine,
+    )
     from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -65,15 +73,32 @@ def state() -> dict[str, Any]:
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
     machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
     machine.current_iteration = 100
-    group = {"lr": 1.5e-4, "betas": (0.9, 0.95), "eps": 1e-8, "step": 100, "wd_mult": 1.0, "is_expert": False}
+    group = {
+        "lr": 1.5e-4,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "step": 100,
+        "wd_mult": 1.0,
+        "is_expert": False,
+    }
     return {
         "args": args,
         "checkpoint_version": 3.0,
         "iteration": 100,
         "num_floating_point_operations_so_far": 1.5e18,
-        "opt_param_scheduler": {"max_lr": 1.5e-4, "num_steps": 12800, "lr_decay_style": "cosine"},
-        "optimizer": {"optimizer": {"param_groups": [{**group, "params": [0, 1]}, {**group, "params": [2]}]}},
-        "optimizer_config": OptimizerConfig(optimizer="adam", lr=1.5e-4, params_dtype=torch.bfloat16),
+        "opt_param_scheduler": {
+            "max_lr": 1.5e-4,
+            "num_steps": 12800,
+            "lr_decay_style": "cosine",
+        },
+        "optimizer": {
+            "optimizer": {
+                "param_groups": [{**group, "params": [0, 1]}, {**group, "params": [2]}]
+            }
+        },
+        "optimizer_config": OptimizerConfig(
+            optimizer="adam", lr=1.5e-4, params_dtype=torch.bfloat16
+        ),
         "rerun_state_machine": machine.state_dict(None, "torch_dist", force=True),
         "numpy": {
             "rng": np.random.RandomState(5).get_state(),
@@ -90,9 +115,13 @@ def main(folder: str) -> None:
 
     peer = dist_checkpointing()
     made = state()
-    made["model"] = peer.ShardedTensor.from_rank_offsets("weight", torch.arange(6.0).reshape(2, 3), (0, 0, 1))
+    made["model"] = peer.ShardedTensor.from_rank_offsets(
+        "weight", torch.arange(6.0).reshape(2, 3), (0, 0, 1)
+    )
     Path(folder).mkdir(exist_ok=True)
-    peer.save(made, folder, content_metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    peer.save(
+        made, folder, content_metadata={"distrib_optim_sharding_type": "dp_reshardable"}
+    )
 
 
 if __name__ == "__main__":

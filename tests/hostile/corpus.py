@@ -26,7 +26,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from megackpt.checkpoint.index import START
 from megackpt.runtime.storage import digest
 from tests.hostile import healthy
-from tests.hostile.pickles import BOMBS, GADGETS, QUIET, RUNNING, archive, slipped, whole
+from tests.hostile.pickles import (
+    BOMBS,
+    GADGETS,
+    QUIET,
+    RUNNING,
+    archive,
+    slipped,
+    whole,
+)
 
 STEP = "iter_0000001"
 
@@ -74,7 +82,11 @@ class Place:
         head = json.loads(data[START : START + length])
         change(head)
         told = json.dumps(head).encode()
-        body = struct.pack("<8sII", magic, version, len(told)) + told + data[START + length : -16]
+        body = (
+            struct.pack("<8sII", magic, version, len(told))
+            + told
+            + data[START + length : -16]
+        )
         self.put("megackpt.index", body + digest(body))
 
 
@@ -97,7 +109,9 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def add(name: str, kind: str, spoil: Callable[[Place], object], tells: str = "", **more: Any) -> None:
+def add(
+    name: str, kind: str, spoil: Callable[[Place], object], tells: str = "", **more: Any
+) -> None:
     name = f"{kind}: {name}"
     if name in CASES:
         raise KeyError(name)
@@ -125,7 +139,11 @@ def build(base: Path, names: list[str]) -> dict[str, dict[str, Any]]:
         (place.outside / "secret").write_bytes(b"secret" * 1000)
         if name in CASES:
             CASES[name].spoil(place)
-        found[name] = {**about[kind], "checkpoint": str(place.folder), "outside": str(place.outside)}
+        found[name] = {
+            **about[kind],
+            "checkpoint": str(place.folder),
+            "outside": str(place.outside),
+        }
     return found
 
 
@@ -144,7 +162,9 @@ def one(name: str) -> Callable[[Place, bytes], None]:
     return lambda place, body: place.put(name, archive(whole(b"]" + body + b"a")))
 
 
-def recorded(key: MetadataIndex, data: Callable[[bytes], bytes]) -> Callable[[Place, bytes], None]:
+def recorded(
+    key: MetadataIndex, data: Callable[[bytes], bytes]
+) -> Callable[[Place, bytes], None]:
     def spoil(place: Place, body: bytes) -> None:
         place.put("__9_0.distcp", data(body))
         info = _StorageInfo("__9_0.distcp", 0, len(data(body)))
@@ -163,13 +183,21 @@ FIRST = MetadataIndex("w", torch.Size([0, 0]))
 SLOTS: Mapping[str, tuple[str, Callable[[Place, bytes], None]]] = {
     ".metadata": ("dcp", metadata),
     "common.pt": ("dcp", state("common.pt")),
-    "object": ("dcp", recorded(MetadataIndex("rng/shard_0_2"), lambda b: archive(whole(b"]" + b + b"a")))),
+    "object": (
+        "dcp",
+        recorded(
+            MetadataIndex("rng/shard_0_2"), lambda b: archive(whole(b"]" + b + b"a"))
+        ),
+    ),
     "tensor": ("dcp", recorded(FIRST, lambda b: archive(whole(b)))),
     "tensor of old": ("dcp", recorded(FIRST, legacy)),
     "layout C's .metadata": ("layout C", metadata),
     "layout C's common state": (
         "layout C",
-        recorded(MetadataIndex("common_state/shard_0_1"), lambda b: archive(whole(b"]" + b + b"a"))),
+        recorded(
+            MetadataIndex("common_state/shard_0_1"),
+            lambda b: archive(whole(b"]" + b + b"a")),
+        ),
     ),
     "flattened .metadata": ("flattened", metadata),
     "zarr common.pt": ("zarr", state("common.pt")),
@@ -193,7 +221,9 @@ def code(slot: str, name: str, **more: Any) -> None:
     kind, put = SLOTS[slot]
 
     def spoil(place: Place) -> None:
-        body = RUNNING[name](f"touch {place.witness}") if name in RUNNING else QUIET[name]
+        body = (
+            RUNNING[name](f"touch {place.witness}") if name in RUNNING else QUIET[name]
+        )
         put(place, body)
 
     add(f"{name} in the {slot}", kind, spoil, UNTRUSTED, **more)
@@ -201,7 +231,9 @@ def code(slot: str, name: str, **more: Any) -> None:
 
 for _slot in SLOTS:
     for _number, _name in enumerate((*RUNNING, *QUIET)):
-        in_turn = _slot in (".metadata", "common.pt") and (_slot == ".metadata") == bool(_number % 2)
+        in_turn = _slot in (".metadata", "common.pt") and (
+            _slot == ".metadata"
+        ) == bool(_number % 2)
         code(_slot, _name, long=not (in_turn or _name == "os.system"))
     for _number, (_name, _body) in enumerate(BOMBS.items()):
         in_turn = _slot == (".metadata", "common.pt", "torch file")[_number % 3]
@@ -230,7 +262,15 @@ for _value in (None, 5, [1, 2], "text"):
 
 # Names --------------------------------------------------------------------------------------------------------------
 
-LEADING = ("../../outside/secret", "/absolute", "a/../../../outside/secret", "..", "", "w\0x", "x" * 5000)
+LEADING = (
+    "../../outside/secret",
+    "/absolute",
+    "a/../../../outside/secret",
+    "..",
+    "",
+    "w\0x",
+    "x" * 5000,
+)
 
 
 def named_by(place: Place, path: str) -> str:
@@ -246,11 +286,15 @@ def lead(place: Place, path: str) -> None:
 
 
 def map_to(name: str) -> Callable[[Place, str], None]:
-    return lambda place, path: place.json(name, lambda d: d["weight_map"].update(w=named_by(place, path)))
+    return lambda place, path: place.json(
+        name, lambda d: d["weight_map"].update(w=named_by(place, path))
+    )
 
 
 def small_to(place: Place, path: str) -> None:
-    place.index(lambda head: head["small"].update({named_by(place, path): [6000, "00" * 16]}))
+    place.index(
+        lambda head: head["small"].update({named_by(place, path): [6000, "00" * 16]})
+    )
 
 
 def file_to(place: Place, path: str) -> None:
@@ -268,7 +312,12 @@ _INSIDE = (
 )
 for _path in LEADING:
     _shown = repr(_path)[:30]
-    add(f"a record at {_shown}", "dcp", partial(lambda path, p: lead(p, path), _path), _INSIDE)
+    add(
+        f"a record at {_shown}",
+        "dcp",
+        partial(lambda path, p: lead(p, path), _path),
+        _INSIDE,
+    )
     for _kind, _index in (
         ("safetensors", "model.safetensors.index.json"),
         ("bins", "pytorch_model.bin.index.json"),
@@ -279,13 +328,25 @@ for _path in LEADING:
             partial(lambda put, path, p: put(p, path), map_to(_index), _path),
             _INSIDE,
         )
-    add(f"an index's small file {_shown}", "ours", partial(lambda path, p: small_to(p, path), _path), _INSIDE)
+    add(
+        f"an index's small file {_shown}",
+        "ours",
+        partial(lambda path, p: small_to(p, path), _path),
+        _INSIDE,
+    )
 for _path in ("../../../../", "/absolute", "a/../../x/y"):
-    add(f"an index's file {_path}", "ours", partial(lambda path, p: file_to(p, path), _path), _INSIDE)
+    add(
+        f"an index's file {_path}",
+        "ours",
+        partial(lambda path, p: file_to(p, path), _path),
+        _INSIDE,
+    )
 add(
     "members of ../",
     "torch",
-    lambda p: p.put("model.pt", p.get("model.pt").replace(b"model/data", b"../../data")),
+    lambda p: p.put(
+        "model.pt", p.get("model.pt").replace(b"model/data", b"../../data")
+    ),
     "member|recognised|no data.pkl|no torch.save",
 )
 add(
@@ -293,7 +354,12 @@ add(
     "zarr",
     lambda p: p.json(
         "w/zarr.json",
-        lambda d: d.update(chunk_key_encoding={"name": "default", "configuration": {"separator": "/../../"}}),
+        lambda d: d.update(
+            chunk_key_encoding={
+                "name": "default",
+                "configuration": {"separator": "/../../"},
+            }
+        ),
     ),
     r"w/zarr\.json",
 )
@@ -344,9 +410,23 @@ _NODES: Mapping[str, Callable[[Path], object]] = {
 _FILES = {
     "dcp": (".metadata", "common.pt", "metadata.json", "__0_0.distcp"),
     "ours": ("megackpt.index", "common.pt"),
-    "zarr": ("metadata.json", "common.pt", "w/zarr.json", "w/c.0.0", "rng.objects/shard_0_2.pt"),
-    "megatron zarr": ("rng_state/shard_0.0_1.2.pt", "misc.uint8/.zarray", "misc.uint8/0"),
-    "safetensors": ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "common.pt"),
+    "zarr": (
+        "metadata.json",
+        "common.pt",
+        "w/zarr.json",
+        "w/c.0.0",
+        "rng.objects/shard_0_2.pt",
+    ),
+    "megatron zarr": (
+        "rng_state/shard_0.0_1.2.pt",
+        "misc.uint8/.zarray",
+        "misc.uint8/0",
+    ),
+    "safetensors": (
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "common.pt",
+    ),
     "torch": ("model.pt",),
     "bins": ("pytorch_model-00001-of-00002.bin",),
 }
@@ -369,7 +449,9 @@ for _kind, _names in _FILES.items():
             _kind,
             partial(lambda name, p: link(p, name), _name),
             # Without metadata.json what has a .metadata is stock DCP's, and the same.
-            "" if _kind == "safetensors" or (_kind, _name) == ("dcp", "metadata.json") else _NO_FILE,
+            ""
+            if _kind == "safetensors" or (_kind, _name) == ("dcp", "metadata.json")
+            else _NO_FILE,
             linked=_kind == "safetensors",
         )
 for _kind, _name in (
@@ -385,7 +467,8 @@ for _kind, _name in (
         _kind,
         partial(lambda name, p: link(p, name), _name),
         _NO_FILE + "|Unexpected keys",
-        linked=_kind == "megatron zarr",  # the names behind it tell a tensor from a tokenizer
+        linked=_kind
+        == "megatron zarr",  # the names behind it tell a tensor from a tokenizer
     )
 add(
     "the whole is a link",
@@ -396,7 +479,9 @@ if os.geteuid() == 0:
     add(
         "a chunk is the device /dev/zero",
         "zarr",
-        lambda p: instead(lambda path: os.mknod(path, 0o020666, os.makedev(1, 5)))(p, "w/c.0.0"),
+        lambda p: instead(lambda path: os.mknod(path, 0o020666, os.makedev(1, 5)))(
+            p, "w/c.0.0"
+        ),
         _NO_FILE,
     )
 
@@ -418,14 +503,18 @@ class Raw:
 
 
 def size_of_w(*numbers: int) -> Callable[[Place], None]:
-    return lambda p: p.table(lambda t: vars(t.state_dict_metadata["w"]).update(size=Raw(*numbers)))
+    return lambda p: p.table(
+        lambda t: vars(t.state_dict_metadata["w"]).update(size=Raw(*numbers))
+    )
 
 
 def chunk_of_w(offsets: Any, sizes: Any) -> Callable[[Place], None]:
     def change(table: Any) -> None:
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         table.state_dict_metadata["w"].chunks[0] = chunk
-        table.storage_data[MetadataIndex("w", torch.Size(offsets))] = table.storage_data[FIRST]
+        table.storage_data[MetadataIndex("w", torch.Size(offsets))] = (
+            table.storage_data[FIRST]
+        )
 
     return lambda p: p.table(change)
 
@@ -442,7 +531,9 @@ for _name, _spoil in {
     "a length that is true": place_of_w(length=True),
     "a record in the middle of another": place_of_w(offset=100, length=1000),
     "two chunks at one place": lambda p: p.table(
-        lambda t: t.storage_data.update({MetadataIndex("w", torch.Size([4, 0])): t.storage_data[FIRST]})
+        lambda t: t.storage_data.update(
+            {MetadataIndex("w", torch.Size([4, 0])): t.storage_data[FIRST]}
+        )
     ),
     "a shape over 2^63": size_of_w(1 << 40, 1 << 40),
     "a shape over 2^63 with a zero": size_of_w(0, 1 << 62, 1 << 62),
@@ -453,7 +544,9 @@ for _name, _spoil in {
     "a chunk of negative size": chunk_of_w((0, 0), (-4, 4)),
     "a chunk that overlaps": chunk_of_w((2, 0), (4, 4)),
     "a chunk of other dimensions": chunk_of_w((0,), (4,)),
-    "a chunk that is missing": lambda p: p.table(lambda t: t.state_dict_metadata["w"].chunks.pop()),
+    "a chunk that is missing": lambda p: p.table(
+        lambda t: t.state_dict_metadata["w"].chunks.pop()
+    ),
     "no chunks": lambda p: p.table(lambda t: t.state_dict_metadata["w"].chunks.clear()),
     "chunks that are a text": lambda p: p.table(
         lambda t: vars(t.state_dict_metadata["w"]).update(chunks="x")
@@ -466,7 +559,11 @@ for _name, _spoil in {
     ),
     "an object with a number without end": lambda p: p.table(
         lambda t: t.state_dict_metadata.update(
-            {f"x/shard_{'9' * 5000}_{'9' * 5000}": t.state_dict_metadata["rng/shard_0_2"]}
+            {
+                f"x/shard_{'9' * 5000}_{'9' * 5000}": t.state_dict_metadata[
+                    "rng/shard_0_2"
+                ]
+            }
         )
     ),
     "no places": lambda p: p.table(lambda t: vars(t).update(storage_data=None)),
@@ -485,7 +582,9 @@ def grown(data: bytes) -> bytes:
     return bytes(changed)
 
 
-def patched(magic: bytes, at: int, new: bytes, *, last: bool = False) -> Callable[[bytes], bytes]:
+def patched(
+    magic: bytes, at: int, new: bytes, *, last: bool = False
+) -> Callable[[bytes], bytes]:
     def change(data: bytes) -> bytes:
         where = (data.rindex(magic) if last else data.index(magic)) + at
         return data[:where] + new + data[where + len(new) :]
@@ -495,7 +594,10 @@ def patched(magic: bytes, at: int, new: bytes, *, last: bool = False) -> Callabl
 
 def doubled(data: bytes) -> bytes:
     """Two members share their bytes: the second is said to begin where the first does."""
-    first, second = data.index(b"PK\1\2"), data.index(b"PK\1\2", data.index(b"PK\1\2") + 4)
+    first, second = (
+        data.index(b"PK\1\2"),
+        data.index(b"PK\1\2", data.index(b"PK\1\2") + 4),
+    )
     return data[: second + 42] + data[first + 42 : first + 46] + data[second + 46 :]
 
 
@@ -514,7 +616,9 @@ _ZIPS: Mapping[str, Callable[[bytes], bytes]] = {
     "that is a tar": lambda _: b"ustar\0" * 200,
     "with a zip64 record that lies": lambda data: (
         data[:-22]
-        + struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1 << 60, 1 << 60, 1 << 60, 0)
+        + struct.pack(
+            "<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1 << 60, 1 << 60, 1 << 60, 0
+        )
         + struct.pack("<4sLQL", b"PK\6\7", 0, len(data) - 22, 1)
         + data[-22:]
     ),
@@ -524,15 +628,22 @@ for _number, (_name, _change) in enumerate(_ZIPS.items()):
         add(
             f"an archive {_name}",
             _kind,
-            partial(lambda file, change, p: p.put(file, change(p.get(file))), _file, _change),
+            partial(
+                lambda file, change, p: p.put(file, change(p.get(file))), _file, _change
+            ),
             # torch's archives have a zip64 record, which counts.
-            "" if _name.startswith("whose directory") else rf"{_file}|archive|recognised|cut off",
+            ""
+            if _name.startswith("whose directory")
+            else rf"{_file}|archive|recognised|cut off",
         )
 for _kind, _file in (("dcp", "__0_0.distcp"), ("dcp", "__1_0.distcp")):
     add(
         f"{_file} with its directories mixed up",
         _kind,
-        partial(lambda file, p: p.put(file, p.get(file).replace(b"PK\1\2", b"PK\1\3")), _file),
+        partial(
+            lambda file, p: p.put(file, p.get(file).replace(b"PK\1\2", b"PK\1\3")),
+            _file,
+        ),
         r"archive|record|PytorchStreamReader|distcp",
     )
 
@@ -544,13 +655,24 @@ def cut(name: str, keep: float) -> Callable[[Place], None]:
         data = place.get(name)
         place.put(
             name,
-            data[: int(keep) if keep >= 1 else max(len(data) - 1, 0) if keep < 0 else int(len(data) * keep)],
+            data[
+                : int(keep)
+                if keep >= 1
+                else max(len(data) - 1, 0)
+                if keep < 0
+                else int(len(data) * keep)
+            ],
         )
 
     return spoil
 
 
-_CUT = {**_FILES, "zarr shards": ("w/c.0.0",), "zarr zstd": ("w/c.0.0",), "zarr blosc": ("w/c.0.0",)}
+_CUT = {
+    **_FILES,
+    "zarr shards": ("w/c.0.0",),
+    "zarr zstd": ("w/c.0.0",),
+    "zarr blosc": ("w/c.0.0",),
+}
 _number = 0
 for _kind, _names in _CUT.items():
     for _name in _names:
@@ -604,30 +726,72 @@ add(
     other("ours", "megackpt.index"),
     r"digest|not those that were saved|damaged",
 )
-add("the .metadata of another", "ours", other("dcp", ".metadata"), r"\.metadata.*(digest|bytes instead)")
+add(
+    "the .metadata of another",
+    "ours",
+    other("dcp", ".metadata"),
+    r"\.metadata.*(digest|bytes instead)",
+)
 add("the data of another", "ours", other("ours", "__0_0.distcp"), "damaged|not those")
 add("the common state of another kind", "ours", other("zarr", "common.pt"), r"")
 add("a bit of data", "ours", flip("__0_0.distcp", 1000), "damaged")
 add("a bit of the index", "ours", flip("megackpt.index", 100), "digest|head|column")
 add("an index of a version to come", "ours", flip("megackpt.index", 8), "version")
-add("the index of zarr", "ours", other("zarr with index", "megackpt.index"), r"missing|names it|holds")
-add("the index of torch_dist", "zarr with index", other("ours", "megackpt.index"), r"missing|names it|holds")
+add(
+    "the index of zarr",
+    "ours",
+    other("zarr with index", "megackpt.index"),
+    r"missing|names it|holds",
+)
+add(
+    "the index of torch_dist",
+    "zarr with index",
+    other("ours", "megackpt.index"),
+    r"missing|names it|holds",
+)
 add(
     "torch_dist's metadata.json",
     "zarr",
     config(sharded_backend="torch_dist", sharded_backend_version=1),
     "metadata",
 )
-add("zarr's metadata.json", "dcp", config(sharded_backend="zarr", sharded_backend_version=2), ".")
+add(
+    "zarr's metadata.json",
+    "dcp",
+    config(sharded_backend="zarr", sharded_backend_version=2),
+    ".",
+)
 add("a group that tells of more arrays", "zarr",
     lambda p: p.json("zarr.json", lambda d: d["attributes"]["megackpt"].update(arrays=7)),
     "tells of 7 arrays")  # fmt: skip
-add("an array that is gone", "zarr", lambda p: shutil.rmtree(p.folder / "b"), "tells of 2 arrays")
-add("a chunk that is gone", "zarr", lambda p: (p.folder / "w/c.0.0").unlink(), "lacks the chunk")
-add("a file that is gone", "dcp", lambda p: (p.folder / "__1_0.distcp").unlink(), r"__1_0\.distcp")
-add("a file that is gone", "ours", lambda p: (p.folder / "__0_0.distcp").unlink(), r"__0_0\.distcp")
+add(
+    "an array that is gone",
+    "zarr",
+    lambda p: shutil.rmtree(p.folder / "b"),
+    "tells of 2 arrays",
+)
+add(
+    "a chunk that is gone",
+    "zarr",
+    lambda p: (p.folder / "w/c.0.0").unlink(),
+    "lacks the chunk",
+)
+add(
+    "a file that is gone",
+    "dcp",
+    lambda p: (p.folder / "__1_0.distcp").unlink(),
+    r"__1_0\.distcp",
+)
+add(
+    "a file that is gone",
+    "ours",
+    lambda p: (p.folder / "__0_0.distcp").unlink(),
+    r"__0_0\.distcp",
+)
 add("no .metadata", "dcp", lambda p: (p.folder / ".metadata").unlink(), r"\.metadata")
-add("nothing at all", "dcp", lambda p: [f.unlink() for f in p.folder.iterdir()], "empty")
+add(
+    "nothing at all", "dcp", lambda p: [f.unlink() for f in p.folder.iterdir()], "empty"
+)
 add("a weight map of another file", "safetensors",
     lambda p: p.json("model.safetensors.index.json", lambda d: d["weight_map"].update(dict.fromkeys(
         d["weight_map"], "model-00001-of-00002.safetensors"))), "disagrees|is not in")  # fmt: skip
@@ -651,7 +815,9 @@ for _name, _change in {
     "a format that is none": lambda h: h.update(backend=["nothing", 1]),
     "a version of its format to come": lambda h: h.update(backend=["torch_dist", 999]),
     "a save's id that is a number": lambda h: h.update(save_id=5),
-    "a small file's digest of one byte": lambda h: h["small"].update({"common.pt": [5, "00"]}),
+    "a small file's digest of one byte": lambda h: h["small"].update(
+        {"common.pt": [5, "00"]}
+    ),
 }.items():
     add(f"an index with {_name}", "ours", partial(lambda change, p: p.index(change), _change),
         r"megackpt\.index|head|nothing|version")  # fmt: skip
@@ -704,7 +870,12 @@ for _name, _spoil in {
         "metadata.json", b'{"sharded_backend": "zarr", "sharded_backend": "torch_dist"}'
     ),
 }.items():
-    add(f"metadata.json {_name}", "dcp", _spoil, "" if "true" in _name or "twice" in _name else ".")
+    add(
+        f"metadata.json {_name}",
+        "dcp",
+        _spoil,
+        "" if "true" in _name or "twice" in _name else ".",
+    )
 
 
 def array(**fields: Any) -> Callable[[Place], None]:
@@ -743,7 +914,12 @@ for _name, _fields in {
     "a fill value that is code": {"fill_value": "__import__('os')"},
     "attributes that are a list": {"attributes": [1]},
 }.items():  # fmt: skip
-    add(f"an array with {_name}", "zarr", array(**_fields), r"zarr\.json|'w'|/w describes|w/c.0.0")
+    add(
+        f"an array with {_name}",
+        "zarr",
+        array(**_fields),
+        r"zarr\.json|'w'|/w describes|w/c.0.0",
+    )
 for _name, _fields in {
     "a shape over 2^63": {"shape": [1 << 63], "chunks": [1 << 63]},
     "a negative shape": {"shape": [-8]},
@@ -777,7 +953,9 @@ def crc_ended(data: bytes) -> bytes:
     return data + google_crc32c.value(data).to_bytes(4, "little")
 
 
-def shard_of(*index: tuple[int, int], crc: int | None = None) -> Callable[[Place], None]:
+def shard_of(
+    *index: tuple[int, int], crc: int | None = None
+) -> Callable[[Place], None]:
     return lambda p: p.put("w/c.0.0", healthy.shard(list(index), crc))
 
 
@@ -785,7 +963,12 @@ def gzipped(place: Place) -> None:
     array(codecs=[{"name": "bytes", "configuration": {"endian": "little"}},
                   {"name": "gzip", "configuration": {"level": 5}}])(place)  # fmt: skip
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-    place.put("w/c.0.0", b"".join([*(packer.compress(bytes(1 << 20)) for _ in range(1024)), packer.flush()]))
+    place.put(
+        "w/c.0.0",
+        b"".join(
+            [*(packer.compress(bytes(1 << 20)) for _ in range(1024)), packer.flush()]
+        ),
+    )
 
 
 _GOOD = [(36 * i, 36) for i in range(4)]
@@ -825,13 +1008,19 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Place], None]:
         document = json.loads(data[8 : 8 + length])
         found = change(document)
         told = found if isinstance(found, bytes) else json.dumps(document).encode()
-        place.put("model.safetensors", len(told).to_bytes(8, "little") + told + data[8 + length :])
+        place.put(
+            "model.safetensors",
+            len(told).to_bytes(8, "little") + told + data[8 + length :],
+        )
 
     return spoil
 
 
 def length_of(number: int) -> Callable[[Place], None]:
-    return lambda p: p.put("model.safetensors", number.to_bytes(8, "little") + p.get("model.safetensors")[8:])
+    return lambda p: p.put(
+        "model.safetensors",
+        number.to_bytes(8, "little") + p.get("model.safetensors")[8:],
+    )
 
 
 _ENTRY = b'{"dtype":"F32","shape":[8,4],"data_offsets":[0,128]}'
@@ -864,7 +1053,12 @@ for _name, _spoil in {
     "with a tensor that is a number": header(lambda h: h.update(w=5)),
     "with a lone surrogate": header(lambda _: b'{"\\ud800": ' + _ENTRY + b"}"),
 }.items():  # fmt: skip
-    add(f"a header {_name}", "one safetensors", _spoil, r"model\.safetensors|recognised|Unexpected keys")
+    add(
+        f"a header {_name}",
+        "one safetensors",
+        _spoil,
+        r"model\.safetensors|recognised|Unexpected keys",
+    )
 
 # Holes --------------------------------------------------------------------------------------------------------------
 

@@ -29,12 +29,17 @@ TENSORS = {
 COMMON: Mapping[str, Any] = {"iteration": 100, "args": {"tp": 2, "betas": (0.9, 0.95)}}
 
 
-def saved(folder: Path, backend: Any, *, index: bool = False, objects: bool = True) -> None:
+def saved(
+    folder: Path, backend: Any, *, index: bool = False, objects: bool = True
+) -> None:
     state: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, tensor.clone()) for key, tensor in TENSORS.items()
+        key: ShardedTensor.from_rank_offsets(key, tensor.clone())
+        for key, tensor in TENSORS.items()
     }
     if objects:
-        state |= {f"rng{i}": ShardedObject("rng", [i], (2,), (i,)) for i in range(2)} | dict(COMMON)
+        state |= {
+            f"rng{i}": ShardedObject("rng", [i], (2,), (i,)) for i in range(2)
+        } | dict(COMMON)
     megackpt.save(state, folder, backend)
     if not index:
         (folder / "megackpt.index").unlink()
@@ -44,7 +49,10 @@ def dcp(folder: Path, common: bool) -> None:
     """Stock DCP's bytes; the common state in a file of its own (Megatron up to 0.16) or among the objects."""
     piece = DCP["Piece"]
     pieces = [
-        *(piece(i, "w", TENSORS["w"][4 * i : 4 * i + 4].clone(), (8, 4), (4 * i, 0)) for i in range(2)),
+        *(
+            piece(i, "w", TENSORS["w"][4 * i : 4 * i + 4].clone(), (8, 4), (4 * i, 0))
+            for i in range(2)
+        ),
         piece(0, "b", TENSORS["b"], (6,), (0,)),
         *(piece(i, f"rng/shard_{i}_2", [[i]]) for i in range(2)),
     ]
@@ -82,7 +90,10 @@ def shard(index: list[tuple[int, int]], crc: int | None = None) -> bytes:
     rows = np.split(TENSORS["w"].numpy(), 4)
     told = np.array(index, np.uint64).tobytes()
     end = google_crc32c.value(told) if crc is None else crc
-    parts = [row.tobytes() + google_crc32c.value(row.tobytes()).to_bytes(4, "little") for row in rows]
+    parts = [
+        row.tobytes() + google_crc32c.value(row.tobytes()).to_bytes(4, "little")
+        for row in rows
+    ]
     return b"".join(parts) + told + end.to_bytes(4, "little")
 
 
@@ -94,10 +105,14 @@ def torch_file(folder: Path) -> None:
 def bins(folder: Path) -> None:
     """Hugging Face's older kind: several files and an index."""
     folder.mkdir()
-    names = {key: f"pytorch_model-0000{i}-of-00002.bin" for i, key in enumerate(TENSORS, 1)}
+    names = {
+        key: f"pytorch_model-0000{i}-of-00002.bin" for i, key in enumerate(TENSORS, 1)
+    }
     for key, name in names.items():
         torch.save({key: TENSORS[key]}, folder / name)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": names})
+    )
 
 
 def one_safetensors(folder: Path) -> None:
@@ -116,8 +131,16 @@ MAKERS: Mapping[str, tuple[str, Any]] = {
     "flattened": ("torch_dist", copied("mcore-0.12.3-flat-tp2pp1dp2")),
     "zarr": ("zarr", lambda folder: saved(folder, "zarr")),
     "zarr with index": ("zarr", lambda folder: saved(folder, "zarr", index=True)),
-    "zarr zstd": ("zarr", lambda folder: saved(folder, Strategy("zarr", options={"compression": "zstd"}))),
-    "zarr blosc": ("zarr", lambda folder: saved(folder, Strategy("zarr", options={"compression": "blosc"}))),
+    "zarr zstd": (
+        "zarr",
+        lambda folder: saved(folder, Strategy("zarr", options={"compression": "zstd"})),
+    ),
+    "zarr blosc": (
+        "zarr",
+        lambda folder: saved(
+            folder, Strategy("zarr", options={"compression": "blosc"})
+        ),
+    ),
     "zarr shards": ("zarr", sharded),
     "megatron zarr": ("zarr", copied("mcore-0.12.3-zarr-tp2pp1dp2")),
     "safetensors": (
@@ -142,7 +165,9 @@ def told(kind: str, folder: Path) -> dict[str, Any]:
             for key, value in held.items()
             if isinstance(value, ShardedTensor)
         },
-        "objects": [key for key, value in held.items() if isinstance(value, ShardedObject)],
+        "objects": [
+            key for key, value in held.items() if isinstance(value, ShardedObject)
+        ],
     }
 
 

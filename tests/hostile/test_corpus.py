@@ -52,7 +52,9 @@ class Server:
     def _tell(self, trial: Mapping[str, Any]) -> None:
         print(json.dumps(trial), file=self.process.stdin, flush=True)
 
-    def run(self, trials: Iterator[tuple[str, Mapping[str, Any]]], into: dict[str, Outcome]) -> None:
+    def run(
+        self, trials: Iterator[tuple[str, Mapping[str, Any]]], into: dict[str, Outcome]
+    ) -> None:
         for name, trial in trials:
             self._tell(trial)
             into[name] = json.loads(self.process.stdout.readline())
@@ -73,7 +75,9 @@ def tried(base: Path, names: list[str]) -> dict[str, Outcome]:
             yield trial
 
     servers = [Server(trials[WARM]) for _ in range(2)]
-    threads = [threading.Thread(target=server.run, args=(taken(), found)) for server in servers]
+    threads = [
+        threading.Thread(target=server.run, args=(taken(), found)) for server in servers
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -82,13 +86,18 @@ def tried(base: Path, names: list[str]) -> dict[str, Outcome]:
         server.process.kill()
         server.process.wait()
     return {
-        name: {**outcome, "witness": (Path(trials[name]["outside"]).parent / "witness").exists()}
+        name: {
+            **outcome,
+            "witness": (Path(trials[name]["outside"]).parent / "witness").exists(),
+        }
         for name, outcome in found.items()
     }
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
     """The first of several pytest processes tries the corpus, the others wait for its results."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -97,7 +106,9 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with open(shared / "corpus.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not results.exists():
-            results.write_text(json.dumps(_tried(request, tmp_path_factory.mktemp("corpus"))))
+            results.write_text(
+                json.dumps(_tried(request, tmp_path_factory.mktemp("corpus")))
+            )
     found: dict[str, Outcome] = json.loads(results.read_text())
     return found
 
@@ -108,7 +119,9 @@ def _tried(request: pytest.FixtureRequest, folder: Path) -> dict[str, Outcome]:
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path
     ]
-    chosen = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
+    chosen = [
+        item.callspec.params["name"] for item in items if hasattr(item, "callspec")
+    ]
     warm = next(name for name, case in CASES.items() if case.kind == WARM)
     found = tried(folder, list(dict.fromkeys([warm, *chosen])))
     told(found)
@@ -117,7 +130,9 @@ def _tried(request: pytest.FixtureRequest, folder: Path) -> dict[str, Outcome]:
 
 def told(found: Mapping[str, Outcome]) -> None:
     """The figures, for whoever runs with -s."""
-    readings = [reading for outcome in found.values() for reading in outcome["readers"].values()]
+    readings = [
+        reading for outcome in found.values() for reading in outcome["readers"].values()
+    ]
     errors = sum("error" in reading for reading in readings)
     print(
         f"\n{len(found)} directories, {len(readings)} readings: {errors} refused, {len(readings) - errors} right; "
@@ -127,13 +142,19 @@ def told(found: Mapping[str, Outcome]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.campaign) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=() if name in SHORT else pytest.mark.campaign)
+        for name in CASES
+    ],
 )
 def test_broken_checkpoints(name: str, outcomes: dict[str, Outcome]) -> None:
     case, outcome = CASES[name], outcomes[name]
     healthy = outcomes[case.kind]["readers"]
     assert not [
-        event for event in outcome["events"] if not (case.linked and event.startswith("opened outside"))
+        event
+        for event in outcome["events"]
+        if not (case.linked and event.startswith("opened outside"))
     ]
     assert not outcome["witness"]
     assert outcome["memory"] < MEMORY
@@ -143,14 +164,24 @@ def test_broken_checkpoints(name: str, outcomes: dict[str, Outcome]) -> None:
         assert "foreign" not in reading, f"{reader}: {reading['message']}"
         if "error" in reading:
             assert TOLD.search(reading["message"]), f"{reader}: {reading['message']}"
-            assert len(reading["message"]) < 10_000, f"{reader}: {reading['message'][:2000]}"
-            assert "failed at reading" not in reading["message"], "this is not said of formats of our own"
+            assert len(reading["message"]) < 10_000, (
+                f"{reader}: {reading['message'][:2000]}"
+            )
+            assert "failed at reading" not in reading["message"], (
+                "this is not said of formats of our own"
+            )
         elif not (reader in METADATA and "error" in readers["load_plain_tensors"]):
             # What a table of contents lists is what it lists, even where the data are not what it says.
-            assert reading["value"] == healthy[reader]["value"], f"{reader} gives something else"
-    messages = [reading["message"] for reading in readers.values() if "error" in reading]
+            assert reading["value"] == healthy[reader]["value"], (
+                f"{reader} gives something else"
+            )
+    messages = [
+        reading["message"] for reading in readers.values() if "error" in reading
+    ]
     if case.tells:
-        assert any(re.search(case.tells, message, re.DOTALL) for message in messages), messages
+        assert any(re.search(case.tells, message, re.DOTALL) for message in messages), (
+            messages
+        )
     else:
         assert not messages
 
@@ -158,7 +189,9 @@ def test_broken_checkpoints(name: str, outcomes: dict[str, Outcome]) -> None:
 def test_healthy_checkpoints_are_read_by_all(outcomes: dict[str, Outcome]) -> None:
     for kind in {CASES[name].kind for name in outcomes if name in CASES}:
         assert not outcomes[kind]["events"], kind
-        assert all("value" in reading for reading in outcomes[kind]["readers"].values()), outcomes[kind]
+        assert all(
+            "value" in reading for reading in outcomes[kind]["readers"].values()
+        ), outcomes[kind]
 
 
 def test_the_corpus_is_large_enough() -> None:
@@ -170,7 +203,11 @@ def test_the_corpus_is_large_enough() -> None:
 def test_pickles_of_the_corpus_do_run_where_nobody_watches(tmp_path: Path) -> None:
     """Otherwise it would prove nothing that they do not run in our hands."""
     for number, make in enumerate(RUNNING.values()):
-        (tmp_path / f"{number}.pkl").write_bytes(whole(make(f"touch {tmp_path}/{number}.ran")))
+        (tmp_path / f"{number}.pkl").write_bytes(
+            whole(make(f"touch {tmp_path}/{number}.ran"))
+        )
     script = "import pickle, pathlib\nfor p in pathlib.Path().glob('*.pkl'): pickle.loads(p.read_bytes())"
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=tmp_path)
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, cwd=tmp_path
+    )
     assert len(list(tmp_path.glob("*.ran"))) == len(RUNNING)

@@ -34,9 +34,40 @@ from tests.hostile.pickles import BOMBS, QUIET, RUNNING, archive, whole
 Parse = Callable[[bytes], object]
 
 TOKENS = (
-    *(b"-1", b"0", b"9223372036854775808", b"18446744073709551615", b"1e999", b"NaN", b"null", b"true"),
-    *(b"[]", b"{}", b'"x"', b"[" * 3000, b"9" * 5000, b"../", b"/", b"\0", b"\xff", b"\xff" * 4, b"\xff" * 8),
-    *(b"PK\5\6", b"PK\1\2", b"\x80\x04", b"cos\nsystem\n", b"h\0", b"q\0", b"\x82\1", b"\x93", b"\x85"),
+    *(
+        b"-1",
+        b"0",
+        b"9223372036854775808",
+        b"18446744073709551615",
+        b"1e999",
+        b"NaN",
+        b"null",
+        b"true",
+    ),
+    *(
+        b"[]",
+        b"{}",
+        b'"x"',
+        b"[" * 3000,
+        b"9" * 5000,
+        b"../",
+        b"/",
+        b"\0",
+        b"\xff",
+        b"\xff" * 4,
+        b"\xff" * 8,
+    ),
+    *(
+        b"PK\5\6",
+        b"PK\1\2",
+        b"\x80\x04",
+        b"cos\nsystem\n",
+        b"h\0",
+        b"q\0",
+        b"\x82\1",
+        b"\x93",
+        b"\x85",
+    ),
     *(b"R", b"b", b"2", b"a", b"s", b"t", b"(", b"}", b"]", b"Q", b"\x81", b"\x92"),
 )
 """Pieces that mean something to one of the parsers."""
@@ -45,12 +76,20 @@ TOKENS = (
 @st.composite
 def spoiled(draw: st.DrawFn, seeds: tuple[bytes, ...]) -> bytes:
     """Good bytes with some pieces changed, put in, taken out, or written twice; or any bytes at all."""
-    data = draw(st.one_of(st.sampled_from(seeds), st.sampled_from(seeds), st.binary(max_size=200)))
+    data = draw(
+        st.one_of(
+            st.sampled_from(seeds), st.sampled_from(seeds), st.binary(max_size=200)
+        )
+    )
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))
         end = min(len(data), at + draw(st.integers(0, 12)))
         piece = draw(
-            st.one_of(st.sampled_from(TOKENS), st.binary(min_size=1, max_size=4), st.just(data[at:end] * 2))
+            st.one_of(
+                st.sampled_from(TOKENS),
+                st.binary(min_size=1, max_size=4),
+                st.just(data[at:end] * 2),
+            )
         )
         kept = draw(st.sampled_from((at, end, min(at + len(piece), len(data)))))
         data = data[:at] + piece + data[kept:]
@@ -107,7 +146,12 @@ def checked(root: LocalStorage) -> object:
 def pickled() -> tuple[bytes, ...]:
     """What stands in archives, and what should not."""
     blob = objects.dump(
-        {**healthy.COMMON, "t": torch.ones(2), "a": [1.5, None, (True, "x")], "d": torch.device("cpu")}
+        {
+            **healthy.COMMON,
+            "t": torch.ones(2),
+            "a": [1.5, None, (True, "x")],
+            "d": torch.device("cpu"),
+        }
     )
     bodies = [
         *(make("true") for make in RUNNING.values()),
@@ -119,7 +163,9 @@ def pickled() -> tuple[bytes, ...]:
 
 def inner(blob: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(blob)) as file:
-        return file.read(next(name for name in file.namelist() if name.endswith("/data.pkl")))
+        return file.read(
+            next(name for name in file.namelist() if name.endswith("/data.pkl"))
+        )
 
 
 def opened(data: bytes) -> None:
@@ -136,7 +182,10 @@ def in_archive(data: bytes) -> None:
 
 PARSERS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], Callable[[], Parse]]] = {
     "megackpt.index": (
-        lambda: tuple(bytes_of(kind, "megackpt.index")[:-16] for kind in ("ours", "zarr with index")),
+        lambda: tuple(
+            bytes_of(kind, "megackpt.index")[:-16]
+            for kind in ("ours", "zarr with index")
+        ),
         lambda: indexed,
     ),
     ".metadata": (
@@ -148,7 +197,10 @@ PARSERS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], Callable[[], Parse]
         lambda: in_place("flattened", ".metadata", TorchDist().read_manifest),
     ),
     "a pickle": (pickled, lambda: in_archive),
-    "a blob": (lambda: (bytes_of("dcp", "common.pt"), objects.dump([healthy.COMMON])), lambda: opened),
+    "a blob": (
+        lambda: (bytes_of("dcp", "common.pt"), objects.dump([healthy.COMMON])),
+        lambda: opened,
+    ),
     "a torch file": (
         lambda: (bytes_of("torch", "model.pt"),),
         lambda: in_place("torch", "model.pt", TorchFile().read_manifest),
@@ -159,7 +211,9 @@ PARSERS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], Callable[[], Parse]
     ),
     "a safetensors header": (
         lambda: (bytes_of("one safetensors", "model.safetensors"),),
-        lambda: in_place("one safetensors", "model.safetensors", Safetensors().read_manifest),
+        lambda: in_place(
+            "one safetensors", "model.safetensors", Safetensors().read_manifest
+        ),
     ),
     "a weight map": (
         lambda: (bytes_of("safetensors", "model.safetensors.index.json"),),
@@ -174,7 +228,10 @@ PARSERS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], Callable[[], Parse]
         lambda: in_place("dcp", "metadata.json", read_config),
     ),
     "zarr.json": (
-        lambda: tuple(bytes_of(kind, "w/zarr.json") for kind in ("zarr", "zarr shards", "zarr blosc")),
+        lambda: tuple(
+            bytes_of(kind, "w/zarr.json")
+            for kind in ("zarr", "zarr shards", "zarr blosc")
+        ),
         lambda: partial(parse_array, where="zarr.json"),
     ),
     ".zarray": (
@@ -184,13 +241,22 @@ PARSERS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], Callable[[], Parse]
     "a shard's index": (
         lambda: (bytes_of("zarr shards", "w/c.0.0")[:-4],),  # without its crc32c
         lambda: in_place(
-            "zarr shards", "w/c.0.0", lambda root: shard_index(root, "w/c.0.0", 4, ("end", False))
+            "zarr shards",
+            "w/c.0.0",
+            lambda root: shard_index(root, "w/c.0.0", 4, ("end", False)),
         ),
     ),
     "the mark of a save": (
         lambda: (
             json.dumps(
-                {"time": 1.0, "pid": 1, "host": "h", "boot": "b", "names": ["x"], "last": "y"}
+                {
+                    "time": 1.0,
+                    "pid": 1,
+                    "host": "h",
+                    "boot": "b",
+                    "names": ["x"],
+                    "last": "y",
+                }
             ).encode(),
         ),
         lambda: in_marker,
@@ -203,7 +269,9 @@ def in_marker(data: bytes) -> object:
     try:
         file.write_bytes(data)
         root = LocalStorage(made("dcp"))
-        return [(str(mark), mark.finished(root), mark.lives(root)) for mark in markers(root)]
+        return [
+            (str(mark), mark.finished(root), mark.lives(root)) for mark in markers(root)
+        ]
     finally:
         file.unlink()
 
@@ -212,7 +280,12 @@ def fuzzed(name: str, examples: int) -> None:
     seeds, parser = PARSERS[name]
     parse = parser()
 
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(spoiled(seeds()))
     @example(b"")
     def any_bytes(data: bytes) -> None:

@@ -34,7 +34,9 @@ VOCABULARY, LENGTH, LAYERS = 32, 8, 4
 class _Norm(torch.nn.Module):
     """What Megatron asks of mamba_ssm's norm when it builds: a weight."""
 
-    def __init__(self, size: int, eps: float, device: Any, dtype: Any, **_: Any) -> None:
+    def __init__(
+        self, size: int, eps: float, device: Any, dtype: Any, **_: Any
+    ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
 
@@ -76,11 +78,15 @@ def prepare(used: Sequence[str] = USED) -> types.ModuleType:
     distributed = sys.modules[f"{CORE}.optimizer.distrib_optimizer"]
     distributed.Adam = _Adam
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
-    sys.modules[f"{CORE}.tensor_parallel.random"].CudaRNGStatesTracker.fork = lambda *_: nullcontext()
+    sys.modules[f"{CORE}.tensor_parallel.random"].CudaRNGStatesTracker.fork = (
+        lambda *_: nullcontext()
+    )
     from interop.megatron_shims import dist_checkpointing
 
     peer = dist_checkpointing()
-    told = torch.Tensor.type  # by whose answer Megatron's optimizer knows tensors of a GPU
+    told = (
+        torch.Tensor.type
+    )  # by whose answer Megatron's optimizer knows tensors of a GPU
     torch.Tensor.type = lambda self, *to: (
         told(self, *to) if to else told(self).replace("torch.", "torch.cuda.")
     )
@@ -94,9 +100,14 @@ def parallel(tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[None]:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
-        tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp if ep == 1 else 1
+        tp,
+        pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=tp if ep == 1 else 1,
     )
-    made = list(getattr(parallel_state, "_global_process_group_list", ()))  # 0.12 has none
+    made = list(
+        getattr(parallel_state, "_global_process_group_list", ())
+    )  # 0.12 has none
     try:
         yield
     finally:
@@ -140,7 +151,9 @@ def gpt(**options: Any) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    asked = {name: options.get(name) for name in ("num_moe_experts", "moe_grouped_gemm")}
+    asked = {
+        name: options.get(name) for name in ("num_moe_experts", "moe_grouped_gemm")
+    }
     llama = {
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
@@ -150,7 +163,8 @@ def gpt(**options: Any) -> torch.nn.Module:
     return GPTModel(
         config(**llama | options),
         get_gpt_layer_local_spec(
-            num_experts=asked["num_moe_experts"], moe_grouped_gemm=asked["moe_grouped_gemm"]
+            num_experts=asked["num_moe_experts"],
+            moe_grouped_gemm=asked["moe_grouped_gemm"],
         ),
         VOCABULARY,
         LENGTH,
@@ -167,12 +181,21 @@ def tied(**options: Any) -> torch.nn.Module:
 
     spec = get_gpt_layer_local_spec()
     return GPTModel(
-        config(**options), spec, VOCABULARY, LENGTH, share_embeddings_and_output_weights=True, **_stage()
+        config(**options),
+        spec,
+        VOCABULARY,
+        LENGTH,
+        share_embeddings_and_output_weights=True,
+        **_stage(),
     )
 
 
 def experts(grouped: bool = False, **options: Any) -> torch.nn.Module:
-    routing = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_grouped_gemm": grouped}
+    routing = {
+        "num_moe_experts": 4,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": grouped,
+    }
     return gpt(**routing | options)
 
 
@@ -185,7 +208,9 @@ def bert(**options: Any) -> torch.nn.Module:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
-    return BertModel(config(**options), 2, bert_layer_local_spec, VOCABULARY, LENGTH, **_stage())
+    return BertModel(
+        config(**options), 2, bert_layer_local_spec, VOCABULARY, LENGTH, **_stage()
+    )
 
 
 def t5(**options: Any) -> torch.nn.Module:
@@ -193,9 +218,18 @@ def t5(**options: Any) -> torch.nn.Module:
 
     layers = LAYERS // config().pipeline_model_parallel_size
     encoder, decoder = (
-        getattr(specs, f"get_t5_{half}_with_local_block_spec")(layers) for half in ("encoder", "decoder")
+        getattr(specs, f"get_t5_{half}_with_local_block_spec")(layers)
+        for half in ("encoder", "decoder")
     )
-    return T5Model(config(**options), config(**options), encoder, decoder, VOCABULARY, LENGTH, **_stage())
+    return T5Model(
+        config(**options),
+        config(**options),
+        encoder,
+        decoder,
+        VOCABULARY,
+        LENGTH,
+        **_stage(),
+    )
 
 
 def mamba(**options: Any) -> torch.nn.Module:
@@ -210,9 +244,13 @@ def mamba(**options: Any) -> torch.nn.Module:
 
     mamba_block.TENorm = WrappedTorchNorm
     local = get_gpt_layer_local_spec()
-    ends = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    ends = mamba_mixer.MambaMixerSubmodules(
+        in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+    )
     mixer = ModuleSpec(module=mamba_mixer.MambaMixer, submodules=ends)
-    layer = mamba_layer.MambaLayerSubmodules(mixer=mixer, mamba_bda=get_bias_dropout_add)
+    layer = mamba_layer.MambaLayerSubmodules(
+        mixer=mixer, mamba_bda=get_bias_dropout_add
+    )
     stack = mamba_block.MambaStackSubmodules(
         mamba_layer=ModuleSpec(module=mamba_layer.MambaLayer, submodules=layer),
         attention_layer=local,
@@ -254,11 +292,17 @@ def place(name: str, parameter: torch.Tensor) -> str:
     """Which piece of which parameter this is."""
     from megatron.core import parallel_state as p
 
-    if name.endswith("word_embeddings.weight") or getattr(parameter, "shared_embedding", False):
+    if name.endswith("word_embeddings.weight") or getattr(
+        parameter, "shared_embedding", False
+    ):
         return f"shared {p.get_tensor_model_parallel_rank()}"
     told = [name, p.get_pipeline_model_parallel_rank()]
     if not getattr(parameter, "allreduce", True):
-        told += ["ep", p.get_expert_model_parallel_rank(), p.get_expert_tensor_parallel_rank()]
+        told += [
+            "ep",
+            p.get_expert_model_parallel_rank(),
+            p.get_expert_tensor_parallel_rank(),
+        ]
     elif getattr(parameter, "tensor_model_parallel", False):
         told += ["tp", p.get_tensor_model_parallel_rank()]
     return " ".join(map(str, told))
@@ -273,12 +317,21 @@ def trained(
     kind: str, seed: int = 0, distributed: bool = True, **options: Any
 ) -> tuple[torch.nn.Module, Any]:
     """A model of bfloat16, and its optimizer with a state as after some steps."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    half = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    half = {
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+    }
     model = built(kind, seed, **half | options).bfloat16()
-    buckets = DistributedDataParallelConfig(use_distributed_optimizer=distributed, bucket_size=2000)
+    buckets = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed, bucket_size=2000
+    )
     wrapped = DistributedDataParallel(model.config, buckets, model)
     adam = OptimizerConfig(
         optimizer="adam",
@@ -288,7 +341,9 @@ def trained(
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(adam, [wrapped])
-    for number, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+    for number, part in enumerate(
+        getattr(optimizer, "chained_optimizers", [optimizer])
+    ):
         state = part.optimizer.state
         for group in part.optimizer.param_groups:
             group["step"] = 7 + seed
@@ -296,7 +351,9 @@ def trained(
                 for name in ("exp_avg", "exp_avg_sq"):
                     label = f"{seed} {name} {number} {i} {torch.distributed.get_rank()}"
                     state[parameter][name] = noise(parameter.data, label)
-                parameter.data.add_(0.001 * noise(parameter.data, f"{seed} master {number} {i}"))
+                parameter.data.add_(
+                    0.001 * noise(parameter.data, f"{seed} master {number} {i}")
+                )
     assert all(math.prod(p.shape) for p in model.parameters())
     return model, optimizer
 
@@ -304,22 +361,41 @@ def trained(
 def layerwise(kind: str, seed: int = 0) -> tuple[torch.nn.Module, Any]:
     """The same, with the optimizer that gives whole parameters to data-parallel ranks."""
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.optimizer.layer_wise_optimizer import (
+        LayerWiseDistributedOptimizer,
+    )
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    half = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    half = {
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+    }
     model = built(kind, seed, **half).bfloat16()
-    told = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-    adam = torch.optim.AdamW([{"params": list(model.parameters()), "lr": 0.01 * (1 + seed), **told}])
+    told = {
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+    }
+    adam = torch.optim.AdamW(
+        [{"params": list(model.parameters()), "lr": 0.01 * (1 + seed), **told}]
+    )
 
     def filled(optimizer: Any, _: Any = None) -> None:
-        for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for i, parameter in enumerate(
+            p for group in optimizer.param_groups for p in group["params"]
+        ):
             state = optimizer.state[parameter]
             state["step"] = torch.tensor(7.0 + seed)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = noise(parameter.data, f"{seed} {name} {i} {torch.distributed.get_rank()}")
+                state[name] = noise(
+                    parameter.data, f"{seed} {name} {i} {torch.distributed.get_rank()}"
+                )
 
-    config = OptimizerConfig(optimizer="adam", lr=0.01, bf16=True, params_dtype=torch.bfloat16)
+    config = OptimizerConfig(
+        optimizer="adam", lr=0.01, bf16=True, params_dtype=torch.bfloat16
+    )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     optimizer = LayerWiseDistributedOptimizer([adam], config, groups, [filled])
     filled(optimizer.chained_optimizers[0].optimizer)

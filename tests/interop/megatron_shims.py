@@ -11,7 +11,17 @@ import numpy as np
 import torch
 
 CPU = torch.device("cpu")
-MAKERS = ("tensor", "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like")
+MAKERS = (
+    "tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+)
 
 
 def dist_checkpointing() -> types.ModuleType:

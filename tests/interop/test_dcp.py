@@ -28,12 +28,22 @@ def bits(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
     """Any bits at all, but for bool, which has two values."""
     top = 2 if dtype == "bool" else 256
     size = math.prod(shape) * ITEMSIZE[dtype]
-    octets = torch.randint(0, top, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    octets = torch.randint(
+        0,
+        top,
+        (size,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
     return octets.view(getattr(torch, dtype)).reshape(shape)
 
 
 def octets(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    return (
+        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        if tensor.numel()
+        else b""
+    )
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, key: str = "") -> None:
@@ -68,12 +78,20 @@ def state(rank: int) -> dict[str, Any]:
         )
 
     return {
-        **{key: sharded(key, i % 2) for i, key in enumerate(full) if key.startswith("dtype.")},
+        **{
+            key: sharded(key, i % 2)
+            for i, key in enumerate(full)
+            if key.startswith("dtype.")
+        },
         "layers": [layer(number) for number in range(4)],
         "step": ShardedTensor.from_rank_offsets("step", full["step"], replica_id=rank),
-        "empty": ShardedTensor.from_rank_offsets("empty", full["empty"], replica_id=rank),
+        "empty": ShardedTensor.from_rank_offsets(
+            "empty", full["empty"], replica_id=rank
+        ),
         "rng": ShardedObject("rng_state", {"tp": t}, (1, 2), (0, t), replica_id=d),
-        "plain": ShardedObject("plain", {"text": ["a", 1, None]}, (), (), replica_id=rank),
+        "plain": ShardedObject(
+            "plain", {"text": ["a", 1, None]}, (), (), replica_id=rank
+        ),
         "iteration": 100,
     }
 
@@ -89,7 +107,9 @@ def stock_reads(folder: str, out: str) -> None:
     from torch.distributed.tensor import Shard, zeros
 
     full = whole()
-    asked: dict[str, Any] = {key: torch.zeros_like(tensor) for key, tensor in full.items()}
+    asked: dict[str, Any] = {
+        key: torch.zeros_like(tensor) for key, tensor in full.items()
+    }
     names = ["rng_state/shard_0.0_1.2", "rng_state/shard_0.1_1.2"]
     asked |= {**{name: io.BytesIO() for name in names}, "plain": io.BytesIO()}
     dcp.load(asked, checkpoint_id=folder)
@@ -100,7 +120,9 @@ def stock_reads(folder: str, out: str) -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     for axis in range(3):
-        layers = zeros((4, 6, 3), dtype=torch.bfloat16, device_mesh=mesh, placements=[Shard(axis)])
+        layers = zeros(
+            (4, 6, 3), dtype=torch.bfloat16, device_mesh=mesh, placements=[Shard(axis)]
+        )
         dcp.load({"layers.weight": layers}, checkpoint_id=folder)
         mine = full["layers.weight"].chunk(2, axis)[dist.get_rank()]
         assert_same(layers.to_local(), mine, f"axis {axis}")
@@ -134,14 +156,21 @@ def stock_reads_again(ours: str, stock: str) -> None:
         held = blank(made(kind))
         dcp.load(held, checkpoint_id=Path(ours) / kind)
         found, (tensors, values) = unsharded(held), expected(Path(stock), kind)
-        assert {key: value for key, value in found.items() if key not in tensors} == values
+        assert {
+            key: value for key, value in found.items() if key not in tensors
+        } == values
         for key, tensor in tensors.items():
             assert_same(found[key], tensor.resolve_conj(), f"{kind}: {key}")
     dist.barrier()
 
 
 def made(kind: str) -> dict[str, Any]:
-    return {"nested": nested, "dtensor": dtensor, "fsdp2": fsdp2, "overwritten": nested}[kind]()
+    return {
+        "nested": nested,
+        "dtensor": dtensor,
+        "fsdp2": fsdp2,
+        "overwritten": nested,
+    }[kind]()
 
 
 def unsharded(held: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +179,10 @@ def unsharded(held: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     flat = flatten_state_dict(held)[0]
-    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in flat.items()}
+    return {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in flat.items()
+    }
 
 
 def blank(value: Any) -> Any:
@@ -196,7 +228,9 @@ def dtensor() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
 
     def cut(mesh: Any, *placements: Any, shape: tuple[int, ...] = (7, 10)) -> Any:
-        return distribute_tensor(torch.rand(shape, generator=generator), mesh, placements)
+        return distribute_tensor(
+            torch.rand(shape, generator=generator), mesh, placements
+        )
 
     return {
         "rows": cut(line, Shard(0)),  # of 4 ranks: 2, 2, 2 and 1
@@ -234,7 +268,9 @@ def fsdp2() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ours")
-    ThreadedGroup.run(4, lambda group: megackpt.save(state(group.rank), folder, process_group=group))
+    ThreadedGroup.run(
+        4, lambda group: megackpt.save(state(group.rank), folder, process_group=group)
+    )
     return folder
 
 
@@ -250,11 +286,15 @@ def stock(tmp_path_factory: pytest.TempPathFactory, ours: Path, ranks: Any) -> P
 def expected(stock: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors, and all other values, by DCP's flat names."""
     flat = torch.load(stock / f"{kind}.pt", weights_only=True)
-    tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        key: value for key, value in flat.items() if isinstance(value, torch.Tensor)
+    }
     return tensors, {key: value for key, value in flat.items() if key not in tensors}
 
 
-def assert_all_same(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+def assert_all_same(
+    found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> None:
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
         assert_same(found[key], tensor.resolve_conj(), key)
@@ -263,7 +303,9 @@ def assert_all_same(found: dict[str, torch.Tensor], tensors: dict[str, torch.Ten
 def objects_of(folder: Path) -> dict[str, Any]:
     """The values of all objects without a grid, by key."""
     found = megackpt.load_sharded_metadata(folder).values()
-    asked = {o.key: o for o in found if isinstance(o, ShardedObject) and not o.global_shape}
+    asked = {
+        o.key: o for o in found if isinstance(o, ShardedObject) and not o.global_shape
+    }
     return megackpt.load(asked, folder, validate_access_integrity=False)
 
 
@@ -291,14 +333,20 @@ def columns_of(
     for key, tensor in tensors.items():
         if not tensor.dim():
             blank = torch.zeros_like(tensor)
-            asked[key] = ShardedTensor.from_rank_offsets(key, blank, replica_id=group.rank)
+            asked[key] = ShardedTensor.from_rank_offsets(
+                key, blank, replica_id=group.rank
+            )
             pieces[key] = tensor
             continue
-        start, stop = (tensor.shape[-1] * i // group.size for i in (group.rank, group.rank + 1))
+        start, stop = (
+            tensor.shape[-1] * i // group.size for i in (group.rank, group.rank + 1)
+        )
         pieces[key] = tensor[..., start:stop].resolve_conj()
         shape, begin = tuple(pieces[key].shape), (*(0,) * (tensor.dim() - 1), start)
         blank = torch.empty(shape, dtype=tensor.dtype)
-        asked[key] = ShardedTensor(key, blank, tensor.dtype, shape, tuple(tensor.shape), begin, None)
+        asked[key] = ShardedTensor(
+            key, blank, tensor.dtype, shape, tuple(tensor.shape), begin, None
+        )
     return asked, pieces
 
 
@@ -309,18 +357,25 @@ def test_it_is_resharded(stock: Path, kind: str, size: int) -> None:
 
     def run(group: ThreadedGroup) -> None:
         asked, pieces = columns_of(tensors, group)
-        found = megackpt.load(asked, stock / kind, process_group=group, dtype_policy="error")
+        found = megackpt.load(
+            asked, stock / kind, process_group=group, dtype_policy="error"
+        )
         assert_all_same(found, pieces)
 
     ThreadedGroup.run(size, run)
 
 
-def test_stock_dcp_reads_what_we_make_of_its_own(stock: Path, tmp_path: Path, ranks: Any) -> None:
+def test_stock_dcp_reads_what_we_make_of_its_own(
+    stock: Path, tmp_path: Path, ranks: Any
+) -> None:
     def run(kind: str, group: ThreadedGroup) -> None:
         tensors, values = expected(stock, kind)
         asked, _ = columns_of(tensors, group)
         megackpt.load(asked, stock / kind, process_group=group)
-        objects = {key: ShardedObject(key, value, (), (), group.rank) for key, value in values.items()}
+        objects = {
+            key: ShardedObject(key, value, (), (), group.rank)
+            for key, value in values.items()
+        }
         megackpt.save({**asked, **objects}, tmp_path / kind, process_group=group)
 
     for kind in KINDS:
@@ -341,7 +396,11 @@ def test_converted_to_zarr_and_back(stock: Path, tmp_path: Path, kind: str) -> N
 
 def test_a_flipped_byte_is_found(stock: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(stock / "nested", tmp_path / "ckpt")
-    location = megackpt.checkpoint.open_checkpoint(folder).manifest.chunks_of("model.w")[0].location
+    location = (
+        megackpt.checkpoint.open_checkpoint(folder)
+        .manifest.chunks_of("model.w")[0]
+        .location
+    )
     data = bytearray((folder / location.file).read_bytes())
     data[data.index(octets(nested()["model"]["w"]), location.start) + 100] ^= 1
     (folder / location.file).write_bytes(data)
@@ -367,9 +426,17 @@ def test_ours_overwritten_by_stock_dcp(stock: Path, tmp_path: Path) -> None:
         with pytest.raises(megackpt.CorruptCheckpoint, match=message):
             read(folder)
     with pytest.raises(megackpt.CorruptCheckpoint, match=message):
-        megackpt.load({"w": ShardedTensor.from_rank_offsets("model.w", torch.zeros(6, 10))}, folder)
-    assert any(".metadata is newer" in problem for problem in megackpt.verify(folder).problems)
+        megackpt.load(
+            {"w": ShardedTensor.from_rank_offsets("model.w", torch.zeros(6, 10))},
+            folder,
+        )
+    assert any(
+        ".metadata is newer" in problem for problem in megackpt.verify(folder).problems
+    )
     (folder / "megackpt.index").unlink()
     tensors, values = expected(stock, "nested")
     assert_all_same(megackpt.load_plain_tensors(folder), tensors)
-    assert objects_of(folder) == {**values, "iteration": 100}  # stock DCP leaves common.pt as it was
+    assert objects_of(folder) == {
+        **values,
+        "iteration": 100,
+    }  # stock DCP leaves common.pt as it was

@@ -40,11 +40,17 @@ Piece = MAKER["Piece"]
 COMMON = "common_state/shard_0_1"
 OLD = "megatron.core.dist_checkpointing.strategies.torch"
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch_dist`", "ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch_dist`", "ignore:torch.distributed is disabled"
+)
 
 
 def octets(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    return (
+        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        if tensor.numel()
+        else b""
+    )
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -65,7 +71,11 @@ def old_classes() -> Iterator[type]:
     """``MCoreSavePlan`` of Megatron-Core <= 0.15, as far as a pickle needs it."""
     names = [OLD.rsplit(".", cut)[0] for cut in range(OLD.count("."), 0, -1)] + [OLD]
     modules = {name: types.ModuleType(name) for name in names}
-    plan = type("MCoreSavePlan", (SavePlan,), {"__module__": OLD, "__qualname__": "MCoreSavePlan"})
+    plan = type(
+        "MCoreSavePlan",
+        (SavePlan,),
+        {"__module__": OLD, "__qualname__": "MCoreSavePlan"},
+    )
     modules[OLD].MCoreSavePlan = plan  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
@@ -86,7 +96,9 @@ class Flat:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        return tuple(n // c for n, c in zip(self.tensor.shape, self.counts, strict=True))
+        return tuple(
+            n // c for n, c in zip(self.tensor.shape, self.counts, strict=True)
+        )
 
     def pieces(self, key: str) -> list[Any]:
         """As Megatron-Core writes them: (1, ..., 1, n) elements at (cell, start)."""
@@ -94,7 +106,9 @@ class Flat:
         size = (*self.counts, math.prod(extents))
         found = []
         for cell, cuts in self.cuts.items():
-            region = tuple(slice(i * n, i * n + n) for i, n in zip(cell, extents, strict=True))
+            region = tuple(
+                slice(i * n, i * n + n) for i, n in zip(cell, extents, strict=True)
+            )
             run = self.tensor[region].reshape(-1)
             for rank, (start, stop) in enumerate(pairwise(cuts)):
                 data = run[start:stop].clone().reshape(*(1,) * axes, stop - start)
@@ -110,10 +124,14 @@ def flats(draw: st.DrawFn) -> Flat:
         counts, extents = [draw(st.integers(1, 3)), *counts], [1, *extents]
     volume = math.prod(extents)
     ranks = draw(st.integers(1, 4))
-    inner = st.lists(st.integers(0, volume), min_size=ranks - 1, max_size=ranks - 1).map(sorted)
+    inner = st.lists(
+        st.integers(0, volume), min_size=ranks - 1, max_size=ranks - 1
+    ).map(sorted)
     cuts = {cell: [0, *draw(inner), volume] for cell in product(*map(range, counts))}
     shape = tuple(c * n for c, n in zip(counts, extents, strict=True))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.complex64]))
+    dtype = draw(
+        st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
+    )
     size = math.prod(shape) * dtype.itemsize
     made = torch.Generator().manual_seed(draw(st.integers(0, 9)))
     bits = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=made)
@@ -122,7 +140,10 @@ def flats(draw: st.DrawFn) -> Flat:
 
 def write_flat(folder: Path, tensors: dict[str, Flat], *others: Any) -> Path:
     pieces = [piece for key, flat in tensors.items() for piece in flat.pieces(key)]
-    about = {key: {"nd_reformulated_orig_global_shape": tuple(f.tensor.shape)} for key, f in tensors.items()}
+    about = {
+        key: {"nd_reformulated_orig_global_shape": tuple(f.tensor.shape)}
+        for key, f in tensors.items()
+    }
     about |= {piece.name: {} for piece in others}
     with old_classes() as plan:
         MAKER["write"](folder, [*pieces, *others], plan, mcore_data=about)
@@ -134,7 +155,11 @@ def simple(rows: int = 6, columns: int = 4) -> Flat:
     """(rows, columns) in two cells by rows, each in three runs, one of them empty."""
     volume = rows * columns // 2
     cuts = {(i, 0): [0, columns + 1, columns + 1, volume] for i in range(2)}
-    return Flat(torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns), (2, 1), cuts)
+    return Flat(
+        torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns),
+        (2, 1),
+        cuts,
+    )
 
 
 def cut(
@@ -144,16 +169,23 @@ def cut(
     start, stop = (tensor.shape[axis] * i // size for i in (rank, rank + 1))
     part = tensor.narrow(axis, start, stop - start)
     offset = tuple(start if i == axis else 0 for i in range(tensor.dim()))
-    asked = ShardedTensor(key, None, part.dtype, tuple(part.shape), tuple(tensor.shape), offset, None)
+    asked = ShardedTensor(
+        key, None, part.dtype, tuple(part.shape), tuple(tensor.shape), offset, None
+    )
     return asked, part
 
 
 class TestFlattened:
     @settings(max_examples=30, deadline=None)
     @given(st.lists(flats(), min_size=1, max_size=3), st.integers(1, 3), st.data())
-    def test_any_is_the_tensor_that_it_was(self, flat: list[Flat], size: int, data: st.DataObject) -> None:
+    def test_any_is_the_tensor_that_it_was(
+        self, flat: list[Flat], size: int, data: st.DataObject
+    ) -> None:
         tensors = {f"optimizer.state.exp_avg.{i}": f for i, f in enumerate(flat)}
-        axes = {key: data.draw(st.integers(0, f.tensor.dim() - 1)) for key, f in tensors.items()}
+        axes = {
+            key: data.draw(st.integers(0, f.tensor.dim() - 1))
+            for key, f in tensors.items()
+        }
         with tempfile.TemporaryDirectory() as temporary:
             folder = write_flat(Path(temporary) / "ckpt", tensors)
             found = megackpt.load_plain_tensors(folder)
@@ -165,9 +197,14 @@ class TestFlattened:
             assert report.checked
 
             def run(group: ThreadedGroup) -> None:
-                wanted = {key: cut(key, f.tensor, axes[key], group.rank, size) for key, f in tensors.items()}
+                wanted = {
+                    key: cut(key, f.tensor, axes[key], group.rank, size)
+                    for key, f in tensors.items()
+                }
                 asked = {key: one for key, (one, _) in wanted.items()}
-                loaded = megackpt.load(asked, folder, process_group=group, dtype_policy="error")
+                loaded = megackpt.load(
+                    asked, folder, process_group=group, dtype_policy="error"
+                )
                 for key, (_, part) in wanted.items():
                     assert_same(loaded[key], part)
                 assert loaded["iteration"] == 7
@@ -181,8 +218,12 @@ class TestFlattened:
         with tempfile.TemporaryDirectory() as temporary:
             folder = write_flat(Path(temporary) / "ckpt", {"m": flat})
             megackpt.convert(folder, Path(temporary) / "new", to)
-            assert_same(megackpt.load_plain_tensors(Path(temporary) / "new")["m"], flat.tensor)
-            assert megackpt.load_common_state_dict(Path(temporary) / "new") == {"iteration": 7}
+            assert_same(
+                megackpt.load_plain_tensors(Path(temporary) / "new")["m"], flat.tensor
+            )
+            assert megackpt.load_common_state_dict(Path(temporary) / "new") == {
+                "iteration": 7
+            }
             assert megackpt.verify(Path(temporary) / "new").ok
 
     def test_beside_others_of_all_kinds(self, tmp_path: Path) -> None:
@@ -190,16 +231,27 @@ class TestFlattened:
         plain, run = torch.ones(2, 3), torch.arange(10.0)
         others = [
             Piece(0, "plain", plain, (2, 3), (0, 0)),
-            *(Piece(i, "run", run[a:b].clone(), (10,), (a,)) for i, (a, b) in enumerate([(0, 4), (4, 10)])),
+            *(
+                Piece(i, "run", run[a:b].clone(), (10,), (a,))
+                for i, (a, b) in enumerate([(0, 4), (4, 10)])
+            ),
             Piece(1, "rng/shard_0.0_1", [5]),
             Piece(0, "rng/shard_0.1_1", [6]),
         ]
         folder = write_flat(tmp_path / "ckpt", {"flat": simple()}, *others)
         found = megackpt.load_plain_tensors(folder)
-        for key, tensor in {"plain": plain, "run": run, "flat": simple().tensor}.items():
+        for key, tensor in {
+            "plain": plain,
+            "run": run,
+            "flat": simple().tensor,
+        }.items():
             assert_same(found[key], tensor)
         # Of these names old releases left out the last extent.
-        cells = {k for k, v in megackpt.load_sharded_metadata(folder).items() if isinstance(v, ShardedObject)}
+        cells = {
+            k
+            for k, v in megackpt.load_sharded_metadata(folder).items()
+            if isinstance(v, ShardedObject)
+        }
         assert cells == {"rng/shard_0.0_1.2", "rng/shard_0.1_1.2"}
         asked = {cell: ShardedObject.empty_from_unique_key(cell) for cell in cells}
         loaded = megackpt.load(asked, folder)
@@ -209,33 +261,46 @@ class TestFlattened:
         """Which part of its record a chunk is follows from where it lies."""
         opened = open_checkpoint(write_flat(tmp_path / "ckpt", {"m": simple()}))
         chunks = opened.manifest.chunks
-        assert len(chunks) > len(set(zip(chunks.file.tolist(), chunks.start.tolist(), strict=True)))
+        assert len(chunks) > len(
+            set(zip(chunks.file.tolist(), chunks.start.tolist(), strict=True))
+        )
         for seed in range(5):
             order = np.random.default_rng(seed).permutation(len(chunks))
-            shuffled = replace(opened.manifest, chunks=chunks.take(order, chunks.block_bounds))
+            shuffled = replace(
+                opened.manifest, chunks=chunks.take(order, chunks.block_bounds)
+            )
             found = torch.zeros(6, 4)
             wanted = declare([ShardedTensor.from_rank_offsets("m", found)], rank=0)
             Reading().rows(opened.storage, opened.backend, shuffled, wanted, [found])
             assert_same(found, simple().tensor)
 
-    def test_only_the_ranges_needed_are_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_the_ranges_needed_are_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         flat = simple(1024, 512)
         folder = write_flat(tmp_path / "ckpt", {"m": flat})
         read: list[int] = []
         into = LocalReader.read_into
 
-        def counted(self: LocalReader, start: int, buffers: Sequence[memoryview]) -> None:
+        def counted(
+            self: LocalReader, start: int, buffers: Sequence[memoryview]
+        ) -> None:
             read.append(sum(map(len, buffers)))
             into(self, start, buffers)
 
         monkeypatch.setattr(LocalReader, "read_into", counted)
         asked, part = cut("m", flat.tensor, 0, 0, 64)
-        assert_same(megackpt.load({"m": asked}, folder, validate_access_integrity=False)["m"], part)
+        assert_same(
+            megackpt.load({"m": asked}, folder, validate_access_integrity=False)["m"],
+            part,
+        )
         needed = part.nbytes + (folder / ".metadata").stat().st_size
         assert needed < sum(read) < needed + 30_000
 
     @pytest.mark.parametrize("step", [1, 2])
-    def test_runs_saved_as_views_of_something_larger(self, tmp_path: Path, step: int) -> None:
+    def test_runs_saved_as_views_of_something_larger(
+        self, tmp_path: Path, step: int
+    ) -> None:
         flat = simple()
         larger = torch.zeros(3 + 24 * step)
         larger[3::step] = flat.tensor.reshape(-1)
@@ -255,7 +320,9 @@ class TestFlattened:
         whole = file.read_bytes()
         at = whole.index(simple().tensor.reshape(-1)[5:12].numpy().tobytes()) + 9
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        (problem,) = megackpt.verify(folder).problems  # once, though several boxes lie in this record
+        (problem,) = megackpt.verify(
+            folder
+        ).problems  # once, though several boxes lie in this record
         assert "data/0 does not match its checksum" in problem
 
     def drop(self, metadata: Any) -> None:
@@ -277,17 +344,28 @@ class TestFlattened:
 
     def twice(self, metadata: Any) -> None:
         places = list(metadata.storage_data.values())
-        places[-1].relative_path, places[-1].offset = places[0].relative_path, places[0].offset
+        places[-1].relative_path, places[-1].offset = (
+            places[0].relative_path,
+            places[0].offset,
+        )
 
     @pytest.mark.parametrize("lie", [drop, overlap, short, beyond, two_cells, twice])
-    def test_runs_that_lie(self, tmp_path: Path, lie: Callable[[Any, Any], None]) -> None:
-        folder = change(write_flat(tmp_path / "ckpt", {"m": simple()}), lambda m: lie(self, m))
+    def test_runs_that_lie(
+        self, tmp_path: Path, lie: Callable[[Any, Any], None]
+    ) -> None:
+        folder = change(
+            write_flat(tmp_path / "ckpt", {"m": simple()}), lambda m: lie(self, m)
+        )
         with pytest.raises(CorruptCheckpoint, match="'m'"):
             megackpt.load_plain_tensors(folder)
 
     @pytest.mark.parametrize("hole", [drop, short])
-    def test_verify_finds_holes(self, tmp_path: Path, hole: Callable[[Any, Any], None]) -> None:
-        folder = change(write_flat(tmp_path / "ckpt", {"m": simple()}), lambda m: hole(self, m))
+    def test_verify_finds_holes(
+        self, tmp_path: Path, hole: Callable[[Any, Any], None]
+    ) -> None:
+        folder = change(
+            write_flat(tmp_path / "ckpt", {"m": simple()}), lambda m: hole(self, m)
+        )
         problems = megackpt.verify(folder).problems
         assert problems
         assert all("'m'" in problem for problem in problems)
@@ -295,7 +373,19 @@ class TestFlattened:
 
     @pytest.mark.parametrize(
         "shape",
-        [(6, 5), (24,), (5, 4), (3, 8), (), (6, 4, 1), (0, 4), (-6, -4), ("6", 4), 24, (1 << 70, 4)],
+        [
+            (6, 5),
+            (24,),
+            (5, 4),
+            (3, 8),
+            (),
+            (6, 4, 1),
+            (0, 4),
+            (-6, -4),
+            ("6", 4),
+            24,
+            (1 << 70, 4),
+        ],
     )
     def test_shapes_that_lie(self, tmp_path: Path, shape: Any) -> None:
         folder = write_flat(tmp_path / "ckpt", {"m": simple()})
@@ -315,13 +405,17 @@ class TestFlattened:
                 object.__setattr__(plan, "mcore_data", metadata.mcore_data)
             del metadata.mcore_data
 
-        assert_same(megackpt.load_plain_tensors(change(folder, move))["m"], simple().tensor)
+        assert_same(
+            megackpt.load_plain_tensors(change(folder, move))["m"], simple().tensor
+        )
 
         def disagree(metadata: Any) -> None:
             about = {"m": {"nd_reformulated_orig_global_shape": (12, 2)}}
             object.__setattr__(metadata.all_local_plans[1], "mcore_data", about)
 
-        with pytest.raises(CorruptCheckpoint, match=r"flattened, of shapes \(6, 4\) and \(12, 2\)"):
+        with pytest.raises(
+            CorruptCheckpoint, match=r"flattened, of shapes \(6, 4\) and \(12, 2\)"
+        ):
             megackpt.load_plain_tensors(change(folder, disagree))
 
 
@@ -340,7 +434,10 @@ class TestLayoutC:
             "sharded_backend_version",
         }
         assert megackpt.load_common_state_dict(LAYOUT_C) == MAKER["COMMON"]
-        assert megackpt.load_content_metadata(LAYOUT_C) == MAKER["COMMON"]["content_metadata"]
+        assert (
+            megackpt.load_content_metadata(LAYOUT_C)
+            == MAKER["COMMON"]["content_metadata"]
+        )
         assert COMMON not in megackpt.load_sharded_metadata(LAYOUT_C)
 
     def test_it_is_a_checkpoint_of_dcp(self) -> None:
@@ -353,7 +450,10 @@ class TestLayoutC:
 
     def test_the_script_still_makes_it(self, tmp_path: Path) -> None:
         MAKER["write"](tmp_path / "ckpt", MAKER["pieces"]())
-        found, golden = (megackpt.load_plain_tensors(folder) for folder in (tmp_path / "ckpt", LAYOUT_C))
+        found, golden = (
+            megackpt.load_plain_tensors(folder)
+            for folder in (tmp_path / "ckpt", LAYOUT_C)
+        )
         assert found.keys() == golden.keys()
         for key, tensor in golden.items():
             assert_same(found[key], tensor)
@@ -362,56 +462,81 @@ class TestLayoutC:
         )
 
     def test_with_the_list_of_digests_that_it_may_have(self, copy: Path) -> None:
-        (copy / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": {}}))
+        (copy / "integrity.json").write_text(
+            json.dumps({"algorithm": "sha256", "files": {}})
+        )
         assert megackpt.load_common_state_dict(copy) == MAKER["COMMON"]
         report = megackpt.verify(copy)
         assert report.ok
         assert not report.foreign
         megackpt.convert(LAYOUT_C, copy, "torch_dist", overwrite=True)
-        assert not (copy / "integrity.json").exists()  # it would tell of files that are no more
+        assert not (
+            copy / "integrity.json"
+        ).exists()  # it would tell of files that are no more
 
     def test_common_pt_counts_where_there_are_both(self, copy: Path) -> None:
         torch.save({"iteration": 8}, copy / "common.pt")
         assert megackpt.load_common_state_dict(copy) == {"iteration": 8}
         assert COMMON not in megackpt.load_sharded_metadata(copy)
-        assert megackpt.load({}, copy, validate_access_integrity=False) == {"iteration": 8}
+        assert megackpt.load({}, copy, validate_access_integrity=False) == {
+            "iteration": 8
+        }
         assert megackpt.verify(copy).ok
         megackpt.convert(copy, copy.parent / "new", "torch_dist")
         assert megackpt.load_common_state_dict(copy.parent / "new") == {"iteration": 8}
 
     @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
-    def test_classes_that_nobody_knows_survive_conversion(self, tmp_path: Path, to: str) -> None:
+    def test_classes_that_nobody_knows_survive_conversion(
+        self, tmp_path: Path, to: str
+    ) -> None:
         recipe = types.new_class("Recipe")
         recipe.__module__, recipe.steps = "somebodys", 3  # type: ignore[attr-defined]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, "somebodys", types.SimpleNamespace(Recipe=recipe))
-            pieces = [Piece(0, COMMON, [{"args": recipe()}]), Piece(0, "w", torch.ones(3), (3,), (0,))]
+            patch.setitem(
+                sys.modules, "somebodys", types.SimpleNamespace(Recipe=recipe)
+            )
+            pieces = [
+                Piece(0, COMMON, [{"args": recipe()}]),
+                Piece(0, "w", torch.ones(3), (3,), (0,)),
+            ]
             MAKER["write"](tmp_path / "ckpt", pieces)
         megackpt.convert(tmp_path / "ckpt", tmp_path / "new", to)
         for folder in (tmp_path / "ckpt", tmp_path / "new"):
-            with pytest.raises(UntrustedClass, match=r"the common state: the object holds somebodys\.Recipe"):
+            with pytest.raises(
+                UntrustedClass,
+                match=r"the common state: the object holds somebodys\.Recipe",
+            ):
                 megackpt.load_common_state_dict(folder)
             (args,) = megackpt.load_common_state_dict(folder, trusted=[recipe]).values()
             assert type(args) is recipe
 
     @pytest.mark.parametrize("value", [{"iteration": 1}, [{}, {}], [], 5])
-    def test_anything_but_a_list_of_one_is_refused(self, tmp_path: Path, value: Any) -> None:
+    def test_anything_but_a_list_of_one_is_refused(
+        self, tmp_path: Path, value: Any
+    ) -> None:
         MAKER["write"](tmp_path / "ckpt", [Piece(0, COMMON, value)])
-        with pytest.raises(CorruptCheckpoint, match=r"the common state: a pickle holds no list of one"):
+        with pytest.raises(
+            CorruptCheckpoint, match=r"the common state: a pickle holds no list of one"
+        ):
             megackpt.load_common_state_dict(tmp_path / "ckpt")
 
     def test_a_list_of_one_that_is_no_dict(self, tmp_path: Path) -> None:
         MAKER["write"](tmp_path / "ckpt", [Piece(0, COMMON, [[1]])])
-        with pytest.raises(CorruptCheckpoint, match="the common state is a list, not a dict"):
+        with pytest.raises(
+            CorruptCheckpoint, match="the common state is a list, not a dict"
+        ):
             megackpt.load_common_state_dict(tmp_path / "ckpt")
 
     def test_a_grid_of_common_states_is_none(self, tmp_path: Path) -> None:
         """Under names that resemble it there are objects like others."""
         MAKER["write"](
-            tmp_path / "ckpt", [Piece(0, "common_state/shard_1_2", [5]), Piece(0, COMMON, [{"a": 1}])]
+            tmp_path / "ckpt",
+            [Piece(0, "common_state/shard_1_2", [5]), Piece(0, COMMON, [{"a": 1}])],
         )
         assert megackpt.load_common_state_dict(tmp_path / "ckpt") == {"a": 1}
-        assert set(megackpt.load_sharded_metadata(tmp_path / "ckpt")) == {"common_state/shard_1_2"}
+        assert set(megackpt.load_sharded_metadata(tmp_path / "ckpt")) == {
+            "common_state/shard_1_2"
+        }
 
     def test_a_changed_byte_of_it_is_found(self, copy: Path) -> None:
         file = copy / "__0_0.distcp"
@@ -419,6 +544,11 @@ class TestLayoutC:
         at = whole.index(b"dp_reshardable")
         file.write_bytes(whole[:at] + b"D" + whole[at + 1 :])
         (problem,) = megackpt.verify(copy).problems
-        assert problem.startswith("the common state: data.pkl does not match its checksum")
-        with pytest.raises(CorruptCheckpoint, match=r"the common state: the bytes of data\.pkl are damaged"):
+        assert problem.startswith(
+            "the common state: data.pkl does not match its checksum"
+        )
+        with pytest.raises(
+            CorruptCheckpoint,
+            match=r"the common state: the bytes of data\.pkl are damaged",
+        ):
             megackpt.load_common_state_dict(copy)

@@ -21,18 +21,24 @@ EXTRA = "decoder.layers.self_attention.core_attention._extra_state"
 FLAT = GOLDEN / "mcore-0.12.3-flat-tp2pp1dp2"
 ZARR = GOLDEN / "mcore-0.12.3-zarr-tp2pp1dp2"
 LAYOUT_C = GOLDEN / "synthetic-layout-c"
-every = pytest.mark.parametrize("folder", [NEW, FLAT, LAYOUT_C, ZARR], ids=lambda folder: folder.name)
+every = pytest.mark.parametrize(
+    "folder", [NEW, FLAT, LAYOUT_C, ZARR], ids=lambda folder: folder.name
+)
 
 
 def expected(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(f"{folder}.expected.pt", weights_only=True)
 
 
-def assert_all_same(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+def assert_all_same(
+    found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> None:
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
         assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key
-        pair = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found[key], tensor)]
+        pair = [
+            t.contiguous().reshape(-1).view(torch.uint8) for t in (found[key], tensor)
+        ]
         assert torch.equal(*pair), key
 
 
@@ -41,7 +47,10 @@ def test_the_whole(folder: Path) -> None:
     assert not (folder / "megackpt.index").exists()
     assert megackpt.check_is_distributed_checkpoint(folder)
     assert_all_same(megackpt.load_plain_tensors(folder), expected(folder))
-    stored = {key: (t.dtype, t.local_shape) for key, t in megackpt.load_tensors_metadata(folder).items()}
+    stored = {
+        key: (t.dtype, t.local_shape)
+        for key, t in megackpt.load_tensors_metadata(folder).items()
+    }
     assert stored == {key: (t.dtype, t.shape) for key, t in expected(folder).items()}
     report = megackpt.verify(folder)
     assert report.ok, report
@@ -57,7 +66,11 @@ def test_common_state(folder: Path) -> None:
         "args": {"tp": 2, "pp": 1, "none": None, "flag": True},
         "num_floating_point_operations_so_far": 1.5e12,
         "opt_param_scheduler": {"lr": [0.1, 0.2], "dtype": torch.bfloat16},
-    } | ({"content_metadata": megackpt.load_content_metadata(NEW)} if folder == NEW else {})
+    } | (
+        {"content_metadata": megackpt.load_content_metadata(NEW)}
+        if folder == NEW
+        else {}
+    )
     assert megackpt.load_content_metadata(NEW) == {
         "distrib_optim_sharding_type": "dp_reshardable",
         "singleton_local_shards": False,
@@ -67,8 +80,12 @@ def test_common_state(folder: Path) -> None:
 @pytest.mark.parametrize("folder", [NEW, FLAT, ZARR], ids=lambda folder: folder.name)
 def test_objects(folder: Path) -> None:
     found = megackpt.load_sharded_metadata(folder)
-    cells = {f"{EXTRA}/shard_{i}_4" for i in range(4)} | {f"rng_state/shard_0.{i}_1.2" for i in range(2)}
-    assert {key for key, value in found.items() if isinstance(value, ShardedObject)} == cells
+    cells = {f"{EXTRA}/shard_{i}_4" for i in range(4)} | {
+        f"rng_state/shard_0.{i}_1.2" for i in range(2)
+    }
+    assert {
+        key for key, value in found.items() if isinstance(value, ShardedObject)
+    } == cells
     asked = {cell: ShardedObject.empty_from_unique_key(cell) for cell in cells}
     values = megackpt.load(asked, folder)
     assert [values[f"{EXTRA}/shard_{i}_4"]["layer"] for i in range(4)] == [0, 1, 2, 3]
@@ -91,11 +108,15 @@ def test_resharded(folder: Path, size: int) -> None:
                 )
                 pieces[key] = tensor
                 continue
-            start, stop = (tensor.shape[0] * i // size for i in (group.rank, group.rank + 1))
+            start, stop = (
+                tensor.shape[0] * i // size for i in (group.rank, group.rank + 1)
+            )
             pieces[key] = piece = tensor[start:stop]
             offset = (start, *(0,) * (tensor.dim() - 1))
             shape, total = tuple(piece.shape), tuple(tensor.shape)
-            asked[key] = ShardedTensor(key, None, tensor.dtype, shape, total, offset, None)
+            asked[key] = ShardedTensor(
+                key, None, tensor.dtype, shape, total, offset, None
+            )
         found = megackpt.load(asked, folder, process_group=group, dtype_policy="error")
         assert_all_same({key: found[key] for key in pieces}, pieces)
         assert found["iteration"] == 100
@@ -109,8 +130,13 @@ def test_converted(tmp_path: Path, folder: Path, to: str) -> None:
     new = tmp_path / "ckpt"
     megackpt.convert(folder, new, to)
     assert_all_same(megackpt.load_plain_tensors(new), expected(folder))
-    assert megackpt.load_common_state_dict(new) == megackpt.load_common_state_dict(folder)
-    assert megackpt.load_sharded_metadata(new).keys() == megackpt.load_sharded_metadata(folder).keys()
+    assert megackpt.load_common_state_dict(new) == megackpt.load_common_state_dict(
+        folder
+    )
+    assert (
+        megackpt.load_sharded_metadata(new).keys()
+        == megackpt.load_sharded_metadata(folder).keys()
+    )
     assert megackpt.verify(new).ok
 
 
@@ -125,7 +151,9 @@ def test_any_flipped_byte_in_what_is_stored_is_found(tmp_path: Path, file: str) 
             continue
         start = whole.index(b"data.pkl", chunk.location.start)
         at = whole.index(b"\x80\x02", start) + 20  # in the middle of the pickle
-        (folder / file).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        (folder / file).write_bytes(
+            whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+        )
         (problem,) = megackpt.verify(folder).problems
         assert file in problem
         assert "data.pkl" in problem

@@ -48,7 +48,9 @@ class Recipe:
 
 def load(folder: Path, **options: Any) -> Any:
     asked = {
-        "w": ShardedTensor.from_rank_offsets("misc.uint8", torch.zeros(8, dtype=torch.uint8)),
+        "w": ShardedTensor.from_rank_offsets(
+            "misc.uint8", torch.zeros(8, dtype=torch.uint8)
+        ),
         "rng": ShardedObject.empty_from_unique_key(CELL),
     }
     return megackpt.load(asked, folder, validate_access_integrity=False, **options)
@@ -73,9 +75,13 @@ def put_object(folder: Path, value: Any) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(table))
 
 
-def test_a_refusal_is_the_error_that_callers_of_torch_know(folder: Path, witness: Path) -> None:
+def test_a_refusal_is_the_error_that_callers_of_torch_know(
+    folder: Path, witness: Path
+) -> None:
     put_object(folder, Payload(witness))
-    with pytest.raises(pickle.UnpicklingError, match=r"rng_state.*(posix|os)\.system") as caught:
+    with pytest.raises(
+        pickle.UnpicklingError, match=r"rng_state.*(posix|os)\.system"
+    ) as caught:
         load(folder)
     assert isinstance(caught.value, megackpt.UntrustedClass)
     assert not witness.exists()
@@ -99,7 +105,9 @@ def test_files_that_are_larger_than_the_memory(
             raise MemoryError
         return bytearray(size)
 
-    monkeypatch.setattr("megackpt.runtime.storage.interface.bytearray", allocate, raising=False)
+    monkeypatch.setattr(
+        "megackpt.runtime.storage.interface.bytearray", allocate, raising=False
+    )
     with (folder / name).open("ab") as file:
         file.truncate(1 << 31)
     with pytest.raises(megackpt.CorruptCheckpoint, match=r"memory|a hole in the file"):
@@ -109,16 +117,22 @@ def test_files_that_are_larger_than_the_memory(
 def test_a_class_that_the_user_trusts(folder: Path) -> None:
     torch.save({"iteration": 1, "recipe": Recipe(3)}, folder / "common.pt")
     put_object(folder, Recipe(4))
-    with pytest.raises(megackpt.UntrustedClass, match=r"Recipe.*\n.*trusted=\(Recipe,\)"):
+    with pytest.raises(
+        megackpt.UntrustedClass, match=r"Recipe.*\n.*trusted=\(Recipe,\)"
+    ):
         load(folder)
     with pytest.raises(megackpt.UntrustedClass):
         megackpt.load_common_state_dict(folder)
     for found in (
         load(folder, trusted=(Recipe,)),
-        *ThreadedGroup.run(2, lambda group: load(folder, trusted=(Recipe,), process_group=group)),
+        *ThreadedGroup.run(
+            2, lambda group: load(folder, trusted=(Recipe,), process_group=group)
+        ),
     ):
         assert (found["recipe"], found["rng"]) == (Recipe(3), Recipe(4))
-    assert megackpt.load_common_state_dict(folder, trusted=(Recipe,))["recipe"] == Recipe(3)
+    assert megackpt.load_common_state_dict(folder, trusted=(Recipe,))[
+        "recipe"
+    ] == Recipe(3)
     with torch.serialization.safe_globals([Recipe]):
         assert load(folder)["rng"] == Recipe(4)
         assert megackpt.load_common_state_dict(folder)["recipe"] == Recipe(3)
@@ -127,7 +141,13 @@ def test_a_class_that_the_user_trusts(folder: Path) -> None:
 def test_ours_is_held_to_its_index(tmp_path: Path, witness: Path) -> None:
     """A file that was changed is not even opened as long as the index says what it should be."""
     folder = tmp_path / "ours"
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("misc.uint8", torch.ones(8).byte()), "a": 1}, folder)
+    megackpt.save(
+        {
+            "w": ShardedTensor.from_rank_offsets("misc.uint8", torch.ones(8).byte()),
+            "a": 1,
+        },
+        folder,
+    )
     torch.save({"a": Payload(witness)}, folder / "common.pt")
     with pytest.raises(megackpt.CorruptCheckpoint, match=r"common\.pt"):
         megackpt.load_common_state_dict(folder)

@@ -38,7 +38,11 @@ LLAMA: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 TIED = [False, True]
-LEFT = {"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"}  # what embeddings do not need
+LEFT = {
+    "embeddings.position_ids",
+    "pooler.dense.weight",
+    "pooler.dense.bias",
+}  # what embeddings do not need
 
 # What transformers makes of the weights of MiniLM and of what was exported; and how it stores the latter itself.
 SCRIPT = """
@@ -82,7 +86,9 @@ class Parallel:
             axis = self.axes[key]
             cut = [] if axis is None else [(axis, self.rank, self.size)]
             replica = (0, self.rank if axis is None else 0, 0)
-            found[key] = ShardedTensor.from_rank_offsets(prefix + key, weight, *cut, replica_id=replica)
+            found[key] = ShardedTensor.from_rank_offsets(
+                prefix + key, weight, *cut, replica_id=replica
+            )
         return found
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -100,16 +106,23 @@ class Parallel:
         table = self.weights["embedding.word_embeddings.weight"]
         places = torch.tensor(tokens) - self.rank * len(table)
         mine = (places >= 0) & (places < len(table))
-        return self.summed(torch.where(mine[:, None], table[places.clamp(0, len(table) - 1)], 0))
+        return self.summed(
+            torch.where(mine[:, None], table[places.clamp(0, len(table) - 1)], 0)
+        )
 
 
 class Bert(Parallel):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         h, f = config["hidden_size"], config["intermediate_size"]
-        self.heads, self.layers = config["num_attention_heads"], config["num_hidden_layers"]
+        self.heads, self.layers = (
+            config["num_attention_heads"],
+            config["num_hidden_layers"],
+        )
         self.add("embedding.word_embeddings.weight", config["vocab_size"], h, axis=0)
-        self.add("embedding.position_embeddings.weight", config["max_position_embeddings"], h)
+        self.add(
+            "embedding.position_embeddings.weight", config["max_position_embeddings"], h
+        )
         self.add("embedding.tokentype_embeddings.weight", config["type_vocab_size"], h)
         self.add_norm("embedding.layernorm", h)
         for n in range(self.layers):
@@ -133,17 +146,32 @@ class Bert(Parallel):
 
     def embedding(self, tokens: Sequence[int]) -> torch.Tensor:
         """Of a sentence: the mean over its tokens, of length 1."""
-        x = self.embedded(tokens) + self.weights["embedding.position_embeddings.weight"][: len(tokens)]
-        x = self.norm(x + self.weights["embedding.tokentype_embeddings.weight"][0], "embedding.layernorm")
+        x = (
+            self.embedded(tokens)
+            + self.weights["embedding.position_embeddings.weight"][: len(tokens)]
+        )
+        x = self.norm(
+            x + self.weights["embedding.tokentype_embeddings.weight"][0],
+            "embedding.layernorm",
+        )
         for n in range(self.layers):
             layer = f"encoder.layers.{n}."
             qkv = self.linear(x, f"{layer}self_attention.linear_qkv")
-            query, key, value = qkv.unflatten(-1, (self.heads // self.size, 3, -1)).permute(2, 1, 0, 3)
-            seen = functional.scaled_dot_product_attention(query, key, value).transpose(0, 1).flatten(1)
+            query, key, value = qkv.unflatten(
+                -1, (self.heads // self.size, 3, -1)
+            ).permute(2, 1, 0, 3)
+            seen = (
+                functional.scaled_dot_product_attention(query, key, value)
+                .transpose(0, 1)
+                .flatten(1)
+            )
             x = x + self.linear(seen, f"{layer}self_attention.linear_proj")
             x = self.norm(x, f"{layer}self_attention.layernorm")
             inner = functional.gelu(self.linear(x, f"{layer}mlp.linear_fc1"))
-            x = self.norm(x + self.linear(inner, f"{layer}mlp.linear_fc2"), f"{layer}mlp.layernorm")
+            x = self.norm(
+                x + self.linear(inner, f"{layer}mlp.linear_fc2"),
+                f"{layer}mlp.layernorm",
+            )
         return functional.normalize(x.mean(0), dim=0)
 
 
@@ -160,7 +188,10 @@ class Llama(Parallel):
             layer = f"decoder.layers.{n}."
             self.add(f"{layer}input_layernorm.weight", h)
             self.add(
-                f"{layer}self_attention.linear_qkv.weight", self.groups * (self.queries + 2) * d, h, axis=0
+                f"{layer}self_attention.linear_qkv.weight",
+                self.groups * (self.queries + 2) * d,
+                h,
+                axis=0,
             )
             self.add(f"{layer}self_attention.linear_proj.weight", h, h, axis=1)
             self.add(f"{layer}pre_mlp_layernorm.weight", h)
@@ -174,22 +205,31 @@ class Llama(Parallel):
         """SwiGLU: a rank's rows of the gate stand before its rows of the other half, and are declared as two."""
         found: dict[str, Any] = super().sharded_state_dict(prefix)
 
-        def build(key: str, data: torch.Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
+        def build(
+            key: str, data: torch.Tensor, replica_id: Any, _: Any
+        ) -> list[ShardedTensor]:
             return [
                 ShardedTensor.from_rank_offsets(
-                    key, half, (0, self.rank + n * self.size, 2 * self.size), replica_id=replica_id
+                    key,
+                    half,
+                    (0, self.rank + n * self.size, 2 * self.size),
+                    replica_id=replica_id,
                 )
                 for n, half in enumerate(data.chunk(2))
             ]
 
         for key, shard in found.items():
             if key.endswith("linear_fc1.weight"):
-                found[key] = megackpt.ShardedTensorFactory(shard.key, shard.data, build, torch.cat)
+                found[key] = megackpt.ShardedTensorFactory(
+                    shard.key, shard.data, build, torch.cat
+                )
         return found
 
     def randomize(self) -> None:
         for number, (key, weight) in enumerate(self.weights.items()):
-            random = torch.Generator().manual_seed(number * 10 + self.rank * (self.axes[key] is not None))
+            random = torch.Generator().manual_seed(
+                number * 10 + self.rank * (self.axes[key] is not None)
+            )
             weight.normal_(0.0 if weight.dim() > 1 else 1.0, 0.3, generator=random)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -210,18 +250,32 @@ class Llama(Parallel):
         x = self.embedded(tokens)
         for n in range(self.config["num_hidden_layers"]):
             layer = f"decoder.layers.{n}."
-            qkv = self.linear(self.norm(x, f"{layer}input_layernorm"), f"{layer}self_attention.linear_qkv")
-            # tokens x groups of this rank x (queries, key, value) x size
-            qkv = qkv.unflatten(-1, (self.groups // self.size, self.queries + 2, -1)).movedim(0, 2)
-            query, key, value = qkv[:, :-2].flatten(0, 1), qkv[:, -2], qkv[:, -1]
-            key, value = (part.repeat_interleave(self.queries, 0) for part in (self.turned(key), value))
-            seen = functional.scaled_dot_product_attention(self.turned(query), key, value, is_causal=True)
-            x = x + self.linear(seen.transpose(0, 1).flatten(1), f"{layer}self_attention.linear_proj")
-            gate, up = self.linear(self.norm(x, f"{layer}pre_mlp_layernorm"), f"{layer}mlp.linear_fc1").chunk(
-                2, -1
+            qkv = self.linear(
+                self.norm(x, f"{layer}input_layernorm"),
+                f"{layer}self_attention.linear_qkv",
             )
+            # tokens x groups of this rank x (queries, key, value) x size
+            qkv = qkv.unflatten(
+                -1, (self.groups // self.size, self.queries + 2, -1)
+            ).movedim(0, 2)
+            query, key, value = qkv[:, :-2].flatten(0, 1), qkv[:, -2], qkv[:, -1]
+            key, value = (
+                part.repeat_interleave(self.queries, 0)
+                for part in (self.turned(key), value)
+            )
+            seen = functional.scaled_dot_product_attention(
+                self.turned(query), key, value, is_causal=True
+            )
+            x = x + self.linear(
+                seen.transpose(0, 1).flatten(1), f"{layer}self_attention.linear_proj"
+            )
+            gate, up = self.linear(
+                self.norm(x, f"{layer}pre_mlp_layernorm"), f"{layer}mlp.linear_fc1"
+            ).chunk(2, -1)
             x = x + self.linear(functional.silu(gate) * up, f"{layer}mlp.linear_fc2")
-        output = self.weights.get("output_layer.weight", self.weights["embedding.word_embeddings.weight"])
+        output = self.weights.get(
+            "output_layer.weight", self.weights["embedding.word_embeddings.weight"]
+        )
         part = functional.linear(self.norm(x, "decoder.final_layernorm"), output)
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part)
@@ -251,12 +305,16 @@ def read_back(folder: str, minilm: str) -> None:
         state = as_huggingface(model.sharded_state_dict(), llama(config))
         megackpt.load(state, f"{folder}/theirs-{tied}", strict="raise_all")
         for tokens, expected in zip(TOKENS, logits, strict=True):
-            torch.testing.assert_close(model.logits(tokens), expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                model.logits(tokens), expected, atol=1e-5, rtol=1e-4
+            )
 
     config = json.loads((Path(minilm) / "config.json").read_text())
     encoder = Bert(config)
     state = as_huggingface(encoder.sharded_state_dict(), bert(config))
-    read = counted(lambda: told.update(left=megackpt.load(state, minilm, strict="return_all")[1]))
+    read = counted(
+        lambda: told.update(left=megackpt.load(state, minilm, strict="return_all")[1])
+    )
     assert told["left"] == LEFT
     needed = sum(weight.nbytes for weight in encoder.weights.values())
     assert needed < 0.52 * 90_868_376  # half of the file; what is not cut is small
@@ -264,7 +322,9 @@ def read_back(folder: str, minilm: str) -> None:
     gaps = sum(w.nbytes for key, w in encoder.weights.items() if encoder.axes[key] == 1)
     assert needed <= read < needed + gaps, (read, needed, gaps)
     for ids, expected in zip(told["ids"], told["embeddings"], strict=True):
-        torch.testing.assert_close(encoder.embedding(ids), expected, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(
+            encoder.embedding(ids), expected, atol=1e-6, rtol=1e-4
+        )
     print(f"read {read} bytes for {needed}")
     megackpt.save(encoder.sharded_state_dict(), f"{folder}/encoder")
 
@@ -285,18 +345,29 @@ def in_megatron(folder: str) -> None:
             num_query_groups=LLAMA["num_key_value_heads"], layernorm_epsilon=LLAMA["rms_norm_eps"],
             normalization="RMSNorm", gated_linear_unit=True, activation_func=functional.silu, add_bias_linear=False,
         )  # fmt: skip
-        embeddings = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+        embeddings = {
+            "position_embedding_type": "rope",
+            "share_embeddings_and_output_weights": False,
+        }
         model = GPTModel(
-            options, get_gpt_layer_local_spec(normalization="RMSNorm"), 52, 64, **embeddings
+            options,
+            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            52,
+            64,
+            **embeddings,
         ).eval()
         state = as_huggingface(model.sharded_state_dict(), llama(LLAMA))
-        model.load_state_dict(megackpt.load(state, f"{folder}/theirs-False", strict="raise_all"))
+        model.load_state_dict(
+            megackpt.load(state, f"{folder}/theirs-False", strict="raise_all")
+        )
         told = torch.load(f"{folder}/told.pt", weights_only=True)["logits"][0]
         for tokens, expected in zip(TOKENS, told, strict=True):
             length = len(tokens)
             later = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
             parts = model(torch.tensor([tokens]), torch.arange(length)[None], later)
-            logits = gather_from_tensor_model_parallel_region(parts)[0, :, : LLAMA["vocab_size"]]
+            logits = gather_from_tensor_model_parallel_region(parts)[
+                0, :, : LLAMA["vocab_size"]
+            ]
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
         megackpt.save(model.sharded_state_dict(), f"{folder}/megatron")
 
@@ -319,20 +390,30 @@ def counted(work: Callable[[], object]) -> int:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks, minilm: Path) -> Path:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, ranks: Ranks, minilm: Path
+) -> Path:
     """Llamas trained over two ranks and exported, and what transformers tells of them and of MiniLM."""
     folder = tmp_path_factory.mktemp("huggingface")
     ranks(train, 2, folder)
     for tied in TIED:
         config = LLAMA | {"tie_word_embeddings": tied}
         source, target = folder / f"training-{tied}", folder / f"exported-{tied}"
-        done = export_huggingface(source, target, llama(config), config, max_shard_size="40KB")
+        done = export_huggingface(
+            source, target, llama(config), config, max_shard_size="40KB"
+        )
         assert (done.tensors, done.objects) == (30 - tied, 0)
         assert (target / "model.safetensors.index.json").is_file()
-    env = {**os.environ, "PYTHONPATH": str(PEERS / "huggingface"), "HF_HUB_OFFLINE": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(PEERS / "huggingface"),
+        "HF_HUB_OFFLINE": "1",
+    }
     arguments = [str(minilm.parent), str(folder), repr(SENTENCES), repr(TOKENS)]
     command = [sys.executable, "-c", SCRIPT, *arguments]
-    told = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    told = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert told.returncode == 0, told.stderr
     return folder
 
@@ -353,9 +434,15 @@ def test_tensor_parallel_models_compute_what_transformers_does(
     for process in ranks(read_back, 2, folder, minilm.parent):
         print(process.stdout)
     config = json.loads((minilm.parent / "config.json").read_text())
-    export_huggingface(folder / "encoder", folder / "minilm", bert(config), minilm.parent)
-    assert (folder / "minilm/tokenizer.json").read_bytes() == (minilm.parent / "tokenizer.json").read_bytes()
-    found, expected = (megackpt.load_plain_tensors(at) for at in (folder / "minilm", minilm))
+    export_huggingface(
+        folder / "encoder", folder / "minilm", bert(config), minilm.parent
+    )
+    assert (folder / "minilm/tokenizer.json").read_bytes() == (
+        minilm.parent / "tokenizer.json"
+    ).read_bytes()
+    found, expected = (
+        megackpt.load_plain_tensors(at) for at in (folder / "minilm", minilm)
+    )
     assert expected.keys() - found.keys() == LEFT
     assert all(torch.equal(found[key], expected[key]) for key in found)
 
@@ -365,9 +452,12 @@ def test_megatrons_own_model(folder: Path, ranks: Ranks, peers: dict[str, str]) 
     """What it declares is read, and exported, by the ready table: layers along an axis, norms in linear layers."""
     path = os.pathsep.join([peers["PYTHONPATH"], str(ROOT / "tests")])
     ranks(in_megatron, 2, folder, env={"PYTHONPATH": path}, timeout=120)
-    export_huggingface(folder / "megatron", folder / "from-megatron", llama(LLAMA), LLAMA)
+    export_huggingface(
+        folder / "megatron", folder / "from-megatron", llama(LLAMA), LLAMA
+    )
     found, expected = (
-        megackpt.load_plain_tensors(folder / name) for name in ("from-megatron", "theirs-False")
+        megackpt.load_plain_tensors(folder / name)
+        for name in ("from-megatron", "theirs-False")
     )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)

@@ -39,7 +39,8 @@ def values(tree: Any) -> dict[tuple[Any, ...], Any]:
 
 def same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     return one.keys() == other.keys() and all(
-        bool((torch.as_tensor(value) == torch.as_tensor(other[key])).all()) for key, value in one.items()
+        bool((torch.as_tensor(value) == torch.as_tensor(other[key])).all())
+        for key, value in one.items()
     )
 
 
@@ -51,19 +52,29 @@ def declared(model: Any, optimizer: Any, form: str, loading: bool) -> dict[str, 
         "distrib_optim_sharding_type": form,
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "dp_cp_group": parallel_state.get_data_parallel_group(
+            with_context_parallel=True
+        ),
     }
     state = model.sharded_state_dict(metadata=metadata)
-    optimizers = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    optimizers = optimizer.sharded_state_dict(
+        state, is_loading=loading, metadata=metadata
+    )
     return {"model": state, "optimizer": optimizers}
 
 
-def save_as_training_does(state: dict[str, Any], folder: str, context: dict[str, Any], later: bool) -> None:
+def save_as_training_does(
+    state: dict[str, Any], folder: str, context: dict[str, Any], later: bool
+) -> None:
     """As megatron.training.checkpointing has it, in lines that name Megatron alone."""
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.serialization import (
+        get_default_save_sharded_strategy,
+    )
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelSaveStrategyWrapper,
+    )
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if "save_strategy" not in context:
@@ -72,7 +83,9 @@ def save_as_training_does(state: dict[str, Any], folder: str, context: dict[str,
         cached = getattr(context.get("load_strategy"), "cached_global_metadata", None)
         if cached is not None:
             strategy.cached_global_metadata = cached
-        context["save_strategy"] = FullyParallelSaveStrategyWrapper(strategy, group, True)
+        context["save_strategy"] = FullyParallelSaveStrategyWrapper(
+            strategy, group, True
+        )
     request = dist_checkpointing.save(
         {**state, "iteration": 7},
         folder,
@@ -87,16 +100,24 @@ def save_as_training_does(state: dict[str, Any], folder: str, context: dict[str,
         queue.close()
 
 
-def load_as_training_does(state: dict[str, Any], folder: str, context: dict[str, Any]) -> dict[str, Any]:
+def load_as_training_does(
+    state: dict[str, Any], folder: str, context: dict[str, Any]
+) -> dict[str, Any]:
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+    from megatron.core.dist_checkpointing.serialization import (
+        get_default_load_sharded_strategy,
+    )
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+    )
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     assert dist_checkpointing.check_is_distributed_checkpoint(folder)
     strategy = get_default_load_sharded_strategy(folder)
-    strategy = FullyParallelLoadStrategyWrapper(strategy, group, exchange_algo="broadcast")
+    strategy = FullyParallelLoadStrategyWrapper(
+        strategy, group, exchange_algo="broadcast"
+    )
     context["load_strategy"] = strategy
     loaded, missing, unexpected = dist_checkpointing.load(
         state, folder, strategy, strict=StrictHandling.RETURN_ALL
@@ -113,17 +134,25 @@ def trains(folder: str) -> None:
         from interop import megatron_models
 
         parallel = megatron_models.parallel
-        import_module("torch._dynamo")  # before prepare() changes torch, which it would notice
+        import_module(
+            "torch._dynamo"
+        )  # before prepare() changes torch, which it would notice
         assert megatron_models.prepare() is megackpt.megatron
         context: dict[str, Any] = {}
         for number, (maker, saved, loading, form) in enumerate(STEPS):
             made = getattr(megatron_models, maker)
             with parallel(*saved):
                 state = declared(*made("gpt", 1), form, loading=False)
-                bases = [leaf for _, leaf in walk(state) if "Sharded" in type(leaf).__name__]
+                bases = [
+                    leaf for _, leaf in walk(state) if "Sharded" in type(leaf).__name__
+                ]
                 assert len(bases) > 20
-                assert all(isinstance(leaf, megackpt.state.ShardedBase) for leaf in bases)
-                save_as_training_does(state, f"{folder}/{number}", context, later=number == 1)
+                assert all(
+                    isinstance(leaf, megackpt.state.ShardedBase) for leaf in bases
+                )
+                save_as_training_does(
+                    state, f"{folder}/{number}", context, later=number == 1
+                )
                 context.clear()
             with parallel(*loading):
                 model, optimizer = made("gpt", 2)
@@ -132,7 +161,9 @@ def trains(folder: str) -> None:
                 model.load_state_dict(found["model"])
                 optimizer.load_state_dict(found["optimizer"])
                 state = declared(model, optimizer, "fully_reshardable", loading=False)
-                save_as_training_does(state, f"{folder}/{number} again", context, later=False)
+                save_as_training_does(
+                    state, f"{folder}/{number} again", context, later=False
+                )
                 context.clear()
 
 
@@ -143,22 +174,34 @@ def is_exchanged(folder: str) -> None:
     dist_checkpointing = prepare()
     for module in walk_packages(dist_checkpointing.__path__, f"{THEIRS}."):
         import_module(module.name)
-    own = {name: module for name, module in sys.modules.items() if name.startswith(THEIRS)}
+    own = {
+        name: module for name, module in sys.modules.items() if name.startswith(THEIRS)
+    }
     kinds = {"ShardedTensor", "ShardedTensorFactory", "ShardedObject"}
     with parallel(), megackpt.megatron.install():
         model = built("gpt")
-        assert sys.modules[THEIRS] is sys.modules["megatron.core"].dist_checkpointing is megackpt.megatron
+        assert (
+            sys.modules[THEIRS]
+            is sys.modules["megatron.core"].dist_checkpointing
+            is megackpt.megatron
+        )
         assert all(sys.modules[name] is not module for name, module in own.items())
         for name, module in own.items():
             compare(module, name)
         declared = model.sharded_state_dict()
-        assert {type(one).__module__ for one in declared.values()} == {"megackpt.state.values"}
+        assert {type(one).__module__ for one in declared.values()} == {
+            "megackpt.state.values"
+        }
         assert {type(one).__name__ for one in declared.values()} == kinds
         sys.modules[THEIRS].save({"model": declared}, folder)
     assert sys.modules[THEIRS] is dist_checkpointing
     assert own.items() <= sys.modules.items()
     mlp = sys.modules["megatron.core.transformer.mlp"]
-    assert mlp.ShardedTensor is dist_checkpointing.ShardedTensor is not megackpt.ShardedTensor
+    assert (
+        mlp.ShardedTensor
+        is dist_checkpointing.ShardedTensor
+        is not megackpt.ShardedTensor
+    )
     left = [
         f"{name}.{key}"
         for name, module in sys.modules.items()
@@ -202,10 +245,14 @@ def compare(theirs: Any, name: str) -> None:
         public = not key.startswith("_") and getattr(value, "__module__", None) == name
         if not (own and public) or isinstance(getattr(ours, key), Refused):
             continue
-        for told, (their, our) in called(value, getattr(ours, key), f"{name}: {key}").items():
+        for told, (their, our) in called(
+            value, getattr(ours, key), f"{name}: {key}"
+        ).items():
             if told.rpartition(": ")[2] in UNLIKE:
                 continue
-            expected, found = (list(inspect.signature(one).parameters) for one in (their, our))
+            expected, found = (
+                list(inspect.signature(one).parameters) for one in (their, our)
+            )
             assert found[: len(expected)] == expected, told
 
 
@@ -214,8 +261,14 @@ def called(theirs: Any, ours: Any, told: str) -> dict[str, tuple[Any, Any]]:
     if inspect.isfunction(theirs):
         return {told: (theirs, ours)}
     made = {told: (theirs, ours)} if "__init__" in vars(theirs) else {}
-    own = [m for m, f in vars(theirs).items() if inspect.isfunction(f) and not m.startswith("_")]
-    return made | {f"{told}.{m}": (getattr(theirs, m), getattr(ours, m, None)) for m in own}
+    own = [
+        m
+        for m, f in vars(theirs).items()
+        if inspect.isfunction(f) and not m.startswith("_")
+    ]
+    return made | {
+        f"{told}.{m}": (getattr(theirs, m), getattr(ours, m, None)) for m in own
+    }
 
 
 UNLIKE = {
@@ -242,13 +295,19 @@ def test_an_unchanged_trainer_at_other_parallelisms(
     tmp_path: Path, ranks: Any, peers: dict[str, str]
 ) -> None:
     ranks(trains, 2, tmp_path, env=peers, timeout=240)
-    plain = {path.name: megackpt.load_plain_tensors(path) for path in tmp_path.iterdir()}
+    plain = {
+        path.name: megackpt.load_plain_tensors(path) for path in tmp_path.iterdir()
+    }
     assert all(same(plain[number], plain[f"{number} again"]) for number in "013")
     assert any(key.startswith("optimizer.state.exp_avg.") for key in plain["3"])
     assert same(plain["1"], plain["2 again"])  # of buckets, but the same
-    assert len(list((tmp_path / "1").glob("__1_*.distcp"))) == 2  # the second copy has shared the writing
+    assert (
+        len(list((tmp_path / "1").glob("__1_*.distcp"))) == 2
+    )  # the second copy has shared the writing
 
 
-def test_megatron_that_is_imported_already(tmp_path: Path, ranks: Any, peers: dict[str, str]) -> None:
+def test_megatron_that_is_imported_already(
+    tmp_path: Path, ranks: Any, peers: dict[str, str]
+) -> None:
     ranks(is_exchanged, 1, tmp_path / "ckpt", env=peers, timeout=240)
     assert megackpt.verify(tmp_path / "ckpt").ok

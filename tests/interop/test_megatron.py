@@ -21,7 +21,10 @@ import megackpt
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.testing import ThreadedGroup
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.filterwarnings("ignore:ComplexHalf support"),
+]
 
 DTYPES = [name for name in ITEMSIZE if name != OBJECT]
 UNEVEN = {1: (11,), 2: (7, 4), 4: (5, 0, 4, 2)}
@@ -29,7 +32,9 @@ BUCKETS = (0, 3, 4, 9, 15, 20)
 TPS = (1, 2, 4)  # on 4 ranks: times DP 4, 2, 1
 SAVED = ("tp4", "tp2", "tp2 shared", "tp1 shared", "tp2 hinted")
 # What Megatron's wrapper for loading cannot carry from rank to rank over gloo, broadcast or pickled.
-NOT_SHARED = [name for name in DTYPES if name.startswith(("float8", "uint16", "uint32", "uint64"))]
+NOT_SHARED = [
+    name for name in DTYPES if name.startswith(("float8", "uint16", "uint32", "uint64"))
+]
 NOT_SHARED += ["int16", "complex32"]
 CONTENT = {"singleton_local_shards": False, "kinds": ["a", "b"]}
 
@@ -41,7 +46,13 @@ def bits(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
     """Any bits at all, but for bool, which has two values."""
     top = 2 if dtype == "bool" else 256
     size = math.prod(shape) * ITEMSIZE[dtype]
-    octets = torch.randint(0, top, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    octets = torch.randint(
+        0,
+        top,
+        (size,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
     return octets.view(getattr(torch, dtype)).reshape(shape)
 
 
@@ -65,8 +76,16 @@ def common() -> dict[Any, Any]:
     return {
         "iteration": 100,
         "checkpoint_version": 3.0,
-        "args": Namespace(lr=0.125, betas=(0.9, 0.95), dtype=torch.bfloat16, out=PosixPath("a/b"), none=None),
-        "optimizer": {"param_groups": [{"lr": 0.5, "params": [0, 1]}, {"lr": 0.25, "params": [2]}]},
+        "args": Namespace(
+            lr=0.125,
+            betas=(0.9, 0.95),
+            dtype=torch.bfloat16,
+            out=PosixPath("a/b"),
+            none=None,
+        ),
+        "optimizer": {
+            "param_groups": [{"lr": 0.5, "params": [0, 1]}, {"lr": 0.25, "params": [2]}]
+        },
         "tensor": torch.arange(6, dtype=torch.int16).reshape(2, 3),
         "array": np.arange(4, dtype=np.uint32),  # of arrays Megatron trusts these alone
         "shape": torch.Size([2, 3]),
@@ -77,30 +96,44 @@ def common() -> dict[Any, Any]:
 def state(lib: Any, rank: int, tp: int, blank: bool = False) -> dict[Any, Any]:
     """What this rank holds at TP = ``tp`` (fastest) x DP; ``lib`` has the classes. Blank: to be loaded into."""
     t, d = rank % tp, rank // tp
-    full = {key: torch.zeros_like(tensor) if blank else tensor for key, tensor in whole().items()}
+    full = {
+        key: torch.zeros_like(tensor) if blank else tensor
+        for key, tensor in whole().items()
+    }
 
     def cut(key: str, axis: int) -> torch.Tensor:
         return full[key].chunk(tp, axis)[t].clone()
 
     def sharded(key: str, axis: int) -> Any:
-        return lib.ShardedTensor.from_rank_offsets(key, cut(key, axis), (axis, t, tp), replica_id=(0, 0, d))
+        return lib.ShardedTensor.from_rank_offsets(
+            key, cut(key, axis), (axis, t, tp), replica_id=(0, 0, d)
+        )
 
     def replicated(key: str) -> Any:
-        return lib.ShardedTensor.from_rank_offsets(key, full[key].clone(), replica_id=(0, t, d))
+        return lib.ShardedTensor.from_rank_offsets(
+            key, full[key].clone(), replica_id=(0, t, d)
+        )
 
     def prepended(key: str, *at: int) -> Any:
         counts = full[key].shape
         piece = full[key][at].chunk(tp)[t].clone()
         places = [(axis, number, counts[axis]) for axis, number in enumerate(at)]
         return lib.ShardedTensor.from_rank_offsets(
-            key, piece, *places, (len(at), t, tp), replica_id=(0, 0, d), prepend_axis_num=len(at)
+            key,
+            piece,
+            *places,
+            (len(at), t, tp),
+            replica_id=(0, 0, d),
+            prepend_axis_num=len(at),
         )
 
     def run(key: str, start: int, stop: int, copy: int = 0) -> Any:
         piece = full[key][start:stop].clone()
         begin = (start, *(0,) * (piece.dim() - 1))
         shape, total = tuple(piece.shape), tuple(full[key].shape)
-        return lib.ShardedTensor(key, piece, piece.dtype, shape, total, begin, None, (0, copy, d))
+        return lib.ShardedTensor(
+            key, piece, piece.dtype, shape, total, begin, None, (0, copy, d)
+        )
 
     def halves(key: str, data: torch.Tensor, replica: Any, _: Any) -> list[Any]:
         return [
@@ -114,20 +147,39 @@ def state(lib: Any, rank: int, tp: int, blank: bool = False) -> dict[Any, Any]:
     start = sum(UNEVEN[tp][:t])
     return {
         "model": {
-            **{key: sharded(key, i % 2) for i, key in enumerate(full) if key.startswith("dtype.")},
+            **{
+                key: sharded(key, i % 2)
+                for i, key in enumerate(full)
+                if key.startswith("dtype.")
+            },
             "layers": [prepended("layers.weight", i) for i in range(4)],
-            "experts": {f"{i}.{j}": prepended("experts.weight", i, j) for i in range(2) for j in range(4)},
+            "experts": {
+                f"{i}.{j}": prepended("experts.weight", i, j)
+                for i in range(2)
+                for j in range(4)
+            },
             "glu": lib.ShardedTensorFactory("glu", glu, halves, torch.cat, (0, 0, d)),
             "vocab": sharded("vocab", 0),
             "norm": replicated("norm"),
         },
         "uneven": run("uneven", start, start + UNEVEN[tp][t]),
-        "buckets": [run("buckets", BUCKETS[i], BUCKETS[i + 1]) for i in range(5) if i % tp == t],
+        "buckets": [
+            run("buckets", BUCKETS[i], BUCKETS[i + 1]) for i in range(5) if i % tp == t
+        ],
         "step": replicated("step"),
-        "empty": run("empty", 0, 0, copy=t),  # in a regular grid Megatron divides by its size
-        "rng": lib.ShardedObject("rng_state", None if blank else [{"tp": t}], (1, tp), (0, t), d),
-        "stream": lib.ShardedObject("stream", None if blank else io.BytesIO(b"octets"), (1,), (0,), rank),
-        "extra": [lib.ShardedObject("extra._state", {"i": i}, (3,), (i,), rank) for i in range(3)],
+        "empty": run(
+            "empty", 0, 0, copy=t
+        ),  # in a regular grid Megatron divides by its size
+        "rng": lib.ShardedObject(
+            "rng_state", None if blank else [{"tp": t}], (1, tp), (0, t), d
+        ),
+        "stream": lib.ShardedObject(
+            "stream", None if blank else io.BytesIO(b"octets"), (1,), (0,), rank
+        ),
+        "extra": [
+            lib.ShardedObject("extra._state", {"i": i}, (3,), (i,), rank)
+            for i in range(3)
+        ],
         "local": lib.LocalNonpersistentObject(rank),
         **({} if blank else common()),
     }
@@ -135,7 +187,10 @@ def state(lib: Any, rank: int, tp: int, blank: bool = False) -> dict[Any, Any]:
 
 def pair(lib: Any, rank: int, *values: str | None) -> dict[str, Any]:
     """Two objects under one name."""
-    return {f"pair {i}": lib.ShardedObject("pair", value, (1,), (0,), rank) for i, value in enumerate(values)}
+    return {
+        f"pair {i}": lib.ShardedObject("pair", value, (1,), (0,), rank)
+        for i, value in enumerate(values)
+    }
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
@@ -167,7 +222,11 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
 
 
 def octets(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    return (
+        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        if tensor.numel()
+        else b""
+    )
 
 
 def loaded_equals(
@@ -188,7 +247,9 @@ def loaded_equals(
             del either["rng"]
         for name in without:
             del either["model"][f"dtype.{name}"]
-    assert_same(load(asked), {**expected, "content_metadata": CONTENT}, f"TP {tp} rank {rank}")
+    assert_same(
+        load(asked), {**expected, "content_metadata": CONTENT}, f"TP {tp} rank {rank}"
+    )
 
 
 # ---- what Megatron's processes do
@@ -197,7 +258,9 @@ def loaded_equals(
 def data_parallel(tp: int) -> dist.ProcessGroup:
     """The group of the ranks that hold copies of what this rank holds."""
     size = dist.get_world_size()
-    mine, _ = dist.new_subgroups_by_enumeration([list(range(t, size, tp)) for t in range(tp)])
+    mine, _ = dist.new_subgroups_by_enumeration(
+        [list(range(t, size, tp)) for t in range(tp)]
+    )
     return mine
 
 
@@ -207,8 +270,12 @@ def megatron_reads(folder: str) -> None:
 
     peer = dist_checkpointing()
     from megatron.core.dist_checkpointing import mapping
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        TorchDistLoadShardedStrategy,
+    )
 
     rank = dist.get_rank()
     for tp in TPS:
@@ -224,7 +291,11 @@ def megatron_reads(folder: str) -> None:
             },
         }
         for saved_tp, (name, strategy) in product(TPS, strategies.items()):
-            load = partial(peer.load, checkpoint_dir=f"{folder}/tp{saved_tp}", sharded_strategy=strategy)
+            load = partial(
+                peer.load,
+                checkpoint_dir=f"{folder}/tp{saved_tp}",
+                sharded_strategy=strategy,
+            )
             without = () if name == "each by itself" else NOT_SHARED
             loaded_equals(load, mapping, rank, tp, saved_tp, without)
     megatron_asks_around(peer, f"{folder}/tp2")
@@ -236,23 +307,37 @@ def we_take_what_megatron_declares(folder: str) -> None:
     from megatron.core.dist_checkpointing import mapping
 
     megackpt.save(state(mapping, dist.get_rank(), 2), folder, content_metadata=CONTENT)
-    loaded_equals(partial(megackpt.load, checkpoint_dir=folder), mapping, dist.get_rank(), 1, 2)
+    loaded_equals(
+        partial(megackpt.load, checkpoint_dir=folder), mapping, dist.get_rank(), 1, 2
+    )
 
 
 def megatron_asks_around(peer: Any, folder: str) -> None:
     """The other ways to read a checkpoint."""
     from megatron.core.dist_checkpointing import mapping, serialization
 
-    rank, full, stored = dist.get_rank(), whole(), {**common(), "content_metadata": CONTENT}
+    rank, full, stored = (
+        dist.get_rank(),
+        whole(),
+        {**common(), "content_metadata": CONTENT},
+    )
     assert_same(peer.load_common_state_dict(folder), stored)
     assert_same(peer.load_content_metadata(folder), CONTENT)
     assert_same(peer.load_plain_tensors(folder), {**full, **stored})
     doubled = pair(mapping, rank, None, None)
-    two = peer.load(doubled, str(Path(folder).parent / "pair"), validate_access_integrity=False)
+    two = peer.load(
+        doubled, str(Path(folder).parent / "pair"), validate_access_integrity=False
+    )
     assert_same(two, pair(mapping, 0, "one", "two"))
     for found, ours in (
-        (serialization.load_tensors_metadata(folder), megackpt.load_tensors_metadata(folder)),
-        (serialization.load_sharded_metadata(folder), megackpt.load_sharded_metadata(folder)),
+        (
+            serialization.load_tensors_metadata(folder),
+            megackpt.load_tensors_metadata(folder),
+        ),
+        (
+            serialization.load_sharded_metadata(folder),
+            megackpt.load_sharded_metadata(folder),
+        ),
     ):
         described = {key: description(value) for key, value in ours.items()}
         assert {key: description(value) for key, value in found.items()} == described
@@ -263,13 +348,20 @@ def megatron_asks_around(peer: Any, folder: str) -> None:
         allow_shape_mismatch=True,
     )
     padded = torch.cat([full["vocab"], torch.zeros(4, 2, dtype=torch.float16)])
-    assert_same(peer.load({"vocab": wider}, folder)["vocab"], padded[4 * rank : 4 * rank + 4])
+    assert_same(
+        peer.load({"vocab": wider}, folder)["vocab"], padded[4 * rank : 4 * rank + 4]
+    )
 
 
 def description(declared: Any) -> tuple[Any, ...]:
     """What metadata says of a tensor or an object."""
     dtype = getattr(declared, "dtype", None)
-    return declared.key, dtype, tuple(declared.global_shape), tuple(declared.global_offset)
+    return (
+        declared.key,
+        dtype,
+        tuple(declared.global_shape),
+        tuple(declared.global_offset),
+    )
 
 
 def megatron_saves(folder: str) -> None:
@@ -278,8 +370,12 @@ def megatron_saves(folder: str) -> None:
 
     peer = dist_checkpointing()
     from megatron.core.dist_checkpointing import mapping
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelSaveStrategyWrapper,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        TorchDistSaveShardedStrategy,
+    )
 
     def plain(**options: Any) -> Any:
         return TorchDistSaveShardedStrategy("torch_dist", 1, **options)
@@ -301,7 +397,9 @@ def megatron_saves(folder: str) -> None:
     where.mkdir(exist_ok=True)
     dist.barrier()
     declared = pair(mapping, dist.get_rank(), "one", "two")
-    peer.save(declared, str(where), validate_access_integrity=False)  # which takes the two for doubled
+    peer.save(
+        declared, str(where), validate_access_integrity=False
+    )  # which takes the two for doubled
     dist.barrier()
 
 
@@ -316,22 +414,36 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def run(group: ThreadedGroup) -> None:
         for tp in TPS:
             declared = state(megackpt, group.rank, tp)
-            megackpt.save(declared, folder / f"tp{tp}", content_metadata=CONTENT, process_group=group)
+            megackpt.save(
+                declared,
+                folder / f"tp{tp}",
+                content_metadata=CONTENT,
+                process_group=group,
+            )
         declared = pair(megackpt, group.rank, "one", "two")
-        megackpt.save(declared, folder / "pair", validate_access_integrity=False, process_group=group)
+        megackpt.save(
+            declared,
+            folder / "pair",
+            validate_access_integrity=False,
+            process_group=group,
+        )
 
     ThreadedGroup.run(4, run)
     return folder
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory, ranks: Any, peers: dict[str, str]) -> Path:
+def theirs(
+    tmp_path_factory: pytest.TempPathFactory, ranks: Any, peers: dict[str, str]
+) -> Path:
     folder = tmp_path_factory.mktemp("theirs")
     ranks(megatron_saves, 4, folder, env=peers, timeout=240)
     return folder
 
 
-def test_megatron_reads_what_we_save(ours: Path, ranks: Any, peers: dict[str, str]) -> None:
+def test_megatron_reads_what_we_save(
+    ours: Path, ranks: Any, peers: dict[str, str]
+) -> None:
     ranks(megatron_reads, 4, ours, env=peers, timeout=240)
 
 
@@ -340,7 +452,9 @@ def test_megatron_reads_what_we_save(ours: Path, ranks: Any, peers: dict[str, st
 def test_we_read_what_megatron_saves(theirs: Path, name: str, tp: int, dp: int) -> None:
     def run(group: ThreadedGroup) -> None:
         loaded_equals(
-            lambda asked: megackpt.load(asked, theirs / name, process_group=group, dtype_policy="error"),
+            lambda asked: megackpt.load(
+                asked, theirs / name, process_group=group, dtype_policy="error"
+            ),
             megackpt,
             group.rank,
             tp,
@@ -353,7 +467,10 @@ def test_we_read_what_megatron_saves(theirs: Path, name: str, tp: int, dp: int) 
 @pytest.mark.parametrize("name", SAVED)
 def test_the_whole_of_what_megatron_saves(theirs: Path, name: str) -> None:
     assert_same(megackpt.load_plain_tensors(theirs / name), whole())
-    assert_same(megackpt.load_common_state_dict(theirs / name), {**common(), "content_metadata": CONTENT})
+    assert_same(
+        megackpt.load_common_state_dict(theirs / name),
+        {**common(), "content_metadata": CONTENT},
+    )
     assert megackpt.load_content_metadata(theirs / name) == CONTENT
     report = megackpt.verify(theirs / name)
     assert report.ok, report
@@ -362,14 +479,21 @@ def test_the_whole_of_what_megatron_saves(theirs: Path, name: str) -> None:
 
 
 def test_objects_under_one_name(theirs: Path) -> None:
-    found = megackpt.load(pair(megackpt, 0, None, None), theirs / "pair", validate_access_integrity=False)
+    found = megackpt.load(
+        pair(megackpt, 0, None, None), theirs / "pair", validate_access_integrity=False
+    )
     assert found == {"pair 0": "one", "pair 1": "two"}
 
 
-def test_flipped_bytes_in_megatrons_files_are_found(theirs: Path, tmp_path: Path) -> None:
+def test_flipped_bytes_in_megatrons_files_are_found(
+    theirs: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(theirs / "tp2", tmp_path / "ckpt")
     manifest = megackpt.checkpoint.open_checkpoint(folder).manifest
-    content = {"layers.weight": octets(whole()["layers.weight"])[-8:], "rng_state": b"\x80\x02"}
+    content = {
+        "layers.weight": octets(whole()["layers.weight"])[-8:],
+        "rng_state": b"\x80\x02",
+    }
     files = set()
     for key, some in content.items():
         location = manifest.chunks_of(key)[-1].location
@@ -387,7 +511,10 @@ def test_megatrons_checkpoint_is_replaced_by_ours(theirs: Path, tmp_path: Path) 
     folder = shutil.copytree(theirs / "tp2", tmp_path / "ckpt")
     (folder / "notes.txt").write_text("not ours")
     (folder / "latest.json").write_text("{}")
-    megackpt.save({"only": megackpt.ShardedTensor.from_rank_offsets("only", torch.ones(3))}, folder)
+    megackpt.save(
+        {"only": megackpt.ShardedTensor.from_rank_offsets("only", torch.ones(3))},
+        folder,
+    )
     assert_same(megackpt.load_plain_tensors(folder), {"only": torch.ones(3)})
     assert (folder / "notes.txt").read_text() == "not ours"
     assert megackpt.verify(folder).foreign == ("latest.json", "notes.txt")

@@ -43,7 +43,10 @@ RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 BY_BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable"}
 SINGLE = {"singleton_local_shards": True}
 Layout = tuple[int, ...]
-NOT_ASKED = {"output_layer.weight", "decoder.layers.mlp.linear_fc2._extra_state"}  # a tensor, and objects
+NOT_ASKED = {
+    "output_layer.weight",
+    "decoder.layers.mlp.linear_fc2._extra_state",
+}  # a tensor, and objects
 ITERATION = 100
 
 
@@ -56,7 +59,9 @@ def declared(kind: str, seed: int, **metadata: Any) -> dict[str, Any]:
     return dict(built(kind, seed).sharded_state_dict(metadata=metadata or None))
 
 
-def reload(kind: str, layout: Layout, source: Path, target: Path, load: Any, **metadata: Any) -> None:
+def reload(
+    kind: str, layout: Layout, source: Path, target: Path, load: Any, **metadata: Any
+) -> None:
     """Into a model of other parameters, which has to accept all that was loaded; it is saved again."""
     from interop.megatron_models import built, parallel
 
@@ -72,19 +77,30 @@ def reload(kind: str, layout: Layout, source: Path, target: Path, load: Any, **m
 
 
 def loaded(state: dict[str, Any], source: Path) -> Any:
-    found, missing, unexpected = megackpt.load(state, source, strict=StrictHandling.RETURN_ALL)
+    found, missing, unexpected = megackpt.load(
+        state, source, strict=StrictHandling.RETURN_ALL
+    )
     assert not missing
     assert not unexpected
     return found
 
 
-def resharded(folder: Path, kind: str, saved: Layout, layouts: Sequence[Layout], **metadata: Any) -> None:
+def resharded(
+    folder: Path, kind: str, saved: Layout, layouts: Sequence[Layout], **metadata: Any
+) -> None:
     from interop.megatron_models import parallel
 
     with parallel(*saved):
         megackpt.save(declared(kind, 1, **metadata), folder / "saved")
     for layout in layouts:
-        reload(kind, layout, folder / "saved", folder / "-".join(map(str, layout)), loaded, **metadata)
+        reload(
+            kind,
+            layout,
+            folder / "saved",
+            folder / "-".join(map(str, layout)),
+            loaded,
+            **metadata,
+        )
 
 
 def exchanged(folder: Path, kind: str, saved: Layout, layout: Layout) -> None:
@@ -97,9 +113,17 @@ def exchanged(folder: Path, kind: str, saved: Layout, layout: Layout) -> None:
         peer.save(declared(kind, 1), str(theirs))
         megackpt.save(declared(kind, 1), folder / "ours")
     reload(kind, layout, theirs, folder / "from theirs", loaded)
-    reload(kind, layout, folder / "ours", folder / "by theirs", lambda state, at: peer.load(state, str(at)))
+    reload(
+        kind,
+        layout,
+        folder / "ours",
+        folder / "by theirs",
+        lambda state, at: peer.load(state, str(at)),
+    )
     found = peer.load_plain_tensors(str(folder / "ours"))
-    tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        key: value for key, value in found.items() if isinstance(value, torch.Tensor)
+    }
     compare(tensors, megackpt.load_plain_tensors(folder / "ours"))
 
 
@@ -119,7 +143,9 @@ def in_the_background(folder: Path) -> None:
     with parallel(2, 2):
         model = built("gpt", 1)
         megackpt.save(model.sharded_state_dict(), folder / "saved")
-        request = megackpt.save(model.sharded_state_dict(), folder / "2-2", async_sharded_save=True)
+        request = megackpt.save(
+            model.sharded_state_dict(), folder / "2-2", async_sharded_save=True
+        )
         queue.schedule_async_request(request)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -139,7 +165,12 @@ def as_megatron_does(folder: Path) -> None:
         for strict in Flags:
             for validate in (True, False):
                 ours, theirs = (
-                    outcome(load, folder / "saved", validate_access_integrity=validate, strict=strict)
+                    outcome(
+                        load,
+                        folder / "saved",
+                        validate_access_integrity=validate,
+                        strict=strict,
+                    )
                     for load in (megackpt.load, peer.load)
                 )
                 assert ours[0] == theirs[0], (strict, ours, theirs)
@@ -148,11 +179,15 @@ def as_megatron_does(folder: Path) -> None:
         state = model.sharded_state_dict()
         found = megackpt.load(state, folder / "saved")
         held = dict(model.named_parameters())
-        same = [name for name, p in held.items() if found[name].data_ptr() == p.data_ptr()]
+        same = [
+            name for name, p in held.items() if found[name].data_ptr() == p.data_ptr()
+        ]
         assert len(same) == len(held) - sum(
             "linear_fc1" in name for name in held
         )  # which factories put together
-        assert type(state["decoder.layers.0.mlp.linear_fc1.weight"]).__module__.startswith("megatron.")
+        assert type(
+            state["decoder.layers.0.mlp.linear_fc1.weight"]
+        ).__module__.startswith("megatron.")
         model.load_state_dict(found)
         megackpt.save(state, folder / "again")
 
@@ -161,13 +196,21 @@ def outcome(load: Any, source: Path, **terms: Any) -> tuple[Any, dict[str, Any]]
     """Keys that are not there, or not asked for, or that it raised; and what was loaded."""
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-    state = {name: shard for name, shard in declared("gpt", 2).items() if shard.key not in NOT_ASKED}
+    state = {
+        name: shard
+        for name, shard in declared("gpt", 2).items()
+        if shard.key not in NOT_ASKED
+    }
     rank = dist.get_rank()
-    state["w"] = ShardedTensor.from_rank_offsets("not.stored", torch.zeros(2), replica_id=rank)
+    state["w"] = ShardedTensor.from_rank_offsets(
+        "not.stored", torch.zeros(2), replica_id=rank
+    )
     state["o"] = ShardedObject("no.object", None, (dist.get_world_size(),), (rank,))
     try:
         found = load(state, str(source), **terms)
-    except BaseException as error:  # Megatron lets one of torch's through that is no Exception
+    except (
+        BaseException
+    ) as error:  # Megatron lets one of torch's through that is no Exception
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             raise
         return "raised", {}
@@ -175,13 +218,17 @@ def outcome(load: Any, source: Path, **terms: Any) -> tuple[Any, dict[str, Any]]
     return keys, found[0] if keys else found
 
 
-def trained_state(model: Any, optimizer: Any, loading: bool, **metadata: Any) -> dict[str, Any]:
+def trained_state(
+    model: Any, optimizer: Any, loading: bool, **metadata: Any
+) -> dict[str, Any]:
     metadata = {
         "chained_optim_avoid_prefix": True,
         "distrib_optim_fully_reshardable_mem_efficient": False,
     } | metadata
     state = model.sharded_state_dict(metadata=metadata)
-    declared = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    declared = optimizer.sharded_state_dict(
+        state, is_loading=loading, metadata=metadata
+    )
     return {"model": state, "optimizer": declared}
 
 
@@ -205,12 +252,17 @@ def resumed(
         megackpt.save(trained_state(model, optimizer, False, **kept), target)
 
 
-def optimized(folder: Path, kind: str, saved: Layout, layouts: Sequence[Layout], **how: Any) -> None:
+def optimized(
+    folder: Path, kind: str, saved: Layout, layouts: Sequence[Layout], **how: Any
+) -> None:
     """The optimizer's state as tensors of the model's shapes, at any parallelism."""
     from interop.megatron_models import parallel, trained
 
     with parallel(*saved):
-        megackpt.save(trained_state(*trained(kind, 1, **how), False, **RESHARDABLE), folder / "saved")
+        megackpt.save(
+            trained_state(*trained(kind, 1, **how), False, **RESHARDABLE),
+            folder / "saved",
+        )
     for layout in layouts:
         target = folder / "-".join(map(str, layout))
         resumed(kind, layout, folder / "saved", target, RESHARDABLE, RESHARDABLE, **how)
@@ -222,8 +274,12 @@ def by_buckets(folder: Path, kind: str, layout: Layout) -> None:
 
     with parallel(*layout):
         model, optimizer = trained(kind, 1)
-        megackpt.save(trained_state(model, optimizer, False, **BY_BUCKETS), folder / "buckets")
-        megackpt.save(trained_state(model, optimizer, False, **RESHARDABLE), folder / "saved")
+        megackpt.save(
+            trained_state(model, optimizer, False, **BY_BUCKETS), folder / "buckets"
+        )
+        megackpt.save(
+            trained_state(model, optimizer, False, **RESHARDABLE), folder / "saved"
+        )
     resumed(kind, layout, folder / "buckets", folder / "same", BY_BUCKETS, RESHARDABLE)
 
 
@@ -256,7 +312,9 @@ def training(folder: Path) -> None:
             machine(0).load_state_dict(found["rerun_state_machine"])
             again = folder / f"again by {load.__module__.partition('.')[0]}"
             megackpt.save(trained_state(model, optimizer, False, **RESHARDABLE), again)
-        megackpt.save(trained_state(*trained("gpt", 1), False, **RESHARDABLE), folder / "saved")
+        megackpt.save(
+            trained_state(*trained("gpt", 1), False, **RESHARDABLE), folder / "saved"
+        )
 
 
 def run_state(model: Any, optimizer: Any, loading: bool) -> dict[str, Any]:
@@ -268,7 +326,10 @@ def run_state(model: Any, optimizer: Any, loading: bool) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
     random.seed(dist.get_rank())
     np.random.seed(dist.get_rank())
-    grid = (p.get_pipeline_model_parallel_world_size(), p.get_tensor_model_parallel_world_size())
+    grid = (
+        p.get_pipeline_model_parallel_world_size(),
+        p.get_tensor_model_parallel_world_size(),
+    )
     cell = (p.get_pipeline_model_parallel_rank(), p.get_tensor_model_parallel_rank())
     values = {
         "random_rng_state": random.getstate(),
@@ -278,19 +339,42 @@ def run_state(model: Any, optimizer: Any, loading: bool) -> dict[str, Any]:
     }
     state = {
         **trained_state(model, optimizer, loading, **RESHARDABLE),
-        "rng_state": ShardedObject("rng_state", [values], grid, cell, replica_id=p.get_data_parallel_rank()),
-        "rerun_state_machine": machine(ITERATION).state_dict(None, "torch_dist", force=True),
+        "rng_state": ShardedObject(
+            "rng_state", [values], grid, cell, replica_id=p.get_data_parallel_rank()
+        ),
+        "rerun_state_machine": machine(ITERATION).state_dict(
+            None, "torch_dist", force=True
+        ),
     }
     if not loading:
-        args = {"lr": 1.5e-4, "params_dtype": torch.bfloat16, "attention_backend": AttnBackend.local}
-        args |= {"save": Path("runs/a"), "betas": (0.9, 0.95), "world_size": dist.get_world_size()}
-        state |= {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": ITERATION}
-        state |= {"num_floating_point_operations_so_far": 1.5e18, "opt_param_scheduler": {"num_steps": 12800}}
+        args = {
+            "lr": 1.5e-4,
+            "params_dtype": torch.bfloat16,
+            "attention_backend": AttnBackend.local,
+        }
+        args |= {
+            "save": Path("runs/a"),
+            "betas": (0.9, 0.95),
+            "world_size": dist.get_world_size(),
+        }
+        state |= {
+            "args": Namespace(**args),
+            "checkpoint_version": 3.0,
+            "iteration": ITERATION,
+        }
+        state |= {
+            "num_floating_point_operations_so_far": 1.5e18,
+            "opt_param_scheduler": {"num_steps": 12800},
+        }
     return state
 
 
 def machine(iteration: int) -> Any:
-    from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
+    from megatron.core.rerun_state_machine import (
+        RerunMode,
+        RerunState,
+        RerunStateMachine,
+    )
 
     found = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
     found.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
@@ -318,24 +402,32 @@ def quick() -> dict[str, Step]:
     """By name what 4 ranks do, one after the other."""
     steps: dict[str, Step] = {
         "gpt": partial(resharded, kind="gpt", saved=(2, 2), layouts=[(4, 1), (1, 2)]),
-        "gpt, a key for each layer": partial(resharded, kind="gpt", saved=(2, 2), layouts=[(1, 4)], **SINGLE),
+        "gpt, a key for each layer": partial(
+            resharded, kind="gpt", saved=(2, 2), layouts=[(1, 4)], **SINGLE
+        ),
     }
     for kind in DENSE[1:]:
         steps[kind] = partial(resharded, kind=kind, saved=(2, 2), layouts=[(4, 1)])
     for kind in SPARSE:
-        steps[kind] = partial(resharded, kind=kind, saved=(2, 1, 2), layouts=[(1, 2, 2)])
+        steps[kind] = partial(
+            resharded, kind=kind, saved=(2, 1, 2), layouts=[(1, 2, 2)]
+        )
     return steps | {
         "in the background": in_the_background,
         "strictness": as_megatron_does,
         "optimizer": partial(optimized, kind="gpt", saved=(2, 2), layouts=[(4, 1)]),
-        "optimizer of experts": partial(optimized, kind="experts", saved=(2, 1, 2), layouts=[(1, 2, 2)]),
+        "optimizer of experts": partial(
+            optimized, kind="experts", saved=(2, 1, 2), layouts=[(1, 2, 2)]
+        ),
         "optimizer that is not distributed": partial(
             optimized, kind="gpt", saved=(2, 2), layouts=[(1, 2)], distributed=False
         ),
         "buckets": partial(by_buckets, kind="gpt", layout=(2, 1)),
         "buckets of experts": partial(by_buckets, kind="experts", layout=(1, 1, 2)),
         "exchange of gpt": partial(exchanged, kind="gpt", saved=(2, 2), layout=(1, 4)),
-        "exchange of experts": partial(exchanged, kind="experts", saved=(2, 1, 2), layout=(1, 1, 4)),
+        "exchange of experts": partial(
+            exchanged, kind="experts", saved=(2, 1, 2), layout=(1, 1, 4)
+        ),
         "training": training,
     }
 
@@ -345,15 +437,21 @@ def over(kinds: Sequence[str], layouts: Sequence[Layout]) -> dict[str, Step]:
     steps: dict[str, Step] = {}
     for kind in kinds:
         for saved in (layouts[0], layouts[-1], layouts[1]):
-            steps[f"{kind} {saved}"] = partial(resharded, kind=kind, saved=saved, layouts=layouts)
-        steps[f"{kind} exchanged"] = partial(exchanged, kind=kind, saved=(2, 1), layout=(1, 4))
+            steps[f"{kind} {saved}"] = partial(
+                resharded, kind=kind, saved=saved, layouts=layouts
+            )
+        steps[f"{kind} exchanged"] = partial(
+            exchanged, kind=kind, saved=(2, 1), layout=(1, 4)
+        )
     return steps
 
 
 def optimizers() -> dict[str, Step]:
     steps: dict[str, Step] = {}
     for kind, saved in (("gpt", (2, 2)), ("gpt", (1, 1)), ("bert", (2, 2))):
-        steps[f"{kind} {saved}"] = partial(optimized, kind=kind, saved=saved, layouts=LAYOUTS)
+        steps[f"{kind} {saved}"] = partial(
+            optimized, kind=kind, saved=saved, layouts=LAYOUTS
+        )
     for kind in ("experts", "mixed"):
         spread = [layout for layout in EXPERT_LAYOUTS if layout[2] > 1]
         steps[kind] = partial(optimized, kind=kind, saved=(2, 1, 2), layouts=spread)
@@ -405,10 +503,25 @@ def fewer(folder: str) -> None:
     prepare()
     at = Path(folder)
     reload("gpt", (2, 1), at / "gpt" / "saved", at / "gpt" / "on 2 ranks", loaded)
-    for name, kind, layout in (("buckets", "gpt", (2, 1)), ("buckets of experts", "experts", (1, 1, 2))):
-        resumed(kind, layout, at / name / "buckets", at / name / "on 2 ranks", BY_BUCKETS, RESHARDABLE)
+    for name, kind, layout in (
+        ("buckets", "gpt", (2, 1)),
+        ("buckets of experts", "experts", (1, 1, 2)),
+    ):
+        resumed(
+            kind,
+            layout,
+            at / name / "buckets",
+            at / name / "on 2 ranks",
+            BY_BUCKETS,
+            RESHARDABLE,
+        )
     resumed(
-        "gpt", (1, 2), at / "optimizer" / "saved", at / "optimizer" / "on 2 ranks", RESHARDABLE, RESHARDABLE
+        "gpt",
+        (1, 2),
+        at / "optimizer" / "saved",
+        at / "optimizer" / "on 2 ranks",
+        RESHARDABLE,
+        RESHARDABLE,
     )
 
 
@@ -419,7 +532,11 @@ def compare(found: Any, expected: Any, where: str = "") -> None:
     """Trees alike, tensors bit by bit."""
     tensors, others = (
         [
-            {path: leaf for path, leaf in walk(tree) if isinstance(leaf, torch.Tensor) is kind}
+            {
+                path: leaf
+                for path, leaf in walk(tree)
+                if isinstance(leaf, torch.Tensor) is kind
+            }
             for tree in (found, expected)
         ]
         for kind in (True, False)
@@ -456,7 +573,12 @@ def check(folder: Path, name: str, ranks: int = 4) -> None:
     first, *others = plain.values()
     assert others
     assert (
-        sum(tensor.unique().numel() > 1 for tensor in first.values() if tensor.numel() > 1) > len(first) / 2
+        sum(
+            tensor.unique().numel() > 1
+            for tensor in first.values()
+            if tensor.numel() > 1
+        )
+        > len(first) / 2
     )
     for path, found in zip(plain, (first, *others), strict=True):
         compare(found, first, str(path))
@@ -472,7 +594,9 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory, ranks: Any, peers: dict[str, str]) -> Path:
+def left(
+    tmp_path_factory: pytest.TempPathFactory, ranks: Any, peers: dict[str, str]
+) -> Path:
     folder = tmp_path_factory.mktemp("models")
     ranks(walks, 4, folder, "quick", env=peers, timeout=280, check=False)
     return folder
@@ -496,7 +620,9 @@ def test_at_another_number_of_ranks(left_by_fewer: Path, name: str) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("steps", ["dense", "sparse", "optimizers"])
-def test_each_kind_at_each_parallelism(tmp_path: Path, ranks: Any, peers: dict[str, str], steps: str) -> None:
+def test_each_kind_at_each_parallelism(
+    tmp_path: Path, ranks: Any, peers: dict[str, str], steps: str
+) -> None:
     ranks(walks, 4, tmp_path, steps, env=peers, timeout=1200, check=False)
     for name in STEPS[steps]():
         check(tmp_path, name)

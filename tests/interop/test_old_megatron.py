@@ -22,7 +22,9 @@ ZARR, FLAT = (GOLDEN / f"mcore-0.12.3-{name}-tp2pp1dp2" for name in ("zarr", "fl
 OLD = ROOT / ".peers" / "mcore-0.12.3"
 FLATTENED = {"flat.nd": (8, 6), "flat.one_d": (12,)}
 EXTRA = "decoder.layers.self_attention.core_attention._extra_state"
-OBJECTS = [f"{EXTRA}/shard_{i}_4" for i in range(4)] + [f"rng_state/shard_0.{i}_1.2" for i in range(2)]
+OBJECTS = [f"{EXTRA}/shard_{i}_4" for i in range(4)] + [
+    f"rng_state/shard_0.{i}_1.2" for i in range(2)
+]
 
 
 @pytest.fixture
@@ -35,7 +37,10 @@ def old(peers: dict[str, str]) -> dict[str, str]:
 
 def assert_same(found: Any, expected: torch.Tensor, where: str) -> None:
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
-    pair = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected)]
+    pair = [
+        tensor.contiguous().reshape(-1).view(torch.uint8)
+        for tensor in (found, expected)
+    ]
     assert torch.equal(*pair), where
 
 
@@ -49,24 +54,42 @@ def old_megatron_reads(*folders: str) -> None:
 
     assert megatron.core.__version__ == "0.12.3"
     for folder in folders:
-        known = {key: description(t) for key, t in serialization.load_tensors_metadata(folder).items()}
-        assert known == {key: description(t) for key, t in megackpt.load_tensors_metadata(folder).items()}
+        known = {
+            key: description(t)
+            for key, t in serialization.load_tensors_metadata(folder).items()
+        }
+        assert known == {
+            key: description(t)
+            for key, t in megackpt.load_tensors_metadata(folder).items()
+        }
         for axis in (0, -1):
             read = megackpt.load(halves(megackpt, known, axis), folder)
             flat = FLATTENED if folder.endswith("flat-tp2pp1dp2") else {}
-            asked = {key: value for key, value in halves(mapping, known, axis).items() if key not in flat}
+            asked = {
+                key: value
+                for key, value in halves(mapping, known, axis).items()
+                if key not in flat
+            }
             found = peer.load(asked, folder)
             for key in asked:
                 assert_same(found[key], read[key], f"{folder}: {key}, axis {axis}")
         for key in flat:
-            asked, expected = run(mapping, key, megackpt.load_plain_tensors(folder)[key])
-            assert_same(peer.load({key: asked}, folder)[key], expected, f"{folder}: {key}")
+            asked, expected = run(
+                mapping, key, megackpt.load_plain_tensors(folder)[key]
+            )
+            assert_same(
+                peer.load({key: asked}, folder)[key], expected, f"{folder}: {key}"
+            )
             asked, _ = run(mapping, key, megackpt.load_plain_tensors(folder)[key])
             found = megackpt.load({key: asked}, folder)
             assert_same(found[key], expected, f"{folder}: {key}")
             assert found[key] is asked.data
-        assert peer.load_common_state_dict(Path(folder)) == megackpt.load_common_state_dict(folder)
-        assert objects(mapping, peer.load, folder) == objects(megackpt, megackpt.load, folder)
+        assert peer.load_common_state_dict(
+            Path(folder)
+        ) == megackpt.load_common_state_dict(folder)
+        assert objects(mapping, peer.load, folder) == objects(
+            megackpt, megackpt.load, folder
+        )
     dist.barrier()
 
 
@@ -79,7 +102,9 @@ def old_megatron_declares(folder: str) -> None:
 
     state = {}
     for key, shape in FLATTENED.items():
-        state[key], own = run(mapping, key, torch.arange(float(math.prod(shape))).reshape(shape))
+        state[key], own = run(
+            mapping, key, torch.arange(float(math.prod(shape))).reshape(shape)
+        )
         state[key].data.copy_(own)
     megackpt.save(state, folder)
 
@@ -89,7 +114,13 @@ def old_optimizer(folder: str) -> None:
     from interop.megatron_models import parallel, prepare, trained
 
     prepare(
-        ("distributed", "optimizer", "tensor_parallel.random", "models.gpt", "models.gpt.gpt_layer_specs")
+        (
+            "distributed",
+            "optimizer",
+            "tensor_parallel.random",
+            "models.gpt",
+            "models.gpt.gpt_layer_specs",
+        )
     )
     with parallel(2, 1):
         megackpt.save(flattened(*trained("gpt", 1)), f"{folder}/saved")
@@ -97,7 +128,9 @@ def old_optimizer(folder: str) -> None:
         with parallel(tp, pp):
             model, optimizer = trained("gpt", 2)
             asked = flattened(model, optimizer, is_loading=True)
-            found, *differing = megackpt.load(asked, f"{folder}/saved", strict="return_all")
+            found, *differing = megackpt.load(
+                asked, f"{folder}/saved", strict="return_all"
+            )
             assert differing == [set(), set()]
             model.load_state_dict(found["model"])
             optimizer.load_state_dict(found["optimizer"])
@@ -123,7 +156,9 @@ def new_optimizer(folder: str) -> None:
         model.load_state_dict(found["model"])
         found["optimizer"]["param_state_sharding_type"] = "fully_reshardable"
         optimizer.load_state_dict(found["optimizer"])
-        megackpt.save(trained_state(model, optimizer, False, **RESHARDABLE), f"{folder}/new")
+        megackpt.save(
+            trained_state(model, optimizer, False, **RESHARDABLE), f"{folder}/new"
+        )
 
 
 def named_by_old(key: str) -> str:
@@ -143,7 +178,9 @@ def halves(lib: Any, known: dict[str, tuple[Any, ...]], axis: int) -> dict[str, 
             shape[axis] //= 2
             cuts = [(axis % len(shape), rank, 2)]
         blank, copy = torch.empty(shape, dtype=dtype), 0 if cuts else rank
-        asked[key] = lib.ShardedTensor.from_rank_offsets(key, blank, *cuts, replica_id=copy)
+        asked[key] = lib.ShardedTensor.from_rank_offsets(
+            key, blank, *cuts, replica_id=copy
+        )
     return asked
 
 
@@ -153,12 +190,17 @@ def run(lib: Any, key: str, whole: torch.Tensor) -> tuple[Any, torch.Tensor]:
     own = slice(0, 5) if dist.get_rank() == 0 else slice(5, whole.numel())
     expected = whole.reshape(-1)[own]
     blank = torch.empty_like(expected)
-    return lib.ShardedTensor.from_rank_offsets_flat(key, blank, whole.shape, flattened_range=own), expected
+    return lib.ShardedTensor.from_rank_offsets_flat(
+        key, blank, whole.shape, flattened_range=own
+    ), expected
 
 
-def objects(lib: Any, load: Callable[..., dict[str, Any]], folder: str) -> dict[str, Any]:
+def objects(
+    lib: Any, load: Callable[..., dict[str, Any]], folder: str
+) -> dict[str, Any]:
     asked = {
-        cell: lib.ShardedObject.empty_from_unique_key(cell, replica_id=dist.get_rank()) for cell in OBJECTS
+        cell: lib.ShardedObject.empty_from_unique_key(cell, replica_id=dist.get_rank())
+        for cell in OBJECTS
     }
     found = load(asked, folder)
     return {cell: comparable(found[cell]) for cell in OBJECTS}
@@ -188,7 +230,9 @@ def test_what_it_declares_flattened_we_save_in_the_models_shapes(
     ranks(old_megatron_declares, 2, tmp_path / "flat", env=old, timeout=240)
     found = megackpt.load_plain_tensors(tmp_path / "flat")
     for key, shape in FLATTENED.items():
-        assert_same(found[key], torch.arange(float(math.prod(shape))).reshape(shape), key)
+        assert_same(
+            found[key], torch.arange(float(math.prod(shape))).reshape(shape), key
+        )
 
 
 @pytest.mark.campaign

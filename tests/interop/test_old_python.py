@@ -19,7 +19,11 @@ from megackpt.dcp import FileSystemReader, LoadPlanner
 
 FOLDER = Path(__file__).parent.parent / "golden" / "torch-2.13.0-python-3.11.2"
 OBJECTS = {
-    "asked": {"method": HTTPMethod.PATCH, "allowed": [HTTPStatus.OK, HTTPStatus.GONE], "retries": 3},
+    "asked": {
+        "method": HTTPMethod.PATCH,
+        "allowed": [HTTPStatus.OK, HTTPStatus.GONE],
+        "retries": 3,
+    },
     "step": 100,
 }
 ENUMS = HTTPMethod, HTTPStatus
@@ -51,23 +55,44 @@ def test_tensors(expected: dict[str, torch.Tensor]) -> None:
 
 
 def test_objects_of_enums_that_are_trusted(expected: dict[str, torch.Tensor]) -> None:
-    tensors = {key.removeprefix("model."): torch.zeros_like(tensor) for key, tensor in expected.items()}
+    tensors = {
+        key.removeprefix("model."): torch.zeros_like(tensor)
+        for key, tensor in expected.items()
+    }
     state = megackpt.sharded({"model": tensors, **OBJECTS}, replicated="all")
     loaded = megackpt.load(state, FOLDER, trusted=ENUMS)
-    assert_same({f"model.{name}": tensor for name, tensor in loaded.pop("model").items()}, expected)
+    assert_same(
+        {f"model.{name}": tensor for name, tensor in loaded.pop("model").items()},
+        expected,
+    )
     assert loaded == OBJECTS
     assert loaded["asked"]["method"] is HTTPMethod.PATCH
     with pytest.raises(megackpt.UntrustedClass, match="http"):
-        megackpt.load(megackpt.sharded({"model": {}, **OBJECTS}, replicated="all"), FOLDER)
+        megackpt.load(
+            megackpt.sharded({"model": {}, **OBJECTS}, replicated="all"), FOLDER
+        )
 
 
 @pytest.mark.parametrize("reader", [FileSystemReader, dcp.FileSystemReader])
-def test_torch_loads_it_through_either_reader(reader: Any, expected: dict[str, torch.Tensor]) -> None:
-    tensors = {key.removeprefix("model."): torch.zeros_like(tensor) for key, tensor in expected.items()}
+def test_torch_loads_it_through_either_reader(
+    reader: Any, expected: dict[str, torch.Tensor]
+) -> None:
+    tensors = {
+        key.removeprefix("model."): torch.zeros_like(tensor)
+        for key, tensor in expected.items()
+    }
     asked = dict.fromkeys(OBJECTS["asked"], 0)
     state: dict[str, Any] = {"model": tensors, "asked": asked, "step": 0}
-    dcp.load(state, storage_reader=reader(FOLDER), planner=LoadPlanner(trusted=ENUMS), no_dist=True)
-    assert_same({f"model.{name}": tensor for name, tensor in state.pop("model").items()}, expected)
+    dcp.load(
+        state,
+        storage_reader=reader(FOLDER),
+        planner=LoadPlanner(trusted=ENUMS),
+        no_dist=True,
+    )
+    assert_same(
+        {f"model.{name}": tensor for name, tensor in state.pop("model").items()},
+        expected,
+    )
     assert state == OBJECTS
 
 
@@ -84,7 +109,9 @@ def test_a_getattr_of_anything_else_is_refused(tmp_path: Path) -> None:
             megackpt.load_plain_tensors(tmp_path / "c")
 
 
-def test_paths_as_python_3_13_names_them(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+def test_paths_as_python_3_13_names_them(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
     shutil.copytree(FOLDER, tmp_path / "c")
     table = (FOLDER / ".metadata").read_bytes()
     assert b"\x8c\x07pathlib\x94" in table

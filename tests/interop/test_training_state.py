@@ -33,7 +33,11 @@ def test_arguments_are_a_namespace() -> None:
     args = common()["args"]
     assert type(args) is argparse.Namespace
     assert len(vars(args)) > 300
-    assert (args.lr, args.betas, args.data_path) == (1.5e-4, (0.9, 0.95), ["0.3", "a", "0.7", "b"])
+    assert (args.lr, args.betas, args.data_path) == (
+        1.5e-4,
+        (0.9, 0.95),
+        ["0.3", "a", "0.7", "b"],
+    )
     assert (args.params_dtype, args.main_grads_dtype) == (torch.bfloat16, torch.float32)
     assert args.exit_signal is signal.SIGTERM
     assert args.save == PosixPath("runs/a")
@@ -44,12 +48,21 @@ def test_arguments_are_a_namespace() -> None:
 def test_enums_and_configurations_say_what_they_are() -> None:
     found = common()
     args, config = found["args"], found["optimizer_config"]
-    assert args.attention_backend == StandIn(f"{CORE}.transformer.enums.AttnBackend", (5,))
+    assert args.attention_backend == StandIn(
+        f"{CORE}.transformer.enums.AttnBackend", (5,)
+    )
     assert args.attention_backend.value == 5
-    assert repr(args.model_type) == "<stand-in for megatron.core.enums.ModelType args=(1,)>"
+    assert (
+        repr(args.model_type)
+        == "<stand-in for megatron.core.enums.ModelType args=(1,)>"
+    )
     assert [scope.value for scope in args.cuda_graph_scope] == [2, 3]
     assert config.qualified_name == f"{CORE}.optimizer.optimizer_config.OptimizerConfig"
-    assert (config.optimizer, config.lr, config.params_dtype) == ("adam", 1.5e-4, torch.bfloat16)
+    assert (config.optimizer, config.lr, config.params_dtype) == (
+        "adam",
+        1.5e-4,
+        torch.bfloat16,
+    )
     assert "'optimizer': 'adam'" in repr(config)
     rerun = found["rerun_state_machine"]
     assert (rerun["mode"].value, rerun["state"].value) == ("validate_results", 3)
@@ -59,11 +72,17 @@ def test_enums_and_configurations_say_what_they_are() -> None:
 def test_plain_data_is_what_it_was() -> None:
     found = common()
     assert (found["iteration"], found["checkpoint_version"]) == (100, 3.0)
-    assert [group["params"] for group in found["optimizer"]["optimizer"]["param_groups"]] == [[0, 1], [2]]
+    assert [
+        group["params"] for group in found["optimizer"]["optimizer"]["param_groups"]
+    ] == [[0, 1], [2]]
     assert found["stream"].getvalue() == b"octets"
     arrays = found["numpy"]
-    np.testing.assert_array_equal(arrays["array"], np.arange(6, dtype=np.float32).reshape(2, 3), strict=True)
-    np.testing.assert_array_equal(arrays["when"], np.array(["2026-01-01"], "M8[s]"), strict=True)
+    np.testing.assert_array_equal(
+        arrays["array"], np.arange(6, dtype=np.float32).reshape(2, 3), strict=True
+    )
+    np.testing.assert_array_equal(
+        arrays["when"], np.array(["2026-01-01"], "M8[s]"), strict=True
+    )
     twin = np.random.RandomState()
     twin.set_state(arrays["rng"])
     assert twin.randint(1 << 30) == np.random.RandomState(5).randint(1 << 30)
@@ -73,9 +92,14 @@ def test_the_whole_checkpoint() -> None:
     shard = megackpt.ShardedObject("rerun_state_machine_state", None, (1,), (0,))
     weight = megackpt.ShardedTensor.from_rank_offsets("weight", torch.zeros(2, 3))
     found = megackpt.load({"rerun": shard, "weight": weight}, TRAINING)
-    assert found["rerun"]["error_injector_checkpoint"]["error_injection_type"].value == "transient_error"
+    assert (
+        found["rerun"]["error_injector_checkpoint"]["error_injection_type"].value
+        == "transient_error"
+    )
     assert torch.equal(found["weight"], torch.arange(6.0).reshape(2, 3))
-    assert megackpt.load_content_metadata(TRAINING) == {"distrib_optim_sharding_type": "dp_reshardable"}
+    assert megackpt.load_content_metadata(TRAINING) == {
+        "distrib_optim_sharding_type": "dp_reshardable"
+    }
     assert megackpt.verify(TRAINING).ok
 
 
@@ -104,8 +128,13 @@ def comparable(value: Any) -> Any:
 
 
 @pytest.mark.megatron
-def test_the_script_still_makes_the_golden(tmp_path: Path, peers: dict[str, str]) -> None:
-    env = {**peers, "PYTHONPATH": os.pathsep.join([peers["PYTHONPATH"], str(GOLDEN.parent)])}
+def test_the_script_still_makes_the_golden(
+    tmp_path: Path, peers: dict[str, str]
+) -> None:
+    env = {
+        **peers,
+        "PYTHONPATH": os.pathsep.join([peers["PYTHONPATH"], str(GOLDEN.parent)]),
+    }
     script = [sys.executable, str(GOLDEN / "make_training.py"), str(tmp_path / "ckpt")]
     subprocess.run(script, env=env, check=True, capture_output=True, timeout=120)
     assert comparable(common(tmp_path / "ckpt")) == comparable(common())
@@ -126,7 +155,9 @@ def megatron_reads(folder: str) -> None:
     assert args.model_type is ModelType.encoder_or_decoder
     assert args.cuda_graph_scope == [CudaGraphScope.attn, CudaGraphScope.mlp]
     assert found["rerun_state_machine"]["mode"] is RerunMode.VALIDATE_RESULTS
-    assert found["rerun_state_machine"]["state"] is RerunState.WILL_RERUN_FROM_CHECKPOINT
+    assert (
+        found["rerun_state_machine"]["state"] is RerunState.WILL_RERUN_FROM_CHECKPOINT
+    )
     assert found["optimizer_config"] == OptimizerConfig(
         optimizer="adam", lr=1.5e-4, params_dtype=torch.bfloat16
     )
@@ -139,6 +170,9 @@ def test_what_was_opened_without_megatron_goes_back_to_it(
 ) -> None:
     found = common()
     found["iteration"] += 1
-    del found["numpy"], found["args"].eos  # of numpy, Megatron trusts arrays of uint32 alone
+    del (
+        found["numpy"],
+        found["args"].eos,
+    )  # of numpy, Megatron trusts arrays of uint32 alone
     megackpt.save(found, tmp_path / "ckpt")
     ranks(megatron_reads, 1, tmp_path / "ckpt", env=peers, timeout=120)

@@ -46,7 +46,11 @@ SOURCES = {
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package ``megatron`` of release 0.16.1; nothing of any other is there, before and after."""
     write(tmp_path, "0.16.1")
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("megatron.")}
+    before = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name.startswith("megatron.")
+    }
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "megatron", raising=False)
     yield
@@ -60,7 +64,9 @@ def write(folder: Path, version: str) -> None:
     for name, source in SOURCES.items():
         file = folder / "megatron" / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(source.format(version=version) if "{version" in source else source)
+        file.write_text(
+            source.format(version=version) if "{version" in source else source
+        )
 
 
 def core() -> Any:
@@ -70,10 +76,22 @@ def core() -> Any:
 def held(of: Any) -> list[Any]:
     """What modules of Megatron have taken from dist_checkpointing."""
     gpt = of.models.gpt
-    return [of.utils.Renamed, of.models.dist_checkpointing, gpt.m, gpt.ShardedTensor, gpt.save]
+    return [
+        of.utils.Renamed,
+        of.models.dist_checkpointing,
+        gpt.m,
+        gpt.ShardedTensor,
+        gpt.save,
+    ]
 
 
-OURS = [mapping.ShardedTensor, megatron, mapping, mapping.ShardedTensor, serialization.save]
+OURS = [
+    mapping.ShardedTensor,
+    megatron,
+    mapping,
+    mapping.ShardedTensor,
+    serialization.save,
+]
 
 
 def is_theirs(of: Any) -> bool:
@@ -96,35 +114,53 @@ def test_before_megatron_is_imported() -> None:
         of = core()
         assert held(of) == OURS
         assert of.dist_checkpointing is megatron
-        assert isinstance(of.models.gpt.declare("w", torch.ones(2)), megackpt.ShardedTensor)
+        assert isinstance(
+            of.models.gpt.declare("w", torch.ones(2)), megackpt.ShardedTensor
+        )
         assert issubclass(of.models.gpt.Derived, megackpt.ShardedTensor)
-        with pytest.raises(megackpt.CheckpointingException, match="determine_global_metadata is not offered"):
+        with pytest.raises(
+            megackpt.CheckpointingException,
+            match="determine_global_metadata is not offered",
+        ):
             of.models.gpt.determine_global_metadata({})
         shard = pickle.loads(f"c{ROOT}.mapping\nShardedTensor\n.".encode())
         assert shard is megackpt.ShardedTensor
         assert mapping.__spec__ is spec
         assert mapping.__name__ == "megackpt.megatron.mapping"
-        for name in ("strategies.newest", "table", "nothing"):  # the second is a file in our folder
-            with pytest.raises(ModuleNotFoundError, match=f"{name} has no counterpart in megackpt"):
+        for name in (
+            "strategies.newest",
+            "table",
+            "nothing",
+        ):  # the second is a file in our folder
+            with pytest.raises(
+                ModuleNotFoundError, match=f"{name} has no counterpart in megackpt"
+            ):
                 importlib.import_module(f"{ROOT}.{name}")
             assert f"{ROOT}.{name}" not in sys.modules
     assert is_theirs(of)
     assert importlib.import_module(f"{ROOT}.strategies.newest").Newest
-    assert issubclass(of.models.gpt.Derived, megackpt.ShardedTensor)  # derived while it was installed
+    assert issubclass(
+        of.models.gpt.Derived, megackpt.ShardedTensor
+    )  # derived while it was installed
 
 
 @pytest.mark.usefixtures("package")
 def test_after_megatron_is_imported() -> None:
     of = core()
     assert is_theirs(of)
-    theirs = {name: module for name, module in sys.modules.items() if name.startswith(ROOT)}
+    theirs = {
+        name: module for name, module in sys.modules.items() if name.startswith(ROOT)
+    }
     derived, plain = of.models.gpt.Derived, of.utils.PLAIN
     megatron.install()
     assert held(of) == OURS
     assert of.dist_checkpointing is megatron
     assert importlib.import_module(f"{ROOT}.strategies.zarr").ZarrLoadShardedStrategy
     assert isinstance(of.models.gpt.declare("w", torch.ones(2)), megackpt.ShardedTensor)
-    assert (of.models.gpt.Derived, of.utils.PLAIN) == (derived, plain)  # not reached, as install() says
+    assert (of.models.gpt.Derived, of.utils.PLAIN) == (
+        derived,
+        plain,
+    )  # not reached, as install() says
     megatron.uninstall()
     assert is_theirs(of)
     assert theirs.items() <= sys.modules.items()
@@ -147,17 +183,24 @@ def test_twice_and_one_within_another() -> None:
 
 
 @pytest.mark.parametrize("release", ["0.20.3", None])
-def test_an_untested_release_is_warned_of(package: None, tmp_path: Path, release: str | None) -> None:
+def test_an_untested_release_is_warned_of(
+    package: None, tmp_path: Path, release: str | None
+) -> None:
     write(tmp_path, release or "")
     if release is None:
         (tmp_path / "megatron" / "core" / "package_info.py").unlink()
     version = release or "an unknown release"
-    with pytest.warns(UserWarning, match=f"in the place of {version}") as caught, megatron.install():
+    with (
+        pytest.warns(UserWarning, match=f"in the place of {version}") as caught,
+        megatron.install(),
+    ):
         assert held(core()) == OURS
     assert len(caught) == 1
 
 
-def test_an_untested_release_that_is_imported_already(package: None, tmp_path: Path) -> None:
+def test_an_untested_release_that_is_imported_already(
+    package: None, tmp_path: Path
+) -> None:
     write(tmp_path, "0.20.3")
     core()
     with pytest.warns(UserWarning, match="in the place of 0.20.3"):

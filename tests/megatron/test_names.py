@@ -74,7 +74,9 @@ NAMES = {
 }
 """What could be imported before the modules were made from a table, by module."""
 
-REFUSED = {row: source for row, source in SOURCES.items() if isinstance(source, Refusal)}
+REFUSED = {
+    row: source for row, source in SOURCES.items() if isinstance(source, Refusal)
+}
 
 MAIN = {
     ".serialization.load": "sharded_state_dict checkpoint_dir sharded_strategy validate_access_integrity strict "
@@ -129,7 +131,9 @@ def test_modules_are_attributes_of_their_packages(module: str) -> None:
     assert found(module) is import_module(f"megackpt.megatron{module}")
 
 
-def test_a_new_process_imports_a_module_by_its_full_name_and_what_it_needs_only() -> None:
+def test_a_new_process_imports_a_module_by_its_full_name_and_what_it_needs_only() -> (
+    None
+):
     program = (
         "from megackpt.megatron.strategies.base import *\n"
         "import megackpt.megatron.strategies.torch as module, pickle, sys\n"
@@ -173,10 +177,16 @@ def defined(package: str) -> set[str]:
     """The public functions and classes of a release's modules, by their names in full."""
     folder = ROOT / ".peers" / package / "core" / "dist_checkpointing"
     return {
-        ".".join([*(part for part in file.relative_to(folder).with_suffix("").parts), node.name])
+        ".".join(
+            [
+                *(part for part in file.relative_to(folder).with_suffix("").parts),
+                node.name,
+            ]
+        )
         for file in folder.rglob("*.py")
         for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
     }
 
 
@@ -190,7 +200,10 @@ def test_all_functions_and_classes_of_0_16_are_in_the_table() -> None:
 def test_of_0_12_the_table_lacks_steps_of_its_formats() -> None:
     lacking = defined("mcore-0.12.3/megatron") - {".".join(row) for row in SOURCES}
     assert "strategies.zarr.pad_to_expected_shape" in lacking
-    assert all(name.startswith("strategies.") and name.split(".")[-1].islower() for name in lacking)
+    assert all(
+        name.startswith("strategies.") and name.split(".")[-1].islower()
+        for name in lacking
+    )
 
 
 @pytest.mark.parametrize(("module", "name"), REFUSED)
@@ -198,9 +211,7 @@ def test_what_is_refused_imports_and_says_why(module: str, name: str) -> None:
     refused = found(f".{module}.{name}")
     assert refused is found(f".{module}.{name}")
     assert not isinstance(7, refused)
-    told = (
-        rf"^{re.escape(module)}\.{name} is not offered by megackpt: {re.escape(REFUSED[module, name].why)}$"
-    )
+    told = rf"^{re.escape(module)}\.{name} is not offered by megackpt: {re.escape(REFUSED[module, name].why)}$"
     with pytest.raises(megackpt.CheckpointingException, match=told):
         refused(1, a=2)
     with pytest.raises(megackpt.CheckpointingException, match=told):
@@ -210,28 +221,42 @@ def test_what_is_refused_imports_and_says_why(module: str, name: str) -> None:
 def test_the_documentation_lists_what_is_refused() -> None:
     section = GUIDE.partition("### Refused")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w.]+)` \| (.*?) \|", section, re.MULTILINE)
-    assert {(module, name) for module, names in rows for name in re.findall(r"`(\w+)`", names)} == set(
-        REFUSED
-    )
+    assert {
+        (module, name)
+        for module, names in rows
+        for name in re.findall(r"`(\w+)`", names)
+    } == set(REFUSED)
 
 
 def test_parts_of_a_state() -> None:
     tensor = megackpt.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 1, 2))
-    factory = megackpt.ShardedTensorFactory("f", torch.ones(2), lambda *_: [], lambda x: x)
-    thing, local = megackpt.ShardedObject("o", 1, (1,), (0,)), megackpt.LocalNonpersistentObject(3)
+    factory = megackpt.ShardedTensorFactory(
+        "f", torch.ones(2), lambda *_: [], lambda x: x
+    )
+    thing, local = (
+        megackpt.ShardedObject("o", 1, (1,), (0,)),
+        megackpt.LocalNonpersistentObject(3),
+    )
     state = {"a": {"w": tensor, "f": factory}, "o": thing, "l": local, "n": 1}
     utils = found(".utils")
     assert utils.extract_sharded_tensors(state) == (
         {"a": {"w": tensor}},
         {"a": {"f": factory}, "o": thing, "l": local, "n": 1},
     )
-    assert utils.extract_sharded_tensors_and_factories(state)[0] == {"a": {"w": tensor, "f": factory}}
+    assert utils.extract_sharded_tensors_and_factories(state)[0] == {
+        "a": {"w": tensor, "f": factory}
+    }
     assert utils.extract_sharded_base(state)[1] == {"l": local, "n": 1}
     assert utils.extract_nonpersistent(state)[0] == {"l": local}
-    assert utils.extract_sharded_tensors_or_nonpersistent(state)[1] == {"o": thing, "n": 1}
+    assert utils.extract_sharded_tensors_or_nonpersistent(state)[1] == {
+        "o": thing,
+        "n": 1,
+    }
     assert utils._sharded_tensor_shard_id(tensor) == ("w", (2,), None)
     assert utils._sharded_object_id(thing) == ("o", (0,), (1,))
-    assert utils._clean_metadata_for_serialization({"dp_cp_group": object(), "a": 1}) == {"a": 1}
+    assert utils._clean_metadata_for_serialization(
+        {"dp_cp_group": object(), "a": 1}
+    ) == {"a": 1}
     assert utils._clean_metadata_for_serialization(None) is None
     with pytest.raises(ValueError, match="shorter"):
         list(utils.zip_strict([1, 2], [3]))
@@ -242,12 +267,22 @@ def test_an_optimizers_groups_stay_lists_of_dicts() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     param = megackpt.ShardedTensor.from_rank_offsets("w", weight)
     values = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}
-    groups = [{"params": [0], "lr": 0.1}, {"params": [], "lr": 0.2}]  # lr tells nobody apart
+    groups = [
+        {"params": [0], "lr": 0.1},
+        {"params": [], "lr": 0.2},
+    ]  # lr tells nobody apart
     given = {"state": {0: values}, "param_groups": groups}
-    assert found(".optimizer.optim_state_to_sharding_state")(given, {0: param}, exclude_keys="step") is None
+    assert (
+        found(".optimizer.optim_state_to_sharding_state")(
+            given, {0: param}, exclude_keys="step"
+        )
+        is None
+    )
     assert given.keys() == {"state", "param_groups"}
     assert [(name, s.key) for name, s in given["state"][0].items()] == [
         ("exp_avg", "optimizer.state.exp_avg.w")
     ]
-    assert [{**g, "params": g["params"].unwrap()} for g in given["param_groups"]] == groups
+    assert [
+        {**g, "params": g["params"].unwrap()} for g in given["param_groups"]
+    ] == groups
     assert all(type(g["params"]) is list for g in groups)

@@ -22,7 +22,10 @@ from megackpt.megatron.serialization import (
     get_default_save_common_strategy,
     get_default_save_sharded_strategy,
 )
-from megackpt.megatron.strategies.async_utils import AsyncCallsQueue, warmup_persistent_caller
+from megackpt.megatron.strategies.async_utils import (
+    AsyncCallsQueue,
+    warmup_persistent_caller,
+)
 from megackpt.megatron.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
@@ -30,17 +33,31 @@ from megackpt.megatron.strategies.base import (
     get_default_strategy,
     register_default_strategy,
 )
-from megackpt.megatron.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
-from megackpt.megatron.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from megackpt.megatron.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
+from megackpt.megatron.strategies.common import (
+    TorchCommonLoadStrategy,
+    TorchCommonSaveStrategy,
+)
 from megackpt.megatron.strategies.filesystem_async import FileSystemWriterAsync
 from megackpt.megatron.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from megackpt.megatron.strategies.tensorstore import TensorStoreLoadShardedStrategy
-from megackpt.megatron.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
-from megackpt.megatron.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from megackpt.megatron.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from megackpt.megatron.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from megackpt.megatron.strategies.two_stage import (
+    TwoStageDataParallelLoadShardedStrategy,
+)
+from megackpt.megatron.strategies.zarr import (
+    ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
+)
 from megackpt.megatron.validation import (
     StrictHandling,
     verify_checkpoint,
@@ -53,9 +70,13 @@ from megackpt.testing import ThreadedGroup
 WEIGHT = torch.arange(12.0).reshape(6, 2)
 
 
-def state(weight: torch.Tensor, rank: int = 0, ranks: int = 1, copies: int = 0) -> dict[str, Any]:
+def state(
+    weight: torch.Tensor, rank: int = 0, ranks: int = 1, copies: int = 0
+) -> dict[str, Any]:
     return {
-        "w": ShardedTensor.from_rank_offsets("w", weight, (0, rank, ranks), replica_id=copies),
+        "w": ShardedTensor.from_rank_offsets(
+            "w", weight, (0, rank, ranks), replica_id=copies
+        ),
         "o": ShardedObject("o", {"rank": rank}, (ranks,), (rank,), copies),
     }
 
@@ -75,7 +96,11 @@ def test_a_trainer_with_its_context(tmp_path: Path) -> None:
         else:
             strategy, validate = get_default_save_sharded_strategy("torch_dist"), True
             strategy.use_cached_ckpt_structure = True
-            if (found := getattr(context.get("load_strategy"), "cached_global_metadata", None)) is not None:
+            if (
+                found := getattr(
+                    context.get("load_strategy"), "cached_global_metadata", None
+                )
+            ) is not None:
                 strategy.cached_global_metadata = found
             strategy = FullyParallelSaveStrategyWrapper(strategy, None, True)
         context["save_strategy"] = strategy
@@ -86,7 +111,10 @@ def test_a_trainer_with_its_context(tmp_path: Path) -> None:
             strategy,
             async_sharded_save=True,
             validate_access_integrity=validate,
-            preprocess_common_before_consistancy_check=lambda common: {**common, "args": None},
+            preprocess_common_before_consistancy_check=lambda common: {
+                **common,
+                "args": None,
+            },
             content_metadata={"singleton_local_shards": False},
             process_group=group,
         )
@@ -104,11 +132,17 @@ def test_a_trainer_with_its_context(tmp_path: Path) -> None:
         blank = torch.zeros(2, 2) if group.rank < 3 else torch.zeros(0, 2)
         folder = str(tmp_path / "iter_2")
         strategy = get_default_load_sharded_strategy(folder)
-        strategy = FullyParallelLoadStrategyWrapper(strategy, None, exchange_algo="gather_object")
+        strategy = FullyParallelLoadStrategyWrapper(
+            strategy, None, exchange_algo="gather_object"
+        )
         contexts[group.rank]["load_strategy"] = strategy
         asked = {"w": state(blank, group.rank, 3)["w"]} if group.rank < 3 else {}
         loaded, missing, unexpected = load(
-            asked, folder, strategy, strict=StrictHandling.RETURN_ALL, process_group=group
+            asked,
+            folder,
+            strategy,
+            strict=StrictHandling.RETURN_ALL,
+            process_group=group,
         )
         assert loaded["iteration"] == 2.0
         assert loaded["args"] == 0
@@ -125,9 +159,22 @@ def test_a_trainer_with_its_context(tmp_path: Path) -> None:
 def test_arguments_in_the_order_of_0_16_and_of_0_19(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     save({"n": 1, **state(WEIGHT)}, old, None, None, False, False, None, {"a": 1})
-    save({"n": 1, **state(WEIGHT)}, new, None, False, False, None, {"a": 1}, "mcore", True)
+    save(
+        {"n": 1, **state(WEIGHT)},
+        new,
+        None,
+        False,
+        False,
+        None,
+        {"a": 1},
+        "mcore",
+        True,
+    )
     for folder in (old, new):
-        for order in ((None, None, False, "return_all"), (None, False, "return_all", True, None)):
+        for order in (
+            (None, None, False, "return_all"),
+            (None, False, "return_all", True, None),
+        ):
             asked, blank = state(torch.zeros(3, 2)), torch.zeros(3, 2)
             asked["w"] = ShardedTensor.from_rank_offsets("w", blank, (0, 1, 2))
             loaded, missing, unexpected = load(asked, folder, *order)
@@ -144,13 +191,17 @@ def test_arguments_in_the_order_of_0_16_and_of_0_19(tmp_path: Path) -> None:
     "made",
     [
         lambda: TorchDistSaveShardedStrategy("torch_dist", 1),
-        lambda: FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1)),
+        lambda: FullyParallelSaveStrategyWrapper(
+            TorchDistSaveShardedStrategy("torch_dist", 1)
+        ),
         lambda: get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1),
         ZarrSaveShardedStrategy,
         lambda: get_default_save_sharded_strategy("zarr"),
     ],
 )
-def test_a_strategy_saves_when_it_is_called(made: Callable[[], Any], tmp_path: Path) -> None:
+def test_a_strategy_saves_when_it_is_called(
+    made: Callable[[], Any], tmp_path: Path
+) -> None:
     strategy = made()
     assert isinstance(strategy, SaveShardedStrategy)
     assert isinstance(strategy, megackpt.Strategy)
@@ -158,7 +209,9 @@ def test_a_strategy_saves_when_it_is_called(made: Callable[[], Any], tmp_path: P
     declared = state(WEIGHT)
     strategy.save(declared, tmp_path / "now")
     assert torch.equal(whole(tmp_path / "now"), WEIGHT)
-    request = copy.deepcopy(strategy).async_save(declared, tmp_path / "later", async_strategy="mcore")
+    request = copy.deepcopy(strategy).async_save(
+        declared, tmp_path / "later", async_strategy="mcore"
+    )
     request.execute_sync()
     assert torch.equal(whole(tmp_path / "later"), WEIGHT)
     reader = get_default_load_sharded_strategy(tmp_path / "now")
@@ -167,7 +220,10 @@ def test_a_strategy_saves_when_it_is_called(made: Callable[[], Any], tmp_path: P
 
 
 def test_an_export_format_is_no_strategy_of_a_save() -> None:
-    with pytest.raises(megackpt.BackendError, match=r"Cannot find a default strategy .* is an export format"):
+    with pytest.raises(
+        megackpt.BackendError,
+        match=r"Cannot find a default strategy .* is an export format",
+    ):
         get_default_save_sharded_strategy("torch")
 
 
@@ -175,23 +231,40 @@ def test_an_export_format_is_no_strategy_of_a_save() -> None:
     ("name", "made"),
     [
         ("torch_dist", TorchDistLoadShardedStrategy),
-        ("torch_dist", lambda: FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())),
-        ("torch_dist", lambda: get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)),
+        (
+            "torch_dist",
+            lambda: FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()),
+        ),
+        (
+            "torch_dist",
+            lambda: get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1),
+        ),
         ("zarr", ZarrLoadShardedStrategy),
         ("zarr", lambda: TensorStoreLoadShardedStrategy(load_directly_on_device=True)),
-        ("zarr", lambda: TwoStageDataParallelLoadShardedStrategy(None, cpu_transfer=True)),
+        (
+            "zarr",
+            lambda: TwoStageDataParallelLoadShardedStrategy(None, cpu_transfer=True),
+        ),
     ],
 )
-def test_a_strategy_loads_when_it_is_called(name: str, made: Callable[[], Any], tmp_path: Path) -> None:
+def test_a_strategy_loads_when_it_is_called(
+    name: str, made: Callable[[], Any], tmp_path: Path
+) -> None:
     folder, strategy = tmp_path / "ckpt", made()
     save({**state(WEIGHT), "n": 1, "deep": {"n": 1}}, folder, name, content_metadata={})
     assert isinstance(strategy, LoadShardedStrategy)
     blank = torch.zeros(6, 2)
-    asked = {"deep": {"here": state(blank)["w"]}, "list": [state(torch.zeros(6, 2))["o"]]}
+    asked = {
+        "deep": {"here": state(blank)["w"]},
+        "list": [state(torch.zeros(6, 2))["o"]],
+    }
     found = strategy.load(asked, folder)
     assert found["deep"]["here"] is not None
     assert torch.equal(blank, WEIGHT)
-    assert {**found, "deep": list(found["deep"])} == {"deep": ["here"], "list": [{"rank": 0}]}
+    assert {**found, "deep": list(found["deep"])} == {
+        "deep": ["here"],
+        "list": [{"rank": 0}],
+    }
     assert set(strategy.load_tensors_metadata(folder)) == {"w"}
     assert set(strategy.load_sharded_metadata(folder)) == {"w", "o/shard_0_1"}
     assert torch.equal(load({"w": state(blank)["w"]}, folder, strategy)["w"], WEIGHT)
@@ -201,7 +274,9 @@ def test_a_strategy_loads_when_it_is_called(name: str, made: Callable[[], Any], 
 
 
 def test_attributes_that_callers_poke(tmp_path: Path) -> None:
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True, thread_count=3)
+    strategy = TorchDistSaveShardedStrategy(
+        "torch_dist", 1, cached_metadata=True, thread_count=3
+    )
     assert strategy.use_cached_ckpt_structure
     assert strategy.thread_count == 3
     for name in (
@@ -218,7 +293,9 @@ def test_attributes_that_callers_poke(tmp_path: Path) -> None:
     wrapper.cached_distribution = object()
     assert wrapper.base_strategy is strategy
     assert len({strategy, wrapper, TorchDistSaveShardedStrategy()}) == 3
-    many = {f"{i}": ShardedTensor.from_rank_offsets(f"{i}", torch.ones(2)) for i in range(3)}
+    many = {
+        f"{i}": ShardedTensor.from_rank_offsets(f"{i}", torch.ones(2)) for i in range(3)
+    }
     for _ in range(2):
         save(many, tmp_path / "ckpt", wrapper)
     assert sorted(path.name for path in (tmp_path / "ckpt").glob("*.distcp")) == [
@@ -227,7 +304,11 @@ def test_attributes_that_callers_poke(tmp_path: Path) -> None:
 
 
 def test_separation_hint(tmp_path: Path) -> None:
-    save({**state(WEIGHT)}, tmp_path / "ckpt", TorchDistSaveShardedStrategy(separation_hint="w"))
+    save(
+        {**state(WEIGHT)},
+        tmp_path / "ckpt",
+        TorchDistSaveShardedStrategy(separation_hint="w"),
+    )
     assert [path.name for path in (tmp_path / "ckpt").glob("w*")] == ["w__0_0.distcp"]
 
 
@@ -245,9 +326,13 @@ def test_a_class_of_the_callers_own(tmp_path: Path) -> None:
 
     save(state(WEIGHT), tmp_path / "ckpt", Named())
     for strategy in (Own(), FullyParallelSaveStrategyWrapper(Own())):
-        with pytest.raises(megackpt.BackendError, match=r"Own has a async_save\(\) of its own"):
+        with pytest.raises(
+            megackpt.BackendError, match=r"Own has a async_save\(\) of its own"
+        ):
             save(state(WEIGHT), tmp_path / "ckpt", strategy)
-    with pytest.raises(megackpt.BackendError, match=r"OwnLoad has a load\(\) of its own"):
+    with pytest.raises(
+        megackpt.BackendError, match=r"OwnLoad has a load\(\) of its own"
+    ):
         load(state(WEIGHT.clone()), tmp_path / "ckpt", OwnLoad())
 
 
@@ -256,12 +341,16 @@ def test_registered_strategies_come_first(monkeypatch: pytest.MonkeyPatch) -> No
     mine = TorchDistSaveShardedStrategy(thread_count=1)
     register_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1, mine)
     assert get_default_save_sharded_strategy("torch_dist", 1) is mine
-    with pytest.raises(megackpt.CheckpointingException, match="Cannot find a default strategy"):
+    with pytest.raises(
+        megackpt.CheckpointingException, match="Cannot find a default strategy"
+    ):
         get_default_strategy(StrategyAction.SAVE_SHARDED, "nothing", 1)
 
 
 def test_zarr_of_megatrons_own_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(megackpt.BackendError, match="version 1 of the format 'zarr' is not written"):
+    with pytest.raises(
+        megackpt.BackendError, match="version 1 of the format 'zarr' is not written"
+    ):
         save(state(WEIGHT), tmp_path / "ckpt", ZarrSaveShardedStrategy("zarr", 1))
 
 
@@ -273,7 +362,8 @@ def test_a_group_that_has_been_destroyed_is_named(tmp_path: Path) -> None:
     dist.destroy_process_group(group)
     try:
         with pytest.raises(
-            megackpt.CheckpointingException, match="dedup_group is a process group that has been destr"
+            megackpt.CheckpointingException,
+            match="dedup_group is a process group that has been destr",
         ):
             save(state(WEIGHT), tmp_path, strategy)
     finally:
@@ -283,10 +373,18 @@ def test_a_group_that_has_been_destroyed_is_named(tmp_path: Path) -> None:
 def test_the_common_state(tmp_path: Path) -> None:
     save({**state(WEIGHT), "n": 1}, tmp_path / "ckpt")
     strategy = TorchCommonLoadStrategy()
-    assert strategy.load_common(tmp_path / "ckpt") == load_common_state_dict(tmp_path / "ckpt") == {"n": 1}
-    assert strategy.load_sharded_objects({"o": state(WEIGHT)["o"]}, tmp_path / "ckpt") == {"o": {"rank": 0}}
+    assert (
+        strategy.load_common(tmp_path / "ckpt")
+        == load_common_state_dict(tmp_path / "ckpt")
+        == {"n": 1}
+    )
+    assert strategy.load_sharded_objects(
+        {"o": state(WEIGHT)["o"]}, tmp_path / "ckpt"
+    ) == {"o": {"rank": 0}}
     assert "o/shard_0_1" in strategy.load_sharded_metadata(tmp_path / "ckpt")
-    with pytest.raises(megackpt.CheckpointingException, match="keeps the common state itself"):
+    with pytest.raises(
+        megackpt.CheckpointingException, match="keeps the common state itself"
+    ):
         TorchCommonSaveStrategy("torch", 1).save_common({}, tmp_path / "ckpt")
 
 
@@ -316,14 +414,24 @@ def test_dcps_own_save_and_load_take_shards(tmp_path: Path) -> None:
 
     def declared(tensor: torch.Tensor) -> dict[str, Any]:
         pieces = [
-            ShardedTensor.from_rank_offsets("l", tensor[i], (0, i, 2), prepend_axis_num=1) for i in range(2)
+            ShardedTensor.from_rank_offsets(
+                "l", tensor[i], (0, i, 2), prepend_axis_num=1
+            )
+            for i in range(2)
         ]
         held = [CheckpointableShardedTensor.from_sh_ten(piece) for piece in pieces]
         one = ShardedTensor.from_rank_offsets("w", tensor[0])
-        return {"l": LocalShardsContainer(held), "w": CheckpointableShardedTensor.from_sh_ten(one)}
+        return {
+            "l": LocalShardsContainer(held),
+            "w": CheckpointableShardedTensor.from_sh_ten(one),
+        }
 
     dcp.save(declared(layers), checkpoint_id=tmp_path / "stock", no_dist=True)
-    dcp.save(declared(layers), storage_writer=FileSystemWriterAsync(tmp_path / "ours"), no_dist=True)
+    dcp.save(
+        declared(layers),
+        storage_writer=FileSystemWriterAsync(tmp_path / "ours"),
+        no_dist=True,
+    )
     for folder in (tmp_path / "stock", tmp_path / "ours"):
         assert torch.equal(load_plain_tensors(folder)["l"], layers)
         blank = torch.zeros(2, 4, 2)
@@ -335,14 +443,18 @@ def test_dcps_own_save_and_load_take_shards(tmp_path: Path) -> None:
     with pytest.raises(megackpt.ShardingError, match="is a placeholder for torch DCP"):
         shown + 1
     with pytest.raises(megackpt.ShardingError, match="needs data"):
-        CheckpointableShardedTensor.from_sh_ten(ShardedTensor.from_rank_offsets("w", WEIGHT).without_data())
+        CheckpointableShardedTensor.from_sh_ten(
+            ShardedTensor.from_rank_offsets("w", WEIGHT).without_data()
+        )
     with pytest.raises(megackpt.ShardingError, match="at least"):
         LocalShardsContainer([])
 
 
 def test_a_writer_for_dcp_refuses_what_it_cannot(tmp_path: Path) -> None:
     for options in ({"separation_hint": "w"}, {"use_msc": True}):
-        with pytest.raises(megackpt.CheckpointingException, match="does not support separation_hint"):
+        with pytest.raises(
+            megackpt.CheckpointingException, match="does not support separation_hint"
+        ):
             FileSystemWriterAsync(tmp_path, thread_count=2, **options)
 
 

@@ -28,7 +28,9 @@ piece = ShardedTensor.from_rank_offsets
 MISTAKES: dict[Callable[[Any], Any], tuple[type[Exception], tuple[str, ...]]] = {}
 
 
-def mistake(error: type[Exception], *told: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+def mistake(
+    error: type[Exception], *told: str
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """A function that every rank calls, the error that all must raise, and what its message must hold."""
 
     def add(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -54,7 +56,9 @@ def test_gallery(made: Callable[[Any], Any], stranger: Any) -> None:
     "'decoder.layers.1.norm.wieght' (did you mean 'decoder.layers.1.norm.weight'?)",
 )
 def a_key_is_misspelt(r):
-    r.load({"n": piece("decoder.layers.1.norm.wieght", torch.zeros(8), replica_id=r.rank)})
+    r.load(
+        {"n": piece("decoder.layers.1.norm.wieght", torch.zeros(8), replica_id=r.rank)}
+    )
 
 
 @mistake(
@@ -81,7 +85,9 @@ def the_prefix_of_another_wrapper_is_meant(r):
     "nothing that is stored begins with 'encoder', but with 'decoder', 'embedding', 'rng_state'",
 )
 def all_keys_are_of_another_model(r):
-    r.load({"q": piece("encoder.block.0.q_proj.kernel", torch.zeros(8), replica_id=r.rank)})
+    r.load(
+        {"q": piece("encoder.block.0.q_proj.kernel", torch.zeros(8), replica_id=r.rank)}
+    )
 
 
 @mistake(
@@ -94,7 +100,9 @@ def the_optimizer_was_not_saved(r):
     for name, shard in [*state.items()]:
         if isinstance(shard, ShardedTensor) and "norm" in shard.key:
             copied = piece(
-                f"optimizer.state.exp_avg.{shard.key}", torch.zeros(8), replica_id=shard.replica_id
+                f"optimizer.state.exp_avg.{shard.key}",
+                torch.zeros(8),
+                replica_id=shard.replica_id,
             )
             state[f"exp_avg.{name}"] = copied
     r.load(state)
@@ -116,7 +124,10 @@ def the_model_has_more_layers_of_their_own_keys(r):
     "'decoder.layers.mlp.fc1.weight'",
 )
 def half_of_the_model_is_not_asked_for_though_all_must_be(r):
-    r.load({key: value for key, value in r.model().items() if "norm" in key}, strict="raise_all")
+    r.load(
+        {key: value for key, value in r.model().items() if "norm" in key},
+        strict="raise_all",
+    )
 
 
 @mistake(
@@ -142,7 +153,13 @@ def an_object_is_asked_for_as_a_tensor(r):
     "(stored as a tensor (8,) float32, asked for as an object)",
 )
 def a_tensor_is_asked_for_as_an_object(r):
-    r.load({"norm": ShardedObject("decoder.layers.1.norm.weight", None, (1,), (0,), r.rank)})
+    r.load(
+        {
+            "norm": ShardedObject(
+                "decoder.layers.1.norm.weight", None, (1,), (0,), r.rank
+            )
+        }
+    )
 
 
 # --- shapes ---
@@ -191,7 +208,13 @@ def the_vocabulary_is_padded_for_another_parallelism(r):
 )
 def the_wrong_axis_is_cut(r):
     layer = (0, r.rank // 2, 4)
-    fc2 = piece("decoder.layers.mlp.fc2.weight", torch.zeros(8, 16), layer, (1, r.tp, 2), prepend_axis_num=1)
+    fc2 = piece(
+        "decoder.layers.mlp.fc2.weight",
+        torch.zeros(8, 16),
+        layer,
+        (1, r.tp, 2),
+        prepend_axis_num=1,
+    )
     r.load({"fc2": fc2})
 
 
@@ -202,7 +225,13 @@ def the_wrong_axis_is_cut(r):
 )
 def the_weight_is_transposed(r):
     layer = (0, r.rank // 2, 4)
-    fc1 = piece("decoder.layers.mlp.fc1.weight", torch.zeros(8, 16), layer, (2, r.tp, 2), prepend_axis_num=1)
+    fc1 = piece(
+        "decoder.layers.mlp.fc1.weight",
+        torch.zeros(8, 16),
+        layer,
+        (2, r.tp, 2),
+        prepend_axis_num=1,
+    )
     r.load({"fc1": fc1})
 
 
@@ -215,7 +244,10 @@ def the_layer_is_not_prepended(r):
     r.load(
         {
             "fc1": piece(
-                "decoder.layers.mlp.fc1.weight", torch.zeros(16, 8), (0, r.tp, 2), replica_id=r.rank // 2
+                "decoder.layers.mlp.fc1.weight",
+                torch.zeros(16, 8),
+                (0, r.tp, 2),
+                replica_id=r.rank // 2,
             )
         }
     )
@@ -227,7 +259,15 @@ def the_layer_is_not_prepended(r):
     "missing from rank_offsets, as (0, rank, 2)?",
 )
 def the_tensor_parallel_rank_is_forgotten(r):
-    r.load({"e": piece("embedding.word_embeddings.weight", torch.zeros(16, 8), replica_id=r.rank)})
+    r.load(
+        {
+            "e": piece(
+                "embedding.word_embeddings.weight",
+                torch.zeros(16, 8),
+                replica_id=r.rank,
+            )
+        }
+    )
 
 
 @mistake(
@@ -235,7 +275,13 @@ def the_tensor_parallel_rank_is_forgotten(r):
     "loaded (32, 8) and expected (128, 8)",
 )
 def the_world_size_stands_for_the_tensor_parallel_size(r):
-    r.load({"e": piece("embedding.word_embeddings.weight", torch.zeros(16, 8), (0, r.rank, 8))})
+    r.load(
+        {
+            "e": piece(
+                "embedding.word_embeddings.weight", torch.zeros(16, 8), (0, r.rank, 8)
+            )
+        }
+    )
 
 
 @mistake(
@@ -245,7 +291,10 @@ def the_world_size_stands_for_the_tensor_parallel_size(r):
 )
 def another_dtype_is_not_to_be_converted(r):
     norm = torch.zeros(8, dtype=torch.bfloat16)
-    r.load({"n": piece("decoder.layers.1.norm.weight", norm, replica_id=r.rank)}, dtype_policy="error")
+    r.load(
+        {"n": piece("decoder.layers.1.norm.weight", norm, replica_id=r.rank)},
+        dtype_policy="error",
+    )
 
 
 # --- who asks for what ---
@@ -259,7 +308,14 @@ def another_dtype_is_not_to_be_converted(r):
 def only_a_part_is_asked_for(r):
     rows = torch.zeros(4, 8)
     data = ShardedTensor(
-        "embedding.word_embeddings.weight", rows, rows.dtype, (4, 8), (32, 8), (0, 0), (8, 1), r.rank
+        "embedding.word_embeddings.weight",
+        rows,
+        rows.dtype,
+        (4, 8),
+        (32, 8),
+        (0, 0),
+        (8, 1),
+        r.rank,
     )
     r.load({"e": data})
 
@@ -280,7 +336,15 @@ def two_ranks_ask_for_the_same_part_as_main(r):
     "give data.contiguous(), or data=None",
 )
 def a_tensor_is_expanded(r):
-    r.load({"n": piece("decoder.layers.1.norm.weight", torch.zeros(1).expand(8), replica_id=r.rank)})
+    r.load(
+        {
+            "n": piece(
+                "decoder.layers.1.norm.weight",
+                torch.zeros(1).expand(8),
+                replica_id=r.rank,
+            )
+        }
+    )
 
 
 @mistake(
@@ -339,7 +403,10 @@ def the_table_of_contents_is_named(r):
     r.load(r.model(), step="iter_0000100/.metadata")
 
 
-@mistake(MismatchError, "nothing but common state is stored: was the sharded state saved at all?")
+@mistake(
+    MismatchError,
+    "nothing but common state is stored: was the sharded state saved at all?",
+)
 def the_common_state_is_named(r):
     r.load(r.model(), step="iter_0000100/common.pt")
 
@@ -438,7 +505,10 @@ def the_strictness_is_misspelt(r):
     "these 6 are stored without 'm.'",
 )
 def the_key_map_is_the_wrong_way_round(r):
-    r.load(r.model(prefix="m."), key_map={"decoder.layers.1.norm.weight": "m.decoder.layers.1.norm.weight"})
+    r.load(
+        r.model(prefix="m."),
+        key_map={"decoder.layers.1.norm.weight": "m.decoder.layers.1.norm.weight"},
+    )
 
 
 # --- what is no error ---
@@ -447,9 +517,14 @@ def the_key_map_is_the_wrong_way_round(r):
 @pytest.mark.parametrize("asked", [torch.zeros(8), "decoder.layers.1.norm.weight"])
 def test_what_is_asked_for_by_a_plain_tensor_or_a_text_is_told(asked, stranger, caplog):
     """A state_dict() where a sharded_state_dict() belongs: nothing of it is loaded."""
-    loaded = megackpt.load({"decoder.layers.1.norm.weight": asked}, stranger.run / "iter_0000100")
+    loaded = megackpt.load(
+        {"decoder.layers.1.norm.weight": asked}, stranger.run / "iter_0000100"
+    )
     assert set(loaded) == {"iteration"}
     told, unasked = [record.getMessage() for record in caplog.records]
     assert "stored, but asked for by no rank" in unasked
     assert told.startswith("'decoder.layers.1.norm.weight' and 0 more are not loaded")
-    assert "only a ShardedTensor is filled (megackpt.load(megackpt.sharded(state), directory), or " in told
+    assert (
+        "only a ShardedTensor is filled (megackpt.load(megackpt.sharded(state), directory), or "
+        in told
+    )

@@ -15,7 +15,14 @@ import torch
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megackpt.errors import BackendError, CoverageError, RankFailure, RankLost, ShardingError, StorageError
+from megackpt.errors import (
+    BackendError,
+    CoverageError,
+    RankFailure,
+    RankLost,
+    ShardingError,
+    StorageError,
+)
 from megackpt.testing import ThreadedGroup
 
 piece = ShardedTensor.from_rank_offsets
@@ -23,7 +30,9 @@ piece = ShardedTensor.from_rank_offsets
 MISTAKES: dict[Callable[[Any], Any], tuple[type[Exception], tuple[str, ...]]] = {}
 
 
-def mistake(error: type[Exception], *told: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+def mistake(
+    error: type[Exception], *told: str
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """A function that every rank calls, the error that all must raise, and what its message must hold."""
 
     def add(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -40,10 +49,14 @@ def test_gallery(made: Callable[[Any], Any], stranger: Any) -> None:
     assert [part for part in told if part not in message] == []
 
 
-def rows(key: str, start: int, stop: int, whole: int, replica_id: Any = 0) -> ShardedTensor:
+def rows(
+    key: str, start: int, stop: int, whole: int, replica_id: Any = 0
+) -> ShardedTensor:
     """Elements of a flat tensor, as optimizers shard it."""
     data = torch.zeros(max(0, stop - start))
-    return ShardedTensor(key, data, data.dtype, (stop - start,), (whole,), (start,), None, replica_id)
+    return ShardedTensor(
+        key, data, data.dtype, (stop - start,), (whole,), (start,), None, replica_id
+    )
 
 
 # --- which piece it is ---
@@ -56,7 +69,9 @@ def rows(key: str, start: int, stop: int, whole: int, replica_id: Any = 0) -> Sh
     "If they hold different parts, the rank that tells them apart is missing from rank_offsets",
 )
 def the_tensor_parallel_rank_is_forgotten(r):
-    r.save({"fc1": piece("mlp.fc1.weight", torch.zeros(8, 4), replica_id=(r.pp, 0, r.dp))})
+    r.save(
+        {"fc1": piece("mlp.fc1.weight", torch.zeros(8, 4), replica_id=(r.pp, 0, r.dp))}
+    )
 
 
 @mistake(
@@ -70,7 +85,14 @@ def the_tensor_parallel_rank_is_forgotten_in_the_offset(r):
     r.save(
         {
             "fc1": ShardedTensor(
-                "mlp.fc1.weight", half, half.dtype, (8, 4), (16, 4), (0, 0), (2, 1), (r.pp, 0, r.dp)
+                "mlp.fc1.weight",
+                half,
+                half.dtype,
+                (8, 4),
+                (16, 4),
+                (0, 0),
+                (2, 1),
+                (r.pp, 0, r.dp),
             )
         }
     )
@@ -84,7 +106,16 @@ def the_tensor_parallel_rank_is_forgotten_in_the_offset(r):
 )
 def one_rank_cuts_the_wrong_axis(r):
     axis = 1 if r.rank == 6 else 0
-    r.save({"fc1": piece("mlp.fc1.weight", torch.zeros(8, 8), (axis, r.tp, 2), replica_id=(r.pp, 0, r.dp))})
+    r.save(
+        {
+            "fc1": piece(
+                "mlp.fc1.weight",
+                torch.zeros(8, 8),
+                (axis, r.tp, 2),
+                replica_id=(r.pp, 0, r.dp),
+            )
+        }
+    )
 
 
 @mistake(
@@ -94,7 +125,16 @@ def one_rank_cuts_the_wrong_axis(r):
 )
 def one_rank_believes_in_another_tensor_parallel_size(r):
     size = 4 if r.rank == 5 else 2
-    r.save({"fc1": piece("mlp.fc1.weight", torch.zeros(8, 4), (0, r.tp, size), replica_id=(r.pp, 0, r.dp))})
+    r.save(
+        {
+            "fc1": piece(
+                "mlp.fc1.weight",
+                torch.zeros(8, 4),
+                (0, r.tp, size),
+                replica_id=(r.pp, 0, r.dp),
+            )
+        }
+    )
 
 
 @mistake(
@@ -106,7 +146,17 @@ def one_rank_believes_in_another_tensor_parallel_size(r):
 def the_global_rank_stands_for_the_tensor_parallel_rank(r):
     data = torch.zeros(8, 4)
     r.save(
-        {"fc1": ShardedTensor("mlp.fc1.weight", data, data.dtype, (8, 4), (16, 4), (8 * r.rank, 0), (2, 1))}
+        {
+            "fc1": ShardedTensor(
+                "mlp.fc1.weight",
+                data,
+                data.dtype,
+                (8, 4),
+                (16, 4),
+                (8 * r.rank, 0),
+                (2, 1),
+            )
+        }
     )
 
 
@@ -119,7 +169,9 @@ def the_global_rank_stands_for_the_tensor_parallel_rank(r):
 )
 def a_vocabulary_that_does_not_divide_is_cut_as_if_it_did(r):
     mine = len(torch.arange(50).chunk(8)[r.rank]) if r.rank < 8 else 0
-    r.save({"embedding": piece("embedding.weight", torch.zeros(mine, 4), (0, r.rank, 8))})
+    r.save(
+        {"embedding": piece("embedding.weight", torch.zeros(mine, 4), (0, r.rank, 8))}
+    )
 
 
 @mistake(
@@ -130,7 +182,13 @@ def a_vocabulary_that_does_not_divide_is_cut_as_if_it_did(r):
 def the_vocabulary_is_padded_differently_on_the_last_stage(r):
     padded = 40 if r.pp else 32
     rows = torch.zeros(padded // 2, 4)
-    r.save({"embedding": piece("embedding.weight", rows, (0, r.tp, 2), replica_id=(r.pp, 0, r.dp))})
+    r.save(
+        {
+            "embedding": piece(
+                "embedding.weight", rows, (0, r.tp, 2), replica_id=(r.pp, 0, r.dp)
+            )
+        }
+    )
 
 
 @mistake(
@@ -150,7 +208,9 @@ def the_weight_is_transposed_on_one_rank(r):
 )
 def one_rank_casts_to_another_dtype(r):
     dtype = torch.float32 if r.rank == 3 else torch.bfloat16
-    r.save({"norm": piece("norm.weight", torch.ones(4, dtype=dtype), replica_id=r.rank)})
+    r.save(
+        {"norm": piece("norm.weight", torch.ones(4, dtype=dtype), replica_id=r.rank)}
+    )
 
 
 @mistake(
@@ -160,12 +220,22 @@ def one_rank_casts_to_another_dtype(r):
 )
 def one_rank_forgets_to_prepend_the_layer(r):
     if r.rank == 2:
-        return r.save({"fc1": piece("layers.fc1.weight", torch.zeros(8, 4), replica_id=(0, r.tp, r.dp))})
+        return r.save(
+            {
+                "fc1": piece(
+                    "layers.fc1.weight", torch.zeros(8, 4), replica_id=(0, r.tp, r.dp)
+                )
+            }
+        )
     layer = torch.zeros(8, 4)
     return r.save(
         {
             "fc1": piece(
-                "layers.fc1.weight", layer, (0, r.pp, 2), replica_id=(0, r.tp, r.dp), prepend_axis_num=1
+                "layers.fc1.weight",
+                layer,
+                (0, r.pp, 2),
+                replica_id=(0, r.tp, r.dp),
+                prepend_axis_num=1,
             )
         }
     )
@@ -179,7 +249,19 @@ def one_rank_forgets_to_prepend_the_layer(r):
 def the_layer_is_prepended_but_not_counted(r):
     layer = torch.zeros(8, 4)
     whole, offset = (2, 8, 4), (r.pp, 0, 0)
-    r.save({"fc1": ShardedTensor("layers.fc1.weight", layer, layer.dtype, (8, 4), whole, offset, (2, 1, 1))})
+    r.save(
+        {
+            "fc1": ShardedTensor(
+                "layers.fc1.weight",
+                layer,
+                layer.dtype,
+                (8, 4),
+                whole,
+                offset,
+                (2, 1, 1),
+            )
+        }
+    )
 
 
 @mistake(
@@ -204,7 +286,10 @@ def no_stage_claims_a_layer(r):
 
 def layers(r, numbers):
     at = {"replica_id": (0, r.tp, r.dp), "prepend_axis_num": 1}
-    return {f"{n}": piece("layers.norm.weight", torch.ones(8), (0, n, 4), **at) for n in numbers}
+    return {
+        f"{n}": piece("layers.norm.weight", torch.ones(8), (0, n, 4), **at)
+        for n in numbers
+    }
 
 
 @mistake(
@@ -229,7 +314,14 @@ def the_expert_index_is_off_by_one(r):
     r.save(
         {
             "e": ShardedTensor(
-                "experts.weight", local, local.dtype, (4, 4), (8, 4), (offset, 0), (2, 1), (r.pp, r.tp, 0)
+                "experts.weight",
+                local,
+                local.dtype,
+                (4, 4),
+                (8, 4),
+                (offset, 0),
+                (2, 1),
+                (r.pp, r.tp, 0),
             )
         }
     )
@@ -242,7 +334,13 @@ def the_expert_index_is_off_by_one(r):
 )
 def the_expert_parallel_rank_is_forgotten(r):
     experts = [
-        piece("experts.weight", torch.zeros(4), (0, local, 4), replica_id=(r.pp, r.tp, 0), prepend_axis_num=1)
+        piece(
+            "experts.weight",
+            torch.zeros(4),
+            (0, local, 4),
+            replica_id=(r.pp, r.tp, 0),
+            prepend_axis_num=1,
+        )
         for local in range(2)  # of 4 experts, 2 on each ep rank
     ]
     r.save({"experts": experts})
@@ -258,7 +356,16 @@ def the_expert_parallel_rank_is_forgotten(r):
     "exactly one rank must declare it with replica_id 0 (or all zeros)",
 )
 def no_replica_id_is_zero(r):
-    r.save({"fc1": piece("mlp.fc1.weight", torch.zeros(8, 4), (0, r.tp, 2), replica_id=(0, r.pp, r.dp + 1))})
+    r.save(
+        {
+            "fc1": piece(
+                "mlp.fc1.weight",
+                torch.zeros(8, 4),
+                (0, r.tp, 2),
+                replica_id=(0, r.pp, r.dp + 1),
+            )
+        }
+    )
 
 
 @mistake(
@@ -278,7 +385,16 @@ def replicas_are_counted_from_one(r):
     "is the replica_id forgotten?",
 )
 def the_replica_id_is_forgotten_on_data_parallel_copies(r):
-    r.save({"fc1": piece("mlp.fc1.weight", torch.zeros(8, 4), (0, r.tp, 2), replica_id=(r.pp, 0, 0))})
+    r.save(
+        {
+            "fc1": piece(
+                "mlp.fc1.weight",
+                torch.zeros(8, 4),
+                (0, r.tp, 2),
+                replica_id=(r.pp, 0, 0),
+            )
+        }
+    )
 
 
 @mistake(
@@ -309,7 +425,13 @@ def the_replica_id_of_a_norm_lacks_the_tensor_parallel_rank(r):
 )
 def tied_embeddings_are_main_on_both_stages(r):
     rows = torch.zeros(16, 4)
-    r.save({"embedding": piece("embedding.weight", rows, (0, r.tp, 2), replica_id=(0, 0, r.dp))})
+    r.save(
+        {
+            "embedding": piece(
+                "embedding.weight", rows, (0, r.tp, 2), replica_id=(0, 0, r.dp)
+            )
+        }
+    )
 
 
 @mistake(
@@ -318,7 +440,9 @@ def tied_embeddings_are_main_on_both_stages(r):
     "(two models with one prefix)? Give each its own (add_prefix_for_sharding)",
 )
 def two_models_have_one_prefix(r):
-    actor, critic = (piece("model.norm.weight", torch.zeros(8), replica_id=r.rank) for _ in range(2))
+    actor, critic = (
+        piece("model.norm.weight", torch.zeros(8), replica_id=r.rank) for _ in range(2)
+    )
     r.save({"actor": actor, "critic": critic})
 
 
@@ -328,7 +452,9 @@ def two_models_have_one_prefix(r):
     "share one prefix? Give each its own (add_prefix_for_sharding)",
 )
 def two_models_of_different_size_have_one_prefix(r):
-    actor, critic = (piece("model.norm.weight", torch.zeros(n), replica_id=r.rank) for n in (8, 12))
+    actor, critic = (
+        piece("model.norm.weight", torch.zeros(n), replica_id=r.rank) for n in (8, 12)
+    )
     r.save({"actor": actor, "critic": critic})
 
 
@@ -342,7 +468,13 @@ def two_models_of_different_size_have_one_prefix(r):
     "do all ranks cut this tensor in the same way",
 )
 def ranges_of_the_optimizer_overlap(r):
-    r.save({"exp_avg": rows("optimizer.exp_avg", 10 * r.rank - (r.rank == 3), 10 * r.rank + 10, 80)})
+    r.save(
+        {
+            "exp_avg": rows(
+                "optimizer.exp_avg", 10 * r.rank - (r.rank == 3), 10 * r.rank + 10, 80
+            )
+        }
+    )
 
 
 @mistake(
@@ -351,7 +483,13 @@ def ranges_of_the_optimizer_overlap(r):
     "rank 4 [40:49]; rank 5 [50:60]",
 )
 def ranges_of_the_optimizer_leave_a_gap(r):
-    r.save({"exp_avg": rows("optimizer.exp_avg", 10 * r.rank, 10 * r.rank + 10 - (r.rank == 4), 80)})
+    r.save(
+        {
+            "exp_avg": rows(
+                "optimizer.exp_avg", 10 * r.rank, 10 * r.rank + 10 - (r.rank == 4), 80
+            )
+        }
+    )
 
 
 @mistake(
@@ -379,7 +517,13 @@ def an_object_has_two_mains(r):
     "no rank declares the region; is a rank or a pipeline stage missing",
 )
 def an_object_is_missing(r):
-    r.save({"rng": ShardedObject("rng_state", [0], (2, 4), (r.tp, r.dp + r.pp), (0, 0, r.pp and not r.dp))})
+    r.save(
+        {
+            "rng": ShardedObject(
+                "rng_state", [0], (2, 4), (r.tp, r.dp + r.pp), (0, 0, r.pp and not r.dp)
+            )
+        }
+    )
 
 
 @mistake(
@@ -388,7 +532,9 @@ def an_object_is_missing(r):
     "with another grid of objects, on ranks 1, 3, 5, 7?",
 )
 def the_grid_of_an_object_differs(r):
-    r.save({"rng": ShardedObject("rng_state", [0], (4 if r.tp else 2,), (r.dp,), r.rank)})
+    r.save(
+        {"rng": ShardedObject("rng_state", [0], (4 if r.tp else 2,), (r.dp,), r.rank)}
+    )
 
 
 @mistake(
@@ -398,7 +544,13 @@ def the_grid_of_an_object_differs(r):
 )
 def a_key_is_a_tensor_here_and_an_object_there(r):
     scale = ShardedObject("scale", 1.0, (1,), (0,), r.rank)
-    r.save({"scale": scale if r.rank == 7 else piece("scale", torch.ones(1), replica_id=r.rank)})
+    r.save(
+        {
+            "scale": scale
+            if r.rank == 7
+            else piece("scale", torch.ones(1), replica_id=r.rank)
+        }
+    )
 
 
 @mistake(
@@ -408,7 +560,13 @@ def a_key_is_a_tensor_here_and_an_object_there(r):
     "ranks 1-7: the same, but for the numbers",
 )
 def an_object_cannot_be_pickled(r):
-    r.save({"lock": ShardedObject("dataloader", {"lock": threading.Lock()}, (8,), (r.rank,))})
+    r.save(
+        {
+            "lock": ShardedObject(
+                "dataloader", {"lock": threading.Lock()}, (8,), (r.rank,)
+            )
+        }
+    )
 
 
 @mistake(
@@ -428,7 +586,13 @@ def the_common_state_cannot_be_pickled(r):
     "ranks 0-7: 'fc1': Data shape should match `local_shape` attribute ((8, 4) and (8, 8))",
 )
 def the_local_shape_is_that_of_other_data(r):
-    r.save({"fc1": ShardedTensor("fc1", torch.zeros(8, 4), torch.float32, (8, 8), (8, 8), (0, 0), (1, 1))})
+    r.save(
+        {
+            "fc1": ShardedTensor(
+                "fc1", torch.zeros(8, 4), torch.float32, (8, 8), (8, 8), (0, 0), (1, 1)
+            )
+        }
+    )
 
 
 @mistake(
@@ -438,7 +602,13 @@ def the_local_shape_is_that_of_other_data(r):
 )
 def an_offset_is_negative(r):
     data = torch.zeros(4)
-    r.save({"w": ShardedTensor("w", data, data.dtype, (4,), (32,), (4 * (r.rank - 1),), (8,))})
+    r.save(
+        {
+            "w": ShardedTensor(
+                "w", data, data.dtype, (4,), (32,), (4 * (r.rank - 1),), (8,)
+            )
+        }
+    )
 
 
 @mistake(
@@ -449,7 +619,13 @@ def an_offset_is_negative(r):
 )
 def an_offset_is_out_of_bounds(r):
     data = torch.zeros(4)
-    r.save({"w": ShardedTensor("w", data, data.dtype, (4,), (32,), (4 * (r.rank + 1),), (8,))})
+    r.save(
+        {
+            "w": ShardedTensor(
+                "w", data, data.dtype, (4,), (32,), (4 * (r.rank + 1),), (8,)
+            )
+        }
+    )
 
 
 @mistake(
@@ -462,7 +638,10 @@ def the_rank_reaches_the_number_of_fragments(r):
     r.save(
         {
             "w": ShardedTensorFactory(
-                "w", torch.zeros(4), lambda k, d, *_: piece(k, d, (0, r.rank + 1, 8)), sum
+                "w",
+                torch.zeros(4),
+                lambda k, d, *_: piece(k, d, (0, r.rank + 1, 8)),
+                sum,
             )
         }
     )
@@ -491,7 +670,9 @@ def the_model_is_still_on_the_meta_device(r):
     "ranks 1-7: the same",
 )
 def the_data_are_no_tensor(r):
-    r.save({"w": ShardedTensor("w", [1.0], torch.float32, (1,), (1,), (0,), (1,), r.rank)})
+    r.save(
+        {"w": ShardedTensor("w", [1.0], torch.float32, (1,), (1,), (0,), (1,), r.rank)}
+    )
 
 
 @mistake(
@@ -509,7 +690,13 @@ def the_state_is_a_list(r):
     "called with (key, data, replica_id, flattened_range)",
 )
 def a_factory_builds_with_another_signature(r):
-    r.save({"w": ShardedTensorFactory("swiglu", torch.zeros(4), lambda _key, _data: [], sum)})
+    r.save(
+        {
+            "w": ShardedTensorFactory(
+                "swiglu", torch.zeros(4), lambda _key, _data: [], sum
+            )
+        }
+    )
 
 
 # --- the call ---
@@ -559,17 +746,26 @@ def only_one_rank_forgets_the_iteration_directory(r):
     r.save(r.model(), step="." if r.rank == 5 else "iter_0000100")
 
 
-@mistake(StorageError, "'ftp://host/run' is no URL of a bucket: it should be s3://BUCKET/FOLDER")
+@mistake(
+    StorageError,
+    "'ftp://host/run' is no URL of a bucket: it should be s3://BUCKET/FOLDER",
+)
 def the_url_is_not_that_of_a_bucket(r):
     megackpt.save(r.model(), "ftp://host/run", process_group=r.group)
 
 
-@mistake(StorageError, "'s3:/bucket/run' was a URL, and a Path has made one slash of two: give it as a str")
+@mistake(
+    StorageError,
+    "'s3:/bucket/run' was a URL, and a Path has made one slash of two: give it as a str",
+)
 def the_url_has_become_a_path(r):
     megackpt.save(r.model(), Path("s3://bucket/run"), process_group=r.group)
 
 
-@mistake(StorageError, "shells expand the ~, Python does not: give os.path.expanduser('~/run')")
+@mistake(
+    StorageError,
+    "shells expand the ~, Python does not: give os.path.expanduser('~/run')",
+)
 def the_directory_begins_with_a_tilde(r):
     megackpt.save(r.model(), Path("~/run"), process_group=r.group)
 
@@ -579,15 +775,27 @@ def the_arguments_are_swapped(r):
     megackpt.save(r.run / "iter_0000100", r.model(), process_group=r.group)
 
 
-@mistake(ShardingError, "'fc1.weight' of 2 axes", "0 <= axis < 2 and 0 <= rank < fragments")
+@mistake(
+    ShardingError, "'fc1.weight' of 2 axes", "0 <= axis < 2 and 0 <= rank < fragments"
+)
 def the_axis_is_counted_from_the_end(r):
-    r.save({"fc1": piece("fc1.weight", torch.zeros(8, 4), (-1, 0, 2), replica_id=r.rank)})
+    r.save(
+        {"fc1": piece("fc1.weight", torch.zeros(8, 4), (-1, 0, 2), replica_id=r.rank)}
+    )
 
 
-@mistake(ShardingError, "sizes and offsets must not exceed 2^62", "1180591620717411303424")
+@mistake(
+    ShardingError, "sizes and offsets must not exceed 2^62", "1180591620717411303424"
+)
 def the_global_shape_is_a_product_gone_wild(r):
     local = torch.zeros(4)
-    r.save({"m": ShardedTensor("exp_avg", local, local.dtype, (4,), (2**70,), (0,), None, r.rank)})
+    r.save(
+        {
+            "m": ShardedTensor(
+                "exp_avg", local, local.dtype, (4,), (2**70,), (0,), None, r.rank
+            )
+        }
+    )
 
 
 @mistake(ShardingError, "sizes must not exceed 2^62")
@@ -602,14 +810,28 @@ def test_plain_tensors_that_differ_between_ranks_are_told(tmp_path, caplog):
     """A state_dict() where a sharded_state_dict() belongs: only rank 0's values are saved."""
 
     def save(group):
-        plain = {"model": {"fc1.weight": torch.full((4,), group.rank), "norm": torch.ones(4)}, "iteration": 3}
+        plain = {
+            "model": {
+                "fc1.weight": torch.full((4,), group.rank),
+                "norm": torch.ones(4),
+            },
+            "iteration": 3,
+        }
         megackpt.save(plain, tmp_path / "plain", process_group=group)
 
     ThreadedGroup.run(4, save)
-    told = [record.getMessage() for record in caplog.records if "only rank 0's values" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "only rank 0's values" in record.getMessage()
+    ]
     assert len(told) == 3
-    assert told[0].startswith("only rank 0's values of ['model']['fc1.weight'] and 0 more tensors are saved")
-    assert "belongs in a ShardedTensor (sharded_state_dict(), not state_dict())" in told[0]
+    assert told[0].startswith(
+        "only rank 0's values of ['model']['fc1.weight'] and 0 more tensors are saved"
+    )
+    assert (
+        "belongs in a ShardedTensor (sharded_state_dict(), not state_dict())" in told[0]
+    )
 
 
 def test_a_rank_that_calls_alone_is_told_who_is_missing(tmp_path):
@@ -626,8 +848,20 @@ def test_a_rank_that_calls_alone_is_told_who_is_missing(tmp_path):
 
 def test_a_message_stays_short_however_many_ranks_make_the_mistake(tmp_path):
     def save(group):
-        wrong = ShardedTensor("w", torch.zeros(4), torch.float32, (5,), (5 * 16,), (5 * group.rank,), (16,))
-        megackpt.save({"w": wrong, "odd": "x" * group.rank}, tmp_path / "wrong", process_group=group)
+        wrong = ShardedTensor(
+            "w",
+            torch.zeros(4),
+            torch.float32,
+            (5,),
+            (5 * 16,),
+            (5 * group.rank,),
+            (16,),
+        )
+        megackpt.save(
+            {"w": wrong, "odd": "x" * group.rank},
+            tmp_path / "wrong",
+            process_group=group,
+        )
 
     stories = {str(outcome) for outcome in ThreadedGroup.outcomes(16, save)}
     assert len(stories) == 1

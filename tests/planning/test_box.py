@@ -7,15 +7,27 @@ import pytest
 from hypothesis import given, strategies as st
 
 from megackpt.planning import box as box_module
-from megackpt.planning.box import Box, Boxes, cut, group_equal, largest_divisor, regular_grids, runs
+from megackpt.planning.box import (
+    Box,
+    Boxes,
+    cut,
+    group_equal,
+    largest_divisor,
+    regular_grids,
+    runs,
+)
 
 boxes_2d = st.builds(
-    lambda a, b, c, d: Box((a, b), (c, d)), *(st.integers(0, 5),) * 2, *(st.integers(0, 4),) * 2
+    lambda a, b, c, d: Box((a, b), (c, d)),
+    *(st.integers(0, 5),) * 2,
+    *(st.integers(0, 4),) * 2,
 )
 
 
 def cells(box: Box) -> set[tuple[int, ...]]:
-    return {tuple(i) for i in np.argwhere(np.ones(box.shape)) + np.array(box.offset, int)}
+    return {
+        tuple(i) for i in np.argwhere(np.ones(box.shape)) + np.array(box.offset, int)
+    }
 
 
 @given(boxes_2d, boxes_2d)
@@ -57,7 +69,11 @@ def test_columns_pad_missing_axes_without_changing_volumes() -> None:
     column = Boxes.of([Box((), ()), Box((2,), (3,)), Box((1, 1), (2, 2))])
     assert column.width == 2
     assert column.volume.tolist() == [1, 3, 4]
-    assert [column.row(i, i) for i in range(3)] == [Box((), ()), Box((2,), (3,)), Box((1, 1), (2, 2))]
+    assert [column.row(i, i) for i in range(3)] == [
+        Box((), ()),
+        Box((2,), (3,)),
+        Box((1, 1), (2, 2)),
+    ]
 
 
 def test_joining_columns_of_several_widths() -> None:
@@ -84,12 +100,18 @@ def test_runs() -> None:
 
 @pytest.mark.parametrize("colliding", [False, True])
 @given(rows=st.lists(st.tuples(st.integers(0, 3), boxes_2d), max_size=30))
-def test_groups_are_those_of_a_dictionary(colliding: bool, rows: list[tuple[int, Box]]) -> None:
+def test_groups_are_those_of_a_dictionary(
+    colliding: bool, rows: list[tuple[int, Box]]
+) -> None:
     owner = np.array([o for o, _ in rows], np.int32)
     column = Boxes.of([b for _, b in rows], 2)
     with pytest.MonkeyPatch.context() as patch:
-        if colliding:  # a hash that tells nothing: the columns themselves must be sorted
-            patch.setattr(box_module, "_sorting_key", lambda owner, _: owner.astype(np.int64))
+        if (
+            colliding
+        ):  # a hash that tells nothing: the columns themselves must be sorted
+            patch.setattr(
+                box_module, "_sorting_key", lambda owner, _: owner.astype(np.int64)
+            )
         groups = group_equal(owner, column)
     expected: dict[tuple[int, Box], list[int]] = {}
     for i, row in enumerate(rows):
@@ -101,10 +123,17 @@ def test_groups_are_those_of_a_dictionary(colliding: bool, rows: list[tuple[int,
 
 
 def test_regular_grids() -> None:
-    regular = [Box((0, 0), (2, 3)), Box((0, 3), (2, 2)), Box((2, 0), (1, 3)), Box((2, 3), (1, 2))]
+    regular = [
+        Box((0, 0), (2, 3)),
+        Box((0, 3), (2, 2)),
+        Box((2, 0), (1, 3)),
+        Box((2, 3), (1, 2)),
+    ]
     irregular = [Box((0,), (2,)), Box((2,), (3,))]
     cells, fits = regular_grids(
-        Boxes.of([*regular, *irregular]), np.array([0, 4, 6]), np.array([[3, 5], [5, 1]])
+        Boxes.of([*regular, *irregular]),
+        np.array([0, 4, 6]),
+        np.array([[3, 5], [5, 1]]),
     )
     assert fits.tolist() == [True, False]
     assert cells[0].tolist() == [2, 3]
@@ -116,11 +145,21 @@ def test_boxes_are_cut_at_the_borders_of_a_grid() -> None:
     row, found = cut(boxes, pieces, np.zeros_like(pieces))
     assert row.tolist() == [0, 0, 0, 0, 1, 2]
     assert [found.row(i, 2) for i in range(5)] == [
-        *(Box((1, 0), (2, 2)), Box((1, 2), (2, 1)), Box((3, 0), (3, 2)), Box((3, 2), (3, 1))),
+        *(
+            Box((1, 0), (2, 2)),
+            Box((1, 2), (2, 1)),
+            Box((3, 0), (3, 2)),
+            Box((3, 2), (3, 1)),
+        ),
         Box((4, 0), (2, 0)),
     ]
     _, shifted = cut(boxes.take([0]), pieces[:1], boxes.offset[:1])
-    assert [shifted.row(i, 2).offset for i in range(4)] == [(1, 0), (1, 2), (4, 0), (4, 2)]
+    assert [shifted.row(i, 2).offset for i in range(4)] == [
+        (1, 0),
+        (1, 2),
+        (4, 0),
+        (4, 2),
+    ]
 
 
 @given(st.integers(1, 5000), st.integers(1, 6000))

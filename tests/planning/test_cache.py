@@ -18,7 +18,14 @@ from megackpt.planning.manifest import (
 from megackpt.planning.save_plan import plan_save
 
 Rows = list[Declaration]
-BASE = Declaration(ShardId("w", Box((0, 2), (4, 2))), TensorMeta((4, 8), "float32"), (0, 0, 1), False, 32, 3)
+BASE = Declaration(
+    ShardId("w", Box((0, 2), (4, 2))),
+    TensorMeta((4, 8), "float32"),
+    (0, 0, 1),
+    False,
+    32,
+    3,
+)
 
 
 def of(*rows: Declaration, domain: int = 0) -> Declarations:
@@ -26,7 +33,9 @@ def of(*rows: Declaration, domain: int = 0) -> Declarations:
 
 
 def test_equal_declarations_have_equal_fingerprints() -> None:
-    assert fingerprint(of(BASE), "torch_dist") == fingerprint(of(replace(BASE)), "torch_dist")
+    assert fingerprint(of(BASE), "torch_dist") == fingerprint(
+        of(replace(BASE)), "torch_dist"
+    )
     # Known from an earlier run: the same in every process.
     assert fingerprint(of(BASE), "torch_dist") == 9041482286358065389
     assert 0 <= fingerprint(of()) < 2**63
@@ -54,10 +63,21 @@ def test_everything_counts() -> None:
 
 def test_names_do_not_run_into_one_another() -> None:
     def named(*keys: str) -> int:
-        return fingerprint(of(*(replace(BASE, shard=ShardId(k, BASE.shard.box)) for k in keys)))
+        return fingerprint(
+            of(*(replace(BASE, shard=ShardId(k, BASE.shard.box)) for k in keys))
+        )
 
     assert (
-        len({named("ab", "c"), named("a", "bc"), named("abc"), named("c", "ab"), named("a\ud800", "c")}) == 5
+        len(
+            {
+                named("ab", "c"),
+                named("a", "bc"),
+                named("abc"),
+                named("c", "ab"),
+                named("a\ud800", "c"),
+            }
+        )
+        == 5
     )
 
 

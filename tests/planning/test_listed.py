@@ -22,8 +22,15 @@ def test_chunks_stand_as_they_are_told():
     ]
     manifest = listed([W, O], told, ("npz", 1))
     assert manifest.tensors == (W, O)
-    assert (manifest.encoding, manifest.backend, manifest.save_id) == ("raw", ("npz", 1), "")
-    assert [(c.box, c.location) for c in manifest.chunks_of("w")] == [told[0][1:], told[2][1:]]
+    assert (manifest.encoding, manifest.backend, manifest.save_id) == (
+        "raw",
+        ("npz", 1),
+        "",
+    )
+    assert [(c.box, c.location) for c in manifest.chunks_of("w")] == [
+        told[0][1:],
+        told[2][1:],
+    ]
     assert [(c.box, c.location) for c in manifest.chunks_of("o")] == [told[1][1:]]
     assert manifest.files == ("b", "a")
     assert not len(manifest.chunks.digests)

@@ -31,7 +31,9 @@ def manifest_of(tensors: Iterable[Tensor], dtype: str = "int64") -> Manifest:
     rows = [(i, box) for i, (_, _, boxes) in enumerate(tensors) for box in boxes]
     random.Random(0).shuffle(rows)
     zeros = np.zeros(len(rows), np.int64)
-    entries = tuple(TensorEntry(key, TensorMeta(shape, dtype)) for key, shape, _ in tensors)
+    entries = tuple(
+        TensorEntry(key, TensorMeta(shape, dtype)) for key, shape, _ in tensors
+    )
     chunks = Chunks(
         np.array([i for i, _ in rows], np.int32),
         Boxes.of(box for _, box in rows),
@@ -45,10 +47,17 @@ def manifest_of(tensors: Iterable[Tensor], dtype: str = "int64") -> Manifest:
 
 
 def wanted_of(
-    rows: Iterable[tuple[str, tuple[int, ...], Box]], flexible: bool = False, dtype: str = "int64"
+    rows: Iterable[tuple[str, tuple[int, ...], Box]],
+    flexible: bool = False,
+    dtype: str = "int64",
 ) -> Declarations:
     return Declarations.of(
-        [Declaration(ShardId(k, b), TensorMeta(s, dtype), 0, flexible, 8 * b.volume, 0) for k, s, b in rows]
+        [
+            Declaration(
+                ShardId(k, b), TensorMeta(s, dtype), 0, flexible, 8 * b.volume, 0
+            )
+            for k, s, b in rows
+        ]
     )
 
 
@@ -72,19 +81,31 @@ def tiles(rng: random.Random, shape: tuple[int, ...]) -> list[Box]:
 
 def part(rng: random.Random, shape: tuple[int, ...]) -> Box:
     offset = [rng.randint(0, n) for n in shape]
-    return Box(tuple(offset), tuple(rng.randint(0, n - o) for n, o in zip(shape, offset, strict=True)))
+    return Box(
+        tuple(offset),
+        tuple(rng.randint(0, n - o) for n, o in zip(shape, offset, strict=True)),
+    )
 
 
-@pytest.mark.parametrize(("crowd", "pairs"), [(64, 1 << 19), (0, 1 << 19), (0, 3), (64, 3)])
+@pytest.mark.parametrize(
+    ("crowd", "pairs"), [(64, 1 << 19), (0, 1 << 19), (0, 3), (64, 3)]
+)
 @given(
-    shapes=st.lists(st.lists(st.integers(1, 8), max_size=3).map(tuple), min_size=1, max_size=4),
+    shapes=st.lists(
+        st.lists(st.integers(1, 8), max_size=3).map(tuple), min_size=1, max_size=4
+    ),
     rng=st.randoms(use_true_random=False),
 )
 def test_reading_by_the_plan_is_indexing(
     crowd: int, pairs: int, shapes: list[tuple[int, ...]], rng: random.Random
 ) -> None:
-    values = {f"t{i}": np.arange(np.prod(shape, dtype=int)).reshape(shape) for i, shape in enumerate(shapes)}
-    manifest = manifest_of((key, value.shape, tiles(rng, value.shape)) for key, value in values.items())
+    values = {
+        f"t{i}": np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        for i, shape in enumerate(shapes)
+    }
+    manifest = manifest_of(
+        (key, value.shape, tiles(rng, value.shape)) for key, value in values.items()
+    )
     wanted = wanted_of(
         (key, values[key].shape, part(rng, values[key].shape))
         for key in rng.choices(list(values), k=rng.randrange(6))
@@ -117,28 +138,47 @@ def test_flexible_rows_get_what_overlaps() -> None:
         flexible=True,
     )
     items = [(item.target, item.box) for item in plan_load(wanted, manifest).rows()]
-    assert items == [(0, Box((4, 0), (2, 2))), (2, Box((0, 0), (3, 2))), (2, Box((3, 0), (1, 2)))]
-    with pytest.raises(MismatchError, match=r"'w' \[4:8, 0:2\] was asked for, but .* shape \(6, 2\)"):
+    assert items == [
+        (0, Box((4, 0), (2, 2))),
+        (2, Box((0, 0), (3, 2))),
+        (2, Box((3, 0), (1, 2))),
+    ]
+    with pytest.raises(
+        MismatchError, match=r"'w' \[4:8, 0:2\] was asked for, but .* shape \(6, 2\)"
+    ):
         plan_load(wanted_of([("w", (8, 2), Box((4, 0), (4, 2)))]), manifest)
 
 
 def test_keys_and_kinds_that_do_not_fit_are_all_named() -> None:
-    manifest = manifest_of([("w", (2,), [Box((0,), (2,))]), ("v", (2,), [Box((0,), (2,))])])
+    manifest = manifest_of(
+        [("w", (2,), [Box((0,), (2,))]), ("v", (2,), [Box((0,), (2,))])]
+    )
     wanted = wanted_of(
-        [("x", (2,), Box((0,), (2,))), ("y", (2,), Box((0,), (2,))), ("v", (1, 2), Box((0, 0), (1, 2)))]
+        [
+            ("x", (2,), Box((0,), (2,))),
+            ("y", (2,), Box((0,), (2,))),
+            ("v", (1, 2), Box((0, 0), (1, 2))),
+        ]
     )
     with pytest.raises(
-        MismatchError, match=r"(?s)Unexpected keys: 'x'.*'y'.*loaded .2,. and expected .1, 2. .*key v"
+        MismatchError,
+        match=r"(?s)Unexpected keys: 'x'.*'y'.*loaded .2,. and expected .1, 2. .*key v",
     ):
         plan_load(wanted, manifest)
-    with pytest.raises(MismatchError, match="stored as a tensor and asked for as an object"):
+    with pytest.raises(
+        MismatchError, match="stored as a tensor and asked for as an object"
+    ):
         plan_load(wanted_of([("w", (2,), Box((0,), (1,)))], dtype="object"), manifest)
 
 
 def test_objects_are_fetched_whole_and_never_resharded() -> None:
-    manifest = manifest_of([("rng", (2,), [Box((0,), (1,)), Box((1,), (1,))])], dtype="object")
+    manifest = manifest_of(
+        [("rng", (2,), [Box((0,), (1,)), Box((1,), (1,))])], dtype="object"
+    )
     wanted = wanted_of([("rng", (2,), Box((1,), (1,)))], dtype="object")
-    assert [item.box for item in plan_load(wanted, manifest).rows()] == [Box((1,), (1,))]
+    assert [item.box for item in plan_load(wanted, manifest).rows()] == [
+        Box((1,), (1,))
+    ]
     with pytest.raises(MismatchError, match="Global shape mismatch"):
         plan_load(wanted_of([("rng", (3,), Box((1,), (1,)))], dtype="object"), manifest)
 
@@ -147,12 +187,16 @@ def test_holes_and_overlaps_in_what_is_stored() -> None:
     whole = wanted_of([("w", (6,), Box((1,), (5,)))])
     holes = manifest_of([("w", (6,), [Box((0,), (2,)), Box((4,), (2,))])])
     with pytest.raises(
-        CorruptCheckpoint, match=r"'w' \[1:6\]: \[2:4\] cannot be read, no stored chunk holds it"
+        CorruptCheckpoint,
+        match=r"'w' \[1:6\]: \[2:4\] cannot be read, no stored chunk holds it",
     ):
         plan_load(whole, holes)
     assert len(plan_load(wanted_of([("w", (6,), Box((4,), (2,)))]), holes)) == 1
     # Hole and overlap together keep the volume; the same chunk twice does so on a regular grid.
-    for boxes in ([Box((0,), (3,)), Box((1,), (3,))], [Box((3,), (3,)), Box((3,), (3,))]):
+    for boxes in (
+        [Box((0,), (3,)), Box((1,), (3,))],
+        [Box((3,), (3,)), Box((3,), (3,))],
+    ):
         with pytest.raises(CorruptCheckpoint, match="cannot be read"):
             plan_load(whole, manifest_of([("w", (6,), boxes)]))
     beyond = manifest_of([("w", (6,), [Box((0,), (9,))])])
@@ -160,9 +204,13 @@ def test_holes_and_overlaps_in_what_is_stored() -> None:
 
 
 def test_tensors_without_elements_or_dimensions() -> None:
-    manifest = manifest_of([("s", (), [Box((), ())]), ("e", (0, 3), [Box((0, 0), (0, 3))])])
+    manifest = manifest_of(
+        [("s", (), [Box((), ())]), ("e", (0, 3), [Box((0, 0), (0, 3))])]
+    )
     wanted = wanted_of([("s", (), Box((), ())), ("e", (0, 3), Box((0, 0), (0, 3)))])
-    assert [(item.target, item.box) for item in plan_load(wanted, manifest).rows()] == [(0, Box((), ()))]
+    assert [(item.target, item.box) for item in plan_load(wanted, manifest).rows()] == [
+        (0, Box((), ()))
+    ]
     assert len(plan_load(wanted_of([]), manifest)) == 0
     assert len(plan_load(wanted_of([]), manifest_of([]))) == 0
 
@@ -173,6 +221,9 @@ def test_many_chunks_for_many_wanted_boxes() -> None:
     size = ends[-1]
     step = -(-size // 5_000)
     wanted = [Box((a,), (min(step, size - a),)) for a in range(0, size, step)]
-    plan = plan_load(wanted_of(("w", (size,), b) for b in wanted), manifest_of([("w", (size,), boxes)]))
+    plan = plan_load(
+        wanted_of(("w", (size,), b) for b in wanted),
+        manifest_of([("w", (size,), boxes)]),
+    )
     assert plan.boxes.volume.sum() == size
     assert len(plan) <= len(boxes) + len(wanted)

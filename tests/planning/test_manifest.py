@@ -24,7 +24,11 @@ from megackpt.planning.manifest import (
 
 
 def row(
-    key: str, box: Box, shape: tuple[int, ...], rank: int, replica: int | tuple[int, ...] = 0
+    key: str,
+    box: Box,
+    shape: tuple[int, ...],
+    rank: int,
+    replica: int | tuple[int, ...] = 0,
 ) -> Declaration:
     meta = TensorMeta(shape, "bfloat16")
     return Declaration(ShardId(key, box), meta, replica, False, 2 * box.volume, rank)
@@ -38,7 +42,8 @@ RANKS = [
 
 
 @pytest.mark.parametrize(
-    ("replica", "main"), [(0, True), (1, False), ((0, 0, 0), True), ((0, 1, 0), False), ((), True)]
+    ("replica", "main"),
+    [(0, True), (1, False), ((0, 0, 0), True), ((0, 1, 0), False), ((), True)],
 )
 def test_main_replicas(replica: int | tuple[int, ...], main: bool) -> None:
     assert is_main_replica(replica) is main
@@ -50,7 +55,9 @@ def test_rows_come_back_from_columns() -> None:
 
 
 def test_merging_joins_tables_and_keeps_rank_order() -> None:
-    merged = Declarations.merge([Declarations.of(rows, domain=i) for i, rows in enumerate(RANKS)])
+    merged = Declarations.merge(
+        [Declarations.of(rows, domain=i) for i, rows in enumerate(RANKS)]
+    )
     assert list(merged.rows()) == [r for rows in RANKS for r in rows]
     assert [entry.key for entry in merged.tensors] == ["a", "b"]
     assert merged.domains == (0, 1, 2)
@@ -63,7 +70,11 @@ def test_declarations_arrive_as_they_were_sent(rows: list[Declaration]) -> None:
     sent = Declarations.of(rows, domain=3)
     came: Declarations = pickle.loads(pickle.dumps(sent))
     assert list(came.rows()) == rows
-    assert (came.tensors, came.replica_ids, came.domains) == (sent.tensors, sent.replica_ids, sent.domains)
+    assert (came.tensors, came.replica_ids, came.domains) == (
+        sent.tensors,
+        sent.replica_ids,
+        sent.domains,
+    )
 
 
 def test_numbers_that_need_eight_bytes_arrive() -> None:
@@ -72,10 +83,14 @@ def test_numbers_that_need_eight_bytes_arrive() -> None:
 
 
 @pytest.mark.parametrize("grids", [((2, 4), ()), (None, ()), (None, None)])
-def test_a_plan_arrives_as_it_was_sent(grids: tuple[tuple[int, ...] | None, ...]) -> None:
+def test_a_plan_arrives_as_it_was_sent(
+    grids: tuple[tuple[int, ...] | None, ...],
+) -> None:
     """A grid of no axes, that of a tensor of no axes, is a grid, too."""
     own = Declarations.of(RANKS[0])
-    sent = SavePlan(5, own.tensors, grids, own.tensor, own.boxes, np.arange(2, dtype=np.int32))
+    sent = SavePlan(
+        5, own.tensors, grids, own.tensor, own.boxes, np.arange(2, dtype=np.int32)
+    )
     came: SavePlan = pickle.loads(pickle.dumps(sent))
     assert list(came.rows()) == list(sent.rows())
     assert (came.rank, came.grids) == (5, grids)
@@ -84,7 +99,11 @@ def test_a_plan_arrives_as_it_was_sent(grids: tuple[tuple[int, ...] | None, ...]
 def test_shards_are_the_distinct_boxes() -> None:
     merged = Declarations.merge([Declarations.of(rows) for rows in RANKS])
     shards = merged.shards()
-    assert sorted(shards.rows(g).tolist() for g in range(len(shards))) == [[0], [1, 2], [3]]
+    assert sorted(shards.rows(g).tolist() for g in range(len(shards))) == [
+        [0],
+        [1, 2],
+        [3],
+    ]
 
 
 def test_located_puts_the_ranks_reports_in_plan_order() -> None:
@@ -98,22 +117,39 @@ def test_located_puts_the_ranks_reports_in_plan_order() -> None:
         zeros,
         np.zeros((0, 16), np.uint8),
     )
-    tensors = (TensorEntry("a", TensorMeta((8,), "int8")), TensorEntry("b", TensorMeta((2,), "int8")))
+    tensors = (
+        TensorEntry("a", TensorMeta((8,), "int8")),
+        TensorEntry("b", TensorMeta((2,), "int8")),
+    )
     manifest = Manifest(tensors, (None, None), chunks)
     assert manifest.chunk(0).location.file == ""
 
-    def result(files: tuple[str, ...], file: list[int], length: list[int]) -> WriteResult:
+    def result(
+        files: tuple[str, ...], file: list[int], length: list[int]
+    ) -> WriteResult:
         blocks = sum(-(-n // DIGEST_BLOCK) for n in length)
         digests = np.full((blocks, 16), len(length), np.uint8)
         column = np.array(length, np.int64)
-        boxes = {2: manifest.chunks.boxes.take([1, 2]), 1: manifest.chunks.boxes.take([0])}[len(length)]
-        return WriteResult.of_rows(boxes, files, np.array(file, np.int32), column * 10, column, digests)
+        boxes = {
+            2: manifest.chunks.boxes.take([1, 2]),
+            1: manifest.chunks.boxes.take([0]),
+        }[len(length)]
+        return WriteResult.of_rows(
+            boxes, files, np.array(file, np.int32), column * 10, column, digests
+        )
 
     located = manifest.located(
-        [result(("x",), [0], [DIGEST_BLOCK + 1]), result(("unused", "y"), [1, 1], [4, 2])]
+        [
+            result(("x",), [0], [DIGEST_BLOCK + 1]),
+            result(("unused", "y"), [1, 1], [4, 2]),
+        ]
     )
     assert [located.chunk(i).location.file for i in range(3)] == ["x", "y", "y"]
-    assert [located.chunk(i).location.start for i in range(3)] == [10 * (DIGEST_BLOCK + 1), 40, 20]
+    assert [located.chunk(i).location.start for i in range(3)] == [
+        10 * (DIGEST_BLOCK + 1),
+        40,
+        20,
+    ]
     assert [len(located.chunk(i).digests) for i in range(3)] == [2, 1, 1]
     assert [c.box for c in located.chunks_of("a")] == [Box((0,), (4,)), Box((4,), (4,))]
     assert located.numbers() == {"a": 0, "b": 1}

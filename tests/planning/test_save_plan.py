@@ -44,7 +44,13 @@ def parts(*ranks: list[Shard]) -> list[Declarations]:
     ]
 
 
-def w(key: str, shape: tuple[int, ...], box: Box, replica: ReplicaId = 0, dtype: str = "float32") -> Shard:
+def w(
+    key: str,
+    shape: tuple[int, ...],
+    box: Box,
+    replica: ReplicaId = 0,
+    dtype: str = "float32",
+) -> Shard:
     return key, shape, box, replica, dtype
 
 
@@ -64,7 +70,11 @@ def agree(given: list[Declarations], plans: list[SavePlan], manifest: Manifest) 
         chunk = manifest.chunk(i)
         entry = manifest.tensors[manifest.chunks.tensor[i]]
         assert (entry.key, entry.meta) == (item.shard.key, item.meta)
-        assert (chunk.box, chunk.writer, chunk.location.length) == (item.shard.box, rank, item.nbytes)
+        assert (chunk.box, chunk.writer, chunk.location.length) == (
+            item.shard.box,
+            rank,
+            item.nbytes,
+        )
         assert manifest.chunks.file[i] == -1
         assert manifest.grids[manifest.chunks.tensor[i]] == item.grid
         source = given[rank].row(item.source)
@@ -80,14 +90,19 @@ def test_objects_first_then_large_tensors() -> None:
             w("rng", (2,), Box((0,), (1,)), dtype="object"),
             w(COMMON_KEY, (), Box((), ()), dtype="object"),
         ],
-        [w("rng", (2,), Box((1,), (1,)), dtype="object"), w("small", (2,), Box((0,), (2,)), 1)],
+        [
+            w("rng", (2,), Box((1,), (1,)), dtype="object"),
+            w("small", (2,), Box((0,), (2,)), 1),
+        ],
     )
     plans, manifest = plan_save(given)
     agree(given, plans, manifest)
     assert [item.shard.key for item in plans[0].rows()] == ["rng", COMMON_KEY, "large"]
     # Rank 1 holds a copy of the small tensor and has less to write.
     assert [item.shard.key for item in plans[1].rows()] == ["rng", "small"]
-    assert written(plan_save(given, SavePolicy(balance=False))[0])["small"] == [(0, Box((0,), (2,)))]
+    assert written(plan_save(given, SavePolicy(balance=False))[0])["small"] == [
+        (0, Box((0,), (2,)))
+    ]
 
 
 def test_a_world_without_anything() -> None:
@@ -121,7 +136,9 @@ def test_validation_raises_and_without_it_nothing_vanishes_silently() -> None:
     hole = [w("hole", (4,), Box((0,), (2,)))]
     with pytest.raises(CoverageError, match="'hole' is not covered"):
         plan_save(parts(hole))
-    assert written(plan_save(parts(hole), validate=False)[0]) == {"hole": [(0, Box((0,), (2,)))]}
+    assert written(plan_save(parts(hole), validate=False)[0]) == {
+        "hole": [(0, Box((0,), (2,)))]
+    }
     twice = parts(*[[w("twice", (4,), Box((0,), (4,)))]] * 2)
     assert len(written(plan_save(twice, validate=False)[0])["twice"]) == 1
     with pytest.raises(CoverageError, match="'copies' is not covered"):
@@ -131,10 +148,16 @@ def test_validation_raises_and_without_it_nothing_vanishes_silently() -> None:
 
 
 @given(st.lists(st.integers(1, 7), max_size=3).map(tuple), st.integers(1, 200))
-def test_cut_items_stay_below_the_bound_and_make_up_the_whole(shape: tuple[int, ...], limit: int) -> None:
-    given = parts([w("w", shape, Box.whole(shape)), w("o", (1,), Box((0,), (1,)), dtype="object")])
+def test_cut_items_stay_below_the_bound_and_make_up_the_whole(
+    shape: tuple[int, ...], limit: int
+) -> None:
+    given = parts(
+        [w("w", shape, Box.whole(shape)), w("o", (1,), Box((0,), (1,)), dtype="object")]
+    )
     for gridded in (False, True):
-        plans, manifest = plan_save(given, SavePolicy(max_item_bytes=limit, gridded=gridded))
+        plans, manifest = plan_save(
+            given, SavePolicy(max_item_bytes=limit, gridded=gridded)
+        )
         agree(given, plans, manifest)
         count = np.zeros(shape, int)
         for item in plans[0].rows():
@@ -155,31 +178,49 @@ def test_pieces_are_as_large_as_they_may_be() -> None:
 
 def test_grids_are_the_writers_boxes() -> None:
     given = parts(
-        [w("a", (8, 5), Box((0, 0), (4, 3))), w("s", (), Box((), ())), w("b", (3,), Box((0,), (2,)))],
+        [
+            w("a", (8, 5), Box((0, 0), (4, 3))),
+            w("s", (), Box((), ())),
+            w("b", (3,), Box((0,), (2,))),
+        ],
         [w("a", (8, 5), Box((0, 3), (4, 2))), w("o", (), Box((), ()), dtype="object")],
         [w("a", (8, 5), Box((4, 0), (4, 3))), w("b", (3,), Box((2,), (1,)))],
         [w("a", (8, 5), Box((4, 3), (4, 2)))],
     )
     plans, manifest = plan_save(given, SavePolicy(gridded=True))
     agree(given, plans, manifest)
-    grids = {entry.key: grid for entry, grid in zip(manifest.tensors, manifest.grids, strict=True)}
+    grids = {
+        entry.key: grid
+        for entry, grid in zip(manifest.tensors, manifest.grids, strict=True)
+    }
     assert grids == {"a": (4, 3), "s": (), "b": (2,), "o": None}
 
 
 def test_smaller_cells_divide_the_writers_boxes() -> None:
-    given = parts([w("a", (12, 2), Box((0, 0), (6, 2)))], [w("a", (12, 2), Box((6, 0), (6, 2)))])
+    given = parts(
+        [w("a", (12, 2), Box((0, 0), (6, 2)))], [w("a", (12, 2), Box((6, 0), (6, 2)))]
+    )
     plans, manifest = plan_save(given, SavePolicy(gridded=True, max_item_bytes=5 * 8))
     agree(given, plans, manifest)
     assert manifest.grids == ((3, 2),)
-    assert [item.shard.box.offset[0] for plan in plans for item in plan.rows()] == [0, 3, 6, 9]
+    assert [item.shard.box.offset[0] for plan in plans for item in plan.rows()] == [
+        0,
+        3,
+        6,
+        9,
+    ]
 
 
 def test_larger_cells_without_a_useful_divisor_are_shared() -> None:
-    given = parts([w("a", (202,), Box((0,), (101,)))], [w("a", (202,), Box((101,), (101,)))])
+    given = parts(
+        [w("a", (202,), Box((0,), (101,)))], [w("a", (202,), Box((101,), (101,)))]
+    )
     plans, manifest = plan_save(given, SavePolicy(gridded=True, max_item_bytes=50 * 4))
     agree(given, plans, manifest)
     assert manifest.grids == ((50,),)
-    assert [(rank, box.offset[0], box.shape[0]) for rank, box in written(plans)["a"]] == [
+    assert [
+        (rank, box.offset[0], box.shape[0]) for rank, box in written(plans)["a"]
+    ] == [
         *((0, 0, 50), (0, 50, 50), (0, 100, 1)),
         *((1, 150, 50), (1, 101, 49), (1, 200, 2)),
     ]
@@ -203,12 +244,19 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @settings(deadline=None)
-@given(tilings(), st.integers(1, 400), st.none() | st.integers(1, 400), st.integers(1, 3))
+@given(
+    tilings(), st.integers(1, 400), st.none() | st.integers(1, 400), st.integers(1, 3)
+)
 def test_any_shards_are_written_as_cells_and_pieces_of_cells(
-    tiling: tuple[tuple[int, ...], list[Box]], cell_bytes: int, limit: int | None, ranks: int
+    tiling: tuple[tuple[int, ...], list[Box]],
+    cell_bytes: int,
+    limit: int | None,
+    ranks: int,
 ) -> None:
     shape, boxes = tiling
-    given = parts(*([w("a", shape, box) for box in boxes[rank::ranks]] for rank in range(ranks)))
+    given = parts(
+        *([w("a", shape, box) for box in boxes[rank::ranks]] for rank in range(ranks))
+    )
     policy = SavePolicy(gridded=True, cell_bytes=cell_bytes, max_item_bytes=limit)
     plans, manifest = plan_save(given, policy)
     agree(given, plans, manifest)
@@ -219,12 +267,17 @@ def test_any_shards_are_written_as_cells_and_pieces_of_cells(
     for _, box in written(plans)["a"]:
         count[box.slices()] += 1
         lows = [o // g for o, g in zip(box.offset, grid, strict=True)]
-        assert lows == [(e - 1) // g for e, g in zip(box.stop, grid, strict=True)]  # in one cell
+        assert lows == [
+            (e - 1) // g for e, g in zip(box.stop, grid, strict=True)
+        ]  # in one cell
     assert (count == 1).all()
     whole = {box for _, box in written(plans)["a"]}
     for index in np.ndindex(*(-(-n // g) for n, g in zip(shape, grid, strict=True))):
         offset = tuple(i * g for i, g in zip(index, grid, strict=True))
-        cell = Box(offset, tuple(min(g, n - o) for g, n, o in zip(grid, shape, offset, strict=True)))
+        cell = Box(
+            offset,
+            tuple(min(g, n - o) for g, n, o in zip(grid, shape, offset, strict=True)),
+        )
         assert cell in whole or not any(box.contains(cell) for box in boxes)
 
 
@@ -235,7 +288,9 @@ def uneven(total: int, ranks: int) -> list[int]:
 
 def shared_bytes(plans: list[SavePlan], grid: tuple[int, ...]) -> int:
     whole = int(np.prod(grid)) * 4
-    last = max((item.shard.box.stop for plan in plans for item in plan.rows()), default=())
+    last = max(
+        (item.shard.box.stop for plan in plans for item in plan.rows()), default=()
+    )
     return sum(
         item.nbytes
         for plan in plans
@@ -244,10 +299,14 @@ def shared_bytes(plans: list[SavePlan], grid: tuple[int, ...]) -> int:
     )
 
 
-@pytest.mark.parametrize(("total", "ranks"), [(100_000_000, 8), (100_000_000, 64), (1_000_000, 8)])
+@pytest.mark.parametrize(
+    ("total", "ranks"), [(100_000_000, 8), (100_000_000, 64), (1_000_000, 8)]
+)
 def test_of_irregular_buckets_little_is_shared(total: int, ranks: int) -> None:
     borders = uneven(total, ranks)
-    given = parts(*([w("b", (total,), Box((a,), (b - a,)))] for a, b in pairwise(borders)))
+    given = parts(
+        *([w("b", (total,), Box((a,), (b - a,)))] for a, b in pairwise(borders))
+    )
     plans, manifest = plan_save(given, SavePolicy(gridded=True))
     (grid,) = manifest.grids
     assert grid is not None
@@ -265,7 +324,9 @@ def test_axes_on_which_shards_form_a_grid_keep_it() -> None:
     plans, manifest = plan_save(given, SavePolicy(gridded=True))
     assert manifest.grids == ((83, 1000),)  # an eighth of the mean shard
     assert len(written(plans)["a"]) == 2 * (25 + 2)
-    flipped = parts(*([w("a", (2000, 2000), Box(b.offset[::-1], b.shape[::-1]))] for b in boxes))
+    flipped = parts(
+        *([w("a", (2000, 2000), Box(b.offset[::-1], b.shape[::-1]))] for b in boxes)
+    )
     assert plan_save(flipped, SavePolicy(gridded=True))[1].grids == ((1000, 83),)
 
 

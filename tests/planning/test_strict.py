@@ -34,25 +34,42 @@ from megackpt.planning.strict import (
 Piece = tuple[str, tuple[int, ...], str, Box]
 
 
-def piece(key: str, shape: tuple[int, ...] = (4,), dtype: str = "float32", box: Box | None = None) -> Piece:
+def piece(
+    key: str,
+    shape: tuple[int, ...] = (4,),
+    dtype: str = "float32",
+    box: Box | None = None,
+) -> Piece:
     return key, shape, dtype, Box.whole(shape) if box is None else box
 
 
 def manifest_of(*pieces: Piece) -> Manifest:
     table: dict[TensorEntry, int] = {}
-    number = [table.setdefault(TensorEntry(k, TensorMeta(s, d)), len(table)) for k, s, d, _ in pieces]
+    number = [
+        table.setdefault(TensorEntry(k, TensorMeta(s, d)), len(table))
+        for k, s, d, _ in pieces
+    ]
     zeros = np.zeros(len(pieces), np.int64)
     small = zeros.astype(np.int32)
     boxes = Boxes.of(box for *_, box in pieces)
     chunks = Chunks(
-        np.array(number, np.int32), boxes, small, small, zeros, zeros, np.zeros((0, 16), np.uint8)
+        np.array(number, np.int32),
+        boxes,
+        small,
+        small,
+        zeros,
+        zeros,
+        np.zeros((0, 16), np.uint8),
     )
     return Manifest(tuple(table), (None,) * len(table), chunks)
 
 
 def wanted_of(*pieces: Piece, flexible: bool = False) -> Declarations:
     return Declarations.of(
-        [Declaration(ShardId(k, b), TensorMeta(s, d), 0, flexible, 0, 0) for k, s, d, b in pieces]
+        [
+            Declaration(ShardId(k, b), TensorMeta(s, d), 0, flexible, 0, 0)
+            for k, s, d, b in pieces
+        ]
     )
 
 
@@ -125,12 +142,20 @@ def test_names_of_tensors_and_objects_without_the_common_state() -> None:
 def test_a_caller_is_told_keys() -> None:
     names = stored(STORED)
     told = keys(names | {"no/shard_0_1"}, STORED.tensors)
-    assert told == {"decoder.layers.0.weight", "decoder.layers.1.weight", "rng", "extra", "no/shard_0_1"}
+    assert told == {
+        "decoder.layers.0.weight",
+        "decoder.layers.1.weight",
+        "rng",
+        "extra",
+        "no/shard_0_1",
+    }
     assert keys((), STORED.tensors) == set()
 
 
 def test_unexpected_and_missing() -> None:
-    first = wanted_of(piece("decoder.layers.0.weight"), piece("bias"), piece(COMMON_KEY, (), "object"))
+    first = wanted_of(
+        piece("decoder.layers.0.weight"), piece("bias"), piece(COMMON_KEY, (), "object")
+    )
     second = wanted_of(
         piece("rng", (1, 2), "object", Box((0, 1), (1, 1))),
         piece("rng", (1, 3), "object", Box((0, 1), (1, 1))),
@@ -147,7 +172,10 @@ def test_unexpected_and_missing() -> None:
 def test_messages_name_the_keys_and_similar_stored_ones() -> None:
     text = describe({"module.decoder.layers.1.weight", "optimizer"}, set(), STORED)
     assert text.startswith("Unexpected keys")
-    assert "'module.decoder.layers.1.weight' (did you mean 'decoder.layers.1.weight'?)" in text
+    assert (
+        "'module.decoder.layers.1.weight' (did you mean 'decoder.layers.1.weight'?)"
+        in text
+    )
     assert "\n  'optimizer'" in text
     assert "Missing keys" not in text
     text = describe(set(), {"extra"}, STORED)
@@ -180,20 +208,28 @@ def test_shapes_that_differ_are_listed_together() -> None:
         "Global shape mismatch for loaded (4,) and expected (5,) tensor for key decoder.layers.0.weight"
         in lines[0]
     )
-    assert lines[1].endswith("loaded (4,) and expected (2, 2) tensor for key decoder.layers.1.weight")
+    assert lines[1].endswith(
+        "loaded (4,) and expected (2, 2) tensor for key decoder.layers.1.weight"
+    )
     assert [line.partition(":")[0] for line in lines[2:]] == ["  hint", "  hint"]
 
 
 def test_flexible_tensors_keep_their_number_of_dimensions() -> None:
-    check_shapes(wanted_of(piece("decoder.layers.0.weight", (5,)), flexible=True), STORED)
+    check_shapes(
+        wanted_of(piece("decoder.layers.0.weight", (5,)), flexible=True), STORED
+    )
     with pytest.raises(MismatchError, match=r"expected \(2, 2\)"):
-        check_shapes(wanted_of(piece("decoder.layers.0.weight", (2, 2)), flexible=True), STORED)
+        check_shapes(
+            wanted_of(piece("decoder.layers.0.weight", (2, 2)), flexible=True), STORED
+        )
 
 
 def test_dtypes_matter_only_when_asked() -> None:
     wanted = wanted_of(piece("decoder.layers.0.weight", dtype="int64"))
     check_shapes(wanted, STORED)
-    with pytest.raises(MismatchError, match="dtype mismatch for loaded float32 and expected int64"):
+    with pytest.raises(
+        MismatchError, match="dtype mismatch for loaded float32 and expected int64"
+    ):
         check_shapes(wanted, STORED, "error")
     with pytest.raises(ValueError, match="dtype_policy"):
         check_shapes(wanted, STORED, "ignore")
@@ -202,7 +238,7 @@ def test_dtypes_matter_only_when_asked() -> None:
 def test_tensors_are_not_objects() -> None:
     with pytest.raises(MismatchError, match="'extra' is stored as an object"):
         check_shapes(wanted_of(piece("extra", ())), STORED)
-    assert unexpected(wanted_of(piece("decoder.layers.0.weight", (1,), "object")), STORED) == {
-        "decoder.layers.0.weight/shard_0_1"
-    }
+    assert unexpected(
+        wanted_of(piece("decoder.layers.0.weight", (1,), "object")), STORED
+    ) == {"decoder.layers.0.weight/shard_0_1"}
     check_shapes(wanted_of(piece("rng", (1, 3), "object", Box((0, 0), (1, 1)))), STORED)

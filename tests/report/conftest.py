@@ -46,7 +46,9 @@ class Browser:
     """One page. ``log`` holds what it said on its console, ``asked`` the addresses that it asked for."""
 
     def __init__(self, profile: Path) -> None:
-        program = shutil.which("chromium") or shutil.which("google-chrome") or "chromium"
+        program = (
+            shutil.which("chromium") or shutil.which("google-chrome") or "chromium"
+        )
         inward, self._write = pipe()
         self._read, outward = pipe()
         # The browser reads commands from 3 and writes answers to 4.
@@ -66,8 +68,14 @@ class Browser:
         self._session: str | None = None
         self.log: list[str] = []
         self.asked: list[str] = []
-        (target,) = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
-        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        (target,) = [
+            t
+            for t in self.call("Target.getTargets")["targetInfos"]
+            if t["type"] == "page"
+        ]
+        attached = self.call(
+            "Target.attachToTarget", targetId=target["targetId"], flatten=True
+        )
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
@@ -103,7 +111,9 @@ class Browser:
     def _note(self, event: str | None, params: dict[str, Any]) -> None:
         if event == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
-            self.log.append(details.get("exception", {}).get("description") or details["text"])
+            self.log.append(
+                details.get("exception", {}).get("description") or details["text"]
+            )
         elif event == "Log.entryAdded":
             self.log.append(params["entry"]["text"])
         elif event == "Runtime.consoleAPICalled":
@@ -131,15 +141,23 @@ class Browser:
         self.asked.clear()
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=path.as_uri())
-        self.wait("document.documentElement?.dataset.ready || document.querySelector('.failed')")
+        self.wait(
+            "document.documentElement?.dataset.ready || document.querySelector('.failed')"
+        )
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
         answer = self.call(
-            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True
+            "Runtime.evaluate",
+            expression=script,
+            returnByValue=True,
+            awaitPromise=True,
+            userGesture=True,
         )
         if "exceptionDetails" in answer:
-            raise RuntimeError(answer["exceptionDetails"]["exception"].get("description"))
+            raise RuntimeError(
+                answer["exceptionDetails"]["exception"].get("description")
+            )
         return answer["result"].get("value")
 
     def wait(self, script: str) -> Any:
@@ -149,18 +167,29 @@ class Browser:
             if value := self.run(script):
                 return value
             time.sleep(0.02)
-        raise TimeoutError(f"never true: {script}\n{self.log}\n{self.run('document.body.innerText')[:2000]}")
+        raise TimeoutError(
+            f"never true: {script}\n{self.log}\n{self.run('document.body.innerText')[:2000]}"
+        )
 
     def settle(self) -> None:
         """Until what is pending has been drawn."""
-        self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.run(
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
 
     def text(self, selector: str) -> list[str]:
         """What people read in all that the selector finds."""
-        return self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.innerText)")
+        return self.run(
+            f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.innerText)"
+        )
 
     def click(
-        self, selector: str, *, having: str = "", times: int = 1, at: tuple[float, float] = (0.5, 0.5)
+        self,
+        selector: str,
+        *,
+        having: str = "",
+        times: int = 1,
+        at: tuple[float, float] = (0.5, 0.5),
     ) -> None:
         """A real click into the first such element (with this text), at a fraction of its size."""
         find = (
@@ -170,12 +199,24 @@ class Browser:
         self.wait(f"Boolean({find})")
         self.run(f"{find}.scrollIntoView({{block: 'nearest'}})")
         self.settle()
-        box = self.run(f"(b => [b.x, b.y, b.width, b.height])({find}.getBoundingClientRect())")
-        place = {"x": box[0] + box[2] * at[0], "y": box[1] + box[3] * at[1], "button": "left"}
+        box = self.run(
+            f"(b => [b.x, b.y, b.width, b.height])({find}.getBoundingClientRect())"
+        )
+        place = {
+            "x": box[0] + box[2] * at[0],
+            "y": box[1] + box[3] * at[1],
+            "button": "left",
+        }
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **place)
         for count in range(1, times + 1):
             for kind in ("mousePressed", "mouseReleased"):
-                self.call("Input.dispatchMouseEvent", type=kind, clickCount=count, buttons=1, **place)
+                self.call(
+                    "Input.dispatchMouseEvent",
+                    type=kind,
+                    clickCount=count,
+                    buttons=1,
+                    **place,
+                )
         self.settle()
 
     def type(self, text: str) -> None:
@@ -184,7 +225,14 @@ class Browser:
 
     def press(self, *keys: str) -> None:
         """Named keys ("ArrowDown") or characters."""
-        codes = {"Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {
+            "Enter": 13,
+            "Escape": 27,
+            "ArrowLeft": 37,
+            "ArrowUp": 38,
+            "ArrowRight": 39,
+            "ArrowDown": 40,
+        }
         for key in keys:
             shared = {"key": key, "windowsVirtualKeyCode": codes.get(key, 0)}
             text = {"text": key} if len(key) == 1 else {}
@@ -194,7 +242,9 @@ class Browser:
 
     def picture(self, path: Path | None = None) -> bytes:
         """What is seen, as PNG."""
-        data = base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        data = base64.b64decode(
+            self.call("Page.captureScreenshot", format="png")["data"]
+        )
         if path is not None:
             path.write_bytes(data)
         return data

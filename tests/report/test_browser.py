@@ -33,10 +33,16 @@ HOSTILE = "</script><img src=x onerror=\"document.title='run'\"><b>bold</b>"
 
 
 def checkpoint(
-    *tensors: tuple[str, tuple[int, ...], list[Box]], ranks: int = 4, digests: bool = True
+    *tensors: tuple[str, tuple[int, ...], list[Box]],
+    ranks: int = 4,
+    digests: bool = True,
 ) -> Manifest:
     """Tensors of float32; chunk i of each is written by rank i % ranks into that rank's file."""
-    rows = [(t, i % ranks, box) for t, (_, _, boxes) in enumerate(tensors) for i, box in enumerate(boxes)]
+    rows = [
+        (t, i % ranks, box)
+        for t, (_, _, boxes) in enumerate(tensors)
+        for i, box in enumerate(boxes)
+    ]
     width = max((len(shape) for _, shape, _ in tensors), default=0)
     number = np.array([t for t, _, _ in rows], np.int32)
     rank = np.array([r for _, r, _ in rows], np.int32)
@@ -44,10 +50,28 @@ def checkpoint(
     start = np.cumsum(length) - length
     blocks = int((-(-length // DIGEST_BLOCK)).sum()) if digests else 0
     boxes = Boxes.of((box for _, _, box in rows), width)
-    chunks = Chunks(number, boxes, rank, rank, start, length, np.zeros((blocks, DIGEST_SIZE), np.uint8))
-    entries = tuple(TensorEntry(key, TensorMeta(shape, "float32")) for key, shape, _ in tensors)
+    chunks = Chunks(
+        number,
+        boxes,
+        rank,
+        rank,
+        start,
+        length,
+        np.zeros((blocks, DIGEST_SIZE), np.uint8),
+    )
+    entries = tuple(
+        TensorEntry(key, TensorMeta(shape, "float32")) for key, shape, _ in tensors
+    )
     files = tuple(f"__{r}_0.distcp" for r in range(ranks))
-    return Manifest(entries, (None,) * len(entries), chunks, files, "raw", ("torch_dist", 1), "5ave" * 8)
+    return Manifest(
+        entries,
+        (None,) * len(entries),
+        chunks,
+        files,
+        "raw",
+        ("torch_dist", 1),
+        "5ave" * 8,
+    )
 
 
 def slabs(count: int, shape: tuple[int, ...], axis: int = 0) -> list[Box]:
@@ -62,7 +86,12 @@ def slabs(count: int, shape: tuple[int, ...], axis: int = 0) -> list[Box]:
 
 
 def layers(count: int) -> Manifest:
-    names = ("attention.qkv.weight", "attention.out.weight", "mlp.fc1.weight", "mlp.fc1.bias")
+    names = (
+        "attention.qkv.weight",
+        "attention.out.weight",
+        "mlp.fc1.weight",
+        "mlp.fc1.bias",
+    )
     keys = [f"decoder.layers.{i // 4}.{names[i % 4]}" for i in range(count)]
     return checkpoint(*((key, (512, 64), slabs(4, (512, 64))) for key in keys))
 
@@ -81,7 +110,9 @@ def broken() -> Declarations:
     parts: list[list[Declaration]] = [[], []]
     for rank, key, shape, box, replica in rows:
         meta = TensorMeta(shape, "float32")
-        parts[rank].append(Declaration(ShardId(key, box), meta, replica, False, 4 * box.volume, rank))
+        parts[rank].append(
+            Declaration(ShardId(key, box), meta, replica, False, 4 * box.volume, rank)
+        )
     return Declarations.merge([Declarations.of(part) for part in parts])
 
 
@@ -191,7 +222,9 @@ def test_writers_have_colours_of_their_own(look: Look) -> None:
         ("overlap", (0.53, 0.74), (0.1, 0.45), "[200:300, 0:400] has 2 main replicas"),
     ],
 )
-def test_holes_and_overlaps_are_red_and_in_words(look: Look, key, red, sound, words) -> None:
+def test_holes_and_overlaps_are_red_and_in_words(
+    look: Look, key, red, sound, words
+) -> None:
     page = look(shard_map_of_declarations(broken(), "broken"))
     assert "3 keys are not covered exactly once" in page.text(".problem h3")[0]
     page.click(".wrong", having=key)
@@ -242,7 +275,9 @@ def test_hostile_keys_are_shown_and_not_run(look: Look) -> None:
     for row in range(6):
         page.run(f"location.hash = '#t{row}'")
         page.settle()
-        assert page.run("document.querySelector('main h2').textContent") == (tensors[row][0] or "(empty)")
+        assert page.run("document.querySelector('main h2').textContent") == (
+            tensors[row][0] or "(empty)"
+        )
     assert page.text("h1") == [HOSTILE]
     assert page.run("document.title") != "run"
     assert page.run("document.querySelectorAll('img, b').length") == 0
@@ -256,7 +291,9 @@ def test_the_policy_stops_what_text_could_try(look: Look) -> None:
     page = look(shard_map(layers(4)))
     with pytest.raises(RuntimeError, match="TrustedHTML"):
         page.run("document.body.innerHTML = '<b>x</b>'")
-    page.run("document.head.append(Object.assign(document.createElement('script'), {id: 'late'}))")
+    page.run(
+        "document.head.append(Object.assign(document.createElement('script'), {id: 'late'}))"
+    )
     with pytest.raises(RuntimeError, match="Failed to fetch"):
         page.run("fetch('http://127.0.0.1:9/')")
 
@@ -267,7 +304,16 @@ def test_keys_move_through_the_tree(look: Look) -> None:
     assert page.run("document.querySelector('input').value") == "fc1.bias"
     page.press("Escape", "ArrowDown")
     assert page.run("document.activeElement.getAttribute('role')") == "tree"
-    page.press("ArrowUp", "ArrowUp", "ArrowUp", "ArrowUp", "ArrowUp", "ArrowUp", "ArrowUp", "ArrowUp")
+    page.press(
+        "ArrowUp",
+        "ArrowUp",
+        "ArrowUp",
+        "ArrowUp",
+        "ArrowUp",
+        "ArrowUp",
+        "ArrowUp",
+        "ArrowUp",
+    )
     assert page.text("main h2") == ["Everything"]
     page.press("ArrowDown")
     assert page.text("main h2") == ["decoder.layers"]
@@ -275,7 +321,9 @@ def test_keys_move_through_the_tree(look: Look) -> None:
     page.press("ArrowLeft")
     assert len(page.text("nav .row")) < before
     assert (
-        page.run("document.querySelector('nav [aria-selected=true]').getAttribute('aria-expanded')")
+        page.run(
+            "document.querySelector('nav [aria-selected=true]').getAttribute('aria-expanded')"
+        )
         == "false"
     )
     page.press("ArrowRight", "ArrowRight")
@@ -287,7 +335,11 @@ def test_keys_move_through_the_tree(look: Look) -> None:
 
 def test_a_file_leads_to_its_tensors_and_back(look: Look) -> None:
     whole = [Box((0,), (400,))]
-    page = look(shard_map(checkpoint(("all", (400,), slabs(4, (400,))), ("first", (400,), whole))))
+    page = look(
+        shard_map(
+            checkpoint(("all", (400,), slabs(4, (400,))), ("first", (400,), whole))
+        )
+    )
     page.click(".bars .row", having="__3_0.distcp")
     assert page.text(".chip .key") == ["__3_0.distcp"]
     assert keys_shown(page) == ["all"]
@@ -314,18 +366,28 @@ def test_bars_are_sorted(look: Look) -> None:
     assert page.text(labels) == ["rank 2", "rank 0", "rank 1"]
     page.click("#ranks button", having="smallest")
     assert page.text(labels) == ["rank 1", "rank 0", "rank 2"]
-    assert page.text("#ranks .spread") == ["min 200 B · mean 533 B · max 1000 B · imbalance 1.87"]
+    assert page.text("#ranks .spread") == [
+        "min 200 B · mean 533 B · max 1000 B · imbalance 1.87"
+    ]
 
 
 def test_more_than_two_axes_are_stepped_through(look: Look) -> None:
     shape = (3, 2, 4, 40)
     boxes = [
-        Box((a, b, c, 0), (1, 1, 2, 40)) for a in range(shape[0]) for b in range(shape[1]) for c in (0, 2)
+        Box((a, b, c, 0), (1, 1, 2, 40))
+        for a in range(shape[0])
+        for b in range(shape[1])
+        for c in (0, 2)
     ]
     page = look(shard_map(checkpoint(("w", shape, boxes), ranks=12)))
     page.click(".leaf")
-    choices = page.run("[...document.querySelectorAll('.controls select')].slice(0, 2).map(s => s.value)")
-    assert choices == ["0", "2"]  # axes 1 and 2 are cut equally often: the later one is drawn
+    choices = page.run(
+        "[...document.querySelectorAll('.controls select')].slice(0, 2).map(s => s.value)"
+    )
+    assert choices == [
+        "0",
+        "2",
+    ]  # axes 1 and 2 are cut equally often: the later one is drawn
     assert page.text(".uncut") == ["axis 3 (40) is not cut"]
     assert page.text(".stepper output") == ["0:1 (1 of 2)"]
     before = page.picture()
@@ -336,7 +398,9 @@ def test_more_than_two_axes_are_stepped_through(look: Look) -> None:
     page.settle()
     assert page.text(".stepper output") == ["1:2 (2 of 2)"]
     assert page.picture() != before
-    page.click(".pieces .row", having="[0:1, 0:1, 0:2, 0:40]")  # the slice follows the choice
+    page.click(
+        ".pieces .row", having="[0:1, 0:1, 0:2, 0:40]"
+    )  # the slice follows the choice
     assert page.text(".stepper output") == ["0:1 (1 of 2)"]
     assert not noises(page)
 
@@ -352,9 +416,25 @@ def test_what_is_tiny_beside_what_is_huge_is_seen(look: Look) -> None:
 
 def test_scalars_empty_tensors_and_objects(look: Look) -> None:
     rows = [
-        Declaration(ShardId("scalar", Box((), ())), TensorMeta((), "int64"), 0, False, 8, 0),
-        Declaration(ShardId("empty", Box((0, 0), (0, 4))), TensorMeta((0, 4), "int64"), 0, False, 0, 0),
-        Declaration(ShardId("object", Box((0,), (1,))), TensorMeta((1,), OBJECT), 0, False, 1024, 0),
+        Declaration(
+            ShardId("scalar", Box((), ())), TensorMeta((), "int64"), 0, False, 8, 0
+        ),
+        Declaration(
+            ShardId("empty", Box((0, 0), (0, 4))),
+            TensorMeta((0, 4), "int64"),
+            0,
+            False,
+            0,
+            0,
+        ),
+        Declaration(
+            ShardId("object", Box((0,), (1,))),
+            TensorMeta((1,), OBJECT),
+            0,
+            False,
+            1024,
+            0,
+        ),
     ]
     page = look(shard_map_of_declarations(Declarations.of(rows)))
     for key, told in (("scalar", "scalar"), ("empty", "0 × 4"), ("object", "1")):
@@ -407,10 +487,16 @@ def test_many_chunks_of_one_tensor_are_zoomed(look: Look) -> None:
 def test_dark_and_light(look: Look) -> None:
     page = look(shard_map(layers(4)))
     page.click(".leaf")
-    light = page.run("getComputedStyle(document.body).backgroundColor"), colour(page, 0.3, 0.3)
+    light = (
+        page.run("getComputedStyle(document.body).backgroundColor"),
+        colour(page, 0.3, 0.3),
+    )
     page.scheme("dark")
     page.settle()
-    dark = page.run("getComputedStyle(document.body).backgroundColor"), colour(page, 0.3, 0.3)
+    dark = (
+        page.run("getComputedStyle(document.body).backgroundColor"),
+        colour(page, 0.3, 0.3),
+    )
     assert sum(json.loads(light[0].replace("rgb(", "[").replace(")", "]"))) > 700
     assert sum(json.loads(dark[0].replace("rgb(", "[").replace(")", "]"))) < 100
     assert sum(dark[1]) < sum(light[1]), "the drawing follows"
@@ -419,7 +505,9 @@ def test_dark_and_light(look: Look) -> None:
 def test_it_prints_and_fits_narrow_windows(look: Look) -> None:
     page = look(shard_map_of_declarations(broken()))
     page.click(".wrong")
-    printed = base64.b64decode(page.call("Page.printToPDF", printBackground=True)["data"])
+    printed = base64.b64decode(
+        page.call("Page.printToPDF", printBackground=True)["data"]
+    )
     assert io.BytesIO(printed).read(5) == b"%PDF-"
     assert len(printed) > 5000
     page.size(420, 800)

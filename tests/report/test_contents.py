@@ -27,15 +27,21 @@ from megackpt.planning.manifest import (
 from megackpt.planning.save_plan import plan_save
 from megackpt.report.contents import JUDGED, REGIONS, of_declarations, of_manifest
 
-Row = tuple[int, str, tuple[int, ...], Box, ReplicaId]  # rank, key, global shape, box, replica id
+Row = tuple[
+    int, str, tuple[int, ...], Box, ReplicaId
+]  # rank, key, global shape, box, replica id
 
 
 def world(*rows: Row, dtypes: dict[int, str] | None = None) -> Declarations:
     """The declarations of all ranks; ``dtypes`` of those whose dtype is not float32."""
-    parts: list[list[Declaration]] = [[] for _ in range(1 + max(row[0] for row in rows))]
+    parts: list[list[Declaration]] = [
+        [] for _ in range(1 + max(row[0] for row in rows))
+    ]
     for rank, key, shape, box, replica in rows:
         meta = TensorMeta(shape, (dtypes or {}).get(rank, "float32"))
-        parts[rank].append(Declaration(ShardId(key, box), meta, replica, False, 4 * box.volume, rank))
+        parts[rank].append(
+            Declaration(ShardId(key, box), meta, replica, False, 4 * box.volume, rank)
+        )
     return Declarations.merge([Declarations.of(part) for part in parts])
 
 
@@ -46,10 +52,18 @@ def stored(shape: tuple[int, ...], *boxes: Box) -> Manifest:
     number = np.arange(count, dtype=np.int32)
     nothing = np.zeros((0, 16), np.uint8)
     chunks = Chunks(
-        np.zeros(count, np.int32), Boxes.of(boxes, len(shape)), number, number, length, length, nothing
+        np.zeros(count, np.int32),
+        Boxes.of(boxes, len(shape)),
+        number,
+        number,
+        length,
+        length,
+        nothing,
     )
     entry = TensorEntry("w", TensorMeta(shape, "float32"))
-    return Manifest((entry,), (None,), chunks, tuple(f"{i}.bin" for i in range(count)), save_id="ab")
+    return Manifest(
+        (entry,), (None,), chunks, tuple(f"{i}.bin" for i in range(count)), save_id="ab"
+    )
 
 
 def ragged(flat: list[int], lengths: list[int]) -> list[tuple[int, ...]]:
@@ -61,9 +75,17 @@ def pieces(told) -> list[tuple]:
     tensors, columns = told["tensors"], told["pieces"]
     owner = [t for t, count in enumerate(columns["count"]) for _ in range(count)]
     ndims = [tensors["ndim"][t] for t in owner]
-    boxes = zip(ragged(columns["offset"], ndims), ragged(columns["extent"], ndims), strict=True)
-    rest = [columns.get(name, [None] * len(owner)) for name in ("writer", "file", "start", "length")]
-    return [(tensors["key"][t], *box, *place) for t, box, *place in zip(owner, boxes, *rest, strict=True)]
+    boxes = zip(
+        ragged(columns["offset"], ndims), ragged(columns["extent"], ndims), strict=True
+    )
+    rest = [
+        columns.get(name, [None] * len(owner))
+        for name in ("writer", "file", "start", "length")
+    ]
+    return [
+        (tensors["key"][t], *box, *place)
+        for t, box, *place in zip(owner, boxes, *rest, strict=True)
+    ]
 
 
 def flaws(told) -> list[tuple]:
@@ -80,7 +102,9 @@ def test_every_chunk_of_a_checkpoint_is_told(tmp_path, strategy) -> None:
     state = {
         "a": ShardedTensor.from_rank_offsets("a.weight", torch.ones(6, 4)),
         "b": ShardedTensor.from_rank_offsets("b", torch.tensor(1, dtype=torch.int64)),
-        "c": ShardedTensor.from_rank_offsets("c", torch.ones(3, 5, dtype=torch.bfloat16), prepend_axis_num=0),
+        "c": ShardedTensor.from_rank_offsets(
+            "c", torch.ones(3, 5, dtype=torch.bfloat16), prepend_axis_num=0
+        ),
         "o": ShardedObject("o", {"x": 1}, (1,), (0,)),
         "iteration": 3,
     }
@@ -88,7 +112,13 @@ def test_every_chunk_of_a_checkpoint_is_told(tmp_path, strategy) -> None:
     manifest = open_checkpoint(tmp_path / "checkpoint").manifest
     told = of_manifest(manifest)
     expected = {
-        (key, chunk.box.offset, chunk.box.shape, chunk.writer, *place(manifest, chunk.location))
+        (
+            key,
+            chunk.box.offset,
+            chunk.box.shape,
+            chunk.writer,
+            *place(manifest, chunk.location),
+        )
         for key, _ in manifest.tensors
         for chunk in manifest.chunks_of(key)
     }
@@ -117,21 +147,33 @@ def test_holders_and_the_one_that_writes_are_told() -> None:
         (3, "w", (4, 4), right, (0, 1)),
     )
     told = of_declarations(declared, balance=True)
-    writers = {tuple(declared.row(int(i)).shard.box.offset): int(declared.rank[i]) for i in assign(declared)}
+    writers = {
+        tuple(declared.row(int(i)).shard.box.offset): int(declared.rank[i])
+        for i in assign(declared)
+    }
     assert {piece[1]: piece[3] for piece in pieces(told)} == writers
     assert told["ranks"] == 4
     assert not told["problems"]
     holders = told["holders"]
     assert ragged(holders["rank"], holders["count"]) == [(0, 2), (1, 3)]
-    assert [told["replicas"][n] for n in holders["replica"]] == [["(0, 0)", True], ["(0, 1)", False]] * 2
+    assert [told["replicas"][n] for n in holders["replica"]] == [
+        ["(0, 0)", True],
+        ["(0, 1)", False],
+    ] * 2
 
 
 def test_ranks_that_hold_nothing_are_idle() -> None:
     box = Box((0,), (4,))
-    told = of_declarations(world((0, "w", (4,), box, 0), (3, "w", (4,), box, 1)), balance=True)
+    told = of_declarations(
+        world((0, "w", (4,), box, 0), (3, "w", (4,), box, 1)), balance=True
+    )
     assert (told["ranks"], told["idle"]) == (4, [1, 2])
     alone = Declarations.of(
-        [Declaration(ShardId("w", box), TensorMeta((4,), "float32"), 0, False, 16, rank=5)]
+        [
+            Declaration(
+                ShardId("w", box), TensorMeta((4,), "float32"), 0, False, 16, rank=5
+            )
+        ]
     )
     told = of_declarations(alone, balance=True)
     assert (told["ranks"], told["idle"]) == (1, [])
@@ -173,7 +215,9 @@ def test_holes_overlaps_and_boxes_out_of_bounds_are_located() -> None:
 
 def test_a_key_declared_in_two_ways_is_told_twice_and_located_nowhere() -> None:
     box = Box((0,), (4,))
-    declared = world((0, "w", (4,), box, 0), (1, "w", (4,), box, 0), dtypes={1: "int32"})
+    declared = world(
+        (0, "w", (4,), box, 0), (1, "w", (4,), box, 0), dtypes={1: "int32"}
+    )
     told = of_declarations(declared, balance=True)
     assert told["tensors"]["key"] == ["w", "w"]
     assert [n for n, _ in told["problems"]] == [0, 1]
@@ -190,8 +234,17 @@ def test_a_stored_tensor_with_a_hole_and_one_without_chunks() -> None:
 
 
 def test_pieces_stand_in_the_order_of_their_places() -> None:
-    told = of_manifest(stored((4, 4), *(Box((r, c), (2, 2)) for r, c in [(2, 2), (0, 2), (2, 0), (0, 0)])))
-    assert [offset for _, offset, *_ in pieces(told)] == [(0, 0), (0, 2), (2, 0), (2, 2)]
+    told = of_manifest(
+        stored(
+            (4, 4), *(Box((r, c), (2, 2)) for r, c in [(2, 2), (0, 2), (2, 0), (0, 0)])
+        )
+    )
+    assert [offset for _, offset, *_ in pieces(told)] == [
+        (0, 0),
+        (0, 2),
+        (2, 0),
+        (2, 2),
+    ]
 
 
 def test_regions_are_counted_only_so_far() -> None:
@@ -201,7 +254,16 @@ def test_regions_are_counted_only_so_far() -> None:
 
 def test_a_plan_that_is_not_written_yet_has_no_files() -> None:
     part = Declarations.of(
-        [Declaration(ShardId("w", Box((0,), (4,))), TensorMeta((4,), "float32"), 0, False, 16, 0)]
+        [
+            Declaration(
+                ShardId("w", Box((0,), (4,))),
+                TensorMeta((4,), "float32"),
+                0,
+                False,
+                16,
+                0,
+            )
+        ]
     )
     told = of_manifest(plan_save([part])[1])
     assert pieces(told) == [("w", (0,), (4,), 0, -1, 0, 16)]

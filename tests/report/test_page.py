@@ -53,7 +53,9 @@ class Page(HTMLParser):
     @property
     def policy(self) -> dict[str, str]:
         (content,) = [
-            a["content"] for _, a in self.elements if a.get("http-equiv") == "Content-Security-Policy"
+            a["content"]
+            for _, a in self.elements
+            if a.get("http-equiv") == "Content-Security-Policy"
         ]
         return dict(rule.strip().split(" ", 1) for rule in content.split(";"))
 
@@ -61,7 +63,10 @@ class Page(HTMLParser):
 def declared(*keys: str) -> Declarations:
     box = Box((0,), (4,))
     return Declarations.of(
-        [Declaration(ShardId(key, box), TensorMeta((4,), "float32"), 0, False, 16, 0) for key in keys]
+        [
+            Declaration(ShardId(key, box), TensorMeta((4,), "float32"), 0, False, 16, 0)
+            for key in keys
+        ]
     )
 
 
@@ -70,7 +75,9 @@ def test_the_page_holds_all_it_needs() -> None:
     tags = [tag for tag, _ in page.elements]
     assert tags.count("script") == 2
     assert not {"link", "img", "iframe", "object", "base"} & set(tags)
-    assert not [a for _, a in page.elements if {"src", "href", "style", "onload"} & set(a)]
+    assert not [
+        a for _, a in page.elements if {"src", "href", "style", "onload"} & set(a)
+    ]
     assert page.data["tensors"]["key"] == ["a.b", "a.c"]
     assert page.data["title"] == "a title"
     assert page.inside["title"] == "a title · shard map"
@@ -81,11 +88,15 @@ def test_the_policy_allows_this_script_and_this_style_and_nothing_else() -> None
     assert page.policy["default-src"] == "'none'"
     assert page.policy["trusted-types"] == "'none'"
     for rule, name in (("script-src", "script"), ("style-src", "style")):
-        digest = base64.b64encode(hashlib.sha256(page.inside[name].encode()).digest()).decode()
+        digest = base64.b64encode(
+            hashlib.sha256(page.inside[name].encode()).digest()
+        ).decode()
         assert page.policy[rule] == f"'sha256-{digest}'"
 
 
-@pytest.mark.parametrize("text", [HOSTILE, "{{script}}", "\\1 \\g<0>", "&lt;b&gt;", "\ud800", "\0\r\n\u2028"])
+@pytest.mark.parametrize(
+    "text", [HOSTILE, "{{script}}", "\\1 \\g<0>", "&lt;b&gt;", "\ud800", "\0\r\n\u2028"]
+)
 def test_hostile_text_stays_text(text: str) -> None:
     html = shard_map_of_declarations(declared(text, f"a.{text}"), text)
     page = Page(html.encode().decode())
@@ -95,9 +106,13 @@ def test_hostile_text_stays_text(text: str) -> None:
     assert page.inside["script"] == plain.inside["script"]
 
 
-def test_a_checkpoint_is_told_with_its_place_and_its_small_files(tmp_path: Path) -> None:
+def test_a_checkpoint_is_told_with_its_place_and_its_small_files(
+    tmp_path: Path,
+) -> None:
     place = tmp_path / "iter_0000001"
-    megackpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, place, "torch_dist")
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, place, "torch_dist"
+    )
     opened = open_checkpoint(place)
     told = Page(shard_map(opened)).data
     assert told["title"] == "iter_0000001"
@@ -108,11 +123,17 @@ def test_a_checkpoint_is_told_with_its_place_and_its_small_files(tmp_path: Path)
 
 
 def test_the_same_contents_make_the_same_page() -> None:
-    assert shard_map_of_declarations(declared("a")) == shard_map_of_declarations([declared("a")])
+    assert shard_map_of_declarations(declared("a")) == shard_map_of_declarations(
+        [declared("a")]
+    )
 
 
 def test_the_parts_of_the_page_are_all_used_and_all_shipped() -> None:
-    assert {part.name for part in PARTS} == {"page.html", "page.css", *(f"{name}.js" for name in SCRIPTS)}
+    assert {part.name for part in PARTS} == {
+        "page.html",
+        "page.css",
+        *(f"{name}.js" for name in SCRIPTS),
+    }
     shipped = (Path(__file__).parents[2] / "setup.cfg").read_text(encoding="utf-8")
     assert re.search(r"^megackpt\.report = page/\*$", shipped, re.MULTILINE)
 
@@ -122,7 +143,8 @@ def test_parts_are_small_and_make_no_markup_of_text(part: Path) -> None:
     text = part.read_text(encoding="utf-8")
     assert text.count("\n") <= 400
     assert not re.findall(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function",
+        text,
     )
     assert not re.findall(r"https?://|//cdn|</script>.*</script>|@import|url\(", text)
     assert part.suffix != ".js" or text.startswith("// "), "what belongs there?"

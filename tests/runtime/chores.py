@@ -80,7 +80,9 @@ def surroundings(advance: Advance) -> dict[str, Any]:
         "session": os.getsid(0),
         "group": os.getpgrp(),
         "descriptors": descriptors(os.getpid()),
-        "written": int(Path("/proc/self/io").read_text().partition("wchar: ")[2].split()[0]),
+        "written": int(
+            Path("/proc/self/io").read_text().partition("wchar: ")[2].split()[0]
+        ),
         "stdin": os.readlink("/proc/self/fd/0"),
     }
 

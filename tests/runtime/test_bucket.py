@@ -16,7 +16,14 @@ import pytest
 
 from megackpt.checkpoint import absolute
 from megackpt.errors import CheckpointReplaced, CorruptCheckpoint, StorageError
-from megackpt.runtime.storage import BucketStorage, LocalStorage, client, conditional_puts, is_url, root_at
+from megackpt.runtime.storage import (
+    BucketStorage,
+    LocalStorage,
+    client,
+    conditional_puts,
+    is_url,
+    root_at,
+)
 from megackpt.runtime.storage.objects import BucketWriter
 from tests.buckets import Bucket, Line, Request
 
@@ -47,7 +54,10 @@ def test_write_and_read(root: BucketStorage, bucket: Bucket) -> None:
     assert bucket.keys() == ["run/iter_1/a/b.bin"]
     assert (root.size("a/b.bin"), root.get("a/b.bin")) == (8, b"headtail")
     assert read(root, "a/b.bin", 2, 3, 0, 2) == [b"adt", b"", b"ai"]
-    with pytest.raises(CorruptCheckpoint, match=r"b\.bin ends at byte 8: 2 bytes from byte 8 on are missing"):
+    with pytest.raises(
+        CorruptCheckpoint,
+        match=r"b\.bin ends at byte 8: 2 bytes from byte 8 on are missing",
+    ):
         read(root, "a/b.bin", 5, 5)
 
 
@@ -59,11 +69,16 @@ def test_multipart(root: BucketStorage, bucket: Bucket) -> None:
         assert bucket.uploads() == ["run/iter_1/big"]
     assert bucket.uploads() == []
     before = root.traffic.requests
-    assert b"".join(read(root, "big", 1, 20 * MIB, 5, len(data) - 20 * MIB - 6)) == data[1:]
+    assert (
+        b"".join(read(root, "big", 1, 20 * MIB, 5, len(data) - 20 * MIB - 6))
+        == data[1:]
+    )
     assert root.traffic.requests - before == 1 + 6
 
 
-def test_an_object_of_any_size_has_few_parts(root: BucketStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_of_any_size_has_few_parts(
+    root: BucketStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stores take 10,000 parts and objects of 5 TiB."""
     writer = BucketWriter(root, "x")
     for size in (0, 1 << 40, 5 << 40):
@@ -124,7 +139,9 @@ def test_many_small_wishes_are_few_requests(root: BucketStorage) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100_000])
-def test_a_small_object_is_known_once_it_is_open(root: BucketStorage, size: int) -> None:
+def test_a_small_object_is_known_once_it_is_open(
+    root: BucketStorage, size: int
+) -> None:
     data = random.Random(4).randbytes(size)
     root.put("f", data)
     before = root.traffic.requests
@@ -143,19 +160,31 @@ def test_absent(root: BucketStorage) -> None:
         root.delete(name)
 
 
-def test_create_is_exclusive_and_abort_leaves_nothing(root: BucketStorage, bucket: Bucket) -> None:
+def test_create_is_exclusive_and_abort_leaves_nothing(
+    root: BucketStorage, bucket: Bucket
+) -> None:
     large = bytes(9 * MIB)
     root.put("x", b"1")
     for data in (b"2", large):
-        with pytest.raises(StorageError, match=r"cannot create s3://.*/run/iter_1/x: an object of that name"):
+        with pytest.raises(
+            StorageError,
+            match=r"cannot create s3://.*/run/iter_1/x: an object of that name",
+        ):
             root.put_new({"x": data})
-        with pytest.raises(StorageError, match="cannot create"), root.create("x") as writer:
+        with (
+            pytest.raises(StorageError, match="cannot create"),
+            root.create("x") as writer,
+        ):
             writer.write(views(data))
         writer = root.create("y")
         writer.write(views(data))
         writer.abort()
         writer.abort()
-    assert (bucket.keys(), bucket.uploads(), root.get("x")) == (["run/iter_1/x"], [], b"1")
+    assert (bucket.keys(), bucket.uploads(), root.get("x")) == (
+        ["run/iter_1/x"],
+        [],
+        b"1",
+    )
 
 
 def test_a_batch(root: BucketStorage) -> None:
@@ -163,13 +192,19 @@ def test_a_batch(root: BucketStorage) -> None:
     root.put_new(files)
     assert root.list() == ["0", "1", "2", "large"]
     assert {name: root.get(name) for name in files} == files
-    with pytest.raises(ZeroDivisionError), root.batch() as batch, batch.create("given up"):
+    with (
+        pytest.raises(ZeroDivisionError),
+        root.batch() as batch,
+        batch.create("given up"),
+    ):
         raise ZeroDivisionError
     assert root.size("given up") is None
 
 
 def test_an_object_cannot_be_filled_at_any_place(root: BucketStorage) -> None:
-    with pytest.raises(StorageError, match=r"cannot fill s3://.*/x .*hint: save as torch_dist"):
+    with pytest.raises(
+        StorageError, match=r"cannot fill s3://.*/x .*hint: save as torch_dist"
+    ):
         root.update("x")
 
 
@@ -216,10 +251,22 @@ def test_put_if_match_replaces_one_version_only(root: BucketStorage) -> None:
     assert root.size("f") is None
 
 
-NAMES = ["a%2Fb", "a%b", "a b", "a#b?c", "é", "[x]*~", "x/..y/z", "a\\b:c", "." + "x" * 200]
+NAMES = [
+    "a%2Fb",
+    "a%b",
+    "a b",
+    "a#b?c",
+    "é",
+    "[x]*~",
+    "x/..y/z",
+    "a\\b:c",
+    "." + "x" * 200,
+]
 
 
-def test_names_stand_in_the_bucket_as_they_are(root: BucketStorage, bucket: Bucket) -> None:
+def test_names_stand_in_the_bucket_as_they_are(
+    root: BucketStorage, bucket: Bucket
+) -> None:
     root.put_new({name: name.encode() for name in NAMES})
     assert sorted(bucket.keys()) == sorted(f"run/iter_1/{name}" for name in NAMES)
     assert [root.get(name).decode() for name in NAMES] == NAMES
@@ -227,10 +274,30 @@ def test_names_stand_in_the_bucket_as_they_are(root: BucketStorage, bucket: Buck
 
 
 @pytest.mark.parametrize(
-    "name", ["", "/etc", "..", "../x", "a/../b", "a/./b", "a//b", "a/", "a\0b", "a\nb", "\ud812"]
+    "name",
+    [
+        "",
+        "/etc",
+        "..",
+        "../x",
+        "a/../b",
+        "a/./b",
+        "a//b",
+        "a/",
+        "a\0b",
+        "a\nb",
+        "\ud812",
+    ],
 )
 def test_names_that_lead_outside(root: BucketStorage, name: str) -> None:
-    for work in (root.open, root.get, root.size, root.create, root.delete, lambda n: root.put(n, b"")):
+    for work in (
+        root.open,
+        root.get,
+        root.size,
+        root.create,
+        root.delete,
+        lambda n: root.put(n, b""),
+    ):
         with pytest.raises(CorruptCheckpoint, match="no name of a file"):
             work(name)
 
@@ -238,7 +305,9 @@ def test_names_that_lead_outside(root: BucketStorage, name: str) -> None:
 def test_list_and_delete_know_folders(
     root: BucketStorage, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket.client.put_object(Bucket=bucket.name, Key="run/iter_1/", Body=b"")  # as consoles make folders
+    bucket.client.put_object(
+        Bucket=bucket.name, Key="run/iter_1/", Body=b""
+    )  # as consoles make folders
     bucket.client.put_object(Bucket=bucket.name, Key="run/iter_10/f", Body=b"")
     monkeypatch.setattr("megackpt.runtime.storage.bucket._PAGE", 7)
     root.put_new({f"a/b/{i}": b"" for i in range(20)} | {"a": b"", "ab": b"", "c": b""})
@@ -249,14 +318,19 @@ def test_list_and_delete_know_folders(
     root.delete("c")
     assert root.list() == ["ab"]
     BucketStorage(f"{bucket.url}/run").delete("iter_1")
-    assert bucket.keys() == ["run/iter_1/", "run/iter_10/f"]  # obstore has no name for the first
+    assert bucket.keys() == [
+        "run/iter_1/",
+        "run/iter_10/f",
+    ]  # obstore has no name for the first
     assert BucketStorage(bucket.url).list() == ["run"]
     bucket.client.put_object(Bucket=bucket.name, Key="run/odd//name", Body=b"")
     with pytest.raises(StorageError, match="odd//name"):
         BucketStorage(f"{bucket.url}/run").delete("odd")
 
 
-def test_a_listing_has_a_limit(root: BucketStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_has_a_limit(
+    root: BucketStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megackpt.runtime.storage.bucket._LISTED", 3)
     root.put_new(dict.fromkeys("abc", b""))
     assert (root.list(), sorted(root.objects())) == (["a", "b", "c"], ["a", "b", "c"])
@@ -264,7 +338,9 @@ def test_a_listing_has_a_limit(root: BucketStorage, monkeypatch: pytest.MonkeyPa
     for work in (root.list, root.objects):
         with pytest.raises(CorruptCheckpoint, match="more than 3 objects"):
             work()
-    assert {name: size for name, (size, _) in root.folder("..x").objects().items()} == {}
+    assert {
+        name: size for name, (size, _) in root.folder("..x").objects().items()
+    } == {}
     assert root.sizes(["a", "x"]) == [0, None]
 
 
@@ -280,7 +356,9 @@ def test_an_object_that_is_replaced_while_it_is_read(root: BucketStorage) -> Non
     with root.open("f") as reader:
         root.put("f", b"1" * 100_000)
         for _ in range(2):
-            with pytest.raises(CheckpointReplaced, match=r"/f was replaced or removed while"):
+            with pytest.raises(
+                CheckpointReplaced, match=r"/f was replaced or removed while"
+            ):
                 reader.read_into(90_000, [memoryview(bytearray(3))])
             root.delete("f")
         head = bytearray(b"??")
@@ -296,22 +374,32 @@ def test_roots(bucket: Bucket, tmp_path: Path) -> None:
     assert root.folder("a").get("f") == b"1"
     assert pickle.loads(pickle.dumps(root)).get("a/f") == b"1"
     assert isinstance(root_at(str(tmp_path / "new"), create=True), LocalStorage)
-    assert [is_url(p) for p in ("s3://b/x", "hdfs://b", tmp_path, "a/b", "/s3:/x", "run:/x")] == [
+    assert [
+        is_url(p) for p in ("s3://b/x", "hdfs://b", tmp_path, "a/b", "/s3:/x", "run:/x")
+    ] == [
         True,
         True,
         *[False] * 4,
     ]
-    assert absolute("run:/x") == os.path.abspath("run:/x")  # a directory may be called so
+    assert absolute("run:/x") == os.path.abspath(
+        "run:/x"
+    )  # a directory may be called so
     for url in ("hdfs://b/x", "s3://", "s3:///x"):
         with pytest.raises(StorageError, match="no URL of a bucket"):
             root_at(url)
     for place in (Path("s3://b/x"), "s3:/b/x"):
         for ask in (is_url, root_at, absolute):
             with pytest.raises(
-                StorageError, match="'s3:/b/x' was a URL, and a Path has made one slash of two"
+                StorageError,
+                match="'s3:/b/x' was a URL, and a Path has made one slash of two",
             ):
                 ask(place)
-    for url in ("s3://me:secret@b/x", "s3://me:sec/ret@b/x", "s3a://me:secret", "S3://me:secret@b"):
+    for url in (
+        "s3://me:secret@b/x",
+        "s3://me:sec/ret@b/x",
+        "s3a://me:secret",
+        "S3://me:secret@b",
+    ):
         with pytest.raises(StorageError, match="no ':' before") as told:
             root_at(url)
         assert "sec" not in str(told.value).replace("may be secret", "")
@@ -325,27 +413,42 @@ def test_tensorstore_finds_the_same_objects(root: BucketStorage) -> None:
     store = ts.KvStore.open(root.kvstore("a%2Fb")).result()
     store.write("0.0", b"chunk").result()
     assert root.get("a%2Fb/0.0") == b"chunk"
-    assert (root.kvstore(".")["path"], root.kvstore("")["path"]) == ("run/iter_1/", "run/iter_1/")
+    assert (root.kvstore(".")["path"], root.kvstore("")["path"]) == (
+        "run/iter_1/",
+        "run/iter_1/",
+    )
 
 
 def test_other_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server of these is asked: what they are called, and what tensorstore is told."""
     google = BucketStorage("gs://bucket/run")
-    assert google.kvstore("x") == {"driver": "gcs", "bucket": "bucket", "path": "run/x/"}
-    for url in ("abfss://container@account.dfs.core.windows.net/run", "az://container/run"):
+    assert google.kvstore("x") == {
+        "driver": "gcs",
+        "bucket": "bucket",
+        "path": "run/x/",
+    }
+    for url in (
+        "abfss://container@account.dfs.core.windows.net/run",
+        "az://container/run",
+    ):
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
         azure = BucketStorage(url)
         assert azure.location == url
         with pytest.raises(
-            StorageError, match=r"tensorstore, which cannot reach .* hint: save as torch_dist"
+            StorageError,
+            match=r"tensorstore, which cannot reach .* hint: save as torch_dist",
         ):
             azure.kvstore("x")
 
 
-def test_credentials_of_a_profile(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_credentials_of_a_profile(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = me\naws_secret_access_key = secret\n")
+    (tmp_path / "credentials").write_text(
+        "[mine]\naws_access_key_id = me\naws_secret_access_key = secret\n"
+    )
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_PROFILE", "mine")
     root = BucketStorage(bucket.url)
@@ -361,7 +464,11 @@ def test_a_password_in_an_endpoint_is_refused_and_not_repeated(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Neither obstore, whose errors would have it in tracebacks, nor tensorstore gets to see it."""
-    for place in ("http://me:hunter2@127.0.0.1:1", "http://me:hun/ter2@127.0.0.1:1", "me:hunter2@127.0.0.1"):
+    for place in (
+        "http://me:hunter2@127.0.0.1:1",
+        "http://me:hun/ter2@127.0.0.1:1",
+        "me:hunter2@127.0.0.1",
+    ):
         monkeypatch.setenv(name, place)
         with pytest.raises(StorageError, match=f"{name} has an '@'") as told:
             BucketStorage(bucket.url).kvstore("a")
@@ -427,7 +534,9 @@ try:
 except BackendError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
     assert "pip install 'megackpt[objectstore]'" in done.stdout
 
 
@@ -435,7 +544,9 @@ except BackendError as error:
 
 
 @pytest.fixture
-def faulty(bucket: Bucket, line: Line, monkeypatch: pytest.MonkeyPatch) -> BucketStorage:
+def faulty(
+    bucket: Bucket, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> BucketStorage:
     """The same bucket, by a line that can be cut; asked again without long pauses."""
     monkeypatch.setattr(client, "PAUSE", 0.01)
     monkeypatch.setattr(client, "LONGEST_PAUSE", 0.02)
@@ -443,7 +554,9 @@ def faulty(bucket: Bucket, line: Line, monkeypatch: pytest.MonkeyPatch) -> Bucke
 
 
 @pytest.mark.parametrize("how", [503, 429, 500, "reset", "truncate", "shorten"])
-def test_reading_goes_on_where_an_answer_fails(faulty: BucketStorage, line: Line, how: int | str) -> None:
+def test_reading_goes_on_where_an_answer_fails(
+    faulty: BucketStorage, line: Line, how: int | str
+) -> None:
     data = random.Random(1).randbytes(9 * MIB)
     faulty.put("f", data)
     line.once(how, "GET", times=3)
@@ -470,7 +583,9 @@ def test_nothing_is_lost_when_a_put_fails_or_its_answer_does(
     faulty.put("f", b"1")
     line.once(how, "PUT")
     assert faulty.put_if_absent("g", b"2")
-    assert not faulty.put_if_absent("g", b"2")  # somebody else, who happens to say the same
+    assert not faulty.put_if_absent(
+        "g", b"2"
+    )  # somebody else, who happens to say the same
     line.once(how, "PUT")
     assert not faulty.put_if_absent("g", b"3")
     line.once(how, "PUT")
@@ -486,10 +601,16 @@ def test_nothing_is_lost_when_a_put_fails_or_its_answer_does(
 
 @pytest.mark.parametrize("how", [503, "reset", "swallow"])
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "uploads"), ("PUT", "partNumber=2"), ("POST", "uploadId")]
+    ("method", "path"),
+    [("POST", "uploads"), ("PUT", "partNumber=2"), ("POST", "uploadId")],
 )
 def test_an_upload_in_parts_goes_on(
-    faulty: BucketStorage, bucket: Bucket, line: Line, how: int | str, method: str, path: str
+    faulty: BucketStorage,
+    bucket: Bucket,
+    line: Line,
+    how: int | str,
+    method: str,
+    path: str,
 ) -> None:
     data = random.Random(2).randbytes(33 * MIB)
     line.once(how, method, path)
@@ -511,7 +632,13 @@ def test_what_fails_for_good_says_where_how_often_and_why(
         faulty.get("f")
     line.fault = lambda _: 403
     seen = len(line.seen)
-    for work in (faulty.get, faulty.size, faulty.open, faulty.delete, lambda n: faulty.put(n, b"")):
+    for work in (
+        faulty.get,
+        faulty.size,
+        faulty.open,
+        faulty.delete,
+        lambda n: faulty.put(n, b""),
+    ):
         with pytest.raises(StorageError, match=rf"cannot .* {bucket.url}/run/f: .*403"):
             work("f")
     assert len(line.seen) - seen == 5  # not asked twice
@@ -525,11 +652,16 @@ def test_an_upload_that_fails_for_good_leaves_nothing(
     faulty: BucketStorage, line: Line, bucket: Bucket, how: int
 ) -> None:
     line.fault = lambda request: how if "partNumber=2" in request.path else None
-    with pytest.raises(StorageError, match=rf"cannot write {bucket.url}/run/f"), faulty.create("f") as writer:
+    with (
+        pytest.raises(StorageError, match=rf"cannot write {bucket.url}/run/f"),
+        faulty.create("f") as writer,
+    ):
         writer.write(views(bytes(70 * MIB)))
     assert (bucket.keys(), bucket.uploads()) == ([], [])
     line.fault = lambda request: how if "uploadId" in request.path else None
-    told = rf"cannot write {bucket.url}/run/f: .*{how}.*; and cannot give up the upload of"
+    told = (
+        rf"cannot write {bucket.url}/run/f: .*{how}.*; and cannot give up the upload of"
+    )
     with pytest.raises(StorageError, match=f"(?s){told}"), faulty.create("f") as writer:
         writer.write(views(bytes(70 * MIB)))
 
@@ -544,7 +676,9 @@ def test_a_bucket_that_is_not_there(bucket: Bucket) -> None:
         root.list()
 
 
-def test_a_store_is_proven_to_keep_its_word_once(faulty: BucketStorage, line: Line, bucket: Bucket) -> None:
+def test_a_store_is_proven_to_keep_its_word_once(
+    faulty: BucketStorage, line: Line, bucket: Bucket
+) -> None:
     assert conditional_puts(faulty)
     asked = len(line.seen)
     assert conditional_puts(BucketStorage(f"{bucket.url}/other"))

@@ -11,9 +11,20 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from megackpt.errors import CheckpointingException, CoverageError, RankFailure, RankLost, StorageError
+from megackpt.errors import (
+    CheckpointingException,
+    CoverageError,
+    RankFailure,
+    RankLost,
+    StorageError,
+)
 from megackpt.runtime.collectives import Group, SingleGroup, Stream, group_over, streams
-from megackpt.runtime.collectives.failures import Failure, departure, everybodys, name_ranks
+from megackpt.runtime.collectives.failures import (
+    Failure,
+    departure,
+    everybodys,
+    name_ranks,
+)
 from megackpt.testing import ThreadedGroup
 
 
@@ -38,7 +49,9 @@ class Shy:
 
 def rank_here():
     name = threading.current_thread().name
-    return int(name.removeprefix("rank ") if name.startswith("rank ") else os.environ["RANK"])
+    return int(
+        name.removeprefix("rank ") if name.startswith("rank ") else os.environ["RANK"]
+    )
 
 
 def raises_on(bad, error):
@@ -62,7 +75,9 @@ def test_alone_everything_is_a_plain_call():
     group = SingleGroup()
     marker = object()  # nothing is copied or pickled
     assert group.reduce_scatter("plan", lambda: marker, lambda all_: all_) is marker
-    assert group.reduce_broadcast("write", lambda: marker, lambda all_: all_[0]) is marker
+    assert (
+        group.reduce_broadcast("write", lambda: marker, lambda all_: all_[0]) is marker
+    )
     assert group.broadcast("open", lambda: marker) is marker
     assert group.all_agree(7)
     assert not group.all_agree(None)
@@ -73,8 +88,12 @@ def test_alone_our_errors_pass_unchanged_and_foreign_ones_are_wrapped():
     with pytest.raises(CoverageError) as caught:
         SingleGroup().broadcast("plan", lambda: raise_(error))
     assert caught.value is error
-    with pytest.raises(RankFailure, match=r"Worker failure in the stage 'write': OSError: .*full") as caught:
-        SingleGroup().reduce_broadcast("write", lambda: raise_(OSError(28, "full")), len)
+    with pytest.raises(
+        RankFailure, match=r"Worker failure in the stage 'write': OSError: .*full"
+    ) as caught:
+        SingleGroup().reduce_broadcast(
+            "write", lambda: raise_(OSError(28, "full")), len
+        )
     assert isinstance(caught.value.__cause__, OSError)
     assert "raise_" in caught.value.failures[0]
 
@@ -82,7 +101,9 @@ def test_alone_our_errors_pass_unchanged_and_foreign_ones_are_wrapped():
 @pytest.mark.parametrize("departure", [KeyboardInterrupt, SystemExit])
 def test_alone_departures_pass(departure):
     with pytest.raises(departure):
-        SingleGroup().reduce_scatter("plan", lambda: raise_(departure()), lambda all_: all_)
+        SingleGroup().reduce_scatter(
+            "plan", lambda: raise_(departure()), lambda all_: all_
+        )
 
 
 def raise_(error):
@@ -94,18 +115,24 @@ def raise_(error):
 
 def test_values_reach_every_rank():
     def call(group):
-        part = group.reduce_scatter("plan", lambda: group.rank, lambda all_: [10 * x for x in all_])
+        part = group.reduce_scatter(
+            "plan", lambda: group.rank, lambda all_: [10 * x for x in all_]
+        )
         total = group.reduce_broadcast("write", lambda: np.full(3, group.rank), sum)
         said = group.broadcast("open", lambda: {"from": group.rank})
         return part, total.tolist(), said
 
-    assert ThreadedGroup.run(4, call) == [(10 * rank, [6, 6, 6], {"from": 0}) for rank in range(4)]
+    assert ThreadedGroup.run(4, call) == [
+        (10 * rank, [6, 6, 6], {"from": 0}) for rank in range(4)
+    ]
 
 
 def pieces_of(data, sizes):
     """Memory of these sizes, and then of what is left, that together is ``data``."""
     bounds = np.cumsum([0, *sizes])
-    return [data[a:b].data for a, b in zip(bounds, [*bounds[1:], len(data)], strict=True)]
+    return [
+        data[a:b].data for a, b in zip(bounds, [*bounds[1:], len(data)], strict=True)
+    ]
 
 
 def stream(data, sizes=()):
@@ -128,10 +155,16 @@ def exchanged(group):
     """The ranks hand one another messages, in pieces that differ at both ends, themselves as well."""
     sent = {to: message(group.rank, to) for to in range(group.size)}
     due = {source: message(source, group.rank) for source in range(group.size)}
-    got = {source: np.zeros_like(data) for source, data in due.items() if data is not None}
+    got = {
+        source: np.zeros_like(data) for source, data in due.items() if data is not None
+    }
     exchange(
         group,
-        {to: stream(data, [min(5, len(data)), 0]) for to, data in sent.items() if data is not None},
+        {
+            to: stream(data, [min(5, len(data)), 0])
+            for to, data in sent.items()
+            if data is not None
+        },
         {source: stream(data, [0, len(data) // 2, 0]) for source, data in got.items()},
     )
     return all((got[source] == due[source]).all() for source in got)
@@ -160,7 +193,11 @@ def test_an_error_of_a_stream_is_raised_on_all_ranks_and_nobody_waits(end, monke
             for name, d in way.items()
         }
         with pytest.raises(StorageError, match=r"^rank 1: gone$"):
-            exchange(group, {(group.rank + 1) % 3: parts["out"]}, {(group.rank - 1) % 3: parts["in"]})
+            exchange(
+                group,
+                {(group.rank + 1) % 3: parts["out"]},
+                {(group.rank - 1) % 3: parts["in"]},
+            )
         assert exchanged(group)
         return group.reduce_broadcast("write", lambda: 1, sum)
 
@@ -169,7 +206,11 @@ def test_an_error_of_a_stream_is_raised_on_all_ranks_and_nobody_waits(end, monke
 
 def test_a_stream_that_is_too_short_is_told():
     def call(group):
-        exchange(group, {0: Stream(9, [memoryview(b"1234")])}, {0: stream(np.zeros(9, np.uint8))})
+        exchange(
+            group,
+            {0: Stream(9, [memoryview(b"1234")])},
+            {0: stream(np.zeros(9, np.uint8))},
+        )
 
     with pytest.raises(RankFailure, match="a stream of 9 bytes ends 5 too early"):
         call(SingleGroup())
@@ -184,7 +225,9 @@ def test_an_exchange_with_a_rank_that_does_not_come_ends():
 
     first, _ = outcomes(2, call)
     assert isinstance(first, RankLost)
-    assert "rank 0 waits in vain in the stage 'exchange': rank 1 has finished" in str(first)
+    assert "rank 0 waits in vain in the stage 'exchange': rank 1 has finished" in str(
+        first
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +243,10 @@ def test_an_exchange_with_a_rank_that_does_not_come_ends():
     ],
 )
 def test_vote(tokens, agreed):
-    assert ThreadedGroup.run(3, lambda group: group.all_agree(tokens[group.rank])) == [agreed] * 3
+    assert (
+        ThreadedGroup.run(3, lambda group: group.all_agree(tokens[group.rank]))
+        == [agreed] * 3
+    )
 
 
 # Several ranks: failures
@@ -209,22 +255,35 @@ def test_vote(tokens, agreed):
 @pytest.mark.parametrize("verb", ["reduce_scatter", "reduce_broadcast"])
 def test_one_ranks_error_of_ours_is_raised_on_all_with_its_rank(verb):
     work = raises_on({2}, StorageError("no space left in 'x/__2_0.distcp'"))
-    got = outcomes(4, lambda group: getattr(group, verb)("write", lambda: work(group), lambda all_: all_))
+    got = outcomes(
+        4,
+        lambda group: getattr(group, verb)(
+            "write", lambda: work(group), lambda all_: all_
+        ),
+    )
     assert [type(error) for error in got] == [StorageError] * 4
-    assert {str(error) for error in got} == {"rank 2: no space left in 'x/__2_0.distcp'"}
-    assert isinstance(got[2].__cause__, StorageError)  # where it happened, the traceback is kept
+    assert {str(error) for error in got} == {
+        "rank 2: no space left in 'x/__2_0.distcp'"
+    }
+    assert isinstance(
+        got[2].__cause__, StorageError
+    )  # where it happened, the traceback is kept
     assert got[1].__cause__ is None
 
 
 def test_the_same_text_of_several_ranks_is_told_once():
     work = raises_on({0, 1, 2, 5}, StorageError("disk full"))
-    got = outcomes(6, lambda group: group.reduce_broadcast("write", lambda: work(group), len))
+    got = outcomes(
+        6, lambda group: group.reduce_broadcast("write", lambda: work(group), len)
+    )
     assert {str(error) for error in got} == {"ranks 0-2, 5: disk full"}
 
 
 def test_a_foreign_error_is_a_rank_failure_with_the_story():
     work = raises_on({1}, ZeroDivisionError("by zero"))
-    got = outcomes(3, lambda group: group.reduce_broadcast("write", lambda: work(group), len))
+    got = outcomes(
+        3, lambda group: group.reduce_broadcast("write", lambda: work(group), len)
+    )
     for error in got:
         assert isinstance(error, RankFailure)
         assert "Worker failure in the stage 'write': 1 of 3 ranks failed" in str(error)
@@ -236,13 +295,23 @@ def test_a_foreign_error_is_a_rank_failure_with_the_story():
 
 def test_errors_of_different_classes_are_a_rank_failure_with_all_of_them():
     def work(group):
-        raise {0: StorageError("full"), 1: CoverageError("hole"), 2: OSError("io")}[group.rank]
+        raise {0: StorageError("full"), 1: CoverageError("hole"), 2: OSError("io")}[
+            group.rank
+        ]
 
-    got = outcomes(3, lambda group: group.reduce_scatter("plan", lambda: work(group), lambda all_: all_))
+    got = outcomes(
+        3,
+        lambda group: group.reduce_scatter(
+            "plan", lambda: work(group), lambda all_: all_
+        ),
+    )
     for error in got:
         assert type(error) is RankFailure
         assert set(error.failures) == {0, 1, 2}
-        assert all(text in str(error) for text in ("rank 0: full", "rank 1: hole", "rank 2: OSError: io"))
+        assert all(
+            text in str(error)
+            for text in ("rank 0: full", "rank 1: hole", "rank 2: OSError: io")
+        )
         assert "Worker failure" not in str(error)
 
 
@@ -250,8 +319,12 @@ def test_errors_of_different_classes_are_a_rank_failure_with_all_of_them():
 def test_what_the_coordinator_decides_against_all_is_said_in_its_own_words(verb):
     def call(group):
         if verb == "broadcast":
-            return group.broadcast("open", lambda: raise_(CoverageError("'w' is not covered")))
-        return getattr(group, verb)("plan", lambda: 0, lambda _: raise_(CoverageError("'w' is not covered")))
+            return group.broadcast(
+                "open", lambda: raise_(CoverageError("'w' is not covered"))
+            )
+        return getattr(group, verb)(
+            "plan", lambda: 0, lambda _: raise_(CoverageError("'w' is not covered"))
+        )
 
     got = outcomes(3, call)
     assert [type(error) for error in got] == [CoverageError] * 3
@@ -259,7 +332,9 @@ def test_what_the_coordinator_decides_against_all_is_said_in_its_own_words(verb)
 
 
 def test_a_foreign_error_of_the_coordinator_is_a_rank_failure_of_rank_0():
-    got = outcomes(3, lambda group: group.broadcast("open", lambda: raise_(KeyError("x"))))
+    got = outcomes(
+        3, lambda group: group.broadcast("open", lambda: raise_(KeyError("x")))
+    )
     for error in got:
         assert isinstance(error, RankFailure)
         assert "the coordinator could not go on: KeyError: 'x'" in str(error)
@@ -269,7 +344,9 @@ def test_a_foreign_error_of_the_coordinator_is_a_rank_failure_of_rank_0():
 
 def test_what_cannot_be_pickled_is_told_as_text():
     def bad_error(group):
-        return group.reduce_broadcast("plan", lambda: raise_(Stubborn(threading.Lock())), len)
+        return group.reduce_broadcast(
+            "plan", lambda: raise_(Stubborn(threading.Lock())), len
+        )
 
     def bad_result(group):
         return group.reduce_broadcast("plan", threading.Lock, len)
@@ -286,7 +363,12 @@ def test_what_cannot_be_pickled_is_told_as_text():
 
 @pytest.mark.parametrize(
     ("verb", "shy"),
-    [("reduce_scatter", 1), ("reduce_scatter", 0), ("reduce_broadcast", 1), ("broadcast", 1)],
+    [
+        ("reduce_scatter", 1),
+        ("reduce_scatter", 0),
+        ("reduce_broadcast", 1),
+        ("broadcast", 1),
+    ],
 )
 def test_a_message_that_one_rank_cannot_open_is_its_failure_and_nobody_waits(verb, shy):
     def call(group):
@@ -294,7 +376,9 @@ def test_a_message_that_one_rank_cannot_open_is_its_failure_and_nobody_waits(ver
             "reduce_scatter": lambda: group.reduce_scatter(
                 "plan", lambda: 0, lambda all_: [Shy(shy)] * len(all_)
             ),
-            "reduce_broadcast": lambda: group.reduce_broadcast("plan", lambda: 0, lambda _: Shy(shy)),
+            "reduce_broadcast": lambda: group.reduce_broadcast(
+                "plan", lambda: 0, lambda _: Shy(shy)
+            ),
             "broadcast": lambda: group.broadcast("plan", lambda: Shy(shy)),
         }
         told[verb]()
@@ -302,7 +386,9 @@ def test_a_message_that_one_rank_cannot_open_is_its_failure_and_nobody_waits(ver
 
     got = outcomes(3, call)
     assert [type(error) for error in got] == [RankLost] * 3
-    assert all(f"rank {shy} left: LookupError: not on this rank" in str(error) for error in got)
+    assert all(
+        f"rank {shy} left: LookupError: not on this rank" in str(error) for error in got
+    )
     assert "__setstate__" in got[shy].failures[shy]
     assert isinstance(got[shy].__cause__, LookupError)
 
@@ -315,16 +401,22 @@ def test_why_a_rank_leaves_is_one_line_that_any_store_takes():
 
 
 def test_what_the_coordinator_cannot_open_is_told_to_all():
-    for error in outcomes(2, lambda group: group.reduce_broadcast("plan", lambda: Shy(0), len)):
+    for error in outcomes(
+        2, lambda group: group.reduce_broadcast("plan", lambda: Shy(0), len)
+    ):
         assert isinstance(error, RankFailure)
-        assert "the coordinator could not go on: LookupError: not on this rank" in str(error)
+        assert "the coordinator could not go on: LookupError: not on this rank" in str(
+            error
+        )
 
 
 def test_an_exception_class_that_others_cannot_import_is_told_as_text():
     class Local(CheckpointingException):
         pass
 
-    for error in outcomes(2, lambda group: group.reduce_broadcast("x", lambda: raise_(Local("mine")), len)):
+    for error in outcomes(
+        2, lambda group: group.reduce_broadcast("x", lambda: raise_(Local("mine")), len)
+    ):
         assert isinstance(error, RankFailure)
         assert "Local: mine" in str(error)
 
@@ -333,13 +425,17 @@ def test_a_failure_that_is_no_exception_is_shared_too():
     class TorchLike(BaseException):
         """As torch.distributed.checkpoint's CheckpointException is."""
 
-    for error in outcomes(2, lambda group: group.broadcast("open", lambda: raise_(TorchLike("odd")))):
+    for error in outcomes(
+        2, lambda group: group.broadcast("open", lambda: raise_(TorchLike("odd")))
+    ):
         assert isinstance(error, RankFailure)
         assert "odd" in str(error)
 
 
 def test_a_wrong_number_of_parts_is_an_error_on_all_ranks():
-    got = outcomes(3, lambda group: group.reduce_scatter("plan", lambda: 0, lambda _: [1, 2]))
+    got = outcomes(
+        3, lambda group: group.reduce_scatter("plan", lambda: 0, lambda _: [1, 2])
+    )
     assert all("2 values to scatter over 3 ranks" in str(error) for error in got)
 
 
@@ -355,7 +451,9 @@ def test_after_a_shared_failure_the_group_works_on():
 def test_notes_are_told():
     error = StorageError("full")
     error.add_note("hint: delete something")
-    assert "hint: delete something" in str(everybodys("write", [Failure.of(1, error)], 2))
+    assert "hint: delete something" in str(
+        everybodys("write", [Failure.of(1, error)], 2)
+    )
 
 
 def test_many_stories_are_cut_in_the_message_but_kept():
@@ -426,7 +524,9 @@ def real_values_and_failures():
     assert group is group_over(timeout=seconds(20))
     assert (group.rank, group.size) == (dist.get_rank(), 4)
     big = np.arange(300_000) + group.rank
-    part = group.reduce_scatter("plan", lambda: big, lambda all_: [all_[3 - r] for r in range(4)])
+    part = group.reduce_scatter(
+        "plan", lambda: big, lambda all_: [all_[3 - r] for r in range(4)]
+    )
     assert (part == np.arange(300_000) + 3 - group.rank).all()
     assert group.reduce_broadcast("write", lambda: group.rank, sum) == 6
     assert (group.broadcast("open", lambda: big) == np.arange(300_000)).all()
@@ -442,14 +542,22 @@ def real_values_and_failures():
     with pytest.raises(RankFailure, match=r"ranks 0-3: ValueError: same"):
         group.reduce_scatter("write", lambda: work(group), lambda all_: all_)
     with pytest.raises(CoverageError, match=r"^a hole$"):
-        group.reduce_scatter("plan", lambda: 0, lambda _: raise_(CoverageError("a hole")))
+        group.reduce_scatter(
+            "plan", lambda: 0, lambda _: raise_(CoverageError("a hole"))
+        )
     assert exchanged(group)
     much = np.full(10_000_000, group.rank, np.uint8)  # several windows
     came = np.zeros_like(much)
-    exchange(group, {(group.rank + 1) % 4: stream(much)}, {(group.rank - 1) % 4: stream(came, [7])})
+    exchange(
+        group,
+        {(group.rank + 1) % 4: stream(much)},
+        {(group.rank - 1) % 4: stream(came, [7])},
+    )
     assert (came == (group.rank - 1) % 4).all()
     bad = Stream(10_000_000, iter([much[:5].data]))
-    with pytest.raises(RankFailure, match="rank 3: ValueError: a stream of 10000000 bytes ends"):
+    with pytest.raises(
+        RankFailure, match="rank 3: ValueError: a stream of 10000000 bytes ends"
+    ):
         exchange(
             group,
             {(group.rank + 1) % 4: bad if group.rank == 3 else stream(much)},
@@ -462,9 +570,13 @@ def real_values_and_failures():
         group.lowest([isinstance(group.broadcast("open", lambda: Shy(2)), Shy)])
     group = group_over(timeout=seconds(20))
     assert group.all_agree(1)
-    with pytest.raises(RankLost, match="rank 2 left: LookupError: not on this rank") as lost:
+    with pytest.raises(
+        RankLost, match="rank 2 left: LookupError: not on this rank"
+    ) as lost:
         shy_in_the_middle(group)
-    assert set(lost.value.failures) == {2}  # not those who wait for the coordinator, and have not noticed yet
+    assert set(lost.value.failures) == {
+        2
+    }  # not those who wait for the coordinator, and have not noticed yet
     end_at_once()
 
 
@@ -480,7 +592,9 @@ def real_subgroup():
     mine, other = (evens, odds) if rank % 2 == 0 else (odds, evens)
     group = group_over(mine, timeout=seconds(20))
     assert (group.rank, group.size) == (rank // 2, 2)
-    assert group.reduce_broadcast("plan", lambda: rank, list) == ([0, 2] if rank % 2 == 0 else [1, 3])
+    assert group.reduce_broadcast("plan", lambda: rank, list) == (
+        [0, 2] if rank % 2 == 0 else [1, 3]
+    )
     assert group_over(timeout=seconds(20)).size == 4
     with pytest.raises(CheckpointingException, match="a member of"):
         group_over(other)
@@ -489,7 +603,10 @@ def real_subgroup():
     # And a default group that is destroyed and made again in the same job gets a group of its own.
     dist.destroy_process_group(evens if rank % 2 == 0 else odds)
     again = [dist.new_group(pair) for pair in ([0, 2], [1, 3])][rank % 2]
-    assert group_over(again, timeout=seconds(20)).reduce_broadcast("x", lambda: rank, len) == 2
+    assert (
+        group_over(again, timeout=seconds(20)).reduce_broadcast("x", lambda: rank, len)
+        == 2
+    )
     end_at_once()
 
 
@@ -552,16 +669,26 @@ def real_dead_rank(dead, how):
 
     start = time.monotonic()
     try:
-        group_over(timeout=seconds(20))  # now the connection stands; start-up under load took its time
+        group_over(
+            timeout=seconds(20)
+        )  # now the connection stands; start-up under load took its time
         group = group_over(timeout=seconds(2))
-        group.all_agree(1)  # this one as well: or the rank may be gone before the others have found it
+        group.all_agree(
+            1
+        )  # this one as well: or the rank may be gone before the others have found it
         if how == "exchange":
             data = np.zeros(10_000_000, np.uint8)
             gone = (work() for _ in range(1)) if rank == dead else [data.data]
-            exchange(group, {(rank + 1) % 3: Stream(len(data), gone)}, {(rank - 1) % 3: stream(data)})
+            exchange(
+                group,
+                {(rank + 1) % 3: Stream(len(data), gone)},
+                {(rank - 1) % 3: stream(data)},
+            )
         group.reduce_scatter("write", work, lambda all_: all_)
     except (RankFailure, KeyboardInterrupt) as error:
-        print(round(time.monotonic() - start, 1), type(error).__name__, error, flush=True)
+        print(
+            round(time.monotonic() - start, 1), type(error).__name__, error, flush=True
+        )
     assert time.monotonic() - start < 40
     os._exit(0)  # the default group cannot be taken down in order any more
 

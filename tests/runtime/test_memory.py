@@ -32,10 +32,14 @@ def exactly(size: int) -> Callable[[], int]:
     return lambda: size
 
 
-def child(code: str, *args: object, fds: tuple[int, ...] = (), data: bytes = b"") -> str:
+def child(
+    code: str, *args: object, fds: tuple[int, ...] = (), data: bytes = b""
+) -> str:
     """What another Python says to this code."""
     command = [sys.executable, "-c", code, *map(str, args)]
-    done = subprocess.run(command, input=data, capture_output=True, pass_fds=fds, check=False)
+    done = subprocess.run(
+        command, input=data, capture_output=True, pass_fds=fds, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode()
 
@@ -68,7 +72,9 @@ def test_a_copy_is_read_by_another_process_without_torch() -> None:
     boxes = {"a": Box.whole((2, 3)), "b": Box.whole(()), "c": Box.whole((0, 4))}
     dtypes = {"a": "int32", "b": "complex128", "c": "bool"}
     rows = [
-        Declaration(ShardId(k, boxes[k]), TensorMeta(boxes[k].shape, dtypes[k]), 0, False, 1, 0)
+        Declaration(
+            ShardId(k, boxes[k]), TensorMeta(boxes[k].shape, dtypes[k]), 0, False, 1, 0
+        )
         for k in boxes
     ]
     (plan,), _ = plan_save([Declarations.of(rows)])
@@ -108,7 +114,9 @@ class Busy:
 
 
 def test_who_reads_waits_for_devices() -> None:
-    row = Declaration(ShardId("a", Box.whole((5,))), TensorMeta((5,), "uint8"), 0, False, 5, 0)
+    row = Declaration(
+        ShardId("a", Box.whole((5,))), TensorMeta((5,), "uint8"), 0, False, 5, 0
+    )
     (plan,), _ = plan_save([Declarations.of([row])])
     arena = Arena.new(4096)
     copy = Copy(plan, arena, np.array([0]), np.array([5]))
@@ -147,7 +155,9 @@ def test_an_arena_grows_and_keeps_its_pages() -> None:
     assert not large.arena.memory[MIB:].any()
 
 
-def test_without_memfd_memory_is_this_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memfd_memory_is_this_processs_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(*_: object) -> int:
         raise PermissionError(errno.EPERM, "not here")
 
@@ -160,7 +170,9 @@ def test_without_memfd_memory_is_this_processs_own(monkeypatch: pytest.MonkeyPat
     assert pool.lease(exactly(2 * MIB), 20 * MIB).arena.memory.nbytes == 2 * MIB
 
 
-def test_a_refusal_of_this_moment_is_told_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_this_moment_is_told_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -169,7 +181,9 @@ def test_a_refusal_of_this_moment_is_told_and_changes_nothing(monkeypatch: pytes
         patched.setattr("os.memfd_create", full)
         with pytest.raises(StorageError, match="Too many open files"):
             pool.lease(exactly(MIB), 20 * MIB)
-    assert pool.lease(exactly(MIB), 20 * MIB).arena.fd is not None  # other processes can map it
+    assert (
+        pool.lease(exactly(MIB), 20 * MIB).arena.fd is not None
+    )  # other processes can map it
 
 
 def test_what_is_not_needed_any_more_is_let_go() -> None:
@@ -228,14 +242,17 @@ def test_who_waits_in_vain_hears_why() -> None:
     pool = Pool()
     held = pool.lease(exactly(6 * MIB), 10 * MIB)
     with pytest.raises(
-        StorageError, match=r"needs 5,242,880 bytes.* hold 6,291,456 of the 10,485,760 allowed"
+        StorageError,
+        match=r"needs 5,242,880 bytes.* hold 6,291,456 of the 10,485,760 allowed",
     ):
         pool.lease(exactly(5 * MIB), 10 * MIB, patience=0)
     held.release()
     assert pool.lease(exactly(10 * MIB), 10 * MIB).arena.size == 10 * MIB
 
 
-def test_a_refusing_system_is_told_and_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusing_system_is_told_and_blocks_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(*_: object) -> Arena:
         raise OSError(12, "Cannot allocate memory")
 
@@ -266,8 +283,13 @@ def test_a_collection_while_the_pool_is_busy_gives_back_without_waiting() -> Non
     assert pool.lease(exactly(MIB), MIB, patience=0).arena.size == MIB
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3 << 20)), max_size=30), st.integers(4, 12))
-def test_leases_never_overlap_nor_exceed_the_cap(steps: list[tuple[int, int]], mib: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3 << 20)), max_size=30),
+    st.integers(4, 12),
+)
+def test_leases_never_overlap_nor_exceed_the_cap(
+    steps: list[tuple[int, int]], mib: int
+) -> None:
     pool, cap = Pool(), mib * MIB
     leases: dict[int, tuple[memory.Lease, int]] = {}
     for slot, size in steps:
@@ -313,18 +335,28 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
 
 def proc(root: Path, available_kib: int, cgroup: str) -> Path:
     (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:  {available_kib} kB\n")
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: 99 kB\nMemAvailable:  {available_kib} kB\n"
+    )
     (root / "proc/self/cgroup").write_text(cgroup)
     return root
 
 
-def group(folder: Path, limit: str, usage: int, inactive: int, v1: bool = False) -> None:
+def group(
+    folder: Path, limit: str, usage: int, inactive: int, v1: bool = False
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
+    names = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if v1
+        else ("memory.max", "memory.current")
+    )
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{usage}\n")
     total = f"total_inactive_file {inactive}\n" if v1 else ""
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {0 if v1 else inactive}\n{total}")
+    (folder / "memory.stat").write_text(
+        f"anon 5\ninactive_file {0 if v1 else inactive}\n{total}"
+    )
 
 
 def test_available_memory_is_what_the_host_and_all_limits_leave(tmp_path: Path) -> None:
@@ -342,7 +374,9 @@ def test_available_memory_is_what_the_host_and_all_limits_leave(tmp_path: Path) 
     assert available_memory(v1) == 4000
 
 
-def test_the_default_cap_is_half_of_it_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_cap_is_half_of_it_shared_by_the_ranks_of_a_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 64 << 30)
     for name in memory._RANKS_HERE:
         monkeypatch.delenv(name, raising=False)

@@ -22,7 +22,12 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError, UntrustedClass
+from megackpt.errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    StorageError,
+    UntrustedClass,
+)
 from megackpt.runtime.async_calls import AsyncCallsQueue, AsyncRequest, Task, serving
 from megackpt.runtime.async_calls.processes import ProcessWorker, _Child
 from megackpt.runtime.memory import Arena
@@ -62,7 +67,9 @@ def ended(task: Task[Any]) -> Task[Any]:
     return task
 
 
-def done(worker: ProcessWorker, work: Callable[[Any], Any], name: str = "iter_1") -> Any:
+def done(
+    worker: ProcessWorker, work: Callable[[Any], Any], name: str = "iter_1"
+) -> Any:
     """What becomes of it: the value, or the error."""
     task = Task(work, name)
     worker.start(task)
@@ -87,12 +94,16 @@ def gone(process: int) -> bool:
     return state in "ZX"
 
 
-def begun(worker: ProcessWorker, folder: Path, deaf: bool = False) -> tuple[Task[int], int]:
+def begun(
+    worker: ProcessWorker, folder: Path, deaf: bool = False
+) -> tuple[Task[int], int]:
     """A task that waits for the file "go", and the process in which it does."""
     folder.mkdir()
     task: Task[int] = Task(chores.Wait(folder, deaf), f"save {folder.name}", 1001)
     worker.start(task)
-    return task, int(until(lambda: (folder / "begun").exists() and (folder / "begun").read_text()))
+    return task, int(
+        until(lambda: (folder / "begun").exists() and (folder / "begun").read_text())
+    )
 
 
 def test_one_process_does_all_tasks_in_their_order_on_memory_that_is_shared(
@@ -125,7 +136,9 @@ def test_the_process_is_modest(worker: ProcessWorker) -> None:
     assert len(others) == 4, others  # three standard ones and the socket
 
 
-def test_progress_is_told_while_it_goes_on(worker: ProcessWorker, tmp_path: Path) -> None:
+def test_progress_is_told_while_it_goes_on(
+    worker: ProcessWorker, tmp_path: Path
+) -> None:
     task, _ = begun(worker, tmp_path / "w")
     until(lambda: task.done == 1000)
     assert task.outcome is None
@@ -136,7 +149,9 @@ def test_progress_is_told_while_it_goes_on(worker: ProcessWorker, tmp_path: Path
 
 def test_values_that_are_larger_than_a_packet(worker: ProcessWorker) -> None:
     assert done(worker, chores.large) == bytes(3 << 20)
-    assert done(worker, partial(len, bytes(3 << 20))) is not None  # refuses its argument, but has travelled
+    assert (
+        done(worker, partial(len, bytes(3 << 20))) is not None
+    )  # refuses its argument, but has travelled
 
 
 def test_work_that_cannot_travel_says_what_to_do(
@@ -147,7 +162,9 @@ def test_work_that_cannot_travel_says_what_to_do(
     assert isinstance(error, CheckpointingException)
     assert "iter_7: this work cannot be handed to a writer process" in str(error)
     assert "persistent=False" in str(error)
-    assert isinstance(done(worker, partial(chores.pid, threading.Lock())), CheckpointingException)
+    assert isinstance(
+        done(worker, partial(chores.pid, threading.Lock())), CheckpointingException
+    )
     monkeypatch.setattr(chores.pid, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "pid", chores.pid, raising=False)
     error = done(worker, chores.pid)
@@ -157,7 +174,9 @@ def test_work_that_cannot_travel_says_what_to_do(
     assert done(worker, chores.pid) == first
 
 
-def test_errors_of_the_work_travel(worker: ProcessWorker, capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_work_travel(
+    worker: ProcessWorker, capfd: pytest.CaptureFixture[str]
+) -> None:
     pid = done(worker, chores.pid)
     error = done(worker, chores.damaged)
     assert type(error) is CorruptCheckpoint
@@ -189,7 +208,8 @@ def test_a_killed_process_is_told_and_the_next_task_gets_a_new_one(
 
 
 @pytest.mark.parametrize(
-    ("work", "how"), [(chores.exits, "ended with status 3"), (chores.crash, "was killed by SIGSEGV")]
+    ("work", "how"),
+    [(chores.exits, "ended with status 3"), (chores.crash, "was killed by SIGSEGV")],
 )
 def test_a_process_that_ends_by_itself_is_told(
     worker: ProcessWorker, capfd: pytest.CaptureFixture[str], work: Any, how: str
@@ -208,7 +228,9 @@ def test_a_process_that_dies_while_idle_is_replaced(worker: ProcessWorker) -> No
     assert done(worker, chores.pid) not in (pid, None)
 
 
-def test_a_cancelled_task_stops_and_its_process_stays(patient: ProcessWorker, tmp_path: Path) -> None:
+def test_a_cancelled_task_stops_and_its_process_stays(
+    patient: ProcessWorker, tmp_path: Path
+) -> None:
     first, pid = begun(patient, tmp_path / "first")
     second: Task[int] = Task(chores.pid, "second")
     patient.start(second)
@@ -225,7 +247,9 @@ def test_a_cancelled_task_stops_and_its_process_stays(patient: ProcessWorker, tm
     assert not (tmp_path / "notes").exists()
 
 
-def test_a_task_that_somebody_else_has_begun_is_left_to_them(worker: ProcessWorker) -> None:
+def test_a_task_that_somebody_else_has_begun_is_left_to_them(
+    worker: ProcessWorker,
+) -> None:
     task: Task[int] = Task(chores.pid, "elsewhere")
     assert task.begin()
     worker.start(task)
@@ -261,10 +285,16 @@ def test_the_queue_gives_up_a_process_that_hangs(tmp_path: Path) -> None:
     queue = AsyncCallsQueue(persistent=True, timeout=timedelta(seconds=10))
     queue._worker = ProcessWorker(grace=0.5)
     finalized: list[str] = []
-    queue.schedule_async_request(AsyncRequest(chores.pid, (None,), [lambda: finalized.append("first")]))
+    queue.schedule_async_request(
+        AsyncRequest(chores.pid, (None,), [lambda: finalized.append("first")])
+    )
     wait = chores.Wait(tmp_path, deaf=True)
-    queue.schedule_async_request(AsyncRequest(wait, (print,), [lambda: finalized.append("hangs")]))
-    queue.schedule_async_request(AsyncRequest(chores.pid, (None,), [lambda: finalized.append("last")]))
+    queue.schedule_async_request(
+        AsyncRequest(wait, (print,), [lambda: finalized.append("hangs")])
+    )
+    queue.schedule_async_request(
+        AsyncRequest(chores.pid, (None,), [lambda: finalized.append("last")])
+    )
     with pytest.raises(StorageError, match="has not moved a byte"):
         queue.maybe_finalize_async_calls(blocking=True)
     assert finalized == ["first"]
@@ -274,10 +304,18 @@ def test_the_queue_gives_up_a_process_that_hangs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "zarr", "safetensors"])
-def test_every_format_is_written_by_the_process_and_without_torch(tmp_path: Path, to: str) -> None:
-    tensors = {f"w{i}": torch.rand(256, 1024, generator=torch.Generator().manual_seed(i)) for i in range(4)}
+def test_every_format_is_written_by_the_process_and_without_torch(
+    tmp_path: Path, to: str
+) -> None:
+    tensors = {
+        f"w{i}": torch.rand(256, 1024, generator=torch.Generator().manual_seed(i))
+        for i in range(4)
+    }
     expected = {key: tensor.clone() for key, tensor in tensors.items()}
-    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, tensor)
+        for key, tensor in tensors.items()
+    }
     queue = AsyncCallsQueue(persistent=True)
     queue._worker = worker = ProcessWorker()
     request = megackpt.save(state, tmp_path / "ckpt", to, async_sharded_save=True)
@@ -294,9 +332,17 @@ def test_every_format_is_written_by_the_process_and_without_torch(tmp_path: Path
     assert all(torch.equal(tensors[key], expected[key]) for key in expected)
 
 
-def test_signals_meant_for_the_trainer_do_not_end_it(worker: ProcessWorker, tmp_path: Path) -> None:
+def test_signals_meant_for_the_trainer_do_not_end_it(
+    worker: ProcessWorker, tmp_path: Path
+) -> None:
     task, pid = begun(worker, tmp_path / "w")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):
         os.kill(pid, number)
     (tmp_path / "w" / "go").touch()
     assert ended(task).get() == pid
@@ -317,28 +363,42 @@ def test_no_descriptor_and_no_memory_is_lost(worker: ProcessWorker) -> None:
     gc.collect()
     counts = len(chores.descriptors(os.getpid())), len(chores.descriptors(pid))
     for i in range(50):
-        assert done(worker, chores.Double(arena if i % 2 else Arena.new(1 << 20))) == pid
+        assert (
+            done(worker, chores.Double(arena if i % 2 else Arena.new(1 << 20))) == pid
+        )
         assert isinstance(done(worker, chores.damaged), CorruptCheckpoint)
     gc.collect()
-    assert len(chores.descriptors(os.getpid())) <= counts[0]  # what came before may be let go of late
+    assert (
+        len(chores.descriptors(os.getpid())) <= counts[0]
+    )  # what came before may be let go of late
     assert len(chores.descriptors(pid)) <= counts[1]
-    assert done(worker, chores.mapped) < 2 << 20  # the arena stays mapped, beside the task itself
+    assert (
+        done(worker, chores.mapped) < 2 << 20
+    )  # the arena stays mapped, beside the task itself
     del arena
     gc.collect()
     assert done(worker, chores.mapped) < 1 << 20
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_leaves_the_writer_alone(worker: ProcessWorker, tmp_path: Path) -> None:
+def test_a_forked_process_leaves_the_writer_alone(
+    worker: ProcessWorker, tmp_path: Path
+) -> None:
     """As workers of data loaders are."""
     task, pid = begun(worker, tmp_path / "w")
     until(lambda: task.done == 1000)
-    sockets = [name for name in chores.descriptors(os.getpid()) if name.startswith("socket")]
+    sockets = [
+        name for name in chores.descriptors(os.getpid()) if name.startswith("socket")
+    ]
     forked = os.fork()
     if not forked:
         code = 1
         try:
-            left = [name for name in chores.descriptors(os.getpid()) if name.startswith("socket")]
+            left = [
+                name
+                for name in chores.descriptors(os.getpid())
+                if name.startswith("socket")
+            ]
             worker.stop(task)
             worker.close()
             assert len(left) == len(sockets) - 1
@@ -354,7 +414,9 @@ def test_a_forked_process_leaves_the_writer_alone(worker: ProcessWorker, tmp_pat
     assert done(worker, chores.pid) == pid
 
 
-def test_closing_gives_up_what_is_under_way(worker: ProcessWorker, tmp_path: Path) -> None:
+def test_closing_gives_up_what_is_under_way(
+    worker: ProcessWorker, tmp_path: Path
+) -> None:
     first, pid = begun(worker, tmp_path / "w")
     second: Task[int] = Task(chores.pid, "second")
     worker.start(second)
@@ -377,7 +439,9 @@ def test_a_worker_that_nobody_has_any_more_ends_its_process(tmp_path: Path) -> N
     until(lambda: gone(pid))
 
 
-def test_a_process_that_cannot_be_had(worker: ProcessWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_had(
+    worker: ProcessWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")
         error = done(worker, chores.pid)
@@ -391,7 +455,9 @@ def test_a_process_that_cannot_be_had(worker: ProcessWorker, monkeypatch: pytest
     assert isinstance(done(worker, chores.pid), int)
 
 
-def test_what_the_system_refuses_is_told(worker: ProcessWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_refuses_is_told(
+    worker: ProcessWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No thread, no descriptor, no room in the socket; what comes next works."""
 
     def refused(error: Exception) -> Callable[..., Any]:
@@ -404,7 +470,11 @@ def test_what_the_system_refuses_is_told(worker: ProcessWorker, monkeypatch: pyt
         (threading.Thread, "start", RuntimeError("can't start new thread")),
         (socket, "socketpair", OSError(errno.EMFILE, "Too many open files")),
         (serving, "shared", OSError(errno.ENOMEM, "Cannot allocate memory")),
-        (serving, "send", BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")),
+        (
+            serving,
+            "send",
+            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        ),
     ]
     for place, name, error in places:
         worker.close()  # it begins anew
@@ -412,14 +482,20 @@ def test_what_the_system_refuses_is_told(worker: ProcessWorker, monkeypatch: pyt
             patch.setattr(place, name, refused(error))
             told = done(worker, chores.pid, "iter_8")
         assert type(told) is StorageError
-        assert str(told).startswith(f"iter_8: cannot be handed to a writer process: {error} (")
+        assert str(told).startswith(
+            f"iter_8: cannot be handed to a writer process: {error} ("
+        )
         assert isinstance(done(worker, chores.pid), int)
 
 
-def test_a_copy_that_a_worker_was_given_is_not_idle(worker: ProcessWorker, tmp_path: Path) -> None:
+def test_a_copy_that_a_worker_was_given_is_not_idle(
+    worker: ProcessWorker, tmp_path: Path
+) -> None:
     """Also one that has to wait for its turn: whoever waits for its memory does so with reason."""
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
-    mine, its = (megackpt.save(state, tmp_path / name, async_sharded_save=True) for name in "ab")
+    mine, its = (
+        megackpt.save(state, tmp_path / name, async_sharded_save=True) for name in "ab"
+    )
     assert mine is not None
     assert its is not None
     assert mine.task is not None
@@ -448,7 +524,9 @@ def test_only_the_process_that_is_at_a_task_is_killed(worker: ProcessWorker) -> 
     first: Task[int] = Task(chores.pid, "first")
     held: list[bool] = []
 
-    def kill_late(outcome: object) -> None:  # the keeper is still at it, though it has ended
+    def kill_late(
+        outcome: object,
+    ) -> None:  # the keeper is still at it, though it has ended
         held.append(keeper.to_writer_of(first, _Child.kill))
 
     first.on_end(kill_late)
@@ -464,7 +542,11 @@ def test_only_the_process_that_is_at_a_task_is_killed(worker: ProcessWorker) -> 
 def script(folder: Path, text: str) -> subprocess.Popen[str]:
     path = folder / "script.py"
     path.write_text(SCRIPT + text)
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     return subprocess.Popen([sys.executable, path], cwd=folder, **pipes)
 
 

@@ -22,7 +22,14 @@ from hypothesis import given, settings, strategies as st
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.errors import BackendError, ShardingError, StorageError
 from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest import ITEMSIZE, OBJECT, Declaration, Declarations, ShardId, TensorMeta
+from megackpt.planning.manifest import (
+    ITEMSIZE,
+    OBJECT,
+    Declaration,
+    Declarations,
+    ShardId,
+    TensorMeta,
+)
 from megackpt.planning.save_plan import SavePolicy, plan_save
 from megackpt.runtime.memory import Arena, Pool, begun
 from megackpt.runtime.staging import (
@@ -48,12 +55,21 @@ def staged_of(values: Sequence[Held], most: int | None = None) -> Staged:
     declared = []
     for number, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            meta = TensorMeta(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            meta = TensorMeta(
+                tuple(value.shape), str(value.dtype).removeprefix("torch.")
+            )
             shard = ShardId(f"k{number}", Box.whole(value.shape))
             declared.append(Declaration(shard, meta, 0, False, value.nbytes, 0))
         else:
             declared.append(
-                Declaration(ShardId(f"k{number}", Box((), ())), TensorMeta((), OBJECT), 0, False, 1, 0)
+                Declaration(
+                    ShardId(f"k{number}", Box((), ())),
+                    TensorMeta((), OBJECT),
+                    0,
+                    False,
+                    1,
+                    0,
+                )
             )
     (plan,), _ = plan_save([Declarations.of(declared)], SavePolicy(max_item_bytes=most))
     return Staged(plan, list(values), Boxes.of(each.shard.box for each in declared))
@@ -73,7 +89,9 @@ def expected(staged: Staged) -> list[bytes]:
     for row, item in enumerate(staged.plan.rows()):
         value = staged.held[item.source]
         if isinstance(value, torch.Tensor):
-            whole = host_array(value.detach().resolve_conj().resolve_neg().clone().contiguous())
+            whole = host_array(
+                value.detach().resolve_conj().resolve_neg().clone().contiguous()
+            )
             found.append(whole[item.shard.box.slices()].tobytes())
         else:
             found.append(value())
@@ -89,10 +107,16 @@ def scrambled(staged: Staged) -> None:
             octets.bitwise_xor_(1 if value.dtype == torch.bool else 0xFF)
 
 
-def filled(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def filled(
+    shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     octets = torch.randint(
-        0, 256, (int(np.prod(shape)) * dtype.itemsize,), dtype=torch.uint8, generator=generator
+        0,
+        256,
+        (int(np.prod(shape)) * dtype.itemsize,),
+        dtype=torch.uint8,
+        generator=generator,
     )
     if dtype == torch.bool:
         octets %= 2
@@ -128,9 +152,16 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_all_kinds_may_change_as_soon_as_they_are_copied(dtype: torch.dtype) -> None:
+def test_tensors_of_all_kinds_may_change_as_soon_as_they_are_copied(
+    dtype: torch.dtype,
+) -> None:
     blobs = [b"", b"blob" * 1000]
-    values: list[Held] = [*kinds(dtype), *kinds(torch.uint8), lambda: blobs[0], lambda: blobs[1]]
+    values: list[Held] = [
+        *kinds(dtype),
+        *kinds(torch.uint8),
+        lambda: blobs[0],
+        lambda: blobs[1],
+    ]
     for most in (None, 64):  # rows that are all of a tensor, and parts of one
         staged = staged_of(values, most)
         before = expected(staged)
@@ -143,19 +174,30 @@ def test_tensors_of_all_kinds_may_change_as_soon_as_they_are_copied(dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_all_kinds_in_turns(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_all_kinds_in_turns(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(source, "PIECE", 64)
     staged = staged_of([*kinds(dtype), lambda: b"blob"])
     before = expected(staged)
     for half_handed in (False, True):
-        turns = Turns(staged, {row: b for row, b in enumerate(before) if b == b"blob"}, lambda: None)
+        turns = Turns(
+            staged,
+            {row: b for row, b in enumerate(before) if b == b"blob"},
+            lambda: None,
+        )
         rows = [turns.blocks(row) for row in range(len(staged.plan))]
         first = [bytes(next(row)) if half_handed else b"" for row in rows]
         turns.settle(Pool().lease(turns.need, MIB))
         scrambled(staged)
-        assert [head + b"".join(map(bytes, row)) for head, row in zip(first, rows, strict=True)] == before
+        assert [
+            head + b"".join(map(bytes, row))
+            for head, row in zip(first, rows, strict=True)
+        ] == before
         if not half_handed:
-            assert all_rows(turns, staged) == before  # of what was copied, as often as you like
+            assert (
+                all_rows(turns, staged) == before
+            )  # of what was copied, as often as you like
         scrambled(staged)  # as before
 
 
@@ -165,7 +207,11 @@ def test_parameters_and_other_subclasses() -> None:
 
     weight = torch.nn.Parameter(filled((4, 4)))
     staged = staged_of(
-        [weight, filled((3, 3), seed=1).as_subclass(Own), torch.nn.Parameter(filled((4, 2))).t()]
+        [
+            weight,
+            filled((3, 3), seed=1).as_subclass(Own),
+            torch.nn.Parameter(filled((4, 2))).t(),
+        ]
     )
     before = expected(staged)
     snapshot = Snapshot.of(staged, MIB)
@@ -178,14 +224,19 @@ def test_a_tensor_that_has_changed_its_size_is_refused() -> None:
     tensor = filled((8, 8))
     staged = staged_of([tensor])
     tensor.data = filled((2, 2))
-    with pytest.raises(ShardingError, match=r"'k0'.* had 256 bytes when it was declared, and has 16 now"):
+    with pytest.raises(
+        ShardingError,
+        match=r"'k0'.* had 256 bytes when it was declared, and has 16 now",
+    ):
         Snapshot.of(staged, MIB)
     assert Snapshot.of(staged_of([tensor]), 64).complete  # its room is free again
 
 
 def test_twenty_saves_take_the_memory_of_one(pool: Pool) -> None:
     def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
 
     staged = staged_of([filled((2, MIB), seed=seed) for seed in range(4)])
     arenas, sizes = set(), []
@@ -202,7 +253,9 @@ def test_twenty_saves_take_the_memory_of_one(pool: Pool) -> None:
 
 def test_a_snapshot_that_nobody_has_any_more_gives_its_memory_back() -> None:
     staged = staged_of([filled((MIB,))])
-    kept = Snapshot.of(staged, 4 * MIB).source  # whoever reads it needs no more than this
+    kept = Snapshot.of(
+        staged, 4 * MIB
+    ).source  # whoever reads it needs no more than this
     with pytest.raises(StorageError):
         Snapshot.of(staged, 4 * MIB, patience=0)
     assert taken(kept, 0) == expected(staged)[0]
@@ -210,13 +263,16 @@ def test_a_snapshot_that_nobody_has_any_more_gives_its_memory_back() -> None:
     assert Snapshot.of(staged, 4 * MIB, patience=0).complete
 
 
-def test_who_waits_for_saves_that_nobody_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_saves_that_nobody_writes_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(snapshots, "IDLE_PATIENCE", 0.0)
     cap = 10 * MIB
     first, second = (Snapshot.of(staged_of([filled((MIB,))]), cap) for _ in range(2))
     third = staged_of([filled((MIB,))])
     with pytest.raises(
-        StorageError, match=r"hold 8,388,608 of .*, and nobody writes those: schedule each request"
+        StorageError,
+        match=r"hold 8,388,608 of .*, and nobody writes those: schedule each request",
     ):
         Snapshot.of(third, cap)
     begun(SimpleNamespace(source=first.source))  # what workers do first
@@ -272,11 +328,15 @@ class Slow:
 
 
 @contextmanager
-def written(data: Any, staged: Staged, folder: Path) -> Iterator[Callable[[], list[bytes]]]:
+def written(
+    data: Any, staged: Staged, folder: Path
+) -> Iterator[Callable[[], list[bytes]]]:
     """A real format writes this in a thread, into two files; what it has written, row by row."""
     root = LocalStorage(folder, create=True)
     with ThreadPoolExecutor(1) as thread:
-        writing = thread.submit(TorchDist(files_per_rank=2).write, root, staged.plan, data)
+        writing = thread.submit(
+            TorchDist(files_per_rank=2).write, root, staged.plan, data
+        )
 
         def result() -> list[bytes]:
             found = writing.result(60)
@@ -284,7 +344,10 @@ def written(data: Any, staged: Staged, folder: Path) -> Iterator[Callable[[], li
             return [
                 files[file][start : start + length]
                 for file, start, length in zip(
-                    found.file.tolist(), found.start.tolist(), found.length.tolist(), strict=True
+                    found.file.tolist(),
+                    found.start.tolist(),
+                    found.length.tolist(),
+                    strict=True,
                 )
             ]
 
@@ -295,7 +358,13 @@ def large() -> Staged:
     strided = filled((2 * MIB, 4), torch.bfloat16, 9).t()
     small = [filled((n,), seed=n) for n in range(0, 3000, 7)]
     return staged_of(
-        [filled((10 * MIB,), seed=1), filled((9 * MIB,), seed=2), strided, *small, lambda: b"blob"]
+        [
+            filled((10 * MIB,), seed=1),
+            filled((9 * MIB,), seed=2),
+            strided,
+            *small,
+            lambda: b"blob",
+        ]
     )
 
 
@@ -335,7 +404,9 @@ def test_several_saves_over_the_cap_at_once(tmp_path: Path) -> None:
             staged = staged_of([filled((MIB + n,), seed=n + number) for n in range(4)])
             before = expected(staged)
             snapshot = Snapshot.of(staged, 3 * MIB)
-            with written(snapshot.source, staged, tmp_path / f"{number}-{step}") as result:
+            with written(
+                snapshot.source, staged, tmp_path / f"{number}-{step}"
+            ) as result:
                 snapshot.settle()
                 scrambled(staged)
                 assert result() == before
@@ -491,14 +562,19 @@ class Streams:
         return data.as_subclass(Remote)
 
 
-def test_devices_copy_beside_the_current_stream_which_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_copy_beside_the_current_stream_which_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The order of what is asked; that a GPU does so is not shown here."""
     fake = Streams()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: fake.stream("current"))
     monkeypatch.setattr(torch.cuda, "stream", fake.on)
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(copying, "_side_stream", lambda _: fake.stream("side"))
-    arena, tensor = Arena.new(4096), fake.tensor(filled((4, 4), torch.complex64).t().conj())
+    arena, tensor = (
+        Arena.new(4096),
+        fake.tensor(filled((4, 4), torch.complex64).t().conj()),
+    )
     place = torch.from_numpy(arena.memory[:128]).view(torch.complex64).view(4, 4)
     copying._queue(torch.device("cuda"), [(place, tensor)], arena.pending)
     assert fake.log == [
@@ -509,20 +585,27 @@ def test_devices_copy_beside_the_current_stream_which_waits_for_them(monkeypatch
         "event on side",
         "current waits for event",
     ]
-    assert torch.equal(place.view(torch.int64), tensor.resolve_conj().contiguous().view(torch.int64))
+    assert torch.equal(
+        place.view(torch.int64), tensor.resolve_conj().contiguous().view(torch.int64)
+    )
     arena.ready()
     assert fake.log[-1] == "host waits for event"
     assert arena.pending == []
 
 
-def test_a_copy_that_a_device_refuses_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_a_device_refuses_is_waited_for_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake = Streams()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: fake.stream("current"))
     monkeypatch.setattr(torch.cuda, "stream", fake.on)
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(copying, "_side_stream", lambda _: fake.stream("side"))
     arena = Arena.new(4096)
-    wrong = torch.from_numpy(arena.memory[:8]), fake.tensor(torch.ones(9, dtype=torch.uint8))
+    wrong = (
+        torch.from_numpy(arena.memory[:8]),
+        fake.tensor(torch.ones(9, dtype=torch.uint8)),
+    )
     with pytest.raises(RuntimeError):
         copying._queue(torch.device("cuda"), [wrong], arena.pending)
     assert len(arena.pending) == 1

@@ -17,7 +17,14 @@ import xxhash
 from hypothesis import given, settings, strategies as st
 
 from megackpt.errors import CorruptCheckpoint, StorageError
-from megackpt.runtime.storage import LocalStorage, SingleFile, digest_blocks, files, kernel, unsafe_names
+from megackpt.runtime.storage import (
+    LocalStorage,
+    SingleFile,
+    digest_blocks,
+    files,
+    kernel,
+    unsafe_names,
+)
 
 MIB = 1 << 20
 
@@ -41,7 +48,9 @@ def views(*parts: bytes) -> list[memoryview]:
 
 def test_importing_storage_imports_no_torch():
     code = "import sys, megackpt.runtime.storage, megackpt.checkpoint.index; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2]
+    )
 
 
 def test_write_and_read(root, system):
@@ -65,7 +74,9 @@ def test_write_and_read(root, system):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.binary(max_size=50), max_size=20), st.integers(1, 7), st.integers(1, 30))
+@given(
+    st.lists(st.binary(max_size=50), max_size=20), st.integers(1, 7), st.integers(1, 30)
+)
 def test_short_writes_and_small_batches(parts, vectors, batch):
     import tempfile
 
@@ -73,7 +84,11 @@ def test_short_writes_and_small_batches(parts, vectors, batch):
         real = os.writev
         patch.setattr(files, "_VECTORS", vectors)
         patch.setattr(files, "_BATCH", batch)
-        patch.setattr(os, "writev", lambda fd, batch: real(fd, [batch[0][: len(batch[0]) // 2 + 1]]))
+        patch.setattr(
+            os,
+            "writev",
+            lambda fd, batch: real(fd, [batch[0][: len(batch[0]) // 2 + 1]]),
+        )
         root = LocalStorage(folder)
         with root.create("f") as writer:
             writer.write(views(*parts))
@@ -111,7 +126,10 @@ def test_create_is_exclusive_and_abort_removes(root):
 
 def test_what_another_save_has_made_meanwhile_is_not_removed(root):
     """By a writer whose process was stopped for so long that its save was taken for dead."""
-    for replace in (lambda: root.put("x", b"2"), lambda: os.symlink("y", f"{root.location}/x")):
+    for replace in (
+        lambda: root.put("x", b"2"),
+        lambda: os.symlink("y", f"{root.location}/x"),
+    ):
         writer = root.create("x")
         root.delete("x")
         replace()
@@ -125,7 +143,9 @@ def test_everything_is_durable(root, monkeypatch):
     real = os.fsync
 
     def fsync(fd):
-        synced.append(os.readlink(f"/proc/self/fd/{fd}").removeprefix(root.location) or "/")
+        synced.append(
+            os.readlink(f"/proc/self/fd/{fd}").removeprefix(root.location) or "/"
+        )
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -141,12 +161,16 @@ def test_everything_is_durable(root, monkeypatch):
     assert synced == ["/"]
 
 
-def test_a_batch_is_durable_when_it_is_closed_and_folders_are_synced_once(root, system, monkeypatch):
+def test_a_batch_is_durable_when_it_is_closed_and_folders_are_synced_once(
+    root, system, monkeypatch
+):
     synced = []
     real = os.fsync
 
     def fsync(fd):
-        synced.append(os.readlink(f"/proc/self/fd/{fd}").removeprefix(root.location) or "/")
+        synced.append(
+            os.readlink(f"/proc/self/fd/{fd}").removeprefix(root.location) or "/"
+        )
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -165,7 +189,9 @@ def test_a_batch_is_durable_when_it_is_closed_and_folders_are_synced_once(root, 
         assert synced[-1] == "/a/1"
         synced.remove("/a/1")
         synced.remove("/a/1/alone")
-    assert sorted(synced) == sorted(["/", "/a", "/a/0", "/a/1", "/a/2", *(f"/{name}" for name in names)])
+    assert sorted(synced) == sorted(
+        ["/", "/a", "/a/0", "/a/1", "/a/2", *(f"/{name}" for name in names)]
+    )
     assert [root.get(name) for name in names] == [name.encode() for name in names]
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -184,7 +210,9 @@ def test_a_batch_that_is_given_up_or_cannot_be_made_durable(root, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", refuse)
     for count in (2, 200):  # by one thread, by several
-        with pytest.raises(StorageError, match=r"cannot make durable .*/\d+/f\d+: Input/output error"):
+        with pytest.raises(
+            StorageError, match=r"cannot make durable .*/\d+/f\d+: Input/output error"
+        ):
             root.put_new({f"{count}/f{i}": b"1" for i in range(count)})
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -196,7 +224,10 @@ def test_a_disk_that_refuses(root, monkeypatch, number, call):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(StorageError, match=os.strerror(number)) as caught, root.create("f") as writer:
+    with (
+        pytest.raises(StorageError, match=os.strerror(number)) as caught,
+        root.create("f") as writer,
+    ):
         writer.write(views(b"1"))
     assert f"{root.location}/f" in str(caught.value)
     assert ("free some space" in str(caught.value)) == (number != errno.EIO)
@@ -243,7 +274,9 @@ def test_put_if_absent_has_one_winner(root, monkeypatch, links):
         monkeypatch.setattr(os, "link", refuse)
     won = []
     threads = [
-        threading.Thread(target=lambda i=i: won.append((root.put_if_absent("f", b"%d" % i), i)))
+        threading.Thread(
+            target=lambda i=i: won.append((root.put_if_absent("f", b"%d" % i), i))
+        )
         for i in range(8)
     ]
     for thread in threads:
@@ -256,12 +289,31 @@ def test_put_if_absent_has_one_winner(root, monkeypatch, links):
     assert root.list() == ["f"]
 
 
-UNSAFE = ["", "/etc/passwd", "..", "../x", "a/../b", "a/./b", ".", "a//b", "a/", "a\0b", "\ud812"]
+UNSAFE = [
+    "",
+    "/etc/passwd",
+    "..",
+    "../x",
+    "a/../b",
+    "a/./b",
+    ".",
+    "a//b",
+    "a/",
+    "a\0b",
+    "\ud812",
+]
 
 
 @pytest.mark.parametrize("name", UNSAFE)
 def test_names_that_lead_outside(root, name):
-    for work in (root.open, root.get, root.size, root.create, root.delete, lambda n: root.put(n, b"")):
+    for work in (
+        root.open,
+        root.get,
+        root.size,
+        root.create,
+        root.delete,
+        lambda n: root.put(n, b""),
+    ):
         with pytest.raises(CorruptCheckpoint, match="no name of a file"):
             work(name)
     assert unsafe_names([name, "fine", "a/b", "..a", "é"]) == [name]
@@ -385,7 +437,9 @@ def test_folders(root, tmp_path):
 @settings(max_examples=20, deadline=None)
 def test_digest_blocks(size):
     data = bytes(size)
-    expected = [xxhash.xxh3_128(data[i : i + MIB]).digest() for i in range(0, size, MIB)]
+    expected = [
+        xxhash.xxh3_128(data[i : i + MIB]).digest() for i in range(0, size, MIB)
+    ]
     assert digest_blocks(memoryview(data)) == b"".join(expected)
 
 
@@ -401,7 +455,9 @@ def test_several_writers_fill_one_file(tmp_path):
     failing = root.update("sub/x")
     failing.write_at(0, [memoryview(b"J")])
     failing.abort()
-    assert root.get("sub/x") == b"Jello world"  # what others wrote there is not thrown away
+    assert (
+        root.get("sub/x") == b"Jello world"
+    )  # what others wrote there is not thrown away
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match=r"cannot write .*link"):
         root.update("link")
@@ -442,7 +498,12 @@ def test_a_single_file_sees_itself_only(tmp_path):
     (tmp_path / "y").write_bytes(b"?")
     (tmp_path / "link").symlink_to("x")
     root = SingleFile(tmp_path / "link")
-    assert (root.list(), root.list("sub"), root.size("x"), root.size("y")) == (["x"], [], 3, None)
+    assert (root.list(), root.list("sub"), root.size("x"), root.size("y")) == (
+        ["x"],
+        [],
+        3,
+        None,
+    )
     assert root.get("x") == b"old"
     with pytest.raises(FileNotFoundError):
         root.open("y")
@@ -495,9 +556,7 @@ def test_a_lock_on_a_directory(tmp_path, monkeypatch):
 
 
 def test_a_process_that_dies_with_its_parent(tmp_path):
-    child = (
-        "from megackpt.runtime.storage import kernel; print(kernel.die_with_parent(), flush=True); input()"
-    )
+    child = "from megackpt.runtime.storage import kernel; print(kernel.die_with_parent(), flush=True); input()"
     parent = (
         "import subprocess, sys\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
@@ -505,7 +564,9 @@ def test_a_process_that_dies_with_its_parent(tmp_path):
         "sys.stdin.read()\n"
     )
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", parent], stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=pipe, stdout=pipe, text=True
+    ) as process:
         assert process.stdout
         done, pid = process.stdout.readline().split()
         assert done == "True"
@@ -516,6 +577,9 @@ def test_a_process_that_dies_with_its_parent(tmp_path):
 
 def _runs(pid: str) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False

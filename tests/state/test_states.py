@@ -63,7 +63,9 @@ states = st.dictionaries(
     keys,
     st.recursive(
         leaf(),
-        lambda t: st.one_of(st.lists(t, max_size=4), st.dictionaries(keys, t, max_size=4)),
+        lambda t: st.one_of(
+            st.lists(t, max_size=4), st.dictionaries(keys, t, max_size=4)
+        ),
         max_leaves=15,
     ),
     max_size=4,
@@ -81,7 +83,10 @@ def plain(state):
 
 @given(states)
 def test_extract_then_restore_is_the_identity(state):
-    before, leaves = copy.deepcopy(plain(state)), list(map(id, tree.nested_values(state)))
+    before, leaves = (
+        copy.deepcopy(plain(state)),
+        list(map(id, tree.nested_values(state))),
+    )
     extracted = extract(state)
     result = restore(extracted, own(extracted), extracted.common)
     assert plain(result) == before
@@ -92,10 +97,19 @@ def test_extract_then_restore_is_the_identity(state):
 @given(states)
 def test_every_leaf_goes_one_way_and_shards_know_their_paths(state):
     e = extract(state)
-    assert all(tree.lookup(state, path) is shard for path, shard in zip(e.paths, e.shards, strict=True))
+    assert all(
+        tree.lookup(state, path) is shard
+        for path, shard in zip(e.paths, e.shards, strict=True)
+    )
     counted = [x for x in tree.nested_values(e.common) if x is not None]
-    assert len(counted) + len(e.local) + len(e.shards) == len(list(tree.nested_values(state)))
-    assert not [x for x in tree.nested_values(e.common) if isinstance(x, (ShardedTensor, ShardedObject))]
+    assert len(counted) + len(e.local) + len(e.shards) == len(
+        list(tree.nested_values(state))
+    )
+    assert not [
+        x
+        for x in tree.nested_values(e.common)
+        if isinstance(x, (ShardedTensor, ShardedObject))
+    ]
 
 
 def test_what_goes_into_the_common_state():
@@ -103,7 +117,10 @@ def test_what_goes_into_the_common_state():
         "w": sharded("w"),
         "list": [sharded("a"), sharded("b")],
         "only": {"deep": [sharded("c")]},
-        "groups": [{"lr": 1, "params": LocalNonpersistentObject([0])}, {"lr": 2, "params": sharded("d")}],
+        "groups": [
+            {"lr": 1, "params": LocalNonpersistentObject([0])},
+            {"lr": 2, "params": sharded("d")},
+        ],
         "mixed": [sharded("e"), 5, {"x": sharded("f")}, [sharded("g")]],
         "empty": {},
         7: (1, 2),
@@ -120,7 +137,12 @@ def test_what_goes_into_the_common_state():
 
 
 def test_loaded_common_wins_over_the_state_asked_for():
-    state = {"w": sharded("w"), "iteration": 0, "gone": 1, "kept": LocalNonpersistentObject("mine")}
+    state = {
+        "w": sharded("w"),
+        "iteration": 0,
+        "gone": 1,
+        "kept": LocalNonpersistentObject("mine"),
+    }
     e = extract(state)
     result = restore(e, own(e), {"iteration": 100, "extra": [1], "kept": "stored"})
     assert result.pop("w") is state["w"].data
@@ -138,7 +160,9 @@ def test_common_state_in_the_way():
         restore(e, own(e), {"a": {"w": 5}})
     with pytest.raises(MismatchError, match=r"\['a'\] is a int here and a dict there"):
         restore(e, own(e), {"a": 5})
-    with pytest.raises(MismatchError, match=r"\['l'\] is a list of 3 here and of 2 there"):
+    with pytest.raises(
+        MismatchError, match=r"\['l'\] is a list of 3 here and of 2 there"
+    ):
         restore(e, own(e), {"l": [1, 2, 3]})
 
 
@@ -165,9 +189,19 @@ def test_lists_may_mix_tensors_and_a_factory_that_builds_a_list():
     def build(key, data, replica_id, flattened_range):
         return [sharded(f"{key}.{i}", i) for i in range(3)]
 
-    state = {"l": [sharded("a", 9), ShardedTensorFactory("f", None, build, sum), sharded("b", 8)]}
+    state = {
+        "l": [
+            sharded("a", 9),
+            ShardedTensorFactory("f", None, build, sum),
+            sharded("b", 8),
+        ]
+    }
     e = extract(state)
-    assert [t.tolist() for t in restore(e, own(e), {})["l"]] == [[9.0, 9.0], [3.0, 3.0], [8.0, 8.0]]
+    assert [t.tolist() for t in restore(e, own(e), {})["l"]] == [
+        [9.0, 9.0],
+        [3.0, 3.0],
+        [8.0, 8.0],
+    ]
 
 
 def test_nested_factories_merge_from_the_inside_out():
@@ -182,8 +216,15 @@ def test_nested_factories_merge_from_the_inside_out():
         order.append("outer")
         return sub["x"].sum() + sub["y"].sum()
 
-    direct = ShardedTensorFactory("d", torch.ones(4), lambda k, d, *_: halves(k, d), lambda x: x * 2)
-    e = extract({"o": ShardedTensorFactory("o", torch.ones(4), outer_build, outer_merge), "d": direct})
+    direct = ShardedTensorFactory(
+        "d", torch.ones(4), lambda k, d, *_: halves(k, d), lambda x: x * 2
+    )
+    e = extract(
+        {
+            "o": ShardedTensorFactory("o", torch.ones(4), outer_build, outer_merge),
+            "d": direct,
+        }
+    )
     assert [s.key for s in e.shards] == ["o.inner", "o.inner", "o.y", "d", "d"]
     result = restore(e, own(e), e.common)
     assert order == ["inner", "outer"]
@@ -208,7 +249,9 @@ def test_an_error_in_a_factorys_own_function_names_the_factory():
     with pytest.raises(KeyError) as told:
         extract({"f": ShardedTensorFactory("fc1", None, fails, len)})
     assert told.value.__notes__ == ["in the build_fn of the factory 'fc1'"]
-    extracted = extract({"f": ShardedTensorFactory("fc1", None, lambda *_: whole, fails)})
+    extracted = extract(
+        {"f": ShardedTensorFactory("fc1", None, lambda *_: whole, fails)}
+    )
     with pytest.raises(KeyError) as told:
         restore(extracted, [torch.ones(2)], {})
     assert told.value.__notes__ == ["in the merge_fn of the factory 'fc1'"]
@@ -222,14 +265,19 @@ def test_absent_values_are_left_out_with_the_factories_around_them():
         "g": halves("v", torch.ones(4)),
     }
     e = extract(state)
-    values = [ABSENT if s.key in "ab" or (s.key == "w" and s.global_offset[0]) else s.data for s in e.shards]
+    values = [
+        ABSENT if s.key in "ab" or (s.key == "w" and s.global_offset[0]) else s.data
+        for s in e.shards
+    ]
     result = restore(e, values, e.common)
     assert result.pop("g").tolist() == [1.0] * 4
     assert result == {"l": [None, 1]}
 
 
 # A class as Megatron-Core's own, which is no common state either.
-MEGATRONS = type("ShardedTensor", (type("ShardedBase", (), {}),), {"__module__": "mapping"})
+MEGATRONS = type(
+    "ShardedTensor", (type("ShardedBase", (), {}),), {"__module__": "mapping"}
+)
 
 
 @pytest.mark.parametrize(
@@ -237,13 +285,22 @@ MEGATRONS = type("ShardedTensor", (type("ShardedBase", (), {}),), {"__module__":
     [
         ([1], "must be a dict, not a list"),
         (None, "must be a dict, not a NoneType"),
-        ({"t": (1, (sharded("hidden"),))}, r"\['t'\]: a ShardedTensor \('hidden'\) in a tuple is lost"),
+        (
+            {"t": (1, (sharded("hidden"),))},
+            r"\['t'\]: a ShardedTensor \('hidden'\) in a tuple is lost",
+        ),
         (
             {"a": [ShardedObject("common_state", 1, (1,), (0,))]},
             r"\['a'\]\[0\]: the key 'common_state' is reserved",
         ),
-        ({"a": {LocalNonpersistentObject(1): 2}}, "LocalNonpersistentObject stands as a dict key"),
-        ({"a": [MEGATRONS()]}, r"\['a'\]\[0\]: mapping.ShardedTensor is not one of the classes of megackpt"),
+        (
+            {"a": {LocalNonpersistentObject(1): 2}},
+            "LocalNonpersistentObject stands as a dict key",
+        ),
+        (
+            {"a": [MEGATRONS()]},
+            r"\['a'\]\[0\]: mapping.ShardedTensor is not one of the classes of megackpt",
+        ),
         ({"a": (MEGATRONS(),)}, r"a ShardedTensor \(''\) in a tuple is lost"),
     ],
     ids=["list", "none", "tuple", "reserved", "key", "foreign", "foreign in a tuple"],
@@ -286,7 +343,10 @@ def test_apply_factories_in_place_builds_one_level():
 def test_apply_factory_merges():
     factory = halves("w", torch.arange(4.0))
     original = {"a": {"f": factory}, "l": {1: factory}}
-    loaded = {"a": {"f": [torch.ones(1), torch.zeros(1)], "x": 1}, "l": [0, [torch.ones(1)], 2]}
+    loaded = {
+        "a": {"f": [torch.ones(1), torch.zeros(1)], "x": 1},
+        "l": [0, [torch.ones(1)], 2],
+    }
     assert apply_factory_merges(loaded, original) is loaded
     assert loaded["a"]["f"].tolist() == [1.0, 0.0]
     assert loaded["l"][1].tolist() == [1.0]
@@ -297,7 +357,11 @@ def test_apply_factory_merges():
     ("loaded", "factories", "text"),
     [
         ({"a": 1}, {"b": halves("w", 0)}, r"keys \['b'\] are absent"),
-        ({"a": [1, 2]}, {"a": [halves("w", 0)]}, r"at \['a'\]: lists of different lengths \(2 and 1\)"),
+        (
+            {"a": [1, 2]},
+            {"a": [halves("w", 0)]},
+            r"at \['a'\]: lists of different lengths \(2 and 1\)",
+        ),
         ({"a": [1]}, {"a": {"x": halves("w", 0)}}, "non-integer"),
         ({"a": [1]}, {"a": {1: halves("w", 0)}}, "out of bound for a list of length 1"),
         ({"a": 5}, {"a": {"b": halves("w", 0)}}, "a value 5 stands where"),

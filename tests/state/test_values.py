@@ -20,13 +20,19 @@ from megackpt.state import (
 
 def irregular(data: torch.Tensor | None = None, **changes) -> ShardedTensor:
     data = torch.zeros(3, 2) if data is None else data
-    fields = {"local_shape": tuple(data.shape), "global_shape": (8, 2), "global_offset": (1, 0)} | changes
+    fields = {
+        "local_shape": tuple(data.shape),
+        "global_shape": (8, 2),
+        "global_offset": (1, 0),
+    } | changes
     return ShardedTensor("w", data, data.dtype, axis_fragmentations=None, **fields)
 
 
 def test_from_rank_offsets():
     data = torch.rand(1, 5, 10, 10, 10, dtype=torch.float64)
-    t = ShardedTensor.from_rank_offsets("keyA", data, (0, 1, 2), (2, 3, 8), replica_id=(0, 1))
+    t = ShardedTensor.from_rank_offsets(
+        "keyA", data, (0, 1, 2), (2, 3, 8), replica_id=(0, 1)
+    )
     assert t.local_shape == (1, 5, 10, 10, 10)
     assert t.global_shape == (2, 5, 80, 10, 10)
     assert t.global_offset == (1, 0, 30, 0, 0)
@@ -42,7 +48,11 @@ def test_prepended_axes():
     t = ShardedTensor.from_rank_offsets(
         "w", torch.zeros(4, 6), (0, 3, 8), (1, 0, 2), (2, 1, 2), prepend_axis_num=2
     )
-    assert (t.local_shape, t.global_shape, t.global_offset) == ((4, 6), (8, 2, 8, 6), (3, 0, 4, 0))
+    assert (t.local_shape, t.global_shape, t.global_offset) == (
+        (4, 6),
+        (8, 2, 8, 6),
+        (3, 0, 4, 0),
+    )
     assert t.axis_fragmentations == (8, 2, 2, 1)
     assert t.global_slice() == (3, 0, slice(4, 8), slice(0, 6))
     assert t.local_chunk_offset_in_global() == (3, 0, 1, 0)
@@ -50,7 +60,9 @@ def test_prepended_axes():
 
 
 @pytest.mark.parametrize(
-    "triple", [(-1, 0, 1), (0, -1, 2), (0, 0, 0), (0, 2, 2), (2, 0, 1), (0, 3, 2)], ids=str
+    "triple",
+    [(-1, 0, 1), (0, -1, 2), (0, 0, 0), (0, 2, 2), (2, 0, 1), (0, 3, 2)],
+    ids=str,
 )
 def test_invalid_rank_offsets(triple):
     with pytest.raises(CheckpointingException, match=r"Invalid rank offsets.*'keyA'"):
@@ -61,8 +73,12 @@ def test_invalid_rank_offsets(triple):
 
 def test_flattened_range_is_refused():
     with pytest.raises(ValueError, match="flattened_range"):
-        ShardedTensor.from_rank_offsets("k", torch.zeros(4), flattened_range=slice(0, 2))
-    with pytest.raises(ShardingError, match=r"'w'.*ShardedTensor.flattened_range is not supported\."):
+        ShardedTensor.from_rank_offsets(
+            "k", torch.zeros(4), flattened_range=slice(0, 2)
+        )
+    with pytest.raises(
+        ShardingError, match=r"'w'.*ShardedTensor.flattened_range is not supported\."
+    ):
         irregular(flattened_range=slice(0, 2)).validate_metadata_integrity()
     with pytest.raises(ShardingError, match=r"must be a torch\.Tensor, not list"):
         ShardedTensor.from_rank_offsets("k", [1, 2])
@@ -70,14 +86,20 @@ def test_flattened_range_is_refused():
 
 def test_integrity_on_fresh_and_meta_tensors_and_after_tampering():
     for device in ("cpu", "meta"):
-        t = ShardedTensor.from_rank_offsets("k", torch.zeros(2, 6, device=device), (0, 1, 3))
+        t = ShardedTensor.from_rank_offsets(
+            "k", torch.zeros(2, 6, device=device), (0, 1, 3)
+        )
         t.validate_metadata_integrity()
         t.local_shape = (1, 6)
-        with pytest.raises(CheckpointingException, match=r"Data shape should match `local_shape`.*\(1, 6\)"):
+        with pytest.raises(
+            CheckpointingException,
+            match=r"Data shape should match `local_shape`.*\(1, 6\)",
+        ):
             t.validate_metadata_integrity()
         t.local_shape, t.global_offset = (2, 6), (0, 2, 0)
         with pytest.raises(
-            CheckpointingException, match="Global offset dimensions should be equal to global"
+            CheckpointingException,
+            match="Global offset dimensions should be equal to global",
         ):
             t.validate_metadata_integrity()
 
@@ -90,7 +112,10 @@ def test_integrity_on_fresh_and_meta_tensors_and_after_tampering():
             {"global_shape": (2, 6, 2), "global_offset": (0, 0, 0)},
             "Local shape together with `prepend_axis_num`",
         ),
-        ({"global_offset": (1, 0)}, r"Global offset \(\(1, 0\)\) must be divisible by local shape"),
+        (
+            {"global_offset": (1, 0)},
+            r"Global offset \(\(1, 0\)\) must be divisible by local shape",
+        ),
         ({"global_offset": (-2, 0)}, "must not be negative"),
         ({"axis_fragmentations": (3,)}, "do not fit the global shape"),
         ({"key": ""}, "key must be a text"),
@@ -122,7 +147,8 @@ def test_max_allowed_chunks_with_a_rest():
     t = ShardedTensor.from_rank_offsets("k", torch.zeros(3), (0, 1, 2))
     t.global_shape = (7,)
     with pytest.raises(
-        CheckpointingException, match=r"Axis shape \(7\) not divisible by axis fragmentation \(2\)"
+        CheckpointingException,
+        match=r"Axis shape \(7\) not divisible by axis fragmentation \(2\)",
     ):
         t.max_allowed_chunks()
     t.allow_shape_mismatch = True
@@ -134,7 +160,11 @@ def test_narrow():
         "k", torch.arange(48.0).view(4, 12), (0, 2, 5), (2, 1, 2), prepend_axis_num=1
     )
     (n,) = t.narrow(1, 3, 6)
-    assert (n.local_shape, n.global_shape, n.global_offset) == ((4, 6), (5, 4, 12), (2, 0, 6))
+    assert (n.local_shape, n.global_shape, n.global_offset) == (
+        (4, 6),
+        (5, 4, 12),
+        (2, 0, 6),
+    )
     assert torch.equal(n.data, t.data[:, 3:9])
     assert (t.local_shape, t.global_shape) == ((4, 12), (5, 4, 24))
     n.validate_metadata_integrity()
@@ -148,7 +178,9 @@ def test_narrow():
         t.narrow(2, 0, 1)
 
 
-@pytest.mark.parametrize("offset", [(0, 1), (0, 0, 1, 1), (0, "0", 1), (0, 0.0, 1), None])
+@pytest.mark.parametrize(
+    "offset", [(0, 1), (0, 0, 1, 1), (0, "0", 1), (0, 0.0, 1), None]
+)
 def test_rank_offsets_that_are_no_triples(offset):
     with pytest.raises(ShardingError, match=r"Invalid rank offsets: .* for key 'k'"):
         ShardedTensor.from_rank_offsets("k", torch.zeros(2), offset)
@@ -183,8 +215,14 @@ def test_objects_and_their_unique_keys():
     assert ShardedObject("no/grid", 0, (), ()).unique_key == "no/grid"
     for key in ("plain", "a/b/shard_1/c", "x_y.z/ü"):
         for shape, offset in [((1, 8), (0, 3)), ((4,), (2,))]:
-            back = ShardedObject.empty_from_unique_key(ShardedObject(key, 0, shape, offset).unique_key, 7)
-            assert (back.key, back.global_shape, back.global_offset) == (key, shape, offset)
+            back = ShardedObject.empty_from_unique_key(
+                ShardedObject(key, 0, shape, offset).unique_key, 7
+            )
+            assert (back.key, back.global_shape, back.global_offset) == (
+                key,
+                shape,
+                offset,
+            )
             assert (back.data, back.replica_id) == (None, 7)
     assert ShardedObject.empty_from_unique_key("k/shard_0.3_1").global_shape == (1, -1)
     for bad in ("k", "k/shard_a_b", "k/shard_0", "k/shard_0_1_2", "k/shard_0_1.2"):
@@ -226,7 +264,10 @@ def test_what_cannot_be_stored_says_the_way_out():
             declare([t], rank=0)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(ShardingError, match="to_padded_tensor"):
-        declare([ShardedTensor("k", nested, nested.dtype, (2, 2), (2, 2), (0, 0), (1, 1))], rank=0)
+        declare(
+            [ShardedTensor("k", nested, nested.dtype, (2, 2), (2, 2), (0, 0), (1, 1))],
+            rank=0,
+        )
 
 
 def test_local_objects():

@@ -20,10 +20,14 @@ REUSE = ["torch DCP, thread, reuse"] if HAS_STAGERS else []
 STOCK = ["torch DCP, thread", *REUSE, "torch DCP, process"]
 
 
-def benchmark(folder: Path, *options: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def benchmark(
+    folder: Path, *options: str, root: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     tiny = ("--quick", "--gib", "0.004", "--ranks", "64", "--dir", str(folder))
     command = [sys.executable, str(root / "tools" / "benchmark.py"), *tiny, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def figures(report: dict[str, Any]) -> list[tuple[str, str, set[str]]]:
@@ -32,19 +36,30 @@ def figures(report: dict[str, Any]) -> list[tuple[str, str, set[str]]]:
     for row in rows:
         for value in row["values"].values():
             assert value["low"] <= value["median"] <= value["high"], row
-            assert value["low"] >= 0 or "time lost" in row["what"], row  # no time, but for noise
+            assert value["low"] >= 0 or "time lost" in row["what"], (
+                row
+            )  # no time, but for noise
     return [(row["figure"], row["what"], set(row["values"])) for row in rows]
 
 
 @pytest.mark.slow
 def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
-    done = benchmark(tmp_path, "--markdown", "--json", str(told), "--peers", "torch DCP", *ALONE)
+    done = benchmark(
+        tmp_path, "--markdown", "--json", str(told), "--peers", "torch DCP", *ALONE
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(told.read_text())
     team, training, alone, desk = (section["columns"] for section in report["sections"])
-    assert (team, alone, desk) == ([*FORMATS, "torch DCP"], [*FORMATS, *ALONE], [*FORMATS, "torch DCP"])
-    assert training == [f"{name}{how}" for name in FORMATS for how in ("", ", process")] + STOCK
+    assert (team, alone, desk) == (
+        [*FORMATS, "torch DCP"],
+        [*FORMATS, *ALONE],
+        [*FORMATS, "torch DCP"],
+    )
+    assert (
+        training
+        == [f"{name}{how}" for name in FORMATS for how in ("", ", process")] + STOCK
+    )
     found = figures(report)
     assert [figure for figure, _, _ in found] == (
         ["P1", *["P2"] * 2, *["P3"] * 4, *["P4"] * 2]
@@ -61,7 +76,9 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
         assert f"| {figure} | {what} |" in done.stdout
     everybody = {*FORMATS, "torch DCP"}
     assert all(
-        who == everybody for f, what, who in found[:9] if "verified" not in what.replace("unverified", "")
+        who == everybody
+        for f, what, who in found[:9]
+        if "verified" not in what.replace("unverified", "")
     )
     assert all(who == set(training) for f, what, who in found[21:27])
     assert all(who == {*FORMATS, *ALONE} for f, what, who in found[27:29])
@@ -69,14 +86,19 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_the_run_and_a_missing_peer_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_run_and_a_missing_peer_is_named(
+    tmp_path: Path,
+) -> None:
     """A format that there is not; Megatron, in a tree that has no .peers."""
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "tools", tree / "tools")
     names = ("--formats", "no_such_format", "--peers", "Megatron")
     done = benchmark(tmp_path, "--only", "P1", *names, root=tree)
     assert done.returncode == 1
-    assert 'Megatron takes no part: megatron-core is missing: "make peers" installs it' in done.stderr
+    assert (
+        'Megatron takes no part: megatron-core is missing: "make peers" installs it'
+        in done.stderr
+    )
     assert "team ours: rank" in done.stderr
     assert "no_such_format" in done.stderr
     assert list(tmp_path.iterdir()) == [tree]

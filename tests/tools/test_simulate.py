@@ -36,16 +36,43 @@ from simulation.parallelism import Parallelism  # noqa: E402
 sys.path.remove(str(TOOLS))
 
 DENSE = Model(layers=4, hidden=64, ffn=96, heads=8, groups=4, vocabulary=500)
-LARGE = Model(layers=1, hidden=1024, ffn=2048, heads=8, groups=4, vocabulary=3000, optimizer="none")
-MIXED = Model(layers=2, hidden=48, ffn=64, heads=4, groups=2, vocabulary=300, experts=4, dtype="float16")
+LARGE = Model(
+    layers=1,
+    hidden=1024,
+    ffn=2048,
+    heads=8,
+    groups=4,
+    vocabulary=3000,
+    optimizer="none",
+)
+MIXED = Model(
+    layers=2,
+    hidden=48,
+    ffn=64,
+    heads=4,
+    groups=2,
+    vocabulary=300,
+    experts=4,
+    dtype="float16",
+)
 CASES = [
     (DENSE, Parallelism(2, 2, 2), Parallelism(4, 1, 1)),
     (DENSE, Parallelism(1, 1, 4), Parallelism(1, 2, 2)),
     (MIXED, Parallelism(1, 2, 4, 2), Parallelism(2, 1, 4, 4)),
-    (Model(layers=2, hidden=64, ffn=96, heads=8, groups=4, distributed=False), Parallelism(2, 1, 2), None),
+    (
+        Model(layers=2, hidden=64, ffn=96, heads=8, groups=4, distributed=False),
+        Parallelism(2, 1, 2),
+        None,
+    ),
     (LARGE, Parallelism(2, 1, 1), Parallelism(1, 1, 2)),
 ]
-IDS = ["TP2 PP2 DP2", "ZeRO over DP4", "experts", "replicated optimizer", "cells that are shards"]
+IDS = [
+    "TP2 PP2 DP2",
+    "ZeRO over DP4",
+    "experts",
+    "replicated optimizer",
+    "cells that are shards",
+]
 
 
 def state_of(part: Declarations) -> dict[str, Any]:
@@ -55,16 +82,29 @@ def state_of(part: Declarations) -> dict[str, Any]:
         if row.meta.is_object:
             continue
         box, dtype = row.shard.box, dtype_named(row.meta.dtype)
-        data = torch.arange(box.volume, dtype=torch.float32).to(dtype).reshape(box.shape)
+        data = (
+            torch.arange(box.volume, dtype=torch.float32).to(dtype).reshape(box.shape)
+        )
         whole = row.meta.shape
-        cuts = tuple(max(1, n // max(1, s)) for n, s in zip(whole, box.shape, strict=True))
+        cuts = tuple(
+            max(1, n // max(1, s)) for n, s in zip(whole, box.shape, strict=True)
+        )
         state[f"{i}"] = ShardedTensor(
-            row.shard.key, data, dtype, box.shape, whole, box.offset, cuts, row.replica_id
+            row.shard.key,
+            data,
+            dtype,
+            box.shape,
+            whole,
+            box.offset,
+            cuts,
+            row.replica_id,
         )
     return state
 
 
-def really_saved(parts: Sequence[Declarations], folder: Path, to: str) -> list[list[str]]:
+def really_saved(
+    parts: Sequence[Declarations], folder: Path, to: str
+) -> list[list[str]]:
     def save(group: ThreadedGroup) -> list[str]:
         megackpt.save(state_of(parts[group.rank]), folder, to, process_group=group)
         return group.log
@@ -79,7 +119,12 @@ def places(manifest: Manifest) -> dict[tuple[str, str], tuple[str, int, int, int
     for row, number in enumerate(manifest.chunks.tensor.tolist()):
         chunk = manifest.chunk(row, bounds)
         at = chunk.location
-        found[manifest.tensors[number].key, str(chunk.box)] = at.file, at.start, at.length, chunk.writer
+        found[manifest.tensors[number].key, str(chunk.box)] = (
+            at.file,
+            at.start,
+            at.length,
+            chunk.writer,
+        )
     return found
 
 
@@ -105,7 +150,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
-    monkeypatch.setattr(LocalStorage, "open", lambda self, name: Watched(opened(self, name), name))
+    monkeypatch.setattr(
+        LocalStorage, "open", lambda self, name: Watched(opened(self, name), name)
+    )
     return done
 
 
@@ -132,7 +179,9 @@ def test_a_simulated_save_and_load_are_the_real_ones(
         assert (tmp_path / "real" / name).stat().st_size == size, name
     assert (tmp_path / "real" / "megackpt.index").stat().st_size == foretold.index
     stored = {
-        p.relative_to(tmp_path / "real").as_posix() for p in (tmp_path / "real").rglob("*") if p.is_file()
+        p.relative_to(tmp_path / "real").as_posix()
+        for p in (tmp_path / "real").rglob("*")
+        if p.is_file()
     }
     assert stored == {*real.files, *foretold.small, "megackpt.index"}
     assert logs == [list(course.SAVE_COLLECTIVES)] * job.ranks
@@ -141,26 +190,43 @@ def test_a_simulated_save_and_load_are_the_real_ones(
 
 
 def check_load(
-    model: Model, job: Parallelism, save: course.Save, folder: Path, reads: dict[str, list[int]]
+    model: Model,
+    job: Parallelism,
+    save: course.Save,
+    folder: Path,
+    reads: dict[str, list[int]],
 ) -> None:
     foretold = course.simulate_load(model, job, save)
     parts = model.declared(job)
     reads.clear()
 
     def load(group: ThreadedGroup) -> list[str]:
-        megackpt.load(state_of(parts[group.rank]), folder, process_group=group, verify=False)
+        megackpt.load(
+            state_of(parts[group.rank]), folder, process_group=group, verify=False
+        )
         return group.log
 
-    assert ThreadedGroup.run(job.ranks, load) == [list(course.LOAD_COLLECTIVES)] * job.ranks
-    data = {name: sizes for name, sizes in reads.items() if name.endswith(".distcp") or "/c." in name}
+    assert (
+        ThreadedGroup.run(job.ranks, load)
+        == [list(course.LOAD_COLLECTIVES)] * job.ranks
+    )
+    data = {
+        name: sizes
+        for name, sizes in reads.items()
+        if name.endswith(".distcp") or "/c." in name
+    }
     assert sum(map(sum, data.values())) == foretold.read.sum()
     assert sum(map(len, data.values())) == foretold.requests.sum()
 
 
 def test_what_ranks_send_is_what_is_counted() -> None:
-    save = course.simulate_save(DENSE.padded(2), Parallelism(2, 1, 2), backend_named("torch_dist"))
+    save = course.simulate_save(
+        DENSE.padded(2), Parallelism(2, 1, 2), backend_named("torch_dist")
+    )
     parts = DENSE.padded(2).declared(Parallelism(2, 1, 2))
-    assert save.gathered.tolist() == [len(pickle.dumps(part, protocol=5)) for part in parts]
+    assert save.gathered.tolist() == [
+        len(pickle.dumps(part, protocol=5)) for part in parts
+    ]
     assert save.rows == sum(map(len, parts))
 
 
@@ -174,13 +240,24 @@ def test_every_step_is_told() -> None:
         "--experts=2",
         "--layers=2",
     ]
-    sizes = ["--hidden=64", "--ffn=64", "--heads=4", "--groups=2", "--vocabulary=100", "--load-pp=2"]
-    told = subprocess.run([*command, *sizes, "--json"], check=True, capture_output=True, text=True)
+    sizes = [
+        "--hidden=64",
+        "--ffn=64",
+        "--heads=4",
+        "--groups=2",
+        "--vocabulary=100",
+        "--load-pp=2",
+    ]
+    told = subprocess.run(
+        [*command, *sizes, "--json"], check=True, capture_output=True, text=True
+    )
     facts = json.loads(told.stdout)["simulations"]
     assert [fact["format"] for fact in facts] == ["torch_dist", "zarr"]
     assert all(fact["load"]["read_over_needed"] >= 1 for fact in facts)
     assert all(fact["again"]["contents"] > 0 for fact in facts)
-    text = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(
+        [*command, *sizes], check=True, capture_output=True, text=True
+    ).stdout
     assert "A save by 4 ranks (TP 2 x PP 1 x DP 2, EP 2) as torch_dist" in text
     assert "A load by 2 ranks" in text
     assert "plan used again" in text
@@ -203,22 +280,33 @@ def test_every_step_is_told() -> None:
 )
 def test_what_cannot_be_simulated_is_refused(asked: list[str], told: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(TOOLS / "simulate.py"), *asked], check=False, capture_output=True, text=True
+        [sys.executable, str(TOOLS / "simulate.py"), *asked],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode in (1, 2)
     assert told in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("backend", [Zarr("zstd"), backend_named("safetensors")], ids=["zstd", "safetensors"])
+@pytest.mark.parametrize(
+    "backend", [Zarr("zstd"), backend_named("safetensors")], ids=["zstd", "safetensors"]
+)
 def test_formats_whose_layout_depends_on_the_data_are_refused(backend: Backend) -> None:
-    with pytest.raises(CheckpointingException, match=f"cannot simulate a save as {backend.name}"):
+    with pytest.raises(
+        CheckpointingException, match=f"cannot simulate a save as {backend.name}"
+    ):
         course.simulate_save(DENSE.padded(2), Parallelism(2, 1, 1), backend)
 
 
 def test_many_ranks_in_seconds_of_memory_that_columns_take() -> None:
-    model = Model(layers=8, hidden=1024, ffn=4096, heads=16, groups=8, vocabulary=32_000).padded(8)
-    save = course.simulate_save(model, Parallelism(8, 4, 64), backend_named("torch_dist"))
+    model = Model(
+        layers=8, hidden=1024, ffn=4096, heads=16, groups=8, vocabulary=32_000
+    ).padded(8)
+    save = course.simulate_save(
+        model, Parallelism(8, 4, 64), backend_named("torch_dist")
+    )
     assert save.job.ranks == 2048
     assert save.written.sum() == model_bytes(model) + 4096
     assert save.plain_index is not None

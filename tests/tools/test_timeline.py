@@ -18,7 +18,9 @@ WAYS = ("sync", "process")
 
 
 @pytest.mark.slow
-def test_a_save_commits_in_the_call_that_began_it_or_in_a_later_one(tmp_path: Path) -> None:
+def test_a_save_commits_in_the_call_that_began_it_or_in_a_later_one(
+    tmp_path: Path,
+) -> None:
     command = [
         sys.executable,
         TOOL,
@@ -37,7 +39,9 @@ def test_a_save_commits_in_the_call_that_began_it_or_in_a_later_one(tmp_path: Pa
     assert os.listdir(tmp_path) == ["spans.json"]
     for way in WAYS:
         for rank in (0, 1):
-            mine = [span for span in spans if (span["way"], span["rank"]) == (way, rank)]
+            mine = [
+                span for span in spans if (span["way"], span["rank"]) == (way, rank)
+            ]
             counted = Counter(span["what"] for span in mine)
             assert counted["step"] == 8
             assert counted["write"] == counted["declare"] == 2  # saves
@@ -47,11 +51,17 @@ def test_a_save_commits_in_the_call_that_began_it_or_in_a_later_one(tmp_path: Pa
                 {call_of(mine, span)["start"] for span in mine if span["what"] == stage}
                 for stage in ("declare", "commit")
             )
-            assert ended_in == begun if (way, rank) == ("sync", 0) else not ended_in & begun
+            assert (
+                ended_in == begun
+                if (way, rank) == ("sync", 0)
+                else not ended_in & begun
+            )
 
 
 def call_of(spans: list[dict[str, Any]], inner: dict[str, Any]) -> dict[str, Any]:
     """The one call of megackpt in which this was done."""
     calls = [span for span in spans if span["what"] == "still"]
-    (call,) = (c for c in calls if c["start"] <= inner["start"] and inner["end"] <= c["end"])
+    (call,) = (
+        c for c in calls if c["start"] <= inner["start"] and inner["end"] <= c["end"]
+    )
     return call

@@ -20,12 +20,30 @@ from megackpt.planning.save_plan import plan_save
 from megackpt.state import ShardedTensor, declare, extract
 
 TRAINER = Path(__file__).resolve().parents[2] / "tools" / "train_gpt.py"
-SMALL = {"layers": 4, "width": 16, "heads": 4, "ffn": 8, "context": 12, "batch": 4, "microbatches": 2}
-GRIDS = [(1, 1, 1), (2, 1, 2), (1, 2, 1), (4, 1, 1), (2, 2, 2), (1, 4, 1), (2, 3, 1)]  # tp, pp, dp
+SMALL = {
+    "layers": 4,
+    "width": 16,
+    "heads": 4,
+    "ffn": 8,
+    "context": 12,
+    "batch": 4,
+    "microbatches": 2,
+}
+GRIDS = [
+    (1, 1, 1),
+    (2, 1, 2),
+    (1, 2, 1),
+    (4, 1, 1),
+    (2, 2, 2),
+    (1, 4, 1),
+    (2, 3, 1),
+]  # tp, pp, dp
 
 
 def trainer_module() -> ModuleType:
-    sys.path.insert(0, str(TRAINER.parent))  # as Python does for a program, for what lies beside it
+    sys.path.insert(
+        0, str(TRAINER.parent)
+    )  # as Python does for a program, for what lies beside it
     spec = importlib.util.spec_from_file_location("train_gpt", TRAINER)
     assert spec is not None
     assert spec.loader is not None
@@ -41,16 +59,24 @@ train_gpt = trainer_module()
 def new_trainer(grid: Any = None, seed: int = 7) -> Any:
     random.seed(seed)
     torch.manual_seed(seed)
-    return train_gpt.Trainer(train_gpt.Config(**SMALL), grid or train_gpt.Grid(), lr=1e-3)
+    return train_gpt.Trainer(
+        train_gpt.Config(**SMALL), grid or train_gpt.Grid(), lr=1e-3
+    )
 
 
 def place(rank: int, tp: int, pp: int, dp: int) -> Any:
     """A rank's place, without any process."""
-    return train_gpt.Grid(**vars(train_gpt.ParallelLayout.of(rank, tp=tp, pp=pp, dp=dp)), rank=rank)
+    return train_gpt.Grid(
+        **vars(train_gpt.ParallelLayout.of(rank, tp=tp, pp=pp, dp=dp)), rank=rank
+    )
 
 
 def pieces(trainer: Any) -> list[ShardedTensor]:
-    return [shard for shard in extract(trainer.state()).shards if isinstance(shard, ShardedTensor)]
+    return [
+        shard
+        for shard in extract(trainer.state()).shards
+        if isinstance(shard, ShardedTensor)
+    ]
 
 
 def whole_tensors(trainer: Any) -> dict[str, torch.Tensor]:
@@ -77,9 +103,13 @@ def run_as_rank(rank: int, world: int, rendezvous: str) -> None:
             assert loss == pytest.approx(expected_loss, rel=1e-5)
         moments = [piece for piece in pieces(trainer) if "exp_avg" in piece.key]
         assert moments
-        for piece in moments:  # after one step these are the gradients, but for constant factors
+        for piece in (
+            moments
+        ):  # after one step these are the gradients, but for constant factors
             whole = expected[piece.key][piece.global_slice()]
-            torch.testing.assert_close(piece.data, whole, rtol=1e-3, atol=1e-7, msg=f"{piece.key} {tp} {pp}")
+            torch.testing.assert_close(
+                piece.data, whole, rtol=1e-3, atol=1e-7, msg=f"{piece.key} {tp} {pp}"
+            )
     dist.destroy_process_group()
 
 
@@ -94,18 +124,30 @@ def test_first_values_do_not_depend_on_the_parallelism() -> None:
         for rank in range(tp * pp * dp):
             for piece in pieces(new_trainer(place(rank, tp, pp, dp))):
                 assert piece.data is not None
-                assert torch.equal(piece.data.detach(), expected[piece.key][piece.global_slice()]), piece.key
+                assert torch.equal(
+                    piece.data.detach(), expected[piece.key][piece.global_slice()]
+                ), piece.key
 
 
 def test_every_parallelism_declares_the_same_whole() -> None:
     wholes = []
     for tp, pp, dp in GRIDS:
-        states = [extract(new_trainer(place(rank, tp, pp, dp)).state()) for rank in range(tp * pp * dp)]
-        parts = [declare(state.shards, rank=rank, common=rank == 0) for rank, state in enumerate(states)]
-        _, manifest = plan_save(parts)  # raises unless the main replicas tile every tensor exactly
+        states = [
+            extract(new_trainer(place(rank, tp, pp, dp)).state())
+            for rank in range(tp * pp * dp)
+        ]
+        parts = [
+            declare(state.shards, rank=rank, common=rank == 0)
+            for rank, state in enumerate(states)
+        ]
+        _, manifest = plan_save(
+            parts
+        )  # raises unless the main replicas tile every tensor exactly
         wholes.append({(entry.key, entry.meta) for entry in manifest.tensors})
     assert all(whole == wholes[0] for whole in wholes)
-    shapes = {key: meta.shape for key, meta in wholes[0] if not key.startswith("optimizer.")}
+    shapes = {
+        key: meta.shape for key, meta in wholes[0] if not key.startswith("optimizer.")
+    }
     assert shapes["layers.fc1"] == (4, 16, 16)
     assert shapes["embedding"] == (256, 16)
 

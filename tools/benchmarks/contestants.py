@@ -49,7 +49,9 @@ class Contestant(ABC):
         """Durably, when it returns."""
 
     @abstractmethod
-    def load(self, declared: Any, folder: Path, verify: bool) -> Mapping[str, torch.Tensor] | None:
+    def load(
+        self, declared: Any, folder: Path, verify: bool
+    ) -> Mapping[str, torch.Tensor] | None:
         """Into the tensors of the state. What it returns by key is what it loaded instead of these."""
 
     wears_out = False
@@ -64,7 +66,10 @@ class Megackpt(Contestant):
     def declare(self, pieces: Sequence[Piece]) -> dict[str, megackpt.ShardedTensor]:
         return {
             piece.key: megackpt.ShardedTensor.from_rank_offsets(
-                piece.key, piece.data, (0, piece.index, piece.parts), replica_id=(0, 0, piece.copy)
+                piece.key,
+                piece.data,
+                (0, piece.index, piece.parts),
+                replica_id=(0, 0, piece.copy),
             )
             for piece in pieces
         }
@@ -74,7 +79,9 @@ class Megackpt(Contestant):
 
     def load(self, declared: dict[str, Any], folder: Path, verify: bool) -> None:
         one = next(iter(declared.values()))
-        whole = bool(one.axis_fragmentations[0] != EIGHTHS)  # not a slice, which leaves things out on purpose
+        whole = bool(
+            one.axis_fragmentations[0] != EIGHTHS
+        )  # not a slice, which leaves things out on purpose
         megackpt.load(declared, folder, verify=verify, validate_access_integrity=whole)
 
 
@@ -90,7 +97,9 @@ class _Slice(torch.Tensor):
         return made
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(self.piece.offset), self.piece.data.shape)]
+        return [
+            ChunkStorageMetadata(torch.Size(self.piece.offset), self.piece.data.shape)
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.piece.data

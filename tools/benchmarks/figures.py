@@ -57,17 +57,29 @@ class Course:
     def loads(self, figure: str, what: str, spec: Spec, reach: tuple[str, str]) -> None:
         taking = [*entries(self.everybody), *entries(self.formats, verify=True)]
         times = self.arena.race("load", spec, taking)
-        for verify, how, goal in ((False, "unverified", reach[0]), (True, "verified", reach[1])):
+        for verify, how, goal in (
+            (False, "unverified", reach[0]),
+            (True, "verified", reach[1]),
+        ):
             row = begun(self.section, figure, f"{what}, {how} / limit", goal)
-            fill(row, {entry: t for entry, t in times.items() if entry.verify is verify})
+            fill(
+                row, {entry: t for entry, t in times.items() if entry.verify is verify}
+            )
 
     def slices(self, spec: Spec) -> None:
         """P4: every rank asks for an eighth of the rows of every tensor."""
         self.arena.hold(spec, EIGHTHS)
         needed = spec.nbytes / EIGHTHS * self.arena.ranks
-        for verify, how, goal in ((False, "unverified", "<= 1.05"), (True, "verified", "printed")):
-            row = begun(self.section, "P4", f"bytes read / needed, a 1/8 slice, {how}", goal)
-            for entry in entries(self.formats if verify else self.everybody, verify=verify):
+        for verify, how, goal in (
+            (False, "unverified", "<= 1.05"),
+            (True, "verified", "printed"),
+        ):
+            row = begun(
+                self.section, "P4", f"bytes read / needed, a 1/8 slice, {how}", goal
+            )
+            for entry in entries(
+                self.formats if verify else self.everybody, verify=verify
+            ):
                 self.arena.load(spec, entry)  # whatever is read once only: code, caches
                 taken = self.arena.load(spec, entry, check=True)
                 row.values[entry.name] = Value.of([sum(t.read for t in taken) / needed])
@@ -78,7 +90,12 @@ class Course:
         count, everybody = len(spec.rows), [*formats, *peers]
         if self.asks("P5"):
             self.arena.hold(spec, parts)
-            row = begun(self.section, "P5", f"save of {count:,} tensors of 4 to 64 KiB / limit", "<= 1.5")
+            row = begun(
+                self.section,
+                "P5",
+                f"save of {count:,} tensors of 4 to 64 KiB / limit",
+                "<= 1.5",
+            )
             fill(row, self.arena.race("save", spec, entries(everybody)))
         if self.asks("P6"):
             self.arena.saved(spec, ["limit", *everybody], parts)
@@ -90,8 +107,18 @@ class Course:
                 (False, "unverified", ("<= 1.8", "<= 15")),
                 (True, "verified", ("", "")),
             ):
-                mine = {entry: t for entry, t in times.items() if entry.verify is verify}
-                fill(begun(self.section, "P6", f"load of {count:,} tensors, {how} / limit", goals[0]), mine)
+                mine = {
+                    entry: t for entry, t in times.items() if entry.verify is verify
+                }
+                fill(
+                    begun(
+                        self.section,
+                        "P6",
+                        f"load of {count:,} tensors, {how} / limit",
+                        goals[0],
+                    ),
+                    mine,
+                )
                 row = begun(
                     self.section,
                     "P6",
@@ -100,7 +127,8 @@ class Course:
                     "us",
                 )
                 row.values.update(
-                    (entry.name, Value.of([cpu / held * 1e6 for cpu in t.cpu])) for entry, t in mine.items()
+                    (entry.name, Value.of([cpu / held * 1e6 for cpu in t.cpu]))
+                    for entry, t in mine.items()
                 )
         self.arena.forget(spec)
 
@@ -110,20 +138,40 @@ class Course:
             return
         self.arena.hold(spec, min(2, self.arena.ranks))
         share = spec.nbytes // self.arena.ranks
-        blocked = begun(self.section, "P7", "async save: training blocked / one copy of the bytes", "<= 1.3")
-        extra = begun(
-            self.section, "P14", f"extra memory of an async save, {share / 2**20:.0f} MiB a rank", "", "MiB"
+        blocked = begun(
+            self.section,
+            "P7",
+            "async save: training blocked / one copy of the bytes",
+            "<= 1.3",
         )
-        for name in trainers:  # to be watched costs time, so none of these rounds counts
+        extra = begun(
+            self.section,
+            "P14",
+            f"extra memory of an async save, {share / 2**20:.0f} MiB a rank",
+            "",
+            "MiB",
+        )
+        for (
+            name
+        ) in trainers:  # to be watched costs time, so none of these rounds counts
             self.arena.teams[name].ask("bare")
             with watched(self.arena.teams[name].pids) as peaks:
                 self.arena.train(spec, name, check=True)
             extra.values[name] = Value.of([max(peaks.extra.values()) / 2**20])
         waits: dict[str, list[float]] = {name: [] for name in trainers}
         for on_device, how in ((True, "on a device"), (False, "on these cores")):
-            slower = begun(self.section, "P8", f"async save: steps meanwhile / alone, {how}", "<= 1.15")
-            lost = begun(self.section, "P8", f"async save: all time lost / one copy, {how}", "")
-            found: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
+            slower = begun(
+                self.section,
+                "P8",
+                f"async save: steps meanwhile / alone, {how}",
+                "<= 1.15",
+            )
+            lost = begun(
+                self.section, "P8", f"async save: all time lost / one copy, {how}", ""
+            )
+            found: dict[str, list[tuple[float, float]]] = {
+                name: [] for name in trainers
+            }
             for number in range(self.arena.rounds + on_device):
                 for name in trainers:
                     copy = max(self.arena.teams[name].ask("memcpy", share))
@@ -133,8 +181,13 @@ class Course:
                         steps = sum(t.busy for t in taken) / sum(t.idle for t in taken)
                         found[name].append((steps, max(t.lost for t in taken) / copy))
             for row, column in ((slower, 0), (lost, 1)):
-                row.values.update((name, Value.of([f[column] for f in all_])) for name, all_ in found.items())
-        blocked.values.update((name, Value.of(ratios)) for name, ratios in waits.items())
+                row.values.update(
+                    (name, Value.of([f[column] for f in all_]))
+                    for name, all_ in found.items()
+                )
+        blocked.values.update(
+            (name, Value.of(ratios)) for name, ratios in waits.items()
+        )
         self.arena.forget(spec)
 
     def memory(self, spec: Spec) -> None:
@@ -142,7 +195,9 @@ class Course:
         if not self.asks("P14"):
             return
         parts = min(2, self.arena.ranks)
-        self.arena.saved(Spec.large(1 << 20), self.everybody, parts)  # whatever is loaded and made once
+        self.arena.saved(
+            Spec.large(1 << 20), self.everybody, parts
+        )  # whatever is loaded and made once
         for strided, how in ((False, "contiguous"), (True, "strided")):
             self.arena.hold(spec, parts, strided)
             held = max(spec.nbytes / parts, 1) / 2**20
@@ -162,7 +217,11 @@ class Course:
 
 def begun(section: Section, *words: str) -> Row:
     """A new row, and a word to whoever waits."""
-    print(f"{time.strftime('%H:%M:%S')} {' '.join(words[:2])}", file=sys.stderr, flush=True)
+    print(
+        f"{time.strftime('%H:%M:%S')} {' '.join(words[:2])}",
+        file=sys.stderr,
+        flush=True,
+    )
     return section.row(*words)
 
 
@@ -171,7 +230,9 @@ def entries(names: Iterable[str], *, verify: bool = False) -> list[Entry]:
 
 
 def fill(row: Row, times: dict[Entry, Times]) -> None:
-    row.values.update((entry.name, t.ratio) for entry, t in times.items() if entry.name != "limit")
+    row.values.update(
+        (entry.name, t.ratio) for entry, t in times.items() if entry.name != "limit"
+    )
 
 
 @dataclass(frozen=True)
@@ -190,8 +251,16 @@ class Desk:
             return
         for copies in (1, 2, 8):
             shards = f"{ranks:,} ranks x 64 shards, DP {copies}"
-            plan = begun(self.section, "P9", f"plan, CPU a shard, {shards}", "<= 0.5", "us")
-            emit = begun(self.section, "P9", f"emit .metadata, CPU a shard, {shards}", "<= 1.2", "us")
+            plan = begun(
+                self.section, "P9", f"plan, CPU a shard, {shards}", "<= 0.5", "us"
+            )
+            emit = begun(
+                self.section,
+                "P9",
+                f"emit .metadata, CPU a shard, {shards}",
+                "<= 1.2",
+                "us",
+            )
             for name in self.formats:
                 taken = self._told("plan_and_emit", name, ranks, copies, self.rounds)
                 plan.values[name] = Value.of(taken["plan"])
@@ -200,14 +269,20 @@ class Desk:
             if "torch DCP" in self.peers and copies == 1:
                 # It takes half a minute for all; its cost grows in proportion.
                 taken = self._told("stock_plan", max(ranks // 64, 8), 1)
-                plan.values["torch DCP"], emit.values["torch DCP"] = map(Value.of, taken.values())
+                plan.values["torch DCP"], emit.values["torch DCP"] = map(
+                    Value.of, taken.values()
+                )
 
     def opening(self, folder: Path, ranks: int) -> None:
         if "P10" not in self.only:
             return
         taken = self._told("index", str(folder), ranks, self.rounds)
-        size = begun(self.section, "P10", "index, bytes a shard, without digests", "<= 32", "B")
-        open_ = begun(self.section, "P10", f"opening {ranks * 64:,} shards", "<= 0.1", "s")
+        size = begun(
+            self.section, "P10", "index, bytes a shard, without digests", "<= 32", "B"
+        )
+        open_ = begun(
+            self.section, "P10", f"opening {ranks * 64:,} shards", "<= 0.1", "s"
+        )
         for row, figure in ((size, "bytes"), (open_, "open")):
             row.values.update((name, Value.of(taken[figure])) for name in self.formats)
             if "torch DCP" in self.peers:
@@ -218,7 +293,9 @@ class Desk:
             return
         row = begun(self.section, "P13", "digests in the write pass / memcpy", "<= 0.6")
         value = Value.of(self._told("digests", str(folder), nbytes, self.rounds))
-        row.values.update((name, value) for name in self.formats if name == "torch_dist")
+        row.values.update(
+            (name, value) for name in self.formats if name == "torch_dist"
+        )
 
     def _told(self, figure: str, *arguments: object) -> Any:
         return self.team.ask("figure", figure, *arguments)[0]

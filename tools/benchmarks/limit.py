@@ -48,7 +48,9 @@ class Limit(Contestant):
     def save(self, declared: list[Batch], folder: Path) -> None:
         parts = self.place.parts
         folder.mkdir(exist_ok=True)
-        file = os.open(folder / str(self.place.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        file = os.open(
+            folder / str(self.place.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        )
         offset = 0
         for batch in declared[self.place.rank // parts :: self.place.ranks // parts]:
             offset += os.pwritev(file, batch, offset)

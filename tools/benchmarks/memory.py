@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EVERY = 0.002  # seconds
-_KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())  # libc has no function for this system call
+_KCMP = {"x86_64": 312, "aarch64": 272}.get(
+    platform.machine()
+)  # libc has no function for this system call
 _KCMP_VM = 1
 
 
@@ -55,12 +57,19 @@ def taken(pid: int) -> int:
 
 def _same_memory(pid: int, child: int) -> bool:
     """Is it about to run another program, and until then in the memory of the process that starts it (vfork)?"""
-    return _KCMP is not None and ctypes.CDLL(None).syscall(_KCMP, pid, child, _KCMP_VM, 0, 0) == 0
+    return (
+        _KCMP is not None
+        and ctypes.CDLL(None).syscall(_KCMP, pid, child, _KCMP_VM, 0, 0) == 0
+    )
 
 
 def _descendants(pid: int) -> Iterator[int]:
     try:
-        found = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _children(task)]
+        found = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in _children(task)
+        ]
     except (FileNotFoundError, ProcessLookupError):
         return  # it has ended meanwhile
     for child in found:

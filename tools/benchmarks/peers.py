@@ -27,7 +27,11 @@ SHIMS = ROOT / "tests" / "interop"
 def missing(name: str) -> str | None:
     """Why this peer cannot take part, or None."""
     if name.startswith("Megatron"):
-        return None if (PEERS / "megatron").is_dir() else 'megatron-core is missing: "make peers" installs it'
+        return (
+            None
+            if (PEERS / "megatron").is_dir()
+            else 'megatron-core is missing: "make peers" installs it'
+        )
     module = {"torch DCP": "torch", "zarr-python": "zarr"}.get(name, name)
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
 
@@ -52,20 +56,27 @@ class Megatron(Contestant):
         strategies = "megatron.core.dist_checkpointing.strategies"
         torch_dist = importlib.import_module(f"{strategies}.torch")
         wrappers = importlib.import_module(f"{strategies}.fully_parallel")
-        self._mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
+        self._mapping = importlib.import_module(
+            "megatron.core.dist_checkpointing.mapping"
+        )
         # Its default was bound before there was a CPU to answer for CUDA.
         self._mapping.ShardedTensor.init_data.__defaults__ = (torch.empty,)
         self._saves = torch_dist.TorchDistSaveShardedStrategy("torch_dist", 1)
         self._loads = torch_dist.TorchDistLoadShardedStrategy()
         if parallel:
             self._saves.use_cached_ckpt_structure = True
-            self._saves = wrappers.FullyParallelSaveStrategyWrapper(self._saves, None, True)
+            self._saves = wrappers.FullyParallelSaveStrategyWrapper(
+                self._saves, None, True
+            )
             self._loads = wrappers.FullyParallelLoadStrategyWrapper(self._loads, None)
 
     def declare(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         return {
             piece.key: self._mapping.ShardedTensor.from_rank_offsets(
-                piece.key, piece.data, (0, piece.index, piece.parts), replica_id=(0, 0, piece.copy)
+                piece.key,
+                piece.data,
+                (0, piece.index, piece.parts),
+                replica_id=(0, 0, piece.copy),
             )
             for piece in pieces
         }
@@ -76,12 +87,25 @@ class Megatron(Contestant):
         self._peer.save(declared, str(folder), self._saves)
 
     def save_later(self, declared: dict[str, Any], folder: Path) -> Any:
-        return self._peer.save(declared, str(folder), self._saves, async_sharded_save=True)
+        return self._peer.save(
+            declared, str(folder), self._saves, async_sharded_save=True
+        )
 
-    def load(self, declared: dict[str, Any], folder: Path, verify: bool) -> Mapping[str, torch.Tensor]:  # noqa: ARG002
+    def load(
+        self,
+        declared: dict[str, Any],
+        folder: Path,
+        verify: bool,  # noqa: ARG002
+    ) -> Mapping[str, torch.Tensor]:
         whole = next(iter(declared.values())).axis_fragmentations[0] != EIGHTHS
-        loaded = self._peer.load(declared, str(folder), self._loads, validate_access_integrity=whole)
-        return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
+        loaded = self._peer.load(
+            declared, str(folder), self._loads, validate_access_integrity=whole
+        )
+        return {
+            key: value
+            for key, value in loaded.items()
+            if isinstance(value, torch.Tensor)
+        }
 
 
 def durable(folder: Path) -> None:
@@ -108,7 +132,12 @@ class Safetensors(Contestant):
         self._torch.save_file(declared, folder / "model.safetensors")
         durable(folder)
 
-    def load(self, declared: dict[str, torch.Tensor], folder: Path, verify: bool) -> None:  # noqa: ARG002
+    def load(
+        self,
+        declared: dict[str, torch.Tensor],
+        folder: Path,
+        verify: bool,  # noqa: ARG002
+    ) -> None:
         for key, value in self._torch.load_file(folder / "model.safetensors").items():
             declared[key].copy_(value)
 
@@ -127,7 +156,10 @@ class Tensorstore(_Arrays):
         self._ts = importlib.import_module("tensorstore")
 
     def _spec(self, folder: Path, key: str) -> dict[str, Any]:
-        return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder}/{key}/"}}
+        return {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{folder}/{key}/"},
+        }
 
     def save(self, declared: dict[str, NDArray[np.float32]], folder: Path) -> None:
         made = {
@@ -140,11 +172,20 @@ class Tensorstore(_Arrays):
             )
             for key, values in declared.items()
         }
-        for write in [store.result().write(declared[key]) for key, store in made.items()]:
+        for write in [
+            store.result().write(declared[key]) for key, store in made.items()
+        ]:
             write.result()
 
-    def load(self, declared: dict[str, NDArray[np.float32]], folder: Path, verify: bool) -> None:  # noqa: ARG002
-        opened = {key: self._ts.open(self._spec(folder, key), open=True) for key in declared}
+    def load(
+        self,
+        declared: dict[str, NDArray[np.float32]],
+        folder: Path,
+        verify: bool,  # noqa: ARG002
+    ) -> None:
+        opened = {
+            key: self._ts.open(self._spec(folder, key), open=True) for key in declared
+        }
         reads = {key: store.result().read() for key, store in opened.items()}
         for key, read in reads.items():
             declared[key][...] = read.result()
@@ -162,12 +203,21 @@ class ZarrPython(_Arrays):
         group = self._zarr.create_group(folder)
         for key, values in declared.items():
             array = group.create_array(
-                key, shape=values.shape, chunks=values.shape, dtype=values.dtype, compressors=None
+                key,
+                shape=values.shape,
+                chunks=values.shape,
+                dtype=values.dtype,
+                compressors=None,
             )
             array[...] = values
         durable(folder)
 
-    def load(self, declared: dict[str, NDArray[np.float32]], folder: Path, verify: bool) -> None:  # noqa: ARG002
+    def load(
+        self,
+        declared: dict[str, NDArray[np.float32]],
+        folder: Path,
+        verify: bool,  # noqa: ARG002
+    ) -> None:
         group = self._zarr.open_group(folder, mode="r")
         for key, values in declared.items():
             values[...] = group[key][...]

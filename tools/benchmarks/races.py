@@ -87,7 +87,9 @@ class Arena:
         team.ask("fill") if check else None
         return taken
 
-    def train(self, spec: Spec, name: str, *, check: bool = False, on_device: bool = False) -> list[Trained]:
+    def train(
+        self, spec: Spec, name: str, *, check: bool = False, on_device: bool = False
+    ) -> list[Trained]:
         """Save while training goes on, into a folder that is not there.
 
         ``check``: change all tensors as soon as that is allowed, and see whether they were saved as they had been.
@@ -118,7 +120,9 @@ class Arena:
         for folder in self.root.glob(f"{spec.name}.*"):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def race(self, verb: str, spec: Spec, entries: Sequence[Entry]) -> dict[Entry, Times]:
+    def race(
+        self, verb: str, spec: Spec, entries: Sequence[Entry]
+    ) -> dict[Entry, Times]:
         """``save`` or ``load`` of the state that is held, by all in turn; the first round is not counted.
 
         The limit comes first in each round, the others in an order that moves on by one from round to round.
@@ -129,7 +133,11 @@ class Arena:
             turn = number % max(len(here), 1)
             limit = 0.0
             for entry in [Entry("limit"), *here[turn:], *here[:turn]]:
-                act = self.save if verb == "save" else partial(self.load, check=number == 0)
+                act = (
+                    self.save
+                    if verb == "save"
+                    else partial(self.load, check=number == 0)
+                )
                 taken = act(spec, entry)
                 seconds = max(t.seconds for t in taken)
                 if entry.name == "limit":
@@ -137,5 +145,7 @@ class Arena:
                 if number:
                     times[entry].ratios.append(seconds / limit)
                     times[entry].cpu.append(sum(t.cpu for t in taken))
-            here = [entry for entry in here if not number or times[entry].ratios[-1] < FAR]
+            here = [
+                entry for entry in here if not number or times[entry].ratios[-1] < FAR
+            ]
         return times

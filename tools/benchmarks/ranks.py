@@ -118,7 +118,9 @@ class Rank:
         who = self._trainers[name]
         declared = who.who.declare(self._state)
         changing = self.blank if change else None
-        return self._training.beside(lambda: who.begin(declared, folder), changing, on_device)
+        return self._training.beside(
+            lambda: who.begin(declared, folder), changing, on_device
+        )
 
     def bare(self) -> None:
         """Let go of the memory that our trainers keep: it would not be seen as what the next one takes."""
@@ -168,7 +170,9 @@ def _cpu() -> float:
 
 
 def _read_bytes() -> int:
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    fields = dict(
+        line.split(": ") for line in Path("/proc/self/io").read_text().splitlines()
+    )
     return int(fields["rchar"])
 
 
@@ -247,9 +251,13 @@ class Team:
         except EOFError:
             self._ranks[rank].join(5)
             code = self._ranks[rank].exitcode
-            raise BenchmarkFailed(f"team {self.name}: rank {rank} died, exit status {code}") from None
+            raise BenchmarkFailed(
+                f"team {self.name}: rank {rank} died, exit status {code}"
+            ) from None
         if isinstance(answer, _Failure):
-            raise BenchmarkFailed(f"team {self.name}: rank {rank} failed\n{answer.story}")
+            raise BenchmarkFailed(
+                f"team {self.name}: rank {rank} failed\n{answer.story}"
+            )
         return answer
 
     def __enter__(self) -> Team:

@@ -19,7 +19,11 @@ from simulation.layout import located
 from simulation.parallelism import Parallelism, Places, grid_pieces
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import (
     SavePlan as DcpPlan,
     TensorWriteData,
@@ -51,7 +55,9 @@ CUT = 8  # ranks that share the tensors of a stage
 ROWS, COLUMNS = 1024, 512  # of a shard: 2 MiB
 
 
-def plan_and_emit(format_name: str, ranks: int, copies: int, rounds: int) -> dict[str, list[float]]:
+def plan_and_emit(
+    format_name: str, ranks: int, copies: int, rounds: int
+) -> dict[str, list[float]]:
     """CPU microseconds a shard: ``plan`` (merge, coverage, dedup) and, for torch_dist, ``emit`` (``.metadata``)."""
     backend = backend_named(format_name.removeprefix("megackpt "))
     parts = [pickle.loads(pickle.dumps(part)) for part in _world(ranks, copies)]
@@ -65,7 +71,9 @@ def plan_and_emit(format_name: str, ranks: int, copies: int, rounds: int) -> dic
             landed = _located(plans, manifest)
             start = time.process_time()
             backend.finish(LocalStorage("/"), landed)
-            taken.setdefault("emit", []).append((time.process_time() - start) / shards * 1e6)
+            taken.setdefault("emit", []).append(
+                (time.process_time() - start) / shards * 1e6
+            )
     return taken
 
 
@@ -82,7 +90,9 @@ def index(folder: str, ranks: int, rounds: int) -> dict[str, list[float]]:
         "bytes": [size / shards],
         "open": _seconds(lambda: decode_index(storage.get(INDEX)), rounds),
         "DCP bytes": [len(stock) / shards],
-        "DCP open": _seconds(lambda: pickle.loads(Path(folder, METADATA).read_bytes()), rounds),
+        "DCP open": _seconds(
+            lambda: pickle.loads(Path(folder, METADATA).read_bytes()), rounds
+        ),
     }
 
 
@@ -120,7 +130,12 @@ def digests(folder: str, nbytes: int, rounds: int) -> list[float]:
     held = pieces(Spec.large(nbytes), 0, 1, 0)
     rows = [
         Declaration(
-            ShardId(p.key, Box.whole(p.shape)), TensorMeta(p.shape, "float32"), 0, False, p.data.nbytes, 0
+            ShardId(p.key, Box.whole(p.shape)),
+            TensorMeta(p.shape, "float32"),
+            0,
+            False,
+            p.data.nbytes,
+            0,
         )
         for p in held
     ]
@@ -171,7 +186,13 @@ def _world(ranks: int, copies: int) -> list[Declarations]:
     boxes, which = grid_pieces(meta.shape, (cut, 1))
     tensors: list[TensorEntry] = []
     for stage, layer in product(range(job.pipeline), range(SHARDS)):
-        places.add(len(tensors), boxes, boxes.volume * meta.itemsize, stage=stage, tensor=which[0])
+        places.add(
+            len(tensors),
+            boxes,
+            boxes.volume * meta.itemsize,
+            stage=stage,
+            tensor=which[0],
+        )
         tensors.append(TensorEntry(f"stages.{stage}.layers.{layer}.weight", meta))
     return places.parts(tensors)
 
@@ -188,7 +209,9 @@ def _dcp_item(row: Declaration) -> WriteItem:
         TensorProperties(torch.bfloat16),
         torch.Size(row.meta.shape),
     )
-    return WriteItem(MetadataIndex(row.shard.key, offset), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(
+        MetadataIndex(row.shard.key, offset), WriteItemType.SHARD, tensor_data=data
+    )
 
 
 def _seconds(step: Callable[[], object], rounds: int) -> list[float]:

@@ -30,12 +30,18 @@ class Spec:
         """Tensors of 32 MiB; smaller ones where that would make fewer than eight."""
         row = LARGE_COLUMNS * ITEMSIZE
         rows = max(int(min(LARGE_BYTES, nbytes / 8)) // row // EIGHTHS, 1) * EIGHTHS
-        return cls("large", (rows,) * max(round(nbytes / (rows * row)), 1), LARGE_COLUMNS)
+        return cls(
+            "large", (rows,) * max(round(nbytes / (rows * row)), 1), LARGE_COLUMNS
+        )
 
     @classmethod
     def small(cls, count: int) -> Spec:
         """Tensors of 4 to 64 KiB, 34 KiB in the mean."""
-        return cls(f"small{count}", tuple(32 + EIGHTHS * (i * 37 % 61) for i in range(count)), SMALL_COLUMNS)
+        return cls(
+            f"small{count}",
+            tuple(32 + EIGHTHS * (i * 37 % 61) for i in range(count)),
+            SMALL_COLUMNS,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +70,9 @@ class Piece:
 
     def is_filled(self, found: torch.Tensor | None = None) -> bool:
         """Does the piece (or what was found for it) hold what ``fill`` puts there?"""
-        return torch.equal((self.data if found is None else found).view(torch.int32), self._pattern())
+        return torch.equal(
+            (self.data if found is None else found).view(torch.int32), self._pattern()
+        )
 
     def _pattern(self) -> torch.Tensor:
         first = self.offset[0] * self.data.shape[1] + self.number * 1_000_003
@@ -73,12 +81,16 @@ class Piece:
         return numbers.to(torch.int32).view(self.data.shape)
 
 
-def pieces(spec: Spec, index: int, parts: int, copy: int, *, strided: bool = False) -> list[Piece]:
+def pieces(
+    spec: Spec, index: int, parts: int, copy: int, *, strided: bool = False
+) -> list[Piece]:
     """One piece of every tensor, filled. ``strided``: columns lie one after the other in memory, not rows."""
     return list(_pieces(spec, index, parts, copy, strided))
 
 
-def _pieces(spec: Spec, index: int, parts: int, copy: int, strided: bool) -> Iterator[Piece]:
+def _pieces(
+    spec: Spec, index: int, parts: int, copy: int, strided: bool
+) -> Iterator[Piece]:
     for number, rows in enumerate(spec.rows):
         shape = rows // parts, spec.columns
         memory = torch.empty(shape[::-1] if strided else shape, device="cpu")

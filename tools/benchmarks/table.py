@@ -57,7 +57,10 @@ class Section:
             [
                 row.figure,
                 row.what,
-                *(shown(row.values[name], row.unit) if name in row.values else "" for name in self.columns),
+                *(
+                    shown(row.values[name], row.unit) if name in row.values else ""
+                    for name in self.columns
+                ),
                 row.reach,
             ]
             for row in self.rows
@@ -77,7 +80,9 @@ def machine(folder: Path) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+        "memory_gib": round(
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        ),
         "file_system": _file_system(folder),
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -88,14 +93,21 @@ def machine(folder: Path) -> dict[str, Any]:
 
 def _version(package: str) -> str | None:
     peers = Path(__file__).resolve().parents[2] / ".peers"
-    found = [*metadata.distributions(name=package), *metadata.distributions(name=package, path=[str(peers)])]
+    found = [
+        *metadata.distributions(name=package),
+        *metadata.distributions(name=package, path=[str(peers)]),
+    ]
     return found[0].version if found else None
 
 
 def _file_system(folder: Path) -> str:
     """The type of the deepest mount that the folder is under."""
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    under = [(len(at), kind) for at, kind in mounts if folder.resolve().is_relative_to(at)]
+    mounts = [
+        line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()
+    ]
+    under = [
+        (len(at), kind) for at, kind in mounts if folder.resolve().is_relative_to(at)
+    ]
     return max(under, default=(0, "unknown"))[1]
 
 
@@ -116,8 +128,12 @@ class Report:
         parts = [_described(self.where), *self.notes]
         for section in self.sections:
             if section.rows:
-                lines = _markdown(section.cells()) if markdown else _plain(section.cells())
-                parts.append("\n".join([section.title, *([""] if markdown else []), *lines]))
+                lines = (
+                    _markdown(section.cells()) if markdown else _plain(section.cells())
+                )
+                parts.append(
+                    "\n".join([section.title, *([""] if markdown else []), *lines])
+                )
         return "\n\n".join(parts) + "\n"
 
     def json(self) -> str:
@@ -125,7 +141,9 @@ class Report:
 
 
 def _described(where: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in where["versions"].items()
+    )
     return (
         f"{where['date']}: {where['cores']} cores, {where['memory_gib']} GiB, {where['file_system']}, "
         f"Linux {where['kernel']}, load {where['load_at_start']} at the start; "

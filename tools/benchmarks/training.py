@@ -14,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import staging
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    async_save,
+)
 
 import megackpt
 from benchmarks.contestants import Contestant, Megackpt, Place, StockDcp
@@ -42,7 +45,9 @@ class Ours(Trainer):
         self._queue = megackpt.AsyncCallsQueue(persistent)
 
     def begin(self, declared: Any, folder: Path) -> FINISHED:
-        request = megackpt.save(declared, folder, self.who.name, async_sharded_save=True)
+        request = megackpt.save(
+            declared, folder, self.who.name, async_sharded_save=True
+        )
         if request is None:
             raise RuntimeError("an asynchronous save gives a request")
         self._queue.schedule_async_request(request)
@@ -56,10 +61,14 @@ class Stock(Trainer):
         self.who = StockDcp(place)
         self._options: dict[str, Any] = {
             "async_checkpointer_type": kind,
-            "process_group": dist.new_group(backend="gloo"),  # the trainer's own is in use meanwhile
+            "process_group": dist.new_group(
+                backend="gloo"
+            ),  # the trainer's own is in use meanwhile
         }
         if reuse:
-            keep = staging.StagingOptions(False, True, use_async_staging=False, use_non_blocking_copy=False)
+            keep = staging.StagingOptions(
+                False, True, use_async_staging=False, use_non_blocking_copy=False
+            )
             self._options["async_stager"] = staging.DefaultStager(keep)
 
     def begin(self, declared: Any, folder: Path) -> FINISHED:
@@ -77,7 +86,9 @@ class Megatrons(Trainer):
 
     def __init__(self) -> None:
         self.who: Megatron = Megatron(parallel=False)
-        calls = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
+        calls = importlib.import_module(
+            "megatron.core.dist_checkpointing.strategies.async_utils"
+        )
         self._queue = calls.AsyncCallsQueue()
 
     def begin(self, declared: Any, folder: Path) -> FINISHED:
@@ -88,9 +99,15 @@ class Megatrons(Trainer):
 
 
 TRAINERS: dict[str, Callable[[Place], Trainer]] = {
-    "torch DCP, thread": lambda place: Stock(place, AsyncCheckpointerType.THREAD, False),
-    "torch DCP, thread, reuse": lambda place: Stock(place, AsyncCheckpointerType.THREAD, True),
-    "torch DCP, process": lambda place: Stock(place, AsyncCheckpointerType.PROCESS, False),
+    "torch DCP, thread": lambda place: Stock(
+        place, AsyncCheckpointerType.THREAD, False
+    ),
+    "torch DCP, thread, reuse": lambda place: Stock(
+        place, AsyncCheckpointerType.THREAD, True
+    ),
+    "torch DCP, process": lambda place: Stock(
+        place, AsyncCheckpointerType.PROCESS, False
+    ),
     "Megatron, fork": lambda _: Megatrons(),
 }
 if not hasattr(staging, "DefaultStager"):  # torch 2.8
@@ -145,7 +162,10 @@ class Training:
         return time.perf_counter() - began
 
     def beside(
-        self, begin: Callable[[], FINISHED], change: Callable[[], None] | None, on_device: bool
+        self,
+        begin: Callable[[], FINISHED],
+        change: Callable[[], None] | None,
+        on_device: bool,
     ) -> Trained:
         """Train while a save goes on; ``change`` is called as soon as what it saves may be changed."""
         idle = sum(self.step(on_device) for _ in range(IDLE_STEPS)) / IDLE_STEPS

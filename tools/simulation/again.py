@@ -29,13 +29,25 @@ class Again:
     )  # the coordinator's: the last save's table of contents, used again. None: not known
 
 
-def simulate_again(backend: Backend, parts: Sequence[Declarations], manifest: Manifest) -> Again:
+def simulate_again(
+    backend: Backend, parts: Sequence[Declarations], manifest: Manifest
+) -> Again:
     """``manifest``: what is stored, and where."""
     ranks = np.unique(np.linspace(0, len(parts) - 1, _LOOKED_AT).astype(int)).tolist()
-    asked = float(np.mean([_seconds(partial(fingerprint, parts[rank], backend.name)) for rank in ranks]))
+    asked = float(
+        np.mean(
+            [
+                _seconds(partial(fingerprint, parts[rank], backend.name))
+                for rank in ranks
+            ]
+        )
+    )
     if any(name.startswith("__fragments_") for name in manifest.files):
         return Again(asked, None)
-    storage, contents = cast(Storage, LocalStorage("/")), Contents()  # nothing is looked at
+    storage, contents = (
+        cast(Storage, LocalStorage("/")),
+        Contents(),
+    )  # nothing is looked at
     finished(backend, storage, manifest, contents)
     later = replace(manifest, save_id="f" * len(manifest.save_id))
     return Again(asked, _seconds(partial(finished, backend, storage, later, contents)))

@@ -86,7 +86,11 @@ class Load:
 
 
 def simulate_save(
-    model: Model, job: Parallelism, backend: Backend, common: int = 4096, validate: bool = True
+    model: Model,
+    job: Parallelism,
+    backend: Backend,
+    common: int = 4096,
+    validate: bool = True,
 ) -> Save:
     """Plan a save with the common state of ``common`` bytes, as the coordinator does, from what the ranks send it."""
     clock = Clock()
@@ -102,7 +106,10 @@ def simulate_save(
     with clock("plan"):
         plans, planned = plan_in_format(backend, received, SavePolicy(), validate)
     with clock("tell"):
-        scattered = np.array([len(pickle.dumps(replace(p, tensors=()), protocol=5)) for p in plans], np.int64)
+        scattered = np.array(
+            [len(pickle.dumps(replace(p, tensors=()), protocol=5)) for p in plans],
+            np.int64,
+        )
     planned = _with_common(planned, common)
     with clock("locate"):
         manifest = located(backend, plans, planned)
@@ -135,7 +142,9 @@ def _with_common(planned: Manifest, size: int) -> Manifest:
 
 
 def _files(manifest: Manifest, ranks: int) -> Int64:
-    pairs = np.unique(manifest.chunks.writer.astype(np.int64) << 32 | manifest.chunks.file)
+    pairs = np.unique(
+        manifest.chunks.writer.astype(np.int64) << 32 | manifest.chunks.file
+    )
     return np.bincount(pairs >> 32, minlength=ranks).astype(np.int64)
 
 
@@ -146,7 +155,9 @@ def _contents(
     if any(name.startswith("__fragments_") for name in manifest.files):
         return {}, None, None
     with clock("emit"):
-        files = backend.finish(cast(Storage, LocalStorage("/")), manifest).files  # looks at no storage then
+        files = backend.finish(
+            cast(Storage, LocalStorage("/")), manifest
+        ).files  # looks at no storage then
     small = {name: (len(data), digest(data)) for name, data in files.items()}
     with clock("index"):
         encoded = encode_index(manifest, small)
@@ -159,7 +170,11 @@ def _contents(
 def simulate_load(model: Model, job: Parallelism, save: Save, sample: int = 64) -> Load:
     """Plan a load of the model by the ranks of this job; of more than ``sample``, by so many that lie evenly apart."""
     parts = model.declared(job)
-    ranks = tuple(np.unique(np.linspace(0, job.ranks - 1, min(sample, job.ranks)).astype(int)).tolist())
+    ranks = tuple(
+        np.unique(
+            np.linspace(0, job.ranks - 1, min(sample, job.ranks)).astype(int)
+        ).tolist()
+    )
     rows = [_one_rank(parts[rank], save.manifest) for rank in ranks]
     seconds, needed, read, requests = zip(*rows, strict=True)
     counts = (np.array(column, np.int64) for column in (needed, read, requests))
@@ -215,7 +230,9 @@ class Nowhere:
     def open(self, target: int, box: Box) -> np.ndarray[Any, Any]:
         row = self._wanted.row(target)
         size = row.meta.itemsize
-        whole = np.empty(row.shard.box.shape, np.complex128 if size == 16 else f"u{size}")
+        whole = np.empty(
+            row.shard.box.shape, np.complex128 if size == 16 else f"u{size}"
+        )
         place: tuple[Any, ...] = box.relative_to(row.shard.box).slices()
         return whole[(*place, ...)]
 

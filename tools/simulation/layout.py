@@ -58,7 +58,9 @@ def located(backend: Backend, plans: Sequence[SavePlan], planned: Manifest) -> M
                 f"cannot simulate a save as {backend.name}: only torch_dist and uncompressed zarr have a layout "
                 "that is known before the save"
             )
-    named = replace(planned, backend=(backend.name, backend.version), encoding=backend.encoding)
+    named = replace(
+        planned, backend=(backend.name, backend.version), encoding=backend.encoding
+    )
     return replace(named, save_id="0" * 32).located(results)
 
 
@@ -109,10 +111,14 @@ def _zarr(backend: Zarr, plan: SavePlan, lengths: Int64) -> WriteResult:
         length = boxes.volume * item.meta.itemsize
         if not whole[row]:
             # Pieces of cells that ranks share go into one file of this rank, back to back.
-            found = Written(boxes, fragments_file(plan.rank), np.array([position]), length, b"")
+            found = Written(
+                boxes, fragments_file(plan.rank), np.array([position]), length, b""
+            )
             position += item.nbytes
         elif item.meta.is_object:
-            found = Written(boxes, shard_file(entry, item.shard.box), front, lengths[[row]], b"")
+            found = Written(
+                boxes, shard_file(entry, item.shard.box), front, lengths[[row]], b""
+            )
         elif not item.nbytes:
             first = cell_file(entry_name(entry), (0,) * len(entry.meta.shape))
             found = Written(boxes, first, front, length, b"")

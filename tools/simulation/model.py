@@ -50,14 +50,25 @@ class Model:
     gated: bool = True
     dtype: str = "bfloat16"
     optimizer: str = "adam"
-    distributed: bool = True  # the optimizer's state is cut over the data-parallel ranks (ZeRO-1)
+    distributed: bool = (
+        True  # the optimizer's state is cut over the data-parallel ranks (ZeRO-1)
+    )
 
     def __post_init__(self) -> None:
-        sizes = (self.layers, self.hidden, self.ffn, self.heads, self.groups, self.vocabulary)
+        sizes = (
+            self.layers,
+            self.hidden,
+            self.ffn,
+            self.heads,
+            self.groups,
+            self.vocabulary,
+        )
         if min(sizes) < 1 or self.experts < 0:
             raise ValueError("sizes must be positive")
         if self.hidden % self.heads or self.heads % self.groups:
-            raise ValueError("heads must divide the hidden size, and query groups the heads")
+            raise ValueError(
+                "heads must divide the hidden size, and query groups the heads"
+            )
         if self.dtype not in ITEMSIZE or self.dtype == OBJECT:
             raise ValueError(
                 f"unknown dtype {self.dtype!r}; one of {', '.join(sorted({*ITEMSIZE} - {OBJECT}))}"
@@ -80,34 +91,63 @@ class Model:
 
     def _layer(self, layer: int) -> Iterator[Weight]:
         name, hidden = f"decoder.layers.{layer}.", self.hidden
-        queries, halves = hidden // self.heads * (self.heads + 2 * self.groups), 2 if self.gated else 1
+        queries, halves = (
+            hidden // self.heads * (self.heads + 2 * self.groups),
+            2 if self.gated else 1,
+        )
         attention, mlp = name + "self_attention.", name + "mlp."
         yield Weight(attention + "linear_qkv.layer_norm_weight", (hidden,), layer=layer)
         yield Weight(attention + "linear_qkv.weight", (queries, hidden), 0, layer=layer)
         yield Weight(attention + "linear_proj.weight", (hidden, hidden), 1, layer=layer)
         if not self.experts:
             yield Weight(mlp + "linear_fc1.layer_norm_weight", (hidden,), layer=layer)
-            yield Weight(mlp + "linear_fc1.weight", (halves * self.ffn, hidden), 0, halves, layer)
+            yield Weight(
+                mlp + "linear_fc1.weight", (halves * self.ffn, hidden), 0, halves, layer
+            )
             yield Weight(mlp + "linear_fc2.weight", (hidden, self.ffn), 1, layer=layer)
             return
-        inner, outer = (self.experts, halves * self.ffn, hidden), (self.experts, hidden, self.ffn)
+        inner, outer = (
+            (self.experts, halves * self.ffn, hidden),
+            (self.experts, hidden, self.ffn),
+        )
         yield Weight(name + "pre_mlp_layernorm.weight", (hidden,), layer=layer)
         yield Weight(mlp + "router.weight", (self.experts, hidden), layer=layer)
-        yield Weight(mlp + "experts.experts.linear_fc1.weight", inner, 1, halves, layer, experts=True)
-        yield Weight(mlp + "experts.experts.linear_fc2.weight", outer, 2, layer=layer, experts=True)
+        yield Weight(
+            mlp + "experts.experts.linear_fc1.weight",
+            inner,
+            1,
+            halves,
+            layer,
+            experts=True,
+        )
+        yield Weight(
+            mlp + "experts.experts.linear_fc2.weight",
+            outer,
+            2,
+            layer=layer,
+            experts=True,
+        )
 
     def declared(self, job: Parallelism) -> list[Declarations]:
         """What every rank declares. A replica is what differs neither by tensor nor by data rank."""
         if self.experts % job.expert:
-            raise ValueError(f"expert parallelism {job.expert} does not divide {self.experts} experts")
+            raise ValueError(
+                f"expert parallelism {job.expert} does not divide {self.experts} experts"
+            )
         places, tensors = Places(job), []
         for weight in self.weights():
-            tensors.append(TensorEntry(weight.key, TensorMeta(weight.shape, self.dtype)))
-            self._place(places, len(tensors) - 1, weight, tensors[-1].meta, cut_over_data=False)
+            tensors.append(
+                TensorEntry(weight.key, TensorMeta(weight.shape, self.dtype))
+            )
+            self._place(
+                places, len(tensors) - 1, weight, tensors[-1].meta, cut_over_data=False
+            )
         for weight in self.weights() if self.optimizer == "adam" else ():
             for state in STATES:
                 meta = TensorMeta(weight.shape, "float32")
-                tensors.append(TensorEntry(f"optimizer.state.{state}.{weight.key}", meta))
+                tensors.append(
+                    TensorEntry(f"optimizer.state.{state}.{weight.key}", meta)
+                )
                 self._place(places, len(tensors) - 1, weight, meta, self.distributed)
         tensors.append(TensorEntry(COMMON_KEY, TensorMeta((), OBJECT)))
         one = Boxes(np.zeros((1, 0), np.int64), np.ones((1, 0), np.int64))
@@ -115,20 +155,32 @@ class Model:
         return places.parts(tensors)
 
     def _place(
-        self, places: Places, number: int, weight: Weight, meta: TensorMeta, cut_over_data: bool
+        self,
+        places: Places,
+        number: int,
+        weight: Weight,
+        meta: TensorMeta,
+        cut_over_data: bool,
     ) -> None:
         """Pieces of one tensor; with ``cut_over_data`` each rank's piece is cut once more, as ZeRO-1 does."""
         job = places.job
-        pieces = [weight.shape[0] if weight.experts else 1, *[1] * (len(weight.shape) - 1)]
+        pieces = [
+            weight.shape[0] if weight.experts else 1,
+            *[1] * (len(weight.shape) - 1),
+        ]
         if weight.cut is not None:
-            pieces[weight.cut] = min(job.tensor * weight.pieces, weight.shape[weight.cut])
+            pieces[weight.cut] = min(
+                job.tensor * weight.pieces, weight.shape[weight.cut]
+            )
         copies, leading = 1, int(weight.experts)
         if cut_over_data:
             replicas = job.data // job.expert if weight.experts else job.data
             copies = max(1, min(replicas, weight.shape[leading] // pieces[leading]))
             pieces[leading] *= copies
         boxes, which = grid_pieces(weight.shape, pieces)
-        expert: int | Int64 = which[0] * job.expert // weight.shape[0] if weight.experts else ANY
+        expert: int | Int64 = (
+            which[0] * job.expert // weight.shape[0] if weight.experts else ANY
+        )
         data: int | Int64 = ANY
         if copies > 1:
             data = which[leading] % copies

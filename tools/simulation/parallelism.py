@@ -28,7 +28,9 @@ class Parallelism:
         if min(self.tensor, self.pipeline, self.data, self.expert) < 1:
             raise ValueError("every degree of parallelism is at least 1")
         if self.data % self.expert:
-            raise ValueError(f"expert parallelism {self.expert} does not divide data parallelism {self.data}")
+            raise ValueError(
+                f"expert parallelism {self.expert} does not divide data parallelism {self.data}"
+            )
 
     @property
     def ranks(self) -> int:
@@ -51,7 +53,9 @@ class Places:
     def __init__(self, job: Parallelism) -> None:
         self.job = job
         self._boxes: list[Boxes] = []
-        self._columns: list[Int64] = []  # (n, 6): tensor, nbytes, stage, expert group, tensor rank, data rank
+        self._columns: list[
+            Int64
+        ] = []  # (n, 6): tensor, nbytes, stage, expert group, tensor rank, data rank
 
     def add(
         self,
@@ -85,19 +89,28 @@ class Places:
                 rows = _living(columns, by_stage[stage % len(by_stage)], 4, cut)
                 rows = _living(columns, rows, 3, data % job.expert)
                 split = _by(5, columns, rows, job.data)
-                shared[group] = [_declared(tensors, boxes, columns, some, tables) for some in split]
+                shared[group] = [
+                    _declared(tensors, boxes, columns, some, tables) for some in split
+                ]
             several = shared[group]
-            found.append(_of_rank(several[data % len(several)], rank, (stage, cut, data), job))
+            found.append(
+                _of_rank(several[data % len(several)], rank, (stage, cut, data), job)
+            )
         return found
 
 
 def grid_pieces(shape: Sequence[int], pieces: Sequence[int]) -> tuple[Boxes, Int64]:
     """A tensor cut into ``pieces`` along each axis, which differ by one at most; and their numbers, a row an axis."""
     which = np.indices(pieces, np.int64).reshape(len(shape), math.prod(pieces))
-    extents, counts = np.array(shape, np.int64)[:, None], np.array(pieces, np.int64)[:, None]
+    extents, counts = (
+        np.array(shape, np.int64)[:, None],
+        np.array(pieces, np.int64)[:, None],
+    )
     low, high = which * extents // counts, (which + 1) * extents // counts
     # Rows that lie together: of others, Boxes.take would copy all to give a few.
-    return Boxes(np.ascontiguousarray(low.T), np.ascontiguousarray((high - low).T)), which
+    return Boxes(
+        np.ascontiguousarray(low.T), np.ascontiguousarray((high - low).T)
+    ), which
 
 
 def _living(columns: Int64, rows: Int64, column: int, place: int) -> Int64:
@@ -114,7 +127,10 @@ def _by(column: int, columns: Int64, rows: Int64, places: int) -> list[Int64]:
         return [rows]
     own = own[np.argsort(columns[own, column], kind="stable")]
     bounds = np.searchsorted(columns[own, column], np.arange(places + 1)).tolist()
-    return [np.sort(np.concatenate([everywhere, own[low:high]])) for low, high in pairwise(bounds)]
+    return [
+        np.sort(np.concatenate([everywhere, own[low:high]]))
+        for low, high in pairwise(bounds)
+    ]
 
 
 def _declared(
@@ -129,9 +145,16 @@ def _declared(
     used, tensor = np.unique(mine[:, 0], return_inverse=True)
     table = tables.get(used.tobytes())
     if table is None:
-        table = tables.setdefault(used.tobytes(), tuple(tensors[n] for n in used.tolist()))
+        table = tables.setdefault(
+            used.tobytes(), tuple(tensors[n] for n in used.tolist())
+        )
     everywhere = mine[:, 2:] == ANY  # stage, expert group, tensor rank, data rank
-    bits = 4 * everywhere[:, 0] + 2 * everywhere[:, 2] + everywhere[:, 3] + 8 * ~everywhere[:, 1]
+    bits = (
+        4 * everywhere[:, 0]
+        + 2 * everywhere[:, 2]
+        + everywhere[:, 3]
+        + 8 * ~everywhere[:, 1]
+    )
     copied, replica = np.unique(bits, return_inverse=True)
     return Declarations(
         table,
@@ -145,7 +168,9 @@ def _declared(
     )
 
 
-def _of_rank(shared: Declarations, rank: int, place: tuple[int, int, int], job: Parallelism) -> Declarations:
+def _of_rank(
+    shared: Declarations, rank: int, place: tuple[int, int, int], job: Parallelism
+) -> Declarations:
     """These declarations as one rank's: its replica ids are (stage, tensor rank, data rank) where there are copies."""
     stage, cut, data = place
     table: list[ReplicaId] = [
@@ -157,4 +182,6 @@ def _of_rank(shared: Declarations, rank: int, place: tuple[int, int, int], job: 
         for bits in shared.replica_ids
         if isinstance(bits, int)
     ]
-    return replace(shared, replica_ids=tuple(table), rank=np.full(len(shared), rank, np.int32))
+    return replace(
+        shared, replica_ids=tuple(table), rank=np.full(len(shared), rank, np.int32)
+    )

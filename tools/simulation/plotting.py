@@ -61,8 +61,13 @@ def pyplot_for(file: Path) -> Any:
         raise CheckpointingException(
             "drawing needs matplotlib: pip install 'megackpt[docs]', or pip install matplotlib"
         ) from error
-    if not os.path.isdir(file.parent) or file.suffix[1:] not in pyplot.gcf().canvas.get_supported_filetypes():
-        raise CheckpointingException(f"cannot draw to {file}: is it a .png in a folder that is there?")
+    if (
+        not os.path.isdir(file.parent)
+        or file.suffix[1:] not in pyplot.gcf().canvas.get_supported_filetypes()
+    ):
+        raise CheckpointingException(
+            f"cannot draw to {file}: is it a .png in a folder that is there?"
+        )
     pyplot.close()
     return pyplot
 
@@ -72,7 +77,9 @@ def sweeps() -> Iterator[Point]:
     for ranks in RANKS:
         job = Parallelism(tensor=8, pipeline=8, data=ranks // 64)
         for name in FORMATS:
-            yield point("ranks", name, simulate_save(model.padded(8), job, backend_named(name)))
+            yield point(
+                "ranks", name, simulate_save(model.padded(8), job, backend_named(name))
+            )
     for layers in LAYERS:
         for name in FORMATS:
             small = replace(model, layers=layers).padded(8)
@@ -104,10 +111,16 @@ def _draw(pyplot: Any, points: Sequence[Point], file: Path) -> None:
         for name, style in zip(FORMATS, ("o-", "s--"), strict=True):
             mine = [p for p in points if p.sweep == sweep and p.format == name]
             across = [p.ranks if sweep == "ranks" else p.tensors for p in mine]
-            times.plot(across, [p.coordinator for p in mine], style, color="C0", label=name)
+            times.plot(
+                across, [p.coordinator for p in mine], style, color="C0", label=name
+            )
             for color, label, values in _sizes(mine, name):
-                sizes.plot(across, [v / 1e6 for v in values], style, color=color, label=label)
-        fixed = f"{LAYERS_OF_RANKS} layers" if sweep == "ranks" else f"{FEW.ranks:,} ranks"
+                sizes.plot(
+                    across, [v / 1e6 for v in values], style, color=color, label=label
+                )
+        fixed = (
+            f"{LAYERS_OF_RANKS} layers" if sweep == "ranks" else f"{FEW.ranks:,} ranks"
+        )
         times.set_title(f"growing {sweep}, {fixed}")
         times.set_ylabel("coordinator, CPU seconds a save")
         sizes.set_ylabel("MB")

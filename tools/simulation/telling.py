@@ -114,20 +114,26 @@ def _save(save: Save) -> Iterator[Block]:
         _row("declarations sent (gather)", save.gathered, size),
         _row("plan received (scatter)", save.scattered, size),
     ]
-    yield Table(("of a rank", "in all", "least", "mean", "most"), rows, right=range(1, 5))
+    yield Table(
+        ("of a rank", "in all", "least", "mean", "most"), rows, right=range(1, 5)
+    )
     facts = [
         f"imbalance {save.imbalance:.2f} (the busiest rank over the mean)",
         f"{counted(save.all_files, 'file')} of data, {counted(save.chunks, 'chunk')}",
     ]
     if save.index is None or save.plain_index is None:
-        facts.append("where all of it lands, and so the index, only the save itself can tell")
+        facts.append(
+            "where all of it lands, and so the index, only the save itself can tell"
+        )
     else:
         each = save.plain_index / max(1, save.chunks)
         facts.append(
             f"table of contents {size(sum(save.small.values()))} in {counted(len(save.small), 'file')}; "
             f"index {size(save.index)}, without digests {size(save.plain_index)} ({each:.1f} B a chunk)"
         )
-    facts.append(f"collectives: {', '.join(SAVE_COLLECTIVES)}; saved again: {', '.join(AGAIN_COLLECTIVES)}")
+    facts.append(
+        f"collectives: {', '.join(SAVE_COLLECTIVES)}; saved again: {', '.join(AGAIN_COLLECTIVES)}"
+    )
     yield from map(Line.of, facts)
     times = per_shard(save)
     steps = [
@@ -136,12 +142,19 @@ def _save(save: Save) -> Iterator[Block]:
         if step in times
     ]
     yield Table(("CPU of the coordinator", "in all", "a shard"), steps, right=(1, 2))
-    yield Table(("CPU of planning", "coordinator", "another rank"), _planning(save), right=(1, 2))
+    yield Table(
+        ("CPU of planning", "coordinator", "another rank"),
+        _planning(save),
+        right=(1, 2),
+    )
 
 
 def _planning(save: Save) -> list[list[str]]:
     """A miss beside a hit (P11)."""
-    again, anew = save.again, sum(save.seconds[step] for step in ("receive", "plan", "tell"))
+    again, anew = (
+        save.again,
+        sum(save.seconds[step] for step in ("receive", "plan", "tell")),
+    )
     known = _milliseconds(again.fingerprint)
     rows = [
         ["planned anew", _milliseconds(anew + again.fingerprint), known],
@@ -149,7 +162,13 @@ def _planning(save: Save) -> list[list[str]]:
     ]
     if again.contents is not None:
         emitted = _milliseconds(save.seconds["emit"])
-        rows.append([f"table of contents used again (made: {emitted})", _milliseconds(again.contents), ""])
+        rows.append(
+            [
+                f"table of contents used again (made: {emitted})",
+                _milliseconds(again.contents),
+                "",
+            ]
+        )
     return rows
 
 
@@ -158,18 +177,28 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _load(load: Load) -> Iterator[Block]:
-    looked = "" if len(load.ranks) == load.job.ranks else f", of which {len(load.ranks)} were looked at"
+    looked = (
+        ""
+        if len(load.ranks) == load.job.ranks
+        else f", of which {len(load.ranks)} were looked at"
+    )
     yield Line.of(f"A load by {_shape(load.job)}{looked}")
     rows = [
         _row("bytes needed", load.needed, size),
         _row("bytes read", load.read, size),
         _row("requests", load.requests, number),
     ]
-    yield Table(("of a rank", "in all", "least", "mean", "most"), rows, right=range(1, 5))
+    yield Table(
+        ("of a rank", "in all", "least", "mean", "most"), rows, right=range(1, 5)
+    )
     ratio = load.read.sum() / max(1, load.needed.sum())
     mean = float(np.mean(load.seconds))
-    yield Line.of(f"read over needed {ratio:.3f} (digests not checked; checked, whole blocks of 1 MiB)")
-    yield Line.of(f"planning {mean * 1e3:.1f} ms CPU a rank, {mean * load.job.ranks:.1f} s of all together")
+    yield Line.of(
+        f"read over needed {ratio:.3f} (digests not checked; checked, whole blocks of 1 MiB)"
+    )
+    yield Line.of(
+        f"planning {mean * 1e3:.1f} ms CPU a rank, {mean * load.job.ranks:.1f} s of all together"
+    )
     yield Line.of(f"collectives: {', '.join(LOAD_COLLECTIVES)}")
 
 

@@ -58,9 +58,17 @@ class Archive:
         self.lengths: list[int] = []
         self.digests: list[bytes] = []
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], blocks: Iterator[memoryview]) -> None:
+    def add(
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        blocks: Iterator[memoryview],
+    ) -> None:
         header = {"descr": dtype, "fortran_order": False, "shape": shape}
-        with self.zip.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+        with self.zip.open(
+            zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True
+        ) as member:
             np.lib.format.write_array_header_1_0(member, header)
             self.starts.append(self.file.position)
             for block in blocks:  # each is valid until the next one is asked for
@@ -93,13 +101,21 @@ class Npz(Backend):
 
     def __post_init__(self) -> None:
         if not self.prefix.isidentifier():
-            raise BackendError(f"prefix becomes part of file names, which {self.prefix!r} cannot")
+            raise BackendError(
+                f"prefix becomes part of file names, which {self.prefix!r} cannot"
+            )
 
     def files(self, ranks: int, manifest: Manifest) -> list[str]:
         for key, _ in manifest.tensors:
             if len(escaped(key)) > LONGEST:
-                raise BackendError(f"the key {key[:80]!r}... is too long to be a name in an archive")
-        return [*(f"{self.prefix}_{rank}.npz" for rank in range(ranks)), CONTENTS, CONFIG]
+                raise BackendError(
+                    f"the key {key[:80]!r}... is too long to be a name in an archive"
+                )
+        return [
+            *(f"{self.prefix}_{rank}.npz" for rank in range(ranks)),
+            CONTENTS,
+            CONFIG,
+        ]
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         name = f"{self.prefix}_{plan.rank}.npz"
@@ -119,7 +135,9 @@ class Npz(Backend):
             file=np.zeros(len(plan), np.int32),
             start=np.array(archive.starts, np.int64),
             length=np.array(archive.lengths, np.int64),
-            digests=np.frombuffer(b"".join(archive.digests), np.uint8).reshape(-1, DIGEST_SIZE),
+            digests=np.frombuffer(b"".join(archive.digests), np.uint8).reshape(
+                -1, DIGEST_SIZE
+            ),
         )
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
@@ -129,19 +147,35 @@ class Npz(Backend):
             chunk = manifest.chunk(i, bounds)
             place = chunk.location.file, chunk.location.start, chunk.location.length
             chunks.append([number, chunk.box.offset, chunk.box.shape, *place])
-        contents = {"tensors": [[key, *meta] for key, meta in manifest.tensors], "chunks": chunks}
-        return Finished(manifest, {CONTENTS: json.dumps(contents).encode(), **self.config()})
+        contents = {
+            "tensors": [[key, *meta] for key, meta in manifest.tensors],
+            "chunks": chunks,
+        }
+        return Finished(
+            manifest, {CONTENTS: json.dumps(contents).encode(), **self.config()}
+        )
 
     def read_manifest(self, root: Storage) -> Manifest:
         try:
             contents = json.loads(root.get(CONTENTS))
-            tensors = [TensorEntry(key, TensorMeta(tuple(s), dtype)) for key, s, dtype in contents["tensors"]]
+            tensors = [
+                TensorEntry(key, TensorMeta(tuple(s), dtype))
+                for key, s, dtype in contents["tensors"]
+            ]
             chunks = [
                 (number, Box(tuple(offset), tuple(shape)), Location(*place))
                 for number, offset, shape, *place in contents["chunks"]
             ]
-        except (ValueError, TypeError, KeyError, RecursionError, FileNotFoundError) as error:
-            raise CorruptCheckpoint(f"{root.location}/{CONTENTS} is damaged: {error!r}") from error
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            RecursionError,
+            FileNotFoundError,
+        ) as error:
+            raise CorruptCheckpoint(
+                f"{root.location}/{CONTENTS} is damaged: {error!r}"
+            ) from error
         return listed(tensors, chunks, (self.name, self.version))
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:

@@ -12,7 +12,9 @@ from megackpt.testing import BackendSuite
 
 
 class TestNpz(BackendSuite):
-    backend = Npz(prefix="part")  # what an instance with options wrote, a plain one must read
+    backend = Npz(
+        prefix="part"
+    )  # what an instance with options wrote, a plain one must read
 
 
 def test_numpy_opens_it(tmp_path):

@@ -7,7 +7,17 @@ what the n-th here was. None: they have no such tensor.
 """
 
 from megackpt.adapters.huggingface.linking import Table, link
-from megackpt.adapters.huggingface.rules import Fuse, Name, Padded, Part, Piece, Rule, Theirs, Tied, Transpose
+from megackpt.adapters.huggingface.rules import (
+    Fuse,
+    Name,
+    Padded,
+    Part,
+    Piece,
+    Rule,
+    Theirs,
+    Tied,
+    Transpose,
+)
 from megackpt.adapters.huggingface.states import as_huggingface
 from megackpt.adapters.huggingface.tables import bert, llama
 

@@ -26,7 +26,9 @@ _LAYERS = re.compile(r"(?:^|[._])(?:layers?|h|blocks?|experts?)\.$")
 _TOKENS = re.compile(r"(\*|\.#(?=\.|$)|^#\.|#)")
 
 
-def link(table: Table, tensors: Iterable[tuple[str, Shape]], complete: bool = False) -> Links:
+def link(
+    table: Table, tensors: Iterable[tuple[str, Shape]], complete: bool = False
+) -> Links:
     """For each of our tensors (key, global shape) its pieces over there; none where they have no such tensor.
 
     ``complete``: these are all tensors of the model, so each rule must fit one (of several rules with the same
@@ -35,20 +37,34 @@ def link(table: Table, tensors: Iterable[tuple[str, Shape]], complete: bool = Fa
     Raises MismatchError with all that does not fit.
     """
     given: object = table
-    if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
-        raise ShardingError(f"a table is a dict of patterns, which are texts, not {given!r:.200}")
+    if not isinstance(given, Mapping) or not all(
+        isinstance(pattern, str) for pattern in given
+    ):
+        raise ShardingError(
+            f"a table is a dict of patterns, which are texts, not {given!r:.200}"
+        )
     problems: list[str] = []
-    entries = [_Entry.of(pattern, theirs, problems) for pattern, theirs in table.items()]
+    entries = [
+        _Entry.of(pattern, theirs, problems) for pattern, theirs in table.items()
+    ]
     links: Links = {}
     fits: Fits = {}
     used: set[str] = set()
     unmapped: list[str] = []
-    for key, shape in dict.fromkeys(tensors):  # many pieces of one tensor may be declared
-        fitting = [(entry, match) for entry in entries if (match := entry.expression.fullmatch(key))]
+    for key, shape in dict.fromkeys(
+        tensors
+    ):  # many pieces of one tensor may be declared
+        fitting = [
+            (entry, match)
+            for entry in entries
+            if (match := entry.expression.fullmatch(key))
+        ]
         if not fitting:
             unmapped.append(repr(key))
         elif len(fitting) > 1:
-            problems.append(f"{key!r} fits several rules: {', '.join(repr(e.pattern) for e, _ in fitting)}")
+            problems.append(
+                f"{key!r} fits several rules: {', '.join(repr(e.pattern) for e, _ in fitting)}"
+            )
         else:
             entry, match = fitting[0]
             used.add(entry.pattern)
@@ -61,7 +77,8 @@ def link(table: Table, tensors: Iterable[tuple[str, Shape]], complete: bool = Fa
                 problems.append(f"{key!r}, by the rule {entry.pattern!r}: {told}")
     if unmapped:
         problems.insert(
-            0, f"no rule fits {some(unmapped, between=', ')} (None as a rule: they have no such tensor)"
+            0,
+            f"no rule fits {some(unmapped, between=', ')} (None as a rule: they have no such tensor)",
         )
     if complete:
         problems += _unused(entries, used)
@@ -85,11 +102,20 @@ class _Entry:
         signs = sorted(_WILD.findall(pattern))
         try:
             rule = None if theirs is None else as_rule(theirs)
-            wrong = [name for name in (rule.names() if rule else ()) if sorted(_WILD.findall(name)) != signs]
+            wrong = [
+                name
+                for name in (rule.names() if rule else ())
+                if sorted(_WILD.findall(name)) != signs
+            ]
         except Exception as error:  # of a rule of the caller's own, it may be any
             raise ShardingError(f"the rule {pattern!r}: {error}") from error
-        problems += [f"the rule {pattern!r}: {name!r} must have as many '*' and '#'" for name in wrong]
-        expression = re.compile("".join(map(_expressed, _TOKENS.split(pattern))), re.DOTALL)
+        problems += [
+            f"the rule {pattern!r}: {name!r} must have as many '*' and '#'"
+            for name in wrong
+        ]
+        expression = re.compile(
+            "".join(map(_expressed, _TOKENS.split(pattern))), re.DOTALL
+        )
         return cls(pattern, expression, None if wrong else rule)
 
     def places(self, match: re.Match[str], shape: Shape) -> list[_Place]:
@@ -101,13 +127,18 @@ class _Entry:
         numbers = [text for sign, text in found if sign == "#"]
         stacked = numbers.count(None)
         if stacked > len(shape):
-            raise ShardingError(f"shape {shape} has no axis for each '#' that its key has no number for")
+            raise ShardingError(
+                f"shape {shape} has no axis for each '#' that its key has no number for"
+            )
         if stacked and (0 in shape or math.prod(shape[:stacked]) > _MOST):
             raise ShardingError(
                 f"shape {shape} has no elements, or too many places for '#' (at most {_MOST})"
             )
         along = product(*map(range, shape[:stacked]))
-        return [_Place(texts, tuple(_filled(numbers, map(str, index))), index) for index in along]
+        return [
+            _Place(texts, tuple(_filled(numbers, map(str, index))), index)
+            for index in along
+        ]
 
     def pieces(self, places: Iterable[_Place], shape: Shape) -> Iterator[Piece]:
         if self.rule is None:
@@ -115,7 +146,10 @@ class _Entry:
         for place in places:
             stacked = len(place.index)
             for piece in self.rule.pieces(shape[stacked:], place):
-                box = Box((*place.index, *piece.box.offset), ((1,) * stacked + piece.box.shape))
+                box = Box(
+                    (*place.index, *piece.box.offset),
+                    ((1,) * stacked + piece.box.shape),
+                )
                 axes = tuple(None if a is None else a + stacked for a in piece.axes)
                 yield replace(piece, box=box, axes=axes, stacked=stacked)
 
@@ -152,12 +186,17 @@ def _checked(pieces: list[Piece], shape: Shape) -> list[Piece]:
         if (
             not Box.whole(shape).contains(piece.box)
             or not Box.whole(piece.shape).contains(piece.there)
-            or len(named) + len(others) != len(shape)  # one axis of ours twice, or one that there is not
+            or len(named) + len(others)
+            != len(shape)  # one axis of ours twice, or one that there is not
             or set(others) - {1}
             or piece.maps(piece.box) != piece.there
         ):
-            raise ShardingError(f"{piece} is not the same region of a tensor of shape {shape} and of theirs")
-    for region, count in miscounted(Boxes.of(p.box for p in pieces), shape) if len(pieces) > 1 else ():
+            raise ShardingError(
+                f"{piece} is not the same region of a tensor of shape {shape} and of theirs"
+            )
+    for region, count in (
+        miscounted(Boxes.of(p.box for p in pieces), shape) if len(pieces) > 1 else ()
+    ):
         if count:
             raise ShardingError(f"{region} of it is in {count} of its pieces")
     return pieces
@@ -174,9 +213,18 @@ def _expressed(token: str) -> str:
 
 def _unused(entries: Iterable[_Entry], used: set[str]) -> Iterator[str]:
     """Rules that nothing fits, and whose names nothing else gives."""
-    given = {name for entry in entries if entry.rule and entry.pattern in used for name in entry.rule.names()}
+    given = {
+        name
+        for entry in entries
+        if entry.rule and entry.pattern in used
+        for name in entry.rule.names()
+    }
     for entry in entries:
-        if entry.pattern not in used and entry.rule is not None and not given.issuperset(entry.rule.names()):
+        if (
+            entry.pattern not in used
+            and entry.rule is not None
+            and not given.issuperset(entry.rule.names())
+        ):
             yield f"no tensor fits the rule {entry.pattern!r} (for {', '.join(map(repr, entry.rule.names()))})"
 
 
@@ -188,7 +236,9 @@ def _refuse_gaps(fits: Fits) -> Iterator[str]:
         for place, n in product(places, range(1, len(parts))):
             beginning = _put("#".join(parts[:n]), place.texts, place.numbers)
             kinds = found.setdefault(beginning, {})
-            kinds.setdefault((entry.pattern, place.texts), set()).add(int(place.numbers[n - 1]))
+            kinds.setdefault((entry.pattern, place.texts), set()).add(
+                int(place.numbers[n - 1])
+            )
     unsure: list[str] = []
     for beginning, kinds in found.items():
         numbers = set[int]().union(*kinds.values())
@@ -202,9 +252,13 @@ def _refuse_gaps(fits: Fits) -> Iterator[str]:
         for (pattern, texts), own in kinds.items():
             if lacking := [f"{beginning}{n}" for n in sorted(numbers - own)]:
                 what = _put(pattern, texts, "#" * pattern.count("#"))
-                unsure.append(f"{what!r} is not of {some(lacking, 8, ', ')}, as others are")
+                unsure.append(
+                    f"{what!r} is not of {some(lacking, 8, ', ')}, as others are"
+                )
     if unsure:
-        logger.warning("the table fits, but is this all there is? %s", some(unsure, between="\n"))
+        logger.warning(
+            "the table fits, but is this all there is? %s", some(unsure, between="\n")
+        )
 
 
 def _miscounted(links: Links, fits: Fits) -> Iterator[str]:
@@ -213,7 +267,9 @@ def _miscounted(links: Links, fits: Fits) -> Iterator[str]:
     for of, (entry, places) in fits.items():
         names = entry.rule.names() if entry.rule else ()
         named = {place(name) for name, place in product(names, places)}
-        if named.issuperset(piece.key for piece in links[of]):  # else a rule of one's own renumbers
+        if named.issuperset(
+            piece.key for piece in links[of]
+        ):  # else a rule of one's own renumbers
             givers |= {name: [] for name in named}
     for (key, _), pieces in links.items():
         for piece in pieces:
@@ -228,7 +284,9 @@ def _miscounted(links: Links, fits: Fits) -> Iterator[str]:
         if len(shapes) > 1:
             yield f"{name!r} would have the shapes {sorted(shapes)}, by {keys}"
             continue
-        for region, count in miscounted(Boxes.of(piece.there for _, piece in given), shapes.pop()):
+        for region, count in miscounted(
+            Boxes.of(piece.there for _, piece in given), shapes.pop()
+        ):
             where = (
                 f"in {count} tensors: Tied for all but one"
                 if count

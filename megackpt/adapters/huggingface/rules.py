@@ -38,23 +38,37 @@ class Piece:
     def within(self, box: Box) -> Piece | None:
         """What of it lies in a box."""
         common = self.box.intersect(box)
-        return None if common is None else replace(self, box=common, there=self.maps(common))
+        return (
+            None
+            if common is None
+            else replace(self, box=common, there=self.maps(common))
+        )
 
     def maps(self, box: Box) -> Box:
         """The region over there of a part of ``box``."""
         begins = zip(self.axes, self.there.offset, strict=True)
-        offset = (o if a is None else o + box.offset[a] - self.box.offset[a] for a, o in begins)
-        return Box(tuple(offset), tuple(1 if a is None else box.shape[a] for a in self.axes))
+        offset = (
+            o if a is None else o + box.offset[a] - self.box.offset[a]
+            for a, o in begins
+        )
+        return Box(
+            tuple(offset), tuple(1 if a is None else box.shape[a] for a in self.axes)
+        )
 
     def swapped(self, key: str, shape: Shape) -> Piece:
         """The same, seen from over there; ``key`` and ``shape`` are those of the tensor here."""
-        axes = tuple(self.axes.index(a) if a in self.axes else None for a in range(len(self.box.shape)))
+        axes = tuple(
+            self.axes.index(a) if a in self.axes else None
+            for a in range(len(self.box.shape))
+        )
         return Piece(self.there, key, shape, self.box, axes, self.tied)
 
     def view(self, array: Any) -> Any:
         """An array (or tensor) of a region here as it lies over there: the same memory."""
         kept = sorted(a for a in self.axes if a is not None)
-        array = array[(*(slice(None) if a in kept else 0 for a in range(array.ndim)), ...)]
+        array = array[
+            (*(slice(None) if a in kept else 0 for a in range(array.ndim)), ...)
+        ]
         turn = array.permute if isinstance(array, torch.Tensor) else array.transpose
         array = turn([kept.index(a) for a in self.axes if a is not None])
         return array[(*(None if a is None else slice(None) for a in self.axes), ...)]
@@ -129,9 +143,13 @@ class Padded(_OfOne):
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
         if not 0 <= self.axis < len(shape) or self.extent < 1:
-            raise ShardingError(f"shape {shape} cannot be {self.extent}, and padding, along axis {self.axis}")
+            raise ShardingError(
+                f"shape {shape} cannot be {self.extent}, and padding, along axis {self.axis}"
+            )
         if self.extent > shape[self.axis]:
-            raise ShardingError(f"shape {shape} is smaller than the {self.extent} of axis {self.axis}")
+            raise ShardingError(
+                f"shape {shape} is smaller than the {self.extent} of axis {self.axis}"
+            )
         made = self._made(_with(shape, self.axis, self.extent), naming)
         return [replace(piece, exact=True) for piece in made]
 
@@ -160,7 +178,9 @@ class Fuse(Rule):
     def __post_init__(self) -> None:
         given: object = self.parts
         if not isinstance(given, tuple | list):
-            raise ShardingError(f"the parts of a Fuse are a tuple, not {given!r}: is a comma missing?")
+            raise ShardingError(
+                f"the parts of a Fuse are a tuple, not {given!r}: is a comma missing?"
+            )
 
     def names(self) -> Iterator[str]:
         for part in self.parts:
@@ -169,14 +189,20 @@ class Fuse(Rule):
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
         ratio = self.ratio or (1,) * len(self.parts)
         if len(ratio) != len(self.parts):
-            raise ShardingError(f"a ratio of {len(ratio)}, {ratio}, does not fit {len(self.parts)} parts")
+            raise ShardingError(
+                f"a ratio of {len(ratio)}, {ratio}, does not fit {len(self.parts)} parts"
+            )
         unit = _unit(shape, self.axis, self.groups, ratio, sum(ratio))
         found: list[Piece] = []
         for number, (part, share) in enumerate(zip(self.parts, ratio, strict=True)):
-            inner = as_rule(part).pieces(_with(shape, self.axis, self.groups * share * unit), naming)
+            inner = as_rule(part).pieces(
+                _with(shape, self.axis, self.groups * share * unit), naming
+            )
             for group in range(self.groups):
                 place = group * sum(ratio) + sum(ratio[:number])
-                found += _moved(inner, self.axis, group * share * unit, share * unit, place * unit)
+                found += _moved(
+                    inner, self.axis, group * share * unit, share * unit, place * unit
+                )
         return found
 
 
@@ -191,14 +217,18 @@ class Part(_OfOne):
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
         if not 0 <= self.number < len(self.ratio):
-            raise ShardingError(f"a ratio of {len(self.ratio)}, {self.ratio}, has no part {self.number}")
+            raise ShardingError(
+                f"a ratio of {len(self.ratio)}, {self.ratio}, has no part {self.number}"
+            )
         share, total = self.ratio[self.number], sum(self.ratio)
         unit = _unit(shape, self.axis, self.groups, self.ratio, share)
         inner = self._made(_with(shape, self.axis, self.groups * total * unit), naming)
         found: list[Piece] = []
         for group in range(self.groups):
             place = group * total + sum(self.ratio[: self.number])
-            found += _moved(inner, self.axis, place * unit, share * unit, group * share * unit)
+            found += _moved(
+                inner, self.axis, place * unit, share * unit, group * share * unit
+            )
         return found
 
 
@@ -209,22 +239,35 @@ def as_rule(theirs: Theirs) -> Rule:
     return Name(given) if isinstance(given, str) else given
 
 
-def _unit(shape: Shape, axis: int, groups: int, ratio: tuple[int, ...], held: int) -> int:
+def _unit(
+    shape: Shape, axis: int, groups: int, ratio: tuple[int, ...], held: int
+) -> int:
     """How much 1 in a ratio means along this axis, which holds ``held`` of each group."""
-    if not 0 <= axis < len(shape) or groups < 1 or min(ratio, default=0) < 1 or shape[axis] % (groups * held):
+    if (
+        not 0 <= axis < len(shape)
+        or groups < 1
+        or min(ratio, default=0) < 1
+        or shape[axis] % (groups * held)
+    ):
         raise ShardingError(
             f"axis {axis} of shape {shape} cannot be cut into {groups} groups of parts as {ratio}"
         )
     return shape[axis] // (groups * held)
 
 
-def _moved(pieces: Iterable[Piece], axis: int, start: int, extent: int, to: int) -> Iterator[Piece]:
+def _moved(
+    pieces: Iterable[Piece], axis: int, start: int, extent: int, to: int
+) -> Iterator[Piece]:
     """What lies from ``start`` on along an axis, as it lies when ``start`` is moved ``to`` another place."""
     for piece in pieces:
         box = piece.box
-        inside = piece.within(Box(_with(box.offset, axis, start), _with(box.shape, axis, extent)))
+        inside = piece.within(
+            Box(_with(box.offset, axis, start), _with(box.shape, axis, extent))
+        )
         if inside is not None:
-            offset = _with(inside.box.offset, axis, inside.box.offset[axis] - start + to)
+            offset = _with(
+                inside.box.offset, axis, inside.box.offset[axis] - start + to
+            )
             yield replace(inside, box=Box(offset, inside.box.shape), exact=True)
 
 

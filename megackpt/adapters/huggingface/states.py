@@ -26,7 +26,9 @@ from megackpt.state import (
 )
 
 
-def as_huggingface(sharded_state_dict: ShardedStateDict, table: Table) -> ShardedStateDict:
+def as_huggingface(
+    sharded_state_dict: ShardedStateDict, table: Table
+) -> ShardedStateDict:
     """The same state, declared under Hugging Face's names: give it to ``load`` or to ``save`` instead.
 
     Each tensor is declared piece by piece, and each piece is a view of it: a load reads the ranges that this rank
@@ -39,8 +41,17 @@ def as_huggingface(sharded_state_dict: ShardedStateDict, table: Table) -> Sharde
     try:
         shards = extract(sharded_state_dict, native).shards
         declare(shards, rank=0)
-        links = link(table, [(s.key, tuple(s.global_shape)) for s in shards if isinstance(s, ShardedTensor)])
-        result: ShardedStateDict = tree.dict_list_map_outplace(_Renaming(links), sharded_state_dict)
+        links = link(
+            table,
+            [
+                (s.key, tuple(s.global_shape))
+                for s in shards
+                if isinstance(s, ShardedTensor)
+            ],
+        )
+        result: ShardedStateDict = tree.dict_list_map_outplace(
+            _Renaming(links), sharded_state_dict
+        )
     except Exception as error:  # noqa: BLE001 - of a rule or a factory of the caller's, it may be any
         return {"huggingface": _raising(error)}
     return result
@@ -59,7 +70,10 @@ class _Renaming:
     """What becomes of each leaf of a state."""
 
     def __init__(self, links: Links) -> None:
-        self._links = {named: (pieces, Boxes.of(p.box for p in pieces)) for named, pieces in links.items()}
+        self._links = {
+            named: (pieces, Boxes.of(p.box for p in pieces))
+            for named, pieces in links.items()
+        }
 
     def __call__(self, leaf: Any) -> Any:
         leaf = native(leaf)
@@ -67,9 +81,17 @@ class _Renaming:
             return self._around(leaf)
         if not isinstance(leaf, ShardedTensor):
             kept = leaf.data if isinstance(leaf, ShardedObject) else leaf
-            return leaf if isinstance(leaf, LocalNonpersistentObject) else LocalNonpersistentObject(kept)
+            return (
+                leaf
+                if isinstance(leaf, LocalNonpersistentObject)
+                else LocalNonpersistentObject(kept)
+            )
         pieces, boxes = self._links[leaf.key, tuple(leaf.global_shape)]
-        return _Pieced(leaf, pieces, boxes).factory() if pieces else LocalNonpersistentObject(leaf.data)
+        return (
+            _Pieced(leaf, pieces, boxes).factory()
+            if pieces
+            else LocalNonpersistentObject(leaf.data)
+        )
 
     def _around(self, factory: ShardedTensorFactory) -> ShardedTensorFactory:
         """The caller's own factory, with what it builds renamed."""
@@ -78,7 +100,12 @@ class _Renaming:
             return tree.dict_list_map_outplace(self, factory.build_fn(*arguments))
 
         return ShardedTensorFactory(
-            factory.key, factory.data, build, factory.merge_fn, factory.replica_id, factory.flattened_range
+            factory.key,
+            factory.data,
+            build,
+            factory.merge_fn,
+            factory.replica_id,
+            factory.flattened_range,
         )
 
 
@@ -89,15 +116,25 @@ class _Pieced:
     without elements: so all ranks miss the same where one of them is not there, also those that have padding only.
     """
 
-    def __init__(self, shard: ShardedTensor, pieces: Sequence[Piece], boxes: Boxes) -> None:
+    def __init__(
+        self, shard: ShardedTensor, pieces: Sequence[Piece], boxes: Boxes
+    ) -> None:
         prepended = shard.prepend_axis_num
         self.shard = shard
-        self.box = Box(tuple(shard.global_offset), (1,) * prepended + tuple(shard.local_shape))
-        stacked = slice(pieces[0].stacked)  # of a tensor of all layers there are very many
+        self.box = Box(
+            tuple(shard.global_offset), (1,) * prepended + tuple(shard.local_shape)
+        )
+        stacked = slice(
+            pieces[0].stacked
+        )  # of a tensor of all layers there are very many
         start, stop = self.box.offset[stacked], self.box.stop[stacked]
-        near = ((boxes.offset[:, stacked] < stop) & (boxes.stop[:, stacked] > start)).all(axis=1)
+        near = (
+            (boxes.offset[:, stacked] < stop) & (boxes.stop[:, stacked] > start)
+        ).all(axis=1)
         there = [pieces[i] for i in np.flatnonzero(near).tolist()] or pieces[:1]
-        self.pieces = [inside for piece in there if (inside := piece.within(self.box)) is not None]
+        self.pieces = [
+            inside for piece in there if (inside := piece.within(self.box)) is not None
+        ]
         met = {piece.key for piece in self.pieces}
         # A box without elements of what this one does not meet: at the beginning, so inside whatever its shape.
         self.beside = {
@@ -119,13 +156,23 @@ class _Pieced:
     def _built(
         self, _key: str, _data: Any, replica_id: ReplicaId, _range: slice | None
     ) -> list[ShardedTensor]:
-        views = [(piece, piece.view(self.whole[self._place(piece)])) for piece in self.pieces]
-        views += [(p, self.data.new_empty((0, *p.shape[1:]))) for p in self.beside.values()]
+        views = [
+            (piece, piece.view(self.whole[self._place(piece)])) for piece in self.pieces
+        ]
+        views += [
+            (p, self.data.new_empty((0, *p.shape[1:]))) for p in self.beside.values()
+        ]
         return [self._declared(piece, view, replica_id) for piece, view in views]
 
-    def _declared(self, piece: Piece, view: torch.Tensor, replica_id: ReplicaId) -> ShardedTensor:
+    def _declared(
+        self, piece: Piece, view: torch.Tensor, replica_id: ReplicaId
+    ) -> ShardedTensor:
         if piece.tied:
-            replica_id = (1, *replica_id) if isinstance(replica_id, tuple | list) else 1 + replica_id
+            replica_id = (
+                (1, *replica_id)
+                if isinstance(replica_id, tuple | list)
+                else 1 + replica_id
+            )
         return ShardedTensor(
             piece.key,
             view,
@@ -141,10 +188,14 @@ class _Pieced:
     def _merged(self, _loaded: Any) -> torch.Tensor:
         """The tensor itself, which the pieces are views of; zero where there are none."""
         if sum(piece.box.volume for piece in self.pieces) < self.box.volume:
-            padding = torch.ones(self.box.shape, dtype=torch.bool, device=self.data.device)
+            padding = torch.ones(
+                self.box.shape, dtype=torch.bool, device=self.data.device
+            )
             for piece in self.pieces:
                 padding[self._place(piece)] = False
-            bits = self.whole.view(torch.uint8) if self.whole.itemsize == 1 else self.whole  # for float8
+            bits = (
+                self.whole.view(torch.uint8) if self.whole.itemsize == 1 else self.whole
+            )  # for float8
             bits.masked_fill_(padding, 0)
         return self.data
 

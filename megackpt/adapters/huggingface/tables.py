@@ -20,16 +20,30 @@ def llama(config: Mapping[str, Any]) -> Rules:
     Query, key and value are one tensor, group by group; so are gate and up. Norms stand alone, or in the linear layer
     after them.
     """
-    heads, vocabulary = _number(config, "num_attention_heads"), _number(config, "vocab_size")
-    groups = heads if config.get("num_key_value_heads") is None else _number(config, "num_key_value_heads")
+    heads, vocabulary = (
+        _number(config, "num_attention_heads"),
+        _number(config, "vocab_size"),
+    )
+    groups = (
+        heads
+        if config.get("num_key_value_heads") is None
+        else _number(config, "num_key_value_heads")
+    )
     if heads % groups:
-        raise MismatchError(f"num_key_value_heads, {groups}, does not divide num_attention_heads, {heads}")
+        raise MismatchError(
+            f"num_key_value_heads, {groups}, does not divide num_attention_heads, {heads}"
+        )
     ours, theirs = "decoder.layers.#.", "model.layers.#."
-    embedding, output = (Padded(f"{name}.weight", vocabulary) for name in ("model.embed_tokens", "lm_head"))
+    embedding, output = (
+        Padded(f"{name}.weight", vocabulary)
+        for name in ("model.embed_tokens", "lm_head")
+    )
 
     def qkv(kind: str) -> Fuse:
         return Fuse(
-            tuple(f"{theirs}self_attn.{x}_proj.{kind}" for x in "qkv"), (heads // groups, 1, 1), groups
+            tuple(f"{theirs}self_attn.{x}_proj.{kind}" for x in "qkv"),
+            (heads // groups, 1, 1),
+            groups,
         )
 
     def gate_up(kind: str) -> Fuse:
@@ -46,11 +60,15 @@ def llama(config: Mapping[str, Any]) -> Rules:
         f"{ours}mlp.linear_fc1.weight": gate_up("weight"),
         f"{ours}mlp.linear_fc2.weight": f"{theirs}mlp.down_proj.weight",
         "decoder.final_layernorm.weight": "model.norm.weight",
-        "output_layer.weight": Tied(embedding) if config.get("tie_word_embeddings") else output,
+        "output_layer.weight": Tied(embedding)
+        if config.get("tie_word_embeddings")
+        else output,
     }
     if config.get("attention_bias"):
         rules[f"{ours}self_attention.linear_qkv.bias"] = qkv("bias")
-        rules[f"{ours}self_attention.linear_proj.bias"] = f"{theirs}self_attn.o_proj.bias"
+        rules[f"{ours}self_attention.linear_proj.bias"] = (
+            f"{theirs}self_attn.o_proj.bias"
+        )
     if config.get("mlp_bias"):
         rules[f"{ours}mlp.linear_fc1.bias"] = gate_up("bias")
         rules[f"{ours}mlp.linear_fc2.bias"] = f"{theirs}mlp.down_proj.bias"
@@ -62,11 +80,18 @@ def bert(config: Mapping[str, Any], prefix: str = "") -> Rules:
 
     Our keys are named as Megatron-Core names such parts, with the two norms of a layer behind what they follow.
     """
-    heads, vocabulary = _number(config, "num_attention_heads"), _number(config, "vocab_size")
+    heads, vocabulary = (
+        _number(config, "num_attention_heads"),
+        _number(config, "vocab_size"),
+    )
     ours, theirs = "encoder.layers.#.", f"{prefix}encoder.layer.#."
-    qkv = tuple(f"{theirs}attention.self.{part}.*" for part in ("query", "key", "value"))
+    qkv = tuple(
+        f"{theirs}attention.self.{part}.*" for part in ("query", "key", "value")
+    )
     return BESIDE | {
-        "embedding.word_embeddings.weight": Padded(f"{prefix}embeddings.word_embeddings.weight", vocabulary),
+        "embedding.word_embeddings.weight": Padded(
+            f"{prefix}embeddings.word_embeddings.weight", vocabulary
+        ),
         "embedding.position_embeddings.weight": f"{prefix}embeddings.position_embeddings.weight",
         "embedding.tokentype_embeddings.weight": f"{prefix}embeddings.token_type_embeddings.weight",
         "embedding.layernorm.*": f"{prefix}embeddings.LayerNorm.*",
@@ -82,7 +107,11 @@ def bert(config: Mapping[str, Any], prefix: str = "") -> Rules:
 def _number(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
     if type(value) is not int or value < 1:
-        nested = [key for key, inner in config.items() if isinstance(inner, Mapping) and name in inner]
+        nested = [
+            key
+            for key, inner in config.items()
+            if isinstance(inner, Mapping) and name in inner
+        ]
         hint = f" (it is told by its {nested[0]}: give that one)" if nested else ""
         raise MismatchError(
             f"the configuration's {name} must be a whole number from 1 on, not {value!r}{hint}"

@@ -44,10 +44,14 @@ class Described(NamedTuple):
     def is_plain(self) -> bool:
         """Do its elements lie in the storage as they are, one after the other in C order?"""
         axes = zip(self.shape, self.strides, plain_strides(self.shape), strict=True)
-        return not self.lazily and (0 in self.shape or all(n < 2 or a == b for n, a, b in axes))
+        return not self.lazily and (
+            0 in self.shape or all(n < 2 or a == b for n, a, b in axes)
+        )
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        raise BackendError("a tensor stands inside of an object that is neither dict nor list")
+        raise BackendError(
+            "a tensor stands inside of an object that is neither dict nor list"
+        )
 
     @property
     def reach(self) -> int:
@@ -68,13 +72,22 @@ def described(pickle: bytes, *, stand_ins: bool = False) -> Any:
     ``stand_ins``: classes that nobody trusts become stand-ins; otherwise they are UntrustedClass. Raises
     CorruptCheckpoint as ``objects.load`` does.
     """
-    return objects.interpreted(pickle, partial(_find, objects.finder(stand_ins=stand_ins)), _storage)
+    return objects.interpreted(
+        pickle, partial(_find, objects.finder(stand_ins=stand_ins)), _storage
+    )
 
 
 def _find(rest: Find, module: str, name: str) -> Rule:
-    if module == "torch._utils" and name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+    if module == "torch._utils" and name in (
+        "_rebuild_tensor",
+        "_rebuild_tensor_v2",
+        "_rebuild_tensor_v3",
+    ):
         return Rule(_tensor, _tensor)
-    if module == "torch._utils" and name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
+    if module == "torch._utils" and name in (
+        "_rebuild_parameter",
+        "_rebuild_parameter_with_state",
+    ):
         return Rule(_parameter, _parameter)
     if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
         return Rule(_typed, _typed)
@@ -96,12 +109,16 @@ def _storage(persistent_id: Any) -> Held:
     return Held(str(kind).removeprefix("torch."), name, count * kind.itemsize)
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Described | Refused:
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any
+) -> Described | Refused:
     """``rest``: requires_grad, hooks[, dtype][, metadata]."""
     if type(storage) is not Held:
         raise CorruptCheckpoint("a tensor is made on something that is no storage")
     dtype = (
-        str(rest[2]).removeprefix("torch.") if len(rest) > 2 and type(rest[2]) is not dict else storage.dtype
+        str(rest[2]).removeprefix("torch.")
+        if len(rest) > 2 and type(rest[2]) is not dict
+        else storage.dtype
     )
     if dtype not in ITEMSIZE or not storage.dtype:
         return Refused(f"tensor of {dtype or 'a quantized kind'}")
@@ -115,12 +132,19 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
         tuple(k for k in ("conj", "neg") if lazily.get(k)),
     )
     numbers = (offset, *found.shape, *found.strides)
-    sane = all(type(n) is int and 0 <= n < _TOO_MUCH for n in numbers) and len(found.shape) <= _DIMENSIONS
+    sane = (
+        all(type(n) is int and 0 <= n < _TOO_MUCH for n in numbers)
+        and len(found.shape) <= _DIMENSIONS
+    )
     if not sane or len(found.shape) != len(found.strides):
-        raise CorruptCheckpoint(f"a tensor of shape {found.shape[:_DIMENSIONS]} cannot be")
+        raise CorruptCheckpoint(
+            f"a tensor of shape {found.shape[:_DIMENSIONS]} cannot be"
+        )
     size = math.prod(max(n, 1) for n in found.shape) * ITEMSIZE[dtype]
     # What has no elements may stand anywhere.
-    if size >= _TOO_MUCH or (found.reach and (offset + found.reach) * ITEMSIZE[dtype] > storage.nbytes):
+    if size >= _TOO_MUCH or (
+        found.reach and (offset + found.reach) * ITEMSIZE[dtype] > storage.nbytes
+    ):
         raise CorruptCheckpoint(
             f"a tensor of shape {found.shape} reaches beyond its storage {storage.name!r}"
         )

@@ -55,15 +55,27 @@ class Member:
 def aligned_start(member: Member) -> int:
     """Where what follows an aligned header begins."""
     extra = (20 if member.size >= LIMIT else 0) + 4
-    return -(-(member.header + LOCAL.size + len(_FOLDER) + len(member.name) + extra) // ALIGNMENT) * ALIGNMENT
+    return (
+        -(
+            -(member.header + LOCAL.size + len(_FOLDER) + len(member.name) + extra)
+            // ALIGNMENT
+        )
+        * ALIGNMENT
+    )
 
 
 def header(member: Member, aligned: bool = False) -> bytes:
     """The local header. ``aligned``: filled up so that what follows it begins at a multiple of ALIGNMENT."""
     name, size = _FOLDER + member.name, member.size
-    shown, extra = (_BEYOND, struct.pack("<2H2Q", 1, 16, size, size)) if size >= LIMIT else (size, b"")
+    shown, extra = (
+        (_BEYOND, struct.pack("<2H2Q", 1, 16, size, size))
+        if size >= LIMIT
+        else (size, b"")
+    )
     if aligned:  # by the extra field that torch uses for it, too
-        gap = aligned_start(member) - (member.header + LOCAL.size + len(name) + len(extra) + 4)
+        gap = aligned_start(member) - (
+            member.header + LOCAL.size + len(name) + len(extra) + 4
+        )
         extra += struct.pack("<2H", 0x4246, gap) + b"Z" * gap
     fixed = (0, _UTF8, 0, 0, 0, member.crc, shown, shown, len(name), len(extra))
     return LOCAL.pack(b"PK\3\4", *fixed) + name + extra
@@ -75,9 +87,15 @@ def directory(members: list[Member], start: int, wide: bool) -> bytes:
     shown = min(len(members), _MANY)
     if not wide:
         return table + END.pack(b"PK\5\6", 0, 0, shown, shown, len(table), start, 0)
-    end = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, len(members), len(members), len(table), start)
+    end = END64.pack(
+        b"PK\6\6", 44, 45, 45, 0, 0, len(members), len(members), len(table), start
+    )
     end += LOCATOR.pack(b"PK\6\7", 0, start + len(table), 1)
-    return table + end + END.pack(b"PK\5\6", 0, 0, shown, shown, min(len(table), _BEYOND), _BEYOND, 0)
+    return (
+        table
+        + end
+        + END.pack(b"PK\5\6", 0, 0, shown, shown, min(len(table), _BEYOND), _BEYOND, 0)
+    )
 
 
 def _entry(member: Member) -> bytes:
@@ -85,8 +103,28 @@ def _entry(member: Member) -> bytes:
     wide = [size, size] if size >= LIMIT else []
     wide += [place] if place >= LIMIT else []
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    shown, at = (_BEYOND if size >= LIMIT else size), (_BEYOND if place >= LIMIT else place)
-    fixed = (0, 0, _UTF8, 0, 0, 0, member.crc, shown, shown, len(name), len(extra), 0, 0, 0, 0, at)
+    shown, at = (
+        (_BEYOND if size >= LIMIT else size),
+        (_BEYOND if place >= LIMIT else place),
+    )
+    fixed = (
+        0,
+        0,
+        _UTF8,
+        0,
+        0,
+        0,
+        member.crc,
+        shown,
+        shown,
+        len(name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        at,
+    )
     return CENTRAL.pack(b"PK\1\2", *fixed) + name + extra
 
 
@@ -105,7 +143,11 @@ def plain_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _number(value: int, wide: bool) -> bytes:
-    return b"\x8a\x08" + struct.pack("<q", value) if wide else b"J" + struct.pack("<i", value)
+    return (
+        b"\x8a\x08" + struct.pack("<q", value)
+        if wide
+        else b"J" + struct.pack("<i", value)
+    )
 
 
 def _numbers(values: tuple[int, ...], wide: bool) -> bytes:

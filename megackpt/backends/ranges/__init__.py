@@ -38,12 +38,20 @@ def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     if not len(plan):
         return
     job = Job.of(root, plan, into, verify)
-    is_object = np.array([entry.meta.is_object for entry in plan.manifest.tensors], np.bool_)
+    is_object = np.array(
+        [entry.meta.is_object for entry in plan.manifest.tensors], np.bool_
+    )
     objects = is_object[plan.manifest.chunks.tensor[plan.chunk]]
     pieces = Pieces.of(plan, np.flatnonzero(~objects).astype(np.int64))
     with ThreadPoolExecutor(THREADS, "megackpt-read") as pool:
-        jobs = [pool.submit(job.read_objects, rows) for rows in _by_file(plan, np.flatnonzero(objects))]
-        jobs += [pool.submit(Share(job, *share).read) for share in pieces.shares(THREADS, job.checked)]
+        jobs = [
+            pool.submit(job.read_objects, rows)
+            for rows in _by_file(plan, np.flatnonzero(objects))
+        ]
+        jobs += [
+            pool.submit(Share(job, *share).read)
+            for share in pieces.shares(THREADS, job.checked)
+        ]
     _raise_all([error for j in jobs if (error := j.exception())])
 
 

@@ -47,15 +47,23 @@ class Pieces:
     def of(cls, plan: LoadPlan, rows: Int64) -> Pieces:
         chunks = plan.manifest.chunks
         metas = [entry.meta for entry in plan.manifest.tensors]
-        itemsize = np.array([m.itemsize for m in metas], np.int64)[chunks.tensor[plan.chunk[rows]]]
+        itemsize = np.array([m.itemsize for m in metas], np.int64)[
+            chunks.tensor[plan.chunk[rows]]
+        ]
         boxes, origin = _cut(plan.boxes.take(rows), itemsize)
         rows, itemsize = rows[origin], itemsize[origin]
         chunk = plan.chunk[rows]
         width = max(boxes.width, chunks.boxes.width)
         boxes, holder = boxes.widened(width), chunks.boxes.take(chunk).widened(width)
         _check_places(plan, rows, boxes, holder, chunks.length[chunk], itemsize)
-        inner = np.cumprod(holder.shape[:, :0:-1], axis=1)[:, ::-1] if width else holder.shape
-        strides = np.concatenate([inner, np.ones((len(rows), min(width, 1)), np.int64)], axis=1)
+        inner = (
+            np.cumprod(holder.shape[:, :0:-1], axis=1)[:, ::-1]
+            if width
+            else holder.shape
+        )
+        strides = np.concatenate(
+            [inner, np.ones((len(rows), min(width, 1)), np.int64)], axis=1
+        )
         strides = strides * itemsize[:, None]
         low = ((boxes.offset - holder.offset) * strides).sum(axis=1)
         high = low + ((boxes.shape - 1) * strides).sum(axis=1) + itemsize
@@ -66,7 +74,9 @@ class Pieces:
         ndim = np.array([len(m.shape) for m in metas], np.int64)[chunks.tensor[chunk]]
         file = chunks.file[chunk].astype(np.int64)
         columns = (ndim, file, base, chunks.length[chunk], low, high, nbytes, strides)
-        return cls(rows[order], boxes.take(order), *(column[order] for column in columns))
+        return cls(
+            rows[order], boxes.take(order), *(column[order] for column in columns)
+        )
 
     def __len__(self) -> int:
         return len(self.row)
@@ -75,7 +85,9 @@ class Pieces:
         columns = (
             self.ndim, self.file, self.base, self.length, self.low, self.high, self.nbytes, self.strides
         )  # fmt: skip
-        return Pieces(self.row[rows], self.boxes.take(rows), *(column[rows] for column in columns))
+        return Pieces(
+            self.row[rows], self.boxes.take(rows), *(column[rows] for column in columns)
+        )
 
     def spans(self, rows: slice, checked: bool) -> Iterator[tuple[int, int]]:
         """Starts and stops in the file of what will be read for these pieces; computed when asked for.
@@ -90,7 +102,11 @@ class Pieces:
             dense = np.ones(len(mine), np.bool_)
         else:
             dense = high - low - mine.nbytes <= FAR * (mine.nbytes // mine._run() - 1)
-        yield from zip((mine.base + low)[dense].tolist(), (mine.base + high)[dense].tolist(), strict=True)
+        yield from zip(
+            (mine.base + low)[dense].tolist(),
+            (mine.base + high)[dense].tolist(),
+            strict=True,
+        )
 
     def _run(self) -> Int64:
         """Bytes of each piece that lie together in its chunk, at least."""
@@ -102,7 +118,9 @@ class Pieces:
             run = np.where(together, run * extent, run)
         return run
 
-    def shares(self, threads: int, checked: bool) -> Iterator[tuple[Pieces, list[slice]]]:
+    def shares(
+        self, threads: int, checked: bool
+    ) -> Iterator[tuple[Pieces, list[slice]]]:
         """Consecutive pieces of about equal bytes: several shares a thread, so that all end together.
 
         With each share its groups: the pieces that one call fetches, all of one file.
@@ -118,7 +136,10 @@ class Pieces:
             after = int(np.searchsorted(first, part[-1], "right"))
             end = int(first[after]) if after < len(first) else len(self)
             bounds = [*(part - begin).tolist(), end - begin]
-            yield self.take(slice(begin, end)), [slice(a, b) for a, b in pairwise(bounds)]
+            yield (
+                self.take(slice(begin, end)),
+                [slice(a, b) for a, b in pairwise(bounds)],
+            )
 
     def _begins_group(self, checked: bool, before: Int64) -> Bool:
         """Where a group begins: what is not small and simple, or does not follow closely, is a group by itself."""
@@ -165,7 +186,12 @@ def _halves(box: Box, limit: int) -> Iterator[Box]:
 
 
 def _check_places(
-    plan: LoadPlan, rows: Int64, boxes: Boxes, holder: Boxes, length: Int64, itemsize: Int64
+    plan: LoadPlan,
+    rows: Int64,
+    boxes: Boxes,
+    holder: Boxes,
+    length: Int64,
+    itemsize: Int64,
 ) -> None:
     inside = (boxes.offset >= holder.offset) & (boxes.stop <= holder.stop)
     wrong = np.flatnonzero(~inside.all(axis=1) | (holder.volume * itemsize != length))

@@ -87,11 +87,24 @@ class Job:
                         f"{self.root.location}: {name_of(self.plan, row)} should end at byte {start + length}, "
                         f"but the file has {reader.size}"
                     )
-                refuse_hollow(reader, start, length, f"{self.root.location}: {name_of(self.plan, row)}")
-                data = allocate(length, f"{self.root.location}: {name_of(self.plan, row)}")
+                refuse_hollow(
+                    reader,
+                    start,
+                    length,
+                    f"{self.root.location}: {name_of(self.plan, row)}",
+                )
+                data = allocate(
+                    length, f"{self.root.location}: {name_of(self.plan, row)}"
+                )
                 reader.read_into(start, [memoryview(data)])
-                for block, first in enumerate(range(0, length if self.checked else 0, DIGEST_BLOCK)):
-                    self.check(row, block, digest(memoryview(data)[first : first + DIGEST_BLOCK]))
+                for block, first in enumerate(
+                    range(0, length if self.checked else 0, DIGEST_BLOCK)
+                ):
+                    self.check(
+                        row,
+                        block,
+                        digest(memoryview(data)[first : first + DIGEST_BLOCK]),
+                    )
                 self.into.blob(int(self.plan.target[row]), bytes(data))
 
 
@@ -145,7 +158,11 @@ class Share:
         for file, groups in groupby(self.groups, lambda group: files[group.start]):
             mine = list(groups)
             with self.job.open(file) as reader:
-                reader.expect(self.pieces.spans(slice(mine[0].start, mine[-1].stop), self.job.checked))
+                reader.expect(
+                    self.pieces.spans(
+                        slice(mine[0].start, mine[-1].stop), self.job.checked
+                    )
+                )
                 part = _FilePart(self.job, reader)
                 for group in mine:
                     part.fetch(list(islice(opened, group.stop - group.start)))
@@ -155,10 +172,20 @@ class Share:
         pieces, open_ = self.pieces, self.job.into.open
         rows, targets = pieces.row.tolist(), self.job.plan.target[pieces.row].tolist()
         boxes = zip(
-            pieces.ndim.tolist(), pieces.boxes.offset.tolist(), pieces.boxes.shape.tolist(), strict=True
+            pieces.ndim.tolist(),
+            pieces.boxes.offset.tolist(),
+            pieces.boxes.shape.tolist(),
+            strict=True,
         )
-        columns = (pieces.base.tolist(), pieces.length.tolist(), pieces.low.tolist(), pieces.strides.tolist())
-        for row, target, (ndim, offset, shape), *place in zip(rows, targets, boxes, *columns, strict=True):
+        columns = (
+            pieces.base.tolist(),
+            pieces.length.tolist(),
+            pieces.low.tolist(),
+            pieces.strides.tolist(),
+        )
+        for row, target, (ndim, offset, shape), *place in zip(
+            rows, targets, boxes, *columns, strict=True
+        ):
             box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
             yield _Piece(row, target, box, open_(target, box), *place)
 
@@ -171,7 +198,9 @@ class _FilePart:
         self.reader = reader
         self._dropped = memoryview(b"")
         self._window = memoryview(b"")
-        self._block = memoryview(b"")  # the bytes of the digest block that was read last
+        self._block = memoryview(
+            b""
+        )  # the bytes of the digest block that was read last
         self._block_of = (-1, -1)  # chunk's start, number
 
     def fetch(self, group: list[_Piece]) -> None:
@@ -187,7 +216,8 @@ class _FilePart:
         buffers: list[memoryview] = []
         begin = position = pieces[0].base + pieces[0].low
         landed = [
-            p.array if p.array.flags.c_contiguous else np.empty_like(p.array, order="C") for p in pieces
+            p.array if p.array.flags.c_contiguous else np.empty_like(p.array, order="C")
+            for p in pieces
         ]
         for piece, place in zip(pieces, landed, strict=True):
             start = piece.base + piece.low
@@ -199,7 +229,9 @@ class _FilePart:
         self.reader.read_into(begin, buffers)
         for piece, place in zip(pieces, landed, strict=True):
             if self.job.checked:
-                self.job.check(piece.row, piece.low // DIGEST_BLOCK, digest(octets(place)))
+                self.job.check(
+                    piece.row, piece.low // DIGEST_BLOCK, digest(octets(place))
+                )
             if place is not piece.array:
                 piece.array[...] = place
 
@@ -210,14 +242,19 @@ class _FilePart:
         if runs == 1:
             self._fill_run(piece, low, array)
             return
-        span = sum((n - 1) * s for n, s in zip(array.shape, strides, strict=False)) + array.itemsize
+        span = (
+            sum((n - 1) * s for n, s in zip(array.shape, strides, strict=False))
+            + array.itemsize
+        )
         if not self.job.checked and span - array.nbytes > GAP * (runs - 1):
             for index in product(*map(range, array.shape[:outer])):
                 start = low + sum(i * s for i, s in zip(index, strides, strict=False))
                 self._fill_run(piece, start, array[index])
         elif span <= WINDOW:
             window = self._scratch(piece, low, span)
-            array[...] = np.ndarray(array.shape, array.dtype, window, 0, strides[: array.ndim])
+            array[...] = np.ndarray(
+                array.shape, array.dtype, window, 0, strides[: array.ndim]
+            )
         else:
             for start, part in _slabs(low, array, strides):
                 self._fill(piece, start, part, strides)
@@ -252,7 +289,11 @@ class _FilePart:
             last = min(first + DIGEST_BLOCK, piece.length)
             part = place[position - low : min(last, stop) - low]
             if position == first and last <= stop:
-                self.job.check(piece.row, block, read_digested(self.reader, piece.base + first, part))
+                self.job.check(
+                    piece.row,
+                    block,
+                    read_digested(self.reader, piece.base + first, part),
+                )
             else:
                 part[:] = self._edge(piece, block)[position - first :][: len(part)]
             position = last
@@ -264,7 +305,9 @@ class _FilePart:
             if not self._block:
                 self._block = memoryview(bytearray(DIGEST_BLOCK))
             self._block_of = (-1, -1)
-            found = read_digested(self.reader, piece.base + block * DIGEST_BLOCK, self._block[:size])
+            found = read_digested(
+                self.reader, piece.base + block * DIGEST_BLOCK, self._block[:size]
+            )
             self.job.check(piece.row, block, found)
             self._block_of = (piece.base, block)
         return self._block[:size]
@@ -281,7 +324,10 @@ def _outer_axes(array: Array, strides: list[int]) -> int:
 
 
 def _c_strides(array: Array) -> list[int]:
-    return [array.itemsize * math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim)]
+    return [
+        array.itemsize * math.prod(array.shape[axis + 1 :])
+        for axis in range(array.ndim)
+    ]
 
 
 def _slabs(low: int, array: Array, strides: list[int]) -> Iterator[tuple[int, Array]]:

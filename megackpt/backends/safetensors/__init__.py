@@ -62,9 +62,14 @@ class Safetensors(Backend):
     follows_links: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for option, value in (("shards", self.shards), ("max_shard_bytes", self.max_shard_bytes)):
+        for option, value in (
+            ("shards", self.shards),
+            ("max_shard_bytes", self.max_shard_bytes),
+        ):
             if value is not None and (type(value) is not int or value < 1):
-                raise BackendError(f"{option} is a whole number from 1 on, not {value!r}")
+                raise BackendError(
+                    f"{option} is a whole number from 1 on, not {value!r}"
+                )
 
     @property
     def last_file(self) -> str:
@@ -72,7 +77,9 @@ class Safetensors(Backend):
         return INDEX if (self.shards or 1) > 1 else "megackpt.index"
 
     def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - same names for any number
-        beside = [sidecars.folder(entry) for entry in manifest.tensors if entry.meta.is_object]
+        beside = [
+            sidecars.folder(entry) for entry in manifest.tensors if entry.meta.is_object
+        ]
         names = [file.name for file in self._arranged(manifest)]
         # Beside several files a single one would be taken for the checkpoint. Beside that the index is not looked at.
         return [*names, *([] if names == [WHOLE] else [WHOLE, INDEX]), *beside]
@@ -86,11 +93,17 @@ class Safetensors(Backend):
 
     def layout(self, manifest: Manifest) -> Mapping[str, Location]:
         """Raises BackendError naming the tensors that the format cannot hold."""
-        return {key: place for file in self._arranged(manifest) for key, place in file.places.items()}
+        return {
+            key: place
+            for file in self._arranged(manifest)
+            for key, place in file.places.items()
+        }
 
     def lone_file(self, manifest: Manifest) -> str:
         """The one file that holds all of this manifest. Raises BackendError where it takes more, naming what."""
-        if beside := [repr(entry.key) for entry in manifest.tensors if entry.meta.is_object]:
+        if beside := [
+            repr(entry.key) for entry in manifest.tensors if entry.meta.is_object
+        ]:
             raise BackendError(
                 f"a safetensors file holds tensors only, which these are not: {some(beside, between=', ')}. Write a "
                 "directory, where they go into files beside it, or leave them out"
@@ -113,11 +126,15 @@ class Safetensors(Backend):
             entry = plan.tensors[number]
             if entry.meta.is_object:
                 box = plan.boxes.row(row, len(entry.meta.shape))
-                found[row] = places.Landed(*sidecars.write_object(root, entry, box, data.blocks(row)))
+                found[row] = places.Landed(
+                    *sidecars.write_object(root, entry, box, data.blocks(row))
+                )
         return places.result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
-        manifest, _ = places.surveyed(root, *places.gathered(manifest, self.layout(manifest)))
+        manifest, _ = places.surveyed(
+            root, *places.gathered(manifest, self.layout(manifest))
+        )
         files = self._arranged(manifest)
         for file in files:
             with root.update(file.name) as updater:
@@ -126,11 +143,17 @@ class Safetensors(Backend):
             return Finished(manifest)
         found = [place for file in files for place in file.places.items()]
         total = sum(place.length for _, place in found)
-        return Finished(manifest, {INDEX: weight_maps.emit(total, {key: place.file for key, place in found})})
+        return Finished(
+            manifest,
+            {INDEX: weight_maps.emit(total, {key: place.file for key, place in found})},
+        )
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
         # What an author noted in a header is no blob: it becomes one when it is read.
-        made = [entry.is_common and manifest.encoding == "noted" for entry in manifest.tensors]
+        made = [
+            entry.is_common and manifest.encoding == "noted"
+            for entry in manifest.tensors
+        ]
         return ~np.array(made, np.bool_)[manifest.chunks.tensor]
 
     def recognises(self, root: Storage) -> bool:
@@ -148,16 +171,31 @@ class Safetensors(Backend):
         root = root.following()
         index, files = _files_in(root)
         if not index and not files:
-            raise NotACheckpoint(f"{root.location} has no safetensors file, or several and no index of them")
+            raise NotACheckpoint(
+                f"{root.location} has no safetensors file, or several and no index of them"
+            )
         told = weight_maps.read(root, index) if index else {}
-        contents = {file: read_header(root, file) for file in files or dict.fromkeys(told.values())}
+        contents = {
+            file: read_header(root, file)
+            for file in files or dict.fromkeys(told.values())
+        }
         tensors = [found for content in contents.values() for found in content.tensors]
         if index:
-            weight_maps.check(f"{root.location}/{index}", told, [(e.key, place.file) for e, place in tensors])
-        found = [(entry, Box.whole(entry.meta.shape), place) for entry, place in tensors]
+            weight_maps.check(
+                f"{root.location}/{index}",
+                told,
+                [(e.key, place.file) for e, place in tensors],
+            )
+        found = [
+            (entry, Box.whole(entry.meta.shape), place) for entry, place in tensors
+        ]
         found += [] if isinstance(root, SingleFile) else list(sidecars.objects_in(root))
         # What else an author noted, in the first file that has any of it, unless there is a common state.
-        noted = [file for file, content in contents.items() if set(content.metadata) - {"format"}][:1]
+        noted = [
+            file
+            for file, content in contents.items()
+            if set(content.metadata) - {"format"}
+        ][:1]
         noted = [] if any(entry.is_common for entry, _, _ in found) else noted
         found += [(COMMON, Box((), ()), Location(file, 0, 0)) for file in noted]
         manifest = places.told(root, found, (self.name, self.version))
@@ -180,10 +218,14 @@ def _files_in(root: Storage) -> tuple[str, list[str]]:
     names = root.list()
     if isinstance(root, SingleFile):
         return "", names
-    indices = [name for name in names if name.endswith(f".safetensors{weight_maps.ENDING}")]
+    indices = [
+        name for name in names if name.endswith(f".safetensors{weight_maps.ENDING}")
+    ]
     files = [name for name in names if name.endswith(".safetensors")]
     if WHOLE in files:
         return "", [WHOLE]
     if indices:
-        return (INDEX if INDEX in indices else indices[0] if len(indices) == 1 else ""), []
+        return (
+            INDEX if INDEX in indices else indices[0] if len(indices) == 1 else ""
+        ), []
     return "", files if len(files) == 1 else []

@@ -93,11 +93,20 @@ def arranged(
     One file is ``<stem>.safetensors``, several (also where there are too few tensors for all that were asked for)
     are ``<stem>-00001-of-0000N.safetensors``.
     """
-    parts = list(_within(tensors, max_bytes) if shards is None else _divided(tensors, shards)) or [[]]
+    parts = list(
+        _within(tensors, max_bytes) if shards is None else _divided(tensors, shards)
+    ) or [[]]
     count = len(parts)
     several = count > 1 or (shards or 1) > 1
-    names = [f"{stem}-{i + 1:05}-of-{count:05}" for i in range(count)] if several else [stem]
-    return tuple(_file(f"{name}.safetensors", part) for name, part in zip(names, parts, strict=True))
+    names = (
+        [f"{stem}-{i + 1:05}-of-{count:05}" for i in range(count)]
+        if several
+        else [stem]
+    )
+    return tuple(
+        _file(f"{name}.safetensors", part)
+        for name, part in zip(names, parts, strict=True)
+    )
 
 
 def _size(meta: TensorMeta) -> int:
@@ -144,14 +153,21 @@ def _file(name: str, tensors: list[TensorEntry]) -> TensorFile:
     end = 0
     for key, meta in ordered:
         begin, end = end, end + _size(meta)
-        header[key] = {"dtype": _NAMES[meta.dtype], "shape": meta.shape, "data_offsets": (begin, end)}
+        header[key] = {
+            "dtype": _NAMES[meta.dtype],
+            "shape": meta.shape,
+            "data_offsets": (begin, end),
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _PREFIX)
     if len(text) > LONGEST:
-        raise BackendError(f"{name} would need a header of {len(text)} bytes: choose more files (shards)")
+        raise BackendError(
+            f"{name} would need a header of {len(text)} bytes: choose more files (shards)"
+        )
     first = _PREFIX + len(text)
     places = {
-        key: Location(name, first + header[key]["data_offsets"][0], _size(meta)) for key, meta in ordered
+        key: Location(name, first + header[key]["data_offsets"][0], _size(meta))
+        for key, meta in ordered
     }
     return TensorFile(name, len(text).to_bytes(_PREFIX, "little") + text, places)
 
@@ -184,7 +200,9 @@ def read_header(root: Storage, name: str) -> Contents:
                 )
             length = bytearray(_PREFIX)
             reader.read_into(0, [memoryview(length)])
-            text = read_dense(reader, _PREFIX, int.from_bytes(length, "little"), "its header")
+            text = read_dense(
+                reader, _PREFIX, int.from_bytes(length, "little"), "its header"
+            )
             return _parsed(text, name, reader.size)
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{root.location}/{name}: {error}") from error
@@ -194,21 +212,40 @@ def _parsed(text: bytearray, name: str, size: int) -> Contents:
     try:
         header = json.loads(text, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"its header is no JSON that could be right: {error}") from error
+        raise CorruptCheckpoint(
+            f"its header is no JSON that could be right: {error}"
+        ) from error
     metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise CorruptCheckpoint(f"its {METADATA} is no dict of texts")
     first = _PREFIX + len(text)
-    found = [(TensorEntry(key, _meta(key, info)), *_offsets(key, info)) for key, info in header.items()]
+    found = [
+        (TensorEntry(key, _meta(key, info)), *_offsets(key, info))
+        for key, info in header.items()
+    ]
     _check_places(found, size - first)
     return Contents(
-        [(entry, Location(name, first + begin, end - begin)) for entry, begin, end in found], metadata
+        [
+            (entry, Location(name, first + begin, end - begin))
+            for entry, begin, end in found
+        ],
+        metadata,
     )
 
 
 def _meta(key: str, info: Any) -> TensorMeta:
-    dtype, shape = (info.get("dtype"), info.get("shape")) if isinstance(info, dict) else (None, None)
-    if not isinstance(dtype, str) or not isinstance(shape, list) or not _are_counts(shape):
+    dtype, shape = (
+        (info.get("dtype"), info.get("shape"))
+        if isinstance(info, dict)
+        else (None, None)
+    )
+    if (
+        not isinstance(dtype, str)
+        or not isinstance(shape, list)
+        or not _are_counts(shape)
+    ):
         raise CorruptCheckpoint(f"{key!r} has no dtype or no shape")
     if dtype not in _DTYPES:
         raise BackendError(f"{key!r} is of {dtype!r}, which this release does not know")
@@ -226,7 +263,9 @@ def _offsets(key: str, info: dict[str, Any]) -> tuple[int, int]:
 
 
 def _are_counts(numbers: list[Any]) -> bool:
-    return len(numbers) <= 64 and all(type(n) is int and 0 <= n < _TOO_MUCH for n in numbers)
+    return len(numbers) <= 64 and all(
+        type(n) is int and 0 <= n < _TOO_MUCH for n in numbers
+    )
 
 
 def _check_places(found: list[tuple[TensorEntry, int, int]], size: int) -> None:
@@ -238,7 +277,11 @@ def _check_places(found: list[tuple[TensorEntry, int, int]], size: int) -> None:
                 f"{key!r}, {meta.dtype} of shape {meta.shape}, is said to have {end - begin} bytes"
             )
         if begin != position:
-            raise CorruptCheckpoint(f"{key!r} should begin at byte {position} of the data, not {begin}")
+            raise CorruptCheckpoint(
+                f"{key!r} should begin at byte {position} of the data, not {begin}"
+            )
         position = end
     if position != size:
-        raise CorruptCheckpoint(f"its tensors have {position} bytes, and {size} follow the header")
+        raise CorruptCheckpoint(
+            f"its tensors have {position} bytes, and {size} follow the header"
+        )

@@ -19,7 +19,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target, read_config
+from megackpt.backends.base import (
+    CONFIG,
+    Backend,
+    Finished,
+    Source,
+    Target,
+    read_config,
+)
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_dist import checksums, foreign, table, writing
 from megackpt.backends.torch_dist.listing import read_listing
@@ -47,10 +54,16 @@ class TorchDist(Backend):
 
     def __post_init__(self) -> None:
         if type(self.files_per_rank) is not int or self.files_per_rank < 1:
-            raise BackendError(f"files_per_rank is a whole number from 1 on, not {self.files_per_rank!r}")
+            raise BackendError(
+                f"files_per_rank is a whole number from 1 on, not {self.files_per_rank!r}"
+            )
         hint = self.separation_hint
-        if hint is not None and (not hint or "/" in hint or "\0" in hint or len(hint) > 200):
-            raise BackendError(f"separation_hint becomes part of file names, which {hint!r} cannot")
+        if hint is not None and (
+            not hint or "/" in hint or "\0" in hint or len(hint) > 200
+        ):
+            raise BackendError(
+                f"separation_hint becomes part of file names, which {hint!r} cannot"
+            )
 
     def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - any key may match the hint
         prefixes = [""] if self.separation_hint is None else ["", self.separation_hint]
@@ -71,9 +84,13 @@ class TorchDist(Backend):
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002 - all data is in place
         common = np.array([entry.is_common for entry in manifest.tensors], np.bool_)
-        return Finished(manifest, {METADATA: table.emit(manifest, common), **self.config()})
+        return Finished(
+            manifest, {METADATA: table.emit(manifest, common), **self.config()}
+        )
 
-    def renewed(self, files: Mapping[str, bytes], before: str, now: str) -> Mapping[str, bytes] | None:
+    def renewed(
+        self, files: Mapping[str, bytes], before: str, now: str
+    ) -> Mapping[str, bytes] | None:
         data = table.renamed(files[METADATA], before, now)
         return None if data is None else {**files, METADATA: data}
 
@@ -82,7 +99,9 @@ class TorchDist(Backend):
             named = read_config(root) is not None
         except CorruptCheckpoint:
             return False
-        return super().recognises(root) if named else root.size(METADATA) is not None  # stock DCP
+        return (
+            super().recognises(root) if named else root.size(METADATA) is not None
+        )  # stock DCP
 
     def read_manifest(self, root: Storage) -> Manifest:
         return foreign.read_manifest(root, METADATA, (self.name, self.version))
@@ -96,7 +115,9 @@ class TorchDist(Backend):
             native.read(root, plan, into, verify)
 
     def extended(self, root: Storage) -> Collection[str]:
-        return {name for name, _, place in read_listing(root, METADATA) if place.through}
+        return {
+            name for name, _, place in read_listing(root, METADATA) if place.through
+        }
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
         return checksums.problems(root, manifest)
@@ -108,6 +129,8 @@ def _is_integrity_manifest(root: Storage) -> bool:
         return False
     try:
         fields = json.loads(root.get(INTEGRITY, limit=1 << 28))
-        return isinstance(fields["algorithm"], str) and isinstance(fields["files"], dict)
+        return isinstance(fields["algorithm"], str) and isinstance(
+            fields["files"], dict
+        )
     except (CorruptCheckpoint, ValueError, TypeError, KeyError, RecursionError):
         return False

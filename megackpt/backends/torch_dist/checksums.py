@@ -22,7 +22,9 @@ def problems(root: Storage, manifest: Manifest) -> list[str] | None:
     chunks = manifest.chunks
     placed = np.flatnonzero(chunks.file >= 0)
     places = np.stack([chunks.file[placed], chunks.start[placed]])
-    order = placed[np.unique(places, axis=1, return_index=True)[1]]  # several chunks may share a record
+    order = placed[
+        np.unique(places, axis=1, return_index=True)[1]
+    ]  # several chunks may share a record
     shares = [order[i : i + _SHARE] for i in range(0, len(order), _SHARE)]
     with ThreadPoolExecutor(THREADS, "megackpt-checksums") as pool:
         done = list(pool.map(lambda rows: _share(root, manifest, rows), shares))
@@ -41,13 +43,18 @@ def _share(root: Storage, manifest: Manifest, rows: Int64) -> tuple[list[str], b
             continue  # told already, once for the file
         with root.open(name) as reader:
             for row in group:
-                record = Checked(reader, int(chunks.start[row]), int(chunks.length[row]))
+                record = Checked(
+                    reader, int(chunks.start[row]), int(chunks.length[row])
+                )
                 try:
                     found += [
-                        f"{_label(manifest, row)}: {p}: {root.location}/{name}" for p in record.damage()
+                        f"{_label(manifest, row)}: {p}: {root.location}/{name}"
+                        for p in record.damage()
                     ]
                 except CorruptCheckpoint as error:
-                    found.append(f"{_label(manifest, row)}: {error}: {root.location}/{name}")
+                    found.append(
+                        f"{_label(manifest, row)}: {error}: {root.location}/{name}"
+                    )
                 unchecked = unchecked or record.unchecked
     return found, unchecked
 

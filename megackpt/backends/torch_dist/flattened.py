@@ -31,22 +31,36 @@ def true_shapes(metadata: Record) -> dict[str, tuple[int, ...]]:
             shape = about.get(_SHAPE) if type(about) is dict else None
             if shape is None:
                 continue
-            if not isinstance(shape, tuple) or not all(type(n) is int and 0 < n < 1 << 63 for n in shape):
-                raise CorruptCheckpoint(f"{name!r} is flattened, of a shape that no tensor has: {shape}")
+            if not isinstance(shape, tuple) or not all(
+                type(n) is int and 0 < n < 1 << 63 for n in shape
+            ):
+                raise CorruptCheckpoint(
+                    f"{name!r} is flattened, of a shape that no tensor has: {shape}"
+                )
             if found.setdefault(name, tuple(shape)) != tuple(shape):
-                raise CorruptCheckpoint(f"{name!r} is flattened, of shapes {found[name]} and {shape}")
+                raise CorruptCheckpoint(
+                    f"{name!r} is flattened, of shapes {found[name]} and {shape}"
+                )
     return found
 
 
 class Cells:
     """How one flattened tensor of this true shape is cut. Raises CorruptCheckpoint where it cannot be so."""
 
-    def __init__(self, name: str, listed: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, name: str, listed: tuple[int, ...], shape: tuple[int, ...]
+    ) -> None:
         *counts, volume = listed or (0,)
-        fits = len(counts) == len(shape) and all(c and not n % c for n, c in zip(shape, counts, strict=True))
-        self._extents = tuple(n // c for n, c in zip(shape, counts, strict=True)) if fits else ()
+        fits = len(counts) == len(shape) and all(
+            c and not n % c for n, c in zip(shape, counts, strict=True)
+        )
+        self._extents = (
+            tuple(n // c for n, c in zip(shape, counts, strict=True)) if fits else ()
+        )
         if not fits or math.prod(self._extents) != volume:
-            raise CorruptCheckpoint(f"{name!r} of shape {shape} cannot be flattened to {listed}")
+            raise CorruptCheckpoint(
+                f"{name!r} of shape {shape} cannot be flattened to {listed}"
+            )
         self._name = name
 
     def boxes(self, run: Box) -> Iterator[Box]:
@@ -54,7 +68,9 @@ class Cells:
         *index, start = run.offset
         *cells, count = run.shape
         if any(n != 1 for n in cells):
-            raise CorruptCheckpoint(f"the chunk {run} of the flattened {self._name!r} is in no single cell")
+            raise CorruptCheckpoint(
+                f"the chunk {run} of the flattened {self._name!r} is in no single cell"
+            )
         offset = tuple(i * n for i, n in zip(index, self._extents, strict=True))
         return Box(offset, self._extents).runs(start, start + count)
 
@@ -76,8 +92,12 @@ class Parts:
     """The Part of each chunk. Chunks of one tensor that begin at the same byte share a record, in order of offsets."""
 
     def __init__(self, chunks: Chunks) -> None:
-        order = np.lexsort((*chunks.boxes.offset.T[::-1], chunks.start, chunks.file, chunks.tensor))
-        keys = np.stack([column[order] for column in (chunks.tensor, chunks.file, chunks.start)])
+        order = np.lexsort(
+            (*chunks.boxes.offset.T[::-1], chunks.start, chunks.file, chunks.tensor)
+        )
+        keys = np.stack(
+            [column[order] for column in (chunks.tensor, chunks.file, chunks.start)]
+        )
         fresh = np.ones(len(order), np.bool_)
         fresh[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
         record = np.cumsum(fresh) - 1
@@ -89,4 +109,6 @@ class Parts:
         self._held[order] = np.diff(passed[first])[record]
 
     def __getitem__(self, chunk: int) -> Part:
-        return Part(int(self._before[chunk]), int(self._volume[chunk]), int(self._held[chunk]))
+        return Part(
+            int(self._before[chunk]), int(self._volume[chunk]), int(self._held[chunk])
+        )

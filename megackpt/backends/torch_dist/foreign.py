@@ -11,12 +11,24 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megackpt.backends.torch_dist import flattened
-from megackpt.backends.torch_dist.listing import Listed, Listing, Location, check_files, read_listing
+from megackpt.backends.torch_dist.listing import (
+    Listed,
+    Listing,
+    Location,
+    check_files,
+    read_listing,
+)
 from megackpt.backends.torch_dist.naming import objects_named
 from megackpt.backends.torch_dist.writing import COMMON_FILE
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box
-from megackpt.planning.manifest import COMMON, ITEMSIZE, Manifest, TensorEntry, TensorMeta
+from megackpt.planning.manifest import (
+    COMMON,
+    ITEMSIZE,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+)
 from megackpt.runtime.storage import Storage
 
 
@@ -42,15 +54,26 @@ def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifes
     if COMMON_FILE in root.list():
         # Where there are both, common.pt counts: Megatron-Core, too, looks for it first.
         found = [item for item in found if not item.entry.is_common]
-        found.append(_Stored(COMMON, Box((), ()), Location(COMMON_FILE, 0, root.size(COMMON_FILE) or 0)))
+        found.append(
+            _Stored(
+                COMMON,
+                Box((), ()),
+                Location(COMMON_FILE, 0, root.size(COMMON_FILE) or 0),
+            )
+        )
     check_files(root, [Listed(item.entry.key, item.box, item.place) for item in found])
     tensors: dict[TensorEntry, int] = {}
-    rows = [(tensors.setdefault(entry, len(tensors)), box, *place[:3]) for entry, box, place in found]
+    rows = [
+        (tensors.setdefault(entry, len(tensors)), box, *place[:3])
+        for entry, box, place in found
+    ]
     return replace(Manifest.of(tensors, rows), encoding="native", backend=backend)
 
 
 def _items(listing: Listing) -> Iterator[_Stored]:
-    named = objects_named(name for name, meta in listing.tensors.items() if meta.is_object)
+    named = objects_named(
+        name for name, meta in listing.tensors.items() if meta.is_object
+    )
     shapes = flattened.true_shapes(listing.record)
     for name, box, place in listing:
         if place.through:
@@ -70,4 +93,6 @@ def _items(listing: Listing) -> Iterator[_Stored]:
         shape = shapes.get(name, listed.shape)
         cells = flattened.Cells(name, listed.shape, shape) if name in shapes else None
         for part in (box,) if cells is None else cells.boxes(box):
-            yield _Stored(TensorEntry(name, TensorMeta(shape, listed.dtype)), part, place)
+            yield _Stored(
+                TensorEntry(name, TensorMeta(shape, listed.dtype)), part, place
+            )

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megackpt.backends.torch_dist.pickles import Record, Size, read_metadata
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, UntrustedClass, some
+from megackpt.errors import (
+    BackendError,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    UntrustedClass,
+    some,
+)
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorMeta
 from megackpt.runtime.storage import Storage
@@ -54,21 +60,33 @@ class Listing:
             if meta.is_object:
                 yield Listed(name, Box((), ()), self._found(name, None))
             else:
-                yield from self._chunks(name, meta, self._described[name].field("chunks"))
+                yield from self._chunks(
+                    name, meta, self._described[name].field("chunks")
+                )
 
     def _chunks(self, name: str, meta: TensorMeta, chunks: Any) -> Iterator[Listed]:
         if type(chunks) is not list:
             raise CorruptCheckpoint(f"{name!r} has no chunks")
         if not chunks and 0 not in meta.shape:
-            raise CorruptCheckpoint(f"it lists no chunk of {name!r}, which has the shape {meta.shape}")
+            raise CorruptCheckpoint(
+                f"it lists no chunk of {name!r}, which has the shape {meta.shape}"
+            )
         whole = Box.whole(meta.shape)
         taken: set[tuple[str, int]] = set()
-        for box in dict.fromkeys(_box(name, chunk, len(meta.shape)) for chunk in chunks):
+        for box in dict.fromkeys(
+            _box(name, chunk, len(meta.shape)) for chunk in chunks
+        ):
             if not whole.contains(box):
-                raise CorruptCheckpoint(f"the chunk {box} of {name!r} lies outside of its shape {meta.shape}")
+                raise CorruptCheckpoint(
+                    f"the chunk {box} of {name!r} lies outside of its shape {meta.shape}"
+                )
             place = self._found(name, box.offset)
-            if not place.through and place.length < box.volume * ITEMSIZE.get(meta.dtype, 0):
-                raise CorruptCheckpoint(f"{place.length} bytes cannot hold {name!r} {box} of {meta.dtype}")
+            if not place.through and place.length < box.volume * ITEMSIZE.get(
+                meta.dtype, 0
+            ):
+                raise CorruptCheckpoint(
+                    f"{place.length} bytes cannot hold {name!r} {box} of {meta.dtype}"
+                )
             if (place.file, place.start) in taken:
                 raise CorruptCheckpoint(
                     f"two chunks of {name!r} are to begin at byte {place.start} of {place.file!r}"
@@ -80,7 +98,9 @@ class Listing:
         try:
             return self._places[name, offset]
         except KeyError:
-            raise CorruptCheckpoint(f"it does not tell where {name!r:.300} (at {offset}) is stored") from None
+            raise CorruptCheckpoint(
+                f"it does not tell where {name!r:.300} (at {offset}) is stored"
+            ) from None
 
 
 def read_listing(root: Storage, name: str) -> Listing:
@@ -125,7 +145,9 @@ def _places(stored: Any) -> Iterator[tuple[tuple[str, Any], Location]]:
             raise CorruptCheckpoint("its table of places holds something else")
         name, offset = index.field("fqn"), index.field("offset")
         if type(name) is not str or not (offset is None or type(offset) is Size):
-            raise CorruptCheckpoint("its table of places tells of an item without a name or offset")
+            raise CorruptCheckpoint(
+                "its table of places tells of an item without a name or offset"
+            )
         yield (name, offset), _place(name, info)
 
 
@@ -148,7 +170,13 @@ def _meta(name: str, item: Any) -> TensorMeta:
 
 def _dtype(name: str, properties: Any) -> str:
     state = properties.state if _is(properties, "TensorProperties") else None
-    dtype = state[0] if type(state) is tuple and state else properties.field("dtype") if state else None
+    dtype = (
+        state[0]
+        if type(state) is tuple and state
+        else properties.field("dtype")
+        if state
+        else None
+    )
     if type(dtype) is not str or dtype == OBJECT:
         raise CorruptCheckpoint(f"{name!r} has no dtype")
     return dtype
@@ -156,22 +184,40 @@ def _dtype(name: str, properties: Any) -> str:
 
 def _box(name: str, chunk: Any, ndim: int) -> Box:
     offset, shape = (
-        (chunk.field("offsets"), chunk.field("sizes")) if isinstance(chunk, Record) else (None, None)
+        (chunk.field("offsets"), chunk.field("sizes"))
+        if isinstance(chunk, Record)
+        else (None, None)
     )
-    if type(offset) is not Size or type(shape) is not Size or not len(offset) == len(shape) == ndim:
-        raise CorruptCheckpoint(f"a chunk of {name!r} is no region of a tensor of {ndim} dimensions")
+    if (
+        type(offset) is not Size
+        or type(shape) is not Size
+        or not len(offset) == len(shape) == ndim
+    ):
+        raise CorruptCheckpoint(
+            f"a chunk of {name!r} is no region of a tensor of {ndim} dimensions"
+        )
     return Box(tuple(offset), tuple(shape))
 
 
 def _place(name: str, info: Record) -> Location:
-    file, start, length = info.field("relative_path"), info.field("offset"), info.field("length")
+    file, start, length = (
+        info.field("relative_path"),
+        info.field("offset"),
+        info.field("length"),
+    )
     if type(file) is not str or type(start) is not int or type(length) is not int:
         raise CorruptCheckpoint(f"the place of {name!r} is none")
     if any(part in ("", ".", "..") for part in file.split("/")) or "\0" in file:
-        raise CorruptCheckpoint(f"the place of {name!r}, {file!r}, is no file inside the checkpoint")
+        raise CorruptCheckpoint(
+            f"the place of {name!r}, {file!r}, is no file inside the checkpoint"
+        )
     if min(start, length) < 0 or start + length >= 1 << 63:
-        raise CorruptCheckpoint(f"the place of {name!r} is {length} bytes from {start} on")
+        raise CorruptCheckpoint(
+            f"the place of {name!r} is {length} bytes from {start} on"
+        )
     through = info.field("transform_descriptors") or []
     if type(through) is not list or not all(type(one) is str for one in through):
-        raise CorruptCheckpoint(f"{name!r} is stored through something that is no extension")
+        raise CorruptCheckpoint(
+            f"{name!r} is stored through something that is no extension"
+        )
     return Location(file, start, length, tuple(through))

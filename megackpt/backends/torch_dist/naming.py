@@ -6,7 +6,13 @@ import re
 from collections.abc import Iterable
 
 from megackpt.planning.box import Box
-from megackpt.planning.manifest import COMMON_KEY, OBJECT, TensorEntry, TensorMeta, unique_key
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    OBJECT,
+    TensorEntry,
+    TensorMeta,
+    unique_key,
+)
 
 LISTED_COMMON = unique_key(COMMON_KEY, (0,), (1,))
 """The item in which Megatron-Core from 0.19 on keeps the common state, as ``[dict]``. It writes no common.pt."""
@@ -26,9 +32,18 @@ def parse_name(name: str) -> Name:
     match = _SHARD.fullmatch(name)
     if match is None:
         return name, (), ()
-    offset, shape = (tuple(map(int, match[part].split("."))) for part in ("offset", "shape"))
-    known = all(o < s < 1 << 31 for o, s in zip(offset, shape, strict=False)) and max(offset) < 1 << 31
-    if not known or len(offset) - len(shape) not in (0, 1) or match["key"] == COMMON_KEY:
+    offset, shape = (
+        tuple(map(int, match[part].split("."))) for part in ("offset", "shape")
+    )
+    known = (
+        all(o < s < 1 << 31 for o, s in zip(offset, shape, strict=False))
+        and max(offset) < 1 << 31
+    )
+    if (
+        not known
+        or len(offset) - len(shape) not in (0, 1)
+        or match["key"] == COMMON_KEY
+    ):
         return name, (), ()
     return match["key"], offset, (*shape, _UNKNOWN)[: len(offset)]
 
@@ -43,5 +58,8 @@ def objects_named(names: Iterable[str]) -> dict[str, tuple[TensorEntry, Box]]:
     found = {}
     for name, (key, offset, shape) in parsed.items():
         whole = (*shape[:-1], reach[key]) if _UNKNOWN in shape else shape
-        found[name] = TensorEntry(key, TensorMeta(whole, OBJECT)), Box(offset, (1,) * len(shape))
+        found[name] = (
+            TensorEntry(key, TensorMeta(whole, OBJECT)),
+            Box(offset, (1,) * len(shape)),
+        )
     return found

@@ -38,36 +38,55 @@ def read(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     chunks = plan.manifest.chunks
     parts = Parts(chunks)
     into = _bare_common(root, plan, into)
-    is_object = np.array([entry.meta.is_object for entry in plan.manifest.tensors], np.bool_)
+    is_object = np.array(
+        [entry.meta.is_object for entry in plan.manifest.tensors], np.bool_
+    )
     needed = np.unique(plan.chunk).astype(np.int64)
     needed = needed[~is_object[chunks.tensor[needed]]]
     start = chunks.start.copy()
     length = chunks.length.copy()
     plain = np.ones(len(chunks), np.bool_)
     with ThreadPoolExecutor(THREADS, "megackpt-heads") as pool:
-        jobs = [pool.submit(_payloads, root, plan, parts, rows) for rows in _by_file(plan, needed)]
+        jobs = [
+            pool.submit(_payloads, root, plan, parts, rows)
+            for rows in _by_file(plan, needed)
+        ]
     for job in jobs:
         for chunk, place in job.result():
             plain[chunk] = place is not None
             if place is not None:
                 start[chunk], length[chunk] = place
-    located = replace(plan.manifest, chunks=replace(chunks, start=start, length=length), encoding="raw")
-    read_raw(root, replace(plan, manifest=located).take(plain[plan.chunk]), into, verify)
+    located = replace(
+        plan.manifest,
+        chunks=replace(chunks, start=start, length=length),
+        encoding="raw",
+    )
+    read_raw(
+        root, replace(plan, manifest=located).take(plain[plan.chunk]), into, verify
+    )
     _read_odd(root, plan.take(~plain[plan.chunk]), parts, into)
 
 
 def _bare_common(root: Storage, plan: LoadPlan, into: Target) -> Target:
     """The same Target, to which a common state that was stored in a list of one is handed without the list."""
     chunks, files = plan.manifest.chunks, plan.manifest.files
-    common = [number for number, entry in enumerate(plan.manifest.tensors) if entry.is_common]
+    common = [
+        number for number, entry in enumerate(plan.manifest.tensors) if entry.is_common
+    ]
     rows = np.flatnonzero(np.isin(chunks.tensor[plan.chunk], common))
-    listed = {int(plan.target[row]) for row in rows if files[chunks.file[plan.chunk[row]]] != COMMON_FILE}
+    listed = {
+        int(plan.target[row])
+        for row in rows
+        if files[chunks.file[plan.chunk[row]]] != COMMON_FILE
+    }
 
     def bare(target: int, data: bytes) -> bytes:
         try:
             return objects.unwrapped(data) if target in listed else data
         except CorruptCheckpoint as error:
-            raise CorruptCheckpoint(f"{root.location}: the common state: {error}") from error
+            raise CorruptCheckpoint(
+                f"{root.location}: the common state: {error}"
+            ) from error
 
     return Rewriting(into, bare) if listed else into
 
@@ -88,7 +107,9 @@ def _payloads(
             chunk = plan.manifest.chunk(number, np.zeros(number + 2, np.int64))
             meta = plan.manifest.tensors[plan.manifest.chunks.tensor[number]].meta
             record = _Record(reader, chunk.location.start, chunk.location.length)
-            found.append((number, record.payload(meta.dtype, chunk.box.shape, parts[number])))
+            found.append(
+                (number, record.payload(meta.dtype, chunk.box.shape, parts[number]))
+            )
     return found
 
 
@@ -102,9 +123,14 @@ class _Record:
         if length <= 2 * EDGE:
             self._head = self._tail = self._fetch(0, length)
         else:
-            self._head, self._tail = self._fetch(0, EDGE), self._fetch(length - EDGE, EDGE)
+            self._head, self._tail = (
+                self._fetch(0, EDGE),
+                self._fetch(length - EDGE, EDGE),
+            )
 
-    def payload(self, dtype: str, shape: tuple[int, ...], part: Part) -> tuple[int, int] | None:
+    def payload(
+        self, dtype: str, shape: tuple[int, ...], part: Part
+    ) -> tuple[int, int] | None:
         """Start in the file and length of the C-order bytes of a region of this shape, which is a part of all."""
         try:
             held = Archive(self._read, self._length)
@@ -167,7 +193,9 @@ def _legacy(data: bytearray, name: str) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CorruptCheckpoint(f"{name}: torch cannot read the record: {error}") from error
+        raise CorruptCheckpoint(
+            f"{name}: torch cannot read the record: {error}"
+        ) from error
 
 
 def _loaded(root: Storage, plan: LoadPlan, number: int, part: Part) -> torch.Tensor:
@@ -178,10 +206,16 @@ def _loaded(root: Storage, plan: LoadPlan, number: int, part: Part) -> torch.Ten
         refuse_hollow(reader, chunk.location.start, chunk.location.length, name)
         data = allocate(chunk.location.length, name)
         reader.read_into(chunk.location.start, [memoryview(data)])
-    value = objects.load(bytes(data), where=name) if data.startswith(b"PK") else _legacy(data, name)
+    value = (
+        objects.load(bytes(data), where=name)
+        if data.startswith(b"PK")
+        else _legacy(data, name)
+    )
     dtype = getattr(torch, entry.meta.dtype)
     if not isinstance(value, torch.Tensor):
-        raise CorruptCheckpoint(f"{name}: the record holds a {type(value).__name__}, not a tensor of {dtype}")
+        raise CorruptCheckpoint(
+            f"{name}: the record holds a {type(value).__name__}, not a tensor of {dtype}"
+        )
     fits = value.dtype == dtype and part.may_be_in(tuple(value.shape), chunk.box.shape)
     if not fits or value.layout != torch.strided or value.device.type != "cpu":
         raise CorruptCheckpoint(

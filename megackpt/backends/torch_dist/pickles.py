@@ -26,9 +26,22 @@ _RECORDS = {
         "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
-    "torch.distributed.tensor.placement_types": ("Shard", "Replicate", "Partial", "_StridedShard"),
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan", "MCoreMetadata"),
+    "torch.distributed.checkpoint.planner": (
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+    ),
+    "torch.distributed.tensor.placement_types": (
+        "Shard",
+        "Replicate",
+        "Partial",
+        "_StridedShard",
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": (
+        "MCoreSavePlan",
+        "MCoreMetadata",
+    ),
 }
 _DIMENSIONS = 64
 
@@ -61,7 +74,9 @@ class Size(tuple[int, ...]):
 
 
 def _size(numbers: Any = ()) -> Size:
-    if len(numbers) > _DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+    if len(numbers) > _DIMENSIONS or not all(
+        type(n) is int and 0 <= n < 1 << 63 for n in numbers
+    ):
         raise CorruptCheckpoint("it holds a size that no tensor has")
     return Size(numbers)
 
@@ -86,13 +101,21 @@ def _find(module: str, name: str) -> Rule:
     if module == "torch" and name == "Size":
         return Rule(_size, _size)
     if module == "torch":
-        return Rule(name)  # a dtype; one that is none is found out where it is used as one
+        return Rule(
+            name
+        )  # a dtype; one that is none is found out where it is used as one
     if (module, name) == ("torch.serialization", "_get_layout"):
         return Rule(_layout, _layout)
-    if module in ("pathlib", "pathlib._local") and name.endswith("Path"):  # the second: Python 3.13
+    if module in ("pathlib", "pathlib._local") and name.endswith(
+        "Path"
+    ):  # the second: Python 3.13
         return Rule(_path, _path)
     if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
-        return Rule(dict, dict, keys=first_of_each) if name == "OrderedDict" else Rule(set, set, keys=each)
+        return (
+            Rule(dict, dict, keys=first_of_each)
+            if name == "OrderedDict"
+            else Rule(set, set, keys=each)
+        )
     raise UntrustedClass(
         f".metadata names {module}.{name}, which no checkpoint's table of contents needs: "
         "it was not run, and the checkpoint was not read"
@@ -102,6 +125,10 @@ def _find(module: str, name: str) -> Rule:
 def read_metadata(data: bytes) -> Record:
     """The Metadata record of a ``.metadata`` file. Raises CorruptCheckpoint or UntrustedClass."""
     root = Machine(data, _find).load()
-    if not isinstance(root, Record) or root.kind != "Metadata" or type(root.state) is not dict:
+    if (
+        not isinstance(root, Record)
+        or root.kind != "Metadata"
+        or type(root.state) is not dict
+    ):
         raise CorruptCheckpoint(".metadata holds no Metadata of torch DCP")
     return root

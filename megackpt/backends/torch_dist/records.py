@@ -16,7 +16,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from megackpt.backends.archives import LIMIT, WIDE, Member, directory, header, tensor_opcodes
+from megackpt.backends.archives import (
+    LIMIT,
+    WIDE,
+    Member,
+    directory,
+    header,
+    tensor_opcodes,
+)
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import ITEMSIZE
 
@@ -52,5 +59,7 @@ def frame_lengths(dtype: str, shapes: Int64) -> tuple[Int64, Int64]:
     for kind in np.unique(kinds):
         rows = np.flatnonzero(kinds == kind)
         # One record of each kind tells the lengths of all.
-        lengths[:, rows] = np.array([list(map(len, frame(dtype, tuple(shapes[rows[0]].tolist()))))]).T
+        lengths[:, rows] = np.array(
+            [list(map(len, frame(dtype, tuple(shapes[rows[0]].tolist()))))]
+        ).T
     return lengths[0], lengths[1]

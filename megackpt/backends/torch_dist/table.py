@@ -59,13 +59,17 @@ class _Memo:
     def put(self, name: str, opcodes: bytes) -> None:
         number, self.count = self.count, self.count + 1
         self.opcodes.append(opcodes + b"r" + struct.pack("<I", number) + b"0")
-        self.fetch[name] = b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
+        self.fetch[name] = (
+            b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
+        )
 
     def strings(self, values: Iterable[str]) -> int:
         """Put these in a row; returns the number of the first."""
         first = self.count
         for value in values:
-            self.opcodes.append(text(value) + b"r" + struct.pack("<I", self.count) + b"0")
+            self.opcodes.append(
+                text(value) + b"r" + struct.pack("<I", self.count) + b"0"
+            )
             self.count += 1
         return first
 
@@ -75,7 +79,11 @@ def _global(module: str, name: str) -> bytes:
 
 
 def _integer(value: int) -> bytes:
-    return b"J" + struct.pack("<i", value) if value < WIDE else b"\x8a\x08" + struct.pack("<q", value)
+    return (
+        b"J" + struct.pack("<i", value)
+        if value < WIDE
+        else b"\x8a\x08" + struct.pack("<q", value)
+    )
 
 
 def _starting_memo() -> _Memo:
@@ -84,7 +92,9 @@ def _starting_memo() -> _Memo:
         memo.put(name, _global(module, name))
     for word in _WORDS:
         memo.put(word, text(word))
-    layout = _global("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R"
+    layout = (
+        _global("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R"
+    )
     memo.put("strided", layout)
     memo.put("contiguous", _global(_METADATA, "_MEM_FORMAT_ENCODING") + b"K\0\x85R")
     return memo
@@ -126,7 +136,9 @@ class _Template:
         table = np.empty((count, len(self.fixed)), np.uint8)
         table[:] = np.frombuffer(bytes(self.fixed), np.uint8)
         for start, numbers, dtype in self.holes:
-            octets = np.ascontiguousarray(numbers, dtype).view(np.uint8).reshape(count, -1)
+            octets = (
+                np.ascontiguousarray(numbers, dtype).view(np.uint8).reshape(count, -1)
+            )
             table[:, start : start + octets.shape[1]] = octets
         return table
 
@@ -163,7 +175,11 @@ def renamed(content: bytes, before: str, now: str) -> bytes | None:
     """The same for the save ``now``. Its id stands in the last part; None where it is not there, or longer."""
     old, new = (text("save_id") + text(save_id) for save_id in (before, now))
     at, view = content.rfind(old), memoryview(content)
-    return b"".join((view[:at], new, view[at + len(old) :])) if at >= 0 and len(old) == len(new) else None
+    return (
+        b"".join((view[:at], new, view[at + len(old) :]))
+        if at >= 0 and len(old) == len(new)
+        else None
+    )
 
 
 class _Emission:
@@ -195,20 +211,36 @@ class _Emission:
         for name, row in self.objects.items():
             entries.append(text(name) + fetch["BytesStorageMetadata"] + b")\x81")
             places.append(self._object_place(name, row))
-        head = b"\x80\x04" + b"".join(self.memo.opcodes) + fetch["Metadata"] + b")\x81}("
-        tail = text("storage_meta") + self._storage_meta() + text("version") + text("1.0.0") + b"ub."
+        head = (
+            b"\x80\x04" + b"".join(self.memo.opcodes) + fetch["Metadata"] + b")\x81}("
+        )
+        tail = (
+            text("storage_meta")
+            + self._storage_meta()
+            + text("version")
+            + text("1.0.0")
+            + b"ub."
+        )
         middle = b"u" + text("planner_data") + b"N" + text("storage_data") + b"}("
         state = text("state_dict_metadata") + b"}("
         return b"".join((head, state, *entries, middle, *places, b"u", tail))
 
     def _properties(self, dtype: str) -> bytes:
         fetch = self.memo.fetch
-        state = _global("torch", dtype) + fetch["strided"] + b"\x89" + fetch["contiguous"] + b"\x89"
+        state = (
+            _global("torch", dtype)
+            + fetch["strided"]
+            + b"\x89"
+            + fetch["contiguous"]
+            + b"\x89"
+        )
         return fetch["TensorProperties"] + b")\x81(" + state + b"tb"
 
     def _storage_meta(self) -> bytes:
         # The directory's name may still change: the place where it is opened is the place where it is.
-        fields = text("checkpoint_id") + b"N" + text("save_id") + text(self.manifest.save_id)
+        fields = (
+            text("checkpoint_id") + b"N" + text("save_id") + text(self.manifest.save_id)
+        )
         return (
             self.memo.fetch["StorageMeta"]
             + b")\x81}("
@@ -237,13 +269,17 @@ class _Emission:
         names.update(list(self.objects))
         twice = sorted(name for name, count in names.items() if count > 1)
         if twice:
-            raise BackendError(f"torch DCP keeps one item a name, but these name several: {twice[:20]}")
+            raise BackendError(
+                f"torch DCP keeps one item a name, but these name several: {twice[:20]}"
+            )
 
     def _tensor_entries(self, ndim: int, chosen: Int64) -> Iterator[bytes]:
         """For each tensor of ``ndim`` dimensions: its key and its TensorStorageMetadata."""
         fetch, boxes = self.memo.fetch, self.manifest.chunks.boxes
         rows = self.columns.order[chosen]
-        template = _Template().add(fetch["ChunkStorageMetadata"] + b")\x81}(" + fetch["offsets"])
+        template = _Template().add(
+            fetch["ChunkStorageMetadata"] + b")\x81}(" + fetch["offsets"]
+        )
         template.size(self.memo, boxes.offset[rows, :ndim]).add(fetch["sizes"])
         template.size(self.memo, boxes.shape[rows, :ndim]).add(b"ub")
         chunks = template.rows(len(rows)).tobytes()
@@ -251,14 +287,26 @@ class _Emission:
         numbers, first = np.unique(self.columns.tensor[chosen], return_index=True)
         bounds = [*(first * width).tolist(), len(chunks)]
         start = fetch["TensorStorageMetadata"] + b")\x81}(" + fetch["properties"]
-        size, listed = fetch["size"] + fetch["Size"] + b"(", b"t\x85R" + fetch["chunks"] + b"]("
+        size, listed = (
+            fetch["size"] + fetch["Size"] + b"(",
+            b"t\x85R" + fetch["chunks"] + b"](",
+        )
         for i, number in enumerate(numbers.tolist()):
             meta = self.metas[number]
             properties = fetch[f"properties of {meta.dtype}"]
             shape = b"".join(map(_integer, meta.shape))
             key = b"j" + struct.pack("<I", self.key + number)
             yield b"".join(
-                (key, start, properties, size, shape, listed, chunks[bounds[i] : bounds[i + 1]], b"eub")
+                (
+                    key,
+                    start,
+                    properties,
+                    size,
+                    shape,
+                    listed,
+                    chunks[bounds[i] : bounds[i + 1]],
+                    b"eub",
+                )
             )
 
     def _tensor_places(self, ndim: int, chosen: Int64) -> bytes:
@@ -267,10 +315,16 @@ class _Emission:
         rows = self.columns.order[chosen]
         start, length = self._records(ndim, chosen)
         template = _Template().add(fetch["MetadataIndex"] + b")\x81}(" + fetch["fqn"])
-        template.memo(self.columns.tensor[chosen].astype(np.int64) + self.key).add(fetch["offset"])
-        template.size(self.memo, chunks.boxes.offset[rows, :ndim]).add(fetch["index"] + b"Nub")
+        template.memo(self.columns.tensor[chosen].astype(np.int64) + self.key).add(
+            fetch["offset"]
+        )
+        template.size(self.memo, chunks.boxes.offset[rows, :ndim]).add(
+            fetch["index"] + b"Nub"
+        )
         template.add(fetch["_StorageInfo"] + b")\x81}(" + fetch["relative_path"])
-        template.memo(chunks.file[rows].astype(np.int64) + self.file).add(fetch["offset"])
+        template.memo(chunks.file[rows].astype(np.int64) + self.file).add(
+            fetch["offset"]
+        )
         template.integer(start).add(fetch["length"]).integer(length).add(b"ub")
         return template.rows(len(rows)).tobytes()
 
@@ -280,18 +334,29 @@ class _Emission:
         rows = self.columns.order[chosen]
         start, length = chunks.start[rows].copy(), chunks.length[rows].copy()
         kinds = sorted({meta.dtype for meta in self.metas if not meta.is_object})
-        table = np.array([-1 if m.is_object else kinds.index(m.dtype) for m in self.metas], np.int64)
+        table = np.array(
+            [-1 if m.is_object else kinds.index(m.dtype) for m in self.metas], np.int64
+        )
         kind = table[self.columns.tensor[chosen]]
         for number in np.unique(kind).tolist():
             mine = np.flatnonzero(kind == number)
-            head, tail = frame_lengths(kinds[number], chunks.boxes.shape[rows[mine], :ndim])
+            head, tail = frame_lengths(
+                kinds[number], chunks.boxes.shape[rows[mine], :ndim]
+            )
             start[mine] -= head
             length[mine] += head + tail
         return start, length
 
     def _object_place(self, name: str, row: int) -> bytes:
         fetch, chunks = self.memo.fetch, self.manifest.chunks
-        index = fetch["MetadataIndex"] + b")\x81}(" + fetch["fqn"] + text(name) + fetch["index"] + b"Nub"
+        index = (
+            fetch["MetadataIndex"]
+            + b")\x81}("
+            + fetch["fqn"]
+            + text(name)
+            + fetch["index"]
+            + b"Nub"
+        )
         file = b"j" + struct.pack("<I", self.file + int(chunks.file[row]))
         place = (
             fetch["offset"]
@@ -299,4 +364,12 @@ class _Emission:
             + fetch["length"]
             + _integer(int(chunks.length[row]))
         )
-        return index + fetch["_StorageInfo"] + b")\x81}(" + fetch["relative_path"] + file + place + b"ub"
+        return (
+            index
+            + fetch["_StorageInfo"]
+            + b")\x81}("
+            + fetch["relative_path"]
+            + file
+            + place
+            + b"ub"
+        )

@@ -58,26 +58,50 @@ def distribute(plan: SavePlan, files: int, hint: str | None) -> list[FilePart]:
 
     The common state has a file of its own; keys that begin with ``hint`` have files of their own, too.
     """
-    common = [i for i, number in enumerate(plan.tensor.tolist()) if plan.tensors[number].is_common]
+    common = [
+        i
+        for i, number in enumerate(plan.tensor.tolist())
+        if plan.tensors[number].is_common
+    ]
     parts = [FilePart(COMMON_FILE, common)] if common else []
     named = _matching(plan.tensors, plan.tensor.tolist(), hint)
-    for group, prefix in ((False, ""),) if hint is None else ((False, ""), (True, hint)):
-        rows = [i for i, match in enumerate(named) if match is group and i not in common]
+    for group, prefix in (
+        ((False, ""),) if hint is None else ((False, ""), (True, hint))
+    ):
+        rows = [
+            i for i, match in enumerate(named) if match is group and i not in common
+        ]
         bins = _bins(plan, rows, files)
-        parts += [FilePart(file_name(plan.rank, n, prefix), mine) for n, mine in enumerate(bins) if mine]
+        parts += [
+            FilePart(file_name(plan.rank, n, prefix), mine)
+            for n, mine in enumerate(bins)
+            if mine
+        ]
     return parts
 
 
-def _matching(tensors: Sequence[TensorEntry], numbers: list[int], hint: str | None) -> list[bool]:
+def _matching(
+    tensors: Sequence[TensorEntry], numbers: list[int], hint: str | None
+) -> list[bool]:
     table = [hint is not None and entry.key.startswith(hint) for entry in tensors]
     return [table[number] for number in numbers]
 
 
 def _bins(plan: SavePlan, rows: list[int], files: int) -> list[list[int]]:
-    is_object = np.array([entry.meta.is_object for entry in plan.tensors], np.bool_)[plan.tensor]
-    itemsize = np.array([entry.meta.itemsize for entry in plan.tensors], np.int64)[plan.tensor]
-    size = np.where(is_object, -1, plan.boxes.volume * itemsize).tolist() if len(plan) else []
-    return [[rows[i] for i in mine] for mine in spread([size[row] for row in rows], files)]
+    is_object = np.array([entry.meta.is_object for entry in plan.tensors], np.bool_)[
+        plan.tensor
+    ]
+    itemsize = np.array([entry.meta.itemsize for entry in plan.tensors], np.int64)[
+        plan.tensor
+    ]
+    size = (
+        np.where(is_object, -1, plan.boxes.volume * itemsize).tolist()
+        if len(plan)
+        else []
+    )
+    return [
+        [rows[i] for i in mine] for mine in spread([size[row] for row in rows], files)
+    ]
 
 
 def spread(sizes: Sequence[int], files: int) -> list[list[int]]:
@@ -88,14 +112,19 @@ def spread(sizes: Sequence[int], files: int) -> list[list[int]]:
     for turn, row in enumerate(row for row, size in enumerate(sizes) if size < 0):
         bins[turn % files].append(row)
     load = [(0, n) for n in range(files)]
-    for row in sorted((row for row, size in enumerate(sizes) if size >= 0), key=lambda row: -sizes[row]):
+    for row in sorted(
+        (row for row, size in enumerate(sizes) if size >= 0),
+        key=lambda row: -sizes[row],
+    ):
         filled, n = load[0]
         bins[n].append(row)
         heapq.heapreplace(load, (filled + sizes[row], n))
     return bins
 
 
-def write_parts(root: Storage, plan: SavePlan, data: Source, parts: list[FilePart]) -> WriteResult:
+def write_parts(
+    root: Storage, plan: SavePlan, data: Source, parts: list[FilePart]
+) -> WriteResult:
     """Write all files, one thread each, durably."""
     landed: dict[int, Landed] = {}
     with ThreadPoolExecutor(max(len(parts), 1), "megackpt-write") as pool:
@@ -112,11 +141,15 @@ def write_parts(root: Storage, plan: SavePlan, data: Source, parts: list[FilePar
         file,
         np.array([p.start for p in places], np.int64),
         np.array([p.length for p in places], np.int64),
-        np.frombuffer(b"".join(p.digests for p in places), np.uint8).reshape(-1, DIGEST_SIZE),
+        np.frombuffer(b"".join(p.digests for p in places), np.uint8).reshape(
+            -1, DIGEST_SIZE
+        ),
     )
 
 
-def _write_file(root: Storage, part: FilePart, plan: SavePlan, data: Source) -> list[Landed]:
+def _write_file(
+    root: Storage, part: FilePart, plan: SavePlan, data: Source
+) -> list[Landed]:
     metas = [plan.tensors[number].meta for number in plan.tensor[part.rows].tolist()]
     extents = plan.boxes.shape[part.rows].tolist()
     landed: list[Landed] = []
@@ -146,14 +179,18 @@ class Records:
 
     def __init__(self, writer: FileWriter) -> None:
         self._batch = _Batch(writer)
-        self._tail = b""  # of the record before: written in one piece with the next one's head
+        self._tail = (
+            b""  # of the record before: written in one piece with the next one's head
+        )
 
     def blob(self, pieces: Iterator[memoryview]) -> Landed:
         """Bytes as they are."""
         self._end_record()
         return _write_payload(self._batch, pieces, -1)
 
-    def tensor(self, dtype: str, shape: tuple[int, ...], pieces: Iterator[memoryview]) -> Landed:
+    def tensor(
+        self, dtype: str, shape: tuple[int, ...], pieces: Iterator[memoryview]
+    ) -> Landed:
         """The archive of a C-order tensor: where its elements landed, which are these pieces."""
         padding = bytes(-(self._batch.position + len(self._tail)) % ALIGNMENT)
         head, ending = frame(dtype, shape)

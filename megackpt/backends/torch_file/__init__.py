@@ -71,13 +71,17 @@ class TorchFile(Backend):
         located = [place for place in plan.places or () if place is not None]
         end = max((place.start + place.length for place in located), default=0)
         objects = [
-            row for row, number in enumerate(plan.tensor.tolist()) if plan.tensors[number].meta.is_object
+            row
+            for row, number in enumerate(plan.tensor.tolist())
+            if plan.tensors[number].meta.is_object
         ]
         with root.update(members.NAME) as updater:
             for number, row in enumerate(objects, len(located)):
                 # An object comes after all others, because its size is known only now.
                 blob = b"".join(data.blocks(row))
-                start = aligned_start(Member(members.payload_name(number), len(blob), end))
+                start = aligned_start(
+                    Member(members.payload_name(number), len(blob), end)
+                )
                 updater.write_at(start, [memoryview(blob)])
                 end = start + len(blob)
                 place = Location(members.NAME, start, len(blob))
@@ -95,12 +99,16 @@ class TorchFile(Backend):
     def raw_chunks(self, manifest: Manifest) -> Bool:
         # What lies otherwise than in C order, or is no blob yet, has no bytes of its own in the manifest.
         chunks = manifest.chunks
-        is_object = np.array([entry.meta.is_object for entry in manifest.tensors], np.bool_)[chunks.tensor]
+        is_object = np.array(
+            [entry.meta.is_object for entry in manifest.tensors], np.bool_
+        )[chunks.tensor]
         made: Bool = (chunks.length == 0) & (is_object | (chunks.boxes.volume > 0))
         return ~made if manifest.encoding == "native" else np.ones_like(made)
 
     def decoded(self, manifest: Manifest) -> Int64:
-        itemsize = np.array([entry.meta.itemsize for entry in manifest.tensors], np.int64)
+        itemsize = np.array(
+            [entry.meta.itemsize for entry in manifest.tensors], np.int64
+        )
         sizes: Int64 = manifest.chunks.boxes.volume * itemsize[manifest.chunks.tensor]
         return np.where(self.raw_chunks(manifest), 0, sizes)
 
@@ -117,9 +125,14 @@ class TorchFile(Backend):
     def read_manifest(self, root: Storage) -> Manifest:
         index, files = _files_in(root)
         if not index and not files:
-            raise NotACheckpoint(f"{root.location} has no torch.save file of a name that is known")
+            raise NotACheckpoint(
+                f"{root.location} has no torch.save file of a name that is known"
+            )
         told = weight_maps.read(root, index) if index else {}
-        held = {file: contents.held_in(root, file) for file in files or dict.fromkeys(told.values())}
+        held = {
+            file: contents.held_in(root, file)
+            for file in files or dict.fromkeys(told.values())
+        }
         if index:
             keys = [(key, file) for file, part in held.items() for key in part.tensors]
             weight_maps.check(f"{root.location}/{index}", told, keys)
@@ -134,21 +147,30 @@ class TorchFile(Backend):
                 "save what is no tensor in one place"
             )
         # What is no tensor becomes a blob when it is read.
-        found += [(COMMON, Box((), ()), Location(file, held[file].pickle, 0), True) for file in rests]
+        found += [
+            (COMMON, Box((), ()), Location(file, held[file].pickle, 0), True)
+            for file in rests
+        ]
         manifest = places.told(
-            root, [(entry, box, place) for entry, box, place, _ in found], (self.name, self.version)
+            root,
+            [(entry, box, place) for entry, box, place, _ in found],
+            (self.name, self.version),
         )
         made = np.array([made for _, _, _, made in found], np.bool_)
         length = np.where(made, 0, manifest.chunks.length)
         encoding = "native" if made.any() else "raw"
-        return replace(manifest, chunks=replace(manifest.chunks, length=length), encoding=encoding)
+        return replace(
+            manifest, chunks=replace(manifest.chunks, length=length), encoding=encoding
+        )
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         raw = self.raw_chunks(plan.manifest)[plan.chunk]
         read_raw(root, plan.take(raw), into, verify)
         for item in plan.take(~raw).rows():
             if item.entry.meta.is_object:
-                into.blob(item.target, contents.common_blob(root, item.chunk.location.file))
+                into.blob(
+                    item.target, contents.common_blob(root, item.chunk.location.file)
+                )
             else:
                 contents.read_view(root, item, into)
 
@@ -158,14 +180,19 @@ class TorchFile(Backend):
             try:
                 with root.open(name) as reader:
                     whole = Checked(reader, 0, reader.size)
-                    problems += [f"{problem}: {root.location}/{name}" for problem in whole.damage()]
+                    problems += [
+                        f"{problem}: {root.location}/{name}"
+                        for problem in whole.damage()
+                    ]
                     unchecked = unchecked or whole.unchecked
             except (CorruptCheckpoint, FileNotFoundError) as error:
                 problems.append(f"{root.location}/{name}: {error}")
         return None if unchecked and not problems else problems
 
 
-def _shards(file: str, held: contents.Held) -> Iterator[tuple[TensorEntry, Box, Location, bool]]:
+def _shards(
+    file: str, held: contents.Held
+) -> Iterator[tuple[TensorEntry, Box, Location, bool]]:
     """The tensors and objects of one file. True: there are no bytes that are just this; the place is its pickle's."""
     for key, found in held.tensors.items():
         meta, place = TensorMeta(found.shape, found.dtype), held.places[key]
@@ -185,7 +212,9 @@ def _named(name: str) -> tuple[TensorEntry, Box]:
     """The object that ``unique_key`` calls so, and which shard of it this is."""
     key, _, cell = name.rpartition("/")
     offset, shape = sidecars.parse_shard(f"{cell}.pt") or ((), ())
-    return TensorEntry(key if shape else name, TensorMeta(shape, OBJECT)), Box(offset, (1,) * len(offset))
+    return TensorEntry(key if shape else name, TensorMeta(shape, OBJECT)), Box(
+        offset, (1,) * len(offset)
+    )
 
 
 def _files_in(root: Storage) -> tuple[str, list[str]]:

@@ -25,9 +25,16 @@ from megackpt.runtime.storage import FileReader, Storage, allocate, read_dense
 LARGEST = 1 << 30
 """Bytes of data.pkl: some millions of tensors."""
 
-_LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # torch's number in front of what was no archive yet
-_MEMBERS = ("data.pkl", "data/")  # how the first one's name begins, in files of torch's and in ours
-_DEEPEST = 500  # levels: what megackpt.objects, too, takes for the deepest that can be right
+_LEGACY = bytes.fromhex(
+    "80028a0a6cfc9c46f9206aa85019"
+)  # torch's number in front of what was no archive yet
+_MEMBERS = (
+    "data.pkl",
+    "data/",
+)  # how the first one's name begins, in files of torch's and in ours
+_DEEPEST = (
+    500  # levels: what megackpt.objects, too, takes for the deepest that can be right
+)
 _ALONE = "tensor"  # the name of one that is saved alone
 _GONE: Any = object()
 
@@ -48,7 +55,9 @@ def looks_right(reader: FileReader) -> bool:
     reader.read_into(0, [memoryview(start)])
     if start.startswith(_LEGACY):
         return True
-    name = start[30 : 30 + int.from_bytes(start[26:28], "little")].decode("utf-8", "replace")
+    name = start[30 : 30 + int.from_bytes(start[26:28], "little")].decode(
+        "utf-8", "replace"
+    )
     return start.startswith(b"PK\3\4") and name.partition("/")[2].startswith(_MEMBERS)
 
 
@@ -78,9 +87,13 @@ class _File(Archive):
         """Where each member's bytes begin. Members that overlap are refused."""
         begins = {name: self.start(name) for name in self.members}
         position = 0
-        for name, member in sorted(self.members.items(), key=lambda item: item[1].header):
+        for name, member in sorted(
+            self.members.items(), key=lambda item: item[1].header
+        ):
             if member.header < position:
-                raise CorruptCheckpoint(f"the member {name!r} of the archive overlaps with another")
+                raise CorruptCheckpoint(
+                    f"the member {name!r} of the archive overlaps with another"
+                )
             position = begins[name] + member.size
         if position > self.size:
             raise CorruptCheckpoint("a member of the archive reaches beyond its end")
@@ -99,7 +112,9 @@ class _Walk:
         """What remains of a value without its tensors; _GONE if nothing does."""
         self.limit -= 1
         if self.limit < 0 or len(path) > _DEEPEST:
-            raise CorruptCheckpoint("its state holds itself, or the same parts again and again")
+            raise CorruptCheckpoint(
+                "its state holds itself, or the same parts again and again"
+            )
         if isinstance(value, Described | Refused):
             self._take(path, value)
             return _GONE
@@ -116,7 +131,9 @@ class _Walk:
 
     def _take(self, path: tree.Path, value: Described | Refused) -> None:
         if not all(isinstance(key, str | int) for key in path):
-            raise BackendError(f"a tensor stands at {tree.show(path)[:1000]}, which cannot be a name")
+            raise BackendError(
+                f"a tensor stands at {tree.show(path)[:1000]}, which cannot be a name"
+            )
         name = ".".join(map(str, path)) if path else _ALONE
         self.limit -= len(name)
         if isinstance(value, Refused):
@@ -175,8 +192,14 @@ def held_in(root: Storage, name: str) -> Held:
             file = _File(reader)
             starts = file.starts()
             state = _state(file.content("data.pkl", LARGEST), True)
-            places = {key: _place(name, file, starts, found) for key, found in state.tensors.items()}
-            blobs = {key: _place(name, file, starts, found) for key, found in state.blobs.items()}
+            places = {
+                key: _place(name, file, starts, found)
+                for key, found in state.tensors.items()
+            }
+            blobs = {
+                key: _place(name, file, starts, found)
+                for key, found in state.blobs.items()
+            }
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{root.location}/{name}: {error}") from error
     return Held(
@@ -188,22 +211,35 @@ def held_in(root: Storage, name: str) -> Held:
     )
 
 
-def _place(name: str, file: _File, starts: dict[str, int], found: Described) -> Location | None:
+def _place(
+    name: str, file: _File, starts: dict[str, int], found: Described
+) -> Location | None:
     storage = f"data/{found.storage.name}"
-    if storage not in file.members or file.members[storage].size != found.storage.nbytes:
+    if (
+        storage not in file.members
+        or file.members[storage].size != found.storage.nbytes
+    ):
         held = file.members[storage].size if storage in file.members else "none"
-        raise CorruptCheckpoint(f"{storage} should have {found.storage.nbytes} bytes, and has {held}")
+        raise CorruptCheckpoint(
+            f"{storage} should have {found.storage.nbytes} bytes, and has {held}"
+        )
     if not found.is_plain:
         return None
     size = math.prod(found.shape) * ITEMSIZE[found.dtype]
-    return Location(name, starts[storage] + (found.offset * ITEMSIZE[found.dtype] if size else 0), size)
+    return Location(
+        name,
+        starts[storage] + (found.offset * ITEMSIZE[found.dtype] if size else 0),
+        size,
+    )
 
 
 def common_blob(root: Storage, name: str) -> bytes:
     """All that a file holds beside tensors, as the blob of a common state. Raises UntrustedClass naming a class."""
     try:
         with root.open(name) as reader:
-            return objects.dump(dict(_state(_File(reader).content("data.pkl", LARGEST), False).rest))
+            return objects.dump(
+                dict(_state(_File(reader).content("data.pkl", LARGEST), False).rest)
+            )
     except UntrustedClass as error:
         told = str(error).partition("\n")[0]
         raise UntrustedClass(
@@ -227,7 +263,9 @@ def read_view(root: Storage, item: ReadItem, into: Target) -> None:
         file = _File(reader)
         found = _state(file.content("data.pkl", LARGEST), True).tensors[item.entry.key]
         steps = zip(item.box.offset, found.strides, strict=True)
-        region = found._replace(offset=found.offset + sum(o * s for o, s in steps), shape=item.box.shape)
+        region = found._replace(
+            offset=found.offset + sum(o * s for o, s in steps), shape=item.box.shape
+        )
         itemsize = ITEMSIZE[found.dtype]
         data = allocate(region.reach * itemsize, where)
         begin = file.start(f"data/{found.storage.name}") + region.offset * itemsize

@@ -78,13 +78,19 @@ def object_names(manifest: Manifest) -> dict[str, int]:
             offset = manifest.chunks.boxes.row(row, len(meta.shape)).offset
             name = unique_key(key, offset, meta.shape)
             if names.setdefault(name, row) != row:
-                raise BackendError(f"two objects would both be named {name!r} in a torch file")
+                raise BackendError(
+                    f"two objects would both be named {name!r} in a torch file"
+                )
     if any(entry.key == STATE for entry in tensors_of(manifest)):
-        raise BackendError(f"{STATE!r} is where a torch file keeps objects: rename the tensor")
+        raise BackendError(
+            f"{STATE!r} is where a torch file keeps objects: rename the tensor"
+        )
     return names
 
 
-def write_archive(root: Storage, manifest: Manifest, checksums: Mapping[int, int]) -> None:
+def write_archive(
+    root: Storage, manifest: Manifest, checksums: Mapping[int, int]
+) -> None:
     """Write everything but the payloads, whose places ``manifest`` has.
 
     ``checksums``: chunk -> its CRC-32. Raises BackendError where the payloads do not follow one
@@ -94,7 +100,11 @@ def write_archive(root: Storage, manifest: Manifest, checksums: Mapping[int, int
     order = np.argsort(chunks.start)
     placed = framed(chunks.length[order].tolist())
     starts = chunks.start[order].tolist()
-    if wrong := [s for s, member in zip(starts, placed, strict=True) if s != aligned_start(member)]:
+    if wrong := [
+        s
+        for s, member in zip(starts, placed, strict=True)
+        if s != aligned_start(member)
+    ]:
         raise BackendError(
             f"{root.location}/{NAME}: a payload is missing before byte {wrong[0]}; "
             "convert again, or report this"
@@ -105,7 +115,11 @@ def write_archive(root: Storage, manifest: Manifest, checksums: Mapping[int, int
     last = end(placed[-1]) if placed else 0
     tail, table = bytearray(), list(payloads.values())
     pickle = _pickle(manifest, payloads)
-    for name, content in ((b"data.pkl", pickle), (b"byteorder", b"little"), (b"version", b"3\n")):
+    for name, content in (
+        (b"data.pkl", pickle),
+        (b"byteorder", b"little"),
+        (b"version", b"3\n"),
+    ):
         member = Member(name, len(content), last + len(tail), zlib.crc32(content))
         tail += header(member) + content
         table.append(member)
@@ -123,7 +137,9 @@ def _pickle(manifest: Manifest, payloads: Mapping[int, Member]) -> bytes:
     for row, member in payloads.items():
         key, meta = manifest.tensors[manifest.chunks.tensor[row]]
         if not meta.is_object:
-            tensors.append(text(key) + tensor_opcodes(meta.dtype, meta.shape, _storage(member)))
+            tensors.append(
+                text(key) + tensor_opcodes(meta.dtype, meta.shape, _storage(member))
+            )
     blobs = []
     for name, row in object_names(manifest).items():
         size, storage = payloads[row].size, _storage(payloads[row])

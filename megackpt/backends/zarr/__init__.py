@@ -8,7 +8,14 @@ from typing import ClassVar
 import numpy as np
 
 from megackpt.backends import sidecars
-from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target, read_config
+from megackpt.backends.base import (
+    CONFIG,
+    Backend,
+    Finished,
+    Source,
+    Target,
+    read_config,
+)
 from megackpt.backends.zarr.assembling import assembled, fragment_names
 from megackpt.backends.zarr.documents import Packing, refuse_unfit
 from megackpt.backends.zarr.finding import discover, holds
@@ -61,7 +68,12 @@ class Zarr(Backend):
     def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 (the manifest knows the ranks)
         """Raises BackendError where an array cannot hold a tensor, before anything is written."""
         refuse_unfit(manifest.tensors, manifest.grids)
-        return [*map(entry_name, manifest.tensors), *fragment_names(manifest), ARRAY, CONFIG]
+        return [
+            *map(entry_name, manifest.tensors),
+            *fragment_names(manifest),
+            ARRAY,
+            CONFIG,
+        ]
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         return write_rows(root, plan, data, self.packing)
@@ -71,7 +83,12 @@ class Zarr(Backend):
         manifest = assembled(root, manifest, self.packing)
         return Finished(manifest, contents(manifest, self.packing) | self.config())
 
-    def renewed(self, files: Mapping[str, bytes], before: str, now: str) -> Mapping[str, bytes]:  # noqa: ARG002
+    def renewed(
+        self,
+        files: Mapping[str, bytes],
+        before: str,  # noqa: ARG002
+        now: str,  # noqa: ARG002
+    ) -> Mapping[str, bytes]:
         return files  # they name no save, and where nothing was assembled nothing else was done
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
@@ -80,18 +97,32 @@ class Zarr(Backend):
     def decoded(self, manifest: Manifest) -> Int64:
         chunks = manifest.chunks
         sizes = np.zeros(len(manifest.tensors), np.int64)
-        for number, ((_, meta), grid) in enumerate(zip(manifest.tensors, manifest.grids, strict=True)):
+        for number, ((_, meta), grid) in enumerate(
+            zip(manifest.tensors, manifest.grids, strict=True)
+        ):
             cell = grid_of(meta.shape, grid)
             if not meta.is_object:
-                inner = cell if manifest.backend[1] == MEGATRON else inner_of(cell, meta.itemsize)
-                sizes[number] = min(float(np.prod(inner, dtype=np.float64)) * meta.itemsize, 1 << 62)
-        return np.where(self.raw_chunks(manifest), 0, np.maximum(sizes[chunks.tensor], chunks.length))
+                inner = (
+                    cell
+                    if manifest.backend[1] == MEGATRON
+                    else inner_of(cell, meta.itemsize)
+                )
+                sizes[number] = min(
+                    float(np.prod(inner, dtype=np.float64)) * meta.itemsize, 1 << 62
+                )
+        return np.where(
+            self.raw_chunks(manifest),
+            0,
+            np.maximum(sizes[chunks.tensor], chunks.length),
+        )
 
     def recognises(self, root: Storage) -> bool:
         """Does metadata.json say so? Directories of Megatron's without one are known by an array in them."""
         if super().recognises(root):
             return True
-        return self._unnamed(root) and any(holds(root, name, ZARRAY) for name in root.list())
+        return self._unnamed(root) and any(
+            holds(root, name, ZARRAY) for name in root.list()
+        )
 
     def _unnamed(self, root: Storage) -> bool:
         """Is there no metadata.json that names a format?"""
@@ -103,13 +134,21 @@ class Zarr(Backend):
     def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
         keys = sidecars.key_files(manifest)
         if manifest.backend[1] == MEGATRON:
-            arrays = [entry.key for entry in manifest.tensors if not entry.meta.is_object]
+            arrays = [
+                entry.key for entry in manifest.tensors if not entry.meta.is_object
+            ]
             return [f"{key}/{name}" for key in arrays for name in (ZARRAY, ".zattrs")]
-        return [ARRAY, *(f"{entry_name(entry)}/{ARRAY}" for entry in manifest.tensors), *keys]
+        return [
+            ARRAY,
+            *(f"{entry_name(entry)}/{ARRAY}" for entry in manifest.tensors),
+            *keys,
+        ]
 
     def read_manifest(self, root: Storage) -> Manifest:
         config = read_config(root)
-        return discover(root, MEGATRON if config is None else config.sharded_backend_version)
+        return discover(
+            root, MEGATRON if config is None else config.sharded_backend_version
+        )
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         read_rows(root, plan, into, verify)

@@ -25,7 +25,9 @@ def fragment_names(manifest: Manifest) -> list[str]:
     """The files of pieces that a save of this (unwritten) manifest makes for a while."""
     chunks = manifest.chunks
     cells = Cells.of(manifest.tensors, manifest.grids, chunks.tensor, chunks.boxes)
-    return [fragments_file(rank) for rank in np.unique(chunks.writer[~cells.whole]).tolist()]
+    return [
+        fragments_file(rank) for rank in np.unique(chunks.writer[~cells.whole]).tolist()
+    ]
 
 
 def assembled(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
@@ -34,11 +36,15 @@ def assembled(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
     Raises BackendError where pieces do not make up their cell (holes that nobody checked for), CorruptCheckpoint
     where a piece is not what its rank wrote.
     """
-    temporary = {fragments_file(rank) for rank in np.unique(manifest.chunks.writer).tolist()}
+    temporary = {
+        fragments_file(rank) for rank in np.unique(manifest.chunks.writer).tolist()
+    }
     temporary &= set(manifest.files)
     if not temporary:
         return manifest
-    is_piece = np.array([name in temporary for name in manifest.files], np.bool_)[manifest.chunks.file]
+    is_piece = np.array([name in temporary for name in manifest.files], np.bool_)[
+        manifest.chunks.file
+    ]
     groups = _by_cell(manifest, np.flatnonzero(is_piece))
     found: dict[int, Written] = {}
     bounds = manifest.chunks.block_bounds
@@ -48,7 +54,9 @@ def assembled(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
             write_cell = cell_writer(root, batch, packing)
             for number in numbers:
                 tensor = int(manifest.chunks.tensor[groups[number][0]])
-                pieces = [manifest.chunk(row, bounds) for row in groups[number].tolist()]
+                pieces = [
+                    manifest.chunk(row, bounds) for row in groups[number].tolist()
+                ]
                 found[number] = _write(root, write_cell, manifest, tensor, pieces)
 
     share(len(groups), work)
@@ -63,7 +71,9 @@ def assembled(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
 def _by_cell(manifest: Manifest, rows: Int64) -> list[Int64]:
     """These chunks in groups, each of one cell of one tensor."""
     chunks = manifest.chunks
-    cells = Cells.of(manifest.tensors, manifest.grids, chunks.tensor[rows], chunks.boxes.take(rows))
+    cells = Cells.of(
+        manifest.tensors, manifest.grids, chunks.tensor[rows], chunks.boxes.take(rows)
+    )
     columns = [*cells.index.T[::-1], chunks.tensor[rows]]
     order = np.lexsort(columns)
     changes = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
@@ -71,12 +81,18 @@ def _by_cell(manifest: Manifest, rows: Int64) -> list[Int64]:
 
 
 def _write(
-    root: Storage, write_cell: CellWriter, manifest: Manifest, tensor: int, pieces: list[Chunk]
+    root: Storage,
+    write_cell: CellWriter,
+    manifest: Manifest,
+    tensor: int,
+    pieces: list[Chunk],
 ) -> Written:
     entry, grid = manifest.tensors[tensor], manifest.grids[tensor] or ()
     offset = tuple(o // g * g for o, g in zip(pieces[0].box.offset, grid, strict=True))
     extents = zip(grid, entry.meta.shape, offset, strict=True)
-    cell = Box(offset, tuple(min(extent, end - start) for extent, end, start in extents))
+    cell = Box(
+        offset, tuple(min(extent, end - start) for extent, end, start in extents)
+    )
     told = f"{ShardId(entry.key, cell)}"
     if sum(piece.box.volume for piece in pieces) != cell.volume:
         raise BackendError(
@@ -84,19 +100,23 @@ def _write(
         )
     values = np.empty((*cell.shape, entry.meta.itemsize), np.uint8)
     for piece in pieces:
-        values[piece.box.relative_to(cell).slices()] = _fetched(root, piece, told).reshape(
-            *piece.box.shape, -1
-        )
+        values[piece.box.relative_to(cell).slices()] = _fetched(
+            root, piece, told
+        ).reshape(*piece.box.shape, -1)
     return write_cell(Cell.of(entry, grid, cell), iter([values.reshape(-1).data]))
 
 
-def _fetched(root: Storage, piece: Chunk, told: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _fetched(
+    root: Storage, piece: Chunk, told: str
+) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     data = np.empty(piece.location.length, np.uint8)
     try:
         with root.open(piece.location.file) as reader:
             reader.read_into(piece.location.start, [data.data])
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{told}: {root.location}/{piece.location.file} has been removed") from None
+        raise CorruptCheckpoint(
+            f"{told}: {root.location}/{piece.location.file} has been removed"
+        ) from None
     if digest_blocks(data.data) != piece.digests.tobytes():
         raise CorruptCheckpoint(
             f"{told}: what rank {piece.writer} wrote of it ({piece.box}) is not what is read again from "
@@ -105,7 +125,9 @@ def _fetched(root: Storage, piece: Chunk, told: str) -> np.ndarray[tuple[int], n
     return data
 
 
-def _with_cells(manifest: Manifest, kept: Int64, tensors: Int32, rows: list[Written]) -> Manifest:
+def _with_cells(
+    manifest: Manifest, kept: Int64, tensors: Int32, rows: list[Written]
+) -> Manifest:
     """The manifest with these chunks of its own, and cells that the coordinator wrote."""
     old = manifest.chunks.take(kept, manifest.chunks.block_bounds)
     new = result_of(rows, old.boxes.width)

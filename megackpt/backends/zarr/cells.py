@@ -14,10 +14,23 @@ from megackpt.backends.sidecars import encode_key
 from megackpt.backends.zarr.documents import Packing
 from megackpt.backends.zarr.layout import Grid, chunk_numbers, grid_of, inner_of
 from megackpt.backends.zarr.names import cell_file
-from megackpt.backends.zarr.stores import ABSENT, context, latest, meaning, shard_index, to_write
+from megackpt.backends.zarr.stores import (
+    ABSENT,
+    context,
+    latest,
+    meaning,
+    shard_index,
+    to_write,
+)
 from megackpt.errors import BackendError, StorageError
 from megackpt.planning.box import Box, Boxes, Int64, cut
-from megackpt.planning.manifest import DIGEST_BLOCK, DIGEST_SIZE, Digests, ShardId, TensorEntry
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    DIGEST_SIZE,
+    Digests,
+    ShardId,
+    TensorEntry,
+)
 from megackpt.runtime.storage import Batch, FileWriter, Storage, digest_blocks
 
 _ZEROS = memoryview(bytes(1 << 18))
@@ -60,7 +73,10 @@ class Cell:
 
     @property
     def file(self) -> str:
-        index = [offset // extent for offset, extent in zip(self.box.offset, self.shape, strict=True)]
+        index = [
+            offset // extent
+            for offset, extent in zip(self.box.offset, self.shape, strict=True)
+        ]
         return cell_file(encode_key(self.entry.key), index)
 
     @property
@@ -108,7 +124,9 @@ def cell_writer(root: Storage, batch: Batch, packing: Packing) -> CellWriter:
     return _Compressing(root, packing).write
 
 
-def write_raw(batch: Batch, cell: Cell, octets: Iterator[memoryview], checksum: bool) -> Written:
+def write_raw(
+    batch: Batch, cell: Cell, octets: Iterator[memoryview], checksum: bool
+) -> Written:
     """The chunks in C order, each followed by its crc32c; then, in a shard, the index. As zarr's specification has it.
 
     Raises BackendError where there are fewer bytes than elements.
@@ -116,7 +134,9 @@ def write_raw(batch: Batch, cell: Cell, octets: Iterator[memoryview], checksum: 
     stream, full, lengths = _Stream(octets, cell), cell.chunk_bytes, cell.lengths
     digests = []
     with batch.create(cell.file) as writer:
-        for shape, size in zip(cell.boxes.shape.tolist(), lengths.tolist(), strict=True):
+        for shape, size in zip(
+            cell.boxes.shape.tolist(), lengths.tolist(), strict=True
+        ):
             if size != full and _has_gaps(shape, cell.inner):
                 chunk, found = _padded(stream, tuple(shape), cell)
                 _write_chunk(writer, chunk, full, full, checksum)
@@ -135,7 +155,9 @@ def _has_gaps(shape: list[int], inner: Grid) -> bool:
     return any(shape[axis] != inner[axis] for axis in range(first + 1, len(shape)))
 
 
-def _write_chunk(writer: FileWriter, stream: _Stream, size: int, full: int, checksum: bool) -> bytes:
+def _write_chunk(
+    writer: FileWriter, stream: _Stream, size: int, full: int, checksum: bool
+) -> bytes:
     """``size`` bytes of the stream, zeros up to ``full``, the crc32c of all. Returns the digests of the former."""
     digests, crc = [], 0
     for first in range(0, size, DIGEST_BLOCK):
@@ -146,7 +168,11 @@ def _write_chunk(writer: FileWriter, stream: _Stream, size: int, full: int, chec
             left -= len(part)
             hasher.update(part)
             crc = _extended(crc, part) if checksum else 0
-            behind = _behind(crc, full - size, checksum) if first + DIGEST_BLOCK >= size and not left else ()
+            behind = (
+                _behind(crc, full - size, checksum)
+                if first + DIGEST_BLOCK >= size and not left
+                else ()
+            )
             writer.write([part, *behind])  # while it is in the cache
         digests.append(hasher.digest())
     return b"".join(digests)
@@ -200,7 +226,9 @@ class _Stream:
             more = next(self._octets, None)
             if more is None:
                 size = self._cell.box.volume * self._cell.entry.meta.itemsize
-                raise BackendError(f"{self._cell} should have {size} bytes, and fewer came from the model")
+                raise BackendError(
+                    f"{self._cell} should have {size} bytes, and fewer came from the model"
+                )
             self._rest = more
         part, self._rest = self._rest[:most], self._rest[most:]
         return part
@@ -218,11 +246,15 @@ class _Compressing:
     def __init__(self, root: Storage, packing: Packing) -> None:
         within = context()
         self.root = root
-        self._opened = latest(lambda entry, shape: to_write(root, entry, shape, packing, within))
+        self._opened = latest(
+            lambda entry, shape: to_write(root, entry, shape, packing, within)
+        )
 
     def write(self, cell: Cell, octets: Iterator[memoryview]) -> Written:
         values, lengths = _whole(octets, cell), cell.lengths
-        with meaning(StorageError, f"cannot write {cell} to {self.root.location}/{cell.file}"):
+        with meaning(
+            StorageError, f"cannot write {cell} to {self.root.location}/{cell.file}"
+        ):
             store = self._opened(cell.entry, cell.shape)
             # The memory may be referred to, instead of copied, because nothing reads through this handle later.
             written = store[cell.box.slices()].write(
@@ -231,15 +263,23 @@ class _Compressing:
             )
             ends = np.cumsum(lengths).tolist()
             parts = zip([0, *ends[:-1]], ends, strict=True)
-            digests = b"".join(digest_blocks(values.data[begin:end]) for begin, end in parts)
+            digests = b"".join(
+                digest_blocks(values.data[begin:end]) for begin, end in parts
+            )
             written.result()
         starts = np.zeros(1, np.int64)
-        if cell.is_shard:  # tensorstore puts the chunks where it likes: the shard's own index tells
-            starts = shard_index(self.root, cell.file, cell.count, ("end", True))[0][cell.numbers]
+        if (
+            cell.is_shard
+        ):  # tensorstore puts the chunks where it likes: the shard's own index tells
+            starts = shard_index(self.root, cell.file, cell.count, ("end", True))[0][
+                cell.numbers
+            ]
         return Written(cell.boxes, cell.file, starts, lengths, digests)
 
 
-def _whole(octets: Iterator[memoryview], cell: Cell) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _whole(
+    octets: Iterator[memoryview], cell: Cell
+) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """All bytes of a cell; no copy where they come in one piece."""
     size = cell.box.volume * cell.entry.meta.itemsize
     first = next(octets, memoryview(b""))

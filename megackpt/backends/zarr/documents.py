@@ -33,7 +33,11 @@ _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC = {"name": "crc32c"}
 _LEVELS = {"zstd": (range(1, 23), 3), "blosc": (range(1, 10), 5)}
 _V2_NAMES = {
-    **{np.dtype(d).str: d for d in sorted(ITEMSIZE) if d not in {*EXOTIC, OBJECT, "complex32"}},
+    **{
+        np.dtype(d).str: d
+        for d in sorted(ITEMSIZE)
+        if d not in {*EXOTIC, OBJECT, "complex32"}
+    },
     **{d: d for d in EXOTIC},
 }
 
@@ -65,9 +69,12 @@ class Packing:
             level = int(number) if number.isdecimal() else 0
         if level not in levels:
             known = "; ".join(
-                f"'{n}' or '{n}:LEVEL' ({r[0]} to {r[-1]}, else {d})" for n, (r, d) in _LEVELS.items()
+                f"'{n}' or '{n}:LEVEL' ({r[0]} to {r[-1]}, else {d})"
+                for n, (r, d) in _LEVELS.items()
             )
-            raise BackendError(f"zarr knows no compression {self.compression!r}; known are None; {known}")
+            raise BackendError(
+                f"zarr knows no compression {self.compression!r}; known are None; {known}"
+            )
         how: dict[str, Any] = {"level": level, "checksum": False}
         if name == "blosc":
             how = {
@@ -84,7 +91,9 @@ PLAIN = Packing()
 
 
 @lru_cache(maxsize=4096)
-def array_document(shape: Grid, dtype: str, cell: Grid, packing: Packing = PLAIN) -> str:
+def array_document(
+    shape: Grid, dtype: str, cell: Grid, packing: Packing = PLAIN
+) -> str:
     """The content of zarr.json, as tensorstore writes it. BackendError for a dtype that it does not know."""
     inner = inner_of(cell, ITEMSIZE[dtype])
     codecs = packing.codecs(ITEMSIZE[dtype])
@@ -100,14 +109,19 @@ def array_document(shape: Grid, dtype: str, cell: Grid, packing: Packing = PLAIN
         "shape": shape,
         "data_type": dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": cell}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": SEPARATOR}},
+        "chunk_key_encoding": {
+            "name": "default",
+            "configuration": {"separator": SEPARATOR},
+        },
         "codecs": codecs,
     }
     memory = {"driver": "memory"}
     context = ts.Context()
     try:
         ts.open(
-            {"driver": "zarr3", "kvstore": memory, "metadata": asked}, create=True, context=context
+            {"driver": "zarr3", "kvstore": memory, "metadata": asked},
+            create=True,
+            context=context,
         ).result()
     except ValueError as error:
         raise BackendError(
@@ -127,7 +141,9 @@ def refuse_unfit(tensors: Iterable[TensorEntry], grids: Iterable[Grid | None]) -
                 f"{entry.key!r} has {len(entry.meta.shape)} dimensions, zarr takes {_MOST_DIMENSIONS}"
             )
         elif not _knows(entry.meta.dtype):
-            unfit.append(f"{entry.key!r} is {entry.meta.dtype}, which zarr does not know")
+            unfit.append(
+                f"{entry.key!r} is {entry.meta.dtype}, which zarr does not know"
+            )
         elif grid is None:
             unfit.append(f"{entry.key!r} has no regular grid")
     if unfit:
@@ -150,40 +166,65 @@ def _knows(dtype: str) -> bool:
 
 def _is_understood(member: str, value: Any) -> bool:
     """A member that the specification knows and we heed, or one that it allows to pass over."""
-    return member in _MEMBERS or (isinstance(value, dict) and value.get("must_understand") is False)
+    return member in _MEMBERS or (
+        isinstance(value, dict) and value.get("must_understand") is False
+    )
 
 
 def parse_array(text: bytes, where: str) -> ArrayLayout:
     """What a zarr.json says. CorruptCheckpoint if it is none, BackendError for what we cannot hold or read."""
     try:
         document = json.loads(text)
-        shape, cell = (tuple(numbers) for numbers in (document["shape"], _cell(document)))
-        prefix, separator = _chunk_keys(document.get("chunk_key_encoding", {"name": "default"}))
+        shape, cell = (
+            tuple(numbers) for numbers in (document["shape"], _cell(document))
+        )
+        prefix, separator = _chunk_keys(
+            document.get("chunk_key_encoding", {"name": "default"})
+        )
         dtype, key = document["data_type"], document.get("attributes", {}).get("key")
         sound = document["zarr_format"] == 3 and document["node_type"] == "array"
         inner, codecs, index = _sharding(cell, _named(document["codecs"]))
         names = [name for name, _ in codecs]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{where} does not describe a zarr array: {error!r}") from error
+        raise CorruptCheckpoint(
+            f"{where} does not describe a zarr array: {error!r}"
+        ) from error
     _check(where, shape, cell, dtype, sound)
     _check_numbers(where, cell, inner)
-    if strange := [name for name, value in document.items() if value and not _is_understood(name, value)]:
-        raise BackendError(f"{where}: the array cannot be read without understanding {', '.join(strange)}")
+    if strange := [
+        name
+        for name, value in document.items()
+        if value and not _is_understood(name, value)
+    ]:
+        raise BackendError(
+            f"{where}: the array cannot be read without understanding {', '.join(strange)}"
+        )
     if any(extent % step for extent, step in zip(cell, inner, strict=True)):
-        raise CorruptCheckpoint(f"{where}: chunks of {inner} do not make up a shard of {cell}")
+        raise CorruptCheckpoint(
+            f"{where}: chunks of {inner} do not make up a shard of {cell}"
+        )
     known = set(names) <= {"bytes", "crc32c", "transpose", "zstd", "gzip", "blosc"}
-    if not known or ("blosc" in names and names not in (["bytes", "blosc"], ["bytes", "blosc", "crc32c"])):
-        raise BackendError(f"{where}: the codecs {', '.join(map(str, names))} cannot be read")
+    if not known or (
+        "blosc" in names
+        and names not in (["bytes", "blosc"], ["bytes", "blosc", "crc32c"])
+    ):
+        raise BackendError(
+            f"{where}: the codecs {', '.join(map(str, names))} cannot be read"
+        )
     if not isinstance(key, str | None):
         raise CorruptCheckpoint(f"{where}: the attribute 'key' is {key!r}, not a text")
     spec = {
-        k: document[k] for k in ("shape", "data_type", "chunk_grid", "codecs", "fill_value") if k in document
+        k: document[k]
+        for k in ("shape", "data_type", "chunk_grid", "codecs", "fill_value")
+        if k in document
     }
     spec["chunk_key_encoding"] = {
         "name": "default" if prefix else "v2",
         "configuration": {"separator": separator},
     }
-    raw = names in (["bytes"], ["bytes", "crc32c"]) and _is_little(codecs[0][1], ITEMSIZE[dtype])
+    raw = names in (["bytes"], ["bytes", "crc32c"]) and _is_little(
+        codecs[0][1], ITEMSIZE[dtype]
+    )
     return ArrayLayout(
         shape, dtype, cell, {"driver": "zarr3", "metadata": spec}, raw, prefix, separator, key, inner,
         checksum=names[-1:] == ["crc32c"], blosc="blosc" in names, index=index,
@@ -195,14 +236,24 @@ def parse_zarray(text: bytes, where: str) -> ArrayLayout:
     try:
         document = json.loads(text)
         shape, cell = tuple(document["shape"]), tuple(document["chunks"])
-        dtype, order, packed = document["dtype"], document["order"], document["compressor"]
+        dtype, order, packed = (
+            document["dtype"],
+            document["order"],
+            document["compressor"],
+        )
         separator = document.get("dimension_separator", ".")
         little = str(dtype).replace(">", "<")
-        sound = document["zarr_format"] == 2 and order in ("C", "F") and separator in _SEPARATORS
+        sound = (
+            document["zarr_format"] == 2
+            and order in ("C", "F")
+            and separator in _SEPARATORS
+        )
         kind = None if packed is None else packed["id"]
         filtered = bool(document.get("filters"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{where} does not describe a zarr array: {error!r}") from error
+        raise CorruptCheckpoint(
+            f"{where} does not describe a zarr array: {error!r}"
+        ) from error
     _check(where, shape, cell, _V2_NAMES.get(little, dtype), sound)
     if filtered:
         raise BackendError(f"{where}: filters cannot be read")
@@ -213,17 +264,26 @@ def parse_zarray(text: bytes, where: str) -> ArrayLayout:
     )  # fmt: skip
 
 
-def _check(where: str, shape: Sequence[Any], cell: Sequence[Any], dtype: Any, sound: bool) -> None:
+def _check(
+    where: str, shape: Sequence[Any], cell: Sequence[Any], dtype: Any, sound: bool
+) -> None:
     if not sound:
         raise CorruptCheckpoint(f"{where} does not describe a zarr array")
     _check_numbers(where, shape, cell)
     if not isinstance(dtype, str) or dtype not in ITEMSIZE or not _knows(dtype):
-        raise BackendError(f"{where}: data type {dtype!r} is none that a torch tensor has")
+        raise BackendError(
+            f"{where}: data type {dtype!r} is none that a torch tensor has"
+        )
 
 
 def _check_numbers(where: str, shape: Sequence[Any], cell: Sequence[Any]) -> None:
     numbers_fit = all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, *cell))
-    if not numbers_fit or len(shape) != len(cell) or len(shape) > _MOST_DIMENSIONS or 0 in cell:
+    if (
+        not numbers_fit
+        or len(shape) != len(cell)
+        or len(shape) > _MOST_DIMENSIONS
+        or 0 in cell
+    ):
         raise CorruptCheckpoint(
             f"{where}: shape {reprlib.repr(tuple(shape))} and chunk shape {reprlib.repr(tuple(cell))} "
             "make no zarr array"
@@ -239,7 +299,9 @@ def _cell(document: Any) -> Any:
 
 def _chunk_keys(encoding: Any) -> tuple[str, str]:
     name = encoding["name"]
-    separator = (encoding.get("configuration") or {}).get("separator", "/" if name == "default" else ".")
+    separator = (encoding.get("configuration") or {}).get(
+        "separator", "/" if name == "default" else "."
+    )
     if name not in ("default", "v2") or separator not in _SEPARATORS:
         raise ValueError(f"chunk key encoding {encoding!r}")
     return ("c" if name == "default" else ""), separator
@@ -248,9 +310,12 @@ def _chunk_keys(encoding: Any) -> tuple[str, str]:
 def _named(codecs: Any) -> list[tuple[str, dict[str, Any]]]:
     """Name and configuration of each codec of a list that is not empty."""
     given = [
-        (c, {}) if isinstance(c, str) else (c["name"], c.get("configuration") or {}) for c in list(codecs)
+        (c, {}) if isinstance(c, str) else (c["name"], c.get("configuration") or {})
+        for c in list(codecs)
     ]
-    if not given or not all(isinstance(name, str) and isinstance(how, dict) for name, how in given):
+    if not given or not all(
+        isinstance(name, str) and isinstance(how, dict) for name, how in given
+    ):
         raise ValueError(f"codecs {codecs!r}")
     return given
 
@@ -263,7 +328,10 @@ def _sharding(
         return cell, codecs, None
     how = codecs[0][1]
     order, location = _named(how["index_codecs"]), how.get("index_location", "end")
-    plain = [name for name, _ in order] in (["bytes"], ["bytes", "crc32c"]) and _is_little(order[0][1], 8)
+    plain = [name for name, _ in order] in (
+        ["bytes"],
+        ["bytes", "crc32c"],
+    ) and _is_little(order[0][1], 8)
     if len(codecs) > 1 or not plain or location not in ("start", "end"):
         raise ValueError(f"sharding {how!r}")
     return tuple(how["chunk_shape"]), _named(how["codecs"]), (location, len(order) > 1)

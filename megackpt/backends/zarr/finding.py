@@ -10,7 +10,13 @@ from itertools import groupby, islice
 
 import numpy as np
 
-from megackpt.backends.sidecars import COMMON_FILE, OBJECTS, decode_key, objects_in, parse_shard
+from megackpt.backends.sidecars import (
+    COMMON_FILE,
+    OBJECTS,
+    decode_key,
+    objects_in,
+    parse_shard,
+)
 from megackpt.backends.zarr.documents import DESCRIPTION_LIMIT
 from megackpt.backends.zarr.layout import ArrayLayout, Grid, chunk_numbers
 from megackpt.backends.zarr.names import ARRAY, MEGATRON, ZARRAY
@@ -52,21 +58,29 @@ def discover(root: Storage, version: int) -> Manifest:
     if version == MEGATRON:
         if COMMON_FILE in root.list():
             if (size := root.size(COMMON_FILE)) is None:
-                found.problems.append(f"{COMMON_FILE} is no regular file (a link, a folder)")
+                found.problems.append(
+                    f"{COMMON_FILE} is no regular file (a link, a folder)"
+                )
             found.entry(COMMON_KEY, TensorMeta((), OBJECT))
             found.chunk(Box((), ()), COMMON_FILE, 0, size or 0)
         _walk(found, "", 0)
         if not found.entries and not found.problems:
-            found.problems.append("it holds neither an array nor an object nor a common state")
+            found.problems.append(
+                "it holds neither an array nor an object nor a common state"
+            )
     else:
         _look_through(found)
     if found.problems:
         raise CorruptCheckpoint(
-            f"{root.location} is damaged: " + "; ".join(found.problems) + ". hint: every chunk of an array "
+            f"{root.location} is damaged: "
+            + "; ".join(found.problems)
+            + ". hint: every chunk of an array "
             "must be there (zarr would give its fill value for a lost one)"
         )
     manifest = listed(found.entries, found.chunks, ("zarr", version))
-    return replace(manifest, grids=tuple(found.grids), encoding="raw" if found.raw else "native")
+    return replace(
+        manifest, grids=tuple(found.grids), encoding="raw" if found.raw else "native"
+    )
 
 
 @dataclass(slots=True)
@@ -92,7 +106,9 @@ class _Found:
         shards = {file: parse_shard(file) for file in files}
         shapes = {shard[1] for shard in shards.values() if shard is not None}
         if None in shards.values() or len(shapes) != 1:
-            self.problems.append(f"{folder} is no folder of one object's shards: it holds {files}")
+            self.problems.append(
+                f"{folder} is no folder of one object's shards: it holds {files}"
+            )
             return
         self.entry(folder, TensorMeta(shapes.pop(), OBJECT))
         for file, shard in shards.items():
@@ -100,7 +116,9 @@ class _Found:
             size = self.root.size(f"{folder}/{file}")
             if size is None:
                 self.problems.append(f"{folder}/{file} is no file")
-            self.chunk(Box(offset, (1,) * len(offset)), f"{folder}/{file}", 0, size or 0)
+            self.chunk(
+                Box(offset, (1,) * len(offset)), f"{folder}/{file}", 0, size or 0
+            )
 
     def array(self, folder: str, key: str, layout: ArrayLayout) -> None:
         """An array, whose chunks must all be there."""
@@ -112,7 +130,9 @@ class _Found:
             return
         missing = _missing(self.root, folder, layout)
         if missing:
-            self.problems.append(f"tensor {key!r} ({folder}) lacks the chunk {', '.join(missing)}")
+            self.problems.append(
+                f"tensor {key!r} ({folder}) lacks the chunk {', '.join(missing)}"
+            )
             return
         for index in layout.indices():
             file = f"{folder}/{layout.file(index)}"
@@ -124,7 +144,11 @@ class _Found:
     def _cell(self, layout: ArrayLayout, box: Box, file: str) -> None:
         size, stored = self.root.size(file), layout.stored_bytes
         if size is None or stored not in (None, size):
-            what = "is no file" if size is None else f"has {size} bytes instead of {stored}"
+            what = (
+                "is no file"
+                if size is None
+                else f"has {size} bytes instead of {stored}"
+            )
             self.problems.append(f"{file} {what}")
         self.chunk(box, file, 0, box.volume * ITEMSIZE[layout.dtype])
 
@@ -142,10 +166,17 @@ class _Found:
         numbers = chunk_numbers(boxes, layout.cell, layout.inner).tolist()
         for row, number in enumerate(numbers):
             part = boxes.row(row, len(layout.shape))
-            if starts[number] == MISSING or layout.stored_bytes not in (None, lengths[number]):
-                self.problems.append(f"{file} has {lengths[number]} bytes of chunk {number}, {part}")
+            if starts[number] == MISSING or layout.stored_bytes not in (
+                None,
+                lengths[number],
+            ):
+                self.problems.append(
+                    f"{file} has {lengths[number]} bytes of chunk {number}, {part}"
+                )
                 return
-            self.chunk(part, file, int(starts[number]), part.volume * ITEMSIZE[layout.dtype])
+            self.chunk(
+                part, file, int(starts[number]), part.volume * ITEMSIZE[layout.dtype]
+            )
 
 
 def _look_through(found: _Found) -> None:
@@ -155,25 +186,35 @@ def _look_through(found: _Found) -> None:
         found.entry(*entry)
         for _, box, place in shards:
             found.chunk(box, place.file, 0, place.length)
-    arrays = [name for name in root.list() if not name.endswith(OBJECTS) and holds(root, name, ARRAY)]
+    arrays = [
+        name
+        for name in root.list()
+        if not name.endswith(OBJECTS) and holds(root, name, ARRAY)
+    ]
     if root.size(ARRAY) is None:
         found.problems.append(f"it lacks the {ARRAY} of the group")
     told = _arrays_told(root)
     if told not in (None, len(arrays)):
-        found.problems.append(f"{ARRAY} tells of {told} arrays, and {len(arrays)} are there")
+        found.problems.append(
+            f"{ARRAY} tells of {told} arrays, and {len(arrays)} are there"
+        )
     for name in arrays:
         layout = layout_in(root, name)
         key = layout.key if layout and layout.key is not None else decode_key(name)
         if layout is not None and key is not None:
             found.array(name, key, layout)
         else:
-            found.problems.append(f"{name}/{ARRAY} does not tell the tensor's key, which was shortened")
+            found.problems.append(
+                f"{name}/{ARRAY} does not tell the tensor's key, which was shortened"
+            )
 
 
 def _arrays_told(root: Storage) -> object:
     """How many arrays the group's own description counts; None where it does not tell."""
     try:
-        return json.loads(root.get(ARRAY, DESCRIPTION_LIMIT))["attributes"]["megackpt"]["arrays"]
+        return json.loads(root.get(ARRAY, DESCRIPTION_LIMIT))["attributes"]["megackpt"][
+            "arrays"
+        ]
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -181,7 +222,9 @@ def _arrays_told(root: Storage) -> object:
 def _walk(found: _Found, folder: str, depth: int) -> None:
     """Version 1: keys stand as they are, so that "/" in them makes folders in folders."""
     if depth > _DEEPEST:
-        raise CorruptCheckpoint(f"{found.root.location}/{folder}: folders in folders, {depth} deep")
+        raise CorruptCheckpoint(
+            f"{found.root.location}/{folder}: folders in folders, {depth} deep"
+        )
     try:
         names = found.root.list(folder)
     except CorruptCheckpoint as error:
@@ -191,7 +234,9 @@ def _walk(found: _Found, folder: str, depth: int) -> None:
     layout = layout_in(found.root, folder) if ZARRAY in names else None
     if layout is None and ZARRAY in names:
         found.problems.append(f"{folder}/{ZARRAY} is no regular file")
-    shards = [name for name in names if name.startswith("shard_") and name.endswith(".pt")]
+    shards = [
+        name for name in names if name.startswith("shard_") and name.endswith(".pt")
+    ]
     if layout is not None:
         found.array(folder, folder, layout)
     elif folder and shards:
@@ -213,7 +258,9 @@ def _may_be_ours(root: Storage, link: str) -> bool:
     """
     if not isinstance(root, LocalStorage):
         return True
-    path, within = (os.path.realpath(name) for name in (f"{root.location}/{link}", root.location))
+    path, within = (
+        os.path.realpath(name) for name in (f"{root.location}/{link}", root.location)
+    )
     if os.path.isfile(path) or os.path.commonpath([path, within]) == path:
         return False
     waiting, entries = [path], 0
@@ -222,7 +269,11 @@ def _may_be_ours(root: Storage, link: str) -> bool:
             with os.scandir(waiting.pop()) as folder:
                 for entry in folder:
                     entries += 1
-                    if entries > _ENTRIES or entry.name == ZARRAY or parse_shard(entry.name):
+                    if (
+                        entries > _ENTRIES
+                        or entry.name == ZARRAY
+                        or parse_shard(entry.name)
+                    ):
                         return True
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)

@@ -30,10 +30,18 @@ def inner_of(cell: Grid, itemsize: int) -> Grid:
     """
     if math.prod(cell) * itemsize <= LARGEST_CHUNK:
         return cell
-    axis = next(i for i in range(len(cell)) if math.prod(cell[i + 1 :]) * itemsize <= LARGEST_CHUNK)
+    axis = next(
+        i
+        for i in range(len(cell))
+        if math.prod(cell[i + 1 :]) * itemsize <= LARGEST_CHUNK
+    )
     below = math.prod(cell[axis + 1 :]) * itemsize
     step = largest_divisor(cell[axis], LARGEST_CHUNK // below)
-    return (*(1,) * axis, step, *cell[axis + 1 :]) if step * below >= SMALLEST_CHUNK else cell
+    return (
+        (*(1,) * axis, step, *cell[axis + 1 :])
+        if step * below >= SMALLEST_CHUNK
+        else cell
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +71,16 @@ class ArrayLayout:
     @property
     def counts(self) -> Grid:
         """Cells along each axis."""
-        return tuple(-(-extent // cell) for extent, cell in zip(self.shape, self.cell, strict=True))
+        return tuple(
+            -(-extent // cell)
+            for extent, cell in zip(self.shape, self.cell, strict=True)
+        )
 
     @property
     def chunks_in_a_cell(self) -> int:
-        return math.prod(extent // step for extent, step in zip(self.cell, self.inner, strict=True))
+        return math.prod(
+            extent // step for extent, step in zip(self.cell, self.inner, strict=True)
+        )
 
     @property
     def chunk_bytes(self) -> int:
@@ -77,7 +90,10 @@ class ArrayLayout:
     @property
     def own_bytes(self) -> int:
         """Bytes of a chunk that can be the tensor's: where chunks are larger than it, the rest is padding."""
-        extents = (min(step, extent) for step, extent in zip(self.inner, self.shape, strict=True))
+        extents = (
+            min(step, extent)
+            for step, extent in zip(self.inner, self.shape, strict=True)
+        )
         return math.prod(extents) * ITEMSIZE[self.dtype]
 
     @property
@@ -99,7 +115,9 @@ class ArrayLayout:
         """What a cell holds of the tensor."""
         offset = tuple(i * extent for i, extent in zip(index, self.cell, strict=True))
         ends = zip(self.cell, self.shape, offset, strict=True)
-        return Box(offset, tuple(min(extent, end - start) for extent, end, start in ends))
+        return Box(
+            offset, tuple(min(extent, end - start) for extent, end, start in ends)
+        )
 
     def file(self, index: Sequence[int]) -> str:
         """The chunk key of a cell, relative to the array's folder."""
@@ -135,11 +153,20 @@ class Cells:
 
     @classmethod
     def of(
-        cls, tensors: Sequence[TensorEntry], grids: Sequence[Grid | None], tensor: Int32, boxes: Boxes
+        cls,
+        tensors: Sequence[TensorEntry],
+        grids: Sequence[Grid | None],
+        tensor: Int32,
+        boxes: Boxes,
     ) -> Cells:
         width = boxes.width
-        used, number = np.unique(tensor, return_inverse=True)  # of a large table a plan may use a few
-        shapes, cells = np.ones((len(used), width), np.int64), np.ones((len(used), width), np.int64)
+        used, number = np.unique(
+            tensor, return_inverse=True
+        )  # of a large table a plan may use a few
+        shapes, cells = (
+            np.ones((len(used), width), np.int64),
+            np.ones((len(used), width), np.int64),
+        )
         is_object = np.zeros(len(used), np.bool_)
         for i, t in enumerate(used.tolist()):
             meta = tensors[t].meta
@@ -164,6 +191,8 @@ class Cells:
         has an extent along an earlier one. (Inner chunks have none along the axes before the one they cut, and
         all of the cell's along those behind.)
         """
-        extended = np.cumsum(self.shape > 1, axis=1) - (self.shape > 1) > 0  # along an earlier axis
+        extended = (
+            np.cumsum(self.shape > 1, axis=1) - (self.shape > 1) > 0
+        )  # along an earlier axis
         gaps: Bool = ((self.grid != self.shape) & extended).any(axis=1)
         return ~gaps

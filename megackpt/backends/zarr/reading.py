@@ -60,7 +60,9 @@ def read_rows(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None
 def raw_rows(manifest: Manifest, rows: Int64) -> Bool:
     """For each of these chunks: are the bytes at its location those of its box?"""
     chunks = manifest.chunks
-    cells = Cells.of(manifest.tensors, manifest.grids, chunks.tensor[rows], chunks.boxes.take(rows))
+    cells = Cells.of(
+        manifest.tensors, manifest.grids, chunks.tensor[rows], chunks.boxes.take(rows)
+    )
     return cells.is_object | (cells.prefix & (manifest.encoding == "raw"))
 
 
@@ -127,43 +129,65 @@ class _Reader:
         """Fetch regions of one chunk."""
         entry, chunk = items[0].entry, items[0].chunk
         checked = verify and len(chunk.digests) > 0
-        values = self.values(entry, chunk, [chunk.box] if checked else [item.box for item in items])
+        values = self.values(
+            entry, chunk, [chunk.box] if checked else [item.box for item in items]
+        )
         if checked:
-            _check(octets(np.ascontiguousarray(values[0])), chunk.digests, self._where(entry, chunk))
-            values = [values[0][item.box.relative_to(chunk.box).slices()] for item in items]
+            _check(
+                octets(np.ascontiguousarray(values[0])),
+                chunk.digests,
+                self._where(entry, chunk),
+            )
+            values = [
+                values[0][item.box.relative_to(chunk.box).slices()] for item in items
+            ]
         for item, found in zip(items, values, strict=True):
             filled = into.open(item.target, item.box)
             filled[...] = found.view(filled.dtype)
             into.close(item.target, item.box, filled)
 
-    def values(self, entry: TensorEntry, chunk: Chunk, boxes: list[Box]) -> list[NDArray[Any]]:
+    def values(
+        self, entry: TensorEntry, chunk: Chunk, boxes: list[Box]
+    ) -> list[NDArray[Any]]:
         """The elements of regions of one chunk. CorruptCheckpoint where it cannot be read."""
         where = self._where(entry, chunk)
         with meaning(CorruptCheckpoint, f"{where} cannot be read"):
-            layout, store = self._opened(entry, array_folder(self.version, chunk.location.file, entry))
+            layout, store = self._opened(
+                entry, array_folder(self.version, chunk.location.file, entry)
+            )
             _check_stored(self.root, chunk.location.file, layout, chunk.box, where)
             return [store[box.slices()].read().result() for box in boxes]
 
     def checks(self, entry: TensorEntry, chunk: Chunk) -> bool:
         """Do the chunks of this array bear a crc32c?"""
-        layout, _ = self._opened(entry, array_folder(self.version, chunk.location.file, entry))
+        layout, _ = self._opened(
+            entry, array_folder(self.version, chunk.location.file, entry)
+        )
         return layout.checksum
 
     def _where(self, entry: TensorEntry, chunk: Chunk) -> str:
         return f"{ShardId(entry.key, chunk.box)} in {self.root.location}/{chunk.location.file}"
 
-    def _open(self, entry: TensorEntry, folder: str) -> tuple[ArrayLayout, ts.TensorStore]:
+    def _open(
+        self, entry: TensorEntry, folder: str
+    ) -> tuple[ArrayLayout, ts.TensorStore]:
         where = f"{self.root.location}/{folder}"
         layout = layout_in(self.root, folder)
         if layout is None:
-            raise CorruptCheckpoint(f"{where} tells of no array: its description is missing")
+            raise CorruptCheckpoint(
+                f"{where} tells of no array: its description is missing"
+            )
         if (layout.shape, layout.dtype) != entry.meta:
-            raise CorruptCheckpoint(f"{where} tells of {layout.dtype} {layout.shape}, not of {entry.meta}")
+            raise CorruptCheckpoint(
+                f"{where} tells of {layout.dtype} {layout.shape}, not of {entry.meta}"
+            )
         with meaning(CorruptCheckpoint, f"{where} describes no array that can be read"):
             return layout, to_read(self.root, folder, layout, self.within)
 
 
-def _check_stored(root: Storage, file: str, layout: ArrayLayout, box: Box, where: str) -> None:
+def _check_stored(
+    root: Storage, file: str, layout: ArrayLayout, box: Box, where: str
+) -> None:
     """Is the chunk there, and of a size that can be? tensorstore would give zeros for it, end the process where it
     has no memory for the file, and have blosc take as much as its header asks for.
     """
@@ -175,9 +199,13 @@ def _check_stored(root: Storage, file: str, layout: ArrayLayout, box: Box, where
         number = chunk_numbers(Boxes.of([box]), layout.cell, layout.inner)[0]
         start, length = int(starts[number]), int(lengths[number])
         if start < 0:
-            raise CorruptCheckpoint(f"{where}: the index of the shard has no such chunk")
+            raise CorruptCheckpoint(
+                f"{where}: the index of the shard has no such chunk"
+            )
     if length > 2 * layout.chunk_bytes + _OVERHEAD:
-        raise CorruptCheckpoint(f"{where}: {length} bytes are stored of a chunk of {layout.chunk_bytes}")
+        raise CorruptCheckpoint(
+            f"{where}: {length} bytes are stored of a chunk of {layout.chunk_bytes}"
+        )
     if layout.blosc:
         header = bytearray(16)
         with root.open(file) as reader:
@@ -192,9 +220,19 @@ def _check_stored(root: Storage, file: str, layout: ArrayLayout, box: Box, where
 def _check(octets: memoryview, digests: Digests, where: str) -> None:
     found = np.frombuffer(digest_blocks(octets), np.uint8).reshape(-1, DIGEST_SIZE)
     if found.shape != digests.shape:
-        raise CorruptCheckpoint(f"{where}: {len(octets)} bytes do not fit {len(digests)} digests")
+        raise CorruptCheckpoint(
+            f"{where}: {len(octets)} bytes do not fit {len(digests)} digests"
+        )
     damaged = np.flatnonzero((found != digests).any(axis=1)).tolist()
     if damaged:
-        bounds = [(b * DIGEST_BLOCK, min((b + 1) * DIGEST_BLOCK, len(octets))) for b in damaged]
-        told = ", ".join(f"{block} (bytes {a}:{b})" for block, (a, b) in zip(damaged, bounds, strict=True))
-        raise CorruptCheckpoint(f"{where}: the bytes are not those that were saved; damaged blocks: {told}")
+        bounds = [
+            (b * DIGEST_BLOCK, min((b + 1) * DIGEST_BLOCK, len(octets)))
+            for b in damaged
+        ]
+        told = ", ".join(
+            f"{block} (bytes {a}:{b})"
+            for block, (a, b) in zip(damaged, bounds, strict=True)
+        )
+        raise CorruptCheckpoint(
+            f"{where}: the bytes are not those that were saved; damaged blocks: {told}"
+        )

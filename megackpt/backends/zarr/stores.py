@@ -75,7 +75,9 @@ def to_write(
     spec = {
         "driver": "zarr3",
         "kvstore": root.kvstore(encode_key(entry.key)),
-        "metadata": json.loads(array_document(entry.meta.shape, entry.meta.dtype, cell, packing)),
+        "metadata": json.loads(
+            array_document(entry.meta.shape, entry.meta.dtype, cell, packing)
+        ),
         "assume_metadata": True,
         "open": True,
         # Chunks of zeros are written too: a missing one is a loss that we want to notice.
@@ -88,11 +90,16 @@ def layout_in(root: Storage, folder: str) -> ArrayLayout | None:
     """The array in a folder, by its zarr.json or .zarray; None where there is neither. Raises as parse_array."""
     for name, parse in ((ARRAY, parse_array), (ZARRAY, parse_zarray)):
         if root.size(f"{folder}/{name}") is not None:
-            return parse(root.get(f"{folder}/{name}", DESCRIPTION_LIMIT), f"{root.location}/{folder}/{name}")
+            return parse(
+                root.get(f"{folder}/{name}", DESCRIPTION_LIMIT),
+                f"{root.location}/{folder}/{name}",
+            )
     return None
 
 
-def to_read(root: Storage, folder: str, layout: ArrayLayout, within: ts.Context) -> ts.TensorStore:
+def to_read(
+    root: Storage, folder: str, layout: ArrayLayout, within: ts.Context
+) -> ts.TensorStore:
     """The array in a folder. CorruptCheckpoint for chunks that this machine cannot hold: they would end the process."""
     if layout.chunk_bytes > _MEMORY:
         raise CorruptCheckpoint(
@@ -103,11 +110,17 @@ def to_read(root: Storage, folder: str, layout: ArrayLayout, within: ts.Context)
             f"{root.location}/{folder} has chunks of {layout.chunk_bytes} bytes, of which at most {layout.own_bytes} "
             "can be the tensor's"
         )
-    spec = layout.spec | {"kvstore": root.kvstore(folder), "assume_metadata": True, "open": True}
+    spec = layout.spec | {
+        "kvstore": root.kvstore(folder),
+        "assume_metadata": True,
+        "open": True,
+    }
     return ts.open(spec, context=within).result()
 
 
-def shard_index(root: Storage, file: str, count: int, index: tuple[str, bool]) -> tuple[Int64, Int64]:
+def shard_index(
+    root: Storage, file: str, count: int, index: tuple[str, bool]
+) -> tuple[Int64, Int64]:
     """Start and length of each of the ``count`` chunks of a shard, as its index has it; MISSING where there is none.
 
     Raises CorruptCheckpoint where the file is missing, ends before its index, or its index is damaged or lies.
@@ -123,14 +136,22 @@ def shard_index(root: Storage, file: str, count: int, index: tuple[str, bool]) -
                     f"{where} has {reader.size} bytes, and its index alone should have {whole}"
                 )
             data = read_dense(
-                reader, 0 if at == "start" else reader.size - whole, whole, f"the index of {where}"
+                reader,
+                0 if at == "start" else reader.size - whole,
+                whole,
+                f"the index of {where}",
             )
             end = reader.size
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{where} is missing") from None
     table = np.frombuffer(data, "<u8", 2 * count).reshape(count, 2)
-    if checked and google_crc32c.value(bytes(data[:size])).to_bytes(4, "little") != data[size:]:
-        raise CorruptCheckpoint(f"{where}: the index of the shard does not match its crc32c")
+    if (
+        checked
+        and google_crc32c.value(bytes(data[:size])).to_bytes(4, "little") != data[size:]
+    ):
+        raise CorruptCheckpoint(
+            f"{where}: the index of the shard does not match its crc32c"
+        )
     absent = (table == ABSENT).all(axis=1)
     starts, lengths = table[:, 0], table[:, 1]
     astray = ~absent & ((starts > end) | (lengths > end - np.minimum(starts, end)))
@@ -154,7 +175,9 @@ def meaning(kind: type[CheckpointingException], told: str) -> Iterator[None]:
     except ValueError as error:
         story = str(error).partition(" [tensorstore_spec=")[0]
         number = _OS_ERROR.search(str(error))
-        refused = story.partition(":")[0] in _REFUSALS or (number and int(number[1]) not in _NOT_THERE)
+        refused = story.partition(":")[0] in _REFUSALS or (
+            number and int(number[1]) not in _NOT_THERE
+        )
         raise (StorageError if refused else kind)(f"{told}: {story}") from error
 
 

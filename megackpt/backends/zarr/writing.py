@@ -22,7 +22,9 @@ from megackpt.runtime.storage import Batch, Storage, digest_blocks
 _AT_FRONT = np.zeros(1, np.int64)
 
 
-def write_rows(root: Storage, plan: SavePlan, data: Source, packing: Packing) -> WriteResult:
+def write_rows(
+    root: Storage, plan: SavePlan, data: Source, packing: Packing
+) -> WriteResult:
     """Write every row durably: cells as zarr chunks, objects as blobs, pieces of cells into one file of this rank."""
     refuse_unfit(plan.tensors, plan.grids)
     fragments = _fragments(plan)
@@ -40,13 +42,19 @@ def write_rows(root: Storage, plan: SavePlan, data: Source, packing: Packing) ->
                 item = plan.row(row)
                 entry = plan.tensors[plan.tensor[row]]
                 if item.meta.is_object:
-                    place, digests = write_object(root, entry, item.shard.box, data.blocks(row), batch)
+                    place, digests = write_object(
+                        root, entry, item.shard.box, data.blocks(row), batch
+                    )
                     length = np.array([place.length], np.int64)
-                    found[row] = Written(plan.boxes.take([row]), place.file, _AT_FRONT, length, digests)
+                    found[row] = Written(
+                        plan.boxes.take([row]), place.file, _AT_FRONT, length, digests
+                    )
                 elif not item.nbytes:
                     found[row] = _write_empty(batch, entry, plan.boxes.take([row]))
                 else:
-                    found[row] = write_cell(Cell.of(entry, item.grid, item.shard.box), data.blocks(row))
+                    found[row] = write_cell(
+                        Cell.of(entry, item.grid, item.shard.box), data.blocks(row)
+                    )
 
     share(len(singles) + (len(fragments) > 0), work)
     rows = [found[row] for row in range(len(plan))]
@@ -57,7 +65,10 @@ def write_rows(root: Storage, plan: SavePlan, data: Source, packing: Packing) ->
 def result_of(rows: Sequence[Written], width: int) -> WriteResult:
     """What is reported of these rows."""
     counts = [len(row.boxes) for row in rows]
-    files = {name: number for number, name in enumerate(dict.fromkeys(row.file for row in rows))}
+    files = {
+        name: number
+        for number, name in enumerate(dict.fromkeys(row.file for row in rows))
+    }
     empty = np.zeros(0, np.int64)
     return WriteResult(
         np.repeat(np.arange(len(rows)), counts),
@@ -66,7 +77,9 @@ def result_of(rows: Sequence[Written], width: int) -> WriteResult:
         np.repeat(np.array([files[row.file] for row in rows], np.int32), counts),
         np.concatenate([empty, *(row.start for row in rows)]),
         np.concatenate([empty, *(row.length for row in rows)]),
-        np.concatenate([np.zeros((0, DIGEST_SIZE), np.uint8), *(row.table for row in rows)]),
+        np.concatenate(
+            [np.zeros((0, DIGEST_SIZE), np.uint8), *(row.table for row in rows)]
+        ),
     )
 
 
@@ -93,7 +106,16 @@ def _write_fragments(
                 digests.append(digest_blocks(block))
                 writer.write([block])
             size = np.array([writer.position - start], np.int64)
-            yield row, Written(plan.boxes.take([row]), name, np.array([start]), size, b"".join(digests))
+            yield (
+                row,
+                Written(
+                    plan.boxes.take([row]),
+                    name,
+                    np.array([start]),
+                    size,
+                    b"".join(digests),
+                ),
+            )
 
 
 def _write_empty(batch: Batch, entry: TensorEntry, boxes: Boxes) -> Written:
@@ -111,5 +133,9 @@ def _first_cell(entry: TensorEntry) -> str:
 def sync_folders(root: Storage, rows: Sequence[Written], packing: Packing) -> None:
     """Make durable what neither a batch nor tensorstore does: the names of the folders that the latter made."""
     if packing.compression is not None:
-        folders = (above.as_posix() for row in rows for above in [*PurePosixPath(row.file).parents][1:])
+        folders = (
+            above.as_posix()
+            for row in rows
+            for above in [*PurePosixPath(row.file).parents][1:]
+        )
         root.sync(dict.fromkeys("" if folder == "." else folder for folder in folders))

@@ -20,7 +20,10 @@ from megackpt.planning.coverage.explain import (
     telling,
     together,
 )
-from megackpt.planning.coverage.tiling import miscounted as miscounted, tile_exactly as tile_exactly
+from megackpt.planning.coverage.tiling import (
+    miscounted as miscounted,
+    tile_exactly as tile_exactly,
+)
 from megackpt.planning.manifest import Bool, Declarations, Int32, TensorEntry
 
 EXPLAINED = 20  # problems told in full; the others in a line each
@@ -48,7 +51,11 @@ def unsaved(declared: Declarations, shards: Groups | None = None) -> list[Proble
     conflicts = _conflicts(declared.tensors)
     whole = shapes_table(declared.tensors, declared.boxes.width)
     boxes = declared.boxes.take(shards.first).widened(whole.shape[1])
-    tensor, volume, mains = declared.tensor[shards.first], boxes.volume, _mains(declared, shards)
+    tensor, volume, mains = (
+        declared.tensor[shards.first],
+        boxes.volume,
+        _mains(declared, shards),
+    )
     lost = _lost(declared, tensor, volume, mains)
     written = (mains > 0) & ((volume > 0) | _empty(declared.tensors)[tensor])
     lost[tensor[written & _outside(boxes, whole[tensor])]] = True
@@ -56,7 +63,9 @@ def unsaved(declared: Declarations, shards: Groups | None = None) -> list[Proble
     return _explained(declared, conflicts, np.flatnonzero(lost).tolist())
 
 
-def check(declared: Declarations, shards: Groups | None = None, thorough: bool = True) -> None:
+def check(
+    declared: Declarations, shards: Groups | None = None, thorough: bool = True
+) -> None:
     """Raise CoverageError with all problems: of ``uncovered`` or, where not thorough, of ``unsaved`` only."""
     problems = uncovered(declared, shards) if thorough else unsaved(declared, shards)
     if not problems:
@@ -77,7 +86,9 @@ def _explained(
     ]
     chosen = telling([declared.tensors[n].key for n in wrong], EXPLAINED - len(chosen))
     explain = [explain_tensor if i in chosen else summary for i in range(len(wrong))]
-    return problems + [tell(declared, n) for tell, n in zip(explain, wrong, strict=True)]
+    return problems + [
+        tell(declared, n) for tell, n in zip(explain, wrong, strict=True)
+    ]
 
 
 def shapes_table(tensors: Sequence[TensorEntry], width: int) -> Int64:
@@ -144,4 +155,6 @@ def _mains(declared: Declarations, shards: Groups) -> Int64:
     """The number of main replicas of each shard."""
     if not len(shards):
         return np.zeros(0, np.int64)
-    return np.add.reduceat(declared.main[shards.order].astype(np.int64), shards.bounds[:-1])
+    return np.add.reduceat(
+        declared.main[shards.order].astype(np.int64), shards.bounds[:-1]
+    )

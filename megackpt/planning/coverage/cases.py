@@ -25,7 +25,9 @@ class Case:
     entry: TensorEntry
     declared: Declarations  # the rows of this tensor only
     shards: Groups
-    numbers: Int64  # of the shards that are looked at, those nearest to what is wrong first
+    numbers: (
+        Int64  # of the shards that are looked at, those nearest to what is wrong first
+    )
     boxes: list[Box]  # theirs
     mains: Int64  # main replicas of each of them
     outside: list[int]  # boxes that leave the tensor
@@ -35,12 +37,16 @@ class Case:
     @property
     def orphans(self) -> list[Box]:
         """Boxes held by replicas, none of which is the main one."""
-        return [box for box, mains in zip(self.boxes, self.mains, strict=True) if not mains]
+        return [
+            box for box, mains in zip(self.boxes, self.mains, strict=True) if not mains
+        ]
 
     @property
     def doubled(self) -> list[int]:
         """Boxes with several main replicas."""
-        return [i for i, box in enumerate(self.boxes) if self.mains[i] > 1 and box.volume]
+        return [
+            i for i, box in enumerate(self.boxes) if self.mains[i] > 1 and box.volume
+        ]
 
     def rows(self, i: int) -> Int64:
         """Who declares a box: the main replicas where there are any."""
@@ -80,11 +86,18 @@ def case_of(declared: Declarations, number: int) -> Case:
     boxes = mine.boxes.take(shards.first)
     shape = np.array([*entry.meta.shape, *(1,) * (boxes.width - ndim)], np.int64)
     wide = boxes.widened(ndim)
-    leaves = np.asarray(((wide.offset < 0) | (wide.shape < 0) | (wide.stop > shape)).any(axis=1))
-    found = list(
-        islice(miscounted(mine.boxes.take(np.flatnonzero(mine.main)), entry.meta.shape), 16 * REGIONS)
+    leaves = np.asarray(
+        ((wide.offset < 0) | (wide.shape < 0) | (wide.stop > shape)).any(axis=1)
     )
-    mains = np.add.reduceat(mine.main[shards.order].astype(np.int64), shards.bounds[:-1])
+    found = list(
+        islice(
+            miscounted(mine.boxes.take(np.flatnonzero(mine.main)), entry.meta.shape),
+            16 * REGIONS,
+        )
+    )
+    mains = np.add.reduceat(
+        mine.main[shards.order].astype(np.int64), shards.bounds[:-1]
+    )
     far = _distances(wide, [box for box, _ in found], ndim)
     far[leaves] = -1
     order = np.lexsort([*wide.offset.T[::-1], mains == 0, far])[:LOOKED_AT]
@@ -118,7 +131,9 @@ def _surplus(offset: Int64, shape: Int64) -> Int64:
     used = (offset != 0) | (shape != 1)
     if not used.shape[1]:
         return np.zeros(len(used), np.int64)
-    return np.where(used.any(axis=1), used.shape[1] - used[:, ::-1].argmax(axis=1), 0).astype(np.int64)
+    return np.where(
+        used.any(axis=1), used.shape[1] - used[:, ::-1].argmax(axis=1), 0
+    ).astype(np.int64)
 
 
 def named(ranks: Iterable[int]) -> str:
@@ -131,5 +146,8 @@ def named(ranks: Iterable[int]) -> str:
             spans.append([rank, rank])
     if len(spans) == 1 and spans[0][0] == spans[0][1]:
         return f"rank {spans[0][0]}"
-    told = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in spans]
+    told = [
+        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}"
+        for a, b in spans
+    ]
     return f"ranks {some(told, 6, ', ')}"

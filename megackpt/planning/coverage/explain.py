@@ -61,10 +61,18 @@ def together(problems: Sequence[Problem], told: int) -> str:
         else:
             rest.setdefault(kind, []).append(problem.key)
     for kind, keys in list(rest.items())[:told]:
-        which = f"like {kind!r}: {', '.join(map(repr, keys[:3]))}" if len(keys) > 1 else repr(keys[0])
-        lines.append(f"and {len(keys)} more key{'s' * (len(keys) > 1)} {which}{', ...' * (len(keys) > 3)}")
+        which = (
+            f"like {kind!r}: {', '.join(map(repr, keys[:3]))}"
+            if len(keys) > 1
+            else repr(keys[0])
+        )
+        lines.append(
+            f"and {len(keys)} more key{'s' * (len(keys) > 1)} {which}{', ...' * (len(keys) > 3)}"
+        )
     left = sum(map(len, list(rest.values())[told:]))
-    return "\n".join([*lines, f"and {left} more keys of other kinds"] if left else lines)
+    return "\n".join(
+        [*lines, f"and {left} more keys of other kinds"] if left else lines
+    )
 
 
 def explain_tensor(declared: Declarations, number: int) -> Problem:
@@ -74,7 +82,10 @@ def explain_tensor(declared: Declarations, number: int) -> Problem:
     findings = [
         *(f"{case.boxes[i]} lies outside of {shape}" for i in case.outside[:REGIONS]),
         *(f"{hole} of {shape} has no main replica" for hole in case.holes[:REGIONS]),
-        *(f"{box} of {shape} has {count} main replicas" for box, count in case.overlaps[:REGIONS]),
+        *(
+            f"{box} of {shape} has {count} main replicas"
+            for box, count in case.overlaps[:REGIONS]
+        ),
     ]
     if not findings:
         findings = [f"no rank holds any part of {shape} as main replica"]
@@ -90,14 +101,19 @@ def explain_tensor(declared: Declarations, number: int) -> Problem:
 def summary(declared: Declarations, number: int) -> Problem:
     """One line about a tensor whose main replicas do not tile it."""
     key, meta = declared.tensors[number]
-    return Problem(key, f"{key!r} is not covered: the main replicas do not tile {shape_text(meta)}.")
+    return Problem(
+        key,
+        f"{key!r} is not covered: the main replicas do not tile {shape_text(meta)}.",
+    )
 
 
 def explain_conflict(declared: Declarations, numbers: Sequence[int]) -> Problem:
     """The paragraph about a key that ranks declare with different global shapes, dtypes or kinds."""
     found = ways(declared, numbers)
     key = declared.tensors[numbers[0]].key
-    told = [f"{named(way.ranks)} {shape_text(way.meta)} {way.meta.dtype}" for way in found]
+    told = [
+        f"{named(way.ranks)} {shape_text(way.meta)} {way.meta.dtype}" for way in found
+    ]
     most, fewest = max(found, key=Way.size), min(found[::-1], key=Way.size)
     hint = conflict_hint(most, fewest if fewest is not most else found[-1])
     lines = [
@@ -118,5 +134,9 @@ def _told(case: Case) -> str:
 def _holders(case: Case, i: int) -> str:
     if case.mains[i]:
         return f"{named(case.ranks(i))} {case.boxes[i]}"
-    replicas = sorted({str(case.declared.replica_ids[n]) for n in case.declared.replica[case.rows(i)]})
-    return f"{named(case.ranks(i))} {case.boxes[i]} (replica_id {some(replicas, 3, ', ')})"
+    replicas = sorted(
+        {str(case.declared.replica_ids[n]) for n in case.declared.replica[case.rows(i)]}
+    )
+    return (
+        f"{named(case.ranks(i))} {case.boxes[i]} (replica_id {some(replicas, 3, ', ')})"
+    )

@@ -27,7 +27,9 @@ def hint_of(case: Case) -> str:
         )
     # Without holes, the tensor has no elements, and no rank declares it as main replica.
     orphans = case.orphans
-    if all(any(hole.intersect(box) is not None for box in orphans) for hole in case.holes):
+    if all(
+        any(hole.intersect(box) is not None for box in orphans) for hole in case.holes
+    ):
         return (
             "every replica of the region has a non-zero replica_id; exactly one rank must declare it with "
             "replica_id 0 (or all zeros). Do only some ranks hold it, declared by megackpt.sharded without among=?"

@@ -14,9 +14,13 @@ from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes, Int64, regular_grids
 
-CELLS = 1 << 18  # cells of the counting grid that are held at once; larger regions are halved first
+CELLS = (
+    1 << 18
+)  # cells of the counting grid that are held at once; larger regions are halved first
 _SURE = float(1 << 60)  # volumes from which on sums are not taken in 64 bits
-_AXES = 6  # beyond these the grid's corners cost more than halving until a region is plain
+_AXES = (
+    6  # beyond these the grid's corners cost more than halving until a region is plain
+)
 
 
 def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]:
@@ -31,7 +35,9 @@ def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]
     inside = np.ones(len(boxes), np.bool_)
     for axis in range(boxes.width):
         offset = boxes.offset[:, axis]
-        inside &= (offset >= 0) & (offset + boxes.shape[:, axis] <= np.repeat(whole[:, axis], counts))
+        inside &= (offset >= 0) & (
+            offset + boxes.shape[:, axis] <= np.repeat(whole[:, axis], counts)
+        )
     exact = np.logical_and.reduceat(inside, bounds[:-1])
     # In bounds and of the right volume in sum: now holes and overlaps can only come together.
     exact &= np.add.reduceat(boxes.volume, bounds[:-1]) == np.prod(whole, axis=1)
@@ -50,7 +56,9 @@ def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]
     return exact
 
 
-def _slabs(boxes: Boxes, bounds: Int64, whole: Int64, wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _slabs(
+    boxes: Boxes, bounds: Int64, whole: Int64, wanted: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
     """Which of the wanted runs surely are seamless rows of slabs, cut along a single axis."""
     seamless = np.zeros(len(whole), np.bool_)
     number = np.repeat(np.arange(len(whole)), np.diff(bounds))
@@ -62,7 +70,11 @@ def _slabs(boxes: Boxes, bounds: Int64, whole: Int64, wanted: NDArray[np.bool_])
     number, axis = number[rows], cut.argmax(axis=1)[number[rows]]
     start = boxes.offset[rows, axis]
     order = np.lexsort([start, number])
-    number, start, stop = number[order], start[order], (start + boxes.shape[rows, axis])[order]
+    number, start, stop = (
+        number[order],
+        start[order],
+        (start + boxes.shape[rows, axis])[order],
+    )
     first = np.concatenate([[True], number[1:] != number[:-1]])
     meets = start == np.where(first, 0, np.roll(stop, 1))
     # In bounds and of full volume, slabs that meet one another also end at the end.
@@ -88,12 +100,15 @@ def miscounted(boxes: Boxes, whole: Sequence[int]) -> Iterator[tuple[Box, int]]:
     yield from _swept(low, high, np.zeros(ndim, np.int64), np.array(whole, np.int64))
 
 
-def _swept(low: Int64, high: Int64, start: Int64, stop: Int64) -> Iterator[tuple[Box, int]]:
+def _swept(
+    low: Int64, high: Int64, start: Int64, stop: Int64
+) -> Iterator[tuple[Box, int]]:
     low, high = np.maximum(low, start), np.minimum(high, stop)
     there = (low < high).all(axis=1)
     low, high = low[there], high[there]
     cuts = [
-        np.unique(np.concatenate([low[:, a], high[:, a], [start[a], stop[a]]])) for a in range(len(start))
+        np.unique(np.concatenate([low[:, a], high[:, a], [start[a], stop[a]]]))
+        for a in range(len(start))
     ]
     lengths = [len(c) - 1 for c in cuts]
     if max(lengths) == 1:  # every box that is there holds all of the region
@@ -115,7 +130,10 @@ def _swept(low: Int64, high: Int64, start: Int64, stop: Int64) -> Iterator[tuple
 def _counts(low: Int64, high: Int64, cuts: list[Int64]) -> Int64:
     """How many boxes hold each cell between the cuts, by summing up where boxes begin and end."""
     ndim = len(cuts)
-    ends = [(np.searchsorted(cuts[a], low[:, a]), np.searchsorted(cuts[a], high[:, a])) for a in range(ndim)]
+    ends = [
+        (np.searchsorted(cuts[a], low[:, a]), np.searchsorted(cuts[a], high[:, a]))
+        for a in range(ndim)
+    ]
     change = np.zeros([len(c) for c in cuts], np.int64)
     for corner in np.ndindex(*(2,) * ndim):
         at = tuple(ends[a][side] for a, side in enumerate(corner))
@@ -141,7 +159,11 @@ def _blocks(counts: Int64, cuts: list[Int64]) -> Iterator[tuple[Box, int]]:
         for axis in reversed(range(len(first))):
             block = tuple(slice(i, e) for i, e in zip(first, last, strict=True))
             while last[axis] < counts.shape[axis]:
-                layer = (*block[:axis], slice(last[axis], last[axis] + 1), *block[axis + 1 :])
+                layer = (
+                    *block[:axis],
+                    slice(last[axis], last[axis] + 1),
+                    *block[axis + 1 :],
+                )
                 if not alike[layer].all():
                     break
                 last[axis] += 1

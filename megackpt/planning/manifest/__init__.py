@@ -8,7 +8,10 @@ shape (4, 2) at (1, 0) is the unit box at (1, 0) of a tensor with dtype ``"objec
 is such an object too, with the reserved key ``COMMON_KEY`` and no dimensions.
 """
 
-from megackpt.planning.manifest.declarations import Declaration as Declaration, Declarations as Declarations
+from megackpt.planning.manifest.declarations import (
+    Declaration as Declaration,
+    Declarations as Declarations,
+)
 from megackpt.planning.manifest.listed import listed as listed
 from megackpt.planning.manifest.naming import (
     COMMON as COMMON,

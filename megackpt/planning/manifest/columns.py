@@ -28,13 +28,17 @@ def _numbers(names: Sequence[Any], table: dict[Any, int]) -> Int32:
     return np.array(numbers, np.int32)
 
 
-def merged_tables(tables: Sequence[tuple[T, ...]], columns: Sequence[Int32]) -> tuple[tuple[T, ...], Int32]:
+def merged_tables(
+    tables: Sequence[tuple[T, ...]], columns: Sequence[Int32]
+) -> tuple[tuple[T, ...], Int32]:
     """One table of all that stands in these, each thing once, and one column of numbers in it.
 
     Of ranks that have the very same table (the same object) it is looked at once.
     """
     whole: dict[T, int] = {}
-    starts: dict[int, int] = {}  # by a table's identity: where its numbers begin in ``numbers``
+    starts: dict[
+        int, int
+    ] = {}  # by a table's identity: where its numbers begin in ``numbers``
     numbers: list[Int32] = []
     count = 0
     for table in tables:
@@ -44,7 +48,9 @@ def merged_tables(tables: Sequence[tuple[T, ...]], columns: Sequence[Int32]) -> 
             count += len(table)
     start = np.array([starts[id(table)] for table in tables], np.int64)
     own = joined(columns, np.int32)
-    merged: Int32 = joined(numbers, np.int32)[own + np.repeat(start, [len(column) for column in columns])]
+    merged: Int32 = joined(numbers, np.int32)[
+        own + np.repeat(start, [len(column) for column in columns])
+    ]
     return tuple(whole), merged
 
 
@@ -77,4 +83,7 @@ def pack_table(tensors: Sequence[TensorEntry]) -> bytes:
 def unpack_table(packed: bytes) -> tuple[TensorEntry, ...]:
     """The same object for the same bytes, most of the time: a coordinator gets as many tables as there are ranks."""
     rows = json.loads(zlib.decompress(packed).decode("utf-8", "surrogatepass"))
-    return tuple(TensorEntry(key, TensorMeta(tuple(shape), dtype)) for key, (shape, dtype) in rows)
+    return tuple(
+        TensorEntry(key, TensorMeta(tuple(shape), dtype))
+        for key, (shape, dtype) in rows
+    )

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from megackpt.planning.box import Boxes, Groups, Int64, group_equal
-from megackpt.planning.manifest.columns import joined, merged_tables, pack, pack_table, unpack, unpack_table
+from megackpt.planning.manifest.columns import (
+    joined,
+    merged_tables,
+    pack,
+    pack_table,
+    unpack,
+    unpack_table,
+)
 from megackpt.planning.manifest.naming import (
     Bool,
     Int32,
@@ -117,7 +124,10 @@ class Declarations:
         """The columns of one rank's declarations, in the order given."""
         tensors: dict[TensorEntry, int] = {}
         replicas: dict[ReplicaId, int] = {}
-        number = [tensors.setdefault(TensorEntry(r.shard.key, r.meta), len(tensors)) for r in rows]
+        number = [
+            tensors.setdefault(TensorEntry(r.shard.key, r.meta), len(tensors))
+            for r in rows
+        ]
         replica = [replicas.setdefault(r.replica_id, len(replicas)) for r in rows]
         return cls(
             tuple(tensors),
@@ -144,21 +154,47 @@ class Declarations:
         """As if each of these boxes were declared once, by a main replica; without ``rank``, all by rank 0."""
         zero = np.zeros(len(boxes), np.int32)
         rank = zero if rank is None else rank
-        return cls(tensors, tensor, boxes, (0,), zero, zero.astype(np.bool_), nbytes, rank, domains)
+        return cls(
+            tensors,
+            tensor,
+            boxes,
+            (0,),
+            zero,
+            zero.astype(np.bool_),
+            nbytes,
+            rank,
+            domains,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As it travels to the coordinator, which gets one from every rank: columns in one piece."""
         boxes = self.boxes
         columns = pack(
-            self.tensor, self.replica, self.flexible, self.nbytes, self.rank, boxes.offset, boxes.shape
+            self.tensor,
+            self.replica,
+            self.flexible,
+            self.nbytes,
+            self.rank,
+            boxes.offset,
+            boxes.shape,
         )
-        return _received, (pack_table(self.tensors), columns, boxes.width, self.replica_ids, self.domains)
+        return _received, (
+            pack_table(self.tensors),
+            columns,
+            boxes.width,
+            self.replica_ids,
+            self.domains,
+        )
 
     @classmethod
     def merge(cls, parts: Sequence[Declarations]) -> Declarations:
         """All ranks' declarations in one: ``parts[i]`` are those of rank i. Tables are joined."""
-        tensors, number = merged_tables([p.tensors for p in parts], [p.tensor for p in parts])
-        replicas, replica = merged_tables([p.replica_ids for p in parts], [p.replica for p in parts])
+        tensors, number = merged_tables(
+            [p.tensors for p in parts], [p.tensor for p in parts]
+        )
+        replicas, replica = merged_tables(
+            [p.replica_ids for p in parts], [p.replica for p in parts]
+        )
         return cls(
             tensors,
             number,
@@ -184,7 +220,10 @@ def _received(
     return Declarations(
         unpack_table(table),
         rows[:, 0].astype(np.int32),
-        Boxes(rows[:, 5 : 5 + width].astype(np.int64), rows[:, 5 + width :].astype(np.int64)),
+        Boxes(
+            rows[:, 5 : 5 + width].astype(np.int64),
+            rows[:, 5 + width :].astype(np.int64),
+        ),
         replica_ids,
         rows[:, 1].astype(np.int32),
         rows[:, 2].astype(np.bool_),

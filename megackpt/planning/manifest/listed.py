@@ -16,7 +16,9 @@ _MOST_DIMENSIONS = 64  # torch's and numpy's limit
 
 
 def listed(
-    tensors: Iterable[TensorEntry], chunks: Iterable[tuple[int, Box, Location]], backend: tuple[str, int]
+    tensors: Iterable[TensorEntry],
+    chunks: Iterable[tuple[int, Box, Location]],
+    backend: tuple[str, int],
 ) -> Manifest:
     """What a table of contents tells: of each chunk its tensor's number, its box, and where its raw bytes are.
 
@@ -41,24 +43,50 @@ def _check_entries(entries: Sequence[TensorEntry]) -> None:
             )
         seen.add(key)
         if not _is_text(dtype) or dtype not in ITEMSIZE:
-            raise CorruptCheckpoint(f"the table of contents gives {key!r} the dtype {dtype!r}")
+            raise CorruptCheckpoint(
+                f"the table of contents gives {key!r} the dtype {dtype!r}"
+            )
         counts = _are_counts(shape) and len(shape) <= _MOST_DIMENSIONS
-        if not counts or math.prod(max(n, 1) for n in shape) * max(ITEMSIZE[dtype], 1) >= _TOO_MUCH:
-            raise CorruptCheckpoint(f"the table of contents gives {key!r} the shape {shape!r}")
+        if (
+            not counts
+            or math.prod(max(n, 1) for n in shape) * max(ITEMSIZE[dtype], 1)
+            >= _TOO_MUCH
+        ):
+            raise CorruptCheckpoint(
+                f"the table of contents gives {key!r} the shape {shape!r}"
+            )
 
 
-def _check_chunk(entries: Sequence[TensorEntry], number: int, box: Box, location: Location) -> None:
-    if not _are_counts((number, location.start, location.length)) or number >= len(entries):
+def _check_chunk(
+    entries: Sequence[TensorEntry], number: int, box: Box, location: Location
+) -> None:
+    if not _are_counts((number, location.start, location.length)) or number >= len(
+        entries
+    ):
         raise CorruptCheckpoint(
             f"the table of contents has {location} of tensor {number!r} of {len(entries)}"
         )
     key, meta = entries[number]
-    inside = _are_counts((*box.offset, *box.shape)) and len(box.shape) == len(meta.shape)
+    inside = _are_counts((*box.offset, *box.shape)) and len(box.shape) == len(
+        meta.shape
+    )
     if not inside or any(end > n for end, n in zip(box.stop, meta.shape, strict=True)):
-        raise CorruptCheckpoint(f"the table of contents has {box!r} of {key!r}, which is of {meta.shape}")
-    whole = box.volume == 1 if meta.is_object else box.volume * meta.itemsize == location.length
-    if not whole or not _is_text(location.file) or location.start + location.length >= _TOO_MUCH:
-        raise CorruptCheckpoint(f"the table of contents has {key!r} {box} of {meta.dtype} in {location}")
+        raise CorruptCheckpoint(
+            f"the table of contents has {box!r} of {key!r}, which is of {meta.shape}"
+        )
+    whole = (
+        box.volume == 1
+        if meta.is_object
+        else box.volume * meta.itemsize == location.length
+    )
+    if (
+        not whole
+        or not _is_text(location.file)
+        or location.start + location.length >= _TOO_MUCH
+    ):
+        raise CorruptCheckpoint(
+            f"the table of contents has {key!r} {box} of {meta.dtype} in {location}"
+        )
 
 
 def _is_text(value: object) -> bool:

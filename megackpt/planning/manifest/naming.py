@@ -15,14 +15,23 @@ from megackpt.planning.box import Box
 
 OBJECT = "object"
 COMMON_KEY = "common_state"
-NOMINAL_OBJECT = 1024  # bytes; what an object weighs in planning, as its real size is not known yet
+NOMINAL_OBJECT = (
+    1024  # bytes; what an object weighs in planning, as its real size is not known yet
+)
 DIGEST_BLOCK = 1 << 20  # bytes of a chunk that share one digest
 DIGEST_SIZE = 16  # xxh3-128
 
 ITEMSIZE: dict[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
     **dict.fromkeys(
-        ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1
+        (
+            "float8_e4m3fn",
+            "float8_e5m2",
+            "float8_e4m3fnuz",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+        ),
+        1,
     ),
     **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
     **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
@@ -35,7 +44,9 @@ MOST_AXES = 64
 """Dimensions that a tensor, or a grid of objects, may have: as many as numpy's arrays."""
 LARGEST = 1 << 62
 """Sizes, offsets and volumes in bytes are below it: sums of two do not overflow 64 bits."""
-_CARRIED = {size: np.dtype("c16" if size == 16 else f"u{size}") for size in (1, 2, 4, 8, 16)}
+_CARRIED = {
+    size: np.dtype("c16" if size == 16 else f"u{size}") for size in (1, 2, 4, 8, 16)
+}
 
 ReplicaId = int | tuple[int, ...]
 Int32 = NDArray[np.int32]
@@ -64,7 +75,9 @@ def is_unnumbered(replica_id: ReplicaId) -> bool:
     """True for ``UNNUMBERED`` and for tuples in which it stands beside nothing but zeros."""
     if isinstance(replica_id, int):
         return replica_id == UNNUMBERED
-    return UNNUMBERED in replica_id and not any(n for n in replica_id if n != UNNUMBERED)
+    return UNNUMBERED in replica_id and not any(
+        n for n in replica_id if n != UNNUMBERED
+    )
 
 
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -75,7 +88,10 @@ def size_problem(shape: Sequence[int], dtype: str) -> str:
     if len(shape) > MOST_AXES:
         return f"it has {len(shape)} dimensions, and at most {MOST_AXES} can be stored"
     # Extents of 0 count as 1: pieces of an empty tensor have volumes, too, that must not overflow.
-    if math.prod(max(extent, 1) for extent in shape) * max(ITEMSIZE[dtype], 1) >= LARGEST:
+    if (
+        math.prod(max(extent, 1) for extent in shape) * max(ITEMSIZE[dtype], 1)
+        >= LARGEST
+    ):
         return f"{tuple(shape)} of {dtype} is too large: sizes must stay below 2^62 bytes, extents of 0 count as 1"
     return ""
 
@@ -133,7 +149,9 @@ class ShardId:
     box: Box
 
     def __str__(self) -> str:
-        return "the common state" if self.key == COMMON_KEY else f"{self.key!r} {self.box}"
+        return (
+            "the common state" if self.key == COMMON_KEY else f"{self.key!r} {self.box}"
+        )
 
 
 def unique_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:

@@ -61,17 +61,28 @@ class SavePlan:
         """As it travels to its rank: columns in one piece."""
         columns = pack(self.tensor, self.source, self.boxes.offset, self.boxes.shape)
         cells = len(self.grids) if set(self.grids) <= {None} else self.grids
-        return _received, (self.rank, self.tensors, cells, columns, self.boxes.width, self.places)
+        return _received, (
+            self.rank,
+            self.tensors,
+            cells,
+            columns,
+            self.boxes.width,
+            self.places,
+        )
 
     def placed(self, places: Mapping[str, Location]) -> SavePlan:
         """This plan with the places of its tensors, given by key."""
-        return replace(self, places=tuple(places.get(entry.key) for entry in self.tensors))
+        return replace(
+            self, places=tuple(places.get(entry.key) for entry in self.tensors)
+        )
 
     def row(self, i: int) -> WriteItem:
         number = self.tensor[i]
         entry = self.tensors[number]
         box = self.boxes.row(i, len(entry.meta.shape))
-        return WriteItem(ShardId(entry.key, box), entry.meta, self.grids[number], int(self.source[i]))
+        return WriteItem(
+            ShardId(entry.key, box), entry.meta, self.grids[number], int(self.source[i])
+        )
 
     def rows(self) -> Iterator[WriteItem]:
         return map(self.row, range(len(self)))
@@ -87,7 +98,9 @@ def _received(
 ) -> SavePlan:
     """What ``SavePlan.__reduce__`` sent."""
     rows = unpack(columns, 2 + 2 * width)
-    boxes = Boxes(rows[:, 2 : 2 + width].astype(np.int64), rows[:, 2 + width :].astype(np.int64))
+    boxes = Boxes(
+        rows[:, 2 : 2 + width].astype(np.int64), rows[:, 2 + width :].astype(np.int64)
+    )
     cells = (None,) * grids if isinstance(grids, int) else grids
     tensor, source = rows[:, 0].astype(np.int32), rows[:, 1].astype(np.int32)
     return SavePlan(rank, tensors, cells, tensor, boxes, source, places)
@@ -125,8 +138,15 @@ class LoadPlan:
             chunk = int(self.chunk[i])
             entry = self.manifest.tensors[self.manifest.chunks.tensor[chunk]]
             box = self.boxes.row(i, len(entry.meta.shape))
-            yield ReadItem(entry, self.manifest.chunk(chunk, bounds), box, int(self.target[i]))
+            yield ReadItem(
+                entry, self.manifest.chunk(chunk, bounds), box, int(self.target[i])
+            )
 
     def take(self, rows: Any) -> LoadPlan:
         """The part of the plan that consists of these rows (an index array or mask)."""
-        return replace(self, chunk=self.chunk[rows], boxes=self.boxes.take(rows), target=self.target[rows])
+        return replace(
+            self,
+            chunk=self.chunk[rows],
+            boxes=self.boxes.take(rows),
+            target=self.target[rows],
+        )

@@ -9,7 +9,13 @@ import numpy as np
 
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest.columns import joined, renumbered
-from megackpt.planning.manifest.naming import DIGEST_BLOCK, DIGEST_SIZE, Digests, Int32, TensorEntry
+from megackpt.planning.manifest.naming import (
+    DIGEST_BLOCK,
+    DIGEST_SIZE,
+    Digests,
+    Int32,
+    TensorEntry,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +37,13 @@ class WriteResult:
 
     @classmethod
     def of_rows(
-        cls, boxes: Boxes, files: Sequence[str], file: Int32, start: Int64, length: Int64, digests: Digests
+        cls,
+        boxes: Boxes,
+        files: Sequence[str],
+        file: Int32,
+        start: Int64,
+        length: Int64,
+        digests: Digests,
     ) -> WriteResult:
         """Each row of a plan with these ``boxes`` is one piece."""
         rows = np.arange(len(boxes), dtype=np.int64)
@@ -79,7 +91,9 @@ class Chunks:
     def block_bounds(self) -> Int64:
         """n + 1 row numbers into ``digests``: those of chunk i are ``bounds[i]:bounds[i + 1]``."""
         counts = -(-self.length // DIGEST_BLOCK)
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+        return np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]
+        )
 
     def blocks(self, rows: Int64, bounds: Int64) -> Int64:
         """The rows of ``digests`` that belong to these chunks, chunk by chunk; ``bounds`` are ``block_bounds``."""
@@ -98,7 +112,9 @@ class Chunks:
             self.file[rows],
             self.start[rows],
             self.length[rows],
-            self.digests[self.blocks(rows, bounds)] if len(self.digests) else self.digests,
+            self.digests[self.blocks(rows, bounds)]
+            if len(self.digests)
+            else self.digests,
         )
 
 
@@ -121,7 +137,11 @@ class Manifest:
     save_id: str = ""
 
     @classmethod
-    def of(cls, tensors: Iterable[TensorEntry], rows: Sequence[tuple[int, Box, str, int, int]]) -> Manifest:
+    def of(
+        cls,
+        tensors: Iterable[TensorEntry],
+        rows: Sequence[tuple[int, Box, str, int, int]],
+    ) -> Manifest:
         """Of each chunk its tensor's number, its box, and the file, start and length of its bytes. No digests."""
         entries = tuple(tensors)
         files: dict[str, int] = {}
@@ -129,7 +149,10 @@ class Manifest:
             np.array([number for number, *_ in rows], np.int32),
             Boxes.of(box for _, box, *_ in rows),
             np.full(len(rows), -1, np.int32),
-            np.array([files.setdefault(file, len(files)) for _, _, file, _, _ in rows], np.int32),
+            np.array(
+                [files.setdefault(file, len(files)) for _, _, file, _, _ in rows],
+                np.int32,
+            ),
             np.array([start for *_, start, _ in rows], np.int64),
             np.array([length for *_, length in rows], np.int64),
             np.zeros((0, DIGEST_SIZE), np.uint8),
@@ -156,7 +179,10 @@ class Manifest:
     def chunks_of(self, key: str) -> list[Chunk]:
         number = self.numbers()[key]
         bounds = self.chunks.block_bounds
-        return [self.chunk(int(i), bounds) for i in np.flatnonzero(self.chunks.tensor == number)]
+        return [
+            self.chunk(int(i), bounds)
+            for i in np.flatnonzero(self.chunks.tensor == number)
+        ]
 
     def located(self, results: Sequence[WriteResult]) -> Manifest:
         """This manifest with the pieces that the ranks report as its chunks.
@@ -166,15 +192,22 @@ class Manifest:
         files: dict[str, int] = {}
         file = [renumbered(r.file, r.files, files) for r in results]
         first = np.searchsorted(self.chunks.writer, np.arange(len(results))).tolist()
-        tensor = [self.chunks.tensor[r.item + begin] for r, begin in zip(results, first, strict=True)]
+        tensor = [
+            self.chunks.tensor[r.item + begin]
+            for r, begin in zip(results, first, strict=True)
+        ]
         chunks = Chunks(
             joined(tensor, np.int32),
             Boxes.concat([r.boxes for r in results]).widened(self.chunks.boxes.width),
-            np.repeat(np.arange(len(results), dtype=np.int32), [len(r.item) for r in results]),
+            np.repeat(
+                np.arange(len(results), dtype=np.int32), [len(r.item) for r in results]
+            ),
             file=joined(file, np.int32),
             start=joined([r.start for r in results], np.int64),
             length=joined([r.length for r in results], np.int64),
-            digests=np.concatenate([r.digests for r in results] or [np.zeros((0, DIGEST_SIZE), np.uint8)]),
+            digests=np.concatenate(
+                [r.digests for r in results] or [np.zeros((0, DIGEST_SIZE), np.uint8)]
+            ),
         )
         return replace(self, chunks=chunks, files=tuple(files))
 
@@ -207,13 +240,21 @@ class TensorParts:
         """The manifest of these tensors, in this order, and of the files that they are in."""
         whole = self._manifest
         rows = [self.rows(number) for number in numbers]
-        chunks = whole.chunks.take(np.concatenate([np.zeros(0, np.int64), *rows]), self._bounds)
+        chunks = whole.chunks.take(
+            np.concatenate([np.zeros(0, np.int64), *rows]), self._bounds
+        )
         used, file = np.unique(chunks.file, return_inverse=True)
-        tensor: Int32 = np.repeat(np.arange(len(rows)), list(map(len, rows))).astype(np.int32)
+        tensor: Int32 = np.repeat(np.arange(len(rows)), list(map(len, rows))).astype(
+            np.int32
+        )
         return replace(
             whole,
             tensors=tuple(whole.tensors[number] for number in numbers),
             grids=tuple(whole.grids[number] for number in numbers),
-            chunks=replace(chunks, tensor=tensor, file=(file - (used[:1] < 0).sum()).astype(np.int32)),
+            chunks=replace(
+                chunks,
+                tensor=tensor,
+                file=(file - (used[:1] < 0).sum()).astype(np.int32),
+            ),
             files=tuple(whole.files[number] for number in used.tolist() if number >= 0),
         )

@@ -24,7 +24,11 @@ from megackpt.planning.manifest import (
     unique_key,
 )
 from megackpt.planning.strict.advice import ADVISED, Difference, Stored, shape_hints
-from megackpt.planning.strict.unasked import GROUPS as GROUPS, Unasked as Unasked, unasked as unasked
+from megackpt.planning.strict.unasked import (
+    GROUPS as GROUPS,
+    Unasked as Unasked,
+    unasked as unasked,
+)
 
 _TOLD = 50  # keys named in a message
 
@@ -96,7 +100,11 @@ def parse_strict_flag(strict: str | bool | Enum) -> StrictHandling:
 
 def name_of(shard: ShardId, meta: TensorMeta) -> str:
     """The name under which a shard is compared."""
-    return unique_key(shard.key, shard.box.offset, meta.shape) if meta.is_object else shard.key
+    return (
+        unique_key(shard.key, shard.box.offset, meta.shape)
+        if meta.is_object
+        else shard.key
+    )
 
 
 def requested(wanted: Declarations) -> set[str]:
@@ -114,7 +122,9 @@ def unexpected(wanted: Declarations, manifest: Manifest) -> set[str]:
     return requested(wanted) - stored(manifest)
 
 
-def missing(requested_by_ranks: Iterable[Collection[str]], manifest: Manifest) -> set[str]:
+def missing(
+    requested_by_ranks: Iterable[Collection[str]], manifest: Manifest
+) -> set[str]:
     """Names that the checkpoint holds and no rank asks for; one collection (see ``requested``) a rank."""
     return stored(manifest).difference(*requested_by_ranks)
 
@@ -122,11 +132,17 @@ def missing(requested_by_ranks: Iterable[Collection[str]], manifest: Manifest) -
 def keys(names: Collection[str], tensors: Sequence[TensorEntry]) -> set[str]:
     """The keys that these names stand for, as a caller is told them: of an object one, whatever cells it has."""
     objects = {entry.key for entry in tensors if entry.meta.is_object}
-    return {key if (key := name.rpartition("/shard_")[0]) in objects else name for name in names}
+    return {
+        key if (key := name.rpartition("/shard_")[0]) in objects else name
+        for name in names
+    }
 
 
 def describe(
-    unexpected: Collection[str], missing: Collection[str], manifest: Manifest, asked: Collection[str] = ()
+    unexpected: Collection[str],
+    missing: Collection[str],
+    manifest: Manifest,
+    asked: Collection[str] = (),
 ) -> str:
     """What differs, in words, with what could have been meant; empty where nothing does.
 
@@ -142,25 +158,33 @@ def describe(
             *(f"  hint: {hint}" for hint in known.hints(names, asked)),
         ]
     if missing:
-        paragraphs.append(f"Missing keys: in the checkpoint, but asked for by no rank ({len(missing)}):")
+        paragraphs.append(
+            f"Missing keys: in the checkpoint, but asked for by no rank ({len(missing)}):"
+        )
         paragraphs += _listed(sorted(missing), [])
     return "\n".join(paragraphs)
 
 
-def check_shapes(wanted: Declarations, manifest: Manifest, dtype_policy: str = "convert") -> None:
+def check_shapes(
+    wanted: Declarations, manifest: Manifest, dtype_policy: str = "convert"
+) -> None:
     """Raise MismatchError listing tensors whose global shape (with "error": or dtype) is not the stored one.
 
     Flexible tensors may differ in extents, not in the number of dimensions. Keys that are not stored are left
     to ``unexpected``. Raises ValueError for a ``dtype_policy`` other than "convert" and "error".
     """
     if dtype_policy not in ("convert", "error"):
-        raise ValueError(f"dtype_policy must be 'convert' or 'error', not {dtype_policy!r}")
+        raise ValueError(
+            f"dtype_policy must be 'convert' or 'error', not {dtype_policy!r}"
+        )
     rigid = np.zeros(len(wanted.tensors), np.bool_)
     rigid[wanted.tensor[~wanted.flexible]] = True
     numbers = manifest.numbers()
     problems: list[str] = []
     shapes: list[Difference] = []
-    for i, row in zip(*(c.tolist() for c in np.unique(wanted.tensor, return_index=True)), strict=True):
+    for i, row in zip(
+        *(c.tolist() for c in np.unique(wanted.tensor, return_index=True)), strict=True
+    ):
         entry = wanted.tensors[i]
         number = numbers.get(entry.key)
         if number is None:
@@ -172,18 +196,24 @@ def check_shapes(wanted: Declarations, manifest: Manifest, dtype_policy: str = "
         problems += found
         if found and entry.meta.shape != there.meta.shape and not there.meta.is_object:
             piece = wanted.boxes.row(row, len(entry.meta.shape)).shape
-            shapes.append(Difference(entry.key, entry.meta.shape, there.meta.shape, piece))
+            shapes.append(
+                Difference(entry.key, entry.meta.shape, there.meta.shape, piece)
+            )
     if problems:
         hints = [f"  hint: {hint}" for hint in shape_hints(shapes)]
         raise MismatchError("\n".join([some(problems, _TOLD, "\n"), *hints]))
 
 
-def _differences(asked: TensorEntry, there: TensorEntry, rigid: bool, dtype: bool) -> list[str]:
+def _differences(
+    asked: TensorEntry, there: TensorEntry, rigid: bool, dtype: bool
+) -> list[str]:
     key, meta = asked
     held = there.meta
     if meta.is_object != held.is_object:
         kind = "an object" if held.is_object else "a tensor"
-        return [f"{key!r} is stored as {kind} ({held.dtype}), but asked for as {meta.dtype}"]
+        return [
+            f"{key!r} is stored as {kind} ({held.dtype}), but asked for as {meta.dtype}"
+        ]
     if meta.is_object:
         return []
     problems = []

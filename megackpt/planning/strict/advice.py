@@ -13,7 +13,9 @@ from megackpt.planning.coverage.explain import likeness
 from megackpt.planning.manifest import Manifest
 
 ADVISED = 10  # keys of a message for which a similar stored one is looked for
-NEIGHBOURS = 40  # stored keys that are compared in earnest, on each side of the alphabet
+NEIGHBOURS = (
+    40  # stored keys that are compared in earnest, on each side of the alphabet
+)
 HINTS = 3  # causes told of one kind
 
 Shape = tuple[int, ...]
@@ -24,7 +26,9 @@ class Stored:
 
     def __init__(self, names: Collection[str], manifest: Manifest) -> None:
         self.names = set(names)
-        self.metas = {entry.key: entry.meta for entry in manifest.tensors if not entry.is_common}
+        self.metas = {
+            entry.key: entry.meta for entry in manifest.tensors if not entry.is_common
+        }
         self._known = sorted(names)
         self._backwards = sorted(name[::-1] for name in names)
         self._kinds = set(map(likeness, self._known))
@@ -34,7 +38,11 @@ class Stored:
         key = name if name in self.metas else name.rpartition("/shard_")[0]
         meta = self.metas.get(key)
         if meta is not None and meta.is_object:
-            also = "objects are not resharded" if key != name else "ask for them as ShardedObjects"
+            also = (
+                "objects are not resharded"
+                if key != name
+                else "ask for them as ShardedObjects"
+            )
             return f" (stored as objects of the grid {meta.shape}: {also})"
         if meta is not None:
             return f" (stored as a tensor {meta.shape} {meta.dtype}, asked for as an object)"
@@ -53,9 +61,18 @@ class Stored:
         """
         if likeness(name) in self._kinds:
             return None
-        near = {*_around(self._known, name), *(n[::-1] for n in _around(self._backwards, name[::-1]))}
+        near = {
+            *_around(self._known, name),
+            *(n[::-1] for n in _around(self._backwards, name[::-1])),
+        }
         free = get_close_matches(name, sorted(near.difference(asked)), 1, 0.7)
-        return next(iter(free or get_close_matches(name, sorted(near.intersection(asked)), 1, 0.9)), None)
+        return next(
+            iter(
+                free
+                or get_close_matches(name, sorted(near.intersection(asked)), 1, 0.9)
+            ),
+            None,
+        )
 
     def ending_in(self, tail: str) -> list[str]:
         place = bisect_left(self._backwards, tail[::-1])
@@ -72,12 +89,20 @@ class Stored:
             return [renamed]
         if not self.metas:
             where = "megackpt.load({}, directory) returns it, with tensors that were saved without megackpt.sharded"
-            return [f"nothing but common state is stored: was the sharded state saved at all? {where}"]
+            return [
+                f"nothing but common state is stored: was the sharded state saved at all? {where}"
+            ]
         heads = {name.partition(".")[0] for name in self.metas}
         asked_heads = {name.partition(".")[0] for name in names}
-        if heads.isdisjoint(asked_heads) and not any(self._nearest(name, asked) for name in names[:ADVISED]):
-            found = f"{_listing(sorted(asked_heads))}, but with {_listing(sorted(heads))}"
-            return [f"nothing that is stored begins with {found}: was this part of the state saved at all?"]
+        if heads.isdisjoint(asked_heads) and not any(
+            self._nearest(name, asked) for name in names[:ADVISED]
+        ):
+            found = (
+                f"{_listing(sorted(asked_heads))}, but with {_listing(sorted(heads))}"
+            )
+            return [
+                f"nothing that is stored begins with {found}: was this part of the state saved at all?"
+            ]
         return []
 
     def _renamed(self, names: Sequence[str], asked: Collection[str]) -> str | None:
@@ -95,7 +120,11 @@ class Stored:
                     and len(there) == len(names)
                     and self.names.issuperset(there)
                 ):
-                    return None if not set(asked).isdisjoint(there) else _renaming(old, new, len(names))
+                    return (
+                        None
+                        if not set(asked).isdisjoint(there)
+                        else _renaming(old, new, len(names))
+                    )
         return None
 
 
@@ -139,7 +168,11 @@ def shape_hints(differences: Sequence[Difference]) -> list[str]:
 def _cause(d: Difference) -> str:
     if len(d.asked) != len(d.stored):
         return "the number of axes differs: is prepend_axis_num another one than in the save?"
-    axes = [axis for axis, (one, other) in enumerate(zip(d.asked, d.stored, strict=True)) if one != other]
+    axes = [
+        axis
+        for axis, (one, other) in enumerate(zip(d.asked, d.stored, strict=True))
+        if one != other
+    ]
     axis = axes[0]
     asked, stored = d.asked[axis], d.stored[axis]
     if len(axes) == 1 and asked and stored % asked == 0 and d.piece[axis] == asked:

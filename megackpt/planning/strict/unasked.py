@@ -46,10 +46,18 @@ def unasked(asked: Collection[str], manifest: Manifest) -> list[Unasked]:
     found = []
     for pattern, numbers in groups.items():
         metas = Counter(tensors[i].meta for i in numbers)
-        objects = [i for i in numbers if tensors[i].meta.is_object] if any(m.is_object for m in metas) else []
-        nbytes = sum(count * prod(meta.shape) * meta.itemsize for meta, count in metas.items())
+        objects = (
+            [i for i in numbers if tensors[i].meta.is_object]
+            if any(m.is_object for m in metas)
+            else []
+        )
+        nbytes = sum(
+            count * prod(meta.shape) * meta.itemsize for meta, count in metas.items()
+        )
         if objects:
-            nbytes += int(manifest.chunks.length[np.isin(manifest.chunks.tensor, objects)].sum())
+            nbytes += int(
+                manifest.chunks.length[np.isin(manifest.chunks.tensor, objects)].sum()
+            )
         name = tensors[numbers[0]].key if len(numbers) == 1 else pattern
         found.append(Unasked(name, len(numbers) - len(objects), len(objects), nbytes))
     return sorted(found, key=lambda group: (-group.nbytes, group.name))
@@ -60,7 +68,10 @@ def _patterns(keys: Sequence[str]) -> list[str]:
     names = [key.split(".", _DEPTH) for key in keys]
     chosen: list[str] = []
     for depth in range(1, _DEPTH + 1):
-        patterns = [".".join(each[:depth]) + (".*" if len(each) > depth else "") for each in names]
+        patterns = [
+            ".".join(each[:depth]) + (".*" if len(each) > depth else "")
+            for each in names
+        ]
         if chosen and len(set(patterns)) > GROUPS:
             break
         chosen = patterns

@@ -55,7 +55,9 @@ class ProcessWorker(Worker):
         except RuntimeError as error:  # of the system, which has no thread left
             task.finish(Attempt(None, _unavailable(task, error)))
 
-    def stop(self, task: Task[Any], reason: CheckpointingException | None = None) -> None:
+    def stop(
+        self, task: Task[Any], reason: CheckpointingException | None = None
+    ) -> None:
         error = task.cancel(reason)
         keeper = self._keeper
         if task.started and keeper is not None:  # else it never will be
@@ -101,7 +103,9 @@ class _Keeper:
         self.child: _Child | None = None
         self.closing: CheckpointingException | None = None
         self._turn = threading.Lock()  # held while a task is made the current one
-        self.thread = threading.Thread(target=self._keep, name="megackpt-writer", daemon=True)
+        self.thread = threading.Thread(
+            target=self._keep, name="megackpt-writer", daemon=True
+        )
         self.thread.start()
 
     def retire(self) -> None:
@@ -156,7 +160,9 @@ class _Keeper:
         return Attempt(None, error)
 
     def _living(self) -> _Child:
-        if self.child is not None and (self.child.killed or self.child.process.poll() is not None):
+        if self.child is not None and (
+            self.child.killed or self.child.process.poll() is not None
+        ):
             self._end()
         if self.child is None:
             self.child = _Child()
@@ -180,7 +186,9 @@ class _Child:
 
     def __init__(self) -> None:
         with _hiring:
-            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._channel, theirs = socket.socketpair(
+                socket.AF_UNIX, socket.SOCK_SEQPACKET
+            )
             with theirs:
                 try:
                     self.process = children.start(_SERVING, theirs.fileno(), apart=True)
@@ -208,7 +216,9 @@ class _Child:
         done = 0
         while True:
             word, total, memory = serving.receive(self._channel)
-            with suppress(CheckpointingException):  # a cancelled task is told again; the writer hears it, too
+            with suppress(
+                CheckpointingException
+            ):  # a cancelled task is told again; the writer hears it, too
                 task.advance(total - done)
             done = total
             if word == serving.ENDED and memory is not None:
@@ -217,7 +227,9 @@ class _Child:
     def _outcome(self, told: Attempt[Any] | Failure) -> Attempt[Any]:
         if isinstance(told, Attempt):
             return told
-        error: Exception = RuntimeError(f"in the writer process {self.process.pid}: {told.text}")
+        error: Exception = RuntimeError(
+            f"in the writer process {self.process.pid}: {told.text}"
+        )
         if told.kind is not None:
             error = told.kind(told.text)
         error.__cause__ = _InTheWriter(told.story)
@@ -265,7 +277,9 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.arenas: dict[int, Arena] = {}
 
-    def reducer_override(self, value: object) -> Any:  # asked far less often than persistent_id would be
+    def reducer_override(
+        self, value: object
+    ) -> Any:  # asked far less often than persistent_id would be
         if not isinstance(value, Arena):
             return NotImplemented
         number = _numbers.setdefault(value, next(_unused))
@@ -299,4 +313,6 @@ def _forked() -> None:
         worker.forked()
 
 
-os.register_at_fork(before=_hiring.acquire, after_in_parent=_hiring.release, after_in_child=_forked)
+os.register_at_fork(
+    before=_hiring.acquire, after_in_parent=_hiring.release, after_in_child=_forked
+)

@@ -27,7 +27,10 @@ logger = logging.getLogger("megackpt.async_calls")
 ENDED = 1000
 """How far a task is that has ended, in thousandths; one that has not is below."""
 _RANKS = 1 << 32
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5  # seconds between two looks of a blocking call
+_FIRST_PAUSE, _LONGEST_PAUSE = (
+    0.002,
+    0.5,
+)  # seconds between two looks of a blocking call
 
 _under_way: set[AsyncCallsQueue] = set()
 """Queues with something under way. They stay until it is finalized or given up, also when nobody else keeps them."""
@@ -58,13 +61,21 @@ class _Call:
         """In thousandths; ENDED exactly when it has ended."""
         if self.task.outcome is not None:
             return ENDED
-        return min(ENDED - 1, self.task.done * ENDED // self.task.todo) if self.task.todo else 0
+        return (
+            min(ENDED - 1, self.task.done * ENDED // self.task.todo)
+            if self.task.todo
+            else 0
+        )
 
     def __str__(self) -> str:
         name = self.task.name or f"call {self.index}"
         outcome = self.task.outcome
         if outcome is None:
-            told = f"{name}: writing, {self.progress // 10} %" if self.task.todo else f"{name}: under way"
+            told = (
+                f"{name}: writing, {self.progress // 10} %"
+                if self.task.todo
+                else f"{name}: under way"
+            )
         elif outcome.error is not None:
             why = events.told(outcome.error)
             told = f"{name}: failed here ({why}), which all ranks hear when it is finalized"
@@ -108,11 +119,15 @@ class AsyncCallsQueue:
             self._index += 1
             self._calls.append(_Call(self._index, request, pending))
             _under_way.add(self)
-            if (error := attempt(lambda: self._at_work().start(pending.task)).error) is not None:
+            if (
+                error := attempt(lambda: self._at_work().start(pending.task)).error
+            ) is not None:
                 pending.task.finish(Attempt(None, error))
             return self._index
 
-    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
         """Finalize, in their order, the requests whose work all ranks have done; returns their numbers.
 
         Collective: one small vote for each of them, and one for the first that goes on. ``blocking``: wait for all.
@@ -135,11 +150,17 @@ class AsyncCallsQueue:
                     elif call in self._calls:
                         break
                 except Exception as error:
-                    if call.pending.over == "done" != before:  # a function of the caller's has failed
+                    if (
+                        call.pending.over == "done" != before
+                    ):  # a function of the caller's has failed
                         finalized.append(call.index)
-                    elif isinstance(error, RankLost):  # as is all begun before, as some ranks know already
+                    elif isinstance(
+                        error, RankLost
+                    ):  # as is all begun before, as some ranks know already
                         lost = lost or error
-                        lost.add_note(f"{call.task.name} was not finalized, and is given up")
+                        lost.add_note(
+                            f"{call.task.name} was not finalized, and is given up"
+                        )
                         continue
                     if finalized:
                         error.add_note(f"this call has finalized before: {finalized}")
@@ -217,13 +238,19 @@ class AsyncCallsQueue:
         while call in self._calls:
             self._watch(call)
             try:
-                call.agreed = call.agreed or (call.progress == ENDED if no_dist else self._all_done(call))
+                call.agreed = call.agreed or (
+                    call.progress == ENDED if no_dist else self._all_done(call)
+                )
                 if call.agreed:
                     call.pending.meet()
             except Busy:  # all is as it was
                 raise
-            except BaseException as error:  # whoever was lost, this request cannot be finalized any more
-                if not self._give_up(call) and isinstance(error, CheckpointingException):
+            except (
+                BaseException
+            ) as error:  # whoever was lost, this request cannot be finalized any more
+                if not self._give_up(call) and isinstance(
+                    error, CheckpointingException
+                ):
                     return False  # a signal's handler did so
                 raise
             if call.agreed or not blocking:
@@ -283,7 +310,10 @@ class AsyncCallsQueue:
             self._at_work().stop(call.task)
             call.pending.give_up()
         except Exception:  # there may be others to give up
-            logger.exception("%s is given up, but not cleared away: the next save does that", call.task.name)
+            logger.exception(
+                "%s is given up, but not cleared away: the next save does that",
+                call.task.name,
+            )
         return True
 
 

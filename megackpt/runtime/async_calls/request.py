@@ -36,7 +36,9 @@ class Pending:
     def meet(self) -> Group:
         """For the ranks to come together once more. Busy: nothing has happened, and this may be tried again."""
         if self.group is None:
-            raise CheckpointingException(f"{self.task.name}: this save is over, {self.over}, already")
+            raise CheckpointingException(
+                f"{self.task.name}: this save is over, {self.over}, already"
+            )
         return self.group.resumed(self.mark)
 
     def conclude(self) -> None:
@@ -91,8 +93,12 @@ class AsyncRequest(NamedTuple):
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Call ``fn`` last of all when this is finalized. RuntimeError once a save is scheduled, or this is frozen."""
-        if self.is_frozen or (isinstance(self.async_fn, Pending) and self.async_fn.scheduled):
-            raise RuntimeError("this request is scheduled already: add its finalize functions before that")
+        if self.is_frozen or (
+            isinstance(self.async_fn, Pending) and self.async_fn.scheduled
+        ):
+            raise RuntimeError(
+                "this request is scheduled already: add its finalize functions before that"
+            )
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
@@ -110,7 +116,9 @@ class AsyncRequest(NamedTuple):
         if isinstance(self.async_fn, Pending):
             self.async_fn.scheduled = True
             return self.async_fn
-        with group_over(process_group) as group:  # found now, for it may be gone when this is finalized
+        with group_over(
+            process_group
+        ) as group:  # found now, for it may be gone when this is finalized
             mark = group.mark()
         work = attempt(self._work)
         task: Task[None] = Task(work.value or _nothing, "async call")
@@ -144,7 +152,9 @@ class AsyncRequest(NamedTuple):
                 raise error
             failed = failed or error
         if failed is not None:
-            failed.add_note(f"{pending.task.name} was done on all ranks before that: a save is committed")
+            failed.add_note(
+                f"{pending.task.name} was done on all ranks before that: a save is committed"
+            )
             raise failed
 
 

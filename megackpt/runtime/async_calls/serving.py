@@ -36,16 +36,32 @@ TASK, CANCEL, ARENA, FORGET = (
     b"A",
     b"F",
 )  # to the writer; the first and the third come with memory
-MOVED, ENDED = b"M", b"E"  # from it, with how many bytes are done; the second comes with the outcome
+MOVED, ENDED = (
+    b"M",
+    b"E",
+)  # from it, with how many bytes are done; the second comes with the outcome
 
 _PACKET = struct.Struct("=cQQ")  # the word, its number, how long the memory is
 _PAUSE = 0.05  # seconds between two words on how far it is
-_arenas: dict[int, Arena] = {}  # kept from task to task: the faults of a new mapping would cost CPU again
-_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_arenas: dict[
+    int, Arena
+] = {}  # kept from task to task: the faults of a new mapping would cost CPU again
+_DEAF_TO = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 def send(
-    channel: socket.socket, word: bytes, number: int, memory: Arena | None = None, *, wait: bool = False
+    channel: socket.socket,
+    word: bytes,
+    number: int,
+    memory: Arena | None = None,
+    *,
+    wait: bool = False,
 ) -> None:
     """OSError where the other end is gone; without ``wait``, BlockingIOError where it does not listen."""
     flags = socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT)
@@ -57,17 +73,23 @@ def send(
             "write in threads (AsyncCallsQueue(persistent=False))"
         )
     else:
-        socket.send_fds(channel, [_PACKET.pack(word, number, memory.size)], [memory.fd], flags)
+        socket.send_fds(
+            channel, [_PACKET.pack(word, number, memory.size)], [memory.fd], flags
+        )
 
 
 def receive(channel: socket.socket) -> tuple[bytes, int, Arena | None]:
     """Wait for a word, its number, and its memory. EOFError or ConnectionError where the other end is gone."""
-    packet, descriptors, _, _ = socket.recv_fds(channel, _PACKET.size, 1, socket.MSG_CMSG_CLOEXEC)
+    packet, descriptors, _, _ = socket.recv_fds(
+        channel, _PACKET.size, 1, socket.MSG_CMSG_CLOEXEC
+    )
     if not packet:
         raise EOFError
     word, number, size = _PACKET.unpack(packet)
     if size and not descriptors:
-        raise StorageError("a descriptor was lost on its way between processes: too many open files?")
+        raise StorageError(
+            "a descriptor was lost on its way between processes: too many open files?"
+        )
     return word, number, Arena.attached(descriptors[0], size) if size else None
 
 
@@ -148,7 +170,9 @@ class _Service:
 
     def _advance(self, number: int, count: int) -> None:
         with self._lock:
-            if number <= self._cancelled or number != self._number:  # a thread may outlive its task
+            if (
+                number <= self._cancelled or number != self._number
+            ):  # a thread may outlive its task
                 raise CheckpointingException("given up")
             self._done += count
             now = time.monotonic()

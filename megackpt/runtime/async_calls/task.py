@@ -28,7 +28,11 @@ class Task(Generic[T]):
     """
 
     def __init__(
-        self, work: Work[T], name: str = "", todo: int = 0, heard: Callable[[int], None] | None = None
+        self,
+        work: Work[T],
+        name: str = "",
+        todo: int = 0,
+        heard: Callable[[int], None] | None = None,
     ) -> None:
         """``heard`` is told as well of all that is handed on."""
         self.work = work
@@ -92,7 +96,9 @@ class Task(Generic[T]):
             try:
                 hear(outcome)
             except Exception:  # whoever waits for the outcome need not suffer for it
-                logger.exception("%s has ended, but somebody who was told so failed", self.name)
+                logger.exception(
+                    "%s has ended, but somebody who was told so failed", self.name
+                )
         self._ended.set()
 
     def on_end(self, hear: Callable[[Attempt[T]], None]) -> None:
@@ -103,12 +109,16 @@ class Task(Generic[T]):
                 return
         hear(self.outcome)
 
-    def cancel(self, reason: CheckpointingException | None = None) -> CheckpointingException:
+    def cancel(
+        self, reason: CheckpointingException | None = None
+    ) -> CheckpointingException:
         """Let the work stop when it next advances, with this error."""
         self.cancelled = (
             self.cancelled
             or reason
-            or CheckpointingException(f"{self.name}: given up before all was written; nothing was committed")
+            or CheckpointingException(
+                f"{self.name}: given up before all was written; nothing was committed"
+            )
         )
         return self.cancelled
 

@@ -22,7 +22,9 @@ class Worker(ABC):
         """Begin, or take note for later; returns at once. What goes wrong is the outcome of the task."""
 
     @abstractmethod
-    def stop(self, task: Task[Any], reason: CheckpointingException | None = None) -> None:
+    def stop(
+        self, task: Task[Any], reason: CheckpointingException | None = None
+    ) -> None:
         """Give a task up. When this returns it has an outcome (this error), and the worker is ready for others."""
 
     def close(self) -> None:  # noqa: B027 - threads end with their tasks
@@ -36,11 +38,17 @@ class ThreadWorker(Worker):
         if not task.started:
             # A daemon, for a process that ends has nothing to wait for: what was not finalized is no checkpoint.
             name = f"megackpt-{task.name}"
-            thread = threading.Thread(target=task.run, args=(True,), name=name, daemon=True)
-            if (error := attempt(thread.start).error) is not None:  # the system has none left
+            thread = threading.Thread(
+                target=task.run, args=(True,), name=name, daemon=True
+            )
+            if (
+                error := attempt(thread.start).error
+            ) is not None:  # the system has none left
                 task.finish(Attempt(None, error))
 
-    def stop(self, task: Task[Any], reason: CheckpointingException | None = None) -> None:
+    def stop(
+        self, task: Task[Any], reason: CheckpointingException | None = None
+    ) -> None:
         error = task.cancel(reason)
         if not (task.started and task.wait(GRACE)):
             task.finish(Attempt(None, error))

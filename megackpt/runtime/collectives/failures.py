@@ -61,13 +61,19 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """``kind`` is None for an exception that is not ours, or whose class other ranks cannot import."""
-        kind = type(error) if isinstance(error, CheckpointingException) and _travels(type(error)) else None
+        kind = (
+            type(error)
+            if isinstance(error, CheckpointingException) and _travels(type(error))
+            else None
+        )
         text = told(error)
         headline = text if kind else f"{type(error).__name__}: {text}"
         return cls(rank, kind, headline, "".join(traceback.format_exception(error)))
 
 
-def everybodys(stage: str, failures: Sequence[Failure], size: int) -> CheckpointingException:
+def everybodys(
+    stage: str, failures: Sequence[Failure], size: int
+) -> CheckpointingException:
     """The one exception that all ``size`` ranks raise after these failed in ``stage``.
 
     If all failures are of one class of ours, it is of that class; otherwise a RankFailure with all stories.
@@ -88,9 +94,7 @@ def coordinators(stage: str, error: BaseException) -> CheckpointingException:
         failure = Failure.of(0, error)
         return (failure.kind or CheckpointingException)(failure.text)
     failure = Failure.of(0, error)
-    text = (
-        f"{_what_failed(stage)}: the coordinator could not go on: {failure.text}\n{_indented(failure.story)}"
-    )
+    text = f"{_what_failed(stage)}: the coordinator could not go on: {failure.text}\n{_indented(failure.story)}"
     return RankFailure(text, {0: failure.story})
 
 
@@ -103,7 +107,9 @@ def alone(stage: str, error: BaseException) -> RankFailure:
 def parted(stage: str, rank: int, error: BaseException) -> RankLost:
     """What a rank raises that has to leave the others; raise it ``from`` that error. They hear ``departure``."""
     failure = Failure.of(rank, error)
-    return RankLost(f"{_what_failed(stage)}: rank {rank} {departure(error)}", {rank: failure.story})
+    return RankLost(
+        f"{_what_failed(stage)}: rank {rank} {departure(error)}", {rank: failure.story}
+    )
 
 
 def departure(reason: BaseException) -> str:
@@ -121,7 +127,9 @@ def name_ranks(ranks: Iterable[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    spans = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    spans = ", ".join(
+        str(low) if low == high else f"{low}-{high}" for low, high in runs
+    )
     return f"rank {spans}" if len(ordered) == 1 else f"ranks {spans}"
 
 
@@ -131,8 +139,12 @@ def _rank_failure(stage: str, failures: Sequence[Failure], size: int) -> RankFai
     for text, first in told[:STORIES_TOLD]:
         lines += [_indented(text), _indented(first.story, by=4)]
     if len(told) > STORIES_TOLD:
-        lines.append(f"  and {len(told) - STORIES_TOLD} more stories, in .failures of this exception")
-    return RankFailure("\n".join(lines), {failure.rank: failure.story for failure in failures})
+        lines.append(
+            f"  and {len(told) - STORIES_TOLD} more stories, in .failures of this exception"
+        )
+    return RankFailure(
+        "\n".join(lines), {failure.rank: failure.story for failure in failures}
+    )
 
 
 def _by_text(failures: Sequence[Failure], size: int) -> list[tuple[str, Failure]]:
@@ -141,7 +153,10 @@ def _by_text(failures: Sequence[Failure], size: int) -> list[tuple[str, Failure]
     for failure in sorted(failures, key=lambda failure: failure.rank):
         same.setdefault(failure.text, []).append(failure)
     return [
-        (text if size == 1 else f"{name_ranks(f.rank for f in those)}: {text}", those[0])
+        (
+            text if size == 1 else f"{name_ranks(f.rank for f in those)}: {text}",
+            those[0],
+        )
         for text, those in same.items()
     ]
 
@@ -156,14 +171,20 @@ def _by_likeness(failures: Sequence[Failure], size: int) -> list[str]:
         if len(texts) < 3:
             told += [text for text, _ in texts]
             continue
-        others = [f.rank for f in failures if f.text in {first.text for _, first in texts[1:]}]
+        others = [
+            f.rank for f in failures if f.text in {first.text for _, first in texts[1:]}
+        ]
         told += [texts[0][0], f"{name_ranks(others)}: the same, but for the numbers"]
     return told
 
 
 def _what_failed(stage: str) -> str:
     # Callers of Megatron look for 'Worker failure' where writing failed.
-    return f"Worker failure in the stage {stage!r}" if stage == "write" else f"failure in the stage {stage!r}"
+    return (
+        f"Worker failure in the stage {stage!r}"
+        if stage == "write"
+        else f"failure in the stage {stage!r}"
+    )
 
 
 def _indented(text: str, by: int = 2) -> str:

@@ -21,7 +21,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from megackpt.errors import CheckpointingException, RankLost
-from megackpt.runtime.collectives.group import Busy, Group, Mark, Packed, RankGroup, SingleGroup
+from megackpt.runtime.collectives.group import (
+    Busy,
+    Group,
+    Mark,
+    Packed,
+    RankGroup,
+    SingleGroup,
+)
 from megackpt.runtime.collectives.line import Line
 from megackpt.runtime.collectives.waiting import Wait
 
@@ -47,7 +54,8 @@ _finding = threading.Lock()
 
 
 def group_over(
-    process_group: dist.ProcessGroup | Group | None = None, timeout: timedelta = DEFAULT_TIMEOUT
+    process_group: dist.ProcessGroup | Group | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Group:
     """The Group for one save or load: over the process group given, the default one, or this process alone.
 
@@ -59,11 +67,15 @@ def group_over(
     """
     given: object = timeout  # callers without a type checker give anything
     if not isinstance(given, timedelta):
-        raise CheckpointingException(f"timeout must be a datetime.timedelta, not {given!r}")
+        raise CheckpointingException(
+            f"timeout must be a datetime.timedelta, not {given!r}"
+        )
     if isinstance(process_group, Group):
         return process_group
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+    if distributed is None or not (
+        distributed.is_available() and distributed.is_initialized()
+    ):
         if process_group is not None:
             raise CheckpointingException(
                 f"process_group is {process_group!r}, but torch.distributed is not initialised"
@@ -84,7 +96,9 @@ def group_over(
     return group
 
 
-def domain_of(process_group: dist.ProcessGroup | None, called: str = "dedup_group") -> int:
+def domain_of(
+    process_group: dist.ProcessGroup | None, called: str = "dedup_group"
+) -> int:
     """A number that names these ranks among all others: the lowest of them (0 for None: all ranks)."""
     if process_group is None:
         return 0
@@ -118,7 +132,9 @@ class ProcessGroup(RankGroup):
         self._taking = threading.Lock()
         self._thread: int | None = None  # which has begun a save or load
         self._entered = False
-        self._refused: list[int] = []  # which call was it to go on with? 0: to begin one
+        self._refused: list[
+            int
+        ] = []  # which call was it to go on with? 0: to begin one
         self._since = 0
         self._timeout = DEFAULT_TIMEOUT
 
@@ -156,7 +172,9 @@ class ProcessGroup(RankGroup):
         made_in = self._line.made_in
         try:
             self._line.open(timeout, refused, since)
-            if self._line.made_in != made_in:  # ranks may have left steps out while they were apart
+            if (
+                self._line.made_in != made_in
+            ):  # ranks may have left steps out while they were apart
                 self._step = 0
         except BaseException:
             self._thread = None
@@ -176,7 +194,10 @@ class ProcessGroup(RankGroup):
             packed = self._gather("vote", np.array(numbers, np.int64).tobytes())
             all_votes = [np.frombuffer(vote, np.int64) for vote in packed or ()]
             lowest = np.min(all_votes, axis=0).tobytes() if all_votes else None
-            return [int(vote) for vote in np.frombuffer(self._broadcast("vote", lowest), np.int64)]
+            return [
+                int(vote)
+                for vote in np.frombuffer(self._broadcast("vote", lowest), np.int64)
+            ]
 
         votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
@@ -196,13 +217,17 @@ class ProcessGroup(RankGroup):
                 self._over_line(stage, lambda gloo: self._send(gloo, {0: packed}))
                 return None
             others = range(1, self.size)
-            messages = self._over_line(stage, lambda gloo: self._receive(gloo, others, self._timeout))
+            messages = self._over_line(
+                stage, lambda gloo: self._receive(gloo, others, self._timeout)
+            )
         return [packed, *messages]
 
     def _scatter(self, stage: str, packed: Sequence[Packed] | None) -> Packed:
         with self._waiting(stage):
             if packed is None:
-                return self._over_line(stage, lambda gloo: self._receive(gloo, [0], 2 * self._timeout))[0]
+                return self._over_line(
+                    stage, lambda gloo: self._receive(gloo, [0], 2 * self._timeout)
+                )[0]
             others = {rank: packed[rank] for rank in range(1, self.size)}
             self._over_line(stage, lambda gloo: self._send(gloo, others))
         return packed[0]
@@ -213,13 +238,17 @@ class ProcessGroup(RankGroup):
         from megackpt.torch_versions import TIMES_OPERATIONS_OUT
 
         if not TIMES_OPERATIONS_OUT:
-            return self._scatter(stage, None if packed is None else [packed] * self.size)
+            return self._scatter(
+                stage, None if packed is None else [packed] * self.size
+            )
 
         def spread(gloo: Any) -> Packed:
             options = dist.BroadcastOptions()
             options.rootRank = 0
             options.timeout = 2 * self._timeout
-            first, rest = _parted(packed) if packed is not None else (_space(FIRST), None)
+            first, rest = (
+                _parted(packed) if packed is not None else (_space(FIRST), None)
+            )
             gloo.broadcast([first], options).wait()
             message, missing = _begun(first)
             if missing is not None:
@@ -245,7 +274,12 @@ class ProcessGroup(RankGroup):
         works = self._over_line(stage, begin)
 
         def wait_for(peer: int, work: Any) -> None:
-            with Wait(self.rank, stage, lambda _: [peer], timeout=self._timeout.total_seconds()):
+            with Wait(
+                self.rank,
+                stage,
+                lambda _: [peer],
+                timeout=self._timeout.total_seconds(),
+            ):
                 work.wait(self._timeout)
 
         def wait_for_all(_: Any) -> None:
@@ -262,17 +296,23 @@ class ProcessGroup(RankGroup):
         """While this rank waits for the others in its present step."""
         step, arrivals = (self._line.made_in, self._step), self._line.arrivals
         arrive, absent = partial(arrivals.post, step), partial(arrivals.absent, step)
-        with Wait(self.rank, stage, absent, arrive, self._timeout.total_seconds()) as wait:
+        with Wait(
+            self.rank, stage, absent, arrive, self._timeout.total_seconds()
+        ) as wait:
             yield
         if wait.long and self.is_coordinator:  # from here on all wait for this rank
             arrivals.post(step, answering=True)
 
     def _over_line(self, stage: str, use: Callable[[Any], T]) -> T:
         if self._line.gloo is None:
-            raise RankLost(f"stage {stage!r}: this group has failed before; the next save or load makes one")
+            raise RankLost(
+                f"stage {stage!r}: this group has failed before; the next save or load makes one"
+            )
         try:
             return use(self._line.gloo)
-        except Exception as error:  # whatever it was, the ranks are no longer at the same message
+        except (
+            Exception
+        ) as error:  # whatever it was, the ranks are no longer at the same message
             # Its frames hold the connection, whose end the other ranks wait for.
             traceback.clear_frames(error.__traceback__)
             raise self._line.broken(stage, self._timeout, error) from error
@@ -284,18 +324,24 @@ class ProcessGroup(RankGroup):
         for work in [gloo.send([tensor], rank, 0) for rank, tensor in tensors]:
             work.wait(self._timeout)
 
-    def _receive(self, gloo: Any, ranks: Sequence[int], timeout: timedelta) -> list[Packed]:
+    def _receive(
+        self, gloo: Any, ranks: Sequence[int], timeout: timedelta
+    ) -> list[Packed]:
         deadline = time.monotonic() + timeout.total_seconds()
 
         def receive(ranks: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-            for work in [gloo.recv([t], rank, 0) for rank, t in zip(ranks, tensors, strict=True)]:
+            for work in [
+                gloo.recv([t], rank, 0) for rank, t in zip(ranks, tensors, strict=True)
+            ]:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
         firsts = [_space(FIRST) for _ in ranks]
         receive(ranks, firsts)
         begun = [_begun(first) for first in firsts]
         long = [
-            (rank, missing) for rank, (_, missing) in zip(ranks, begun, strict=True) if missing is not None
+            (rank, missing)
+            for rank, (_, missing) in zip(ranks, begun, strict=True)
+            if missing is not None
         ]
         receive([rank for rank, _ in long], [missing for _, missing in long])
         return [message for message, _ in begun]

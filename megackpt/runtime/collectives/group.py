@@ -108,19 +108,28 @@ class Group(ABC):
         Tokens are compared by their lowest 63 bits.
         """
         # The least of t and the least of -t are opposites exactly if all t are equal; no token is in between.
-        pair = [_NO_TOKEN, _NO_TOKEN] if token is None else [token % 2**63, -(token % 2**63)]
+        pair = (
+            [_NO_TOKEN, _NO_TOKEN]
+            if token is None
+            else [token % 2**63, -(token % 2**63)]
+        )
         least, opposite = self.lowest(pair)
         return least == -opposite
 
     @abstractmethod
     def reduce_scatter(
-        self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]
+        self,
+        stage: str,
+        work: Callable[[], T],
+        decide: Callable[[list[T]], Sequence[U]],
     ) -> U:
         """One gather, one scatter: ``work`` on every rank, ``decide`` on the coordinator over all results in
         rank order, and each rank gets its element. Any exception anywhere is raised on every rank."""
 
     @abstractmethod
-    def reduce_broadcast(self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]) -> U:
+    def reduce_broadcast(
+        self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]
+    ) -> U:
         """One gather, one broadcast: as reduce_scatter, but all ranks get the same value."""
 
     @abstractmethod
@@ -128,7 +137,9 @@ class Group(ABC):
         """One broadcast: ``decide`` on the coordinator; all ranks get its value, or raise its exception."""
 
     @abstractmethod
-    def exchange(self, stage: str, streams: Callable[[], tuple[Streams, Streams]]) -> None:
+    def exchange(
+        self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
+    ) -> None:
         """Hand each rank (by number) its stream, and take from each rank what it hands this one; then one gather and
         one broadcast. ``streams`` gives what goes out and what comes in: what one end passes the other awaits, with as
         many bytes. An error of any stream is raised on every rank.
@@ -145,12 +156,17 @@ class SingleGroup(Group):
         return list(numbers)
 
     def reduce_scatter(
-        self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]
+        self,
+        stage: str,
+        work: Callable[[], T],
+        decide: Callable[[list[T]], Sequence[U]],
     ) -> U:
         with _telling(stage):
             return _one_each(decide([work()]), 1)[0]
 
-    def reduce_broadcast(self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]) -> U:
+    def reduce_broadcast(
+        self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]
+    ) -> U:
         with _telling(stage):
             return decide([work()])
 
@@ -158,7 +174,9 @@ class SingleGroup(Group):
         with _telling(stage):
             return decide()
 
-    def exchange(self, stage: str, streams: Callable[[], tuple[Streams, Streams]]) -> None:
+    def exchange(
+        self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
+    ) -> None:
         with _telling(stage):
             Attempt(None, _exchanged(self, *streams(), lambda *_: within)).get()
 
@@ -226,29 +244,42 @@ class RankGroup(Group):
             return self._lowest(numbers)
 
     def reduce_scatter(
-        self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], Sequence[U]]
+        self,
+        stage: str,
+        work: Callable[[], T],
+        decide: Callable[[list[T]], Sequence[U]],
     ) -> U:
         self._step += 1
         with self.leaving():
             mine = self._worked(work)
             gathered = self._gather(stage, mine.packed)
             if gathered is None:
-                return cast("U", self._opened(stage, self._scatter(stage, None), mine.error))
+                return cast(
+                    "U", self._opened(stage, self._scatter(stage, None), mine.error)
+                )
             replies = _decided(
-                stage, lambda: self._replies(stage, gathered, mine, decide), pack=_packed_already
+                stage,
+                lambda: self._replies(stage, gathered, mine, decide),
+                pack=_packed_already,
             )
             reply = self._scatter(stage, replies.value or [replies.packed] * self.size)
             replies.settled(mine.error)
             return cast("U", self._opened(stage, reply))
 
-    def reduce_broadcast(self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]) -> U:
+    def reduce_broadcast(
+        self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]
+    ) -> U:
         self._step += 1
         with self.leaving():
             mine = self._worked(work)
             gathered = self._gather(stage, mine.packed)
             if gathered is None:
-                return cast("U", self._opened(stage, self._broadcast(stage, None), mine.error))
-            decided = _decided(stage, lambda: decide(self._results(stage, gathered, mine)))
+                return cast(
+                    "U", self._opened(stage, self._broadcast(stage, None), mine.error)
+                )
+            decided = _decided(
+                stage, lambda: decide(self._results(stage, gathered, mine))
+            )
             self._broadcast(stage, decided.packed)
             return decided.settled(mine.error)
 
@@ -261,11 +292,20 @@ class RankGroup(Group):
             self._broadcast(stage, decided.packed)
             return decided.settled()
 
-    def exchange(self, stage: str, streams: Callable[[], tuple[Streams, Streams]]) -> None:
+    def exchange(
+        self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
+    ) -> None:
         def swap(to: int, source: int) -> Swap:
-            return within if to == self.rank else lambda out, into: self._swap(stage, to, out, source, into)
+            return (
+                within
+                if to == self.rank
+                else lambda out, into: self._swap(stage, to, out, source, into)
+            )
 
-        with self.leaving(), self._parting(stage):  # as where there is no memory for a window
+        with (
+            self.leaving(),
+            self._parting(stage),
+        ):  # as where there is no memory for a window
             error = _exchanged(self, *streams(), swap)
         self.reduce_broadcast(stage, Attempt(None, error).get, len)
 
@@ -284,7 +324,11 @@ class RankGroup(Group):
         results: list[T] = []
         for rank, packed in enumerate(gathered):
             # What this rank has made itself it need not unpack.
-            value = mine.value if rank == self.rank and mine.error is None else pickle.loads(packed)
+            value = (
+                mine.value
+                if rank == self.rank and mine.error is None
+                else pickle.loads(packed)
+            )
             if isinstance(value, Failure):
                 failures.append(value)
             else:
@@ -294,12 +338,18 @@ class RankGroup(Group):
         return results
 
     def _replies(
-        self, stage: str, gathered: list[Packed], mine: _Done[T], decide: Callable[[list[T]], Sequence[U]]
+        self,
+        stage: str,
+        gathered: list[Packed],
+        mine: _Done[T],
+        decide: Callable[[list[T]], Sequence[U]],
     ) -> list[Packed]:
         replies = _one_each(decide(self._results(stage, gathered, mine)), self.size)
         return [_pack(reply) for reply in replies]
 
-    def _opened(self, stage: str, packed: Packed, own: BaseException | None = None) -> Any:
+    def _opened(
+        self, stage: str, packed: Packed, own: BaseException | None = None
+    ) -> Any:
         """The value of a message; or raise the exception that it holds, from this rank's own where it has one.
 
         A rank that cannot open it leaves, which the others hear of in the next message of the same operation: the last
@@ -344,9 +394,14 @@ def _exchanged(
     given = {(rank - group.rank) % group.size for rank in outgoing}
     taken = {(group.rank - rank) % group.size for rank in incoming}
     for distance in sorted(given | taken):
-        to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
+        to, source = (
+            (group.rank + distance) % group.size,
+            (group.rank - distance) % group.size,
+        )
         nothing = Stream(0, ())
-        hand_over(outgoing.get(to, nothing), incoming.get(source, nothing), swap(to, source))
+        hand_over(
+            outgoing.get(to, nothing), incoming.get(source, nothing), swap(to, source)
+        )
     errors = (stream.error for stream in (*outgoing.values(), *incoming.values()))
     return next((error for error in errors if error is not None), None)
 
@@ -355,7 +410,9 @@ def _pack(value: object) -> bytes:
     return pickle.dumps(value, protocol=5)
 
 
-def _decided(stage: str, decide: Callable[[], U], pack: Callable[[U], bytes] = _pack) -> _Done[U]:
+def _decided(
+    stage: str, decide: Callable[[], U], pack: Callable[[U], bytes] = _pack
+) -> _Done[U]:
     """The coordinator's step. Packed at once, so that what cannot be sent is an error on all ranks."""
     try:
         value = decide()

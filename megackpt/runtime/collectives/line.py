@@ -48,7 +48,9 @@ class Line:
         from torch.distributed import distributed_c10d, get_process_group_ranks
 
         name = process_group.group_name
-        _made[name] += 1  # a later group may have the name of one that was destroyed, in the same store
+        _made[name] += (
+            1  # a later group may have the name of one that was destroyed, in the same store
+        )
         self.store = distributed_c10d.PrefixStore(
             f"megackpt/{name}/{_made[name]}", distributed_c10d._get_default_store()
         )
@@ -58,10 +60,15 @@ class Line:
         self.call = 0
         self.made_in = 0
         self._late_before = False
-        self._told: tuple[int, dict[int, str]] = (0, {})  # in which call this rank was told last, and of whom
+        self._told: tuple[int, dict[int, str]] = (
+            0,
+            {},
+        )  # in which call this rank was told last, and of whom
         self.gloo: Any = None  # a ProcessGroupGloo, whose messages torch does not describe to type checkers
 
-    def open(self, timeout: timedelta, refused: Sequence[bool] = (), since: int = 0) -> None:
+    def open(
+        self, timeout: timedelta, refused: Sequence[bool] = (), since: int = 0
+    ) -> None:
         """Begin a call: connected to all ranks, or a RankFailure.
 
         ``since``: go on with what that call began, which is over if the line has broken then or later. ``refused``:
@@ -76,10 +83,15 @@ class Line:
                 self._sign(REFUSED)
             self.call += not since
             failed = self._came_through(self.call)
-            if failed < (since or self.call) and (self.gloo is None or failed >= self.made_in):
+            if failed < (since or self.call) and (
+                self.gloo is None or failed >= self.made_in
+            ):
                 store = distributed_c10d.PrefixStore(f"gloo/{self.call}", self.store)
                 self.gloo = None
-                self._connect(lambda: ProcessGroupGloo(store, self.rank, self.size, timeout), timeout)
+                self._connect(
+                    lambda: ProcessGroupGloo(store, self.rank, self.size, timeout),
+                    timeout,
+                )
                 self.made_in = self.call
         except RuntimeError as error:
             raise self.broken("connect", timeout, error) from error
@@ -87,14 +99,18 @@ class Line:
             self._late_before = False
             return
         if not since:
-            if self._late_before:  # twice running: it has left a call out, and would be behind for ever
+            if (
+                self._late_before
+            ):  # twice running: it has left a call out, and would be behind for ever
                 self.call = failed + 1
             self._late_before = not self._late_before
         raise self._given_up(failed)
 
     def _connect(self, connect: Callable[[], Any], timeout: timedelta) -> None:
         step = self.call, 0
-        self.arrivals.post(step)  # at once, as this thread keeps the store to itself while it connects
+        self.arrivals.post(
+            step
+        )  # at once, as this thread keeps the store to itself while it connects
         absent = partial(self.arrivals.absent, step)
         with Wait(self.rank, "connect", absent, timeout=timeout.total_seconds()):
             self.gloo = connect()
@@ -108,14 +124,27 @@ class Line:
             patience = min(ROLL_CALL, timeout.total_seconds())
             told = self._call_the_roll if self.rank == 0 else self._story
             story = told(self.call, patience)
-            if self.made_in <= earlier < self.call:  # the others may have stayed away because of that
-                story["missing"] = {**self._story(earlier, 0)["missing"], **story["missing"]}
-        except RuntimeError as lost:  # the store's server is gone too, as when rank 0 held it and died
+            if (
+                self.made_in <= earlier < self.call
+            ):  # the others may have stayed away because of that
+                story["missing"] = {
+                    **self._story(earlier, 0)["missing"],
+                    **story["missing"],
+                }
+        except (
+            RuntimeError
+        ) as lost:  # the store's server is gone too, as when rank 0 held it and died
             self.gloo = None
-            story = {"text": f"the job's store cannot be reached either ({_first_line(lost)})", "missing": {}}
+            story = {
+                "text": f"the job's store cannot be reached either ({_first_line(lost)})",
+                "missing": {},
+            }
         missing = {int(rank): str(word) for rank, word in story["missing"].items()}
         self._told = self.call, missing
-        who = "; ".join(f"rank {rank}{self._globally(rank)} {word}" for rank, word in missing.items())
+        who = "; ".join(
+            f"rank {rank}{self._globally(rank)} {word}"
+            for rank, word in missing.items()
+        )
         advice = LAST_ADVICE if stage == "connect" and self.call > 1 else ADVICE
         return RankLost(
             f"the ranks lost one another in the stage {stage!r} (timeout {timeout.total_seconds():g} s): "
@@ -124,7 +153,11 @@ class Line:
         )
 
     def _globally(self, rank: int) -> str:
-        return "" if self.global_ranks[rank] == rank else f" (global rank {self.global_ranks[rank]})"
+        return (
+            ""
+            if self.global_ranks[rank] == rank
+            else f" (global rank {self.global_ranks[rank]})"
+        )
 
     def confirm(self, timeout: timedelta, since: int = 0) -> None:
         """RankLost if any rank has given this up, as after this process was stopped for long."""
@@ -159,7 +192,9 @@ class Line:
     def _sign(self, word: str) -> None:
         self.store.set(self._here(self.call), word)
         if self.rank == 0 and word != "here":  # it is itself who tells it
-            self.store.set(f"story/{self.call}", json.dumps({"text": "", "missing": {0: word}}))
+            self.store.set(
+                f"story/{self.call}", json.dumps({"text": "", "missing": {0: word}})
+            )
         self.store.set("failed", str(max(self.call, self._failed())))
 
     def _failed(self) -> int:
@@ -177,10 +212,17 @@ class Line:
 
     def _call_the_roll(self, call: int, patience: float) -> dict[str, Any]:
         keys = [f"here/{call}/{rank}" for rank in range(self.size)]
-        _until(lambda: self.store.check(keys) or self.store.check([f"left/{call}"]), patience)
+        _until(
+            lambda: self.store.check(keys) or self.store.check([f"left/{call}"]),
+            patience,
+        )
         missing: dict[int, str] = {}
         for rank, key in enumerate(keys):
-            word = self.store.get(key).decode() if self.store.check([key]) else "did not answer"
+            word = (
+                self.store.get(key).decode()
+                if self.store.check([key])
+                else "did not answer"
+            )
             if word != "here":
                 missing[rank] = word
         left = {rank: word for rank, word in missing.items() if word.startswith(LEFT)}
@@ -188,13 +230,18 @@ class Line:
         # Who has left says so, and others may not have noticed. Nobody is late where somebody is gone: it was told
         # before he could come.
         missing = left or gone or missing
-        story = {"text": "every rank is there, but a connection broke", "missing": missing}
+        story = {
+            "text": "every rank is there, but a connection broke",
+            "missing": missing,
+        }
         self.store.set(f"story/{call}", json.dumps(story))
         return story
 
     def _story(self, call: int, patience: float) -> dict[str, Any]:
         key = f"story/{call}"
-        if _until(lambda: self.store.check([key]), 2 * patience + 2):  # who tells it waits as well
+        if _until(
+            lambda: self.store.check([key]), 2 * patience + 2
+        ):  # who tells it waits as well
             return dict(json.loads(self.store.get(key)))
         return {"text": "", "missing": {0: "did not answer"}}
 
@@ -204,10 +251,18 @@ class Line:
         if self._told[0] != failed:
             self.store.compare_set(self._here(failed), "", LATE)
             teller = self.rank == 0 and not self.store.check([f"story/{failed}"])
-            story = (self._call_the_roll if teller else self._story)(failed, ROLL_CALL / 2)
-            self._told = failed, {int(rank): str(word) for rank, word in story["missing"].items()}
+            story = (self._call_the_roll if teller else self._story)(
+                failed, ROLL_CALL / 2
+            )
+            self._told = (
+                failed,
+                {int(rank): str(word) for rank, word in story["missing"].items()},
+            )
         missing = self._told[1]
-        told = "; ".join(f"rank {rank} {word}" for rank, word in missing.items()) or "a connection was lost"
+        told = (
+            "; ".join(f"rank {rank} {word}" for rank, word in missing.items())
+            or "a connection was lost"
+        )
         late = f"rank {self.rank} comes too late: " if self.rank in missing else ""
         return RankLost(
             f"{late}the other ranks have given this save or load up ({told}). "

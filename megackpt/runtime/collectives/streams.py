@@ -55,7 +55,9 @@ class Stream:
                 following = next(self._pieces, None)
                 if following is None:
                     if len(window):
-                        raise ValueError(f"a stream of {self.nbytes} bytes ends {len(window)} too early")
+                        raise ValueError(
+                            f"a stream of {self.nbytes} bytes ends {len(window)} too early"
+                        )
                     return
                 self._piece = following
             if not len(window):
@@ -68,7 +70,10 @@ class Stream:
 def hand_over(outgoing: Stream, incoming: Stream, swap: Swap) -> None:
     """Move two streams through windows: while two are on their way, those before are emptied and the next filled."""
     longest = max(outgoing.nbytes, incoming.nbytes)
-    windows = [memoryview(bytearray(min(WINDOW, longest))) for _ in range(4 if longest > WINDOW else 2)]
+    windows = [
+        memoryview(bytearray(min(WINDOW, longest)))
+        for _ in range(4 if longest > WINDOW else 2)
+    ]
     arrived, wait = memoryview(b""), _nothing
     for number, start in enumerate(range(0, longest, WINDOW)):
         leaving, coming = windows[number % 2 * 2 :][:2]

@@ -47,9 +47,16 @@ def warn_after() -> float:
 def _seconds(text: str) -> float:
     try:
         seconds = float(text or WARN_AFTER)
-        return seconds if seconds < threading.TIMEOUT_MAX else 0.0  # "inf" and "nan": never
+        return (
+            seconds if seconds < threading.TIMEOUT_MAX else 0.0
+        )  # "inf" and "nan": never
     except ValueError:
-        logger.warning("%s is %r, which is no number of seconds: %g are taken", VARIABLE, text, WARN_AFTER)
+        logger.warning(
+            "%s is %r, which is no number of seconds: %g are taken",
+            VARIABLE,
+            text,
+            WARN_AFTER,
+        )
         return WARN_AFTER
 
 
@@ -77,7 +84,9 @@ class Wait:
         self.rank, self.stage, self.timeout = rank, stage, timeout
         self.began = time.monotonic()
         self.long = False
-        self._over: threading.Event | None = None  # of a long wait: most waits are too short to make one
+        self._over: threading.Event | None = (
+            None  # of a long wait: most waits are too short to make one
+        )
         self._ended = False
         self._absent, self._arrive = absent, arrive
         self._context = copy_context()
@@ -88,7 +97,10 @@ class Wait:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._ended = True
         if self._over is not None:
@@ -110,7 +122,9 @@ class Wait:
                 return
             names = sorted(absent)
             whom = name_ranks(names) if names else "other ranks"
-        except RuntimeError as error:  # the store's; the wait itself ends in its own way
+        except (
+            RuntimeError
+        ) as error:  # the store's; the wait itself ends in its own way
             first = (str(error).splitlines() or [type(error).__name__])[0]
             whom = f"other ranks (the job's store cannot tell which: {first})"
         if not self._ended:
@@ -119,7 +133,11 @@ class Wait:
     def _warn(self, whom: str, after: float) -> None:
         running = self._context.run(events.here).operation
         inside = f" of the {running.name} {running.path}" if running.name else ""
-        limit = "" if self.timeout is None else f" It waits for {self.timeout:g} s at most (timeout=)."
+        limit = (
+            ""
+            if self.timeout is None
+            else f" It waits for {self.timeout:g} s at most (timeout=)."
+        )
         logger.warning(
             "rank %d has waited %g s in the stage %r%s for %s: still at work there, or not in the same call (all ranks "
             "of the process group have to call save, load and the like alike).%s",
@@ -154,7 +172,9 @@ def _find_long() -> None:
             except KeyError:
                 continue
             wait.long = True
-            threading.Thread(target=wait.watch, args=(after,), name="megackpt-wait", daemon=True).start()
+            threading.Thread(
+                target=wait.watch, args=(after,), name="megackpt-wait", daemon=True
+            ).start()
         if not _waits:
             _clock = None  # who begins to wait from here on starts another one
             if not _waits:
@@ -174,13 +194,19 @@ class Arrivals:
 
     def absent(self, step: Step, over: threading.Event) -> list[int]:
         """The ranks for which this one waits in a step, as far as it can know. None of them had come to it."""
-        store = self._store.clone()  # a client of its own: the other one may be waiting in a call
+        store = (
+            self._store.clone()
+        )  # a client of its own: the other one may be waiting in a call
         after = warn_after()
-        grace = 2 * interval(after) + 0.5  # who came in the last moment has not posted it yet
+        grace = (
+            2 * interval(after) + 0.5
+        )  # who came in the last moment has not posted it yet
         others = range(1, self._size) if self._rank == 0 else [0]
         missing = [rank for rank in others if self._read(store, rank)[:2] < [*step]]
         if missing and not over.wait(grace):
-            missing = [rank for rank in missing if self._read(store, rank)[:2] < [*step]]
+            missing = [
+                rank for rank in missing if self._read(store, rank)[:2] < [*step]
+            ]
         if self._rank == 0:
             store.set("awaited", json.dumps([*step, missing]))
             return missing
@@ -195,7 +221,11 @@ class Arrivals:
                 *told, ranks = json.loads(store.get("awaited"))
                 if told == [*at]:
                     if len(ranks) <= LOOKED_AT:  # some may have come since
-                        ranks = [rank for rank in ranks if self._read(store, rank)[:2] < [*at]]
+                        ranks = [
+                            rank
+                            for rank in ranks
+                            if self._read(store, rank)[:2] < [*at]
+                        ]
                     return ranks or [0]
         return [0]
 

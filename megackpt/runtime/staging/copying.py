@@ -23,9 +23,9 @@ _LARGE = 1 << 20
 _Move = Callable[[int, int, int], object]
 _move_large: _Move = ctypes.memmove  # lets other threads run
 # For small ones: to give up the interpreter's lock for each would mean to wait for other threads each time.
-_move_small: _Move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
+_move_small: _Move = ctypes.PYFUNCTYPE(
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
 _USUAL = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -44,7 +44,9 @@ def copy_rows(staged: Staged, rows: Iterable[int], starts: Int64, arena: Arena) 
     base = arena.memory.ctypes.data
     held, sources = staged.held, staged.rows
     lengths, begins = staged.lengths.tolist(), starts.tolist()
-    queued: defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    queued: defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = (
+        defaultdict(list)
+    )
     for row in rows:
         source, whole = sources[row]
         value: Any = held[source]
@@ -57,7 +59,9 @@ def copy_rows(staged: Staged, rows: Iterable[int], starts: Int64, arena: Arena) 
                 "tensors must stay as they are while save() runs"
             )
         if in_order(value) and (value.data_ptr() or not length):
-            (_move_small if length < _LARGE else _move_large)(base + start, value.data_ptr(), length)
+            (_move_small if length < _LARGE else _move_large)(
+                base + start, value.data_ptr(), length
+            )
         elif length:
             octets = torch.from_numpy(arena.memory[start : start + length])
             place = octets.view(value.dtype).view(value.shape)
@@ -72,7 +76,9 @@ def copy_rows(staged: Staged, rows: Iterable[int], starts: Int64, arena: Arena) 
 
 
 def _queue(
-    device: torch.device, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], pending: list[Event]
+    device: torch.device,
+    copies: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    pending: list[Event],
 ) -> None:
     """Queue these copies after what the current stream has been given, and before what it will be given."""
     current, side = torch.cuda.current_stream(device), _side_stream(device)
@@ -81,7 +87,9 @@ def _queue(
     try:
         with torch.cuda.stream(side):
             for place, tensor in copies:
-                tensor.record_stream(side)  # if it is freed, its memory stays unused until the copy is done
+                tensor.record_stream(
+                    side
+                )  # if it is freed, its memory stays unused until the copy is done
                 place.copy_(plain(tensor), non_blocking=True)
     finally:
         done.record(side)
@@ -102,10 +110,14 @@ def _pin(arena: Arena) -> None:
         arena.pinned = int(runtime.cudaHostRegister(address, arena.size, 0)) == 0
         if arena.pinned:
             unregister = partial(runtime.cudaHostUnregister, address)
-            finalize(arena, _unpin, unregister, arena.pending, os.getpid()).atexit = False
+            finalize(
+                arena, _unpin, unregister, arena.pending, os.getpid()
+            ).atexit = False
 
 
-def _unpin(unregister: Callable[[], object], pending: Iterable[Event], process: int) -> None:
+def _unpin(
+    unregister: Callable[[], object], pending: Iterable[Event], process: int
+) -> None:
     if os.getpid() == process:  # a forked child has no devices
         for event in pending:
             event.synchronize()

@@ -32,7 +32,9 @@ class Landing:
     @property
     def nbytes(self) -> int:
         """Of all tensors, and of the blobs that have landed."""
-        return sum(t.nbytes for t in self.tensors if t is not None) + sum(map(len, self.blobs.values()))
+        return sum(t.nbytes for t in self.tensors if t is not None) + sum(
+            map(len, self.blobs.values())
+        )
 
     def _place(self, target: int, box: Box) -> torch.Tensor:
         tensor = self.tensors[target]

@@ -26,7 +26,9 @@ class Snapshot:
         self._patience = patience
 
     @classmethod
-    def of(cls, staged: Staged, cap: int | None = None, patience: float = PATIENCE) -> Snapshot:
+    def of(
+        cls, staged: Staged, cap: int | None = None, patience: float = PATIENCE
+    ) -> Snapshot:
         """Copy all rows of the plan, objects' blobs too; waits while earlier copies take the room.
 
         ``cap``: the bytes that all snapshots of this process may take (None: ``default_cap``). StorageError when no
@@ -34,8 +36,12 @@ class Snapshot:
         """
         cap = default_cap() if cap is None else cap
         plan = staged.plan
-        is_object = np.array([entry.meta.is_object for entry in plan.tensors], np.bool_)[plan.tensor]
-        values = ((row, staged.value(row)) for row in np.flatnonzero(is_object).tolist())
+        is_object = np.array(
+            [entry.meta.is_object for entry in plan.tensors], np.bool_
+        )[plan.tensor]
+        values = (
+            (row, staged.value(row)) for row in np.flatnonzero(is_object).tolist()
+        )
         blobs = {row: value for row, value in values if isinstance(value, bytes)}
         lengths = staged.lengths.copy()
         lengths[list(blobs)] = [len(blob) for blob in blobs.values()]
@@ -48,7 +54,9 @@ class Snapshot:
             starts = np.cumsum(room) - room
             copy_rows(staged, np.flatnonzero(~is_object).tolist(), starts, lease.arena)
             for row, blob in blobs.items():
-                lease.arena.memory[starts[row] :][: len(blob)] = np.frombuffer(blob, np.uint8)
+                lease.arena.memory[starts[row] :][: len(blob)] = np.frombuffer(
+                    blob, np.uint8
+                )
         except BaseException:
             lease.release()
             raise

@@ -21,7 +21,9 @@ PIECE = 16 * DIGEST_BLOCK
 _SMALL = 64 << 10
 _LOOKED_AT = 1 << 22  # elements of which each one's place is compared with the others'
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NUMPY = frozenset((torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8))
+_NUMPY = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8)
+)
 
 
 def host_array(tensor: torch.Tensor) -> NDArray[Any]:
@@ -54,7 +56,11 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     """
     if tensor.numel() < 2 or tensor.is_contiguous():
         return False
-    axes = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    axes = sorted(
+        (step, size)
+        for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    )
     # An axis whose step is larger than what the axes of smaller steps reach over never meets them. Whatever slicing,
     # transposing and reshaping make of a contiguous tensor has such axes only.
     meeting = 0
@@ -76,7 +82,9 @@ def settle(tensors: Iterable[object]) -> None:
     devices = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda}
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
-        torch.cuda.default_stream(device).synchronize()  # the one that other threads use
+        torch.cuda.default_stream(
+            device
+        ).synchronize()  # the one that other threads use
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,7 +94,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def in_order(tensor: torch.Tensor) -> bool:
     """Is this tensor's memory, on the host, its elements one after another as they are written?"""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return (
+        tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,15 +118,22 @@ class Staged:
     @cached_property
     def lengths(self) -> Int64:
         """The bytes of each row (0 for objects, which nobody has serialised yet)."""
-        itemsize = np.array([entry.meta.itemsize for entry in self.plan.tensors], np.int64)
+        itemsize = np.array(
+            [entry.meta.itemsize for entry in self.plan.tensors], np.int64
+        )
         return self.plan.boxes.volume * itemsize[self.plan.tensor]
 
     @cached_property
     def rows(self) -> list[tuple[int, bool]]:
         """For each row of the plan the one of ``held`` that has it, and whether it is all of that."""
         width = max(self.plan.boxes.width, self.holders.width)
-        boxes, holders = self.plan.boxes.widened(width), self.holders.take(self.plan.source).widened(width)
-        whole = ((boxes.offset == holders.offset) & (boxes.shape == holders.shape)).all(axis=1)
+        boxes, holders = (
+            self.plan.boxes.widened(width),
+            self.holders.take(self.plan.source).widened(width),
+        )
+        whole = ((boxes.offset == holders.offset) & (boxes.shape == holders.shape)).all(
+            axis=1
+        )
         return list(zip(self.plan.source.tolist(), whole.tolist(), strict=True))
 
     def value(self, row: int) -> torch.Tensor | bytes:
@@ -129,7 +149,11 @@ class Staged:
         if whole:
             return value.detach()
         item = self.plan.row(row)
-        return region(value.detach(), self.holders.row(source, len(item.meta.shape)), item.shard.box)
+        return region(
+            value.detach(),
+            self.holders.row(source, len(item.meta.shape)),
+            item.shard.box,
+        )
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         value = self.value(row)
@@ -149,10 +173,14 @@ def piece_of(size: int) -> NDArray[np.uint8]:
     if size <= _SMALL:
         return np.empty(max(1, size), np.uint8)
     # Of its own, given back at once: malloc would keep it, and put small things into it, row after row.
-    return np.frombuffer(mmap(-1, max(1, min(PIECE, size)), flags=MAP_PRIVATE), np.uint8)
+    return np.frombuffer(
+        mmap(-1, max(1, min(PIECE, size)), flags=MAP_PRIVATE), np.uint8
+    )
 
 
-def copy_out(tensor: torch.Tensor, start: int, stop: int, into: NDArray[np.uint8]) -> memoryview:
+def copy_out(
+    tensor: torch.Tensor, start: int, stop: int, into: NDArray[np.uint8]
+) -> memoryview:
     """Bytes [start, stop) of a tensor's elements in C order, copied to where ``into`` begins.
 
     ``start`` and ``stop`` lie between elements. The copy is complete when this returns, whatever the device.

@@ -24,7 +24,9 @@ class Turns:
     If they end early, ``close`` makes it nothing at once.
     """
 
-    def __init__(self, staged: Staged, blobs: Mapping[int, bytes], moved: Callable[[], None]) -> None:
+    def __init__(
+        self, staged: Staged, blobs: Mapping[int, bytes], moved: Callable[[], None]
+    ) -> None:
         self._staged = staged
         self._blobs = blobs
         self._moved = moved
@@ -32,7 +34,9 @@ class Turns:
         self._need = int(padded(staged.lengths).sum())
         self._lock = threading.Lock()
         self._lease: Lease | None = None
-        self._starts: NDArray[np.int64] | None = None  # in the arena: of what was left of each row
+        self._starts: NDArray[np.int64] | None = (
+            None  # in the arena: of what was left of each row
+        )
         self._closed = False
 
     def need(self) -> int:
@@ -74,12 +78,24 @@ class Turns:
             lengths, handed = self._staged.lengths, self._handed
             room = padded(lengths - handed)
             starts = np.cumsum(room) - room
-            mine = [row for row in np.flatnonzero(room).tolist() if row not in self._blobs]
-            copy_rows(self._staged, [row for row in mine if not handed[row]], starts, lease.arena)
+            mine = [
+                row for row in np.flatnonzero(room).tolist() if row not in self._blobs
+            ]
+            copy_rows(
+                self._staged,
+                [row for row in mine if not handed[row]],
+                starts,
+                lease.arena,
+            )
             for row in mine:
                 if handed[row]:
                     into = lease.arena.memory[starts[row] :]
-                    copy_out(self._staged.tensor(row), int(handed[row]), int(lengths[row]), into)
+                    copy_out(
+                        self._staged.tensor(row),
+                        int(handed[row]),
+                        int(lengths[row]),
+                        into,
+                    )
             lease.arena.ready()
             self._starts = starts
             self._let_go()
@@ -118,6 +134,8 @@ class Turns:
 
     def _took(self, row: int, stop: int) -> None:
         if stop > self._handed[row]:
-            before, after = padded(self._staged.lengths[row] - np.array((self._handed[row], stop)))
+            before, after = padded(
+                self._staged.lengths[row] - np.array((self._handed[row], stop))
+            )
             self._need -= int(before - after)
             self._handed[row] = stop

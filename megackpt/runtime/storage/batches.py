@@ -79,7 +79,9 @@ def _each(work: Callable[[T], None], items: Sequence[T]) -> None:
         each(items)
     else:
         with ThreadPoolExecutor(_THREADS, "megackpt-sync") as pool:
-            list(pool.map(each, [items[number::_THREADS] for number in range(_THREADS)]))
+            list(
+                pool.map(each, [items[number::_THREADS] for number in range(_THREADS)])
+            )
 
 
 def _folders_above(name: str) -> Iterator[str]:

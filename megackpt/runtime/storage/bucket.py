@@ -15,10 +15,18 @@ from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.runtime.storage import client as clients
 from megackpt.runtime.storage.client import Client, Interrupted, Traffic
 from megackpt.runtime.storage.fetching import BucketReader
-from megackpt.runtime.storage.interface import Batch, FileUpdater, FileWriter, Storage, unsafe_names
+from megackpt.runtime.storage.interface import (
+    Batch,
+    FileUpdater,
+    FileWriter,
+    Storage,
+    unsafe_names,
+)
 from megackpt.runtime.storage.objects import BucketBatch, BucketWriter
 
-_URL = re.compile(r"(?P<bucket>(?P<scheme>[a-z0-9]+)://[^/]+)(?:/+(?P<prefix>.*))?", re.DOTALL)
+_URL = re.compile(
+    r"(?P<bucket>(?P<scheme>[a-z0-9]+)://[^/]+)(?:/+(?P<prefix>.*))?", re.DOTALL
+)
 PROBE = ".megackpt-probe-"
 """How names of objects begin by which a store is tried. One that is left over belongs to a process that died."""
 SINGLE_WRITER = "MEGACKPT_SINGLE_WRITER"
@@ -54,11 +62,18 @@ class BucketStorage(Storage):
                 "environment says (AWS_*, GOOGLE_*, AZURE_*)"
             )
         found = _URL.fullmatch(url.rstrip("/"))
-        if found is None or found["scheme"] not in clients.AMAZON | clients.GOOGLE | clients.AZURE:
+        if (
+            found is None
+            or found["scheme"] not in clients.AMAZON | clients.GOOGLE | clients.AZURE
+        ):
             raise StorageError(
                 f"{url!r} is no URL of a bucket: it should be s3://BUCKET/FOLDER (or gs://, az://)"
             )
-        self._scheme, self.bucket, self._prefix = found["scheme"], found["bucket"], found["prefix"] or ""
+        self._scheme, self.bucket, self._prefix = (
+            found["scheme"],
+            found["bucket"],
+            found["prefix"] or "",
+        )
         if self._prefix and unsafe_names([self._prefix]):
             raise StorageError(f"{url!r} has a part that is empty, '.' or '..'")
         self.location = f"{self.bucket}/{self._prefix}".rstrip("/")
@@ -75,7 +90,9 @@ class BucketStorage(Storage):
     def key(self, name: str) -> str:
         """The object that a name stands for, or CorruptCheckpoint if it could lead out of the root."""
         if unsafe_names([name]) or any(ord(c) < 32 for c in name):
-            raise CorruptCheckpoint(f"{name!r} is no name of a file inside a checkpoint")
+            raise CorruptCheckpoint(
+                f"{name!r} is no name of a file inside a checkpoint"
+            )
         return f"{self._prefix}/{name}" if self._prefix else name
 
     def url(self, name: str) -> str:
@@ -87,7 +104,11 @@ class BucketStorage(Storage):
         return BucketStorage(self.url(name))
 
     def kvstore(self, folder: str) -> dict[str, Any]:
-        path = f"{self.key(folder) if folder not in ('', '.') else self._prefix}/".lstrip("/")
+        path = (
+            f"{self.key(folder) if folder not in ('', '.') else self._prefix}/".lstrip(
+                "/"
+            )
+        )
         bucket = self.bucket.partition("://")[2]
         if self._scheme in clients.GOOGLE:
             return {"driver": "gcs", "bucket": bucket, "path": path}
@@ -99,7 +120,9 @@ class BucketStorage(Storage):
         if place := clients.endpoint():
             spec["endpoint"] = place
             spec["aws_region"] = (
-                os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+                os.environ.get("AWS_REGION")
+                or os.environ.get("AWS_DEFAULT_REGION")
+                or "us-east-1"
             )
         if "AWS_ACCESS_KEY_ID" in os.environ:
             spec["aws_credentials"] = {"type": "environment"}
@@ -124,7 +147,9 @@ class BucketStorage(Storage):
 
     def put(self, name: str, data: bytes) -> None:
         url, key = self.url(name), self.key(name)
-        put = partial(self.client.obstore.put, self.client.store, key, data, use_multipart=False)
+        put = partial(
+            self.client.obstore.put, self.client.store, key, data, use_multipart=False
+        )
         try:
             self.client.ask("write", url, put)
         except FileNotFoundError as error:
@@ -143,17 +168,25 @@ class BucketStorage(Storage):
             return True
         if version is None:
             return self._put_if(name, data, "create")
-        return self._put_if(name, data, {k: v for k, v in version._asdict().items() if v is not None})
+        return self._put_if(
+            name, data, {k: v for k, v in version._asdict().items() if v is not None}
+        )
 
     def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
         """A conditional put. If an answer was lost, the store refuses our own second try: then what is there tells."""
-        url, key, refused = self.url(name), self.key(name), self.client.obstore.exceptions
+        url, key, refused = (
+            self.url(name),
+            self.key(name),
+            self.client.obstore.exceptions,
+        )
         doubtful = False
 
         def request() -> bool:
             nonlocal doubtful
             try:
-                self.client.obstore.put(self.client.store, key, data, mode=mode, use_multipart=False)
+                self.client.obstore.put(
+                    self.client.store, key, data, mode=mode, use_multipart=False
+                )
                 self.client.traffic.count(0, written=len(data))
                 return True
             except (refused.AlreadyExistsError, refused.PreconditionError) as error:
@@ -184,7 +217,9 @@ class BucketStorage(Storage):
     def open(self, name: str) -> BucketReader:
         url, key = self.url(name), self.key(name)
         try:
-            return self.client.ask("open", url, lambda: BucketReader(self.client, key, url))
+            return self.client.ask(
+                "open", url, lambda: BucketReader(self.client, key, url)
+            )
         except FileNotFoundError:
             raise _absent(url) from None
 
@@ -202,7 +237,9 @@ class BucketStorage(Storage):
             answer = self.client.obstore.get(self.client.store, key)
             told = answer.meta
             if told["size"] > limit:
-                raise CorruptCheckpoint(f"{url} has {told['size']} bytes: at most {limit} can be right there")
+                raise CorruptCheckpoint(
+                    f"{url} has {told['size']} bytes: at most {limit} can be right there"
+                )
             data = bytes(answer.bytes())
             self.client.traffic.count(0, read=len(data))
             if len(data) != told["size"]:
@@ -236,7 +273,9 @@ class BucketStorage(Storage):
     def _head(self, name: str) -> Any:
         url, key = self.url(name), self.key(name)
         try:
-            return self.client.ask("look at", url, lambda: self.client.obstore.head(self.client.store, key))
+            return self.client.ask(
+                "look at", url, lambda: self.client.obstore.head(self.client.store, key)
+            )
         except FileNotFoundError:
             return None
 
@@ -248,7 +287,10 @@ class BucketStorage(Storage):
             found: dict[str, tuple[int, float]] = {}
             for page in self._pages(prefix):
                 for one in page:
-                    found[one["path"][len(above) :]] = (one["size"], one["last_modified"].timestamp())
+                    found[one["path"][len(above) :]] = (
+                        one["size"],
+                        one["last_modified"].timestamp(),
+                    )
                 self._check_listed(len(found))
             return found
 
@@ -258,13 +300,24 @@ class BucketStorage(Storage):
         prefix, above = self._listed(name)
 
         def request() -> Any:
-            return self.client.obstore.list_with_delimiter(self.client.store, prefix or None)
+            return self.client.obstore.list_with_delimiter(
+                self.client.store, prefix or None
+            )
 
         found = self.client.ask("list", self.url(name), request)
-        paths = [*found["common_prefixes"], *(told["path"] for told in found["objects"])]
+        paths = [
+            *found["common_prefixes"],
+            *(told["path"] for told in found["objects"]),
+        ]
         self._check_listed(len(paths))
         # Some tools leave an empty object that is named as the folder itself.
-        return sorted({path[len(above) :] for path in paths if path.startswith(above) and path != above})
+        return sorted(
+            {
+                path[len(above) :]
+                for path in paths
+                if path.startswith(above) and path != above
+            }
+        )
 
     def _listed(self, name: str) -> tuple[str, str]:
         """A folder's key, and how the keys of what is in it begin."""
@@ -272,14 +325,20 @@ class BucketStorage(Storage):
         return prefix, f"{prefix}/" if prefix else ""
 
     def _pages(self, prefix: str) -> Iterator[Any]:
-        pages = self.client.obstore.list(self.client.store, prefix or None, chunk_size=_PAGE)
+        pages = self.client.obstore.list(
+            self.client.store, prefix or None, chunk_size=_PAGE
+        )
         for number, page in enumerate(pages):
-            self.client.traffic.count(1 if number else 0)  # the first is that of whoever asks
+            self.client.traffic.count(
+                1 if number else 0
+            )  # the first is that of whoever asks
             yield page
 
     def _check_listed(self, count: int) -> None:
         if count > _LISTED:
-            raise CorruptCheckpoint(f"{self.location} holds more than {_LISTED} objects: it is no checkpoint")
+            raise CorruptCheckpoint(
+                f"{self.location} holds more than {_LISTED} objects: it is no checkpoint"
+            )
 
     def delete(self, name: str) -> None:
         url, key = self.url(name), self.key(name)
@@ -302,7 +361,9 @@ class BucketStorage(Storage):
         try:
             self.client.obstore.delete(self.client.store, keys)
         except FileNotFoundError as error:
-            if len(keys) > 1:  # somebody removes the same: of the others some may be there still
+            if (
+                len(keys) > 1
+            ):  # somebody removes the same: of the others some may be there still
                 raise Interrupted(str(error)) from error
 
 

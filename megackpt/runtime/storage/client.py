@@ -38,7 +38,9 @@ AT_ONCE = 16
 _FOREVER = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
 """Answers that would come again: the request itself is wrong, or may not be made."""
 _STATUS = re.compile(r"status code: \d{3}[\w ]*")
-_ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>")
+_ANSWER = re.compile(
+    r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>"
+)
 """The XML in which S3, Google and Azure say what is wrong."""
 _NO_BUCKET = frozenset(("NoSuchBucket", "ContainerNotFound"))
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -85,12 +87,18 @@ class Client:
             self.traffic.count(1)
             try:
                 return request()
-            except (FileNotFoundError, refused.AlreadyExistsError, refused.PreconditionError):
+            except (
+                FileNotFoundError,
+                refused.AlreadyExistsError,
+                refused.PreconditionError,
+            ):
                 raise
             except (refused.BaseError, OSError, ValueError, Interrupted) as error:
                 if attempt == TRIES or not passing(error, refused):
                     raise failure(doing, url, error, attempt) from error
-            time.sleep(min(PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.5, 1))
+            time.sleep(
+                min(PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.5, 1)
+            )
         raise StorageError(f"cannot {doing} {url}: it may not be tried at all")
 
 
@@ -161,7 +169,9 @@ def _obstore() -> ModuleType:
 
 def _settings() -> tuple[tuple[str, str], ...]:
     """What the environment says. Endpoints with a password are refused: obstore and tensorstore would print it."""
-    told = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(_SETTINGS)))
+    told = tuple(
+        sorted((k, v) for k, v in os.environ.items() if k.startswith(_SETTINGS))
+    )
     spoilt = [name for name, value in told if _names_place(name) and "@" in value]
     if spoilt:
         raise StorageError(
@@ -188,15 +198,25 @@ def _stores(bucket: str, settings: tuple[tuple[str, str], ...]) -> tuple[Store, 
             "base": 2,
         },
     }
-    return _store(bucket, settings, {"max_retries": 0}), _store(bucket, settings, repeated)
+    return _store(bucket, settings, {"max_retries": 0}), _store(
+        bucket, settings, repeated
+    )
 
 
-def _store(bucket: str, settings: tuple[tuple[str, str], ...], retries: RetryConfig) -> Store:
+def _store(
+    bucket: str, settings: tuple[tuple[str, str], ...], retries: RetryConfig
+) -> Store:
     scheme = bucket.partition("://")[0]
-    plain = any(value.startswith("http://") for name, value in settings if _names_place(name))
+    plain = any(
+        value.startswith("http://") for name, value in settings if _names_place(name)
+    )
     options: dict[str, Any] = {
         # A part may be large and a link slow; an end that says nothing for a minute is dead.
-        "client_options": {"allow_http": plain, "timeout": "10m", "read_timeout": "60s"},
+        "client_options": {
+            "allow_http": plain,
+            "timeout": "10m",
+            "read_timeout": "60s",
+        },
         "retry_config": retries,
     }
     if scheme in AMAZON:
@@ -212,10 +232,14 @@ def _profile(settings: dict[str, str]) -> dict[str, Any]:
     """Credentials from Amazon's files (profiles, single sign-on), which boto3 reads and obstore does not."""
     told = [os.path.expanduser(f"~/.aws/{name}") for name in ("credentials", "config")]
     told += [
-        settings[name] for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE") if name in settings
+        settings[name]
+        for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")
+        if name in settings
     ]
     by_name = "AWS_PROFILE" in settings
-    if "AWS_ACCESS_KEY_ID" in settings or not (by_name or any(map(os.path.exists, told))):
+    if "AWS_ACCESS_KEY_ID" in settings or not (
+        by_name or any(map(os.path.exists, told))
+    ):
         return {}  # the environment, or what the machine itself is allowed to
     if importlib.util.find_spec("boto3") is None:
         if by_name:
@@ -229,5 +253,7 @@ def _profile(settings: dict[str, str]) -> dict[str, Any]:
         return {"credential_provider": Boto3CredentialProvider()}
     except Exception as error:
         if by_name:
-            raise failure("use", f"the profile {settings['AWS_PROFILE']!r}", error) from error
+            raise failure(
+                "use", f"the profile {settings['AWS_PROFILE']!r}", error
+            ) from error
         return {}  # files without credentials

@@ -56,8 +56,12 @@ class BucketReader(FileReader):
 
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:
         parts: list[tuple[int, int]] = []
-        for start, stop in _joined(sorted((start, min(stop, self.size)) for start, stop in spans)):
-            parts += [(first, min(first + PART, stop)) for first in range(start, stop, PART)]
+        for start, stop in _joined(
+            sorted((start, min(stop, self.size)) for start, stop in spans)
+        ):
+            parts += [
+                (first, min(first + PART, stop)) for first in range(start, stop, PART)
+            ]
         with self._lock:
             self._forget(0)
             self._parts = parts
@@ -77,7 +81,9 @@ class BucketReader(FileReader):
             for number in expected:
                 first, last = self._parts[number]
                 data = self._part(number).result()
-                views = _scatter(data[max(start - first, 0) : min(stop, last) - first], views)
+                views = _scatter(
+                    data[max(start - first, 0) : min(stop, last) - first], views
+                )
             return
         mine, *others = _split(start, views)
         jobs = [pool().submit(self._fill, *part) for part in others]
@@ -91,7 +97,10 @@ class BucketReader(FileReader):
     def _expected(self, start: int, stop: int) -> range:
         """The parts that these bytes are in, if all of them are."""
         first = number = bisect_right(self._parts, (start, self.size + 1)) - 1
-        while 0 <= number < len(self._parts) and self._parts[number][0] <= start < self._parts[number][1]:
+        while (
+            0 <= number < len(self._parts)
+            and self._parts[number][0] <= start < self._parts[number][1]
+        ):
             start = self._parts[number][1]
             number += 1
             if start >= stop:
@@ -120,7 +129,9 @@ class BucketReader(FileReader):
         """These bytes, by one request if all of them come."""
         whole: list[memoryview] = []
         while start < stop:
-            whole.append(self._client.ask("read", self._url, partial(self._request, start, stop)))
+            whole.append(
+                self._client.ask("read", self._url, partial(self._request, start, stop))
+            )
             start += len(whole[-1])
         return whole[0] if len(whole) == 1 else memoryview(b"".join(whole))
 
@@ -160,7 +171,9 @@ def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     yield begin, end
 
 
-def _split(start: int, views: list[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+def _split(
+    start: int, views: list[memoryview]
+) -> Iterator[tuple[int, list[memoryview]]]:
     """The same memory, cut where requests are."""
     part: list[memoryview] = []
     room = PART

@@ -18,14 +18,22 @@ TEMPORARY = ".megackpt-put-"
 """How names of temporary files begin. One that is left over belongs to a process that died."""
 
 _BATCH = 16 << 20  # bytes handed to one writev, and to early write-back
-_VECTORS = min(1024, os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16)
-_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
+_VECTORS = min(
+    1024, os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
+)
+_NO_LINKS = frozenset(
+    (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+)
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def failure(doing: str, path: str, error: OSError) -> StorageError:
     """What to tell the user when the file system refuses."""
-    hint = "; free some space (or raise the quota) and save again" if error.errno in _FULL else ""
+    hint = (
+        "; free some space (or raise the quota) and save again"
+        if error.errno in _FULL
+        else ""
+    )
     return StorageError(f"cannot {doing} {path}: {error.strerror or error}{hint}")
 
 
@@ -95,7 +103,11 @@ class LocalWriter(_Open, FileWriter):
     """A new file, held by descriptor; see LocalStorage.create."""
 
     def __init__(
-        self, folder: int, name: str, path: str, later: Callable[[int, str], None] | None = None
+        self,
+        folder: int,
+        name: str,
+        path: str,
+        later: Callable[[int, str], None] | None = None,
     ) -> None:
         """``later``: who makes the file durable, and closes it, instead of ``close``; the folder is theirs, too."""
         self._folder = folder  # ours to close
@@ -144,7 +156,9 @@ class LocalWriter(_Open, FileWriter):
             return
         try:
             there = os.stat(self._name, dir_fd=self._folder, follow_symlinks=False)
-            if os.path.samestat(there, os.fstat(self._fd)):  # or a later save has made another
+            if os.path.samestat(
+                there, os.fstat(self._fd)
+            ):  # or a later save has made another
                 os.unlink(self._name, dir_fd=self._folder)
         except FileNotFoundError:
             return  # somebody cleaned up before us
@@ -168,8 +182,14 @@ class LocalUpdater(_Open, FileUpdater):
 
     def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
         try:
-            alone = buffers[0] if len(buffers) == 1 else None  # one of very many, perhaps
-            if alone and alone.nbytes < _BATCH and os.pwrite(self._fd, alone, start) == alone.nbytes:
+            alone = (
+                buffers[0] if len(buffers) == 1 else None
+            )  # one of very many, perhaps
+            if (
+                alone
+                and alone.nbytes < _BATCH
+                and os.pwrite(self._fd, alone, start) == alone.nbytes
+            ):
                 return
             for batch in _batches(buffers):
                 while batch:
@@ -221,7 +241,9 @@ class LocalReader(FileReader):
                 at = os.lseek(self._fd, data, os.SEEK_HOLE)
                 found += max(0, min(at, end) - data)
         except (OSError, AttributeError) as error:
-            if getattr(error, "errno", None) != errno.ENXIO:  # this system tells of no holes
+            if (
+                getattr(error, "errno", None) != errno.ENXIO
+            ):  # this system tells of no holes
                 return length
         return found  # ENXIO: there is nothing but a hole from here on
 
@@ -283,7 +305,9 @@ def write_temporary(folder: int, data: bytes) -> str:
 def link_new(folder: int, temporary: str, name: str, data: bytes) -> bool:
     """Give the temporary file its name if that is free. Where links cannot be made, write the file anew."""
     try:
-        os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        os.link(
+            temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False
+        )
         return True
     except FileExistsError:
         # Over NFS a link may succeed, its answer get lost, and the repeated request fail.

@@ -17,7 +17,9 @@ def unlink(folder: int, name: str) -> None:
     except (FileNotFoundError, IsADirectoryError):
         return
     except PermissionError:  # what some systems say of a folder
-        if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        if not stat.S_ISDIR(
+            os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        ):
             raise
 
 
@@ -30,7 +32,9 @@ def remove_tree(folder: int, name: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        os.unlink(name, dir_fd=folder)  # a file or a link: the link goes, not what it leads to
+        os.unlink(
+            name, dir_fd=folder
+        )  # a file or a link: the link goes, not what it leads to
         return
     try:
         for entry in os.listdir(fd):

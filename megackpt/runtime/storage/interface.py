@@ -40,7 +40,9 @@ def allocate(size: int, where: str) -> bytearray:
     try:
         return bytearray(size)
     except (MemoryError, OverflowError) as error:
-        raise CorruptCheckpoint(f"{where} has {size} bytes, more than there is memory for") from error
+        raise CorruptCheckpoint(
+            f"{where} has {size} bytes, more than there is memory for"
+        ) from error
 
 
 def read_dense(reader: FileReader, start: int, length: int, where: str) -> bytearray:
@@ -80,7 +82,10 @@ class Durable(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close() if error is None else self.abort()
 
@@ -266,4 +271,6 @@ class Storage(ABC):
             try:
                 return bytes(data)
             except MemoryError as error:
-                raise CorruptCheckpoint(f"there is no memory for {self.location}/{name}") from error
+                raise CorruptCheckpoint(
+                    f"there is no memory for {self.location}/{name}"
+                ) from error

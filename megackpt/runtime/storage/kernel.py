@@ -12,7 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # numbers of the system call, which libc has no function for
+_IOPRIO_SET = {
+    "x86_64": 251,
+    "aarch64": 30,
+}  # numbers of the system call, which libc has no function for
 _IOPRIO_LOWEST = 2 << 13 | 7  # best effort, the last of eight levels
 # f_type of NFS, SMB (three generations), Lustre, GPFS, Ceph, BeeGFS, PanFS, OrangeFS, AFS, 9P, and of FUSE, by which
 # buckets, GlusterFS and JuiceFS are mounted.
@@ -23,7 +26,16 @@ _NETWORKED = frozenset((
 _PR_SET_PDEATHSIG = 1
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
-_ABSENT = frozenset((errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBUSY, errno.EPERM))
+_ABSENT = frozenset(
+    (
+        errno.ENOSYS,
+        errno.EINVAL,
+        errno.ENOTSUP,
+        errno.EOPNOTSUPP,
+        errno.EBUSY,
+        errno.EPERM,
+    )
+)
 
 
 @functools.cache
@@ -48,13 +60,21 @@ def start_writeback(fd: int, start: int, length: int) -> None:
 def rename_new(name: str, to: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
     """Like os.rename for files, but FileExistsError, and nothing done, where the new name is taken."""
     try:
-        os.link(name, to, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=False)
+        os.link(
+            name,
+            to,
+            src_dir_fd=src_dir_fd,
+            dst_dir_fd=dst_dir_fd,
+            follow_symlinks=False,
+        )
     except OSError as error:
         if error.errno not in _ABSENT:
             raise
         # No links here, so only a look can tell.
         if os.path.lexists(f"/proc/self/fd/{dst_dir_fd}/{to}"):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), to) from error
+            raise FileExistsError(
+                errno.EEXIST, os.strerror(errno.EEXIST), to
+            ) from error
         os.rename(name, to, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
     else:
         os.unlink(name, dir_fd=src_dir_fd)
@@ -87,7 +107,11 @@ def give_way() -> bool:
     """Have this thread, and those it starts, use processor and disk when others leave them; False where it cannot."""
     call = _function("syscall", *[ctypes.c_long] * 4)
     number = _IOPRIO_SET.get(os.uname().machine)
-    given = call is not None and number is not None and call(number, 1, 0, _IOPRIO_LOWEST) == 0
+    given = (
+        call is not None
+        and number is not None
+        and call(number, 1, 0, _IOPRIO_LOWEST) == 0
+    )
     try:
         # Not merely nicer: whoever else wakes up runs at once, and does not wait for the end of a time slice.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -114,7 +138,10 @@ def exchange(folder: int, one: str, other: str) -> bool:
     call = _function("renameat2", ctypes.c_int, path, ctypes.c_int, path, ctypes.c_uint)
     if call is None:
         return False
-    if call(folder, os.fsencode(one), folder, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if (
+        call(folder, os.fsencode(one), folder, os.fsencode(other), _RENAME_EXCHANGE)
+        == 0
+    ):
         return True
     number = ctypes.get_errno()
     if number in _ABSENT:

@@ -21,10 +21,18 @@ from megackpt.runtime.storage.files import (
     write_temporary,
 )
 from megackpt.runtime.storage.folders import BELOW, remove_tree, unlink
-from megackpt.runtime.storage.interface import Batch, FileUpdater, FileWriter, Storage, unsafe_names
+from megackpt.runtime.storage.interface import (
+    Batch,
+    FileUpdater,
+    FileWriter,
+    Storage,
+    unsafe_names,
+)
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a FIFO must not hang us
+_READ = (
+    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)  # NONBLOCK: a FIFO must not hang us
 
 _LONGEST = 255  # bytes that a name may have on any file system that we know
 
@@ -35,8 +43,12 @@ def _checked(name: str, new: bool = False) -> list[str]:
     ``new``: the name is no checkpoint's, but one that a save gives. The file system says whether it is too long.
     """
     parts = name.split("/")
-    if unsafe_names([name]) or (not new and any(len(os.fsencode(part)) > _LONGEST for part in parts)):
-        raise CorruptCheckpoint(f"{name!r:.300} is no name of a file inside a checkpoint")
+    if unsafe_names([name]) or (
+        not new and any(len(os.fsencode(part)) > _LONGEST for part in parts)
+    ):
+        raise CorruptCheckpoint(
+            f"{name!r:.300} is no name of a file inside a checkpoint"
+        )
     return parts
 
 
@@ -62,14 +74,19 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             if not create:
                 raise
-            raise StorageError(f"cannot make the directory {self.location}: a file is in the way") from None
+            raise StorageError(
+                f"cannot make the directory {self.location}: a file is in the way"
+            ) from None
         except OSError as error:
             raise failure("open", self.location, error) from error
 
     def kvstore(self, folder: str) -> dict[str, Any]:
         # By the descriptor: the open directory itself, whatever bears its name by now.
         path = f"/proc/self/fd/{self._fd}"
-        return {"driver": "file", "path": f"{path if os.path.isdir(path) else self.location}/{folder}/"}
+        return {
+            "driver": "file",
+            "path": f"{path if os.path.isdir(path) else self.location}/{folder}/",
+        }
 
     def sync(self, folders: Iterable[str]) -> None:
         for folder in folders:
@@ -136,12 +153,18 @@ class LocalStorage(Storage):
         path = self._path(name)
         folder, last = self._parent(name)
         try:
-            fd = os.open(last, _READ & ~os.O_NOFOLLOW if self._links else _READ, dir_fd=folder)
+            fd = os.open(
+                last, _READ & ~os.O_NOFOLLOW if self._links else _READ, dir_fd=folder
+            )
         except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+            raise FileNotFoundError(
+                errno.ENOENT, os.strerror(errno.ENOENT), path
+            ) from None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
-                raise CorruptCheckpoint(f"{path} is no regular file (a link, socket or device)") from error
+                raise CorruptCheckpoint(
+                    f"{path} is no regular file (a link, socket or device)"
+                ) from error
             raise failure("open", path, error) from error
         finally:
             os.close(folder)
@@ -153,7 +176,11 @@ class LocalStorage(Storage):
 
     def size(self, name: str) -> int | None:
         status = self.stat(name)
-        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+        return (
+            status.st_size
+            if status is not None and stat.S_ISREG(status.st_mode)
+            else None
+        )
 
     def is_remote(self) -> bool:
         return kernel.is_networked(self._fd)
@@ -192,7 +219,10 @@ class LocalStorage(Storage):
             os.close(fd)
 
     def delete(self, name: str) -> None:
-        with suppress(FileNotFoundError), self._within("remove", name) as (folder, last):
+        with (
+            suppress(FileNotFoundError),
+            self._within("remove", name) as (folder, last),
+        ):
             remove_tree(folder, last)
             os.fsync(folder)
 
@@ -202,7 +232,9 @@ class LocalStorage(Storage):
         for name in names:
             folder, _, last = name.rpartition("/")
             files.setdefault(folder, []).append(last)
-        above = {name[:at] for name in files for at, sign in enumerate(name) if sign == "/"}
+        above = {
+            name[:at] for name in files for at, sign in enumerate(name) if sign == "/"
+        }
         folders = {*files, *above} - {""}
         inner: dict[str, list[str]] = {}
         for name in folders:
@@ -212,7 +244,10 @@ class LocalStorage(Storage):
         for folder in [*sorted(folders, key=lambda name: (-name.count("/"), name)), ""]:
             try:
                 fd = self._descend(_checked(folder) if folder else [])
-            except (FileNotFoundError, CorruptCheckpoint):  # gone, or a link: nothing of it is below the root
+            except (
+                FileNotFoundError,
+                CorruptCheckpoint,
+            ):  # gone, or a link: nothing of it is below the root
                 continue
             try:
                 with self._refusals("remove files of", folder):
@@ -325,7 +360,9 @@ class LocalStorage(Storage):
             raise failure(doing, self._path(name), error) from error
 
     @contextmanager
-    def _within(self, doing: str, name: str, make: bool = False) -> Iterator[tuple[int, str]]:
+    def _within(
+        self, doing: str, name: str, make: bool = False
+    ) -> Iterator[tuple[int, str]]:
         """The folder that an entry is in, and its last part. FileNotFoundError if there is no such folder."""
         folder, last = self._parent(name, make)
         try:
@@ -338,12 +375,16 @@ class LocalStorage(Storage):
     def _path(self, name: str) -> str:
         return os.path.join(self.location, name)
 
-    def _parent(self, name: str, make: bool = False, durably: bool = True) -> tuple[int, str]:
+    def _parent(
+        self, name: str, make: bool = False, durably: bool = True
+    ) -> tuple[int, str]:
         """A descriptor of the folder that an entry is in (the caller's to close), and its last part."""
         *folders, last = _checked(name, new=make)
         return self._descend(folders, make, durably), last
 
-    def _descend(self, folders: Sequence[str], make: bool = False, durably: bool = True) -> int:
+    def _descend(
+        self, folders: Sequence[str], make: bool = False, durably: bool = True
+    ) -> int:
         if not folders:
             return os.open(".", _FOLDER, dir_fd=self._fd)
         fd = self._fd
@@ -352,12 +393,16 @@ class LocalStorage(Storage):
                 below = _enter(fd, part, make, durably)
             except FileNotFoundError:
                 raise FileNotFoundError(
-                    errno.ENOENT, os.strerror(errno.ENOENT), self._path("/".join(folders))
+                    errno.ENOENT,
+                    os.strerror(errno.ENOENT),
+                    self._path("/".join(folders)),
                 ) from None
             except OSError as error:
                 path = self._path("/".join(folders[: i + 1]))
                 if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                    raise CorruptCheckpoint(f"{path} is no directory (a file, or a link)") from error
+                    raise CorruptCheckpoint(
+                        f"{path} is no directory (a file, or a link)"
+                    ) from error
                 raise failure("enter", path, error) from error
             finally:
                 if fd != self._fd:

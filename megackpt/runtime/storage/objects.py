@@ -37,7 +37,9 @@ class BucketWriter(FileWriter):
         self._why = ""  # it has failed
 
     def expect(self, size: int) -> None:
-        self.part = max(PART, -(-size * 21 // (20 * _MOST_PARTS)))  # a twentieth more than was told
+        self.part = max(
+            PART, -(-size * 21 // (20 * _MOST_PARTS))
+        )  # a twentieth more than was told
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         if self._held is None and self._upload is None:
@@ -77,7 +79,10 @@ class BucketWriter(FileWriter):
         if self._bucket.size(self._name) is not None:
             raise _taken(self._url)
         self._upload = client.obstore.open_writer(
-            client.uploads, self._bucket.key(self._name), buffer_size=self.part, max_concurrency=_IN_FLIGHT
+            client.uploads,
+            self._bucket.key(self._name),
+            buffer_size=self.part,
+            max_concurrency=_IN_FLIGHT,
         )
 
     @property
@@ -94,7 +99,9 @@ class BucketWriter(FileWriter):
 
     def _finish(self) -> None:
         client = self._bucket.client
-        client.traffic.count(2 + -(-self._position // self.part), written=self._position)
+        client.traffic.count(
+            2 + -(-self._position // self.part), written=self._position
+        )
         try:
             self._upload.flush()
         except (client.obstore.exceptions.BaseError, OSError) as error:
@@ -118,7 +125,9 @@ class BucketWriter(FileWriter):
         try:
             upload.__exit__(StorageError, None, None)
         except (client.obstore.exceptions.BaseError, OSError) as error:
-            raise StorageError(f"{self._why}{failure('give up the upload of', self._url, error)}") from error
+            raise StorageError(
+                f"{self._why}{failure('give up the upload of', self._url, error)}"
+            ) from error
 
 
 def _taken(url: str) -> StorageError:
@@ -150,7 +159,9 @@ class BucketBatch(Batch):
 
 
 class _BatchWriter(BucketWriter):
-    def __init__(self, bucket: BucketStorage, name: str, waiting: deque[Future[None]]) -> None:
+    def __init__(
+        self, bucket: BucketStorage, name: str, waiting: deque[Future[None]]
+    ) -> None:
         super().__init__(bucket, name)
         self._waiting = waiting
 

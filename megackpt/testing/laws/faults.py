@@ -14,9 +14,15 @@ class FaultLaws(Harness):
         world = self.world()
         root, manifest = self.save(tmp_path / "c", world, ranks=2)
         rows = manifest.chunks.block_bounds[-1]
-        check(len(manifest.chunks.digests) == rows, f"{len(manifest.chunks.digests)} digests, {rows} blocks")
+        check(
+            len(manifest.chunks.digests) == rows,
+            f"{len(manifest.chunks.digests)} digests, {rows} blocks",
+        )
         for i in range(len(manifest.chunks)):
-            chunk, key = manifest.chunk(i), manifest.tensors[manifest.chunks.tensor[i]].key
+            chunk, key = (
+                manifest.chunk(i),
+                manifest.tensors[manifest.chunks.tensor[i]].key,
+            )
             if not chunk.location.length:
                 continue
             where = tmp_path / "c" / chunk.location.file
@@ -25,9 +31,13 @@ class FaultLaws(Harness):
                 try:
                     self.load(root, manifest, wanted)
                 except CorruptCheckpoint as error:
-                    check(key in str(error), f"the error does not name {key!r}: {error}")
+                    check(
+                        key in str(error), f"the error does not name {key!r}: {error}"
+                    )
                 else:
-                    raise AssertionError(f"a flipped bit in {key!r} {chunk.box} went unnoticed")
+                    raise AssertionError(
+                        f"a flipped bit in {key!r} {chunk.box} went unnoticed"
+                    )
             self.expect(world, self.load(root, manifest, wanted))
 
     def test_lost_and_cut_files_are_corrupt(self, tmp_path: Path) -> None:
@@ -43,11 +53,18 @@ class FaultLaws(Harness):
                         try:
                             self.load(root, manifest, wanted, verify)
                         except CorruptCheckpoint as error:
-                            check(name in str(error), f"the error does not name {name}: {error}")
+                            check(
+                                name in str(error),
+                                f"the error does not name {name}: {error}",
+                            )
                         else:
-                            raise AssertionError(f"{name} was lost or cut and nobody noticed")
+                            raise AssertionError(
+                                f"{name} was lost or cut and nobody noticed"
+                            )
 
-    def test_a_damaged_table_of_contents_is_an_error_of_ours(self, tmp_path: Path) -> None:
+    def test_a_damaged_table_of_contents_is_an_error_of_ours(
+        self, tmp_path: Path
+    ) -> None:
         """Whatever stands in the format's own files: a clear error, or an account that can be planned with."""
         world = self.small_world()
         root, manifest = self.save(tmp_path / "c", world)
@@ -56,7 +73,9 @@ class FaultLaws(Harness):
             path = tmp_path / "c" / name
             whole = path.read_bytes()
             step = max(1, len(whole) // 60)
-            damaged = [_flipped(whole, position) for position in range(0, len(whole), step)]
+            damaged = [
+                _flipped(whole, position) for position in range(0, len(whole), step)
+            ]
             damaged += [whole[: len(whole) * part // 8] for part in range(8)]
             for content in (None, b"null", b"[]", b"{}", b"[" * 100_000, *damaged):
                 with replaced(path, content):

@@ -46,7 +46,9 @@ class Harness:
     irregular: ClassVar[bool] = True
     unfit_keys: ClassVar[Collection[str]] = ()
 
-    def save(self, folder: Path, world: World, ranks: int = 1) -> tuple[LocalStorage, Manifest]:
+    def save(
+        self, folder: Path, world: World, ranks: int = 1
+    ) -> tuple[LocalStorage, Manifest]:
         """Save a world whose shards so many ranks hold in turn; returns where, and the manifest of what is stored.
 
         All ranks write at once, each through a storage of its own, as processes would. A format with
@@ -55,10 +57,17 @@ class Harness:
         root = LocalStorage(folder, create=True)
         before = set(root.list())
         plans, manifest = self.planned(world, ranks)
-        announced = {name.partition("/")[0] for name in self.backend.files(ranks, manifest)}
-        check(not announced & before, f"files() announces {announced & before}, which others may need")
+        announced = {
+            name.partition("/")[0] for name in self.backend.files(ranks, manifest)
+        }
+        check(
+            not announced & before,
+            f"files() announces {announced & before}, which others may need",
+        )
         with ThreadPoolExecutor(ranks) as pool:
-            results = list(pool.map(lambda plan: self.write(folder, world, plan), plans))
+            results = list(
+                pool.map(lambda plan: self.write(folder, world, plan), plans)
+            )
         manifest = replace(
             manifest.located(results),
             backend=(self.backend.name, self.backend.version),
@@ -78,19 +87,30 @@ class Harness:
         return plan_in_format(self.backend, parts, SavePolicy())
 
     def write(self, folder: Path, world: World, plan: SavePlan) -> WriteResult:
-        result = self.backend.write(LocalStorage(folder), plan, MemorySource(world, plan))
+        result = self.backend.write(
+            LocalStorage(folder), plan, MemorySource(world, plan)
+        )
         check_pieces(plan, result)
         return result
 
     def finish(self, root: LocalStorage, manifest: Manifest) -> Manifest:
         # Not asked before each file: a format may also know checkpoints of others, which lack our last file.
-        check(not self.backend.recognises(root), "recognises data without a table of contents")
+        check(
+            not self.backend.recognises(root),
+            "recognises data without a table of contents",
+        )
         finished = self.backend.finish(root, manifest)
         last = [*finished.files, *([] if finished.files else [INDEX])][-1]
-        check(last == self.backend.last_file, f"finish ends with {last}, not with last_file")
+        check(
+            last == self.backend.last_file,
+            f"finish ends with {last}, not with last_file",
+        )
         for name, data in finished.files.items():
             root.put(name, data)
-        check(self.backend.recognises(root), "does not recognise its own complete checkpoint")
+        check(
+            self.backend.recognises(root),
+            "does not recognise its own complete checkpoint",
+        )
         return finished.manifest
 
     def load(
@@ -102,9 +122,14 @@ class Harness:
         backend: Backend | None = None,
     ) -> MemoryTarget:
         target = MemoryTarget.of(wanted)
-        (backend or self.backend).read(root, plan_load(wanted, manifest), target, verify)
+        (backend or self.backend).read(
+            root, plan_load(wanted, manifest), target, verify
+        )
         unclosed = Counter(target.opened) - Counter(target.closed)
-        check(not unclosed, f"read did not close what it opened: {[str(box) for _, box in unclosed]}")
+        check(
+            not unclosed,
+            f"read did not close what it opened: {[str(box) for _, box in unclosed]}",
+        )
         return target
 
     def expect(self, world: World, target: MemoryTarget) -> None:
@@ -112,7 +137,9 @@ class Harness:
         for i, row in enumerate(target.wanted.rows()):
             if row.meta.is_object:
                 expected = world.blob(row.shard.key, row.shard.box.offset)
-                check(target.blobs.get(i) == expected, f"the blob of {row.shard} differs")
+                check(
+                    target.blobs.get(i) == expected, f"the blob of {row.shard} differs"
+                )
             else:
                 held = world.tensors[row.shard.key].values[row.shard.box.slices()]
                 same = target.arrays[i].tobytes() == held.tobytes()
@@ -121,7 +148,10 @@ class Harness:
     def expect_all(self, world: World, root: LocalStorage, manifest: Manifest) -> None:
         """Every shard can be read as the world holds it, with digests checked and without."""
         for verify in (True, False):
-            self.expect(world, self.load(root, manifest, world.declared(list(world.shards())), verify))
+            self.expect(
+                world,
+                self.load(root, manifest, world.declared(list(world.shards())), verify),
+            )
 
     @property
     def dtype(self) -> str:
@@ -136,32 +166,54 @@ class Harness:
             "rows.cut": Whole.random(dtype, (10, 6), (4, 6), 2),
             "columns.cut": Whole.random(dtype, (6, 10), (6, 4), 3),
             "both.cut": Whole.random(dtype, (3, 7, 11), (1, 4, 3), 4),
-            "large": Whole.random(dtype, (3, 5 << 16), (2, 5 << 16), 5),  # blocks, and a rest
+            "large": Whole.random(
+                dtype, (3, 5 << 16), (2, 5 << 16), 5
+            ),  # blocks, and a rest
             "scalar": Whole.random(dtype, (), (), 6),
         }
         if not self.objects:
             return World(tensors)
-        blobs: Blobs = {(i, j): bytes([i, j]) * (1 + 3 * i) for i in range(2) for j in range(3)}
-        return World(tensors, {"an.object": blobs, "large.object": {(0,): b"ab" * DIGEST_BLOCK}}, b"common")
+        blobs: Blobs = {
+            (i, j): bytes([i, j]) * (1 + 3 * i) for i in range(2) for j in range(3)
+        }
+        return World(
+            tensors,
+            {"an.object": blobs, "large.object": {(0,): b"ab" * DIGEST_BLOCK}},
+            b"common",
+        )
 
     def small_world(self) -> World:
         world = World(
-            {"cut": Whole.random(self.dtype, (6, 4), (3, 4)), "s": Whole.random(self.dtype, (), ())}
+            {
+                "cut": Whole.random(self.dtype, (6, 4), (3, 4)),
+                "s": Whole.random(self.dtype, (), ()),
+            }
         )
-        return replace(world, objects={"o": {(0,): b"blob"}}, common=b"common") if self.objects else world
+        return (
+            replace(world, objects={"o": {(0,): b"blob"}}, common=b"common")
+            if self.objects
+            else world
+        )
 
 
 def check_pieces(plan: SavePlan, result: WriteResult) -> None:
     """The pieces that a rank reports come in the plan's order, and tile each of its rows exactly."""
     items = result.item.tolist()
-    check(items == sorted(items), f"the pieces are not in the plan's order: rows {items}")
+    check(
+        items == sorted(items), f"the pieces are not in the plan's order: rows {items}"
+    )
     boxes = result.boxes.widened(plan.boxes.width)
     for row in range(len(plan)):
         whole = plan.row(row).shard
         ndim = len(whole.box.shape)
-        parts = [boxes.row(i, ndim) for i in np.flatnonzero(result.item == row).tolist()]
+        parts = [
+            boxes.row(i, ndim) for i in np.flatnonzero(result.item == row).tolist()
+        ]
         told = f"row {row}, {whole}, was written as the pieces {', '.join(map(str, parts))}"
-        check(bool(parts) and all(whole.box.contains(part) for part in parts), f"{told}: not within it")
+        check(
+            bool(parts) and all(whole.box.contains(part) for part in parts),
+            f"{told}: not within it",
+        )
         counts = np.zeros(whole.box.shape, np.int64)
         for part in parts:
             counts[part.relative_to(whole.box).slices()] += 1
@@ -172,7 +224,10 @@ def check_pieces(plan: SavePlan, result: WriteResult) -> None:
         f"{len(result.digests)} digests for pieces of {blocks} blocks of {DIGEST_BLOCK}",
     )
     beyond = (result.file < 0) | (result.file >= len(result.files))
-    check(not beyond.any(), f"pieces are in files {set(result.file.tolist())} of {list(result.files)}")
+    check(
+        not beyond.any(),
+        f"pieces are in files {set(result.file.tolist())} of {list(result.files)}",
+    )
 
 
 def summary(manifest: Manifest) -> dict[str, tuple[TensorMeta, set[Box]]]:

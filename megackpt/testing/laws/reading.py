@@ -18,12 +18,16 @@ from megackpt.testing.worlds import Whole, World
 
 
 class ReadingLaws(Harness):
-    def test_shards_come_back_to_the_ranks_that_saved_them(self, tmp_path: Path) -> None:
+    def test_shards_come_back_to_the_ranks_that_saved_them(
+        self, tmp_path: Path
+    ) -> None:
         world = self.world()
         root, manifest = self.save(tmp_path / "c", world, ranks=4)
         shards = list(world.shards())
         for rank in range(4):
-            self.expect(world, self.load(root, manifest, world.declared(shards[rank::4], rank)))
+            self.expect(
+                world, self.load(root, manifest, world.declared(shards[rank::4], rank))
+            )
         self.load(root, manifest, world.declared([]))  # a rank that asks for nothing
 
     def test_any_box_can_be_read(self, tmp_path: Path) -> None:
@@ -33,15 +37,25 @@ class ReadingLaws(Harness):
         for verify in (True, False):
             boxes = []
             for key, whole in list(world.tensors.items()) * 10:
-                ends = [sorted(rng.integers(0, n + 1, 2).tolist()) for n in whole.values.shape]
-                boxes.append(ShardId(key, Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))))
+                ends = [
+                    sorted(rng.integers(0, n + 1, 2).tolist())
+                    for n in whole.values.shape
+                ]
+                boxes.append(
+                    ShardId(
+                        key,
+                        Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends)),
+                    )
+                )
             self.expect(world, self.load(root, manifest, world.declared(boxes), verify))
 
     def test_many_small_boxes(self, tmp_path: Path) -> None:
         """Every element by itself, and the whole beside them."""
         world = World({"w": Whole.random(self.dtype, (24, 24), (8, 6))})
         root, manifest = self.save(tmp_path / "c", world, ranks=2)
-        boxes = [ShardId("w", Box((i, j), (1, 1))) for i in range(24) for j in range(24)]
+        boxes = [
+            ShardId("w", Box((i, j), (1, 1))) for i in range(24) for j in range(24)
+        ]
         wanted = world.declared([*boxes, ShardId("w", Box.whole((24, 24)))])
         for verify in (True, False):
             self.expect(world, self.load(root, manifest, wanted, verify))
@@ -54,17 +68,28 @@ class ReadingLaws(Harness):
             return
         root = WatchedStorage(tmp_path / "c")
         self.expect(
-            world, self.load(root, manifest, world.declared([ShardId("w", Box((7, 0), (1, 1 << 15)))]), False)
+            world,
+            self.load(
+                root,
+                manifest,
+                world.declared([ShardId("w", Box((7, 0), (1, 1 << 15)))]),
+                False,
+            ),
         )
         stored = int(manifest.chunks.length.sum())
-        check(root.read <= stored // 8, f"{root.read} of {stored} bytes were read for a 64th of them")
+        check(
+            root.read <= stored // 8,
+            f"{root.read} of {stored} bytes were read for a 64th of them",
+        )
 
     def test_many_loads_at_once(self, tmp_path: Path) -> None:
         """One instance and one storage serve several threads."""
         world = self.world()
         root, manifest = self.save(tmp_path / "c", world, ranks=2)
         with ThreadPoolExecutor(4) as pool:
-            loads = [pool.submit(self.expect_all, world, root, manifest) for _ in range(8)]
+            loads = [
+                pool.submit(self.expect_all, world, root, manifest) for _ in range(8)
+            ]
         for one in loads:
             one.result()
 
@@ -72,20 +97,38 @@ class ReadingLaws(Harness):
         world = self.world()
         root, manifest = self.save(tmp_path / "c", world, ranks=3)
         found = self.backend.read_manifest(root)
-        check(summary(found) == summary(manifest), "read_manifest tells of other chunks than were saved")
-        check(found.backend == manifest.backend, f"read_manifest calls itself {found.backend}")
+        check(
+            summary(found) == summary(manifest),
+            "read_manifest tells of other chunks than were saved",
+        )
+        check(
+            found.backend == manifest.backend,
+            f"read_manifest calls itself {found.backend}",
+        )
         self.expect_all(world, root, found)
 
     def test_other_instances_read_it(self, tmp_path: Path) -> None:
         """A load makes the backend without options; workers get copies of it."""
         kind = type(self.backend)
-        check(kind.version in kind.reads, f"it writes version {kind.version} and reads {kind.reads}")
+        check(
+            kind.version in kind.reads,
+            f"it writes version {kind.version} and reads {kind.reads}",
+        )
         world = self.small_world()
         root, manifest = self.save(tmp_path / "c", world)
-        for other in (kind(), copy.deepcopy(self.backend), pickle.loads(pickle.dumps(self.backend))):
-            check(other.recognises(root), f"{other!r} does not recognise what {self.backend!r} wrote")
+        for other in (
+            kind(),
+            copy.deepcopy(self.backend),
+            pickle.loads(pickle.dumps(self.backend)),
+        ):
+            check(
+                other.recognises(root),
+                f"{other!r} does not recognise what {self.backend!r} wrote",
+            )
             for found in (manifest, other.read_manifest(root)):
-                target = self.load(root, found, world.declared(list(world.shards())), backend=other)
+                target = self.load(
+                    root, found, world.declared(list(world.shards())), backend=other
+                )
                 self.expect(world, target)
 
     def test_raw_chunks_are_raw(self, tmp_path: Path) -> None:
@@ -106,9 +149,15 @@ class ReadingLaws(Harness):
                 whole = world.tensors.get(key)
                 blob = b"" if whole else world.blob(key, chunk.box.offset)
                 expected = whole.values[chunk.box.slices()].tobytes() if whole else blob
-                check(bytes(data) == expected, f"{key!r} {chunk.box} is not what lies at {chunk.location}")
+                check(
+                    bytes(data) == expected,
+                    f"{key!r} {chunk.box} is not what lies at {chunk.location}",
+                )
 
     def test_an_empty_directory_is_not_recognised(self, tmp_path: Path) -> None:
-        check(not self.backend.recognises(LocalStorage(tmp_path)), "recognises an empty directory")
+        check(
+            not self.backend.recognises(LocalStorage(tmp_path)),
+            "recognises an empty directory",
+        )
         (tmp_path / self.backend.last_file).write_bytes(b"\x80 no such thing")
         check(not self.backend.recognises(LocalStorage(tmp_path)), "recognises garbage")

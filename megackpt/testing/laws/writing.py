@@ -34,7 +34,15 @@ KEYS = (
         "c",
         "line\n",
     ),
-    *("common.pt", "zarr.json", "metadata.json", "x.objects", "x.__lock", "__metadata__", "megackpt.index"),
+    *(
+        "common.pt",
+        "zarr.json",
+        "metadata.json",
+        "x.objects",
+        "x.__lock",
+        "__metadata__",
+        "megackpt.index",
+    ),
     *("n" * 300, "n" * 299 + "m", "\ud800"),
 )
 """What people, or their model's code, may call a tensor."""
@@ -42,19 +50,35 @@ KEYS = (
 
 class WritingLaws(Harness):
     def test_every_dtype_comes_back_bit_for_bit(self, tmp_path: Path) -> None:
-        world = World({f"t.{d}": Whole.random(d, (5, 6), (2, 6), i) for i, d in enumerate(self.dtypes)})
+        world = World(
+            {
+                f"t.{d}": Whole.random(d, (5, 6), (2, 6), i)
+                for i, d in enumerate(self.dtypes)
+            }
+        )
         self.expect_all(world, *self.save(tmp_path / "c", world, ranks=3))
 
-    def test_other_dtypes_are_refused_before_anything_is_written(self, tmp_path: Path) -> None:
+    def test_other_dtypes_are_refused_before_anything_is_written(
+        self, tmp_path: Path
+    ) -> None:
         for i, dtype in enumerate(set(ITEMSIZE) - {OBJECT} - set(self.dtypes)):
-            self._expect_refusal(tmp_path / str(i), World({"odd": Whole.random(dtype, (4,), (2,))}), "odd")
+            self._expect_refusal(
+                tmp_path / str(i),
+                World({"odd": Whole.random(dtype, (4,), (2,))}),
+                "odd",
+            )
 
     def test_scalars_and_empty_tensors(self, tmp_path: Path) -> None:
         shapes: list[tuple[int, ...]] = [(), (0,), (4, 0), (0, 4), (1,), (1, 1, 1)]
-        world = World({str(shape): Whole.random(self.dtype, shape, shape) for shape in shapes})
+        world = World(
+            {str(shape): Whole.random(self.dtype, shape, shape) for shape in shapes}
+        )
         root, manifest = self.save(tmp_path / "c", world)
         for found in (manifest, self.backend.read_manifest(root)):
-            check({e.key for e in found.tensors} == set(world.tensors), "an empty tensor was lost")
+            check(
+                {e.key for e in found.tensors} == set(world.tensors),
+                "an empty tensor was lost",
+            )
             self.expect_all(world, root, found)
 
     def test_objects_and_common_state(self, tmp_path: Path) -> None:
@@ -69,21 +93,32 @@ class WritingLaws(Harness):
 
     def test_keys_may_be_any_text(self, tmp_path: Path) -> None:
         keys = [key for key in KEYS if key not in self.unfit_keys]
-        world = World({k: Whole.random(self.dtype, (3,), (3,), i) for i, k in enumerate(keys)})
+        world = World(
+            {k: Whole.random(self.dtype, (3,), (3,), i) for i, k in enumerate(keys)}
+        )
         if self.objects:
-            world = replace(world, objects={key + "o": {(0,): repr(key).encode()} for key in keys})
+            world = replace(
+                world, objects={key + "o": {(0,): repr(key).encode()} for key in keys}
+            )
         root, manifest = self.save(tmp_path / "c", world)
         for found in (manifest, self.backend.read_manifest(root)):
             self.expect_all(world, root, found)
 
-    def test_unfit_keys_are_refused_before_anything_is_written(self, tmp_path: Path) -> None:
+    def test_unfit_keys_are_refused_before_anything_is_written(
+        self, tmp_path: Path
+    ) -> None:
         for i, key in enumerate(self.unfit_keys):
-            self._expect_refusal(tmp_path / str(i), World({key: Whole.random(self.dtype, (4,), (2,))}), key)
+            self._expect_refusal(
+                tmp_path / str(i),
+                World({key: Whole.random(self.dtype, (4,), (2,))}),
+                key,
+            )
 
     def test_irregular_shards(self, tmp_path: Path) -> None:
         """Shards that form no grid, as flat buckets of optimizer state do not."""
         buckets = [
-            Box((start,), (end - start,)) for start, end in ((0, 17), (17, 400), (400, 401), (401, 1000))
+            Box((start,), (end - start,))
+            for start, end in ((0, 17), (17, 400), (400, 401), (401, 1000))
         ]
         tiles = [Box((0, 0), (6, 2)), Box((0, 2), (2, 4)), Box((2, 2), (4, 4))]
         rows = [Box((0, 0), (3, 5)), Box((3, 0), (7, 5))]
@@ -98,12 +133,16 @@ class WritingLaws(Harness):
             root, manifest = self.save(tmp_path / "c", world, ranks=3)
         except BackendError as error:
             check(not self.irregular, f"irregular shards are refused: {error}")
-            check("buckets" in str(error), f"the error does not name the tensor: {error}")
+            check(
+                "buckets" in str(error), f"the error does not name the tensor: {error}"
+            )
             return
         for found in (manifest, self.backend.read_manifest(root)):
             self.expect_all(world, root, found)
 
-    def test_ranks_without_shards_and_states_without_tensors(self, tmp_path: Path) -> None:
+    def test_ranks_without_shards_and_states_without_tensors(
+        self, tmp_path: Path
+    ) -> None:
         worlds = [World({"only": Whole.random(self.dtype, (4,), (4,))})]
         if self.objects:
             worlds.append(World(common=b"nothing else"))
@@ -136,18 +175,32 @@ class WritingLaws(Harness):
             try:
                 self.backend.write(root, plan, _Failing(world, plan, len(plan) // 2))
             except _Lost:
-                check(not self.backend.recognises(root), "recognises what a failed write left")
+                check(
+                    not self.backend.recognises(root),
+                    "recognises what a failed write left",
+                )
             else:
-                raise AssertionError("the data could not be fetched, and write returned all the same")
+                raise AssertionError(
+                    "the data could not be fetched, and write returned all the same"
+                )
 
     def test_entries_of_others_are_left_alone(self, tmp_path: Path) -> None:
-        notes = {"notes.txt": b"mine", "logs/today": b"more", "tokenizer.json": b"{}", "logs/deep/er": b""}
+        notes = {
+            "notes.txt": b"mine",
+            "logs/today": b"more",
+            "tokenizer.json": b"{}",
+            "logs/deep/er": b"",
+        }
         for name, content in notes.items():
             (tmp_path / "c" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "c" / name).write_bytes(content)
         world = self.world()
         root, manifest = self.save(tmp_path / "c", world, ranks=2)
-        changed = [name for name, content in notes.items() if (tmp_path / "c" / name).read_bytes() != content]
+        changed = [
+            name
+            for name, content in notes.items()
+            if (tmp_path / "c" / name).read_bytes() != content
+        ]
         check(not changed, f"the save changed {changed}, which are not its own")
         check(
             summary(self.backend.read_manifest(root)) == summary(manifest),
@@ -175,7 +228,10 @@ class WritingLaws(Harness):
         try:
             self.save(folder, world)
         except BackendError as error:
-            check(key in str(error) or repr(key) in str(error), f"the error does not name {key!r}: {error}")
+            check(
+                key in str(error) or repr(key) in str(error),
+                f"the error does not name {key!r}: {error}",
+            )
             check(not LocalStorage(folder).list(), "something was written all the same")
         else:
             raise AssertionError(
