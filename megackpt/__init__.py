@@ -12,6 +12,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megackpt.adapters.dtensor import sharded as sharded
+    from megackpt.async_save import (
+        AsyncCallsQueue as AsyncCallsQueue,
+        AsyncRequest as AsyncRequest,
+    )
     from megackpt.bars import progress as progress
     from megackpt.checkpoint import verify as verify
     from megackpt.converter import (
@@ -48,10 +52,6 @@ if TYPE_CHECKING:
     )
     from megackpt.manager import CheckpointManager as CheckpointManager
     from megackpt.planning.strict import StrictHandling as StrictHandling
-    from megackpt.runtime.async_calls import (
-        AsyncCallsQueue as AsyncCallsQueue,
-        AsyncRequest as AsyncRequest,
-    )
     from megackpt.saver import save as save
     from megackpt.state import (
         LocalNonpersistentObject as LocalNonpersistentObject,
@@ -101,7 +101,7 @@ _HOMES = {
     ),
     "manager": ("CheckpointManager",),
     "planning.strict": ("StrictHandling",),
-    "runtime.async_calls": ("AsyncCallsQueue", "AsyncRequest"),
+    "async_save": ("AsyncCallsQueue", "AsyncRequest"),
     "saver": ("save",),
     "state": (
         "LocalNonpersistentObject",

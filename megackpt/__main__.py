@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from megackpt import __version__, errors
-from megackpt.commands import terminal
-from megackpt.commands.answers import Answer, Progress
+from megackpt.cli import terminal
+from megackpt.cli.answers import Answer, Progress
 
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_NOTHING, EXIT_CORRUPT, EXIT_FORMAT, EXIT_STORAGE = (
     range(7)
@@ -146,7 +146,7 @@ def _add_ls(commands: _Commands) -> None:
 
 
 def _ls(options: argparse.Namespace, _progress: Progress) -> Answer:
-    from megackpt.commands.listing import ls
+    from megackpt.cli.listing import ls
 
     return ls(options.directory)
 
@@ -184,7 +184,7 @@ def _add_show(commands: _Commands) -> None:
 
 
 def _show(options: argparse.Namespace, _progress: Progress) -> Answer:
-    from megackpt.commands.showing import show
+    from megackpt.cli.showing import show
 
     return show(
         options.checkpoint,
@@ -203,7 +203,7 @@ def _add_verify(commands: _Commands) -> None:
 
 
 def _verify(options: argparse.Namespace, progress: Progress) -> Answer:
-    from megackpt.commands.checking import check
+    from megackpt.cli.checking import check
 
     return check(options.checkpoint, progress)
 
@@ -233,8 +233,8 @@ def _add_diff(commands: _Commands) -> None:
 
 
 def _diff(options: argparse.Namespace, progress: Progress) -> Answer:
-    from megackpt.commands.comparing import diff
-    from megackpt.differences import Tolerance
+    from megackpt.cli.comparing import diff
+    from megackpt.cli.differences import Tolerance
 
     given = options.rtol is not None or options.atol is not None
     tolerance = Tolerance(options.rtol or 0.0, options.atol or 0.0) if given else None
@@ -268,7 +268,7 @@ def _add_convert_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: argparse.Namespace, progress: Progress) -> Answer:
-    from megackpt.commands.converting import convert
+    from megackpt.cli.converting import convert
     from megackpt.converter.options import from_options
 
     try:

@@ -14,7 +14,7 @@ from megackpt import ShardedTensor
 from megackpt.__main__ import main
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import BackendError, CorruptCheckpoint, StorageError
-from megackpt.runtime.storage import BucketStorage, client
+from megackpt.storage import BucketStorage, client
 from megackpt.testing import ThreadedGroup
 from tests.buckets import Bucket, Line
 from tests.test_save_load import model, saved

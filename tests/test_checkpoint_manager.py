@@ -43,7 +43,7 @@ from megackpt.loader import order
 from megackpt.manager import CheckpointManager, choosing, finding, retention, running
 from megackpt.manager.finding import NAMINGS
 from megackpt.manager.retention import Retention
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 from megackpt.testing import ThreadedGroup
 
 TRACKER = "latest_checkpointed_iteration.txt"

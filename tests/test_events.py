@@ -20,6 +20,7 @@ import torch
 
 import megackpt
 from megackpt import Event, ShardedTensor, events
+from megackpt.async_save.counting import CountedSource
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import (
@@ -30,8 +31,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import SavePlan
-from megackpt.runtime.counting import CountedSource
-from megackpt.runtime.staging import PIECE
+from megackpt.staging.source import PIECE
 from megackpt.testing import ThreadedGroup
 
 FORMATS = ("torch_dist", "zarr", "safetensors")

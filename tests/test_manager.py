@@ -13,7 +13,7 @@ import megackpt
 from megackpt import ShardedTensor
 from megackpt.checkpoint.marker import Marker
 from megackpt.manager import Run, Step, list_run
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 
 GOLDEN = Path(__file__).parent / "golden" / "mcore-0.16.1-tp2pp1dp2"
 

@@ -23,15 +23,15 @@ from megackpt import (
 from megackpt.backends.ranges import pieces, sharing as ranged
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
+from megackpt.distributed import streams
 from megackpt.errors import RankFailure, RankLost
 from megackpt.loader import sharing
 from megackpt.loader.asking import Asked, Terms
 from megackpt.planning import sharing as planned
-from megackpt.runtime.collectives import streams
-from megackpt.runtime.storage import kernel
-from megackpt.runtime.storage.bucket import BucketStorage
-from megackpt.runtime.storage.files import LocalReader
-from megackpt.runtime.storage.local import LocalStorage
+from megackpt.storage import kernel
+from megackpt.storage.bucket import BucketStorage
+from megackpt.storage.files import LocalReader
+from megackpt.storage.local import LocalStorage
 from megackpt.testing import ThreadedGroup
 from tests.buckets import Bucket
 

@@ -21,7 +21,7 @@ from megackpt import ShardedObject, ShardedTensor, Strategy
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.zarr import Zarr
 from megackpt.checkpoint import open_checkpoint
-from megackpt.runtime.collectives import SingleGroup
+from megackpt.distributed import SingleGroup
 from megackpt.saver.asking import Request
 from megackpt.state import extract
 from megackpt.strategies import resolve

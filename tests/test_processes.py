@@ -71,7 +71,7 @@ def test_resharding_over_processes_and_subgroups(ranks: Any, tmp_path: Path) -> 
 
 def read_once_in_each_group(directory: str) -> None:
     """TP2 x DP2: ranks 0, 2 and ranks 1, 3 hold the same."""
-    from megackpt.runtime.storage.files import LocalReader
+    from megackpt.storage.files import LocalReader
 
     rank, read, counted = dist.get_rank(), LocalReader.read_into, 0
 

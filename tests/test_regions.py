@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedObject, ShardedTensor, objects
+from megackpt import ShardedObject, ShardedTensor, serialization
 from megackpt.checkpoint import open_checkpoint
 from megackpt.checkpoint.regions import Regions
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import carried_dtype
-from megackpt.runtime.staging import host_array
+from megackpt.staging.source import host_array
 
 GOLDEN = Path(__file__).parent / "golden" / "mcore-0.16.1-tp2pp1dp2"
 
@@ -43,10 +43,10 @@ def test_blobs(tmp_path: Path) -> None:
     regions = Regions(open_checkpoint(tmp_path / "c"))
     number = regions.opened.manifest.numbers()["o"]
     blobs = regions.blobs([(number, Box((i,), (1,))) for i in (2, 0)])
-    assert [objects.load(blob) for blob in blobs] == [[{"n": 2}], [{"n": 0}]]
+    assert [serialization.load(blob) for blob in blobs] == [[{"n": 2}], [{"n": 0}]]
     common = regions.common()
     assert common is not None
-    assert objects.load(common)["iteration"] == 4
+    assert serialization.load(common)["iteration"] == 4
 
 
 def test_digests_are_checked_unless_they_are_not_wanted(tmp_path: Path) -> None:

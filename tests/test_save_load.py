@@ -25,6 +25,7 @@ from megackpt import (
     ShardedTensorFactory,
     StrictHandling,
 )
+from megackpt.distributed import RankGroup
 from megackpt.errors import (
     CheckpointExists,
     CoverageError,
@@ -32,7 +33,6 @@ from megackpt.errors import (
     NotACheckpoint,
     ShardingError,
 )
-from megackpt.runtime.collectives import RankGroup
 from megackpt.testing import ThreadedGroup
 
 FORMATS = ("torch_dist", "zarr")

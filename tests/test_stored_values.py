@@ -33,7 +33,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import megackpt
-from megackpt import CheckpointManager, ShardedObject, ShardedTensor, objects
+from megackpt import CheckpointManager, ShardedObject, ShardedTensor, serialization
 
 
 class Plain(enum.Enum):
@@ -296,7 +296,7 @@ class TestTrust:
         for trusted in ((), (function,)):
             blob = pickled_call(function, "1")
             with pytest.raises(megackpt.CorruptCheckpoint) as caught:
-                objects.load(blob, trusted=trusted)
+                serialization.load(blob, trusted=trusted)
             assert "hint" not in str(caught.value)
             assert "add_safe_globals" not in str(caught.value)
 
@@ -315,7 +315,7 @@ class TestTrust:
             torch.serialization.safe_globals([getattr]),
             pytest.raises(megackpt.UntrustedClass) as caught,
         ):
-            objects.load(
+            serialization.load(
                 archive(reached, protocol), trusted=(getattr, argparse.Namespace)
             )
         assert "hint" not in str(caught.value)
@@ -325,9 +325,11 @@ class TestTrust:
             + text("ONE")
             + b"\x86R"
         )
-        assert objects.load(archive(member, protocol), trusted=(Plain,)) is Plain.ONE
+        assert (
+            serialization.load(archive(member, protocol), trusted=(Plain,)) is Plain.ONE
+        )
         with pytest.raises(megackpt.UntrustedClass, match=r"Plain\.ONE"):
-            objects.load(archive(member, protocol))
+            serialization.load(archive(member, protocol))
 
     def test_trust_in_the_inner_class_is_none_in_the_outer(
         self, tmp_path: Path
@@ -463,9 +465,12 @@ TREES = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(TREES)
 def test_any_nesting_is_accepted_and_comes_back(value: Any) -> None:
-    blob = objects.dump(value)
-    objects.check(blob)
-    assert objects.load(blob, trusted=(Plain, Outer.Mode, Fields, uuid.UUID)) == value
+    blob = serialization.dump(value)
+    serialization.check(blob)
+    assert (
+        serialization.load(blob, trusted=(Plain, Outer.Mode, Fields, uuid.UUID))
+        == value
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -480,6 +485,6 @@ def test_changed_opcodes_are_errors_of_ours_or_values(
     for _ in range(rng.randrange(1, 4)):
         data[rng.randrange(len(data))] = rng.choice(opcodes)
     try:
-        objects.load(archive(bytes(data)))
+        serialization.load(archive(bytes(data)))
     except megackpt.CorruptCheckpoint:
         return

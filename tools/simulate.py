@@ -22,7 +22,7 @@ from simulation.parallelism import Parallelism
 from simulation.plotting import plot
 from simulation.telling import answer
 
-from megackpt.commands import terminal
+from megackpt.cli import terminal
 from megackpt.errors import CheckpointingException
 from megackpt.strategies import backend_named
 

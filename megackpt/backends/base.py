@@ -23,7 +23,7 @@ from megackpt.planning.manifest import (
     WriteResult,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 CONFIG = "metadata.json"
 _CONFIG_BYTES = 1 << 20  # a larger file of this name is not a format's

@@ -33,7 +33,7 @@ from megackpt.planning.manifest import (
     WriteResult,
     listed,
 )
-from megackpt.runtime.storage import FileUpdater, Storage, digest_blocks
+from megackpt.storage import FileUpdater, Storage, digest_blocks
 
 WINDOW = 8 << 20
 """Bytes that one thread reads at a time: whole digest blocks."""

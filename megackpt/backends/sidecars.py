@@ -29,7 +29,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
 )
-from megackpt.runtime.storage import Batch, Storage, digest_blocks
+from megackpt.storage import Batch, Storage, digest_blocks
 
 COMMON_FILE = "common.pt"
 OBJECTS = ".objects"

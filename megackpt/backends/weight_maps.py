@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, some
-from megackpt.runtime.storage import Storage, unsafe_names
+from megackpt.storage import Storage, unsafe_names
 
 ENDING = ".index.json"
 LIMIT = 100_000_000

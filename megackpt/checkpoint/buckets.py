@@ -44,7 +44,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import (
+from megackpt.storage import (
     SINGLE_WRITER,
     BucketStorage,
     Storage,

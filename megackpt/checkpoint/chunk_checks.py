@@ -24,7 +24,7 @@ from megackpt.planning.manifest import (
     TensorParts,
     carried_dtype,
 )
-from megackpt.runtime.storage import FileReader, Storage, digest_blocks
+from megackpt.storage import FileReader, Storage, digest_blocks
 
 _READ = 8 * DIGEST_BLOCK  # bytes read at once by one thread
 _SHARE = 64  # chunks that one thread takes at a time

@@ -53,7 +53,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage, digest, is_url
+from megackpt.storage import TEMPORARY, LocalStorage, Storage, digest, is_url
 
 _PAUSES = (
     0.0,

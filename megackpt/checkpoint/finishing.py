@@ -7,7 +7,7 @@ import numpy as np
 from megackpt.backends.base import Backend, Finished
 from megackpt.planning.cache import Contents, Emitted
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import Storage, digest
+from megackpt.storage import Storage, digest
 
 
 def finished(

@@ -45,7 +45,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
 )
-from megackpt.runtime.storage import Storage, digest, read_dense
+from megackpt.storage import Storage, digest, read_dense
 
 INDEX = "megackpt.index"
 VERSION = 1

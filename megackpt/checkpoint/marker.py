@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.planning import cache
-from megackpt.runtime.storage import LocalStorage, unsafe_names
+from megackpt.storage import LocalStorage, unsafe_names
 
 logger = logging.getLogger("megackpt.checkpoint")
 

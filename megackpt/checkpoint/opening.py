@@ -29,7 +29,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import (
+from megackpt.storage import (
     BucketStorage,
     LocalStorage,
     SingleFile,

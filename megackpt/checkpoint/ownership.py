@@ -27,7 +27,7 @@ from megackpt.errors import (
     some,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage
+from megackpt.storage import TEMPORARY, LocalStorage, Storage
 
 OURS = (PREFIX, TEMPORARY)
 """How the names begin of files that saves make for their own time only."""

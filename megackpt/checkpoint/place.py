@@ -13,7 +13,7 @@ from megackpt.checkpoint.opening import shortfalls
 from megackpt.errors import CorruptCheckpoint, StorageError, some
 from megackpt.planning.cache import Contents
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 
 class Place(ABC):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megackpt.checkpoint.index import INDEX
 from megackpt.errors import BackendError, CorruptCheckpoint
-from megackpt.runtime.storage import BucketStorage, Version, digest
+from megackpt.storage import BucketStorage, Version, digest
 
 RECORD = "megackpt.commit"
 FORMAT = 1

@@ -30,7 +30,7 @@ from megackpt.checkpoint.ownership import files_of
 from megackpt.checkpoint.records import RECORD, folder_of, folders_among, read_record
 from megackpt.checkpoint.replacing import clean_up, discard, folder_of as folder_in
 from megackpt.errors import NotACheckpoint, SaveInProgress, StorageError
-from megackpt.runtime.storage import TEMPORARY, BucketStorage, LocalStorage, is_url
+from megackpt.storage import TEMPORARY, BucketStorage, LocalStorage, is_url
 
 _AT_ONCE = 100  # files that are removed between two looks at the marker
 

@@ -30,7 +30,7 @@ from megackpt.checkpoint.opening import shortfalls
 from megackpt.checkpoint.ownership import OURS, foreign_entries, is_replaceable
 from megackpt.checkpoint.tables import by_its_own_account, native_format
 from megackpt.errors import CheckpointExists, SaveInProgress, StorageError
-from megackpt.runtime.storage import TEMPORARY, LocalStorage
+from megackpt.storage import TEMPORARY, LocalStorage
 
 logger = logging.getLogger("megackpt.checkpoint")
 

@@ -16,7 +16,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import Storage, digest
+from megackpt.storage import Storage, digest
 
 METADATA = ".metadata"
 

@@ -25,7 +25,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
     size_problem,
 )
-from megackpt.runtime.storage import unsafe_names
+from megackpt.storage import unsafe_names
 
 SmallFiles = Mapping[str, tuple[int, bytes]]
 """Name of a small file -> its size in bytes and its xxh3-128."""

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megackpt import events, objects, strategies
+from megackpt import events, serialization, strategies
 from megackpt.backends.base import CONFIG
 from megackpt.backends.sidecars import COMMON_FILE
 from megackpt.checkpoint.chunk_checks import ChunkChecks, Count, Nowhere, nobody, shares
@@ -38,7 +38,7 @@ from megackpt.planning.manifest import (
     Manifest,
     ShardId,
 )
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class _Work(ChunkChecks):
             try:
                 blobs = Nowhere(0)
                 self.backend.read(self.storage, self.plan(row), blobs, False)
-                value = objects.load(b"".join(blobs.blobs), where=where)
+                value = serialization.load(b"".join(blobs.blobs), where=where)
                 file = self.manifest.files[self.manifest.chunks.file[row]]
                 # Beside tensors of torch_dist it is a list of one, as DCP's planner was given it.
                 listed = self.backend.name == "torch_dist" and file != COMMON_FILE

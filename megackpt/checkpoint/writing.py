@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megackpt.async_save.counting import CountedSource
 from megackpt.backends.base import Backend, Source
 from megackpt.checkpoint.committing import place_of
 from megackpt.planning.manifest import SavePlan, WriteResult
-from megackpt.runtime.counting import CountedSource
-from megackpt.runtime.memory import begun
+from megackpt.staging.memory import begun
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from megackpt.converter.order import Conversion, Converted, Limits, Progress
 from megackpt.converter.selecting import Choice, Renames
 from megackpt.errors import BackendError, StorageError
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import is_url
+from megackpt.storage import is_url
 from megackpt.strategies import Strategy, StrategyLike, resolve
 
 if TYPE_CHECKING:

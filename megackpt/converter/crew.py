@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from megackpt.async_save import children
 from megackpt.converter.cutting import Task
 from megackpt.converter.journal import Done
 from megackpt.converter.working import Assignment, Failed
 from megackpt.errors import RankLost
-from megackpt.runtime import children
 
 
 class _Worker:

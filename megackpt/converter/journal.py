@@ -16,7 +16,7 @@ import numpy as np
 
 from megackpt.planning.box import Boxes
 from megackpt.planning.manifest import DIGEST_BLOCK, DIGEST_SIZE, WriteResult
-from megackpt.runtime.storage import Storage, digest, digest_blocks
+from megackpt.storage import Storage, digest, digest_blocks
 
 JOURNAL = "megackpt.journal"
 

@@ -18,7 +18,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.storage import LocalStorage, is_url
+from megackpt.storage import LocalStorage, is_url
 
 _ENDINGS = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",

@@ -21,7 +21,7 @@ from megackpt.converter.working import Assignment, Bench
 from megackpt.errors import BackendError, CorruptCheckpoint, RankLost, StorageError
 from megackpt.planning.manifest import Manifest, SavePlan, TensorEntry, TensorParts
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.runtime.storage import Storage, is_url, root_at
+from megackpt.storage import Storage, is_url, root_at
 
 logger = logging.getLogger("megackpt.converter")
 

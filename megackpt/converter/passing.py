@@ -14,7 +14,7 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint import Opened
 from megackpt.checkpoint.regions import Region, Regions
 from megackpt.converter.cutting import CELL, Task
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 TOGETHER = 4096
 """Small rows that are fetched at once."""

@@ -22,7 +22,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
     TensorParts,
 )
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 _NO_DIGESTS = np.zeros((0, 16), np.uint8)
 

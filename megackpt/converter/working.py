@@ -17,7 +17,7 @@ from megackpt.converter.cutting import Task
 from megackpt.converter.journal import Done
 from megackpt.converter.passing import Passing
 from megackpt.errors import CheckpointingException
-from megackpt.runtime.storage import Storage, kernel, root_at
+from megackpt.storage import Storage, kernel, root_at
 
 
 @dataclass(frozen=True, eq=False)

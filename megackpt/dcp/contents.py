@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megackpt import objects
+from megackpt import serialization
 from megackpt.backends.base import Finished
 from megackpt.backends.torch_dist import METADATA, TorchDist
 from megackpt.backends.torch_dist.listing import Listed, Listing
@@ -48,7 +48,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
     unique_key,
 )
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 ChunkName = tuple[str, tuple[int, ...] | None]
 """What DCP knows a chunk by: its tensor's name, and its offset (None: an object)."""
@@ -142,7 +142,9 @@ def check_common(storage: Storage, manifest: Manifest) -> None:
         data = bytearray(place.length)
         with storage.open(manifest.files[manifest.chunks.file[row]]) as reader:
             reader.read_into(place.start, [memoryview(data)])
-        value = objects.load(bytes(data), stand_ins=True, where=repr(LISTED_COMMON))
+        value = serialization.load(
+            bytes(data), stand_ins=True, where=repr(LISTED_COMMON)
+        )
         if not (
             isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)
         ):

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 )
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from megackpt import objects
+from megackpt import serialization
 from megackpt.dcp.protocol import check_known
 from megackpt.errors import CheckpointingException, ShardingError
 from megackpt.planning.box import Box
@@ -73,7 +73,9 @@ class Delegate:
     def transform_object(self, item: WriteItem, part: Any) -> torch.Tensor | io.BytesIO:  # noqa: ARG002
         """What is written of the part: a tensor, or (for items of type BYTE_IO) a stream."""
         return (
-            part if isinstance(part, torch.Tensor) else io.BytesIO(objects.dump(part))
+            part
+            if isinstance(part, torch.Tensor)
+            else io.BytesIO(serialization.dump(part))
         )
 
     def extensions(self, item: WriteItem) -> Sequence[StreamTransformExtension]:  # noqa: ARG002
@@ -95,7 +97,7 @@ class Delegate:
 
     def load_bytes(self, value: Any, item: ReadItem, stream: io.BytesIO) -> Any:  # noqa: ARG002
         """The value that stands in the state dict from now on, where the checkpoint holds an object."""
-        return objects.load(stream.read(), where=repr(item.storage_index.fqn))
+        return serialization.load(stream.read(), where=repr(item.storage_index.fqn))
 
 
 Delegates = Mapping[type, Delegate]
@@ -344,7 +346,9 @@ class LoadPlanner(DefaultLoadPlanner):
         if isinstance(found, _Delegated):
             loaded = found.delegate.load_bytes(found.value, read_item, value)
         else:
-            loaded = objects.load(value.read(), trusted=self.trusted, where=repr(key))
+            loaded = serialization.load(
+                value.read(), trusted=self.trusted, where=repr(key)
+            )
         self._put(key, loaded)
 
 

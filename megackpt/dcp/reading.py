@@ -49,9 +49,10 @@ from megackpt.loader.reading import replacement
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import Manifest
-from megackpt.runtime.staging import Landing, overlaps_itself, settle
-from megackpt.runtime.storage import LocalStorage, Storage, allocate, digest_blocks
+from megackpt.staging.landing import Landing
+from megackpt.staging.source import overlaps_itself, settle
 from megackpt.state import dtype_named
+from megackpt.storage import LocalStorage, Storage, allocate, digest_blocks
 from megackpt.torch_versions import COPIES_FLOAT4
 
 _READ = 1 << 20

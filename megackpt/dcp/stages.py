@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megackpt.checkpoint import place_of
 from megackpt.dcp.memory import Lasting, Resolved, copied
 from megackpt.dcp.writing import Ticket, write_items
+from megackpt.distributed import Attempt, attempt
 from megackpt.errors import CheckpointingException
-from megackpt.runtime.collectives import Attempt, attempt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

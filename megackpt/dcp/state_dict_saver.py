@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megackpt.dcp.planner import SavePlanner
+from megackpt.distributed import Group, group_over
 from megackpt.errors import CheckpointingException, RankLost
-from megackpt.runtime.collectives import Group, group_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

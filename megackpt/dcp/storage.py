@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import (
 )
 from torch.futures import Future
 
-from megackpt import objects
+from megackpt import serialization
 from megackpt.backends.base import CONFIG
 from megackpt.backends.torch_dist import METADATA
 from megackpt.backends.torch_dist.naming import LISTED_COMMON
@@ -312,7 +312,7 @@ def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
 
 def _written_common(place: Place) -> Written:
     """The common state that Megatron-Core wants: none."""
-    blob = memoryview(objects.dump({}))
+    blob = memoryview(serialization.dump({}))
     with place.storage.create(COMMON_FILE) as writer:
         records = Records(writer)
         landed = records.blob(iter([blob]))

@@ -25,9 +25,9 @@ from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import ITEMSIZE, TensorEntry, TensorMeta
-from megackpt.runtime.staging import Staged, octets_of, plain, settle
-from megackpt.runtime.storage import Storage, unsafe_names
+from megackpt.staging.source import Staged, octets_of, plain, settle
 from megackpt.state.storable import place_problems
+from megackpt.storage import Storage, unsafe_names
 
 _OURS = ".megackpt-"
 

@@ -24,7 +24,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
 )
 from megackpt.planning.strict import GROUPS, StrictHandling, Unasked
-from megackpt.runtime.staging import overlaps_itself
+from megackpt.staging.source import overlaps_itself
 from megackpt.state import (
     ABSENT,
     Extracted,

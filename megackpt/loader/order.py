@@ -19,6 +19,13 @@ from megackpt.checkpoint import (
     open_checkpoint,
     open_same,
 )
+from megackpt.distributed import (
+    DEFAULT_TIMEOUT,
+    Attempt,
+    Group,
+    attempt,
+    group_over,
+)
 from megackpt.errors import CheckpointReplaced, NotACheckpoint, ShardingError
 from megackpt.loader.asking import Asked, KeyMap, Terms, Told, judge
 from megackpt.loader.reading import Reading, landing_of
@@ -28,16 +35,10 @@ from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
 from megackpt.planning.sharing import Share, plan_sharing
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
-from megackpt.runtime.collectives import (
-    DEFAULT_TIMEOUT,
-    Attempt,
-    Group,
-    attempt,
-    group_over,
-)
-from megackpt.runtime.staging import Landing, settle
-from megackpt.runtime.storage import Storage
+from megackpt.staging.landing import Landing
+from megackpt.staging.source import settle
 from megackpt.state import ShardedStateDict
+from megackpt.storage import Storage
 from megackpt.strategies import Strategy, StrategyLike, asked_format, loading
 
 logger = logging.getLogger("megackpt.loader")

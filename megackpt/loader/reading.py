@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megackpt import events, objects
+from megackpt import events, serialization
+from megackpt.async_save.counting import counted_target
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import open_same
 from megackpt.errors import (
@@ -28,10 +29,10 @@ from megackpt.planning.manifest import (
     Manifest,
     ShardId,
 )
-from megackpt.runtime.counting import counted_target
-from megackpt.runtime.staging import Landing, settle
-from megackpt.runtime.storage import Storage
+from megackpt.staging.landing import Landing
+from megackpt.staging.source import settle
 from megackpt.state import ShardedTensor, dtype_named
+from megackpt.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Reading:
         values: list[Any] = list(landing.tensors)
         for row, blob in landing.blobs.items():
             where = f"{root.location}: {wanted.row(row).shard}"
-            values[row] = objects.load(blob, trusted=self.trusted, where=where)
+            values[row] = serialization.load(blob, trusted=self.trusted, where=where)
             if wanted.row(row).shard.key == COMMON_KEY and not isinstance(
                 values[row], dict
             ):

@@ -9,12 +9,12 @@ import numpy as np
 
 from megackpt import events
 from megackpt.backends.ranges import octets
+from megackpt.distributed import Group, Stream, domain_of
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import Declarations
 from megackpt.planning.sharing import Share, Transfers
-from megackpt.runtime.collectives import Group, Stream, domain_of
-from megackpt.runtime.staging import Landing
-from megackpt.runtime.storage import Storage
+from megackpt.staging.landing import Landing
+from megackpt.storage import Storage
 from megackpt.strategies import Strategy
 
 PIECE = 4 << 20

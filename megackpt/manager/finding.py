@@ -21,7 +21,7 @@ from megackpt.checkpoint.marker import PREFIX
 from megackpt.checkpoint.ownership import find_format
 from megackpt.checkpoint.records import RECORD
 from megackpt.errors import CheckpointingException, NotACheckpoint
-from megackpt.runtime.storage import (
+from megackpt.storage import (
     BucketStorage,
     LocalStorage,
     Storage,

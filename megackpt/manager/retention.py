@@ -24,7 +24,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.manager.finding import Names, Naming, Step
-from megackpt.runtime.storage import TEMPORARY, LocalStorage, Storage
+from megackpt.storage import TEMPORARY, LocalStorage, Storage
 
 logger = logging.getLogger("megackpt.manager")
 

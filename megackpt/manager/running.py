@@ -15,7 +15,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
+from megackpt.async_save import AsyncCallsQueue
 from megackpt.checkpoint import absolute
+from megackpt.distributed import DEFAULT_TIMEOUT, Group, group_over
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
@@ -33,11 +35,9 @@ from megackpt.manager.finding import NAMINGS, TRACKERS, Naming, Step, list_run
 from megackpt.manager.notices import Notices
 from megackpt.manager.retention import Retention, damage_of
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
-from megackpt.runtime.async_calls import AsyncCallsQueue
-from megackpt.runtime.collectives import DEFAULT_TIMEOUT, Group, group_over
-from megackpt.runtime.storage import root_at
 from megackpt.saver import save
 from megackpt.state import ShardedStateDict
+from megackpt.storage import root_at
 from megackpt.strategies import StrategyLike
 
 logger = logging.getLogger("megackpt.manager")

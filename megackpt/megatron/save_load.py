@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from megackpt import checkpoint, loader, saver
+from megackpt.async_save import AsyncRequest
 from megackpt.backends.base import CONFIG
 from megackpt.backends.torch_dist.writing import COMMON_FILE
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint
@@ -18,7 +19,6 @@ from megackpt.megatron.strategy_classes import (
     get_default_strategy,
 )
 from megackpt.planning.strict import StrictHandling
-from megackpt.runtime.async_calls import AsyncRequest
 from megackpt.state import ShardedStateDict
 from megackpt.strategies import (
     CheckpointingConfig,

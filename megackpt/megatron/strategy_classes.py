@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from megackpt import converter, loader, saver, strategies
+from megackpt.async_save import AsyncCallsQueue, AsyncRequest
 from megackpt.errors import BackendError, CheckpointingException
-from megackpt.runtime.async_calls import AsyncCallsQueue, AsyncRequest
 from megackpt.state import ShardedStateDict, ShardedTensor
 from megackpt.strategies import Strategy, StrategyAction, StrategyLike
 

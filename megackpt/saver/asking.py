@@ -17,11 +17,11 @@ import torch
 from megackpt import tree
 from megackpt.adapters.param_groups import HeldGroup, held_groups
 from megackpt.backends.base import Backend, in_format
+from megackpt.distributed import Group, attempt, domain_of
 from megackpt.errors import ShardingError
 from megackpt.planning.cache import fingerprint
 from megackpt.planning.manifest import Declarations
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.runtime.collectives import Group, attempt, domain_of
 from megackpt.saver.notices import check_common_size
 from megackpt.state import (
     Extracted,

@@ -13,9 +13,9 @@ import torch
 
 from megackpt import events, tree
 from megackpt.adapters.param_groups import HeldGroup
+from megackpt.distributed.failures import name_ranks
 from megackpt.errors import ShardingError, some
 from megackpt.planning.manifest import ITEMSIZE
-from megackpt.runtime.collectives.failures import name_ranks
 from megackpt.state.storable import is_distributed
 
 logger = logging.getLogger("megackpt.saver")

@@ -20,14 +20,11 @@ from weakref import finalize
 from megackpt import collector, events
 from megackpt.adapters.megatron import native
 from megackpt.adapters.param_groups import HeldGroup
+from megackpt.async_save import AsyncRequest, Pending, Task, ThreadWorker
 from megackpt.backends.base import Source, plan_in_format
 from megackpt.checkpoint import Place, absolute, begin, commit
 from megackpt.checkpoint.writing import Writing
-from megackpt.errors import CheckpointingException, RankLost
-from megackpt.planning.cache import Contents, cache_of
-from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
-from megackpt.runtime.async_calls import AsyncRequest, Pending, Task, ThreadWorker
-from megackpt.runtime.collectives import (
+from megackpt.distributed import (
     DEFAULT_TIMEOUT,
     Attempt,
     Group,
@@ -35,8 +32,10 @@ from megackpt.runtime.collectives import (
     attempt,
     group_over,
 )
-from megackpt.runtime.collectives.failures import DEPARTURES
-from megackpt.runtime.staging import Snapshot, Staged, settle
+from megackpt.distributed.failures import DEPARTURES
+from megackpt.errors import CheckpointingException, RankLost
+from megackpt.planning.cache import Contents, cache_of
+from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.saver.asking import COMMON, Request, itself
 from megackpt.saver.notices import (
     check_same,
@@ -45,6 +44,8 @@ from megackpt.saver.notices import (
     warn_of_difference,
     warn_of_untrusted,
 )
+from megackpt.staging.snapshot import Snapshot
+from megackpt.staging.source import Staged, settle
 from megackpt.state import ShardedStateDict, extract, pickled
 from megackpt.strategies import COMMON_IS_KEPT, StrategyLike, resolve
 

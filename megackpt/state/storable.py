@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megackpt import objects, tree
+from megackpt import serialization, tree
 from megackpt.errors import CorruptCheckpoint, ShardingError
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 
@@ -193,7 +193,7 @@ def pickled(what: str, value: Any) -> bytes:
     """The blob of an object. Raises ShardingError, which says where in a dict or list, for what cannot be pickled, and
     for DTensors and declared shards, at any depth."""
     try:
-        return objects.dump(value, _refuse_sharded)
+        return serialization.dump(value, _refuse_sharded)
     except _Sharded as error:
         where = _where(value, _dumped)
         raise ShardingError(f"{what}{where and where + ','} holds {error}") from None
@@ -212,7 +212,7 @@ def loadable(what: str, value: Any) -> tuple[bytes, list[str]]:
     """
     blob = pickled(what, value)
     try:
-        return blob, objects.check(blob)
+        return blob, serialization.check(blob)
     except CorruptCheckpoint as error:
         raise ShardingError(
             f"{what} could be saved, but never loaded{_where(value, _checked)}: {error} ({_LEAVE_OUT})"
@@ -220,12 +220,12 @@ def loadable(what: str, value: Any) -> tuple[bytes, list[str]]:
 
 
 def _dumped(value: Any) -> int:
-    return len(objects.dump(value, _refuse_sharded))
+    return len(serialization.dump(value, _refuse_sharded))
 
 
 def _checked(value: Any) -> int:
-    blob = objects.dump(value, _refuse_sharded)
-    objects.check(blob)
+    blob = serialization.dump(value, _refuse_sharded)
+    serialization.check(blob)
     return len(blob)
 
 

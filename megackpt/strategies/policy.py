@@ -28,7 +28,7 @@ class Strategy:
     False = its main replica writes it. Objects are always written by their main replica.
     ``dedup_group`` is the torch process group within which replicas stand in for one another (None: all ranks).
     ``staging_memory`` is how many bytes of host memory an asynchronous save may take for its copy on each rank
-    (None: see ``runtime.memory``); what does not fit is written before ``save`` returns. Objects and the common state
+    (None: see ``staging.memory``); what does not fit is written before ``save`` returns. Objects and the common state
     of a save that does not fit are kept beside that until they are written: they have to be pickled whole.
 
     For a load the format and its options matter, and who reads: with ``exchange`` "never" each rank what it wants;

@@ -11,7 +11,7 @@ from megackpt.errors import (
     NotACheckpoint,
     StorageError,
 )
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 from megackpt.strategies.formats import formats, made
 from megackpt.strategies.policy import Strategy, reader_of
 

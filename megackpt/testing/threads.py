@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
+from megackpt.distributed import RankGroup, Streams
+from megackpt.distributed.failures import departure
+from megackpt.distributed.waiting import Wait
 from megackpt.errors import RankLost
-from megackpt.runtime.collectives import RankGroup, Streams
-from megackpt.runtime.collectives.failures import departure
-from megackpt.runtime.collectives.waiting import Wait
 
 T = TypeVar("T")
 Packed = bytes | memoryview

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megackpt.runtime.storage import (
+from megackpt.storage import (
     Batch,
     FileReader,
     FileUpdater,

@@ -41,7 +41,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.box import Box
-from megackpt.runtime.storage.files import LocalReader
+from megackpt.storage.files import LocalReader
 from megackpt.testing import ThreadedGroup
 
 Tensors = dict[str, torch.Tensor]

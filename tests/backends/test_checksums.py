@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from megackpt.backends.archives.checksums import WINDOW
 from megackpt.backends.torch_dist import TorchDist
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch_dist`")
 

@@ -18,7 +18,7 @@ from megackpt.errors import BackendError
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Location, Manifest, SavePlan, TensorMeta
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.runtime.storage import LocalStorage, digest_blocks
+from megackpt.storage import LocalStorage, digest_blocks
 from megackpt.testing import MemorySource, Whole, World
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)

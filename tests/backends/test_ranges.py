@@ -26,7 +26,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
 )
-from megackpt.runtime.storage import FileReader, LocalStorage, digest_blocks
+from megackpt.storage import FileReader, LocalStorage, digest_blocks
 
 CARRIED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 

@@ -34,7 +34,7 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
-from megackpt.runtime.storage import LocalStorage, SingleFile
+from megackpt.storage import LocalStorage, SingleFile
 from megackpt.testing import BackendSuite, ThreadedGroup, Whole, World
 
 State = dict[str, torch.Tensor]

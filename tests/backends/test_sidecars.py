@@ -19,7 +19,7 @@ from megackpt.backends.sidecars import (
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import COMMON_KEY, OBJECT, TensorEntry, TensorMeta
-from megackpt.runtime.storage import LocalStorage, digest
+from megackpt.storage import LocalStorage, digest
 
 
 @given(

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megackpt import objects
+from megackpt import serialization
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.naming import parse_name
 from megackpt.backends.torch_dist.records import frame, frame_lengths
@@ -44,8 +44,9 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import plan_save
-from megackpt.runtime.staging import Landing, Staged
-from megackpt.runtime.storage import LocalStorage
+from megackpt.staging.landing import Landing
+from megackpt.staging.source import Staged
+from megackpt.storage import LocalStorage
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DTYPES = [name for name in ITEMSIZE if name != OBJECT]
@@ -88,7 +89,7 @@ def thing(
     shard = ShardId(key, Box(offset, (1,) * len(shape)))
     return Declaration(
         shard, TensorMeta(shape, OBJECT), 0, False, 100, rank
-    ), lambda: objects.dump(value)
+    ), lambda: serialization.dump(value)
 
 
 def save(
@@ -146,7 +147,7 @@ def load_all(
     blobs = load(saved, wanted)
     tensors = {d.shard.key: t for d, t in wanted if isinstance(t, torch.Tensor)}
     shards = {
-        (wanted[i][0].shard.key, wanted[i][0].shard.box.offset): objects.load(b)
+        (wanted[i][0].shard.key, wanted[i][0].shard.box.offset): serialization.load(b)
         for i, b in blobs.items()
     }
     return tensors, shards

@@ -47,7 +47,7 @@ from megackpt.errors import (
     UntrustedClass,
 )
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
-from megackpt.runtime.storage import LocalStorage, SingleFile
+from megackpt.storage import LocalStorage, SingleFile
 from megackpt.testing import BackendSuite, ThreadedGroup, Whole, World
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "torch-file-v1"

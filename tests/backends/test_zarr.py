@@ -32,7 +32,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.runtime.storage import LocalStorage, digest_blocks
+from megackpt.storage import LocalStorage, digest_blocks
 from megackpt.testing import BackendSuite, MemorySource, Whole, World
 
 

@@ -19,7 +19,7 @@ from megackpt import ShardedTensor, Strategy
 from megackpt.backends.zarr import Zarr
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, ShardId
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 from megackpt.testing import BackendSuite, MemorySource, Whole, World
 
 DTYPES = tuple(d for d in ITEMSIZE if d not in (OBJECT, "complex32"))

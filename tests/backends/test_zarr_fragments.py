@@ -21,7 +21,7 @@ from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Manifest, ShardId
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 from megackpt.testing import BackendSuite, MemorySource, ThreadedGroup, Whole, World
 from megackpt.testing.watched import WatchedStorage
 

@@ -18,7 +18,7 @@ from megackpt import ShardedTensor
 from megackpt.backends.zarr import Zarr
 from megackpt.backends.zarr.documents import parse_zarray
 from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "mcore-0.12.3-zarr-tp2pp1dp2"
 CONFIG = {"sharded_backend": "zarr", "sharded_backend_version": 1}

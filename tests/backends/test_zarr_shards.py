@@ -21,7 +21,7 @@ from megackpt.backends.zarr.stores import MISSING, shard_index
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import DIGEST_BLOCK, ITEMSIZE, OBJECT, ShardId
-from megackpt.runtime.storage import LocalStorage, digest_blocks
+from megackpt.storage import LocalStorage, digest_blocks
 from megackpt.testing import BackendSuite, Whole, World
 from megackpt.testing.watched import WatchedStorage
 

@@ -28,7 +28,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
     WriteResult,
 )
-from megackpt.runtime.storage import digest_blocks, root_at
+from megackpt.storage import digest_blocks, root_at
 
 RANKS = 2
 

@@ -33,7 +33,7 @@ from megackpt.errors import (
     SaveInProgress,
     StorageError,
 )
-from megackpt.runtime.storage import BucketStorage, bucket as bucket_room, client
+from megackpt.storage import BucketStorage, bucket as bucket_room, client
 
 RACERS = 16
 SAVER = """

@@ -25,7 +25,7 @@ from megackpt.errors import (
     SaveInProgress,
     StorageError,
 )
-from megackpt.runtime.storage import kernel
+from megackpt.storage import kernel
 
 OWN = {"rank0.bin", "rank1.bin", "toc", "metadata.json", "megackpt.index"}
 

@@ -26,7 +26,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
 )
-from megackpt.runtime.storage import digest
+from megackpt.storage import digest
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "index-v1"
 NUMBERS = st.integers(-1, LARGEST - 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megackpt.errors import NotACheckpoint
-from megackpt.runtime.storage import kernel
+from megackpt.storage import kernel
 
 FOREIGN = {"notes.txt": "mine", "logs/run": "mine too", "rank1.bin.log": "and this"}
 STEPS = (

@@ -11,7 +11,7 @@ from megackpt.checkpoint import begin
 from megackpt.checkpoint.committing import completed
 from megackpt.checkpoint.marker import Marker, active
 from megackpt.errors import CheckpointExists, CorruptCheckpoint, SaveInProgress
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 
 ID = "ab" * 16
 

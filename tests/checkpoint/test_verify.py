@@ -9,7 +9,7 @@ import pytest
 from megackpt import strategies
 from megackpt.checkpoint import find_storage, verify, verifying
 from megackpt.errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 
 MIB = 1 << 20
 

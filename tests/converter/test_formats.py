@@ -115,7 +115,7 @@ def test_a_run_for_one_file_goes_on_and_others_begin_anew(
 ) -> None:
     file = tmp_path / "out" / "m.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr("megackpt.runtime.storage.LocalStorage.rename", _interrupted)
+        patch.setattr("megackpt.storage.LocalStorage.rename", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             megackpt.convert(source, file, "safetensors", state=False)
     assert os.listdir(tmp_path / "out") == [".m.safetensors.megackpt"]
@@ -124,7 +124,7 @@ def test_a_run_for_one_file_goes_on_and_others_begin_anew(
     assert os.path.samestat(file.stat(), stamp)  # it was complete, and only moved
     file.rename(tmp_path / "first")
     with monkeypatch.context() as patch:
-        patch.setattr("megackpt.runtime.storage.LocalStorage.rename", _interrupted)
+        patch.setattr("megackpt.storage.LocalStorage.rename", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             megackpt.convert(source, file, "safetensors", state=False, cast="bf16")
     megackpt.convert(source, file, "safetensors", state=False)

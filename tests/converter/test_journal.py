@@ -13,7 +13,7 @@ import megackpt
 from megackpt import ShardedTensor
 from megackpt.converter.journal import JOURNAL, Journal
 from megackpt.converter.working import Bench
-from megackpt.runtime.storage import LocalStorage, digest
+from megackpt.storage import LocalStorage, digest
 
 pytestmark = pytest.mark.usefixtures("small_tasks")
 

@@ -14,7 +14,7 @@ from megackpt.checkpoint import open_checkpoint
 from megackpt.converter import cutting, order
 from megackpt.converter.journal import JOURNAL
 from megackpt.errors import CheckpointExists, NotACheckpoint
-from megackpt.runtime.storage import kernel
+from megackpt.storage import kernel
 
 STEPS = ("fsync", "rename", "link", "unlink", "mkdir", "writev", "pwritev", "chmod")
 LIMIT = 1000

@@ -42,9 +42,9 @@ from megackpt import ShardedTensor, checkpoint
 from megackpt.dcp import FileSystemReader, FileSystemWriter, FileSystemWriterAsync
 from megackpt.errors import CheckpointingException, CheckpointReplaced
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
-from megackpt.runtime.storage import LocalStorage
-from megackpt.runtime.storage.files import LocalReader
-from megackpt.runtime.storage.objects import BucketWriter
+from megackpt.storage import LocalStorage
+from megackpt.storage.files import LocalReader
+from megackpt.storage.objects import BucketWriter
 from tests.buckets import Bucket
 from tests.torch_names import (
     ASKS_FOR_METADATA_TWICE,

@@ -313,11 +313,11 @@ def main() -> None:
     import torch.distributed  # noqa: F401
     import watching  # noqa: F401
 
+    import megackpt.async_save.processes
     import megackpt.backends.safetensors
     import megackpt.backends.torch_dist
     import megackpt.backends.torch_file
     import megackpt.backends.zarr
-    import megackpt.runtime.async_calls.processes
     import megackpt.saver  # noqa: F401
 
     for line in sys.stdin:

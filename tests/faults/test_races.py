@@ -17,8 +17,8 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.errors import CheckpointReplaced, SaveInProgress
-from megackpt.runtime.storage import kernel
 from megackpt.saver import order
+from megackpt.storage import kernel
 
 PROCESSES = multiprocessing.get_context("fork")
 OWN = {

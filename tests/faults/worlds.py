@@ -31,9 +31,9 @@ import megackpt
 from megackpt import AsyncCallsQueue, ShardedTensor
 from megackpt.backends import torch_dist, zarr
 from megackpt.checkpoint import committing
+from megackpt.distributed.gloo import ProcessGroup
 from megackpt.errors import StorageError
 from megackpt.loader import order as loading
-from megackpt.runtime.collectives.gloo import ProcessGroup
 from megackpt.saver import asking, order as saving
 
 SIZE = 3

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megackpt.checkpoint.index import START
-from megackpt.runtime.storage import digest
+from megackpt.storage import digest
 from tests.hostile import healthy
 from tests.hostile.pickles import (
     BOMBS,

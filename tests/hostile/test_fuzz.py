@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from megackpt import objects
+from megackpt import serialization
 from megackpt.backends import weight_maps
 from megackpt.backends.archives import Checked, described
 from megackpt.backends.base import read_config
@@ -26,8 +26,8 @@ from megackpt.backends.zarr.stores import shard_index
 from megackpt.checkpoint import decode_index
 from megackpt.checkpoint.marker import markers
 from megackpt.errors import CheckpointingException
-from megackpt.objects.looking import look
-from megackpt.runtime.storage import LocalStorage, digest
+from megackpt.serialization.looking import look
+from megackpt.storage import LocalStorage, digest
 from tests.hostile import healthy
 from tests.hostile.pickles import BOMBS, QUIET, RUNNING, archive, whole
 
@@ -145,7 +145,7 @@ def checked(root: LocalStorage) -> object:
 
 def pickled() -> tuple[bytes, ...]:
     """What stands in archives, and what should not."""
-    blob = objects.dump(
+    blob = serialization.dump(
         {
             **healthy.COMMON,
             "t": torch.ones(2),
@@ -169,7 +169,12 @@ def inner(blob: bytes) -> bytes:
 
 
 def opened(data: bytes) -> None:
-    for open_ in (objects.load, look, objects.wrapped, objects.unwrapped):
+    for open_ in (
+        serialization.load,
+        look,
+        serialization.wrapped,
+        serialization.unwrapped,
+    ):
         with contextlib.suppress(CheckpointingException):
             open_(data)
 
@@ -198,7 +203,7 @@ PARSERS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], Callable[[], Parse]
     ),
     "a pickle": (pickled, lambda: in_archive),
     "a blob": (
-        lambda: (bytes_of("dcp", "common.pt"), objects.dump([healthy.COMMON])),
+        lambda: (bytes_of("dcp", "common.pt"), serialization.dump([healthy.COMMON])),
         lambda: opened,
     ),
     "a torch file": (

@@ -29,8 +29,8 @@ from megackpt import ShardedObject, ShardedTensor
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.loader.reading import Reading
-from megackpt.runtime.storage.files import LocalReader
 from megackpt.state import declare
+from megackpt.storage.files import LocalReader
 from megackpt.testing import ThreadedGroup
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -105,9 +105,7 @@ def test_files_that_are_larger_than_the_memory(
             raise MemoryError
         return bytearray(size)
 
-    monkeypatch.setattr(
-        "megackpt.runtime.storage.interface.bytearray", allocate, raising=False
-    )
+    monkeypatch.setattr("megackpt.storage.interface.bytearray", allocate, raising=False)
     with (folder / name).open("ab") as file:
         file.truncate(1 << 31)
     with pytest.raises(megackpt.CorruptCheckpoint, match=r"memory|a hole in the file"):

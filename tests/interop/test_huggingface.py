@@ -19,7 +19,7 @@ import megackpt
 from megackpt import ShardedTensor
 from megackpt.adapters.huggingface import as_huggingface, bert, llama
 from megackpt.converter import export_huggingface
-from megackpt.runtime.storage.files import LocalReader
+from megackpt.storage.files import LocalReader
 from tests.conftest import PEERS, ROOT, Ranks
 
 pytestmark = [pytest.mark.transformers, pytest.mark.slow]

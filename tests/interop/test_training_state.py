@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt.objects import StandIn
+from megackpt.serialization import StandIn
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 TRAINING = GOLDEN / "mcore-0.16.1-training"

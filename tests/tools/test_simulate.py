@@ -22,8 +22,8 @@ from megackpt.backends.zarr import Zarr
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import CheckpointingException
 from megackpt.planning.manifest import Declarations, Manifest
-from megackpt.runtime.storage import FileReader, LocalStorage
 from megackpt.state import dtype_named
+from megackpt.storage import FileReader, LocalStorage
 from megackpt.strategies import backend_named
 from megackpt.testing import ThreadedGroup
 

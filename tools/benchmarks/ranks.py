@@ -30,8 +30,8 @@ from benchmarks.limit import Limit
 from benchmarks.peers import Megatron, Safetensors, Tensorstore, ZarrPython
 from benchmarks.states import Piece, Spec, pieces
 from benchmarks.training import Trained, Trainer, Training, memcpy, trainer
-from megackpt.runtime.memory import POOL
-from megackpt.runtime.storage.kernel import die_with_parent
+from megackpt.staging.memory import POOL
+from megackpt.storage.kernel import die_with_parent
 
 STEP = 300  # seconds after which a step has failed
 

@@ -46,8 +46,8 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.runtime.staging import Staged
-from megackpt.runtime.storage import FileWriter, LocalStorage
+from megackpt.staging.source import Staged
+from megackpt.storage import FileWriter, LocalStorage
 from megackpt.strategies import backend_named
 
 SHARDS = 64  # that each rank holds

@@ -14,7 +14,7 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint.finishing import finished
 from megackpt.planning.cache import Contents, fingerprint
 from megackpt.planning.manifest import Declarations, Manifest
-from megackpt.runtime.storage import LocalStorage, Storage
+from megackpt.storage import LocalStorage, Storage
 
 _LOOKED_AT = 16
 

@@ -18,7 +18,7 @@ from megackpt.planning.box import Box, Int64
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, Manifest
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.runtime.storage import FileReader, LocalStorage, Storage, digest
+from megackpt.storage import FileReader, LocalStorage, Storage, digest
 from simulation.again import Again, simulate_again
 from simulation.layout import index_size, located
 from simulation.model import Model

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.commands.answers import Answer, Block, Line, Table, counted, number, size
+from megackpt.cli.answers import Answer, Block, Line, Table, counted, number, size
 from megackpt.planning.box import Int64
 from simulation.course import (
     AGAIN_COLLECTIVES,

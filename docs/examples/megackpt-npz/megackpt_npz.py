@@ -31,7 +31,7 @@ from megackpt.planning.manifest import (
     WriteResult,
     listed,
 )
-from megackpt.runtime.storage import FileWriter, Storage, digest_blocks
+from megackpt.storage import FileWriter, Storage, digest_blocks
 
 CONTENTS = "npz.json"
 LONGEST = 60_000  # bytes; the name of a zip member has at most 65,535

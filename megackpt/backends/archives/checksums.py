@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-from megackpt.objects.archive import Archive
-from megackpt.runtime.storage import FileReader
+from megackpt.serialization.archive import Archive
+from megackpt.storage import FileReader
 
 WINDOW = 4 << 20  # bytes read at once
 

@@ -1,6 +1,6 @@
 """What a pickle of torch's says of tensors: where in which storage they are, without any of their bytes.
 
-Everything else in the pickle is what ``megackpt.objects`` makes of it; nothing is run.
+Everything else in the pickle is what ``megackpt.serialization`` makes of it; nothing is run.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
-from megackpt import objects
+from megackpt import serialization
 from megackpt.backends.archives.writing import plain_strides
 from megackpt.errors import BackendError, CorruptCheckpoint
-from megackpt.objects.rules import Find, Rule
 from megackpt.planning.manifest import ITEMSIZE
+from megackpt.serialization.rules import Find, Rule
 
 _DIMENSIONS = 64
 _TOO_MUCH = 1 << 63
@@ -70,10 +70,10 @@ def described(pickle: bytes, *, stand_ins: bool = False) -> Any:
     """The value of ``data.pkl``, with a Described (or Refused) in the place of each tensor.
 
     ``stand_ins``: classes that nobody trusts become stand-ins; otherwise they are UntrustedClass. Raises
-    CorruptCheckpoint as ``objects.load`` does.
+    CorruptCheckpoint as ``serialization.load`` does.
     """
-    return objects.interpreted(
-        pickle, partial(_find, objects.finder(stand_ins=stand_ins)), _storage
+    return serialization.interpreted(
+        pickle, partial(_find, serialization.finder(stand_ins=stand_ins)), _storage
     )
 
 

@@ -10,8 +10,8 @@ import math
 import struct
 from dataclasses import dataclass
 
-from megackpt.objects.archive import CENTRAL, END, END64, LOCAL, LOCATOR
 from megackpt.planning.manifest import ITEMSIZE
+from megackpt.serialization.archive import CENTRAL, END, END64, LOCAL, LOCATOR
 
 ALIGNMENT = 64
 LIMIT = 0xFFFF0000

@@ -25,7 +25,7 @@ from megackpt.backends.ranges.sharing import (
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import LoadPlan
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 
 def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from megackpt.backends.base import Target
 from megackpt.backends.ranges.pieces import SKIP, Pieces, name_of
 from megackpt.errors import CorruptCheckpoint
-from megackpt.objects.archive import Archive
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan
-from megackpt.runtime.storage import (
+from megackpt.serialization.archive import Archive
+from megackpt.storage import (
     SPARSE,
     FileReader,
     Storage,

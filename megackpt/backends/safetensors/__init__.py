@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from megackpt import objects
+from megackpt import serialization
 from megackpt.backends import places, sidecars, weight_maps
 from megackpt.backends.base import Backend, Finished, Source, Target
 from megackpt.backends.ranges import read_raw
@@ -40,7 +40,7 @@ from megackpt.planning.manifest import (
     SavePlan,
     WriteResult,
 )
-from megackpt.runtime.storage import SingleFile, Storage
+from megackpt.storage import SingleFile, Storage
 
 STEM = "model"
 WHOLE = f"{STEM}.safetensors"
@@ -207,7 +207,7 @@ class Safetensors(Backend):
         read_raw(root, plan.take(raw), into, verify)
         for item in plan.take(~raw).rows():
             noted = read_header(root, item.chunk.location.file).metadata
-            into.blob(item.target, objects.dump({METADATA: noted}))
+            into.blob(item.target, serialization.dump({METADATA: noted}))
 
 
 def _files_in(root: Storage) -> tuple[str, list[str]]:

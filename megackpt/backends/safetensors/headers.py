@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megackpt.backends.weight_maps import unique_pairs
 from megackpt.errors import BackendError, CorruptCheckpoint, some
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
-from megackpt.runtime.storage import FileReader, Storage, read_dense
+from megackpt.storage import FileReader, Storage, read_dense
 
 METADATA = "__metadata__"
 LONGEST = 100_000_000

@@ -32,7 +32,7 @@ from megackpt.backends.torch_dist import checksums, foreign, table, writing
 from megackpt.backends.torch_dist.listing import read_listing
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 METADATA = ".metadata"
 INTEGRITY = "integrity.json"

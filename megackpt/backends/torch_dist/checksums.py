@@ -12,7 +12,7 @@ from megackpt.backends.base import THREADS
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Manifest, ShardId
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 _SHARE = 64  # records that one thread takes at a time
 

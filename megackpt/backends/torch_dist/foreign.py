@@ -29,7 +29,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
 )
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 
 class _Stored(NamedTuple):

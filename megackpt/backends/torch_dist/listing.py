@@ -16,7 +16,7 @@ from megackpt.errors import (
 )
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorMeta
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 LARGEST = 1 << 32  # bytes of .metadata
 

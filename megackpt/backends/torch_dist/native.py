@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from megackpt import objects
+from megackpt import serialization
 from megackpt.backends.archives import Described, described
 from megackpt.backends.base import THREADS, Rewriting, Target
 from megackpt.backends.ranges import read_raw, refuse_hollow
 from megackpt.backends.torch_dist.flattened import Part, Parts
 from megackpt.backends.torch_dist.writing import COMMON_FILE
 from megackpt.errors import CorruptCheckpoint
-from megackpt.objects.archive import Archive
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import ITEMSIZE, LoadPlan
-from megackpt.runtime.storage import FileReader, Storage, allocate
+from megackpt.serialization.archive import Archive
+from megackpt.storage import FileReader, Storage, allocate
 
 EDGE = 2048
 """Bytes read at either end of a record: enough for the directory, and for what stands before the payload."""
@@ -82,7 +82,7 @@ def _bare_common(root: Storage, plan: LoadPlan, into: Target) -> Target:
 
     def bare(target: int, data: bytes) -> bytes:
         try:
-            return objects.unwrapped(data) if target in listed else data
+            return serialization.unwrapped(data) if target in listed else data
         except CorruptCheckpoint as error:
             raise CorruptCheckpoint(
                 f"{root.location}: the common state: {error}"
@@ -207,7 +207,7 @@ def _loaded(root: Storage, plan: LoadPlan, number: int, part: Part) -> torch.Ten
         data = allocate(chunk.location.length, name)
         reader.read_into(chunk.location.start, [memoryview(data)])
     value = (
-        objects.load(bytes(data), where=name)
+        serialization.load(bytes(data), where=name)
         if data.startswith(b"PK")
         else _legacy(data, name)
     )

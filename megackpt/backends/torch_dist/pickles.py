@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.objects.machine import Machine
-from megackpt.objects.rules import Rule, each, first_of_each
+from megackpt.serialization.machine import Machine
+from megackpt.serialization.rules import Rule, each, first_of_each
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (

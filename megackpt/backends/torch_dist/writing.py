@@ -23,7 +23,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     WriteResult,
 )
-from megackpt.runtime.storage import FileWriter, Storage, digest
+from megackpt.storage import FileWriter, Storage, digest
 
 COMMON_FILE = "common.pt"
 BATCH = 8 << 20

@@ -35,7 +35,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
     WriteResult,
 )
-from megackpt.runtime.storage import SingleFile, Storage, digest_blocks
+from megackpt.storage import SingleFile, Storage, digest_blocks
 
 _BIN = "pytorch_model.bin"
 

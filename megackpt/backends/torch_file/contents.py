@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megackpt import objects, tree
+from megackpt import serialization, tree
 from megackpt.backends.archives import Described, Refused, described
 from megackpt.backends.base import Target
 from megackpt.backends.torch_file.members import STATE
 from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
-from megackpt.objects.archive import Archive
 from megackpt.planning.manifest import ITEMSIZE, Location, ReadItem
-from megackpt.runtime.storage import FileReader, Storage, allocate, read_dense
+from megackpt.serialization.archive import Archive
+from megackpt.storage import FileReader, Storage, allocate, read_dense
 
 LARGEST = 1 << 30
 """Bytes of data.pkl: some millions of tensors."""
@@ -32,9 +32,7 @@ _MEMBERS = (
     "data.pkl",
     "data/",
 )  # how the first one's name begins, in files of torch's and in ours
-_DEEPEST = (
-    500  # levels: what megackpt.objects, too, takes for the deepest that can be right
-)
+_DEEPEST = 500  # levels: what megackpt.serialization, too, takes for the deepest that can be right
 _ALONE = "tensor"  # the name of one that is saved alone
 _GONE: Any = object()
 
@@ -157,7 +155,7 @@ class _State(NamedTuple):
 @lru_cache(maxsize=2)
 def _state(pickle: bytes, stand_ins: bool) -> _State:
     value = described(pickle, stand_ins=stand_ins)
-    if isinstance(value, objects.StandIn):
+    if isinstance(value, serialization.StandIn):
         raise BackendError(
             f"it holds an object of {value.qualified_name}, whose code does not run here: save its state_dict()"
         )
@@ -237,7 +235,7 @@ def common_blob(root: Storage, name: str) -> bytes:
     """All that a file holds beside tensors, as the blob of a common state. Raises UntrustedClass naming a class."""
     try:
         with root.open(name) as reader:
-            return objects.dump(
+            return serialization.dump(
                 dict(_state(_File(reader).content("data.pkl", LARGEST), False).rest)
             )
     except UntrustedClass as error:

@@ -28,7 +28,7 @@ from megackpt.backends.archives import (
 )
 from megackpt.errors import BackendError
 from megackpt.planning.manifest import Location, Manifest, TensorEntry, unique_key
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 NAME = "model.pt"
 STATE = "megackpt.state"

@@ -27,7 +27,7 @@ from megackpt.backends.zarr.writing import write_rows
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Bool, LoadPlan, Manifest, SavePlan, WriteResult
-from megackpt.runtime.storage import Storage
+from megackpt.storage import Storage
 
 
 class Zarr(Backend):

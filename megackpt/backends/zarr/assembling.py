@@ -16,7 +16,7 @@ from megackpt.backends.zarr.writing import result_of, sync_folders
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import Chunk, Chunks, Int32, Manifest, ShardId
-from megackpt.runtime.storage import Storage, digest_blocks
+from megackpt.storage import Storage, digest_blocks
 
 COORDINATOR = 0
 

@@ -31,7 +31,7 @@ from megackpt.planning.manifest import (
     ShardId,
     TensorEntry,
 )
-from megackpt.runtime.storage import Batch, FileWriter, Storage, digest_blocks
+from megackpt.storage import Batch, FileWriter, Storage, digest_blocks
 
 _ZEROS = memoryview(bytes(1 << 18))
 

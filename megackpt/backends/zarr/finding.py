@@ -33,7 +33,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
     listed,
 )
-from megackpt.runtime.storage import LocalStorage, Storage
+from megackpt.storage import LocalStorage, Storage
 
 _NAMED = 5  # missing chunks that an error names for each tensor
 _DEEPEST = 32  # folders in folders, for keys with "/" in version 1

@@ -24,7 +24,6 @@ from megackpt.backends.zarr.stores import (
     to_read,
 )
 from megackpt.errors import CorruptCheckpoint
-from megackpt.objects.wrapping import wrapped
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
@@ -38,7 +37,8 @@ from megackpt.planning.manifest import (
     ShardId,
     TensorEntry,
 )
-from megackpt.runtime.storage import Storage, digest_blocks
+from megackpt.serialization.wrapping import wrapped
+from megackpt.storage import Storage, digest_blocks
 
 _OVERHEAD = 1 << 16
 """Bytes that any codec may add to those of a chunk that it makes larger, beside as many again."""

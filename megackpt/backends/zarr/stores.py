@@ -30,7 +30,7 @@ from megackpt.backends.zarr.names import ARRAY, ZARRAY
 from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import TensorEntry
-from megackpt.runtime.storage import Storage, read_dense
+from megackpt.storage import Storage, read_dense
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from megackpt.backends.zarr.stores import share
 from megackpt.errors import BackendError
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import DIGEST_SIZE, SavePlan, TensorEntry, WriteResult
-from megackpt.runtime.storage import Batch, Storage, digest_blocks
+from megackpt.storage import Batch, Storage, digest_blocks
 
 _AT_FRONT = np.zeros(1, np.int64)
 

@@ -27,7 +27,7 @@ from megackpt.planning.manifest import (
     WriteResult,
 )
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 from megackpt.testing.worlds import Blobs, MemorySource, MemoryTarget, Whole, World
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ShardId
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 from megackpt.testing.laws.harness import Harness, check, summary
 from megackpt.testing.watched import WatchedStorage
 from megackpt.testing.worlds import Whole, World

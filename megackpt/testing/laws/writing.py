@@ -11,7 +11,7 @@ from threading import Barrier
 from megackpt.errors import BackendError
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, Manifest
-from megackpt.runtime.storage import LocalStorage
+from megackpt.storage import LocalStorage
 from megackpt.testing.laws.harness import Harness, check, summary
 from megackpt.testing.watched import WatchedStorage
 from megackpt.testing.worlds import Blobs, MemorySource, Whole, World

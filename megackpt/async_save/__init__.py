@@ -1,0 +1,14 @@
+"""Later: what is done while training goes on. Requests, the queue that finalizes them in order, and their workers."""
+
+from __future__ import annotations
+
+from megackpt.async_save.queue import AsyncCallsQueue as AsyncCallsQueue
+from megackpt.async_save.request import (
+    AsyncRequest as AsyncRequest,
+    Pending as Pending,
+)
+from megackpt.async_save.task import Task as Task
+from megackpt.async_save.workers import (
+    ThreadWorker as ThreadWorker,
+    Worker as Worker,
+)

@@ -1,0 +1,237 @@
+"""Long waits for other ranks: one WARNING for each, with the stage and the ranks that have not come.
+
+A wait that is over within a second costs two operations on a set and, at most once a second, the start of a thread.
+A longer one gets a thread of its own, which writes to the job's store that this rank has come: only so can another
+rank tell who is missing, as the connections themselves do not show it. Rank 0 looks at what all ranks have written;
+the others look at rank 0, so that the store has one reader for each rank and not one for each pair.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextvars import copy_context
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
+
+from megackpt import events
+from megackpt.distributed.failures import name_ranks
+
+logger = logging.getLogger("megackpt.waiting")
+
+WARN_AFTER = 30.0
+"""Seconds that a rank waits for others in one stage before it says so."""
+VARIABLE = "MEGACKPT_WAIT_WARNING_SECONDS"
+"""The environment variable that is looked up for another number; 0 or less: never."""
+
+LOOKED_AT = 64
+"""Ranks that each waiting rank looks for itself, where rank 0 names no more than these."""
+
+Step = tuple[int, int]
+"""The call in which the ranks connected, and how many steps they have made together since."""
+
+_waits: set[Wait] = set()
+_clock: threading.Thread | None = None
+
+
+def warn_after() -> float:
+    return _seconds(os.environ.get(VARIABLE, ""))
+
+
+@lru_cache(maxsize=16)
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text or WARN_AFTER)
+        return (
+            seconds if seconds < threading.TIMEOUT_MAX else 0.0
+        )  # "inf" and "nan": never
+    except ValueError:
+        logger.warning(
+            "%s is %r, which is no number of seconds: %g are taken",
+            VARIABLE,
+            text,
+            WARN_AFTER,
+        )
+        return WARN_AFTER
+
+
+def interval(after: float) -> float:
+    """Seconds after which a wait is a long one, whose rank says that it has come."""
+    return min(max(after / 30, 0.02), 1.0) if after > 0 else 1.0
+
+
+class Wait:
+    """For the time of a ``with`` block this rank waits for others.
+
+    ``absent`` gives those that have not come, and is called on a thread of its own; it stops early if the event that it
+    gets is set: then the wait is over. It gives None where this rank is not waiting after all. ``arrive`` is called
+    there before, once the wait is a long one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stage: str,
+        absent: Callable[[threading.Event], Iterable[int] | None],
+        arrive: Callable[[], None] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.rank, self.stage, self.timeout = rank, stage, timeout
+        self.began = time.monotonic()
+        self.long = False
+        self._over: threading.Event | None = (
+            None  # of a long wait: most waits are too short to make one
+        )
+        self._ended = False
+        self._absent, self._arrive = absent, arrive
+        self._context = copy_context()
+
+    def __enter__(self) -> Wait:
+        _waits.add(self)
+        _start_clock()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended = True
+        if self._over is not None:
+            self._over.set()
+        _waits.discard(self)
+
+    def watch(self, after: float) -> None:
+        """On a thread of its own, from when the wait is a long one."""
+        self._over = over = threading.Event()
+        if self._ended:
+            return
+        try:
+            if self._arrive is not None:
+                self._arrive()
+            if over.wait(max(0.0, self.began + after - time.monotonic())):
+                return
+            absent = self._absent(over)
+            if absent is None:
+                return
+            names = sorted(absent)
+            whom = name_ranks(names) if names else "other ranks"
+        except (
+            RuntimeError
+        ) as error:  # the store's; the wait itself ends in its own way
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            whom = f"other ranks (the job's store cannot tell which: {first})"
+        if not self._ended:
+            self._warn(whom, after)
+
+    def _warn(self, whom: str, after: float) -> None:
+        running = self._context.run(events.here).operation
+        inside = f" of the {running.name} {running.path}" if running.name else ""
+        limit = (
+            ""
+            if self.timeout is None
+            else f" It waits for {self.timeout:g} s at most (timeout=)."
+        )
+        logger.warning(
+            "rank %d has waited %g s in the stage %r%s for %s: still at work there, or not in the same call (all ranks "
+            "of the process group have to call save, load and the like alike).%s",
+            self.rank,
+            after,
+            self.stage,
+            inside,
+            whom,
+            limit,
+        )
+
+
+def _start_clock() -> None:
+    """See to it that long waits are found; the thread ends when it finds nobody waiting."""
+    global _clock  # noqa: PLW0603 - one for the process
+    if _clock is None or not _clock.is_alive():
+        _clock = threading.Thread(target=_find_long, name="megackpt-waits", daemon=True)
+        _clock.start()
+
+
+def _find_long() -> None:
+    global _clock  # noqa: PLW0603
+    while True:
+        after = warn_after()
+        time.sleep(interval(after))
+        now = time.monotonic()
+        for wait in tuple(_waits):
+            if after <= 0 or now - wait.began < interval(after):
+                continue
+            try:
+                _waits.remove(wait)  # by one thread only
+            except KeyError:
+                continue
+            wait.long = True
+            threading.Thread(
+                target=wait.watch, args=(after,), name="megackpt-wait", daemon=True
+            ).start()
+        if not _waits:
+            _clock = None  # who begins to wait from here on starts another one
+            if not _waits:
+                return
+            _clock = threading.current_thread()
+
+
+class Arrivals:
+    """In the job's store: in which step each rank was when it last waited long, and for whom rank 0 waits."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+
+    def post(self, step: Step, answering: bool = False) -> None:
+        """This rank has come to this step; on rank 0, ``answering``: so have all others, and it is at work."""
+        self._store.set(f"waits/{self._rank}", json.dumps([*step, int(answering)]))
+
+    def absent(self, step: Step, over: threading.Event) -> list[int]:
+        """The ranks for which this one waits in a step, as far as it can know. None of them had come to it."""
+        store = (
+            self._store.clone()
+        )  # a client of its own: the other one may be waiting in a call
+        after = warn_after()
+        grace = (
+            2 * interval(after) + 0.5
+        )  # who came in the last moment has not posted it yet
+        others = range(1, self._size) if self._rank == 0 else [0]
+        missing = [rank for rank in others if self._read(store, rank)[:2] < [*step]]
+        if missing and not over.wait(grace):
+            missing = [
+                rank for rank in missing if self._read(store, rank)[:2] < [*step]
+            ]
+        if self._rank == 0:
+            store.set("awaited", json.dumps([*step, missing]))
+            return missing
+        made_in, made, answering = self._read(store, 0)
+        at = made_in, made
+        if answering or made_in != step[0] or at > step:
+            return [0]
+        # Rank 0 waits itself: in this step or, for a rank that has not taken its message, in an earlier one.
+        deadline = time.monotonic() + max(after / 6, 2 * grace)
+        while not over.wait(max(after / 10, 0.05)) and time.monotonic() < deadline:
+            if store.check(["awaited"]):
+                *told, ranks = json.loads(store.get("awaited"))
+                if told == [*at]:
+                    if len(ranks) <= LOOKED_AT:  # some may have come since
+                        ranks = [
+                            rank
+                            for rank in ranks
+                            if self._read(store, rank)[:2] < [*at]
+                        ]
+                    return ranks or [0]
+        return [0]
+
+    def _read(self, store: Any, rank: int) -> list[int]:
+        key = f"waits/{rank}"
+        return list(json.loads(store.get(key))) if store.check([key]) else [-1, -1, 0]
+
+
+os.register_at_fork(after_in_child=_waits.clear)

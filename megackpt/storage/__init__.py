@@ -1,0 +1,31 @@
+"""The disk (and, behind the same few verbs, object stores): durable writes, ranged reads, digests."""
+
+from __future__ import annotations
+
+from megackpt.storage.bucket import (
+    SINGLE_WRITER as SINGLE_WRITER,
+    BucketStorage as BucketStorage,
+    Version as Version,
+    conditional_puts as conditional_puts,
+)
+from megackpt.storage.digests import (
+    digest as digest,
+    digest_blocks as digest_blocks,
+    read_digested as read_digested,
+)
+from megackpt.storage.files import TEMPORARY as TEMPORARY
+from megackpt.storage.interface import (
+    SPARSE as SPARSE,
+    Batch as Batch,
+    FileReader as FileReader,
+    FileUpdater as FileUpdater,
+    FileWriter as FileWriter,
+    Storage as Storage,
+    allocate as allocate,
+    read_dense as read_dense,
+    refuse_holes as refuse_holes,
+    unsafe_names as unsafe_names,
+)
+from megackpt.storage.local import LocalStorage as LocalStorage
+from megackpt.storage.roots import is_url as is_url, root_at as root_at
+from megackpt.storage.single import SingleFile as SingleFile

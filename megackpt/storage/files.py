@@ -1,0 +1,326 @@
+"""One file of a local file system: gathered writes made durable, scattered reads."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+
+from megackpt.errors import CorruptCheckpoint, StorageError
+from megackpt.storage import kernel
+from megackpt.storage.interface import FileReader, FileUpdater, FileWriter
+
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+TEMPORARY = ".megackpt-put-"
+"""How names of temporary files begin. One that is left over belongs to a process that died."""
+
+_BATCH = 16 << 20  # bytes handed to one writev, and to early write-back
+_VECTORS = min(
+    1024, os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
+)
+_NO_LINKS = frozenset(
+    (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+)
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+
+
+def failure(doing: str, path: str, error: OSError) -> StorageError:
+    """What to tell the user when the file system refuses."""
+    hint = (
+        "; free some space (or raise the quota) and save again"
+        if error.errno in _FULL
+        else ""
+    )
+    return StorageError(f"cannot {doing} {path}: {error.strerror or error}{hint}")
+
+
+def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+    return (b.cast("B") for b in buffers if b.nbytes)
+
+
+def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in lists that one writev should take: not too many vectors, not too many bytes."""
+    views = list(_flat(buffers))
+    if len(views) <= _VECTORS and sum(map(len, views)) <= _BATCH:
+        yield views
+        return
+    batch: list[memoryview] = []
+    room = _BATCH
+    for view in views:
+        while len(view) > room:
+            batch.append(view[:room])
+            yield batch
+            view, batch, room = view[room:], [], _BATCH
+        batch.append(view)
+        room -= len(view)
+        if len(batch) == _VECTORS or not room:
+            yield batch
+            batch, room = [], _BATCH
+    if batch:
+        yield batch
+
+
+def _after(batch: list[memoryview], done: int) -> list[memoryview]:
+    """What remains of the batch when its first ``done`` bytes are dealt with."""
+    if done == sum(map(len, batch)):
+        return []
+    for i, view in enumerate(batch):
+        if done < len(view):
+            return [view[done:], *batch[i + 1 :]]
+        done -= len(view)
+    return []
+
+
+class _Open:
+    """A file being written, and the folder that its name is in; both are ours to close."""
+
+    _fd: int
+    _folder: int
+    _path: str
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        try:
+            os.fsync(self._fd)
+            os.fsync(self._folder)
+        except OSError as error:
+            raise failure("make durable", self._path, error) from error
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+            os.close(self._folder)
+
+
+class LocalWriter(_Open, FileWriter):
+    """A new file, held by descriptor; see LocalStorage.create."""
+
+    def __init__(
+        self,
+        folder: int,
+        name: str,
+        path: str,
+        later: Callable[[int, str], None] | None = None,
+    ) -> None:
+        """``later``: who makes the file durable, and closes it, instead of ``close``; the folder is theirs, too."""
+        self._folder = folder  # ours to close
+        self._name = name
+        self._path = path
+        self._later = later
+        self._written = self._started = 0
+        try:
+            self._fd = create(name, folder)
+        except OSError as error:
+            os.close(folder)
+            raise failure("create", path, error) from error
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        try:
+            for batch in _batches(buffers):
+                while batch:
+                    done = os.writev(self._fd, batch)
+                    self._written += done
+                    batch = _after(batch, done)
+                self._start_writeback(_BATCH)
+        except OSError as error:
+            raise failure("write", self._path, error) from error
+
+    def close(self) -> None:
+        if self._later is None:
+            super().close()
+        elif self._fd >= 0:
+            self._start_writeback(1)
+            os.close(self._folder)
+            fd, self._fd = self._fd, -1
+            self._later(fd, self._path)
+
+    def _start_writeback(self, least: int) -> None:
+        pending = self._written - self._started
+        if pending >= least:
+            kernel.start_writeback(self._fd, self._started, pending)
+            self._started = self._written
+
+    @property
+    def position(self) -> int:
+        return self._written
+
+    def abort(self) -> None:
+        if self._fd < 0:
+            return
+        try:
+            there = os.stat(self._name, dir_fd=self._folder, follow_symlinks=False)
+            if os.path.samestat(
+                there, os.fstat(self._fd)
+            ):  # or a later save has made another
+                os.unlink(self._name, dir_fd=self._folder)
+        except FileNotFoundError:
+            return  # somebody cleaned up before us
+        except OSError as error:
+            raise failure("remove", self._path, error) from error
+        finally:
+            self._release()
+
+
+class LocalUpdater(_Open, FileUpdater):
+    """A file that others may be writing into, too, held by descriptor; see LocalStorage.update."""
+
+    def __init__(self, folder: int, name: str, path: str) -> None:
+        self._folder = folder  # ours to close
+        self._path = path
+        try:
+            self._fd = create(name, folder, NEW & ~os.O_EXCL)
+        except OSError as error:
+            os.close(folder)
+            raise failure("write", path, error) from error
+
+    def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
+        try:
+            alone = (
+                buffers[0] if len(buffers) == 1 else None
+            )  # one of very many, perhaps
+            if (
+                alone
+                and alone.nbytes < _BATCH
+                and os.pwrite(self._fd, alone, start) == alone.nbytes
+            ):
+                return
+            for batch in _batches(buffers):
+                while batch:
+                    done = os.pwritev(self._fd, batch, start)
+                    kernel.start_writeback(self._fd, start, done)
+                    start += done
+                    batch = _after(batch, done)
+        except OSError as error:
+            raise failure("write", self._path, error) from error
+
+    def abort(self) -> None:
+        self._release()
+
+
+class LocalReader(FileReader):
+    """An open regular file. Reads are positional, so threads share it freely."""
+
+    def __init__(self, fd: int, path: str, size: int) -> None:
+        self._fd = fd
+        self._path = path
+        self.size = size
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
+        views = list(_flat(buffers))
+        for first in range(0, len(views), _VECTORS):
+            batch = views[first : first + _VECTORS]
+            while batch:
+                done = self._read(start, batch)
+                start += done
+                batch = _after(batch, done)
+
+    def _read(self, start: int, batch: list[memoryview]) -> int:
+        try:
+            done = _preadv(self._fd, batch, start)
+        except OSError as error:
+            raise failure("read", self._path, error) from error
+        if not done:
+            missing = sum(map(len, batch))
+            raise CorruptCheckpoint(
+                f"{self._path} ends at byte {self.size}: {missing} bytes from byte {start} on are missing"
+            )
+        return done
+
+    def stored(self, start: int, length: int, enough: int) -> int:
+        found, at, end = 0, start, min(start + length, self.size)
+        try:
+            while at < end and found < enough:
+                data = os.lseek(self._fd, at, os.SEEK_DATA)
+                at = os.lseek(self._fd, data, os.SEEK_HOLE)
+                found += max(0, min(at, end) - data)
+        except (OSError, AttributeError) as error:
+            if (
+                getattr(error, "errno", None) != errno.ENXIO
+            ):  # this system tells of no holes
+                return length
+        return found  # ENXIO: there is nothing but a hole from here on
+
+    def again(self) -> LocalReader:
+        """The same open file once more, to be closed by itself."""
+        return LocalReader(os.dup(self._fd), self._path, self.size)
+
+    def status(self) -> os.stat_result:
+        return os.fstat(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _preadv(fd: int, batch: list[memoryview], start: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, batch, start)
+    data = os.pread(fd, len(batch[0]), start)
+    batch[0][: len(data)] = data
+    return len(data)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Write a small file's content and make it durable."""
+    for batch in _batches([memoryview(data)]):
+        while batch:
+            batch = _after(batch, os.writev(fd, batch))
+    os.fsync(fd)
+
+
+def create(name: str, folder: int, flags: int = NEW) -> int:
+    """Open a file to be written. Its descriptor is none of the standard streams': in a process that was started without
+    them it would be, and whatever prints to them (C libraries do) would write into the file."""
+    fd = os.open(name, flags, 0o666, dir_fd=folder)
+    if fd > 2:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
+def write_temporary(folder: int, data: bytes) -> str:
+    """A new durable file beside the one that it is for; its name."""
+    name = f"{TEMPORARY}{uuid.uuid4().hex}"
+    fd = create(name, folder)
+    try:
+        _write_all(fd, data)
+    except BaseException:
+        os.unlink(name, dir_fd=folder)
+        raise
+    finally:
+        os.close(fd)
+    return name
+
+
+def link_new(folder: int, temporary: str, name: str, data: bytes) -> bool:
+    """Give the temporary file its name if that is free. Where links cannot be made, write the file anew."""
+    try:
+        os.link(
+            temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False
+        )
+        return True
+    except FileExistsError:
+        # Over NFS a link may succeed, its answer get lost, and the repeated request fail.
+        return os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink == 2
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    try:
+        fd = create(name, folder)
+    except FileExistsError:
+        return False
+    try:
+        _write_all(fd, data)
+    finally:
+        os.close(fd)
+    return True

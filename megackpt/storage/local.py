@@ -1,0 +1,443 @@
+"""A directory of a local or mounted file system as a Storage: everything relative to one open descriptor."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from megackpt.errors import CorruptCheckpoint, StorageError
+from megackpt.storage import kernel
+from megackpt.storage.batches import LocalBatch
+from megackpt.storage.files import (
+    LocalReader,
+    LocalUpdater,
+    LocalWriter,
+    failure,
+    link_new,
+    write_temporary,
+)
+from megackpt.storage.folders import BELOW, remove_tree, unlink
+from megackpt.storage.interface import (
+    Batch,
+    FileUpdater,
+    FileWriter,
+    Storage,
+    unsafe_names,
+)
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_READ = (
+    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)  # NONBLOCK: a FIFO must not hang us
+
+_LONGEST = 255  # bytes that a name may have on any file system that we know
+
+
+def _checked(name: str, new: bool = False) -> list[str]:
+    """The parts of a name, or CorruptCheckpoint if it could lead out of the root, or no file can have it.
+
+    ``new``: the name is no checkpoint's, but one that a save gives. The file system says whether it is too long.
+    """
+    parts = name.split("/")
+    if unsafe_names([name]) or (
+        not new and any(len(os.fsencode(part)) > _LONGEST for part in parts)
+    ):
+        raise CorruptCheckpoint(
+            f"{name!r:.300} is no name of a file inside a checkpoint"
+        )
+    return parts
+
+
+class LocalStorage(Storage):
+    """The files of a directory.
+
+    The directory is opened once. Everything goes through that descriptor, so this storage stays with the
+    directory even when another one takes its name. Links are never followed below it.
+
+    Raises FileNotFoundError or NotADirectoryError if there is no such directory; with ``create`` it is made
+    (with its parents), StorageError if it cannot be.
+    """
+
+    _fd = -1
+    _links = False  # final links are followed
+
+    def __init__(self, path: str | os.PathLike[str], create: bool = False) -> None:
+        self.location = os.path.abspath(path)
+        try:
+            if create:
+                make_folders(self.location)
+            self._fd = os.open(self.location, _FOLDER)
+        except (FileNotFoundError, NotADirectoryError):
+            if not create:
+                raise
+            raise StorageError(
+                f"cannot make the directory {self.location}: a file is in the way"
+            ) from None
+        except OSError as error:
+            raise failure("open", self.location, error) from error
+
+    def kvstore(self, folder: str) -> dict[str, Any]:
+        # By the descriptor: the open directory itself, whatever bears its name by now.
+        path = f"/proc/self/fd/{self._fd}"
+        return {
+            "driver": "file",
+            "path": f"{path if os.path.isdir(path) else self.location}/{folder}/",
+        }
+
+    def sync(self, folders: Iterable[str]) -> None:
+        for folder in folders:
+            with self._refusals("make durable", folder):
+                descriptor = os.open(folder or ".", BELOW, dir_fd=self._fd)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def close(self) -> None:
+        """Let go of the directory. Open files stay usable. Also happens when nobody refers to it any more."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:
+        return type(self), (self.location,)
+
+    def create(self, name: str) -> FileWriter:
+        folder, last = self._parent(name, make=True)
+        return LocalWriter(folder, last, self._path(name))
+
+    def batch(self) -> Batch:
+        def open_folder(name: str) -> tuple[int, str, str]:
+            folder, last = self._parent(name, make=True, durably=False)
+            return folder, last, self._path(name)
+
+        return LocalBatch(open_folder, self.sync)
+
+    def update(self, name: str) -> FileUpdater:
+        folder, last = self._parent(name, make=True)
+        return LocalUpdater(folder, last, self._path(name))
+
+    def following(self) -> LocalStorage:
+        same = self.folder("")
+        same._links = True
+        return same
+
+    def put(self, name: str, data: bytes) -> None:
+        with self._within("write", name, make=True) as (folder, last):
+            temporary = write_temporary(folder, data)
+            try:
+                os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:  # a directory has this name, say
+                os.unlink(temporary, dir_fd=folder)
+                raise
+            os.fsync(folder)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        with self._within("write", name, make=True) as (folder, last):
+            temporary = write_temporary(folder, data)
+            try:
+                won = link_new(folder, temporary, last, data)
+            finally:
+                os.unlink(temporary, dir_fd=folder)
+            os.fsync(folder)
+            return won
+
+    def open(self, name: str) -> LocalReader:
+        path = self._path(name)
+        folder, last = self._parent(name)
+        try:
+            fd = os.open(
+                last, _READ & ~os.O_NOFOLLOW if self._links else _READ, dir_fd=folder
+            )
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                errno.ENOENT, os.strerror(errno.ENOENT), path
+            ) from None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+                raise CorruptCheckpoint(
+                    f"{path} is no regular file (a link, socket or device)"
+                ) from error
+            raise failure("open", path, error) from error
+        finally:
+            os.close(folder)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise CorruptCheckpoint(f"{path} is no regular file")
+        return LocalReader(fd, path, status.st_size)
+
+    def size(self, name: str) -> int | None:
+        status = self.stat(name)
+        return (
+            status.st_size
+            if status is not None and stat.S_ISREG(status.st_mode)
+            else None
+        )
+
+    def is_remote(self) -> bool:
+        return kernel.is_networked(self._fd)
+
+    def modified(self, name: str) -> float | None:
+        status = self.stat(name)
+        return status.st_mtime if status is not None else None
+
+    def stat(self, name: str) -> os.stat_result | None:
+        """The state of an entry (of a link itself, but for ``following``), or None if there is none."""
+        try:
+            folder, last = self._parent(name)
+        except FileNotFoundError:
+            return None
+        try:
+            return os.stat(last, dir_fd=folder, follow_symlinks=self._links)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a link that leads nowhere
+                return None
+            raise failure("look at", self._path(name), error) from error
+        finally:
+            os.close(folder)
+
+    def list(self, name: str = "") -> list[str]:
+        parts = _checked(name) if name else []
+        try:
+            fd = self._descend(parts)
+        except FileNotFoundError:
+            return []
+        try:
+            with self._refusals("list", name):
+                return sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
+
+    def delete(self, name: str) -> None:
+        with (
+            suppress(FileNotFoundError),
+            self._within("remove", name) as (folder, last),
+        ):
+            remove_tree(folder, last)
+            os.fsync(folder)
+
+    def remove_files(self, names: Iterable[str]) -> None:
+        """Remove files that are there, durably, and the folders that are empty then; other folders stay."""
+        files: dict[str, list[str]] = {}
+        for name in names:
+            folder, _, last = name.rpartition("/")
+            files.setdefault(folder, []).append(last)
+        above = {
+            name[:at] for name in files for at, sign in enumerate(name) if sign == "/"
+        }
+        folders = {*files, *above} - {""}
+        inner: dict[str, list[str]] = {}
+        for name in folders:
+            folder, _, last = name.rpartition("/")
+            inner.setdefault(folder, []).append(last)
+        # From the deepest up: a folder may be empty once those in it are gone.
+        for folder in [*sorted(folders, key=lambda name: (-name.count("/"), name)), ""]:
+            try:
+                fd = self._descend(_checked(folder) if folder else [])
+            except (
+                FileNotFoundError,
+                CorruptCheckpoint,
+            ):  # gone, or a link: nothing of it is below the root
+                continue
+            try:
+                with self._refusals("remove files of", folder):
+                    for last in files.get(folder, []):
+                        unlink(fd, last)
+                    for last in inner.get(folder, []):
+                        with suppress(OSError):  # not empty, or no folder: it stays
+                            os.rmdir(last, dir_fd=fd)
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    # What a file system can do to folders and an object store cannot: for the commit, not for formats.
+
+    def folder(self, name: str) -> LocalStorage:
+        """A folder of this root as a storage of its own; raises as ``open`` does."""
+        below = object.__new__(LocalStorage)
+        below._fd = self._descend(_checked(name) if name else [])
+        below.location = self._path(name) if name else self.location
+        return below
+
+    def lock(self) -> bool:
+        """Hold the directory against others that ask for this, until ``unlock`` or ``close``; False if it is held."""
+        return kernel.lock(self._fd)
+
+    def unlock(self) -> None:
+        kernel.unlock(self._fd)
+
+    def make_folder(self, name: str, mode: int = 0o777) -> bool:
+        """Make a folder, durably; False if the name is taken."""
+        with self._refusals("make the directory", name):
+            try:
+                os.mkdir(name, mode, dir_fd=self._fd)
+            except FileExistsError:
+                return False
+            os.fsync(self._fd)
+            return True
+
+    def remove_folder(self, name: str) -> bool:
+        """Remove a folder, durably; False if something is in it."""
+        with self._refusals("remove", name):
+            try:
+                os.rmdir(name, dir_fd=self._fd)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                return False
+            os.fsync(self._fd)
+            return True
+
+    def rename(self, name: str, to: str, replace: bool = True) -> None:
+        """Move an entry within this root, durably; a file that is there is replaced, or in the way (StorageError)."""
+        (source, last), (target, new) = self._parent(name), self._parent(to, make=True)
+        try:
+            with self._refusals("rename", name):
+                move = os.rename if replace else kernel.rename_new
+                move(last, new, src_dir_fd=source, dst_dir_fd=target)
+                os.fsync(target)
+                os.fsync(source)
+        finally:
+            os.close(source)
+            os.close(target)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Swap two entries of the root itself, durably and atomically; False where that cannot be done."""
+        with self._refusals("exchange", one):
+            if not kernel.exchange(self._fd, one, other):
+                return False
+            os.fsync(self._fd)
+            return True
+
+    def dress_as(self, name: str, model: str) -> bool:
+        """Give an entry of the root another's owner, group and mode; False if owner and group are refused."""
+        with self._refusals("set the owner and mode of", name):
+            status = os.stat(model, dir_fd=self._fd)
+            try:
+                os.chown(name, status.st_uid, status.st_gid, dir_fd=self._fd)
+                given = True
+            except PermissionError:
+                given = False
+            os.chmod(name, stat.S_IMODE(status.st_mode), dir_fd=self._fd)
+            return given
+
+    def touch(self, name: str) -> None:
+        """Set the time of a file to now. FileNotFoundError if it is absent."""
+        os.utime(name, dir_fd=self._fd, follow_symlinks=False)
+
+    def now(self) -> float:
+        """What time it is by the clock that dates the files of this root (seconds since 1970)."""
+        with self._refusals("write in", ""):
+            temporary = write_temporary(self._fd, b"")
+            status = os.stat(temporary, dir_fd=self._fd)
+            os.unlink(temporary, dir_fd=self._fd)
+            return status.st_mtime
+
+    def is_current(self) -> bool:
+        """Does the path still lead to the directory that was opened?"""
+        try:
+            return os.path.samestat(os.stat(self.location), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise failure("look at", self.location, error) from error
+
+    @contextmanager
+    def _refusals(self, doing: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise failure(doing, self._path(name), error) from error
+
+    @contextmanager
+    def _within(
+        self, doing: str, name: str, make: bool = False
+    ) -> Iterator[tuple[int, str]]:
+        """The folder that an entry is in, and its last part. FileNotFoundError if there is no such folder."""
+        folder, last = self._parent(name, make)
+        try:
+            yield folder, last
+        except OSError as error:
+            raise failure(doing, self._path(name), error) from error
+        finally:
+            os.close(folder)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.location, name)
+
+    def _parent(
+        self, name: str, make: bool = False, durably: bool = True
+    ) -> tuple[int, str]:
+        """A descriptor of the folder that an entry is in (the caller's to close), and its last part."""
+        *folders, last = _checked(name, new=make)
+        return self._descend(folders, make, durably), last
+
+    def _descend(
+        self, folders: Sequence[str], make: bool = False, durably: bool = True
+    ) -> int:
+        if not folders:
+            return os.open(".", _FOLDER, dir_fd=self._fd)
+        fd = self._fd
+        for i, part in enumerate(folders):
+            try:
+                below = _enter(fd, part, make, durably)
+            except FileNotFoundError:
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    os.strerror(errno.ENOENT),
+                    self._path("/".join(folders)),
+                ) from None
+            except OSError as error:
+                path = self._path("/".join(folders[: i + 1]))
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise CorruptCheckpoint(
+                        f"{path} is no directory (a file, or a link)"
+                    ) from error
+                raise failure("enter", path, error) from error
+            finally:
+                if fd != self._fd:
+                    os.close(fd)
+            fd = below
+        return fd
+
+
+def make_folders(path: str) -> None:
+    """Make a directory and its missing parents, durably. No error if it is there."""
+    if os.path.isdir(path):
+        return
+    above = os.path.dirname(path)
+    make_folders(above)
+    fd = os.open(above, _FOLDER)
+    try:
+        _make_folder(fd, os.path.basename(path))
+    finally:
+        os.close(fd)
+
+
+def _make_folder(fd: int, name: str, durably: bool = True) -> None:
+    try:
+        os.mkdir(name, dir_fd=fd)
+        if durably:
+            os.fsync(fd)
+    except FileExistsError:
+        return  # another rank was faster, or a file is in the way: opening it will tell
+
+
+def _enter(fd: int, part: str, make: bool, durably: bool) -> int:
+    try:
+        return os.open(part, BELOW, dir_fd=fd)
+    except FileNotFoundError:
+        if not make:
+            raise
+    _make_folder(fd, part, durably)
+    return os.open(part, BELOW, dir_fd=fd)

@@ -1,0 +1,353 @@
+"""Differences between two checkpoints: the figures are right, and what is the same by digest is not read."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import megackpt
+from megackpt import ShardedObject, ShardedTensor
+from megackpt.checkpoint import open_checkpoint
+from megackpt.cli.differences import Comparison, Tolerance, compare
+from megackpt.cli.differences.elements import Tally
+from megackpt.cli.differences.parts import changes
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import ITEMSIZE, OBJECT
+from megackpt.staging.source import host_array
+
+MIB = 1 << 20
+
+
+def cut(
+    key: str, tensor: torch.Tensor, pieces: int, axis: int = 0
+) -> list[ShardedTensor]:
+    parts = tensor.chunk(pieces, axis)
+    return [
+        ShardedTensor.from_rank_offsets(key, p.contiguous(), (axis, i, pieces))
+        for i, p in enumerate(parts)
+    ]
+
+
+def saved(
+    folder: Path, name: str, state: dict[str, Any], to: str = "torch_dist"
+) -> Path:
+    megackpt.save(state, folder / name, to)
+    return folder / name
+
+
+def found(a: Path, b: Path, **options: Any) -> Comparison:
+    return compare(open_checkpoint(a), open_checkpoint(b), **options)
+
+
+def test_equal_digests_are_enough(tmp_path: Path) -> None:
+    def state() -> dict[str, Any]:
+        return {
+            "w": cut("w", torch.arange(64.0).reshape(8, 8), 2),
+            "o": ShardedObject("o", {"a": 1}, (1,), (0,)),
+        }
+
+    a, b = saved(tmp_path, "a", state()), saved(tmp_path, "b", state())
+    told = found(a, b)
+    assert told.same
+    assert (told.compared, told.by_digest, told.bytes_read) == (3, 3, 0)
+
+
+def test_other_cuts_and_formats_are_read(tmp_path: Path) -> None:
+    w = torch.arange(64.0).reshape(8, 8)
+    a = saved(tmp_path, "a", {"w": cut("w", w, 2)})
+    for name, pieces, axis, to in (
+        ("b", 4, 0, "torch_dist"),
+        ("c", 2, 1, "torch_dist"),
+        ("d", 4, 1, "zarr"),
+    ):
+        told = found(a, saved(tmp_path, name, {"w": cut("w", w, pieces, axis)}, to))
+        assert told.same
+        assert told.bytes_read >= 2 * w.nbytes
+
+
+def test_of_a_chunk_only_the_blocks_that_differ_are_read(tmp_path: Path) -> None:
+    w = torch.zeros(5 * MIB // 4 + 3)
+    a = saved(tmp_path, "a", {"w": cut("w", w, 1)})
+    w[3 * MIB // 4 + 1] = 2.0
+    told = found(a, saved(tmp_path, "b", {"w": cut("w", w, 1)}))
+    (tensor,) = told.tensors
+    assert told.bytes_read == 2 * MIB
+    assert (tensor.elements, tensor.largest, tensor.total) == (1, 2.0, len(w))
+    assert tensor.mean == 2.0 / len(w)
+    assert [(e.index, e.a, e.b) for e in tensor.first] == [
+        ((3 * MIB // 4 + 1,), 0.0, 2.0)
+    ]
+
+
+def test_memory_stays_bounded_and_large_tensors_are_told_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megackpt.cli.differences.comparing.PIECE", 1000)
+    monkeypatch.setattr("megackpt.cli.differences.comparing.BATCH", 3000)
+    largest = []
+    w = torch.arange(6000, dtype=torch.int16).reshape(60, 100)
+    a = saved(tmp_path, "a", {"w": cut("w", w, 3, 0), "v": cut("v", w + 1, 1)})
+    b = saved(tmp_path, "b", {"w": cut("w", w.flip(1), 2, 1), "v": cut("v", w, 2)})
+    from megackpt.checkpoint.regions import Regions
+
+    arrays = Regions.arrays
+
+    def watched(self: Regions, regions: Any) -> Any:
+        got = arrays(self, regions)
+        largest.append(sum(array.nbytes for array in got))
+        return got
+
+    monkeypatch.setattr(Regions, "arrays", watched)
+    told = found(a, b)
+    assert max(largest) <= 3000
+    by_key = {t.key: t for t in told.tensors}
+    assert (by_key["w"].elements, by_key["w"].largest) == (6000, 99)
+    assert by_key["w"].mean == (w - w.flip(1)).abs().double().mean().item()
+    assert [e.index for e in by_key["w"].first] == [(0, i) for i in range(5)]
+    assert (by_key["v"].elements, by_key["v"].largest, by_key["v"].mean) == (
+        6000,
+        1,
+        1.0,
+    )
+
+
+def test_keys_shapes_and_dtypes(tmp_path: Path) -> None:
+    a = saved(
+        tmp_path,
+        "a",
+        {
+            "x": cut("x", torch.ones(4), 1),
+            "y": cut("y", torch.ones(4), 1),
+            "n": cut("n", torch.ones(4), 1),
+        },
+    )
+    b = saved(
+        tmp_path,
+        "b",
+        {
+            "x": cut("x", torch.ones(5), 1),
+            "y": cut("y", torch.ones(4).bfloat16(), 1),
+            "z": cut("z", torch.ones(4), 1),
+        },
+    )
+    told = found(a, b)
+    assert (told.only_a, told.only_b) == (("n",), ("z",))
+    assert {(key, mine.shape, yours.shape) for key, mine, yours in told.described} == {
+        ("x", (4,), (5,)),
+        ("y", (4,), (4,)),
+    }
+    assert not told.tensors  # y holds the same values, whatever their dtype
+    assert not told.same
+    assert found(a, b, select="no*").same
+    assert not found(a, b, select="n*").same
+
+
+def test_values_of_other_dtypes_are_compared(tmp_path: Path) -> None:
+    w = torch.tensor([1.0, 1.0 + 2**-10, float("nan"), float("inf")])
+    a, b = (
+        saved(tmp_path, "a", {"w": cut("w", w, 1)}),
+        saved(tmp_path, "b", {"w": cut("w", w.bfloat16(), 1)}),
+    )
+    (tensor,) = found(a, b).tensors
+    assert (tensor.elements, tensor.largest, tensor.nans) == (1, 2**-10, (0, 0))
+    assert not found(a, b, tolerance=Tolerance(absolute=1e-3)).tensors
+
+
+def test_nans(tmp_path: Path) -> None:
+    nan = float("nan")
+    a = saved(tmp_path, "a", {"w": cut("w", torch.tensor([nan, 1.0, nan, 2.0]), 1)})
+    b = saved(tmp_path, "b", {"w": cut("w", torch.tensor([nan, nan, 3.0, 5.0]), 1)})
+    (tensor,) = found(a, b).tensors
+    assert (tensor.elements, tensor.nans, tensor.largest) == (3, (1, 1), 3.0)
+    assert (
+        tensor.mean == 3.0 / 2
+    )  # of the two places where there is a difference to be measured
+
+
+def test_bits_decide_unless_a_tolerance_is_given(tmp_path: Path) -> None:
+    a = saved(tmp_path, "a", {"w": cut("w", torch.tensor([0.0, 1.0]), 1)})
+    b = saved(tmp_path, "b", {"w": cut("w", torch.tensor([-0.0, 1.01]), 1)})
+    assert found(a, b).tensors[0].elements == 2
+    assert found(a, b, tolerance=Tolerance()).tensors[0].elements == 1
+    assert found(a, b, tolerance=Tolerance(relative=0.02)).same
+    assert found(a, b, tolerance=Tolerance(absolute=0.02)).same
+    assert not found(a, b, tolerance=Tolerance(relative=0.005)).same
+
+
+def test_infinity_is_near_to_nothing_else(tmp_path: Path) -> None:
+    inf = float("inf")
+    a = saved(tmp_path, "a", {"w": cut("w", torch.tensor([inf, -inf, 1.0]), 1)})
+    b = saved(tmp_path, "b", {"w": cut("w", torch.tensor([inf, inf, inf]), 1)})
+    (tensor,) = found(a, b, tolerance=Tolerance(1.0, 1.0)).tensors
+    assert (tensor.elements, tensor.largest) == (2, inf)
+
+
+def test_objects_and_the_common_state(tmp_path: Path) -> None:
+    def state(seed: int, lr: float) -> dict[str, Any]:
+        return {
+            "o": ShardedObject("o", [{"seed": seed, "t": torch.arange(3)}], (2,), (0,)),
+            "p": ShardedObject("o", {"same": float("nan")}, (2,), (1,)),
+            "args": argparse.Namespace(lr=lr, name="x"),
+            "only": {f"a{seed}": 1},
+        }
+
+    told = found(
+        saved(tmp_path, "a", state(1, 0.1)), saved(tmp_path, "b", state(2, 0.2))
+    )
+    changes = {one.key: set(one.changes) for one in told.objects}
+    assert {(one.key, one.box) for one in told.objects} == {
+        ("o", Box((0,), (1,))),
+        ("common_state", Box((), ())),
+    }
+    assert changes["o"] == {((0, 0, "seed"), 1, 2)}
+    assert changes["common_state"] == {
+        (("args", "lr"), 0.1, 0.2),
+        (("only", "a1"), 1, ...),
+        (("only", "a2"), ..., 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (0.0, -0.0),
+        (1, True),
+        (1, 1.0),
+        (torch.tensor([1], dtype=torch.int32), torch.tensor([1])),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (np.arange(2, dtype=np.int32), np.arange(2)),
+        (torch.eye(2).to_sparse(), torch.eye(2)),
+        (io.BytesIO(b"a"), io.BytesIO(b"b")),
+        ([1, 2], [1]),
+    ],
+)
+def test_parts_of_objects_differ_bit_for_bit(tmp_path: Path, a: Any, b: Any) -> None:
+    told = found(saved(tmp_path, "a", {"x": a}), saved(tmp_path, "b", {"x": b}))
+    assert [len(one.changes) for one in told.objects] == [1]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda: io.BytesIO(b"a"),
+        lambda: torch.tensor([float("nan"), 1.0]),
+        lambda: torch.tensor(1.0, dtype=torch.bfloat16),
+        lambda: torch.arange(6).reshape(2, 3).t(),
+        lambda: torch.eye(2).to_sparse(),
+        lambda: np.array([np.nan]),
+        lambda: 10**5000,
+        lambda: np.longdouble(1.5),
+    ],
+)
+def test_parts_that_are_the_same_are_not_told(
+    tmp_path: Path, same: Callable[[], Any]
+) -> None:
+    a, b = ({"x": same(), "step": n} for n in (1, 2))
+    (one,) = found(saved(tmp_path, "a", a), saved(tmp_path, "b", b)).objects
+    assert one.changes == ((("step",), 1, 2),)
+
+
+def test_a_tensor_that_claims_more_than_it_has_is_not_written_out() -> None:
+    vast = torch.zeros(1).expand(1 << 50)
+    assert len(list(changes({"x": vast}, {"x": torch.ones(1).expand(1 << 50)}))) == 1
+
+
+class Unheard:
+    """A class that nobody trusts."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_classes_that_nobody_trusts_are_looked_into(tmp_path: Path) -> None:
+    a = saved(tmp_path, "a", {"o": ShardedObject("o", Unheard(1), (1,), (0,))})
+    b = saved(tmp_path, "b", {"o": ShardedObject("o", Unheard(2), (1,), (0,))})
+    with pytest.raises(megackpt.UntrustedClass):
+        megackpt.load({"o": ShardedObject("o", None, (1,), (0,))}, a)
+    ((change,),) = [one.changes for one in found(a, b).objects]
+    assert change == ((0, "number"), 1, 2)
+
+
+def test_damage_is_no_difference(tmp_path: Path) -> None:
+    w = torch.arange(64.0)
+    a, b = (
+        saved(tmp_path, "a", {"w": cut("w", w, 2)}),
+        saved(tmp_path, "b", {"w": cut("w", w + 1, 1)}),
+    )
+    file = a / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-300])
+    with pytest.raises(megackpt.CorruptCheckpoint):
+        found(a, b)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(ITEMSIZE) - {OBJECT}))
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_bits_of_any_dtype(dtype: str, data: st.DataObject) -> None:
+    """Against the simplest reckoning that can be right: Python's own numbers, one by one."""
+    size = ITEMSIZE[dtype]
+    sides = []
+    base = bytearray(data.draw(st.binary(min_size=6 * size, max_size=6 * size)))
+    for _ in range(2):
+        octets = bytearray(base)
+        for at in data.draw(st.lists(st.integers(0, len(octets) - 1), max_size=3)):
+            octets[at] = data.draw(st.integers(0, 255))
+        if dtype == "bool":
+            octets = bytearray(b & 1 for b in octets)
+        sides.append(
+            torch.frombuffer(octets, dtype=getattr(torch, dtype)).reshape(2, 3)
+        )
+    raw = [host_array(side.contiguous()) for side in sides]
+    tally = Tally((4, 3), (dtype, dtype), None)
+    tally.add(Box((2, 0), (2, 3)), *raw)
+
+    x, y = (exact(side.reshape(-1)) for side in sides)
+    differing = [
+        i
+        for i in range(6)
+        if raw[0].reshape(-1)[i].tobytes() != raw[1].reshape(-1)[i].tobytes()
+    ]
+    nans = [sum(v[i] != v[i] for i in differing) for v in (x, y)]
+    with np.errstate(all="ignore"):
+        apart = [far(x[i], y[i]) for i in differing if x[i] == x[i] and y[i] == y[i]]
+    apart = [float("nan") if d != d else d for d in apart]
+    assert tally.elements == len(differing)
+    assert tally.nans == tuple(nans)
+    assert [e.index for e in tally.first] == [
+        (2 + i // 3, i % 3) for i in differing[:5]
+    ]
+    measured = [d for d in apart if math.isfinite(d)]
+    if len(measured) == len(apart):
+        assert tally.largest == pytest.approx(max(measured, default=0), rel=1e-12)
+        counted = 12 - (len(differing) - len(apart))
+        assert tally.mean == pytest.approx(math.fsum(measured) / counted, rel=1e-9)
+
+
+def exact(column: torch.Tensor) -> list[Any]:
+    """The elements as Python's numbers."""
+    dtype = column.dtype
+    if dtype.is_complex:
+        halves = {4: torch.float16, 8: torch.float32, 16: torch.float64}[dtype.itemsize]
+        parts = column.view(halves).double().tolist()
+        return [complex(*pair) for pair in zip(parts[0::2], parts[1::2], strict=True)]
+    if dtype.is_floating_point:
+        return column.double().tolist()
+    if dtype == torch.uint64:
+        return [n % 2**64 for n in column.view(torch.int64).tolist()]
+    return [int(n) for n in column.tolist()]
+
+
+def far(x: Any, y: Any) -> Any:
+    try:
+        return abs(x - y)
+    except OverflowError:
+        return float("inf")

@@ -1,0 +1,723 @@
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from megackpt.distributed import Group, SingleGroup, Stream, group_over, streams
+from megackpt.distributed.failures import (
+    Failure,
+    departure,
+    everybodys,
+    name_ranks,
+)
+from megackpt.errors import (
+    CheckpointingException,
+    CoverageError,
+    RankFailure,
+    RankLost,
+    StorageError,
+)
+from megackpt.testing import ThreadedGroup
+
+
+class Stubborn(Exception):
+    """Cannot be pickled, and its text is not its argument."""
+
+    def __init__(self, lock) -> None:
+        super().__init__("stubborn, with a lock")
+        self.lock = lock
+
+
+class Shy:
+    """Opened anywhere but on one rank, whose own code it is that fails: a thread, or a process."""
+
+    def __init__(self, rank) -> None:
+        self.rank = rank
+
+    def __setstate__(self, state) -> None:
+        if state["rank"] == rank_here():
+            raise LookupError("not on this rank")
+
+
+def rank_here():
+    name = threading.current_thread().name
+    return int(
+        name.removeprefix("rank ") if name.startswith("rank ") else os.environ["RANK"]
+    )
+
+
+def raises_on(bad, error):
+    def work(group: Group):
+        if group.rank in bad:
+            raise error
+        return group.rank
+
+    return work
+
+
+def outcomes(size, call):
+    """What each rank of a threaded group raised or got."""
+    return ThreadedGroup.outcomes(size, call, timeout=10)
+
+
+# One process alone
+
+
+def test_alone_everything_is_a_plain_call():
+    group = SingleGroup()
+    marker = object()  # nothing is copied or pickled
+    assert group.reduce_scatter("plan", lambda: marker, lambda all_: all_) is marker
+    assert (
+        group.reduce_broadcast("write", lambda: marker, lambda all_: all_[0]) is marker
+    )
+    assert group.broadcast("open", lambda: marker) is marker
+    assert group.all_agree(7)
+    assert not group.all_agree(None)
+
+
+def test_alone_our_errors_pass_unchanged_and_foreign_ones_are_wrapped():
+    error = CoverageError("a hole")
+    with pytest.raises(CoverageError) as caught:
+        SingleGroup().broadcast("plan", lambda: raise_(error))
+    assert caught.value is error
+    with pytest.raises(
+        RankFailure, match=r"Worker failure in the stage 'write': OSError: .*full"
+    ) as caught:
+        SingleGroup().reduce_broadcast(
+            "write", lambda: raise_(OSError(28, "full")), len
+        )
+    assert isinstance(caught.value.__cause__, OSError)
+    assert "raise_" in caught.value.failures[0]
+
+
+@pytest.mark.parametrize("departure", [KeyboardInterrupt, SystemExit])
+def test_alone_departures_pass(departure):
+    with pytest.raises(departure):
+        SingleGroup().reduce_scatter(
+            "plan", lambda: raise_(departure()), lambda all_: all_
+        )
+
+
+def raise_(error):
+    raise error
+
+
+# Several ranks: values
+
+
+def test_values_reach_every_rank():
+    def call(group):
+        part = group.reduce_scatter(
+            "plan", lambda: group.rank, lambda all_: [10 * x for x in all_]
+        )
+        total = group.reduce_broadcast("write", lambda: np.full(3, group.rank), sum)
+        said = group.broadcast("open", lambda: {"from": group.rank})
+        return part, total.tolist(), said
+
+    assert ThreadedGroup.run(4, call) == [
+        (10 * rank, [6, 6, 6], {"from": 0}) for rank in range(4)
+    ]
+
+
+def pieces_of(data, sizes):
+    """Memory of these sizes, and then of what is left, that together is ``data``."""
+    bounds = np.cumsum([0, *sizes])
+    return [
+        data[a:b].data for a, b in zip(bounds, [*bounds[1:], len(data)], strict=True)
+    ]
+
+
+def stream(data, sizes=()):
+    return Stream(len(data), pieces_of(data, sizes))
+
+
+def message(source, to):
+    """What one rank hands another: of other lengths for each pair, and nothing at all for some."""
+    if (source, to) == (1, 3):
+        return None
+    length = 0 if (source, to) == (0, 1) else 1 + 97 * source + 31 * to
+    return np.random.default_rng(10 * source + to).integers(0, 256, length, np.uint8)
+
+
+def exchange(group, outgoing, incoming):
+    group.exchange("exchange", lambda: (outgoing, incoming))
+
+
+def exchanged(group):
+    """The ranks hand one another messages, in pieces that differ at both ends, themselves as well."""
+    sent = {to: message(group.rank, to) for to in range(group.size)}
+    due = {source: message(source, group.rank) for source in range(group.size)}
+    got = {
+        source: np.zeros_like(data) for source, data in due.items() if data is not None
+    }
+    exchange(
+        group,
+        {
+            to: stream(data, [min(5, len(data)), 0])
+            for to, data in sent.items()
+            if data is not None
+        },
+        {source: stream(data, [0, len(data) // 2, 0]) for source, data in got.items()},
+    )
+    return all((got[source] == due[source]).all() for source in got)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_streams_reach_their_ranks_through_windows(size, monkeypatch):
+    monkeypatch.setattr(streams, "WINDOW", 64)
+    assert ThreadedGroup.run(size, exchanged) == [True] * size
+    assert exchanged(SingleGroup())
+
+
+@pytest.mark.parametrize("end", ["out", "in"])
+def test_an_error_of_a_stream_is_raised_on_all_ranks_and_nobody_waits(end, monkeypatch):
+    monkeypatch.setattr(streams, "WINDOW", 8)
+
+    def broken(data):
+        yield data[:9].data
+        raise StorageError("gone")
+
+    def call(group):
+        data = np.zeros(100, np.uint8)
+        way = {"out": data, "in": data.copy()}
+        parts = {
+            name: Stream(100, broken(d) if (group.rank, name) == (1, end) else [d.data])
+            for name, d in way.items()
+        }
+        with pytest.raises(StorageError, match=r"^rank 1: gone$"):
+            exchange(
+                group,
+                {(group.rank + 1) % 3: parts["out"]},
+                {(group.rank - 1) % 3: parts["in"]},
+            )
+        assert exchanged(group)
+        return group.reduce_broadcast("write", lambda: 1, sum)
+
+    assert ThreadedGroup.run(3, call) == [3, 3, 3]
+
+
+def test_a_stream_that_is_too_short_is_told():
+    def call(group):
+        exchange(
+            group,
+            {0: Stream(9, [memoryview(b"1234")])},
+            {0: stream(np.zeros(9, np.uint8))},
+        )
+
+    with pytest.raises(RankFailure, match="a stream of 9 bytes ends 5 too early"):
+        call(SingleGroup())
+
+
+def test_an_exchange_with_a_rank_that_does_not_come_ends():
+    def call(group):
+        if group.rank == 1:
+            return
+        data = np.zeros(9, np.uint8)
+        exchange(group, {}, {1: stream(data)})
+
+    first, _ = outcomes(2, call)
+    assert isinstance(first, RankLost)
+    assert "rank 0 waits in vain in the stage 'exchange': rank 1 has finished" in str(
+        first
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "agreed"),
+    [
+        ([5, 5, 5], True),
+        ([0, 0, 0], True),
+        ([2**63 - 1] * 3, True),
+        ([5, 5, 6], False),
+        ([5, None, 5], False),
+        ([0, None, 0], False),
+        ([None] * 3, False),
+    ],
+)
+def test_vote(tokens, agreed):
+    assert (
+        ThreadedGroup.run(3, lambda group: group.all_agree(tokens[group.rank]))
+        == [agreed] * 3
+    )
+
+
+# Several ranks: failures
+
+
+@pytest.mark.parametrize("verb", ["reduce_scatter", "reduce_broadcast"])
+def test_one_ranks_error_of_ours_is_raised_on_all_with_its_rank(verb):
+    work = raises_on({2}, StorageError("no space left in 'x/__2_0.distcp'"))
+    got = outcomes(
+        4,
+        lambda group: getattr(group, verb)(
+            "write", lambda: work(group), lambda all_: all_
+        ),
+    )
+    assert [type(error) for error in got] == [StorageError] * 4
+    assert {str(error) for error in got} == {
+        "rank 2: no space left in 'x/__2_0.distcp'"
+    }
+    assert isinstance(
+        got[2].__cause__, StorageError
+    )  # where it happened, the traceback is kept
+    assert got[1].__cause__ is None
+
+
+def test_the_same_text_of_several_ranks_is_told_once():
+    work = raises_on({0, 1, 2, 5}, StorageError("disk full"))
+    got = outcomes(
+        6, lambda group: group.reduce_broadcast("write", lambda: work(group), len)
+    )
+    assert {str(error) for error in got} == {"ranks 0-2, 5: disk full"}
+
+
+def test_a_foreign_error_is_a_rank_failure_with_the_story():
+    work = raises_on({1}, ZeroDivisionError("by zero"))
+    got = outcomes(
+        3, lambda group: group.reduce_broadcast("write", lambda: work(group), len)
+    )
+    for error in got:
+        assert isinstance(error, RankFailure)
+        assert "Worker failure in the stage 'write': 1 of 3 ranks failed" in str(error)
+        assert "rank 1: ZeroDivisionError: by zero" in str(error)
+        assert list(error.failures) == [1]
+        assert "raise error" in error.failures[1]
+    assert isinstance(got[1].__cause__, ZeroDivisionError)
+
+
+def test_errors_of_different_classes_are_a_rank_failure_with_all_of_them():
+    def work(group):
+        raise {0: StorageError("full"), 1: CoverageError("hole"), 2: OSError("io")}[
+            group.rank
+        ]
+
+    got = outcomes(
+        3,
+        lambda group: group.reduce_scatter(
+            "plan", lambda: work(group), lambda all_: all_
+        ),
+    )
+    for error in got:
+        assert type(error) is RankFailure
+        assert set(error.failures) == {0, 1, 2}
+        assert all(
+            text in str(error)
+            for text in ("rank 0: full", "rank 1: hole", "rank 2: OSError: io")
+        )
+        assert "Worker failure" not in str(error)
+
+
+@pytest.mark.parametrize("verb", ["reduce_scatter", "reduce_broadcast", "broadcast"])
+def test_what_the_coordinator_decides_against_all_is_said_in_its_own_words(verb):
+    def call(group):
+        if verb == "broadcast":
+            return group.broadcast(
+                "open", lambda: raise_(CoverageError("'w' is not covered"))
+            )
+        return getattr(group, verb)(
+            "plan", lambda: 0, lambda _: raise_(CoverageError("'w' is not covered"))
+        )
+
+    got = outcomes(3, call)
+    assert [type(error) for error in got] == [CoverageError] * 3
+    assert {str(error) for error in got} == {"'w' is not covered"}
+
+
+def test_a_foreign_error_of_the_coordinator_is_a_rank_failure_of_rank_0():
+    got = outcomes(
+        3, lambda group: group.broadcast("open", lambda: raise_(KeyError("x")))
+    )
+    for error in got:
+        assert isinstance(error, RankFailure)
+        assert "the coordinator could not go on: KeyError: 'x'" in str(error)
+        assert list(error.failures) == [0]
+    assert isinstance(got[0].__cause__, KeyError)
+
+
+def test_what_cannot_be_pickled_is_told_as_text():
+    def bad_error(group):
+        return group.reduce_broadcast(
+            "plan", lambda: raise_(Stubborn(threading.Lock())), len
+        )
+
+    def bad_result(group):
+        return group.reduce_broadcast("plan", threading.Lock, len)
+
+    def bad_decision(group):
+        return group.reduce_scatter("plan", lambda: 0, lambda _: [0, threading.Lock()])
+
+    assert "Stubborn: stubborn, with a lock" in str(outcomes(2, bad_error)[1])
+    for call in (bad_result, bad_decision):
+        for error in outcomes(2, call):
+            assert isinstance(error, RankFailure)
+            assert "pickle" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("verb", "shy"),
+    [
+        ("reduce_scatter", 1),
+        ("reduce_scatter", 0),
+        ("reduce_broadcast", 1),
+        ("broadcast", 1),
+    ],
+)
+def test_a_message_that_one_rank_cannot_open_is_its_failure_and_nobody_waits(verb, shy):
+    def call(group):
+        told = {
+            "reduce_scatter": lambda: group.reduce_scatter(
+                "plan", lambda: 0, lambda all_: [Shy(shy)] * len(all_)
+            ),
+            "reduce_broadcast": lambda: group.reduce_broadcast(
+                "plan", lambda: 0, lambda _: Shy(shy)
+            ),
+            "broadcast": lambda: group.broadcast("plan", lambda: Shy(shy)),
+        }
+        told[verb]()
+        group.reduce_broadcast("write", lambda: 0, len)
+
+    got = outcomes(3, call)
+    assert [type(error) for error in got] == [RankLost] * 3
+    assert all(
+        f"rank {shy} left: LookupError: not on this rank" in str(error) for error in got
+    )
+    assert "__setstate__" in got[shy].failures[shy]
+    assert isinstance(got[shy].__cause__, LookupError)
+
+
+def test_why_a_rank_leaves_is_one_line_that_any_store_takes():
+    error = SystemExit("no /data/caf\udce9" + "." * 1000 + "\nmore")
+    assert departure(error).startswith("left: SystemExit: no /data/caf\\udce9...")
+    assert len(departure(error)) < 400
+    assert "more" not in departure(error)
+
+
+def test_what_the_coordinator_cannot_open_is_told_to_all():
+    for error in outcomes(
+        2, lambda group: group.reduce_broadcast("plan", lambda: Shy(0), len)
+    ):
+        assert isinstance(error, RankFailure)
+        assert "the coordinator could not go on: LookupError: not on this rank" in str(
+            error
+        )
+
+
+def test_an_exception_class_that_others_cannot_import_is_told_as_text():
+    class Local(CheckpointingException):
+        pass
+
+    for error in outcomes(
+        2, lambda group: group.reduce_broadcast("x", lambda: raise_(Local("mine")), len)
+    ):
+        assert isinstance(error, RankFailure)
+        assert "Local: mine" in str(error)
+
+
+def test_a_failure_that_is_no_exception_is_shared_too():
+    class TorchLike(BaseException):
+        """As torch.distributed.checkpoint's CheckpointException is."""
+
+    for error in outcomes(
+        2, lambda group: group.broadcast("open", lambda: raise_(TorchLike("odd")))
+    ):
+        assert isinstance(error, RankFailure)
+        assert "odd" in str(error)
+
+
+def test_a_wrong_number_of_parts_is_an_error_on_all_ranks():
+    got = outcomes(
+        3, lambda group: group.reduce_scatter("plan", lambda: 0, lambda _: [1, 2])
+    )
+    assert all("2 values to scatter over 3 ranks" in str(error) for error in got)
+
+
+def test_after_a_shared_failure_the_group_works_on():
+    def call(group):
+        with pytest.raises(StorageError):
+            group.broadcast("open", lambda: raise_(StorageError("once")))
+        return group.broadcast("open", lambda: "fine")
+
+    assert ThreadedGroup.run(3, call) == ["fine"] * 3
+
+
+def test_notes_are_told():
+    error = StorageError("full")
+    error.add_note("hint: delete something")
+    assert "hint: delete something" in str(
+        everybodys("write", [Failure.of(1, error)], 2)
+    )
+
+
+def test_many_stories_are_cut_in_the_message_but_kept():
+    failures = [Failure.of(rank, OSError(f"story {rank}")) for rank in range(20)]
+    error = everybodys("write", failures, 20)
+    assert "and 12 more stories" in str(error)
+    assert len(error.failures) == 20
+    assert pickle.loads(pickle.dumps(error)).failures == error.failures
+
+
+def test_ranks_are_named_in_runs():
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([4, 0, 1, 2, 7, 8]) == "ranks 0-2, 4, 7-8"
+
+
+# Which group
+
+
+def test_without_torch_nothing_imports_it():
+    code = (
+        "import sys; from megackpt.distributed import group_over; "
+        "assert group_over().size == 1; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_group_is_returned_as_it_is_and_one_process_has_always_the_same():
+    group = SingleGroup()
+    assert group_over(group) is group
+    assert group_over() is group_over()
+
+
+def test_a_process_group_that_is_none_is_refused():
+    with pytest.raises(CheckpointingException, match="not initialised"):
+        group_over("world")
+
+
+# Real processes
+
+
+def seconds(value: float) -> timedelta:
+    return timedelta(seconds=value)
+
+
+def default_group_works() -> bool:
+    import torch
+    import torch.distributed as dist
+
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return int(ones) == dist.get_world_size()
+
+
+def end_at_once():
+    """A gloo thread that is still at work while the interpreter ends would abort some of the processes."""
+    sys.exit(0)
+
+
+def shy_in_the_middle(group):
+    group.broadcast("open", lambda: Shy(2))
+    group.reduce_broadcast("write", lambda: 1, len)
+
+
+def real_values_and_failures():
+    import torch.distributed as dist
+
+    group = group_over(timeout=seconds(20))
+    assert group is group_over(timeout=seconds(20))
+    assert (group.rank, group.size) == (dist.get_rank(), 4)
+    big = np.arange(300_000) + group.rank
+    part = group.reduce_scatter(
+        "plan", lambda: big, lambda all_: [all_[3 - r] for r in range(4)]
+    )
+    assert (part == np.arange(300_000) + 3 - group.rank).all()
+    assert group.reduce_broadcast("write", lambda: group.rank, sum) == 6
+    assert (group.broadcast("open", lambda: big) == np.arange(300_000)).all()
+    assert group.all_agree(2**63 - 1)
+    assert not group.all_agree(group.rank)
+    assert not group.all_agree(None if group.rank == 3 else 0)
+    assert not group.all_agree(None)
+
+    work = raises_on({2}, StorageError("disk full"))
+    with pytest.raises(StorageError, match=r"^rank 2: disk full$"):
+        group.reduce_broadcast("write", lambda: work(group), len)
+    work = raises_on({0, 1, 2, 3}, ValueError("same"))
+    with pytest.raises(RankFailure, match=r"ranks 0-3: ValueError: same"):
+        group.reduce_scatter("write", lambda: work(group), lambda all_: all_)
+    with pytest.raises(CoverageError, match=r"^a hole$"):
+        group.reduce_scatter(
+            "plan", lambda: 0, lambda _: raise_(CoverageError("a hole"))
+        )
+    assert exchanged(group)
+    much = np.full(10_000_000, group.rank, np.uint8)  # several windows
+    came = np.zeros_like(much)
+    exchange(
+        group,
+        {(group.rank + 1) % 4: stream(much)},
+        {(group.rank - 1) % 4: stream(came, [7])},
+    )
+    assert (came == (group.rank - 1) % 4).all()
+    bad = Stream(10_000_000, iter([much[:5].data]))
+    with pytest.raises(
+        RankFailure, match="rank 3: ValueError: a stream of 10000000 bytes ends"
+    ):
+        exchange(
+            group,
+            {(group.rank + 1) % 4: bad if group.rank == 3 else stream(much)},
+            {(group.rank - 1) % 4: stream(came)},
+        )
+    assert default_group_works()
+    assert group.broadcast("open", lambda: "still here") == "still here"
+    assert group.all_agree(1)
+    with pytest.raises(RankLost, match="rank 2 left: LookupError: not on this rank"):
+        group.lowest([isinstance(group.broadcast("open", lambda: Shy(2)), Shy)])
+    group = group_over(timeout=seconds(20))
+    assert group.all_agree(1)
+    with pytest.raises(
+        RankLost, match="rank 2 left: LookupError: not on this rank"
+    ) as lost:
+        shy_in_the_middle(group)
+    assert set(lost.value.failures) == {
+        2
+    }  # not those who wait for the coordinator, and have not noticed yet
+    end_at_once()
+
+
+def test_real_ranks(ranks):
+    ranks(real_values_and_failures, 4)
+
+
+def real_subgroup():
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    evens, odds = dist.new_group([0, 2]), dist.new_group([1, 3])
+    mine, other = (evens, odds) if rank % 2 == 0 else (odds, evens)
+    group = group_over(mine, timeout=seconds(20))
+    assert (group.rank, group.size) == (rank // 2, 2)
+    assert group.reduce_broadcast("plan", lambda: rank, list) == (
+        [0, 2] if rank % 2 == 0 else [1, 3]
+    )
+    assert group_over(timeout=seconds(20)).size == 4
+    with pytest.raises(CheckpointingException, match="a member of"):
+        group_over(other)
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    assert isinstance(group_over(alone), SingleGroup)
+    # And a default group that is destroyed and made again in the same job gets a group of its own.
+    dist.destroy_process_group(evens if rank % 2 == 0 else odds)
+    again = [dist.new_group(pair) for pair in ([0, 2], [1, 3])][rank % 2]
+    assert (
+        group_over(again, timeout=seconds(20)).reduce_broadcast("x", lambda: rank, len)
+        == 2
+    )
+    end_at_once()
+
+
+def test_subgroups(ranks):
+    ranks(real_subgroup, 4)
+
+
+def one_call(stage):
+    group = group_over(timeout=seconds(1))
+    if stage == "vote":
+        group.all_agree(1)
+    group.reduce_broadcast(stage, lambda: group.rank, len)
+
+
+def real_late_rank(stage):
+    """Rank 2 is late; then everybody, rank 2 as well, goes on with the next call."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    group = group_over(timeout=seconds(20))
+    assert group.broadcast("open", lambda: "once")  # the connection stands
+    if rank == 2:
+        time.sleep(4)
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        one_call(stage)
+    print(time.monotonic() - start, caught.value)
+    assert time.monotonic() - start < 10
+    with pytest.raises(RankFailure, match="failed before"):
+        group.broadcast("commit", lambda: "never")
+    assert default_group_works()
+    group = group_over(timeout=seconds(20))
+    assert group.reduce_broadcast("write", lambda: rank, sum) == 6
+    assert group_over(timeout=seconds(20)) is group
+    assert group.all_agree(1)
+
+
+@pytest.mark.parametrize("stage", ["plan", "vote"])
+def test_a_late_rank_is_an_error_with_the_timeout_and_the_next_call_works(ranks, stage):
+    done = ranks(real_late_rank, 4, stage)
+    for rank in (0, 1, 3):
+        assert f"in the stage '{stage}' (timeout 1 s)" in done[rank].stdout
+        assert "rank 2 did not answer" in done[rank].stdout
+        assert "the next save or load connects afresh" in done[rank].stdout
+    assert "rank 2 comes too late" in done[2].stdout
+
+
+def real_dead_rank(dead, how):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+
+    def work():
+        if rank == dead and how != "interrupt":
+            print("gone", flush=True)
+            os._exit(0)
+        if rank == dead:
+            raise KeyboardInterrupt
+        return rank
+
+    start = time.monotonic()
+    try:
+        group_over(
+            timeout=seconds(20)
+        )  # now the connection stands; start-up under load took its time
+        group = group_over(timeout=seconds(2))
+        group.all_agree(
+            1
+        )  # this one as well: or the rank may be gone before the others have found it
+        if how == "exchange":
+            data = np.zeros(10_000_000, np.uint8)
+            gone = (work() for _ in range(1)) if rank == dead else [data.data]
+            exchange(
+                group,
+                {(rank + 1) % 3: Stream(len(data), gone)},
+                {(rank - 1) % 3: stream(data)},
+            )
+        group.reduce_scatter("write", work, lambda all_: all_)
+    except (RankFailure, KeyboardInterrupt) as error:
+        print(
+            round(time.monotonic() - start, 1), type(error).__name__, error, flush=True
+        )
+    assert time.monotonic() - start < 40
+    os._exit(0)  # the default group cannot be taken down in order any more
+
+
+@pytest.mark.parametrize(("dead", "how"), [(0, "exit"), (2, "exit"), (1, "exchange")])
+def test_a_rank_that_dies_is_told_by_the_others(ranks, dead, how):
+    done = ranks(real_dead_rank, 3, dead, how)
+    for rank, process in enumerate(done):
+        if rank == dead:
+            assert process.stdout == "gone\n"
+        else:
+            assert "RankLost" in process.stdout
+            assert f"rank {dead} did not answer" in process.stdout
+
+
+def test_a_rank_that_is_interrupted_is_told_by_the_others(ranks):
+    done = ranks(real_dead_rank, 3, 1, "interrupt")
+    assert "KeyboardInterrupt" in done[1].stdout
+    for rank in (0, 2):
+        assert "rank 1 left: KeyboardInterrupt" in done[rank].stdout
+
+
+def store_dies_with_rank_0():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")  # env://: rank 0 holds the store
+    real_dead_rank(0, "exit")
+
+
+def test_nothing_hangs_when_the_store_dies_as_well(ranks):
+    done = ranks(store_dies_with_rank_0, 3, init=False)
+    assert all("RankLost" in process.stdout for process in done[1:])
