@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         AsyncCallsQueue as AsyncCallsQueue,
         AsyncRequest as AsyncRequest,
     )
-    from megackpt.bars import progress as progress
     from megackpt.checkpoint import verify as verify
     from megackpt.converter import (
         convert as convert,
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     )
     from megackpt.manager import CheckpointManager as CheckpointManager
     from megackpt.planning.strict import StrictHandling as StrictHandling
+    from megackpt.progress_bar import progress as progress
     from megackpt.saver import save as save
     from megackpt.state import (
         LocalNonpersistentObject as LocalNonpersistentObject,
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "adapters.dtensor": ("sharded",),
-    "bars": ("progress",),
     "checkpoint": ("verify",),
     "converter": ("convert", "remove_sharded_tensors"),
     "errors": (
@@ -101,6 +100,7 @@ _HOMES = {
     ),
     "manager": ("CheckpointManager",),
     "planning.strict": ("StrictHandling",),
+    "progress_bar": ("progress",),
     "async_save": ("AsyncCallsQueue", "AsyncRequest"),
     "saver": ("save",),
     "state": (

@@ -1,20 +1,20 @@
-"""Every exception that megackpt raises on purpose, and how their texts tell of many things.
+"""All exceptions of megackpt.
 
-CheckpointingException              the root; the name that users of Megatron-Core know
-├── ShardingError                   the declaration is wrong (a caller's mistake)
+CheckpointingException              the root; the name that Megatron-Core uses
+├── ShardingError                   a wrong declaration (a mistake of the caller)
 │   └── CoverageError               the shards of all ranks do not tile a tensor exactly
-├── MismatchError                   keys, shapes or dtypes asked for differ from the stored ones
-├── NotACheckpoint                  there is nothing (complete) to read at this place
-├── CheckpointExists                a complete checkpoint is there and may not be replaced
-├── SaveInProgress                  another live job is saving to the same directory
-├── CorruptCheckpoint               the disk is wrong: damaged, truncated, lying or hostile files
-│   ├── UntrustedClass              a pickle names a class that is not trusted (also an UnpicklingError)
-│   ├── RefusedObject               a pickle is whole, and holds what no trust makes safe to make of it
-│   └── CheckpointReplaced          the directory was overwritten while it was being read
-├── StorageError                    the disk said no (full, unwritable, input/output error)
-├── BackendError                    unknown format or version, missing package, or a format that cannot hold this
-└── RankFailure                     other ranks failed; rank -> its story
-    └── RankLost                    other ranks did not answer in time, or are gone
+├── MismatchError                   requested keys, shapes or dtypes differ from the stored ones
+├── NotACheckpoint                  there is no (complete) checkpoint at this path
+├── CheckpointExists                a complete checkpoint exists and may not be replaced
+├── SaveInProgress                  another running job is saving to the same directory
+├── CorruptCheckpoint               damaged, truncated, contradictory or hostile files
+│   ├── UntrustedClass              a pickle names a class that is not trusted
+│   ├── RefusedObject               an undamaged pickle that is not safe to load
+│   └── CheckpointReplaced          the checkpoint was overwritten while it was being read
+├── StorageError                    the storage failed (full, unwritable, input/output error)
+├── BackendError                    unknown format, missing package, or unsupported content
+└── RankFailure                     other ranks failed; has the error of each of them
+    └── RankLost                    other ranks did not answer in time, or ended
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class CheckpointingException(Exception):
 
 
 class ShardingError(CheckpointingException):
-    """A ShardedTensor, ShardedObject or factory contradicts itself or cannot be stored."""
+    """A ShardedTensor, ShardedObject or factory is inconsistent or cannot be stored."""
 
 
 class CoverageError(ShardingError):
-    """The main replicas of all ranks leave holes, overlap, or disagree; the message lists every problem."""
+    """The main replicas of all ranks leave holes, overlap, or disagree. Lists every problem."""
 
 
 class MismatchError(CheckpointingException):
-    """What is asked for differs from what is stored: keys, global shapes or dtypes."""
+    """Requested keys, global shapes or dtypes differ from the stored ones."""
 
 
 class NotACheckpoint(CheckpointingException):
@@ -44,44 +44,44 @@ class NotACheckpoint(CheckpointingException):
 
 
 class CheckpointExists(CheckpointingException):
-    """A complete checkpoint stands here and ``overwrite=False`` was asked for."""
+    """The directory has a complete checkpoint, and the save was called with ``overwrite=False``."""
 
 
 class SaveInProgress(CheckpointingException):
-    """Another live job is saving to the same directory."""
+    """Another running job is saving to the same directory."""
 
 
 class CorruptCheckpoint(CheckpointingException):
-    """The files of a checkpoint are damaged, truncated, contradict each other, or try to do harm."""
+    """The files of a checkpoint are damaged, truncated, contradictory or hostile."""
 
 
 class UntrustedClass(CorruptCheckpoint, pickle.UnpicklingError):
-    """A pickle asks for a class that nobody trusted. Nothing of it was run."""
+    """A pickle names a class that is not trusted. No code of the pickle was run."""
 
 
 class RefusedObject(CorruptCheckpoint):
-    """An object's pickle is as it was written, and holds what is not made: too deep, too much work, or odd calls.
+    """The pickle of an object is undamaged, but too deep, too costly, or uses unsupported calls.
 
-    Nothing of the files is damaged. Whoever trusts the author reads it by ``torch.load(..., weights_only=False)``.
+    If you trust its author, read it by ``torch.load(..., weights_only=False)``.
     """
 
 
 class CheckpointReplaced(CorruptCheckpoint):
-    """The checkpoint was replaced by another save while it was being read; reading again will succeed."""
+    """Another save replaced the checkpoint while it was being read. A new attempt will succeed."""
 
 
 class StorageError(CheckpointingException):
-    """The storage refused: no space, no permission, an input/output error."""
+    """The storage failed: no space, no permission, an input/output error."""
 
 
 class BackendError(CheckpointingException):
-    """The format is unknown, its package is missing, or it cannot hold what is asked of it."""
+    """The format is unknown, its package is missing, or it does not support this content."""
 
 
 class RankFailure(CheckpointingException):
-    """One or more ranks failed; raised with the same text on every rank.
+    """One or more ranks failed. Raised with the same text on every rank.
 
-    ``failures`` maps each failing rank to its story (for a failed step: the formatted traceback).
+    ``failures`` maps each failed rank to its error (for a failed step: the formatted traceback).
     """
 
     def __init__(self, message: str, failures: Mapping[int, str] | None = None) -> None:
@@ -93,14 +93,17 @@ class RankFailure(CheckpointingException):
 
 
 class RankLost(RankFailure):
-    """Ranks did not answer in time, or are gone. What they still do to the disk, nobody knows."""
+    """Ranks did not answer in time, or ended. They may still be writing to the storage."""
 
 
-def some(
-    items: Sequence[object], shown: int = 20, between: str = "; ", others: str = "more"
+def join_truncated(
+    items: Sequence[object],
+    limit: int = 20,
+    separator: str = "; ",
+    others: str = "more",
 ) -> str:
-    """The first of these in words, and how many others there are."""
-    told = [str(item) for item in items[:shown]]
-    return between.join(
-        [*told, f"and {len(items) - shown} {others}"] if len(items) > shown else told
-    )
+    """Join the first ``limit`` items, and append the number of the others."""
+    texts = [str(item) for item in items[:limit]]
+    if len(items) > limit:
+        texts.append(f"and {len(items) - limit} {others}")
+    return separator.join(texts)

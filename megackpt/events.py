@@ -1,4 +1,11 @@
-"""What operations tell of themselves while they run: events at the end of stages, and how far a stage is."""
+"""Events: the one mechanism behind logs, metrics, callbacks and progress bars.
+
+An operation (a save, load or verification) consists of stages. Each stage that ends makes one
+``Event`` on each rank; the last event of an operation has the stage "total". The event is logged
+and passed to every observer: a callback of ``watching``, or the progress bars.
+
+The current stage is a context variable, so a step of a save needs no parameter for it.
+"""
 
 from __future__ import annotations
 
@@ -10,69 +17,51 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import Protocol
 
 logger = logging.getLogger("megackpt.events")
 
 TOTAL = "total"
 """The stage of the last event of an operation."""
 
-_LONGEST = 300  # characters of an error
+_MAX_ERROR_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A stage of an operation has ended on one rank; or all of the operation, where the stage is "total"."""
+    """A stage of an operation has ended on one rank; "total" is the whole operation."""
 
     operation: str
-    """"save", "load" or "verify"."""
+    """"save", "load", "verify"; on the command line also "diff" and "convert"."""
     stage: str
-    """declare, begin, plan, write, commit; open, compare, share, read, exchange; total."""
+    """declare, begin, plan, stage, write, commit; open, compare, share, read, exchange; total."""
     id: str
-    """Of the save that made the checkpoint; "" where this rank does not know it (yet), or there is none."""
+    """The id of the save that wrote the checkpoint. Empty if unknown or if there is none."""
     rank: int
     ranks: int
     bytes: int
-    """What this rank has written, read or compared in this stage; in "total", all ranks together. 0 after a failure."""
+    """Bytes that this rank wrote, read or compared in this stage; in "total", of all ranks.
+
+    0 after a failure.
+    """
     seconds: float
     path: str
     error: str | None = None
 
     def __str__(self) -> str:
-        known = f" ({self.id})" if self.id else ""
-        told = f"{self.operation} {self.path}{known}: {self.stage}, rank {self.rank} of {self.ranks}: "
+        save_id = f" ({self.id})" if self.id else ""
+        text = f"{self.operation} {self.path}{save_id}: {self.stage}, "
+        text += f"rank {self.rank} of {self.ranks}: "
         if self.error is not None:
-            return f"{told}failed after {self.seconds:.3f} s: {self.error}"
+            return f"{text}failed after {self.seconds:.3f} s: {self.error}"
         if not self.bytes:
-            return f"{told}{self.seconds:.3f} s"
-        rate = self.bytes / max(self.seconds, 1e-9)
-        return f"{told}{size(self.bytes)} in {self.seconds:.3f} s, {size(rate)}/s"
-
-
-@dataclass(eq=False)
-class Stage:
-    """A stage that goes on: whoever moves bytes in it says so here. A viewer may look at it from any thread."""
-
-    name: str
-    operation: Operation
-    todo: int = 0
-    done: int = 0
-    viewers: tuple[Viewer, ...] = ()
-    """Who looks while it goes on. If nobody does, only the outcome has to be told."""
-    ended: str = ""
-    """"done" or "failed", once it has ended."""
-    began: float = field(default_factory=time.perf_counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def advance(self, count: int) -> None:
-        """So many bytes more are done. From any thread."""
-        with self._lock:
-            self.done += count
+            return f"{text}{self.seconds:.3f} s"
+        rate = format_size(self.bytes / max(self.seconds, 1e-9))
+        return f"{text}{format_size(self.bytes)} in {self.seconds:.3f} s, {rate}/s"
 
 
 @dataclass(eq=False)
 class Operation:
-    """A save, load or verification that goes on, on this rank."""
+    """A save, load or verification that is running on this rank."""
 
     name: str
     path: str
@@ -80,50 +69,81 @@ class Operation:
     ranks: int = 1
     id: str = ""
     bytes: int = 0
-    """Of all ranks together, told by the order of the operation at its end."""
+    """Of all ranks; set at the end."""
     problem: str | None = None
-    """What it found to be wrong, where that is no exception."""
+    """What the operation found wrong, if it reports that without an exception."""
 
 
-Callback = Callable[[Event], None]
+@dataclass(eq=False)
+class Stage:
+    """A running stage. Any thread may read it; ``advance`` is called by the threads that move data."""
+
+    name: str
+    operation: Operation
+    todo: int = 0
+    done: int = 0
+    counts_bytes: bool = False
+    """Whether progress is shown. If not, only the final number of bytes has to be set."""
+    ended: str = ""
+    """Empty while the stage is running, then "done" or "failed"."""
+    started_at: float = field(default_factory=time.perf_counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def advance(self, count: int) -> None:
+        """Add ``count`` bytes to ``done``."""
+        with self._lock:
+            self.done += count
 
 
-class Viewer(Protocol):
-    """Who looks at stages (and operations: stages of the name "total") while they go on."""
+class Observer:
+    """Base class of what is called at the start and the end of stages, on the thread that works.
 
-    def began(self, stage: Stage) -> None: ...
-    def ended(self, stage: Stage) -> None: ...
+    An exception that an observer raises is logged once per observer and changes nothing else.
+    """
+
+    shows_progress = False
+    _failed = False
+
+    def stage_started(self, stage: Stage) -> None:
+        """A stage, or an operation (a stage with the name "total"), starts."""
+
+    def stage_ended(self, stage: Stage, event: Event) -> None:
+        """The same stage has ended."""
 
 
 _lock = threading.Lock()
-_watches: tuple[Watch, ...] = ()
-_viewers: tuple[Viewer, ...] = ()
+_observers: tuple[Observer, ...] = ()
 _current: ContextVar[Stage] = ContextVar("megackpt_stage")
 
 
-class Watch:
-    """A callback that is told of events until ``stop`` is called, or the ``with`` block ends."""
+def add_observer(observer: Observer) -> None:
+    """Call ``observer`` for all stages of this process, until ``remove_observer``."""
+    global _observers  # noqa: PLW0603
+    with _lock:
+        _observers = (*_observers, observer)
 
-    def __init__(self, callback: Callback) -> None:
+
+def remove_observer(observer: Observer) -> None:
+    """Stop calling ``observer``; does nothing if it is not registered."""
+    global _observers  # noqa: PLW0603
+    with _lock:
+        _observers = tuple(other for other in _observers if other is not observer)
+
+
+class Watch(Observer):
+    """A registered callback. ``stop``, or the end of the ``with`` block, removes it."""
+
+    def __init__(self, callback: Callable[[Event], None]) -> None:
         self._callback = callback
-        self._failed = False
+        add_observer(self)
 
-    def tell(self, event: Event) -> None:
-        try:
-            self._callback(event)
-        except Exception:
-            if not self._failed:
-                self._failed = True
-                logger.exception(
-                    "the callback %r failed, at %s; its further errors are not told",
-                    self._callback,
-                    event,
-                )
+    def stage_ended(self, stage: Stage, event: Event) -> None:  # noqa: ARG002
+        """Call the callback."""
+        self._callback(event)
 
     def stop(self) -> None:
-        global _watches  # noqa: PLW0603 - one list for the process, replaced as a whole
-        with _lock:
-            _watches = tuple(watch for watch in _watches if watch is not self)
+        """Do not call the callback any more."""
+        remove_observer(self)
 
     def __enter__(self) -> Watch:
         return self
@@ -136,67 +156,56 @@ class Watch:
     ) -> None:
         self.stop()
 
+    def __repr__(self) -> str:
+        return f"callback {self._callback!r}"
 
-def watching(callback: Callback) -> Watch:
-    """Call ``callback`` with an Event at the end of each stage of all that this process saves, loads or verifies.
 
-    From now on, and until the ``stop`` of what this returns; or for the time of a ``with`` block. It is called on the
-    thread that works, which waits for it: hand over and return. What it raises is logged, once, and changes nothing.
+def watching(callback: Callable[[Event], None]) -> Watch:
+    """Call ``callback`` with an ``Event`` at the end of each stage in this process.
+
+    The calls last until ``stop`` of the returned object, or until the end of a ``with`` block.
+    The callback runs on the thread that works, which waits for it, so it should return soon.
+    What it raises is logged once and changes nothing.
     """
-    global _watches  # noqa: PLW0603
-    watch = Watch(callback)
-    with _lock:
-        _watches = (*_watches, watch)
-    return watch
-
-
-@contextmanager
-def viewing(viewer: Viewer) -> Iterator[None]:
-    """Let ``viewer`` look at all stages that begin within; it is called on the threads that work."""
-    global _viewers  # noqa: PLW0603
-    with _lock:
-        _viewers = (*_viewers, viewer)
-    try:
-        yield
-    finally:
-        with _lock:
-            _viewers = tuple(other for other in _viewers if other is not viewer)
+    return Watch(callback)
 
 
 @contextmanager
 def operation(
     name: str, path: object, rank: int = 0, ranks: int = 1
 ) -> Iterator[Operation]:
-    """All that this thread does within belongs to one operation."""
-    whole = begun(TOTAL, Operation(name, str(path), rank, ranks))
-    with _ending(whole), within(whole):
+    """Run the block as one operation on this thread."""
+    whole = start(TOTAL, Operation(name, str(path), rank, ranks))
+    with _finishing(whole), use(whole):
         yield whole.operation
 
 
 @contextmanager
 def stage(name: str) -> Iterator[Stage]:
-    """One stage of the operation of this thread. Also a decorator: of the function that is the stage."""
-    step = begun(name, here().operation)
-    with _ending(step), within(step):
+    """Run the block as a stage of the current operation. Also usable as a decorator."""
+    step = start(name, current().operation)
+    with _finishing(step), use(step):
         yield step
 
 
-def here() -> Stage:
-    """The stage of this thread; outside any, one that nobody hears of."""
+def current() -> Stage:
+    """The current stage of this thread. Outside of an operation, one without observers."""
     return _current.get(None) or Stage(TOTAL, Operation("", ""))
 
 
-def begun(name: str, operation: Operation) -> Stage:
-    """A stage that may go on on other threads, and for a while on none; whoever began it calls ``over``."""
-    step = Stage(name, operation, viewers=_viewers if operation.name else ())
-    for viewer in step.viewers:
-        _safely(viewer.began, step)
+def start(name: str, operation: Operation) -> Stage:
+    """Start a stage that may run on other threads. The caller has to call ``finish``."""
+    step = Stage(name, operation)
+    if operation.name:
+        step.counts_bytes = any(o.shows_progress for o in _observers)
+        for observer in _observers:
+            _notify(observer, lambda o: o.stage_started(step))
     return step
 
 
 @contextmanager
-def within(step: Stage) -> Iterator[None]:
-    """What this thread does within belongs to this stage."""
+def use(step: Stage) -> Iterator[None]:
+    """Make ``step`` the current stage of this thread within the block."""
     token = _current.set(step)
     try:
         yield
@@ -204,51 +213,25 @@ def within(step: Stage) -> Iterator[None]:
         _current.reset(token)
 
 
-def over(step: Stage, raised: BaseException | None = None) -> None:
-    """The stage has ended, here or with what was raised; only the first such word counts."""
+def finish(step: Stage, raised: BaseException | None = None) -> None:
+    """End a stage, successfully or with the exception ``raised``. A second call does nothing."""
     if step.ended:
         return
-    whole = step.name == TOTAL
-    error = (
-        None
-        if raised is None
-        else f"{type(raised).__name__}: {told(raised)}".rstrip(": ")
-    )
-    if whole:
-        step.done = step.operation.bytes
-        error = error or step.operation.problem
-    step.ended = "done" if error is None else "failed"
-    for viewer in step.viewers:
-        _safely(viewer.ended, step)
-    _tell(step, time.perf_counter() - step.began, error)
-
-
-def told(error: BaseException) -> str:
-    """The text of an exception, and of its notes: code of anybody's, which may fail itself."""
-    try:
-        return "\n".join([str(error), *map(str, getattr(error, "__notes__", ()))])
-    except Exception as failed:  # noqa: BLE001 - what is told is the first one
-        return f"its text cannot be had: {type(failed).__name__}"
-
-
-@contextmanager
-def _ending(step: Stage) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as raised:
-        over(step, raised)
-        raise
-    over(step)
-
-
-def _tell(step: Stage, seconds: float, error: str | None) -> None:
     running = step.operation
-    # One INFO line for an operation; what its stages and the other ranks did is for whoever asks.
-    level = logging.INFO if step.name == TOTAL and running.rank == 0 else logging.DEBUG
-    logged = logger.isEnabledFor(level)
-    if not running.name or not (_watches or logged):
+    error = None
+    if raised is not None:
+        error = f"{type(raised).__name__}: {format_error(raised)}".rstrip(": ")
+    if step.name == TOTAL:
+        step.done = running.bytes
+        error = error or running.problem
+    step.ended = "done" if error is None else "failed"
+    # One INFO line for an operation; its stages and the other ranks are details.
+    level = logging.DEBUG
+    if step.name == TOTAL and running.rank == 0:
+        level = logging.INFO
+    is_logged = logger.isEnabledFor(level)
+    if not running.name or not (_observers or is_logged):
         return
-    short = None if error is None else error.partition("\n")[0][:_LONGEST]
     event = Event(
         operation=running.name,
         stage=step.name,
@@ -256,26 +239,46 @@ def _tell(step: Stage, seconds: float, error: str | None) -> None:
         rank=running.rank,
         ranks=running.ranks,
         bytes=step.done if error is None else 0,
-        seconds=seconds,
+        seconds=time.perf_counter() - step.started_at,
         path=running.path,
-        error=short,
+        error=error and error.partition("\n")[0][:_MAX_ERROR_LENGTH],
     )
-    if logged:
+    if is_logged:
         logger.log(level, "%s", event, extra=asdict(event))
-    for watch in _watches:
-        watch.tell(event)
+    for observer in _observers:
+        _notify(observer, lambda o: o.stage_ended(step, event))
 
 
-def _safely(view: Callable[[Stage], None], step: Stage) -> None:
-    """What cannot be drawn stops no save."""
+@contextmanager
+def _finishing(step: Stage) -> Iterator[None]:
     try:
-        view(step)
+        yield
+    except BaseException as raised:
+        finish(step, raised)
+        raise
+    finish(step)
+
+
+def _notify(observer: Observer, call: Callable[[Observer], None]) -> None:
+    """An observer that fails must not fail the save that it observes."""
+    try:
+        call(observer)
     except Exception:
-        logger.exception("the progress of %s cannot be shown", step.operation.name)
+        if not observer._failed:
+            observer._failed = True
+            logger.exception("%r failed; its further errors are not reported", observer)
 
 
-def size(count: float) -> str:
-    """Bytes as people read them: 1.5 KiB, 64.0 MiB."""
+def format_error(error: BaseException) -> str:
+    """The text of an exception and its notes; ``__str__`` may be user code that fails itself."""
+    try:
+        return "\n".join([str(error), *map(str, getattr(error, "__notes__", ()))])
+    except Exception as failed:  # noqa: BLE001 - the first error is the one to report
+        return f"its text cannot be had: {type(failed).__name__}"
+
+
+def format_size(count: float) -> str:
+    """Bytes with a binary unit: 1.5 KiB, 64.0 MiB."""
     if count < 1024:
         return f"{count:.0f} B"
     power = min(5, (int(count).bit_length() - 1) // 10)

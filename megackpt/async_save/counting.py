@@ -43,11 +43,11 @@ class CountedSource:
 
 def counted_target(landing: Landing, todo: int) -> Landing | CountedTarget:
     """The same target; where somebody looks at this stage, it counts what has landed of ``todo`` bytes."""
-    here = events.here()
-    if not here.viewers:
+    stage = events.current()
+    if not stage.counts_bytes:
         return landing
-    here.todo = todo
-    return CountedTarget(landing, here.advance)
+    stage.todo = todo
+    return CountedTarget(landing, stage.advance)
 
 
 @dataclass(frozen=True, eq=False)

@@ -77,7 +77,7 @@ class _Call:
                 else f"{name}: under way"
             )
         elif outcome.error is not None:
-            why = events.told(outcome.error)
+            why = events.format_error(outcome.error)
             told = f"{name}: failed here ({why}), which all ranks hear when it is finalized"
         else:
             told = f"{name}: written here"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megackpt.backends.base import THREADS, Source
-from megackpt.errors import BackendError, CorruptCheckpoint, some
+from megackpt.errors import BackendError, CorruptCheckpoint, join_truncated
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.coverage import shapes_table
 from megackpt.planning.manifest import (
@@ -231,7 +231,7 @@ def gathered(
 
 def _refuse_holes(keys: list[str]) -> None:
     if keys:
-        told = some([repr(key) for key in keys], between=", ")
+        told = join_truncated([repr(key) for key in keys], separator=", ")
         raise BackendError(
             f"this format keeps whole tensors, and no rank wrote parts of {told}"
         )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megackpt.errors import CorruptCheckpoint, some
+from megackpt.errors import CorruptCheckpoint, join_truncated
 from megackpt.storage import Storage, unsafe_names
 
 ENDING = ".index.json"
@@ -61,7 +61,7 @@ def read(root: Storage, name: str) -> dict[str, str]:
         )
     if missing := [file for file in files if root.size(file) is None]:
         raise CorruptCheckpoint(
-            f"{where} names files that are not there: {some(missing, between=', ')}"
+            f"{where} names files that are not there: {join_truncated(missing, separator=', ')}"
         )
     return told
 
@@ -82,4 +82,6 @@ def check(
         f"{key!r} is not in {file}" for key, file in told.items() if key not in held
     ]
     if problems:
-        raise CorruptCheckpoint(f"{where} disagrees with its files: {some(problems)}")
+        raise CorruptCheckpoint(
+            f"{where} disagrees with its files: {join_truncated(problems)}"
+        )

@@ -24,7 +24,7 @@ from megackpt.errors import (
     CheckpointingException,
     CorruptCheckpoint,
     StorageError,
-    some,
+    join_truncated,
 )
 from megackpt.planning.manifest import Manifest
 from megackpt.storage import TEMPORARY, LocalStorage, Storage
@@ -185,7 +185,7 @@ def refuse_collisions(
     met = sorted(name for name in foreign if name.partition("/")[0] in names)
     if met:
         raise StorageError(
-            f"cannot save to {location}: {some(met, 10, ', ')} would collide with this save, and "
+            f"cannot save to {location}: {join_truncated(met, 10, ', ')} would collide with this save, and "
             f"{'is' if len(met) == 1 else 'are'} of no checkpoint that a save replaces (Hugging Face's files are "
             "of none): rename or move away what is yours, remove what a failed save of another program left, or save "
             "elsewhere. Nothing was changed"

@@ -10,7 +10,7 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint.chunk_checks import damage
 from megackpt.checkpoint.finishing import finished
 from megackpt.checkpoint.opening import shortfalls
-from megackpt.errors import CorruptCheckpoint, StorageError, some
+from megackpt.errors import CorruptCheckpoint, StorageError, join_truncated
 from megackpt.planning.cache import Contents
 from megackpt.planning.manifest import Manifest
 from megackpt.storage import Storage
@@ -108,6 +108,6 @@ def _check_files(storage: Storage, manifest: Manifest) -> None:
     if missing:
         raise StorageError(
             f"{len(missing)} of {len(manifest.files)} files that ranks wrote cannot be seen by the "
-            f"coordinator in {storage.location}: {some(missing, 5)}. "
+            f"coordinator in {storage.location}: {join_truncated(missing, 5)}. "
             "Is the directory shared between all hosts?"
         )

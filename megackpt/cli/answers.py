@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megackpt.events import size as size  # noqa: PLC0414 - all commands take it from here
+from megackpt.events import format_size as size  # noqa: F401 - used by all commands
 
 
 class Cell(NamedTuple):

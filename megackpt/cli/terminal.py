@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
-from megackpt.bars import bars, is_terminal
+from megackpt import events
 from megackpt.cli.answers import (
     BAR,
     GAP,
@@ -23,10 +23,10 @@ from megackpt.cli.answers import (
     clean,
     jsonable,
 )
+from megackpt.progress_bar import is_terminal, show_bars
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bars
     from rich.text import Text
 
 _GAP = "  "
@@ -166,18 +166,20 @@ def _draw(console: Console, table: Table) -> None:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A bar with bytes and rate on stderr, once a command tells of bytes; where stderr is no terminal, plain lines."""
+    """A bar on a terminal, else a line every few seconds, for what a command reports."""
+    if not is_terminal(sys.stderr):
+        yield _plain_progress()
+        return
     with ExitStack() as shown:
-        drawn: list[Bars] = []
+        shown.enter_context(show_bars(transient=True))
+        stages: list[events.Stage] = []
 
         def start(label: str, total: int) -> None:
-            drawn.append(shown.enter_context(bars(sys.stderr)))
-            drawn[0].add_task(clean(label), total=total)
+            stages.append(events.start(events.TOTAL, events.Operation(label, "")))
+            stages[0].todo = total
+            shown.callback(events.finish, stages[0])
 
-        def advance(done: int) -> None:
-            drawn[0].advance(drawn[0].task_ids[0], done)
-
-        yield Progress(start, advance) if is_terminal(sys.stderr) else _plain_progress()
+        yield Progress(start, lambda done: stages[0].advance(done))  # noqa: PLW0108 - not yet made
 
 
 def _plain_progress() -> Progress:

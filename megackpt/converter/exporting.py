@@ -14,7 +14,7 @@ from megackpt.converter.asking import convert
 from megackpt.converter.budget import parse_size
 from megackpt.converter.order import Converted
 from megackpt.converter.selecting import Choice
-from megackpt.errors import MismatchError, StorageError, some
+from megackpt.errors import MismatchError, StorageError, join_truncated
 from megackpt.planning.manifest import Manifest, TensorEntry
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _refuse_missing_layers(keys: Iterable[str], told: Mapping[str, Any]) -> None
         ]:
             raise MismatchError(
                 f"the configuration's {name} is {count}, and the checkpoint has nothing for "
-                + some(missing, between=", ")
+                + join_truncated(missing, separator=", ")
             )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from megackpt.errors import MismatchError, some
+from megackpt.errors import MismatchError, join_truncated
 from megackpt.planning.manifest import COMMON_KEY, Manifest, TensorEntry, TensorMeta
 
 logger = logging.getLogger("megackpt.converter")
@@ -78,7 +78,7 @@ class Choice:
         chosen = {n: e for n, e in enumerate(manifest.tensors) if self._takes(e)}
         keys = [entry.key for entry in manifest.tensors]
         if self.select and all(entry.is_common for entry in chosen.values()):
-            told = some([repr(key) for key in keys], between=", ")
+            told = join_truncated([repr(key) for key in keys], separator=", ")
             raise MismatchError(
                 f"nothing is selected by {', '.join(self.select)} (of {told})"
             )
@@ -179,4 +179,4 @@ def _check_distinct(manifest: Manifest, found: Mapping[int, TensorEntry]) -> Non
         if not key and keys != [""]
     ]
     if problems:
-        raise MismatchError(some(problems))
+        raise MismatchError(join_truncated(problems))

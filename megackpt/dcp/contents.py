@@ -34,7 +34,7 @@ from megackpt.errors import (
     CheckpointingException,
     CorruptCheckpoint,
     CoverageError,
-    some,
+    join_truncated,
 )
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
@@ -107,7 +107,7 @@ def manifest_of(
         )
     if unwritten:
         raise CoverageError(
-            f"the planner's metadata lists what no rank has written: {some(unwritten, 5, ', ')}"
+            f"the planner's metadata lists what no rank has written: {join_truncated(unwritten, 5, ', ')}"
         )
     if common is not None:
         rows = [row for row in rows if not row.entry.is_common]

@@ -13,8 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from megackpt.errors import CheckpointingException, RankFailure, RankLost, some
-from megackpt.events import told
+from megackpt.errors import (
+    CheckpointingException,
+    RankFailure,
+    RankLost,
+    join_truncated,
+)
+from megackpt.events import format_error
 
 T = TypeVar("T")
 
@@ -66,7 +71,7 @@ class Failure:
             if isinstance(error, CheckpointingException) and _travels(type(error))
             else None
         )
-        text = told(error)
+        text = format_error(error)
         headline = text if kind else f"{type(error).__name__}: {text}"
         return cls(rank, kind, headline, "".join(traceback.format_exception(error)))
 
@@ -83,7 +88,9 @@ def everybodys(
     if kind is None or kind is RankFailure:
         return _rank_failure(stage, failures, size)
     texts = _by_likeness(failures, size)
-    return kind(some(texts, STORIES_TOLD, "\n", "more such texts of other ranks"))
+    return kind(
+        join_truncated(texts, STORIES_TOLD, "\n", "more such texts of other ranks")
+    )
 
 
 def coordinators(stage: str, error: BaseException) -> CheckpointingException:
@@ -114,7 +121,7 @@ def parted(stage: str, rank: int, error: BaseException) -> RankLost:
 
 def departure(reason: BaseException) -> str:
     """In one line, which any store takes, why a rank leaves the others."""
-    line = ": ".join([type(reason).__name__, *told(reason).splitlines()[:1]])
+    line = ": ".join([type(reason).__name__, *format_error(reason).splitlines()[:1]])
     return f"{LEFT} {line[:_LONGEST]}".encode(errors="backslashreplace").decode()
 
 

@@ -131,7 +131,7 @@ class Wait:
             self._warn(whom, after)
 
     def _warn(self, whom: str, after: float) -> None:
-        running = self._context.run(events.here).operation
+        running = self._context.run(events.current).operation
         inside = f" of the {running.name} {running.path}" if running.name else ""
         limit = (
             ""

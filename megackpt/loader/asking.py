@@ -12,7 +12,7 @@ import torch
 
 from megackpt import events, tree
 from megackpt.adapters.megatron import native
-from megackpt.errors import CoverageError, MismatchError, ShardingError, some
+from megackpt.errors import CoverageError, MismatchError, ShardingError, join_truncated
 from megackpt.loader.reading import common_row, destination
 from megackpt.planning import coverage, strict
 from megackpt.planning.box import Int64
@@ -224,13 +224,13 @@ def _warn_of_unasked(groups: Sequence[Unasked], directory: str) -> None:
             if count
         ]
         texts.append(
-            f"{group.name!r} ({', '.join([*counts, events.size(group.nbytes)])})"
+            f"{group.name!r} ({', '.join([*counts, events.format_size(group.nbytes)])})"
         )
     logger.warning(
         "%s: stored, but asked for by no rank, so not loaded: %s. (An optimizer without state asks for none: give it "
         "its state before the load. To load a part on purpose: strict='raise_unexpected'.)",
         directory,
-        some(texts, GROUPS, ", "),
+        join_truncated(texts, GROUPS, ", "),
     )
 
 

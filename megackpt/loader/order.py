@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megackpt import collector, events
+from megackpt import events, gc_pause
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import (
     absolute,
@@ -112,7 +112,7 @@ def load(
         request.get()  # nobody else has to hear of a wrong argument
     with (
         group,
-        collector.held_off(),
+        gc_pause.paused(),
         events.operation("load", checkpoint_dir, group.rank, group.size),
     ):
         step = _Load(group, request)
@@ -163,7 +163,7 @@ class _Load:
             total = self.group.reduce_broadcast("restore", part.restore, _total)
         else:
             total = self.group.reduce_broadcast("read", part.read, _total)
-        events.here().operation.bytes = total
+        events.current().operation.bytes = total
         if StrictHandling.requires_returning_mismatch_keys(
             self.request.get().terms.strict
         ):
@@ -182,7 +182,7 @@ class _Load:
                 f"{error}\n(So rank 0 sees it on host {socket.gethostname()!r}: where other ranks see a checkpoint, "
                 "is the directory shared between all hosts?)"
             ) from error
-        events.here().operation.id = manifest.save_id
+        events.current().operation.id = manifest.save_id
         return request.directory, manifest
 
 
@@ -203,7 +203,7 @@ class _Part:
 
     @events.stage("compare")
     def compare(self) -> tuple[Told, Sharing]:
-        events.here().operation.id = self.manifest.save_id
+        events.current().operation.id = self.manifest.save_id
         request = self.load.request.get()
         if request.directory != self.directory:
             raise ShardingError(

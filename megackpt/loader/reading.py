@@ -87,7 +87,7 @@ class Reading:
                 raise replaced from error
             raise
         settle(tensors)
-        events.here().done = todo + sum(map(len, landing.blobs.values()))
+        events.current().done = todo + sum(map(len, landing.blobs.values()))
 
     def values(
         self, root: Storage, wanted: Declarations, landing: Landing

@@ -119,7 +119,7 @@ class Parcels:
                     if whole is not place:
                         place[...] = whole
                     self.landing.close(row, box, place)
-            events.here().advance(int(self.nbytes[i]))
+            events.current().advance(int(self.nbytes[i]))
 
     def _is_object(self, i: int) -> bool:
         return self.landing.tensors[self.transfers.row[i]] is None
@@ -162,7 +162,7 @@ def exchange(
             )
         )
         home = Parcels.of(share.receives, wanted, landing, lambda i: lengths[peers[i]])
-        events.here().todo = int(home.nbytes.sum())
+        events.current().todo = int(home.nbytes.sum())
         return away.streams(away.leaving), home.streams(home.coming)
 
     group.exchange("exchange", streams)

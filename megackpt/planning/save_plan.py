@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megackpt.errors import ShardingError, some
+from megackpt.errors import ShardingError, join_truncated
 from megackpt.planning.box import (
     Boxes,
     Int64,
@@ -123,7 +123,7 @@ def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:
         if (problem := sizes[entry.meta] or key_problem(entry.key))
     ]
     if wrong:
-        raise ShardingError(some(wrong, between="\n"))
+        raise ShardingError(join_truncated(wrong, separator="\n"))
 
 
 def _without_empty(declared: Declarations, rows: Int64) -> Int64:

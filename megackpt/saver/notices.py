@@ -14,7 +14,7 @@ import torch
 from megackpt import events, tree
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.distributed.failures import name_ranks
-from megackpt.errors import ShardingError, some
+from megackpt.errors import ShardingError, join_truncated
 from megackpt.planning.manifest import ITEMSIZE
 from megackpt.state.storable import is_distributed
 
@@ -44,7 +44,7 @@ def check_same(what: str, said: Sequence[str]) -> None:
     if len(ranks) > 1:
         named = [f"{name_ranks(those)}: {word}" for word, those in ranks.items()]
         raise ShardingError(
-            f"the ranks of one save {what}: {some(named, 4)} (all must agree)"
+            f"the ranks of one save {what}: {join_truncated(named, 4)} (all must agree)"
         )
 
 
@@ -80,8 +80,9 @@ def groups_to_store(
                 stored[place] = rank, group
     if lost:
         raise ShardingError(
-            f"groups of parameters differ between ranks, and one list of them is stored: {some(lost, 6)}. Build the "
-            "optimizer of the same groups on all ranks, also of those without a parameter there; and give groups a "
+            "groups of parameters differ between ranks, and one list of them is stored: "
+            f"{join_truncated(lost, 6)}. Build the optimizer of the same groups on all ranks, also of "
+            "those without a parameter there; and give groups a "
             "'name', or leave them in the order of the checkpoint that was loaded"
         )
     return {
@@ -122,13 +123,13 @@ def check_common_size(common: Mapping[Any, Any], directory: str) -> None:
         else f"{len(counted)} tensors and arrays"
     )
     text = (
-        f"the common state holds {values}, {events.size(total)} in all, the largest at {where}: rank 0 alone writes "
-        "them, every rank that loads reads all of them, and they are not resharded. Declare them instead: "
+        f"the common state holds {values}, {events.format_size(total)} in all, the largest at {where}: rank 0 alone "
+        "writes them, every rank that loads reads all of them, and they are not resharded. Declare them instead: "
         "megackpt.save(megackpt.sharded(state), directory), loaded by megackpt.load(megackpt.sharded(state), directory)"
     )
     if left:
         text += (
-            f" (which leaves {events.size(left)} as they are, numpy arrays and what is in tuples or sets: "
+            f" (which leaves {events.format_size(left)} as they are, numpy arrays and what is in tuples or sets: "
             "torch.from_numpy and lists make tensors of them that it declares)"
         )
     if total >= LARGEST_COMMON_STATE:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 from weakref import finalize
 
-from megackpt import collector, events
+from megackpt import events, gc_pause
 from megackpt.adapters.megatron import native
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task, ThreadWorker
@@ -167,7 +167,7 @@ class _Save:
         self.manifest: Manifest | None = None
         self.contents: Contents | None = None
         self.mark = Mark()
-        self.whole = events.begun(
+        self.whole = events.start(
             events.TOTAL, events.Operation("save", directory, group.rank, group.size)
         )
 
@@ -197,8 +197,8 @@ class _Save:
             with (
                 meet() as group,
                 group.leaving(),
-                collector.held_off(),
-                events.within(self.whole),
+                gc_pause.paused(),
+                events.use(self.whole),
             ):
                 yield
         except BaseException as error:
@@ -209,7 +209,7 @@ class _Save:
     def end(self, others_may_write: bool, error: BaseException) -> None:
         if self.place.value is not None:
             self.place.value.abandon() if others_may_write else self.place.value.abort()
-        events.over(self.whole, error)
+        events.finish(self.whole, error)
 
     def give_up(self) -> None:
         """On this rank alone; the others are expected to do so as well."""
@@ -271,7 +271,7 @@ class _Save:
     @events.stage("begin")
     def begin(self, save_id: str) -> Place:
         request = self.request.get()
-        events.here().operation.id = save_id
+        events.current().operation.id = save_id
         place = begin(request.directory, save_id=save_id, overwrite=request.overwrite)
         try:
             if self.manifest is not None:
@@ -368,14 +368,14 @@ class _Save:
     @events.stage("stage")
     def snapshot(self, ticket: _Ticket) -> Snapshot:
         snapshot = Snapshot.of(self.source(ticket), self.request.get().staging_memory)
-        events.here().done = ticket.plan.nbytes
+        events.current().done = ticket.plan.nbytes
         return snapshot
 
     def task(
         self, ticket: _Ticket, source: Callable[[_Ticket], Source]
     ) -> Task[WriteResult]:
         """The task of writing. What stands in its way on this rank is its outcome, which all ranks hear."""
-        step = events.begun("write", self.whole.operation)
+        step = events.start("write", self.whole.operation)
         step.todo = ticket.plan.nbytes
         backend, plan = self.request.get().backend, ticket.plan
         writing = attempt(
@@ -387,13 +387,13 @@ class _Save:
             writing.value or _unready,
             os.path.basename(ticket.directory),
             step.todo,
-            step.advance if step.viewers else None,
+            step.advance if step.counts_bytes else None,
         )
 
         def end(outcome: Attempt[WriteResult]) -> None:
             if outcome.value is not None:
                 step.done = int(outcome.value.length.sum())
-            events.over(step, outcome.error)
+            events.finish(step, outcome.error)
 
         task.on_end(end)
         if writing.error is not None:
@@ -405,7 +405,7 @@ class _Save:
         self.whole.operation.bytes = self.group.reduce_broadcast(
             "write", task.get, self.commit
         )
-        events.over(self.whole)
+        events.finish(self.whole)
 
     @events.stage("commit")
     def commit(self, results: Sequence[WriteResult]) -> int:
@@ -429,7 +429,7 @@ def _dropped(task: Task[WriteResult], whole: events.Stage, process: int) -> None
         reason = CheckpointingException(
             f"{task.name}: its request was dropped before it was finalized"
         )
-        events.over(whole, task.cancel(reason))
+        events.finish(whole, task.cancel(reason))
 
 
 def _unready(_: Callable[[int], None]) -> WriteResult:

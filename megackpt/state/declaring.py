@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megackpt.errors import CorruptCheckpoint, MismatchError, ShardingError, some
+from megackpt.errors import (
+    CorruptCheckpoint,
+    MismatchError,
+    ShardingError,
+    join_truncated,
+)
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import (
     COMMON_KEY,
@@ -107,7 +112,9 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int
                 f"{shard.key!r}: sizes, offsets and replica ids must be ints ({error})\n  declared: {shard!r}"
             )
     if problems:
-        raise ShardingError(some(problems, between="\n", others="more shards"))
+        raise ShardingError(
+            join_truncated(problems, separator="\n", others="more shards")
+        )
     return rows, kinds
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, Final
 
 from megackpt import tree
-from megackpt.errors import MismatchError, ShardingError, some
+from megackpt.errors import MismatchError, ShardingError, join_truncated
 from megackpt.planning.manifest import COMMON_KEY
 from megackpt.state.storable import (
     SHARDED,
@@ -103,7 +103,7 @@ def extract(
             problems += _misplaced(path, leaf)
     problems += _sharded_keys(built)
     if problems:
-        raise ShardingError(some(problems, between="\n"))
+        raise ShardingError(join_truncated(problems, separator="\n"))
     empties = [path for path, leaf in common if tree.is_branch(leaf)]
     return Extracted(
         built, shards, paths, _planted(common, built), local, empties, factories

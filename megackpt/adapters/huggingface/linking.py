@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 
 from megackpt.adapters.huggingface.rules import Piece, Rule, Shape, Theirs, as_rule
-from megackpt.errors import MismatchError, ShardingError, some
+from megackpt.errors import MismatchError, ShardingError, join_truncated
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.coverage import miscounted
 
@@ -78,14 +78,16 @@ def link(
     if unmapped:
         problems.insert(
             0,
-            f"no rule fits {some(unmapped, between=', ')} (None as a rule: they have no such tensor)",
+            f"no rule fits {join_truncated(unmapped, separator=', ')} (None as a rule: they have no such tensor)",
         )
     if complete:
         problems += _unused(entries, used)
         problems += [] if problems else _refuse_gaps(fits)
         problems += [] if problems else _miscounted(links, fits)
     if problems:
-        raise MismatchError("the table does not fit: " + some(problems, between="\n"))
+        raise MismatchError(
+            "the table does not fit: " + join_truncated(problems, separator="\n")
+        )
     return links
 
 
@@ -253,11 +255,12 @@ def _refuse_gaps(fits: Fits) -> Iterator[str]:
             if lacking := [f"{beginning}{n}" for n in sorted(numbers - own)]:
                 what = _put(pattern, texts, "#" * pattern.count("#"))
                 unsure.append(
-                    f"{what!r} is not of {some(lacking, 8, ', ')}, as others are"
+                    f"{what!r} is not of {join_truncated(lacking, 8, ', ')}, as others are"
                 )
     if unsure:
         logger.warning(
-            "the table fits, but is this all there is? %s", some(unsure, between="\n")
+            "the table fits, but is this all there is? %s",
+            join_truncated(unsure, separator="\n"),
         )
 
 

@@ -29,7 +29,12 @@ from megackpt.backends.safetensors.headers import (
     read_header,
     refuse_unfit,
 )
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, some
+from megackpt.errors import (
+    BackendError,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    join_truncated,
+)
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON,
@@ -105,8 +110,9 @@ class Safetensors(Backend):
             repr(entry.key) for entry in manifest.tensors if entry.meta.is_object
         ]:
             raise BackendError(
-                f"a safetensors file holds tensors only, which these are not: {some(beside, between=', ')}. Write a "
-                "directory, where they go into files beside it, or leave them out"
+                "a safetensors file holds tensors only, which these are not: "
+                f"{join_truncated(beside, separator=', ')}. Write a directory, where they go into "
+                "files beside it, or leave them out"
             )
         first, *others = self._arranged(manifest)
         if others:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megackpt.backends.weight_maps import unique_pairs
-from megackpt.errors import BackendError, CorruptCheckpoint, some
+from megackpt.errors import BackendError, CorruptCheckpoint, join_truncated
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
 from megackpt.storage import FileReader, Storage, read_dense
 
@@ -66,7 +66,7 @@ def refuse_unfit(tensors: Sequence[TensorEntry]) -> None:
     wrong = [f"{key!r}: {why}" for key, meta in tensors if (why := _unfit(key, meta))]
     if wrong:
         raise BackendError(
-            f"safetensors cannot hold {some(wrong)}. hint: write torch_dist, or change the dtype first"
+            f"safetensors cannot hold {join_truncated(wrong)}. hint: write torch_dist, or change the dtype first"
         )
 
 

@@ -12,7 +12,7 @@ from megackpt.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
     UntrustedClass,
-    some,
+    join_truncated,
 )
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorMeta
@@ -133,7 +133,7 @@ def check_files(root: Storage, found: Sequence[Listed]) -> None:
                 f"{name!r} {box} should end at byte {start + length} of {file!r}, which has {size} bytes"
             )
     if problems:
-        raise CorruptCheckpoint(f"{root.location}: {some(problems)}")
+        raise CorruptCheckpoint(f"{root.location}: {join_truncated(problems)}")
 
 
 def _places(stored: Any) -> Iterator[tuple[tuple[str, Any], Location]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megackpt.errors import some
+from megackpt.errors import join_truncated
 from megackpt.planning.box import Box, Boxes, Groups, Int64
 from megackpt.planning.coverage.tiling import miscounted
 from megackpt.planning.manifest import Declarations, TensorEntry, TensorMeta
@@ -150,4 +150,4 @@ def named(ranks: Iterable[int]) -> str:
         str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}"
         for a, b in spans
     ]
-    return f"ranks {some(told, 6, ', ')}"
+    return f"ranks {join_truncated(told, 6, ', ')}"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megackpt.errors import some
+from megackpt.errors import join_truncated
 from megackpt.planning.coverage.cases import REGIONS, Case, Way, case_of, named, ways
 from megackpt.planning.coverage.hints import conflict_hint, hint_of, shape_text
 from megackpt.planning.manifest import Declarations
@@ -118,7 +118,7 @@ def explain_conflict(declared: Declarations, numbers: Sequence[int]) -> Problem:
     hint = conflict_hint(most, fewest if fewest is not most else found[-1])
     lines = [
         f"{key!r} is declared in {len(found)} ways, where all ranks must agree on global shape and dtype.",
-        "  declared: " + some(told, BOXES),
+        "  declared: " + join_truncated(told, BOXES),
         "  hint: " + hint,
     ]
     return Problem(key, "\n".join(lines), hint)
@@ -137,6 +137,4 @@ def _holders(case: Case, i: int) -> str:
     replicas = sorted(
         {str(case.declared.replica_ids[n]) for n in case.declared.replica[case.rows(i)]}
     )
-    return (
-        f"{named(case.ranks(i))} {case.boxes[i]} (replica_id {some(replicas, 3, ', ')})"
-    )
+    return f"{named(case.ranks(i))} {case.boxes[i]} (replica_id {join_truncated(replicas, 3, ', ')})"

@@ -12,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-from megackpt.errors import MismatchError, some
+from megackpt.errors import MismatchError, join_truncated
 from megackpt.planning.box import Boxes
 from megackpt.planning.manifest import (
     Declarations,
@@ -201,7 +201,7 @@ def check_shapes(
             )
     if problems:
         hints = [f"  hint: {hint}" for hint in shape_hints(shapes)]
-        raise MismatchError("\n".join([some(problems, _TOLD, "\n"), *hints]))
+        raise MismatchError("\n".join([join_truncated(problems, _TOLD, "\n"), *hints]))
 
 
 def _differences(

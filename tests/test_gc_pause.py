@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor, collector
+from megackpt import ShardedTensor, gc_pause
 
 
 def test_it_is_put_back_as_it_was():
-    with collector.held_off():
-        with collector.held_off():
+    with gc_pause.paused():
+        with gc_pause.paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(KeyError), collector.held_off():
+    with pytest.raises(KeyError), gc_pause.paused():
         raise KeyError
     assert gc.isenabled()
 
@@ -28,7 +28,7 @@ def test_it_is_put_back_as_it_was():
 def test_who_had_it_off_keeps_it_off():
     gc.disable()
     try:
-        with collector.held_off():
+        with gc_pause.paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:
@@ -39,12 +39,12 @@ def test_the_last_of_several_threads_puts_it_back():
     inside, leave = threading.Event(), threading.Event()
 
     def hold():
-        with collector.held_off():
+        with gc_pause.paused():
             inside.set()
             leave.wait(60)
 
     other = threading.Thread(target=hold)
-    with collector.held_off():
+    with gc_pause.paused():
         other.start()
         assert inside.wait(60)
     assert not gc.isenabled()
@@ -55,7 +55,7 @@ def test_the_last_of_several_threads_puts_it_back():
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_process_forked_meanwhile_collects():
-    with collector.held_off():
+    with gc_pause.paused():
         pid = os.fork()
         if pid == 0:
             os._exit(0 if gc.isenabled() else 1)
