@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megackpt.events import format_size as size  # noqa: F401 - used by all commands
+from megackpt.events import format_size
 
 
 class Cell(NamedTuple):
@@ -19,6 +19,7 @@ class Cell(NamedTuple):
 
 
 Cells = Sequence[Cell | str]
+size = format_size
 
 
 @dataclass(frozen=True)
