@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Tests start some hundred interpreters: without bytecode each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check compat compat-core campaign faults bench lint types layers reference cover peers system clean
+.PHONY: help demo test check compat compat-core campaign faults bench lint types layers reference docs cover peers system clean
 .NOTPARALLEL:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make campaign    the long tests: conversions killed at every step, memory of every pair of formats"
 	@echo "make faults  saves killed at every system call, power cuts, flipped bits, failing ranks and disks: the figures"
 	@echo "make bench   speed beside the plain-I/O limit and the peers"
+	@echo "make docs    the documentation, with the API reference, as a site: site/index.html"
 	@echo "also: lint, types, layers, reference (the API, from docstrings), cover, peers, clean"
 
 $(READY): setup.cfg pyproject.toml .constraints.txt
@@ -63,7 +64,7 @@ demo: $(READY)
 test: $(READY)
 	@$(PYTEST) -m '$(EXPRESSION)'
 
-check: lint types layers reference peers system
+check: lint types layers reference docs peers system
 	@$(PYTEST) -m 'not campaign'
 
 # ONLY: names of pairs, of those in docs/compatibility.md; PATHS: tests (all by default).
@@ -96,6 +97,14 @@ layers: $(READY)
 reference: $(READY)
 	@$(BIN)/python tools/reference.py
 
+# Strict: a broken link or an unknown name is an error. The line about mkdocs 2 is an advertisement.
+docs: .venv/.site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+.venv/.site: setup.cfg .constraints.txt | $(READY)
+	@$(BIN)/python -m pip install --quiet --constraint .constraints.txt --editable '.[site]'
+	@touch $@
+
 cover: $(READY)
 	@$(BIN)/coverage run -m pytest -m '$(EXPRESSION)'
 	@$(BIN)/coverage combine --quiet
@@ -103,6 +112,6 @@ cover: $(READY)
 
 # Leaves .venv: remove it by hand to start from nothing.
 clean:
-	rm -rf .peers .demo .compat build dist *.egg-info .coverage .coverage.* .hypothesis
+	rm -rf .peers .demo .compat build site dist *.egg-info .coverage .coverage.* .hypothesis
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
