@@ -91,7 +91,7 @@ def _matching(manifest: Manifest, checkpoint: str, pattern: str | None) -> list[
 
 
 def _common(regions: Regions) -> Any:
-    from megackpt.serialization.looking import look  # brings torch
+    from megackpt.serialization.inspection import look  # brings torch
 
     blob = regions.common()
     return (

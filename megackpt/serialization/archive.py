@@ -1,28 +1,24 @@
-"""The zip archive that torch.save writes: where its members are. Strict, bounded, stored members only.
-
-The archive must end with its directory and nothing after it, and all members stand in one folder. Sizes are
-believed only where they lie inside the archive. Layout: APPNOTE.TXT of the zip format, as torch's writer uses it.
-"""
+"""The zip archive of torch.save: where its members are. Only stored, unencrypted members."""
 
 from __future__ import annotations
 
+import io
 import struct
+import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megackpt.errors import CorruptCheckpoint
 
 LOCAL = struct.Struct("<4s5H3L2H")
-CENTRAL = struct.Struct("<4s6H3L5H2L")
-END = struct.Struct("<4s4H2LH")
-END64 = struct.Struct("<4sQ2H2L4Q")
-LOCATOR = struct.Struct("<4sLQL")
-_ENDS = END.size + LOCATOR.size + END64.size
-_MEMBERS = 1 << 20  # more than this cannot be right
+"""A member's local header, as in APPNOTE.TXT of the zip format."""
+_END_SIZE = 22  # bytes of the record that ends an archive without a comment
+_MEMBERS = 1 << 20  # more than any state has
 
 Read = Callable[[int, int], bytes]
-"""Bytes [start, start + length) of the archive, exactly as many."""
+"""Start and length to these bytes of the archive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +31,68 @@ class Member:
 
 
 class Archive:
-    """An archive of so many bytes. Raises CorruptCheckpoint for what is not there, or not as it was written."""
+    """An archive of ``size`` bytes.
+
+    Raises CorruptCheckpoint for what torch.save does not write: members that are compressed,
+    doubled, or outside of one folder; bytes after the directory.
+    """
 
     def __init__(self, fetch: Read, size: int) -> None:
         self._fetch = fetch
         self.size = size
-        self.members = members(self.read, size)
+        try:
+            self.members = self._read_directory()
+        except (
+            zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error
+        ) as error:  # fmt: skip
+            raise CorruptCheckpoint(
+                f"the directory of a torch archive is damaged: {error}"
+            ) from error
 
     @classmethod
     def of(cls, data: bytes) -> Archive:
         """One in memory."""
         return cls(lambda start, length: data[start : start + length], len(data))
 
+    def _read_directory(self) -> dict[str, Member]:
+        """Name without the archive's folder to member."""
+        end = self.read(max(0, self.size - _END_SIZE), min(self.size, _END_SIZE))
+        if not (end.startswith(b"PK\5\6") and end.endswith(b"\0\0")):
+            raise CorruptCheckpoint("a torch archive is cut off, or is something else")
+        found: dict[str, Member] = {}
+        folders = set[str]()
+        with zipfile.ZipFile(_File(self)) as file:
+            begin, entries = file.start_dir, file.infolist()
+        for info in entries:
+            folder, _, name = info.filename.partition("/")
+            folders.add(folder)
+            if not name or name in found or len(folders) > 1:
+                raise CorruptCheckpoint(
+                    f"a torch archive has a doubled or misplaced member {info.filename!r}"
+                )
+            inside = 0 <= info.header_offset <= begin - info.file_size
+            packed = info.compress_type or info.compress_size != info.file_size
+            if packed or info.flag_bits & 1 or not inside:
+                raise CorruptCheckpoint(
+                    f"a torch archive's member {info.filename!r} is compressed, "
+                    "or not inside the archive"
+                )
+            found[name] = Member(info.header_offset, info.file_size, info.CRC)
+        if len(found) > _MEMBERS or sum(m.size for m in found.values()) > begin:
+            raise CorruptCheckpoint(
+                "the members of a torch archive lie in the same bytes"
+            )
+        return found
+
     @property
     def little_endian(self) -> bool:
-        """Is it of a machine whose numbers are ours? Old releases of torch do not say."""
-        return (
-            "byteorder" not in self.members
-            or self.content("byteorder", 1 << 10) == b"little"
-        )
+        """Was it written on a machine with the byte order of ours? Old torch does not say."""
+        if "byteorder" not in self.members:
+            return True
+        return self.content("byteorder", 1 << 10) == b"little"
 
     def start(self, name: str) -> int:
-        """Where a member's bytes begin."""
+        """The byte at which a member's content begins."""
         member = self.members.get(name)
         if member is None:
             raise CorruptCheckpoint(
@@ -70,14 +106,14 @@ class Archive:
         return member.header + LOCAL.size + int(fields[9]) + int(fields[10])
 
     def content(self, name: str, limit: int | None = None) -> bytes:
-        """The bytes of a member, against their checksum: at most so many."""
+        """The bytes of a member, at most ``limit``, checked against their checksum."""
         start, member = self.start(name), self.members[name]
         if limit is not None and member.size > limit:
             raise CorruptCheckpoint(
-                f"{name} has {member.size} bytes: at most {limit} can be right there"
+                f"{name} has {member.size} bytes, more than {limit}"
             )
         content = self.read(start, member.size)
-        # torch can be told to write no checksums; then they are 0.
+        # torch has an option to write no checksums; then they are 0.
         if member.crc not in (0, zlib.crc32(content)):
             raise CorruptCheckpoint(
                 f"the bytes of {name} are damaged: their checksum is wrong"
@@ -85,7 +121,7 @@ class Archive:
         return content
 
     def read(self, start: int, length: int) -> bytes:
-        """Bytes from anywhere in it."""
+        """Any bytes of it."""
         if start < 0 or length < 0 or start + length > self.size:
             raise CorruptCheckpoint(
                 f"it is cut off: bytes {start} to {start + length} are missing"
@@ -93,96 +129,29 @@ class Archive:
         return self._fetch(start, length)
 
 
-def members(read: Read, size: int) -> dict[str, Member]:
-    """Name (without the archive's folder) -> member, for an archive of ``size`` bytes.
+class _File(io.RawIOBase):
+    """The archive as a file, for zipfile."""
 
-    Raises CorruptCheckpoint for what torch.save does not write: compressed or encrypted members, doubled names.
-    """
-    start, length, count = _directory(read, size)
-    table = read(start, length)
-    found: dict[str, Member] = {}
-    folder, at = None, 0
-    for _ in range(count):
-        name, member, at = _entry(table, at, start)
-        top, _, rest = name.partition("/")
-        folder = top if folder is None else folder
-        if top != folder or not rest or rest in found:
-            raise CorruptCheckpoint(
-                f"a torch archive has a doubled or misplaced member {name!r}"
-            )
-        found[rest] = member
-    if sum(member.size for member in found.values()) > start:
-        raise CorruptCheckpoint("the members of a torch archive lie in the same bytes")
-    if at != length:
-        raise CorruptCheckpoint(
-            "a torch archive's directory is longer than its entries"
-        )
-    return found
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        self._at = 0
 
+    def seekable(self) -> bool:
+        return True
 
-def _directory(read: Read, size: int) -> tuple[int, int, int]:
-    """Start and length of the central directory, and the number of its entries."""
-    if size < END.size:
-        raise CorruptCheckpoint(f"{size} bytes are too few for a torch archive")
-    tail = read(max(0, size - _ENDS), min(size, _ENDS))
-    end = END.unpack(tail[-END.size :])
-    if end[0] != b"PK\5\6" or end[7]:
-        raise CorruptCheckpoint(
-            "a torch archive does not end as one: it is cut off, or something else"
-        )
-    count, length, start = end[4], end[5], end[6]
-    stop = size - END.size
-    locator = tail[-END.size - LOCATOR.size : -END.size]
-    if len(tail) == _ENDS and locator[:4] == b"PK\6\7":
-        _, _, at, _ = LOCATOR.unpack(locator)
-        end64 = END64.unpack(tail[: END64.size])
-        stop = size - _ENDS
-        if end64[0] != b"PK\6\6" or at != stop:
-            raise CorruptCheckpoint(
-                "a torch archive's zip64 record is not where it should be"
-            )
-        count, length, start = end64[7], end64[8], end64[9]
-    if start + length != stop or count > _MEMBERS:
-        raise CorruptCheckpoint("a torch archive's directory is not where it should be")
-    return start, length, count
+    def seek(self, offset: int, whence: int = 0) -> int:
+        origin = (0, self._at, self._archive.size)[whence]
+        self._at = origin + offset
+        if self._at < 0:
+            raise OSError("an offset lies before the archive")
+        return self._at
 
+    def tell(self) -> int:
+        return self._at
 
-def _entry(table: bytes, at: int, limit: int) -> tuple[str, Member, int]:
-    """The directory's entry at this byte: name, member, and where the next entry begins."""
-    try:
-        magic, _, _, flags, method, _, _, crc, *numbers, header = CENTRAL.unpack_from(
-            table, at
-        )
-    except struct.error as error:
-        raise CorruptCheckpoint("a torch archive's directory is cut off") from error
-    packed, size, names, extras, comment = numbers[:5]
-    at += CENTRAL.size
-    name = table[at : at + names].decode("utf-8", "replace")
-    extra = table[at + names : at + names + extras]
-    size, packed, header = _widened(extra, size, packed, header)
-    if (
-        magic != b"PK\1\2"
-        or method
-        or flags & 1
-        or packed != size
-        or header + size > limit
-    ):
-        raise CorruptCheckpoint(
-            f"a torch archive's member {name!r} is compressed, or not inside the archive"
-        )
-    return name, Member(header, size, crc), at + names + extras + comment
-
-
-def _widened(extra: bytes, *values: int) -> tuple[int, ...]:
-    """Sizes and offset with those that do not fit 32 bits taken from the zip64 extra field."""
-    wide: list[int] = []
-    while len(extra) >= 4:
-        kind, length = struct.unpack_from("<2H", extra)
-        if kind == 1:
-            wide = [
-                n for (n,) in struct.iter_unpack("<Q", extra[4 : 4 + length // 8 * 8])
-            ]
-        extra = extra[4 + length :]
-    return tuple(
-        wide.pop(0) if value == 0xFFFFFFFF and wide else value for value in values
-    )
+    def read(self, size: int = -1) -> Any:
+        rest = max(0, self._archive.size - self._at)
+        length = rest if size < 0 else min(size, rest)
+        data = self._archive.read(self._at, length) if length else b""
+        self._at += length
+        return data

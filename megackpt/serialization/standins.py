@@ -1,17 +1,17 @@
-"""Inert stand-ins: what a pickle says about objects of classes whose code must not, or cannot, run."""
+"""Inert stand-ins for objects of classes whose code must not, or cannot, run.
+
+The names of this module and its classes are part of blobs on disk.
+"""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from reprlib import recursive_repr
-from typing import Any, ClassVar
-
-from megackpt.serialization.enums import enum_by_value
+from typing import Any
 
 
 class StandInClass:
-    """A class that was only named. Calling it makes a StandIn; nothing is imported."""
+    """A class by its name alone. A call makes a StandIn; nothing is imported."""
 
     __slots__ = ("qualified_name",)
 
@@ -35,10 +35,16 @@ class StandInClass:
 
 
 class StandIn:
-    """An object of a class that was only named: the arguments it was made with and the state it was given.
+    """An object of a class that did not run: the arguments and the state that the pickle has.
 
-    A member of an enum has its value as the one argument, and as ``value``; a dataclass has a dict of its fields
-    as its state, and each of them as an attribute. ``new``: it was made without calling the class.
+    For an enum member, ``args`` is its value, which is also the attribute ``value``. For a
+    dataclass, ``state`` is a dict of the fields, which are also attributes.
+
+    Args:
+        qualified_name: module and name of the class.
+        args: the arguments of the class.
+        state: the state that the pickle sets.
+        new: the pickle makes the object without a call of the class.
     """
 
     __slots__ = ("args", "new", "qualified_name", "state")
@@ -56,23 +62,20 @@ class StandIn:
         self.new = new
 
     def __getattr__(self, name: str) -> Any:
-        """A field. Those that are named as one of this class's own attributes are in ``state`` alone."""
-        fields = (
-            {}
-            if name.startswith("__")
-            else _fields(*map(self.__getattribute__, ("args", "state")))
+        """A field. One with the name of an attribute of this class is only in ``state``."""
+        # copy and pickle look up special names on objects without any attributes yet.
+        if not name.startswith("__"):
+            args, state = map(self.__getattribute__, ("args", "state"))
+            fields = _fields(args, state)
+            if name in fields:
+                return fields[name]
+        raise AttributeError(
+            f"the stand-in for {self.qualified_name} has no attribute {name!r}"
         )
-        if name not in fields:
-            raise AttributeError(
-                f"the stand-in for {self.qualified_name} has no attribute {name!r}"
-            )
-        return fields[name]
 
     def __dir__(self) -> list[str]:
-        return [
-            *super().__dir__(),
-            *(name for name in _fields(self.args, self.state) if type(name) is str),
-        ]
+        fields = _fields(self.args, self.state)
+        return [*super().__dir__(), *(name for name in fields if type(name) is str)]
 
     @recursive_repr()
     def __repr__(self) -> str:
@@ -97,54 +100,12 @@ class StandIn:
 
 
 def _fields(args: tuple[Any, ...], state: Any) -> Mapping[Any, Any]:
-    """What can be told apart by name."""
-    if (
-        type(state) is tuple and len(state) == 2
-    ):  # of a class with slots: (dict or None, their dict)
+    """The fields that have a name."""
+    # The state of a class with slots: (dict or None, dict of the slots).
+    if type(state) is tuple and len(state) == 2:
         return {**_fields(args, state[0]), **_fields((), state[1])}
     if type(state) is dict:
         return state
-    return {"value": args[0]} if state is None and len(args) == 1 else {}
-
-
-class Pickler(pickle._Pickler):
-    """Writes stand-ins for Megatron-Core's plain classes as what they stand for, so that Megatron reads them.
-
-    Others stay stand-ins: what was inert because nobody vouched for it must not come alive in a checkpoint of ours.
-    It is Python's pickler written in Python, for the one written in C cannot be told how to write a class.
-    """
-
-    dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
-
-    def reducer_override(self, value: Any) -> Any:
-        return enum_by_value(value)
-
-    def save_stand_in(self: Any, value: StandIn) -> None:
-        if value.qualified_name not in _PLAIN:
-            self.save_reduce(*value.__reduce__(), obj=value)
-            return
-        module, _, name = value.qualified_name.rpartition(".")
-        self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
-        self.save(value.args)
-        self.write(pickle.NEWOBJ if value.new else pickle.REDUCE)
-        self.memoize(value)
-        if value.state is not None:
-            self.save(value.state)
-            self.write(pickle.BUILD)
-
-    dispatch[StandIn] = save_stand_in
-
-
-_PLAIN = frozenset((
-    "megatron.core.enums.ModelType",
-    "megatron.core.optimizer.optimizer_config.AdamOptimizerConfig",
-    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-    "megatron.core.optimizer.optimizer_config.SGDOptimizerConfig",
-    "megatron.core.rerun_state_machine.RerunDiagnostic",
-    "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState",
-    "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.core.transformer.enums.ModelType",
-))  # fmt: skip
-"""Enums and dataclasses that do nothing when they are made: those that Megatron-Core itself takes for safe."""
+    if state is None and len(args) == 1:
+        return {"value": args[0]}
+    return {}

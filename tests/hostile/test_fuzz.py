@@ -26,7 +26,7 @@ from megackpt.backends.zarr.stores import shard_index
 from megackpt.checkpoint import decode_index
 from megackpt.checkpoint.marker import markers
 from megackpt.errors import CheckpointingException
-from megackpt.serialization.looking import look
+from megackpt.serialization.inspection import look
 from megackpt.storage import LocalStorage, digest
 from tests.hostile import healthy
 from tests.hostile.pickles import BOMBS, QUIET, RUNNING, archive, whole

@@ -9,11 +9,10 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
-from megackpt import serialization
 from megackpt.backends.archives.writing import plain_strides
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.manifest import ITEMSIZE
-from megackpt.serialization.rules import Find, Rule
+from megackpt.serialization.unpickler import Find, Rule, unpickle
 
 _DIMENSIONS = 64
 _TOO_MUCH = 1 << 63
@@ -72,9 +71,9 @@ def described(pickle: bytes, *, stand_ins: bool = False) -> Any:
     ``stand_ins``: classes that nobody trusts become stand-ins; otherwise they are UntrustedClass. Raises
     CorruptCheckpoint as ``serialization.load`` does.
     """
-    return serialization.interpreted(
-        pickle, partial(_find, serialization.finder(stand_ins=stand_ins)), _storage
-    )
+    from megackpt.serialization.allowlist import finder  # brings torch
+
+    return unpickle(pickle, partial(_find, finder(stand_ins=stand_ins)), _storage)
 
 
 def _find(rest: Find, module: str, name: str) -> Rule:

@@ -11,7 +11,12 @@ import struct
 from dataclasses import dataclass
 
 from megackpt.planning.manifest import ITEMSIZE
-from megackpt.serialization.archive import CENTRAL, END, END64, LOCAL, LOCATOR
+from megackpt.serialization.archive import LOCAL
+
+CENTRAL = struct.Struct("<4s6H3L5H2L")
+END = struct.Struct("<4s4H2LH")
+END64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR = struct.Struct("<4sLQL")
 
 ALIGNMENT = 64
 LIMIT = 0xFFFF0000

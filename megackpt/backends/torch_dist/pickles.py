@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.serialization.machine import Machine
-from megackpt.serialization.rules import Rule, each, first_of_each
+from megackpt.serialization.unpickler import Rule, items_of, keys_of, unpickle
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
@@ -112,9 +111,9 @@ def _find(module: str, name: str) -> Rule:
         return Rule(_path, _path)
     if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
         return (
-            Rule(dict, dict, keys=first_of_each)
+            Rule(dict, dict, hashed=keys_of)
             if name == "OrderedDict"
-            else Rule(set, set, keys=each)
+            else Rule(set, set, hashed=items_of)
         )
     raise UntrustedClass(
         f".metadata names {module}.{name}, which no checkpoint's table of contents needs: "
@@ -124,7 +123,7 @@ def _find(module: str, name: str) -> Rule:
 
 def read_metadata(data: bytes) -> Record:
     """The Metadata record of a ``.metadata`` file. Raises CorruptCheckpoint or UntrustedClass."""
-    root = Machine(data, _find).load()
+    root = unpickle(data, _find)
     if (
         not isinstance(root, Record)
         or root.kind != "Metadata"

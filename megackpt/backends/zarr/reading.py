@@ -37,7 +37,7 @@ from megackpt.planning.manifest import (
     ShardId,
     TensorEntry,
 )
-from megackpt.serialization.wrapping import wrapped
+from megackpt.serialization.list_of_one import wrapped
 from megackpt.storage import Storage, digest_blocks
 
 _OVERHEAD = 1 << 16

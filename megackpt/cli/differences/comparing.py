@@ -240,7 +240,7 @@ def _changes(
     a: bytes | None, b: bytes | None, where_a: str, where_b: str
 ) -> Iterator[tuple[tree.Path, Any, Any]]:
     from megackpt.cli.differences.parts import changes  # brings torch
-    from megackpt.serialization.looking import look
+    from megackpt.serialization.inspection import look
 
     yield from changes(
         ... if a is None else look(a, where_a), ... if b is None else look(b, where_b)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megackpt import tree
-from megackpt.serialization.looking import UNSEEN
+from megackpt.serialization.inspection import UNSEEN
 
 Change = tuple[tree.Path, Any, Any]
 """Path, value in A, value in B; ``...`` where a side has nothing."""

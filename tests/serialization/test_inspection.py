@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megackpt import CorruptCheckpoint, UntrustedClass, serialization
-from megackpt.serialization.looking import UNSEEN, look
+from megackpt.serialization.inspection import UNSEEN, look
 
 
 class Colour(enum.Enum):
@@ -86,7 +86,7 @@ def test_numbers_that_python_does_not_write() -> None:
         )
     )
     assert told[hex(long)] == [hex(long)]
-    assert told["range"] == "<range of numbers too long to tell>"
+    assert told["range"] == "<range of numbers too long to print>"
     assert repr(told)
 
 
@@ -102,7 +102,7 @@ def test_it_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     while isinstance(told, list):
         told, levels = told[0], levels + 1
     assert (told, levels) == (UNSEEN, 101)
-    monkeypatch.setattr("megackpt.serialization.looking._PARTS", 10)
+    monkeypatch.setattr("megackpt.serialization.inspection._PARTS", 10)
     assert look(serialization.dump(list(range(20)))) == [*range(9), *[UNSEEN] * 11]
 
 

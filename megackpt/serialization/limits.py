@@ -1,0 +1,190 @@
+"""Limits on pickles: what they may copy and hash, how deep values nest, how often parts are shared."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections import deque
+from collections.abc import Container, Iterable
+from typing import Any
+
+import numpy as np
+
+from megackpt.errors import CorruptCheckpoint, UntrustedClass
+from megackpt.serialization.standins import StandIn
+from megackpt.serialization.trust import Name, refusal
+
+DEPTH = 500
+"""Levels of containers. Python's own pickle cannot write many more."""
+SIZE = 1 << 27
+"""Leaves, counted each time that a walk meets them. Parts that are shared multiply them."""
+_SHARED = 256
+"""A larger value may share each of its parts so many times, on average."""
+
+_ITEM = 16
+"""Units that an item of a container costs. A byte or character costs one."""
+_FREE = 256
+"""Characters, or bytes of an integer, without cost: names and numbers are shared often."""
+_FREE_PARTS = 8
+"""Parts of a key without cost."""
+_COLLISIONS = 256
+"""Keys with one hash in one container: a look-up compares with each of them."""
+_SMALL = (1 << 61) - 1
+"""Integers below this hash to themselves, so each has a hash of its own."""
+_STRINGS = (str, bytes, bytearray)
+_CONTAINERS = (tuple, list, dict, set, frozenset, range)
+_SPREAD = frozenset((str, bytes, bool, float, type(None)))
+"""Types of keys whose hashes a file cannot choose."""
+
+
+class Budget:
+    """The work that a pickle of ``nbytes`` may still ask for.
+
+    A pickle that names each part once needs less than half of it. Parts that are shared, and
+    copied or hashed at each use, use it up.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = _ITEM * nbytes + (1 << 20)
+        # Container identity -> (the container, hashes of its keys, how often they repeat). The
+        # reference to the container keeps others from getting its identity.
+        self._hashed: dict[int, tuple[object, set[int], dict[int, int]]] = {}
+
+    def spend(self, units: int) -> None:
+        """Raises CorruptCheckpoint when nothing is left."""
+        self._left -= units
+        if self._left < 0:
+            raise CorruptCheckpoint(
+                "a pickle has the same parts copied or hashed again and again"
+            )
+
+    def copy(self, values: Iterable[Any]) -> None:
+        """Charge for values that a function may copy."""
+        for value in values:
+            self.spend(_weight(value))
+
+    def hash(self, keys: Iterable[Any], target: object = None) -> None:
+        """Charge for keys or members of ``target``, or of a new container of these alone.
+
+        Raises CorruptCheckpoint for keys that exhaust the stack or time, and for many of one hash.
+        """
+        seen, repeated = set[int](), dict[int, int]()
+        for key in keys:
+            kind = type(key)
+            if kind in _SPREAD or (kind is int and -_SMALL < key < _SMALL):
+                continue
+            if target is not None:
+                kept = self._hashed.setdefault(id(target), (target, seen, repeated))
+                _, seen, repeated = kept
+            self.spend(_ITEM * max(0, self._count_parts(key) - _FREE_PARTS))
+            value = hash(key)
+            if value in seen:
+                repeated[value] = repeated.get(value, 1) + 1
+                if repeated[value] > _COLLISIONS:
+                    raise CorruptCheckpoint(
+                        f"more than {_COLLISIONS} keys of a dict or set have one hash"
+                    )
+            seen.add(value)
+
+    def _count_parts(self, key: Any) -> int:
+        """The parts of a key, each as often as hashing meets it."""
+        waiting, count = [(key, 1)], 0
+        while waiting:
+            part, depth = waiting.pop()
+            inner: Iterable[Any] = ()
+            if isinstance(part, tuple | frozenset | list):
+                inner = part
+            elif isinstance(part, dict):
+                inner = [*dict.keys(part), *dict.values(part)]
+            elif type(part) is StandIn:
+                inner = (*part.args, part.state)
+            elif type(part) is int:
+                count += _weight(part) // _ITEM
+            elif type(part) is range:
+                inner = (part.start, part.stop, part.step)
+            if depth > DEPTH:
+                raise CorruptCheckpoint(
+                    f"the key of a dict is nested more than {DEPTH} levels deep"
+                )
+            count += 1
+            if (count + len(waiting)) * _ITEM > self._left:
+                raise CorruptCheckpoint("the keys of a dict or set have too many parts")
+            waiting.extend((part, depth + 1) for part in inner)
+        return count
+
+
+def _weight(value: Any) -> int:
+    """The units that a copy of a value costs."""
+    size = 0
+    if isinstance(value, _STRINGS):
+        size = len(value)
+    elif isinstance(value, _CONTAINERS):
+        return _ITEM * len(value)
+    elif isinstance(value, int):
+        size = value.bit_length() >> 3
+    return size if size > _FREE else 0
+
+
+def check_shape(value: Any, levels: int = DEPTH) -> Container[int]:
+    """Check that ordinary code can walk a value without exhausting stack, time or memory.
+
+    Returns the identities of all containers in it.
+
+    Raises:
+        CorruptCheckpoint: it is nested too deep, or shares too many parts too often.
+        UntrustedClass: it holds getattr, or a name that was only an argument of getattr.
+    """
+    done: dict[int, tuple[int, int]] = {}  # identity -> depth, leaves
+    opened: set[int] = set()
+    count = leaves = 0
+    waiting: list[tuple[Any, bool]] = [(value, False)]
+    while waiting:
+        part, closing = waiting.pop()
+        if id(part) in done:
+            continue
+        inner = _parts(part)
+        if inner is None:
+            continue
+        if not closing:
+            if id(part) not in opened:  # else it contains itself, which pickle allows
+                opened.add(id(part))
+                waiting.append((part, True))
+                waiting.extend((p, False) for p in inner)
+            continue
+        depth, leaves = 0, 1
+        for below in inner:
+            its_depth, its_leaves = done.get(id(below), (0, 1))
+            depth = max(depth, its_depth)
+            leaves += its_leaves
+            count += 1
+        depth += 1
+        if depth > levels:
+            raise CorruptCheckpoint(
+                f"the object is nested {depth} levels deep: at most {levels} can be read"
+            )
+        opened.discard(id(part))
+        done[id(part)] = depth, leaves
+    if leaves > max(SIZE, _SHARED * count):
+        raise CorruptCheckpoint(
+            f"the object has {leaves} parts, counted each time that they are met: "
+            "too many are shared too often"
+        )
+    return done
+
+
+def _parts(value: Any) -> Iterable[Any] | None:
+    """The parts of a container, or None for any other value."""
+    if isinstance(value, dict):
+        attributes = getattr(value, "__dict__", {})
+        return [*dict.keys(value), *dict.values(value), *attributes.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return list(value.flat)
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return vars(value).values()
+    if isinstance(value, StandIn):
+        return (*value.args, value.state)
+    if isinstance(value, Name):
+        raise UntrustedClass(refusal(value.module, value.name))
+    return None

@@ -1,0 +1,131 @@
+"""Blobs of ``value`` to blobs of ``[value]`` and back, by their opcodes: nothing is unpickled.
+
+Some of Megatron's formats keep an object in a list of one, others bare. Only the opcodes of the
+list change, so classes that nothing here knows survive. Opcodes: Python's pickletools.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Callable
+from itertools import islice
+from pickletools import genops, markobject
+
+from megackpt.errors import CorruptCheckpoint
+from megackpt.serialization.archive import LOCAL, Archive
+
+_ALIGNMENT = 64  # of the bytes of storages, as torch has it
+
+
+def wrapped(blob: bytes) -> bytes:
+    """The blob of ``[value]``, from the blob of ``value``.
+
+    Raises CorruptCheckpoint where the blob is damaged, or torch.save did not write it.
+    """
+    return _rewritten(blob, _wrap)
+
+
+def unwrapped(blob: bytes) -> bytes:
+    """The blob of ``value``, from the blob of ``[value]``.
+
+    Raises CorruptCheckpoint where the blob is damaged, or has no list of one value.
+    """
+    return _rewritten(blob, _unwrap)
+
+
+def _rewritten(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    archive = Archive.of(blob)
+    contents = {}
+    for name in ("data.pkl", *archive.members):
+        contents[name] = archive.content(name)
+    try:
+        contents["data.pkl"] = change(_without_frames(contents["data.pkl"]))
+    # A DeprecationWarning comes from names with odd escapes, where warnings are errors.
+    except (ValueError, IndexError, DeprecationWarning) as error:
+        raise CorruptCheckpoint(f"a pickle is damaged: {error}") from error
+    return _zipped(contents)
+
+
+def _without_frames(pickle: bytes) -> bytes:
+    """The same pickle without frames, whose lengths would change. No reader needs them."""
+    if pickle[:1] != b"\x80" or len(pickle) < 4:
+        raise CorruptCheckpoint(
+            "a pickle does not begin with its protocol: torch.save did not write it"
+        )
+    if pickle[1] < 4:
+        return pickle
+    parts, copied = [], 0
+    for opcode, _, at in genops(pickle):
+        if opcode.name == "FRAME" and at is not None:
+            parts.append(pickle[copied:at])
+            copied = at + 9
+    return b"".join((*parts, pickle[copied:]))
+
+
+def _wrap(pickle: bytes) -> bytes:
+    _check_single(pickle)
+    # The list gets no memo entry, so that all others keep their numbers.
+    return pickle[:2] + b"]" + pickle[2:-1] + b"a."
+
+
+def _unwrap(pickle: bytes) -> bytes:
+    opcodes = list(islice(genops(pickle), 4))
+    if opcodes[1][0].name != "EMPTY_LIST" or pickle[-2:] != b"a.":
+        raise CorruptCheckpoint("a pickle holds no list of one")
+    (put, number, begin), (_, _, after) = opcodes[2:]
+    filler = b""
+    if put.name == "MEMOIZE":
+        # MEMOIZE counts, so another value has to take the number of the list.
+        number, begin, filler = 0, after, b"N\x940"
+    elif put.name in ("BINPUT", "LONG_BINPUT", "PUT"):
+        begin = after
+    else:
+        number = None
+    bare = pickle[:2] + filler + pickle[begin:-2] + b"."
+    _check_single(bare, number)
+    return bare
+
+
+def _check_single(pickle: bytes, removed: int | None = None) -> None:
+    """Check that the pickle leaves one value, ends there, and does not fetch memo ``removed``."""
+    height, marks, stop = 0, list[int](), -1
+    for opcode, arg, at in genops(pickle):
+        before = opcode.stack_before
+        if opcode.name == "STOP":
+            stop = at or 0
+            break
+        if opcode.name in ("GET", "BINGET", "LONG_BINGET") and arg == removed:
+            raise CorruptCheckpoint("a pickle refers to the list around its value")
+        if markobject in before:
+            height = marks.pop() - before.index(markobject)
+        elif opcode.name == "POP" and marks and marks[-1] == height - 1:
+            height = marks.pop()
+        else:
+            height -= len(before)
+        if height < (marks[-1] + 1 if marks else 0):
+            raise CorruptCheckpoint(
+                "a pickle takes what it has not made, or holds no list of one"
+            )
+        if opcode.name == "MARK":
+            marks.append(height)
+        height += len(opcode.stack_after)
+    if height != 1 or marks or stop != len(pickle) - 1:
+        raise CorruptCheckpoint(
+            "a pickle leaves another number of values than one, or goes on after its end"
+        )
+
+
+def _zipped(contents: dict[str, bytes]) -> bytes:
+    """A torch archive of these members, with checksums."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        for name, content in contents.items():
+            member = zipfile.ZipInfo(f"archive/{name}")
+            if name.startswith("data/"):
+                begin = buffer.tell() + LOCAL.size + len(member.filename) + 4
+                gap = -begin % _ALIGNMENT
+                member.extra = struct.pack("<2H", 0x4246, gap) + b"Z" * gap
+            file.writestr(member, content)
+    return buffer.getvalue()
