@@ -22,9 +22,7 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.zarr import Zarr
 from megackpt.checkpoint import open_checkpoint
 from megackpt.distributed import SingleGroup
-from megackpt.saver.asking import Request
-from megackpt.state import extract
-from megackpt.strategies import resolve
+from megackpt.saver.request import SaveRequest
 from megackpt.testing import ThreadedGroup
 
 FORMATS = ("torch_dist", "zarr")
@@ -233,7 +231,7 @@ def test_another_domain_on_one_rank_is_a_miss_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Real groups of ranks need processes; what is made of them is a number.
-    monkeypatch.setattr("megackpt.saver.asking.domain_of", lambda given: given or 0)
+    monkeypatch.setattr("megackpt.saver.request.domain_of", lambda given: given or 0)
 
     def run(group: ThreadedGroup) -> None:
         for turn, expected in enumerate([MISS, HIT, MISS, HIT]):
@@ -325,9 +323,8 @@ def test_what_a_format_says_of_itself_counts(
     name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked() -> int | None:
-        return Request.of(
-            extract(state_of(0)), "/c", resolve(Mine()), SingleGroup()
-        ).fingerprint
+        request = SaveRequest.of(state_of(0), "/c", Mine(), SingleGroup())
+        return request.fingerprint
 
     before = asked()
     assert before is not None

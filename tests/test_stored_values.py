@@ -364,7 +364,7 @@ class TestTrust:
                 Late(),
             ):  # the second save goes by the plan of the first
                 megackpt.save({"o": value}, tmp_path / "c")
-        assert caplog.text.count("will not simply load") == 1
+        assert caplog.text.count("need the argument trusted") == 1
         assert "Late" in caplog.text
 
 

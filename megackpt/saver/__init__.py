@@ -1,3 +1,3 @@
-"""Saving: ``order`` is save itself, ``asking`` what a rank asks for, ``notices`` what it is told besides."""
+"""Saving: ``save_operation`` has the steps of a save, ``request`` what one rank asks for."""
 
-from megackpt.saver.order import save as save
+from megackpt.saver.save_operation import save as save

@@ -32,6 +32,9 @@ SHARD_METHODS = (
 _LEAVE_OUT = (
     "leave it out, or wrap it in a LocalNonpersistentObject, and it is not saved"
 )
+_PLAIN_DEPTH = 32
+_PLAIN_VALUES = 4096
+"""Limits of plain values: containers in one another, and values in all."""
 _SHOWN = 12  # steps of a path
 _LOOKED = 2**26  # bytes
 _DECLARED = ("ShardedBase", "LocalNonpersistentObject")
@@ -210,6 +213,8 @@ def loadable(what: str, value: Any) -> tuple[bytes, list[str]]:
 
     Raises ShardingError as ``pickled`` does, and for what a load would refuse whatever is trusted.
     """
+    if _is_plain(value):
+        return serialization.dump(value), []
     blob = pickled(what, value)
     try:
         return blob, serialization.check(blob)
@@ -217,6 +222,33 @@ def loadable(what: str, value: Any) -> tuple[bytes, list[str]]:
         raise ShardingError(
             f"{what} could be saved, but never loaded{_where(value, _checked)}: {error} ({_LEAVE_OUT})"
         ) from error
+
+
+def _is_plain(value: Any) -> bool:
+    """Is this a small value of Python's plain types? A load gives such a value back, unchecked.
+
+    The pickle of any other value is checked, which takes much longer.
+    """
+    todo = [(0, value)]
+    for depth, node in todo:  # grows; a value that contains itself reaches a limit
+        if depth > _PLAIN_DEPTH or len(todo) > _PLAIN_VALUES:
+            return False
+        kind = type(node)
+        if kind is dict:
+            if not all(type(key) is str and key.isascii() for key in node):
+                return False
+            todo += [(depth + 1, child) for child in node.values()]
+        elif kind is list:
+            todo += [(depth + 1, child) for child in node]
+        elif kind is str:
+            if not node.isascii():
+                return False
+        elif kind is int:
+            if abs(node) >= 2**63:
+                return False
+        elif kind not in (bool, float, type(None)):
+            return False
+    return True
 
 
 def _dumped(value: Any) -> int:

@@ -17,7 +17,7 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.errors import CheckpointReplaced, SaveInProgress
-from megackpt.saver import order
+from megackpt.saver import save_operation
 from megackpt.storage import kernel
 
 PROCESSES = multiprocessing.get_context("fork")
@@ -88,7 +88,7 @@ class Meetings:
     def contend(self, job: int, seed: int, before: str) -> None:
         logging.disable()
         chance = random.Random(f"{seed} {job}")
-        real = order.begin
+        real = save_operation.begin
         if not self.locks:  # as on a file system without them
             kernel.lock = lambda _: True  # type: ignore[assignment]
 
@@ -102,13 +102,13 @@ class Meetings:
             finally:
                 self.begun.wait()
 
-        order.begin = begin
+        save_operation.begin = begin
         for meeting in range(self.rounds):
             where = self.where / str(meeting) / "c"
             if job == 0:
-                order.begin = real
+                save_operation.begin = real
                 prepare(where, before)
-                order.begin = begin
+                save_operation.begin = begin
             self.start.wait()
             try:
                 megackpt.save(state(float(job)), where)
@@ -130,7 +130,7 @@ def prepare(where: Path, before: str) -> None:
     elif before == "a dead save":
         pid = os.fork()
         if pid == 0:
-            order.commit = lambda *_: os._exit(9)  # type: ignore[assignment]
+            save_operation.commit = lambda *_, **__: os._exit(9)  # type: ignore[assignment]
             megackpt.save(state(-3.0), where)
         os.waitpid(pid, 0)
 

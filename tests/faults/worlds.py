@@ -34,7 +34,7 @@ from megackpt.checkpoint import committing
 from megackpt.distributed.gloo import ProcessGroup
 from megackpt.errors import StorageError
 from megackpt.loader import order as loading
-from megackpt.saver import asking, order as saving
+from megackpt.saver import request, save_operation
 
 SIZE = 3
 AT_ONCE = 8  # worlds, for they mostly wait
@@ -117,8 +117,8 @@ class Fault:
         self.point, self.action, self.waiting = point, action, True
         for name in ("_lowest", "_gather", "_scatter", "_broadcast"):
             self.message(name)
-        self.before(asking, "declare", "declare")
-        self.before(saving, "begin", "begin")
+        self.before(request, "declare", "declare")
+        self.before(save_operation, "begin", "begin")
         self.before(committing.DirectoryPlace, "_confirm", "commit")
         self.before(loading._Part, "compare", "compare")
         self.before(AsyncCallsQueue, "schedule_async_request", "returned")

@@ -1,0 +1,297 @@
+"""What one rank asks to be saved: its state, declared and checked without the other ranks."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from megackpt import tree
+from megackpt.adapters.megatron import native
+from megackpt.adapters.param_groups import HeldGroup, held_groups
+from megackpt.backends.base import Backend, in_format
+from megackpt.checkpoint import absolute
+from megackpt.distributed import Group, attempt, domain_of
+from megackpt.errors import ShardingError
+from megackpt.planning.cache import fingerprint
+from megackpt.planning.manifest import Declarations
+from megackpt.planning.save_plan import SavePolicy
+from megackpt.saver.common_state import check_size
+from megackpt.state import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    bundled,
+    declare,
+    extract,
+    loadable,
+    object_groups,
+    pickled,
+)
+from megackpt.strategies import StrategyLike, resolve
+
+logger = logging.getLogger("megackpt.saver")
+
+CONTENT_METADATA = "content_metadata"
+COMMON = "the common state"
+
+_KEPT_BLOBS = 2**26
+"""Bytes of pickled objects that a rank keeps from the check to the write."""
+_SENT_GROUP = 2**18
+"""Bytes of the hyperparameters of one parameter group that a rank sends to rank 0."""
+
+Held = torch.Tensor | Callable[[], bytes]
+
+
+@dataclass(frozen=True, eq=False)
+class SaveRequest:
+    """What this rank asks to be saved. Row i of ``declared`` is ``shards[i]``.
+
+    On rank 0 one more row declares the common state.
+
+    Attributes:
+        format: name and version of the format.
+        checked: whether the declarations and the common states of all ranks are validated.
+        compared: with ``checked``, the view of the common state that ranks compare.
+        fingerprint: equal for requests that one plan serves; None if that cannot be known.
+        staging_memory: bytes for the copy of an asynchronous save (None: the default).
+        groups: the parameter groups of optimizers, by name or position.
+        objects: row of an object -> the rows that share its blob.
+        blobs: row -> blob of an object that has been pickled for the check already.
+        untrusted: for each class that a load has to be given in ``trusted``, a text.
+    """
+
+    directory: str
+    backend: Backend
+    format: str
+    policy: SavePolicy
+    overwrite: bool
+    shards: Sequence[ShardedTensor | ShardedObject]
+    common: Mapping[Any, Any]
+    checked: bool
+    compared: Any
+    declared: Declarations
+    fingerprint: int | None
+    staging_memory: int | None
+    groups: Mapping[str, HeldGroup]
+    objects: Mapping[int, Sequence[int]]
+    blobs: Mapping[int, bytes]
+    untrusted: Sequence[str]
+
+    @classmethod
+    def of(
+        cls,
+        state: ShardedStateDict,
+        directory: Any,
+        strategy: StrategyLike,
+        group: Group,
+        *,
+        content_metadata: Mapping[str, Any] | None = None,
+        validate: bool = True,
+        comparable: Callable[[Any], Any] | None = None,
+        overwrite: bool = True,
+        allow_large_common_state: bool = False,
+    ) -> SaveRequest:
+        """Declare the state and pickle its objects. ``comparable`` gives the view to compare.
+
+        Raises ShardingError for wrong declarations and for objects that no load would give
+        back, BackendError for a format that cannot be written.
+        """
+        extracted = extract(state, native)
+        path = absolute(directory)
+        resolved = resolve(strategy)
+        if group.is_coordinator and not allow_large_common_state:
+            check_size(extracted.common, path)
+        common: dict[Any, Any] = tree.dict_list_map_outplace(_compact, extracted.common)
+        if content_metadata is not None:
+            if not isinstance(content_metadata, Mapping):
+                raise ShardingError(
+                    f"content_metadata must be a dict, not {content_metadata!r}"
+                )
+            stored = dict(content_metadata)
+            stored.pop("dp_cp_group", None)  # Megatron's process group
+            common[CONTENT_METADATA] = stored
+        declared = declare(
+            extracted.shards,
+            rank=group.rank,
+            domain=domain_of(resolved.dedup_group),
+            common=group.is_coordinator,
+            saving=True,
+        )
+        backend = resolved.make_writer()
+        policy = SavePolicy(balance=resolved.balance)
+        named = f"{backend.name} {backend.version}"
+        number = None
+        options = _pickled_options(backend)
+        if options is not None:
+            planned = in_format(backend, policy)
+            number = fingerprint(
+                declared,
+                f"{named} {backend.encoding} {planned} {group.size} {validate} {options}",
+            )
+        unchecked = cls(
+            directory=path,
+            backend=backend,
+            format=named,
+            policy=policy,
+            overwrite=overwrite,
+            shards=extracted.shards,
+            common=common,
+            checked=validate,
+            compared=_view(comparable, common) if validate else None,
+            declared=declared,
+            fingerprint=number,
+            staging_memory=resolved.staging_memory,
+            groups=held_groups(extracted.factories),
+            objects=object_groups(extracted.shards),
+            blobs={},
+            untrusted=(),
+        )
+        return unchecked._with_blobs()
+
+    def _with_blobs(self) -> SaveRequest:
+        """This request with the blobs of the objects of which this rank has the main replica.
+
+        Blobs beyond ``_KEPT_BLOBS`` bytes in sum are checked, and pickled again when they are
+        written.
+        """
+        blobs: dict[int, bytes] = {}
+        untrusted: list[str] = []
+        pickled_rows: set[int] = set()
+        left = _KEPT_BLOBS
+        for row in np.flatnonzero(self.declared.main).tolist():
+            is_tensor = row < len(self.shards) and isinstance(
+                self.shards[row], ShardedTensor
+            )
+            if is_tensor or row in pickled_rows:
+                continue
+            blob, classes = loadable(*self._object(row))
+            untrusted += classes
+            same_blob = self.objects.get(row, [row])
+            pickled_rows.update(same_blob)
+            if len(blob) <= left:
+                left -= len(blob)
+                blobs.update(dict.fromkeys(same_blob, blob))
+        return replace(self, blobs=blobs, untrusted=tuple(untrusted))
+
+    def group_votes(self, *, may_abstain: bool) -> list[int]:
+        """A number and its negative, alike on ranks whose parameter groups are alike.
+
+        A rank without a parameter of any group may abstain: its numbers are never the lowest.
+        """
+        if may_abstain and not any(group.needed for group in self.groups.values()):
+            return [2**63 - 1] * 2
+        texts = sorted(
+            (name, sorted(group.texts.items())) for name, group in self.groups.items()
+        )
+        number = digest_number(repr(texts).encode())
+        return [number, -number]
+
+    def needed_groups(self) -> dict[str, HeldGroup]:
+        """The groups of which this rank has parameters, with values small enough to send."""
+        needed = {}
+        for name, group in self.groups.items():
+            if group.needed:
+                values = pickled(name, tree.lookup(self.common, group.path))
+                if len(values) > _SENT_GROUP:
+                    values = b""
+                needed[name] = replace(group, values=values)
+        return needed
+
+    def with_groups(self, groups: Mapping[tree.Path, bytes]) -> SaveRequest:
+        """This request with the pickled groups of other ranks in place of this rank's own."""
+        if not groups:
+            return self
+        common = tree.copied(self.common)
+        for path, values in groups.items():
+            group = torch.load(
+                io.BytesIO(values), map_location="cpu", weights_only=False
+            )
+            tree.lookup(common, path[:-1])[path[-1]] = group
+        blobs = dict(self.blobs)
+        blobs.pop(len(self.shards), None)
+        return replace(self, common=common, blobs=blobs)
+
+    def held(self) -> list[Held]:
+        """For each row of ``declared`` its tensor, or a function that gives its blob."""
+        rows: list[Held] = []
+        for row, shard in enumerate(self.shards):
+            if isinstance(shard, ShardedTensor):
+                rows.append(cast(torch.Tensor, shard.data))
+            else:
+                rows.append(partial(self._blob, row))
+        return [*rows, partial(self._blob, len(self.shards))]
+
+    def _blob(self, row: int) -> bytes:
+        return self.blobs.get(row) or loadable(*self._object(row))[0]
+
+    def _object(self, row: int) -> tuple[str, Any]:
+        """The name, for error texts, and the value of a row that is no tensor."""
+        if row == len(self.shards):
+            return COMMON, dict(self.common)
+        shard = cast(ShardedObject, self.shards[row])
+        values = [self.shards[i].data for i in self.objects[row]]
+        return f"the object {shard.unique_key!r}", bundled(shard, values)
+
+
+def digest_number(data: bytes) -> int:
+    """A number of 56 bits, so that it and its negative fit into 64 bits."""
+    return int.from_bytes(blake2b(data, digest_size=7).digest())
+
+
+def _compact(leaf: Any) -> Any:
+    """A copy of a view of a larger tensor, of which torch would store all of the memory."""
+    plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or leaf.layout is not torch.strided:
+        return leaf
+    if leaf.is_quantized or leaf.is_meta:
+        return leaf
+    if leaf.untyped_storage().nbytes() <= leaf.numel() * leaf.element_size():
+        return leaf
+    if type(leaf) is torch.nn.Parameter:
+        return torch.nn.Parameter(leaf.detach().clone(), leaf.requires_grad)
+    return leaf.clone()
+
+
+def _view(comparable: Callable[[Any], Any] | None, common: Any) -> Any:
+    """What ranks compare of the common state; all of it if the caller's function fails."""
+    if comparable is None:
+        return common
+    # The function may remove entries from its argument; these are saved all the same.
+    made = attempt(lambda: comparable(tree.copied(common)))
+    if made.error is None:
+        return made.value
+    logger.warning(
+        "the common state is compared as it is: "
+        "preprocess_common_before_consistancy_check failed (%s: %s)",
+        type(made.error).__name__,
+        made.error,
+    )
+    return common
+
+
+def _pickled_options(backend: Backend) -> str | None:
+    """The backend's class and attributes, pickled as hex; None if that fails.
+
+    Any of these may decide where the format puts tensors.
+    """
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=4)  # one protocol for all Python versions
+    pickler.fast = True  # no memo: equal values give equal bytes, shared or not
+    dumped = attempt(lambda: pickler.dump(backend))
+    if dumped.error is not None:
+        logger.debug(
+            "every save is planned: this %s cannot be pickled: %s",
+            type(backend).__qualname__,
+            dumped.error,
+        )
+        return None
+    return buffer.getvalue().hex()
