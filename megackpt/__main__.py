@@ -262,17 +262,17 @@ def _add_convert(commands: _Commands) -> None:
 
 
 def _add_convert_arguments(command: argparse.ArgumentParser) -> None:
-    from megackpt.converter.options import add_arguments
+    from megackpt.cli.convert_options import add_arguments
 
     add_arguments(command)
 
 
 def _convert(options: argparse.Namespace, progress: Progress) -> Answer:
+    from megackpt.cli.convert_options import convert_arguments
     from megackpt.cli.converting import convert
-    from megackpt.converter.options import from_options
 
     try:
-        return convert(from_options(options), progress)
+        return convert(convert_arguments(options), progress)
     except ValueError as error:  # of arguments that contradict each other
         options.usage_error(str(error))
         raise

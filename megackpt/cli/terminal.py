@@ -188,9 +188,9 @@ def _plain_progress() -> Progress:
     counts = [0, 0]
 
     def start(_label: str, total: int) -> None:
-        from megackpt.converter.progress import Lines
+        from megackpt.cli.plain_progress import ProgressLines
 
-        told.append(Lines(sys.stderr))
+        told.append(ProgressLines(sys.stderr))
         counts[1] = total
 
     def advance(done: int) -> None:

@@ -1,10 +1,12 @@
-"""Format to format: a load walked straight into a save, a bounded piece at a time, by several processes, resumable."""
+"""Conversion of checkpoints from format to format, in bounded memory, resumable."""
 
 from __future__ import annotations
 
-from megackpt.converter.asking import (
+from megackpt.converter.conversion import Converted as Converted
+from megackpt.converter.huggingface_export import (
+    export_huggingface as export_huggingface,
+)
+from megackpt.converter.request import (
     convert as convert,
     remove_sharded_tensors as remove_sharded_tensors,
 )
-from megackpt.converter.exporting import export_huggingface as export_huggingface
-from megackpt.converter.order import Converted as Converted

@@ -1,4 +1,4 @@
-"""How much memory a conversion may take, and how many workers that allows."""
+"""The memory limit of a conversion, and the number of workers that fit into it."""
 
 from __future__ import annotations
 
@@ -7,77 +7,81 @@ import re
 
 import numpy as np
 
-from megackpt.converter.cutting import CELL
+from megackpt import limits
 from megackpt.errors import BackendError
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Manifest, ShardId
 
-DEFAULT = 512 << 20
-ALONE = 512 << 20
-"""Bytes up to which a conversion is not worth the start of other processes."""
-_LEAST = (
-    4 * CELL
-)  # cells that are read and written at the same time, and what threads need
-_COPYING = (
-    6 * CELL
-)  # where cells are made up anew in memory: by formats with a grid, and by casts
+# A worker holds the cells that it reads and writes at the same time, and what its threads need.
+_CELLS = 4
+# Formats with a grid and casts copy each cell once more.
+_CELLS_COPYING = 6
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
-_TOLD = 8
+_UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
-def parse_size(given: str | int) -> int:
-    """Bytes: a number, or text like "64MiB", "1.5 GB", "512k". ValueError for anything else."""
-    if isinstance(given, int):
-        return given
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([kmgt]?i?)b?\s*", given.lower())
+def parse_size(size: str | int) -> int:
+    """Return bytes: of a number, or of a text such as "64MiB", "1.5 GB" or "512k".
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([kmgt]?i?)b?\s*", size.lower())
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{given!r} is no number of bytes (as 64MiB, 1GB or 1000000)")
+        raise ValueError(f"{size!r} is not a size in bytes (as 64MiB, 1GB or 1000000)")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def size_text(count: int) -> str:
-    """At least so many bytes, in MiB."""
-    return f"{-(-count // (1 << 20))}MiB"
-
-
-def workers_within(
-    cap: int, asked: int | None, tasks: int, total: int, each: int
+def worker_count(
+    limit: int, wanted: int | None, tasks: int, total: int, each: int
 ) -> int:
-    """How many workers: as many as are asked for (else by processors), but no more than fit into the cap.
+    """Return how many workers to use: ``wanted``, or one a processor, as far as they fit.
 
-    ``total``: bytes to be written; ``each``: what one worker may take (``worker_bytes``).
+    Args:
+        limit: the memory limit in bytes.
+        total: bytes to write.
+        each: the most that one worker takes, from ``worker_bytes``.
     """
-    if asked is None:
-        asked = 1 if total <= ALONE else len(os.sched_getaffinity(0))
-    return max(1, min(asked, tasks, cap // each))
+    if wanted is None:
+        small = total <= limits.CONVERT_SINGLE_PROCESS_BYTES
+        wanted = 1 if small else len(os.sched_getaffinity(0))
+    return max(1, min(wanted, tasks, limit // each))
 
 
-def worker_bytes(manifest: Manifest, decoded: Int64, copying: bool, cap: int) -> int:
-    """What one worker may take, at the most, to write what is in this manifest. ``copying``: cells are made up anew.
+def worker_bytes(manifest: Manifest, decoded: Int64, copying: bool, limit: int) -> int:
+    """Return the most memory that one worker takes to convert what this manifest lists.
 
-    Raises BackendError, naming them, where objects or chunks that are decoded whole do not fit into the cap.
+    Args:
+        decoded: the result of ``Backend.decoded`` for the manifest.
+        copying: cells are copied, for a grid or a cast.
+        limit: the memory limit in bytes.
+
+    Raises BackendError naming the largest object, or chunk that is decoded whole, if it does not fit.
     """
-    base = _COPYING if copying else _LEAST
-    if cap < base:
+    cell = limits.CONVERT_CELL_BYTES
+    base = cell * (_CELLS_COPYING if copying else _CELLS)
+    if limit < base:
         raise BackendError(
-            f"this conversion takes at least max_memory={size_text(base)}"
+            f"this conversion takes at least max_memory={_mebibytes(base)}"
         )
     chunks = manifest.chunks
-    is_object = np.array(
-        [entry.meta.is_object for entry in manifest.tensors], np.bool_
-    )[chunks.tensor]
-    held = np.where(is_object, chunks.length, decoded)
-    beyond = np.maximum(2 * held - CELL, 0)  # up to a cell is reckoned with
-    most = int(beyond.max(initial=0))
-    if base + most > cap:
-        told = []
-        for row in np.flatnonzero(base + beyond > cap)[:_TOLD].tolist():
-            key, meta = manifest.tensors[chunks.tensor[row]]
-            shard = ShardId(key, chunks.boxes.row(row, len(meta.shape)))
-            kind = "an object" if is_object[row] else "a chunk that is decoded whole,"
-            told.append(f"{shard} is {kind} of {held[row]} bytes")
+    is_object = np.array([e.meta.is_object for e in manifest.tensors], np.bool_)
+    held = np.where(is_object[chunks.tensor], chunks.length, decoded)
+    # It is read and written at the same time, so it counts twice; the base has one cell of it.
+    most = base + max(0, 2 * int(held.max(initial=0)) - cell)
+    if most > limit:
+        row = int(np.argmax(held))
+        number = chunks.tensor[row]
+        key, meta = manifest.tensors[number]
+        shard = ShardId(key, chunks.boxes.row(row, len(meta.shape)))
+        kind = "an object" if is_object[number] else "a chunk that is decoded whole,"
         raise BackendError(
-            f"{'; '.join(told)}: more than max_memory={size_text(cap)} allows. Give {size_text(base + most)}"
+            f"{shard} is {kind} of {held[row]} bytes: more than max_memory={_mebibytes(limit)} "
+            f"allows. Give {_mebibytes(most)}"
         )
-    return base + most
+    return most
+
+
+def _mebibytes(count: int) -> str:
+    return f"{-(-count // (1 << 20))}MiB"

@@ -7,8 +7,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from megackpt.async_save import children
-from megackpt.converter.cutting import Task
-from megackpt.converter.journal import Done
+from megackpt.converter.cells import ConversionTask
+from megackpt.converter.journal import TaskResult
 from megackpt.converter.working import Assignment, Failed
 from megackpt.errors import RankLost
 
@@ -54,8 +54,8 @@ class _Worker:
 def run_tasks(
     assignment: Assignment,
     workers: int,
-    tasks: Iterator[Task],
-    finished: Callable[[Done], None],
+    tasks: Iterator[ConversionTask],
+    finished: Callable[[TaskResult], None],
     moved: Callable[[int], None],
 ) -> None:
     """Have all tasks done by so many processes. ``finished`` and ``moved`` are called in this thread.
@@ -74,7 +74,7 @@ def run_tasks(
                 message = worker.recv()
                 if isinstance(message, Failed):
                     raise message.error
-                if isinstance(message, Done):
+                if isinstance(message, TaskResult):
                     finished(message)
                 elif message is not None:
                     moved(message)

@@ -1,8 +1,7 @@
-"""The journal of a conversion: one line for each finished task, so that a later run need not do it again.
+"""The journal of a conversion: a line for each finished task, so that a later run need not repeat it.
 
-A line is the xxh3-128 of what follows it, a space, and JSON: the task's number, its WriteResult, the size of each of
-its files, and what overflowed. It is written when the task's files are durable. A line that is torn or damaged ends
-the journal.
+A line is the xxh3-128 of the rest, a space, and JSON. It is appended when the task's files are
+durable. A torn or damaged line ends the journal.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megackpt.planning.box import Boxes
 from megackpt.planning.manifest import DIGEST_BLOCK, DIGEST_SIZE, WriteResult
@@ -22,8 +22,8 @@ JOURNAL = "megackpt.journal"
 
 
 @dataclass(frozen=True, eq=False)
-class Done:
-    """A finished task. ``overflows``: key -> values beyond the range of what they were cast to."""
+class TaskResult:
+    """A finished task. ``overflows``: key -> values beyond the range of their new dtype."""
 
     task: int
     result: WriteResult
@@ -31,131 +31,98 @@ class Done:
 
 
 class Journal:
-    """The finished tasks of the conversion in this place; those of an earlier run whose files are all here.
+    """The finished tasks of one conversion: those of an earlier run whose files are all there.
 
-    ``storage`` is None where no file can grow (in a bucket): then only this run knows of them. ``reread``: what an
-    earlier run has written is compared with its digests, too. For formats that take new ones in
-    ``finish``: they would vouch for whatever has become of the bytes since.
+    Args:
+        storage: where the target is written; None for object stores, where no file can grow, so
+            that nothing is resumed.
+        reread: compare what an earlier run wrote with its digests. Needed by formats that compute
+            digests again in ``finish``, for these would confirm damaged bytes.
     """
 
     def __init__(self, storage: Storage | None, reread: bool = False) -> None:
+        self.done: dict[int, TaskResult] = {}
         self._storage = storage
-        self.done: dict[int, Done] = {}
-        self._length = 0 if storage is None else self._resume(storage, reread)
-
-    def _resume(self, storage: Storage, reread: bool) -> int:
-        """The bytes of the journal that hold."""
-        text = storage.get(JOURNAL) if storage.size(JOURNAL) is not None else b""
+        self._length = 0
+        if storage is None:
+            return
         kept = b""
+        text = storage.get(JOURNAL) if storage.size(JOURNAL) is not None else b""
         for line in text.splitlines(keepends=True):
-            done, sizes = _parsed(line)
-            if done is None:
+            try:
+                done, sizes = _parse(line)
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
+                    RecursionError):  # fmt: skip
                 break
-            there = all(
-                (storage.size(name) or 0) >= size for name, size in sizes.items()
-            )
-            if there and (not reread or _intact(storage, done.result)):
+            complete = all((storage.size(name) or 0) >= n for name, n in sizes.items())
+            if complete and not (reread and _is_damaged(storage, done.result)):
                 self.done[done.task] = done
                 kept += line
         storage.put(JOURNAL, kept)
-        return len(kept)
+        self._length = len(kept)
 
-    def files(self) -> set[str]:
-        """All files of finished tasks."""
-        return {name for done in self.done.values() for name in done.result.files}
-
-    def add(self, done: Done) -> None:
-        """Note, durably, that a task is finished."""
+    def add(self, done: TaskResult) -> None:
+        """Record, durably, that a task is finished."""
         if self._storage is not None:
-            sizes = {name: self._storage.size(name) or 0 for name in done.result.files}
-            line = _line(done, sizes)
+            result = done.result
+            columns: list[NDArray[Any]]
+            columns = [result.item, result.file, result.start, result.length]
+            record = {
+                "task": done.task,
+                "overflows": dict(done.overflows),
+                "files": {name: self._storage.size(name) or 0 for name in result.files},
+                "width": result.boxes.width,
+                "boxes": [result.boxes.offset.tolist(), result.boxes.shape.tolist()],
+                "columns": [column.tolist() for column in columns],
+                "digests": result.digests.tobytes().hex(),
+            }
+            text = json.dumps(record, separators=(",", ":")).encode()
+            line = digest(text).hex().encode() + b" " + text + b"\n"
             with self._storage.update(JOURNAL) as updater:
                 updater.write_at(self._length, [memoryview(line)])
             self._length += len(line)
         self.done[done.task] = done
 
 
-def _intact(storage: Storage, result: WriteResult) -> bool:
-    """Are the bytes of each piece those that its digests were taken of?"""
-    taken = []
+def _parse(line: bytes) -> tuple[TaskResult, dict[str, int]]:
+    """Return the task of a line, and the sizes of its files. Raises ValueError and others."""
+    checksum, _, text = line.partition(b" ")
+    if not line.endswith(b"\n") or digest(text[:-1]).hex().encode() != checksum:
+        raise ValueError("the line is torn or damaged")
+    record: dict[str, Any] = json.loads(text)
+    sizes = {str(name): int(size) for name, size in record["files"].items()}
+    columns = np.array(record["columns"], np.int64)
+    item, file, start, length = columns
+    boxes = np.array(record["boxes"], np.int64).reshape(2, len(item), record["width"])
+    digests = np.frombuffer(bytes.fromhex(record["digests"]), np.uint8)
+    digests = digests.reshape(-1, DIGEST_SIZE)
+    blocks = -(-length // DIGEST_BLOCK)
+    task, overflows = record["task"], dict(record["overflows"])
+    if type(task) is not int or (columns < 0).any() or (file >= len(sizes)).any():
+        raise ValueError("the line names pieces that cannot exist")
+    if len(digests) != blocks.sum():
+        raise ValueError("the line has digests of other pieces")
+    result = WriteResult(
+        item,
+        Boxes(boxes[0], boxes[1]),
+        tuple(sizes),
+        file.astype(np.int32),
+        start,
+        length,
+        digests,
+    )
+    return TaskResult(task, result, overflows), sizes
+
+
+def _is_damaged(storage: Storage, result: WriteResult) -> bool:
+    """Read all pieces, and compare them with their digests."""
+    found = []
     for number, start, length in zip(
         result.file, result.start.tolist(), result.length.tolist(), strict=True
     ):
         with storage.open(result.files[number]) as reader:
-            for at in range(0, length, DIGEST_BLOCK):
-                block = memoryview(bytearray(min(DIGEST_BLOCK, length - at)))
-                reader.read_into(start + at, [block])
-                taken.append(digest_blocks(block))
-    return b"".join(taken) == result.digests.tobytes()
-
-
-def _line(done: Done, sizes: Mapping[str, int]) -> bytes:
-    result = done.result
-    told = {
-        "task": done.task,
-        "item": result.item.tolist(),
-        "offset": result.boxes.offset.tolist(),
-        "shape": result.boxes.shape.tolist(),
-        "width": result.boxes.width,
-        "files": result.files,
-        "file": result.file.tolist(),
-        "start": result.start.tolist(),
-        "length": result.length.tolist(),
-        "digests": result.digests.tobytes().hex(),
-        "sizes": sizes,
-        "overflows": dict(done.overflows),
-    }
-    text = json.dumps(told, separators=(",", ":")).encode()
-    return digest(text).hex().encode() + b" " + text + b"\n"
-
-
-def _parsed(line: bytes) -> tuple[Done | None, dict[str, int]]:
-    checksum, _, text = line.partition(b" ")
-    if not line.endswith(b"\n") or digest(text[:-1]).hex().encode() != checksum:
-        return None, {}
-    try:
-        told = json.loads(text)
-        return _done(told)
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ):
-        return None, {}  # somebody else's idea of a journal
-
-
-def _done(told: dict[str, Any]) -> tuple[Done, dict[str, int]]:
-    rows, width = len(told["item"]), told["width"]
-    boxes = Boxes(
-        *(
-            np.array(told[name], np.int64).reshape(rows, width)
-            for name in ("offset", "shape")
-        )
-    )
-    result = WriteResult(
-        np.array(told["item"], np.int64),
-        boxes,
-        tuple(told["files"]),
-        np.array(told["file"], np.int32),
-        np.array(told["start"], np.int64),
-        np.array(told["length"], np.int64),
-        np.frombuffer(bytes.fromhex(told["digests"]), np.uint8).reshape(
-            -1, DIGEST_SIZE
-        ),
-    )
-    places = np.concatenate([result.item, result.file, result.start, result.length])
-    blocks = (-(-result.length // DIGEST_BLOCK)).sum()
-    sound = (
-        type(told["task"]) is int and not (places < 0).any() and len(places) == 4 * rows
-    )
-    if (
-        not sound
-        or (result.file >= len(result.files)).any()
-        or len(result.digests) != blocks
-    ):
-        raise ValueError("a line tells of no pieces that can be")
-    sizes = {str(name): int(size) for name, size in told["sizes"].items()}
-    return Done(told["task"], result, dict(told["overflows"])), sizes
+            for offset in range(0, length, DIGEST_BLOCK):
+                block = memoryview(bytearray(min(DIGEST_BLOCK, length - offset)))
+                reader.read_into(start + offset, [block])
+                found.append(digest_blocks(block))
+    return b"".join(found) != result.digests.tobytes()

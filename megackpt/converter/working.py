@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import as_read_by, open_same
-from megackpt.converter.cutting import Task
-from megackpt.converter.journal import Done
-from megackpt.converter.passing import Passing
+from megackpt.converter.cell_source import CellSource
+from megackpt.converter.cells import ConversionTask
+from megackpt.converter.journal import TaskResult
 from megackpt.errors import CheckpointingException
 from megackpt.storage import Storage, kernel, root_at
 
@@ -33,13 +33,13 @@ class Bench:
 
     def __post_init__(self) -> None:
         if self.casts:  # now: what imports take is no memory of the conversion
-            importlib.import_module("megackpt.converter.casting")
+            importlib.import_module("torch")
 
-    def perform(self, task: Task, moved: Callable[[int], None]) -> Done:
+    def perform(self, task: ConversionTask, moved: Callable[[int], None]) -> TaskResult:
         """Read, change and write the rows of one task, durably. ``moved`` hears the bytes on the way."""
-        data = Passing(self.source, self.reader, task, self.verify, moved)
+        data = CellSource(self.source, self.reader, task, self.verify, moved)
         result = self.writer.write(self.target, task.plan, data)
-        return Done(task.number, result, data.overflows)
+        return TaskResult(task.number, result, data.overflows)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Failed:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """A worker: an Assignment comes in, then Tasks; out go None (ready), bytes, Done, Failed. EOF is the end."""
+    """A worker: an Assignment comes in, then Tasks; out go None (ready), bytes, TaskResult, Failed. EOF is the end."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # the parent is interrupted too, and ends us

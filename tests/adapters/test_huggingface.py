@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megackpt
-from megackpt import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megackpt import ShardedObject, ShardedTensor, ShardedTensorFactory, limits
 from megackpt.adapters.huggingface import (
     Fuse,
     Name,
@@ -30,7 +30,7 @@ from megackpt.adapters.huggingface import (
     llama,
 )
 from megackpt.checkpoint import committing, replacing
-from megackpt.converter import convert, cutting, export_huggingface, order, passing
+from megackpt.converter import conversion, convert, export_huggingface
 from megackpt.errors import (
     BackendError,
     CheckpointingException,
@@ -460,11 +460,9 @@ def test_a_llama_over_tensor_parallel_ranks_and_back(
     assert torch.equal(states[1]["layers"][1]["qkv"].data, second)
     assert torch.equal(states[1]["embedding"].data[-2:], torch.zeros(2, H))
 
-    monkeypatch.setattr(
-        cutting, "CELL", 512
-    )  # each tensor in several cells, over several tasks
-    monkeypatch.setattr(passing, "CELL", 512)
-    monkeypatch.setattr(cutting, "SMALL_TASK", 4096)
+    # each tensor in several cells, over several tasks
+    monkeypatch.setattr(limits, "CONVERT_CELL_BYTES", 512)
+    monkeypatch.setattr(limits, "CONVERT_TASK_BYTES_MIN", 4096)
     done = export_huggingface(
         tmp_path / "training",
         tmp_path / "out",
@@ -499,7 +497,7 @@ def test_every_format_is_exported(
 ) -> None:
     """Cast on the way; and, of one of them, by worker processes."""
     if strategy == "zarr":
-        monkeypatch.setattr(cutting, "SMALL_TASK", 16384)
+        monkeypatch.setattr(limits, "CONVERT_TASK_BYTES_MIN", 16384)
     hf, table = tmp_path / "hf", llama(CONFIG)
     hf.mkdir()
     save_file(theirs(), hf / "model.safetensors")
@@ -749,7 +747,7 @@ def test_the_files_beside(tmp_path: Path) -> None:
         "megackpt.index",
     }
     (beside / "modules.json").write_text('[{"path": "0_Transformer"}]')
-    with pytest.raises(StorageError, match="the model is in a folder of its own"):
+    with pytest.raises(StorageError, match="the model is in one of the folders"):
         export_huggingface(*arguments, overwrite=True)
 
 
@@ -847,7 +845,7 @@ def test_exports_that_cannot_be_are_refused_before_they_begin(tmp_path: Path) ->
         (
             "model.safetensors",
             BackendError,
-            "is one file, and others are to stand beside it",
+            "is one file, and other files go beside it",
         ),
         ("file", StorageError, "a file is in the way"),
     ):
@@ -1201,9 +1199,8 @@ def test_an_export_goes_on_where_it_was_cut_off(
     in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the directory that the configuration is taken from."""
-    monkeypatch.setattr(cutting, "CELL", 4096)
-    monkeypatch.setattr(passing, "CELL", 4096)
-    monkeypatch.setattr(cutting, "SMALL_TASK", 16384)
+    monkeypatch.setattr(limits, "CONVERT_CELL_BYTES", 4096)
+    monkeypatch.setattr(limits, "CONVERT_TASK_BYTES_MIN", 16384)
     whole = numbered(64, 512)
     megackpt.save({"a": shard("a", whole)}, tmp_path / "training")
     config: Any = tmp_path / "out" if in_place else {}
@@ -1222,7 +1219,7 @@ def test_an_export_goes_on_where_it_was_cut_off(
     assert (tmp_path / "out/config.json").exists() == in_place
     with monkeypatch.context() as patched:
         patched.setattr(
-            order, "commit", lambda *_: cut_off(1, 1)
+            conversion, "commit", lambda *_: cut_off(1, 1)
         )  # when all but the last file is there
         with pytest.raises(KeyboardInterrupt):
             export_huggingface(*arguments)

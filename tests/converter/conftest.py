@@ -10,19 +10,17 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedObject, ShardedTensor
+from megackpt import ShardedObject, ShardedTensor, limits
 from megackpt.checkpoint import open_checkpoint
 from megackpt.checkpoint.regions import Regions
-from megackpt.converter import cutting, passing
 from megackpt.planning.box import Box
 
 
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells of 4 KiB and tasks of 16 KiB, in this process: what is said of large checkpoints holds for small ones."""
-    monkeypatch.setattr(cutting, "CELL", 4 << 10)
-    monkeypatch.setattr(passing, "CELL", 4 << 10)
-    monkeypatch.setattr(cutting, "SMALL_TASK", 16 << 10)
+    """Cells of 4 KiB and tasks of 16 KiB, in this process, so that a small checkpoint has many."""
+    monkeypatch.setattr(limits, "CONVERT_CELL_BYTES", 4 << 10)
+    monkeypatch.setattr(limits, "CONVERT_TASK_BYTES_MIN", 16 << 10)
 
 
 def shard(key: str, value: torch.Tensor, *cuts: tuple[int, int, int]) -> ShardedTensor:

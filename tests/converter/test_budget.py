@@ -10,10 +10,10 @@ import torch
 import zarr
 
 import megackpt
-from megackpt import ShardedObject
+from megackpt import ShardedObject, limits
 from megackpt.checkpoint import open_checkpoint
-from megackpt.converter.budget import ALONE, parse_size, workers_within
-from megackpt.converter.order import Limits
+from megackpt.converter.budget import parse_size, worker_count
+from megackpt.converter.conversion import ConversionOptions
 from megackpt.errors import BackendError
 
 
@@ -31,21 +31,22 @@ def test_sizes(text: str | int, size: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "MiB", "-5", "1e9", "5XiB", "64 MiB!", "1,5GB", "i5", "5i"]
 )
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="no number of bytes"):
+def test_a_text_that_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size in bytes"):
         parse_size(text)
 
 
 def test_workers() -> None:
-    large, many, each = 10 * ALONE, 100, 32 << 20
-    assert workers_within(1 << 40, 7, many, large, each) == 7
-    assert workers_within(1 << 40, 7, 3, large, each) == 3
-    assert workers_within(1 << 40, 7, 0, 0, each) == 1
-    assert workers_within(1 << 40, None, many, ALONE, each) == 1
-    assert workers_within(64 << 20, 7, many, large, each) == 2
-    assert workers_within(64 << 20, 7, many, large, each + 1) == 1
+    alone = limits.CONVERT_SINGLE_PROCESS_BYTES
+    large, many, each = 10 * alone, 100, 32 << 20
+    assert worker_count(1 << 40, 7, many, large, each) == 7
+    assert worker_count(1 << 40, 7, 3, large, each) == 3
+    assert worker_count(1 << 40, 7, 0, 0, each) == 1
+    assert worker_count(1 << 40, None, many, alone, each) == 1
+    assert worker_count(64 << 20, 7, many, large, each) == 2
+    assert worker_count(64 << 20, 7, many, large, each + 1) == 1
     with pytest.raises(ValueError, match="at least 1"):
-        Limits(workers=0)
+        ConversionOptions(workers=0)
 
 
 def test_what_does_not_fit_is_refused_with_what_would_do(tmp_path: Path) -> None:

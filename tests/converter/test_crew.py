@@ -16,7 +16,7 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.converter import crew, order
+from megackpt.converter import conversion, crew
 from megackpt.converter.journal import JOURNAL
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint, RankLost
 
@@ -83,14 +83,14 @@ def test_a_script_without_a_guard_can_convert(tmp_path, large) -> None:
 
 def test_a_worker_that_is_killed(tmp_path, large, files, monkeypatch, caplog) -> None:
     """An error that names the task; nothing is committed; the same call goes on."""
-    monkeypatch.setattr(order, "run_tasks", _killing(monkeypatch, after=2))
+    monkeypatch.setattr(conversion, "run_tasks", _killing(monkeypatch, after=2))
     with pytest.raises(
         RankLost,
         match=r"worker process \d+ was killed by SIGKILL .* at task \d; nothing is committed",
     ) as lost:
         megackpt.convert(large, tmp_path / "out", "torch_dist", workers=2)
     assert len(lost.value.failures) == 1
-    assert "goes on from there" in caplog.text
+    assert "resumes from there" in caplog.text
     with pytest.raises(NotACheckpoint):
         megackpt.load_plain_tensors(tmp_path / "out")
     monkeypatch.undo()

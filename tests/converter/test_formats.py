@@ -103,7 +103,7 @@ def test_a_safetensors_file_has_no_room_for_state(tmp_path, source) -> None:
 
 def test_a_file_under_another_formats_name_is_refused(tmp_path, source) -> None:
     with pytest.raises(
-        BackendError, match="is what a file of the format 'torch' is called"
+        BackendError, match="is the name of a file of the format 'torch'"
     ):
         megackpt.convert(source, tmp_path / "m.pt", "safetensors")
     megackpt.convert(source, tmp_path / "m.pt", "zarr")  # a directory under an odd name
@@ -208,7 +208,7 @@ def test_the_number_of_files(tmp_path, source, assert_same, small_tasks) -> None
     assert len(list((tmp_path / "b").glob("*.safetensors"))) == 3
     for name in "ab":
         assert_same(source, tmp_path / name)
-    with pytest.raises(BackendError, match="how many files there are cannot be chosen"):
+    with pytest.raises(BackendError, match="the number of files cannot be chosen"):
         megackpt.convert(source, tmp_path / "c", "zarr", shards=3)
     with pytest.raises(BackendError, match="one file"):
         megackpt.convert(source, tmp_path / "m.pt", "torch", shards=3)

@@ -58,10 +58,10 @@ def test_what_changed_since_is_written_again(
 ) -> None:
     """This format takes its digests at the end, from what is there."""
     told = interrupted(tmp_path, "safetensors", monkeypatch)
-    path = tmp_path / "target" / told["files"][0]
+    path = tmp_path / "target" / next(iter(told["files"]))
     if damaged:
         whole = bytearray(path.read_bytes())
-        whole[told["start"][0] + 5] ^= 1
+        whole[told["columns"][2][0] + 5] ^= 1
         path.write_bytes(whole)
     done = megackpt.convert(
         tmp_path / "source", tmp_path / "target", "safetensors", workers=1
@@ -73,8 +73,9 @@ def test_what_changed_since_is_written_again(
 @pytest.mark.parametrize(
     "forged",
     [
-        {"task": "x"}, {"task": [1]}, {"sizes": 5}, {"sizes": {"a": "b"}}, {"file": [99]}, {"start": [2**70]},
-        {"digests": ""}, {"overflows": 3}, {"item": [-1]}, {"files": None},
+        {"task": "x"}, {"task": [1]}, {"files": 5}, {"files": {"a": "b"}}, {"files": {}}, {"files": None},
+        {"columns": [[0], [99], [0], [8]]}, {"columns": [[0], [0], [2**70], [8]]}, {"columns": [[-1], [0], [0], [8]]},
+        {"columns": 7}, {"digests": ""}, {"overflows": 3}, {"width": 7}, {"boxes": [1]},
     ],
     ids=str,
 )  # fmt: skip

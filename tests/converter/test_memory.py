@@ -35,7 +35,7 @@ def taken(pid):
 
 source, target, to, cap, cast = sys.argv[1:]
 opened, writer = open_checkpoint(source), resolve(to).make_backend()
-importlib.import_module("megackpt.converter.casting")
+importlib.import_module("torch")
 about = Assignment(source, opened.manifest.save_id, opened.backend, "/tmp", writer, True, bool(cast))
 worker = _Worker(about)
 worker.recv()

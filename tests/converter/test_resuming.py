@@ -11,7 +11,7 @@ import torch
 
 import megackpt
 from megackpt.checkpoint import open_checkpoint
-from megackpt.converter import cutting, order
+from megackpt.converter import cells, conversion
 from megackpt.converter.journal import JOURNAL
 from megackpt.errors import CheckpointExists, NotACheckpoint
 from megackpt.storage import kernel
@@ -80,9 +80,9 @@ def test_a_death_at_any_step(
     monkeypatch.setattr(os, "fsync", lambda _: None)
     target, held = tmp_path / "run" / "target", {}
     performed: list[int] = []
-    perform = order.Bench.perform
+    perform = conversion.Bench.perform
     monkeypatch.setattr(
-        order.Bench,
+        conversion.Bench,
         "perform",
         lambda self, task, moved: performed.append(1) or perform(self, task, moved),
     )
@@ -129,7 +129,7 @@ def test_a_run_goes_on_after_each_task(tmp_path, source, files, monkeypatch) -> 
     target = tmp_path / "target"
     megackpt.convert(source, tmp_path / "whole", "torch_dist")
     performed: list[int] = []
-    perform = order.Bench.perform
+    perform = conversion.Bench.perform
 
     def one_and_no_more(self, task, moved):
         if performed:
@@ -137,7 +137,7 @@ def test_a_run_goes_on_after_each_task(tmp_path, source, files, monkeypatch) -> 
         performed.append(task.number)
         return perform(self, task, moved)
 
-    monkeypatch.setattr(order.Bench, "perform", one_and_no_more)
+    monkeypatch.setattr(conversion.Bench, "perform", one_and_no_more)
     finished: list[int] = []
     while True:
         try:
@@ -160,7 +160,7 @@ def test_a_run_goes_on_after_each_task(tmp_path, source, files, monkeypatch) -> 
 def cut_off(tmp_path, source, monkeypatch) -> Path:
     """A target of which three tasks are done."""
     count = [0]
-    perform = order.Bench.perform
+    perform = conversion.Bench.perform
 
     def thrice(self, task, moved):
         count[0] += 1
@@ -169,7 +169,7 @@ def cut_off(tmp_path, source, monkeypatch) -> Path:
         return perform(self, task, moved)
 
     with monkeypatch.context() as patch:
-        patch.setattr(order.Bench, "perform", thrice)
+        patch.setattr(conversion.Bench, "perform", thrice)
         with pytest.raises(KeyboardInterrupt):
             megackpt.convert(source, tmp_path / "target", "torch_dist")
     return tmp_path / "target"
@@ -256,4 +256,4 @@ def test_tasks_do_not_depend_on_workers_or_memory(tmp_path, source, files) -> No
         overwrite=True,
     )
     assert files(tmp_path / "target") == first
-    assert len(first) > cutting.task_count(100 << 10)
+    assert len(first) > cells.task_count(100 << 10)

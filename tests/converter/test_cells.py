@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from megackpt.converter.cutting import (
-    CELL,
-    LARGE_TASK,
-    SMALL_TASK,
+from megackpt import limits
+from megackpt.converter.cells import (
     cell_shape,
-    declared,
-    parts_of,
-    shared_out,
+    declare_cells,
+    split_tasks,
     task_count,
 )
 from megackpt.planning.box import Box, Boxes, regular_grids
@@ -112,11 +109,11 @@ def rows_of(
     manifest: Manifest, contiguous: bool = False, decoded: int = 0
 ) -> Declarations:
     heavy = np.full(len(manifest.chunks), decoded, np.int64)
-    return declared(manifest, dict(enumerate(manifest.tensors)), heavy, contiguous)
+    return declare_cells(manifest, dict(enumerate(manifest.tensors)), heavy, contiguous)
 
 
 @given(st.lists(st.tuples(stored(), st.booleans()), max_size=4), st.booleans())
-def test_what_is_declared_tiles_every_tensor(given_: list, contiguous: bool) -> None:
+def test_cells_tile_every_tensor(given_: list, contiguous: bool) -> None:
     def grid(shape, cell):
         return [
             Box(
@@ -150,14 +147,14 @@ def test_cells_of_large_tensors_are_bounded() -> None:
     half = Box((0, 0), (50257, 4096)), Box((0, 4096), (50257, 4096))
     manifest = manifest_of({"w": ((50257, 8192), "float32", list(half))})
     rows = rows_of(manifest)
-    assert rows.nbytes.max() <= CELL
+    assert rows.nbytes.max() <= limits.CONVERT_CELL_BYTES
     assert set(rows.boxes.shape[:, 1].tolist()) == {4096}  # the two halves stay apart
     whole = rows_of(manifest, contiguous=True)
     assert set(whole.boxes.shape[:, 1].tolist()) == {8192}
     assert rows_of(manifest, decoded=1).nbytes.max() == half[0].volume * 4
 
 
-def test_objects_and_hollow_tensors_are_carried_as_they_are() -> None:
+def test_objects_and_empty_tensors_are_not_cut() -> None:
     manifest = manifest_of({
         "o": ((2,), "object", [Box((0,), (1,)), Box((1,), (1,))]),
         "none": ((0, 5), "float32", [Box((0, 0), (0, 5))]),
@@ -187,25 +184,23 @@ def test_tasks_are_consecutive_rows_of_about_equal_bytes(
             "nbytes": np.array(sizes),
         }
     )
-    tasks = shared_out(rows, count)
-    assert len(tasks) == count
-    assert np.concatenate(tasks).tolist() == list(range(len(sizes)))
-    for own in tasks:
-        assert rows.nbytes[own].sum() <= sum(sizes) / count + max(sizes)
-    parts = parts_of(rows, tasks)
+    parts = split_tasks(rows, count)
+    assert len(parts) == count
+    for part in parts:
+        assert part.nbytes.sum() <= sum(sizes) / count + max(sizes)
     assert [entry.key for part in parts for entry in part.tensors] == [
         f"t{i}" for i in range(len(sizes))
     ]
     assert [rank for part in parts for rank in part.rank] == [
-        n for n, own in enumerate(tasks) for _ in own
+        n for n, part in enumerate(parts) for _ in range(len(part))
     ]
 
 
 def test_the_number_of_tasks() -> None:
-    assert task_count(0) == task_count(SMALL_TASK) == 1
-    assert task_count(10 * SMALL_TASK) == 10
+    assert task_count(0) == task_count(limits.CONVERT_TASK_BYTES_MIN) == 1
+    assert task_count(10 * limits.CONVERT_TASK_BYTES_MIN) == 10
     assert task_count(10 << 30) == 64
-    assert task_count(5 << 40) == (5 << 40) // LARGE_TASK
+    assert task_count(5 << 40) == (5 << 40) // limits.CONVERT_TASK_BYTES_MAX
 
 
 def test_an_excerpt_is_the_manifest_of_some_tensors() -> None:

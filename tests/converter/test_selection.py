@@ -10,8 +10,8 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.converter.casting import cast
-from megackpt.converter.selecting import CASTS, Choice
+from megackpt.converter.cell_source import cast
+from megackpt.converter.selection import CASTS, Selection
 from megackpt.errors import MismatchError
 from megackpt.planning.manifest import Chunks, Manifest, TensorEntry, TensorMeta
 
@@ -34,31 +34,31 @@ def manifest(*keys: str, dtype: str = "float32") -> Manifest:
     return Manifest(tuple(entries), (None,) * len(entries), chunks)
 
 
-def names(choice: Choice, *keys: str) -> list[str]:
-    return [entry.key for entry in choice.carried(manifest(*(keys or KEYS))).values()]
+def names(choice: Selection, *keys: str) -> list[str]:
+    return [entry.key for entry in choice.entries(manifest(*(keys or KEYS))).values()]
 
 
 def test_everything_by_default() -> None:
-    assert names(Choice.of()) == [*KEYS, "rng", "common_state"]
+    assert names(Selection()) == [*KEYS, "rng", "common_state"]
 
 
 def test_select_and_exclude() -> None:
-    assert names(Choice.of("decoder.*")) == [*KEYS[:2], "common_state"]
-    assert names(Choice.of(["*.fc?.weight", "rng"], "*.11.*")) == [
+    assert names(Selection("decoder.*")) == [*KEYS[:2], "common_state"]
+    assert names(Selection(["*.fc?.weight", "rng"], "*.11.*")) == [
         KEYS[0],
         "rng",
         "common_state",
     ]
-    assert names(Choice.of(exclude=["optim.*", "common_state"])) == [*KEYS[:3], "rng"]
-    assert names(Choice.of("*.layers.[0-5].*", state=False)) == [KEYS[0]]
+    assert names(Selection(exclude=["optim.*", "common_state"])) == [*KEYS[:3], "rng"]
+    assert names(Selection("*.layers.[0-5].*", state=False)) == [KEYS[0]]
 
 
 def test_nothing_selected_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
         MismatchError, match=r"nothing is selected by decodr\.\* .*'embedding'"
     ):
-        names(Choice.of("decodr.*"))
-    names(Choice.of(exclude="absent*", rename="absent=present"))
+        names(Selection("decodr.*"))
+    names(Selection(exclude="absent*", rename="absent=present"))
     assert "'absent*' fits no key" in caplog.text
     assert "nothing to rename by absent=present" in caplog.text
 
@@ -88,42 +88,42 @@ def test_nothing_selected_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_renaming(rules, renamed) -> None:
-    assert names(Choice.of(rename=rules)) == [
+    assert names(Selection(rename=rules)) == [
         renamed.get(key, key) for key in [*KEYS, "rng"]
     ] + ["common_state"]
 
 
 def test_a_star_is_as_short_as_possible_and_nothing_else_is_special() -> None:
-    assert names(Choice.of(rename="a.*.b.*=*|*"), "a.1.b.2.b.3", "a.x+y(.b.z")[:2] == [
+    assert names(Selection(rename="a.*.b.*=*|*"), "a.1.b.2.b.3", "a.x+y(.b.z")[:2] == [
         "1|2.b.3",
         "x+y(|z",
     ]
-    assert names(Choice.of(rename="a.b=c"), "a.b", "axb")[:2] == ["c", "axb"]
-    assert names(Choice.of(rename="a\n*=*"), "a\nb\nc")[0] == "b\nc"
+    assert names(Selection(rename="a.b=c"), "a.b", "axb")[:2] == ["c", "axb"]
+    assert names(Selection(rename="a\n*=*"), "a\nb\nc")[0] == "b\nc"
 
 
 @pytest.mark.parametrize("rule", ["nothing", "=b", "a=", "a.*=b", "a=b.*", "a.*=*.*"])
 def test_rules_that_cannot_be_understood(rule: str) -> None:
     with pytest.raises(ValueError, match=r"rename|OLD=NEW"):
-        Choice.of(rename=rule)
+        Selection(rename=rule)
 
 
 def test_collisions_name_both() -> None:
-    with pytest.raises(MismatchError, match=r"'a' and 'b' would all be called 'c'"):
-        names(Choice.of(rename=["a=c", "b=c"]), "a", "b")
-    with pytest.raises(MismatchError, match=r"'a' and 'b' would all be called 'b'"):
-        names(Choice.of(rename="a=b"), "a", "b")
-    assert names(Choice.of(rename=["a=b", "b=a"]), "a", "b")[:2] == ["b", "a"]
+    with pytest.raises(MismatchError, match=r"'a' and 'b' would both be called 'c'"):
+        names(Selection(rename=["a=c", "b=c"]), "a", "b")
+    with pytest.raises(MismatchError, match=r"'a' and 'b' would both be called 'b'"):
+        names(Selection(rename="a=b"), "a", "b")
+    assert names(Selection(rename=["a=b", "b=a"]), "a", "b")[:2] == ["b", "a"]
     with pytest.raises(MismatchError, match="the common state's name"):
-        names(Choice.of(exclude="common_state", rename="a=common_state"), "a")
-    with pytest.raises(MismatchError, match="'p' would have no name"):
-        names(Choice.of(rename="p*=*"), "p")
+        names(Selection(exclude="common_state", rename="a=common_state"), "a")
+    with pytest.raises(MismatchError, match="'p' would have an empty name"):
+        names(Selection(rename="p*=*"), "p")
 
 
 def test_what_is_cast() -> None:
     def dtype(stored: str, wanted: object) -> str:
         return next(
-            iter(Choice.of(cast=wanted).carried(manifest("a", dtype=stored)).values())
+            iter(Selection(cast=wanted).entries(manifest("a", dtype=stored)).values())
         ).meta.dtype
 
     assert dtype("float32", "bf16") == "bfloat16"
@@ -132,11 +132,11 @@ def test_what_is_cast() -> None:
     for stored in ("int64", "bool", "complex64", "uint8", "float8_e8m0fnu"):
         assert dtype(stored, "bf16") == stored
     with pytest.raises(ValueError, match="can be cast to"):
-        Choice.of(cast="int8")
+        Selection(cast="int8")
 
 
 @pytest.mark.parametrize(
-    "wanted", sorted({Choice.of(cast=name).cast for name in CASTS})
+    "wanted", sorted({Selection(cast=name).cast for name in CASTS})
 )
 @pytest.mark.parametrize(
     "stored", ["float32", "bfloat16", "float64", "float16", "float8_e4m3fn"]

@@ -1,0 +1,94 @@
+"""The options of ``megackpt convert``. Their names are those of the arguments of the function."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from typing import Any
+
+from megackpt.converter import convert
+from megackpt.converter.selection import CASTS
+from megackpt.strategies import Strategy
+
+FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all options. ``convert`` itself checks their values."""
+    add = parser.add_argument
+    add("source", metavar="SRC", help="a checkpoint of any format: a directory or file")
+    add("target", metavar="DST", help="a directory; or one file: x.safetensors, x.pt")
+    formats = ", ".join(FORMATS)
+    add("--to", required=True, metavar="FORMAT", help=f"{formats}, or a plug-in's name")
+    add("--overwrite", action="store_true", help="replace a complete checkpoint at DST")
+    add(
+        "--verify",
+        dest="verify_target",
+        action="store_true",
+        help="read everything again before the commit, and check it",
+    )
+    add(
+        "--trust-source",
+        dest="verify",
+        action="store_false",
+        help="do not check the source's digests (by default they are checked)",
+    )
+    add(
+        "--no-resume",
+        dest="resume",
+        action="store_false",
+        help="start from zero if an earlier run was interrupted",
+    )
+    group = parser.add_argument_group(
+        "what is carried (patterns: *, ? and [...], as in the shell; repeatable)"
+    )
+    add = group.add_argument
+    patterns: dict[str, Any] = {"action": "append", "default": []}
+    add("--select", **patterns, metavar="PATTERN", help="only keys that match")
+    add("--exclude", **patterns, metavar="PATTERN", help="no keys that match")
+    add(
+        "--rename",
+        **patterns,
+        metavar="OLD=NEW",
+        help="each * in OLD is any text, and the n-th * in NEW what the n-th was: "
+        "'model.*=*' drops a prefix",
+    )
+    add("--cast", metavar="DTYPE", help=f"of floating tensors: {', '.join(CASTS)}")
+    add(
+        "--no-state",
+        dest="state",
+        action="store_false",
+        help="leave out everything but tensors",
+    )
+    add = parser.add_argument_group("how").add_argument
+    add(
+        "--max-memory",
+        default="512MiB",
+        metavar="SIZE",
+        help="of all processes together, above idle: 64MiB, 1GB, bytes (default: 512MiB)",
+    )
+    add(
+        "--workers", type=int, metavar="N", help="processes (default: by size and CPUs)"
+    )
+    add(
+        "--option",
+        **patterns,
+        metavar="NAME=VALUE",
+        help="an option of the format, as compression=zstd for zarr (repeatable)",
+    )
+    add("--shards", type=int, metavar="N", help="files to write, if that can be chosen")
+
+
+def convert_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of ``convert``. Raises ValueError for a malformed ``--option``."""
+    parameters = inspect.signature(convert).parameters
+    arguments = {n: value for n, value in vars(options).items() if n in parameters}
+    values: dict[str, str | int] = {}
+    for text in options.option:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise ValueError(f"an option is NAME=VALUE, not {text!r}")
+        values[name] = int(value) if value.isdecimal() else value
+    if values:
+        arguments["to"] = Strategy(options.to, options=values)
+    return arguments

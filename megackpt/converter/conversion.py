@@ -1,0 +1,299 @@
+"""A conversion: open source -> plan -> write cells under the memory limit -> finish, verify, commit."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from megackpt import limits
+from megackpt.backends.base import Backend, plan_in_format
+from megackpt.checkpoint import INDEX, Opened, Place, begin, commit, encode_index
+from megackpt.checkpoint.committing import completed
+from megackpt.converter.budget import worker_bytes, worker_count
+from megackpt.converter.cells import (
+    ConversionTask,
+    declare_cells,
+    split_tasks,
+    task_count,
+)
+from megackpt.converter.crew import run_tasks
+from megackpt.converter.journal import JOURNAL, Journal, TaskResult
+from megackpt.converter.working import Assignment, Bench
+from megackpt.errors import BackendError, CorruptCheckpoint, RankLost, StorageError
+from megackpt.planning.manifest import TensorEntry, TensorParts
+from megackpt.planning.save_plan import SavePolicy
+from megackpt.storage import Storage, is_url, root_at
+
+logger = logging.getLogger("megackpt.converter")
+
+# Part of the save id. Increase it when the same request leads to other bytes, or the journal changes.
+_VERSION = 2
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The result of a conversion. Sizes in bytes of the target's raw data.
+
+    ``resumed``: bytes that an earlier run had written. ``overflows``: key -> finite values beyond
+    the range of the dtype that they were cast to.
+    """
+
+    target: str
+    format: str
+    tensors: int
+    objects: int
+    bytes: int
+    resumed: int = 0
+    overflows: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """How a conversion runs, as for ``convert``. The bytes of the target do not depend on it."""
+
+    verify: bool = True
+    verify_target: bool = False
+    max_memory: int = limits.CONVERT_MAX_MEMORY
+    workers: int | None = None
+    progress: Progress | None = None
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, not {self.workers}")
+
+
+class Conversion:
+    """One conversion. It is planned when it is made; ``run`` carries it out.
+
+    It is a save by virtual ranks: each task writes what one rank would.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        source: str,
+        entries: Mapping[int, TensorEntry],
+        backend: Backend,
+        tasks: int | None,
+        options: ConversionOptions | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Plan it.
+
+        Args:
+            source: the path of ``opened``, for worker processes.
+            entries: tensor number in the source -> name and dtype in the target.
+            tasks: the number of tasks (None: by size).
+            files: small files to commit together with the checkpoint.
+
+        Raises BackendError if the format or the memory limit does not allow it.
+        """
+        self.opened = opened
+        self.source = source
+        self.backend = backend
+        self.options = options or ConversionOptions()
+        self.files = files or {}
+        stored = opened.manifest
+        self.parts = TensorParts(stored)
+        self.numbers = {entry.key: number for number, entry in entries.items()}
+        self.casts = any(
+            stored.tensors[number].meta != entry.meta
+            for number, entry in entries.items()
+        )
+        carried = self.parts.excerpt([*entries])
+        self.worker_bytes = worker_bytes(
+            carried,
+            opened.backend.decoded(carried),
+            backend.gridded or self.casts,
+            self.options.max_memory,
+        )
+        # Formats that keep whole tensors in shared files define a layout.
+        self.contiguous = type(backend).layout is not Backend.layout
+        decoded = opened.backend.decoded(stored)
+        rows = declare_cells(stored, entries, decoded, self.contiguous)
+        self.total = int(rows.nbytes.sum())
+        count = 1 if backend.export_only else tasks or task_count(self.total)
+        declared = split_tasks(rows, count)
+        self.task_bytes = [int(part.nbytes.sum()) for part in declared]
+        self.plans, self.manifest = plan_in_format(
+            backend, declared, SavePolicy(balance=False)
+        )
+        reserved = {*backend.files(count, self.manifest), backend.last_file, INDEX}
+        clash = reserved.intersection(name.partition("/")[0] for name in self.files)
+        if clash:
+            raise BackendError(
+                f"{min(clash)!r} is a file of the format {backend.name}: choose another name"
+            )
+
+    def save_id(self) -> str:
+        """Return an id that is the same whenever the same source is converted to the same target."""
+        stored, backend = self.opened.manifest, self.backend
+        stamps: list[object] = []
+        if not len(stored.chunks.digests):
+            # Without digests, sizes and times of the files stand for the content.
+            storage = self.opened.storage
+            sizes = storage.sizes(stored.files)
+            for name, size in zip(stored.files, sizes, strict=True):
+                stamps.append((name, size, storage.modified(name)))
+        # Of a mapped checkpoint: two tables may lead to equal chunks.
+        pieces = sorted(getattr(self.opened.backend, "pieces", {}).items())
+        options = getattr(backend, "__dict__", backend)
+        target = (backend.name, backend.version, options)
+        described = (_VERSION, self.numbers, stamps, pieces, target)
+        parts = [repr(described).encode(), encode_index(stored, {})]
+        for name, data in sorted(self.files.items()):
+            parts += [name.encode(), data]
+        for plan in self.plans:
+            parts.append(repr(plan.tensors).encode())
+            for column in (plan.tensor, plan.boxes.offset, plan.boxes.shape):
+                parts.append(column.tobytes())
+        digest = blake2b(digest_size=16)
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
+
+    def run(self, target: str, overwrite: bool) -> Converted:
+        """Write the target, or resume writing it, and commit it."""
+        remote = is_url(target)  # object stores resume nothing
+        resume = self.options.resume
+        save_id = uuid.uuid4().hex if remote else self.save_id()
+        if resume and completed(target, save_id):
+            return self.outcome(target, {}, self.total)
+        place = begin(target, save_id=save_id, overwrite=overwrite, resume=resume)
+        done: dict[int, TaskResult] = {}
+        try:
+            files = self.backend.files(len(self.plans), self.manifest)
+            place.announce(files, () if remote else [JOURNAL])
+            journal = Journal(None if remote else place.storage, self.contiguous)
+            done = journal.done
+            for number in [n for n in done if not 0 <= n < len(self.plans)]:
+                del done[number]
+            if place.resumed:
+                place.keep_only(
+                    {f for task in done.values() for f in task.result.files}
+                )
+            resumed = sum(self.task_bytes[number] for number in done)
+            added = self._announce_files(place, target)
+            self._run_tasks(place, journal, resumed)
+            for name, data in added.items():
+                place.storage.put(name, data)
+            results = [done[number].result for number in range(len(self.plans))]
+            manifest = self.manifest.located(results)
+            commit(place, self.backend, manifest, self.options.verify_target)
+        except BaseException as error:
+            # Kept only if the same call may succeed later: after an interruption, on a full disk,
+            # without a worker. A damaged source or an unfit format would fail again.
+            temporary = not isinstance(error, Exception) or isinstance(
+                error, StorageError | RankLost
+            )
+            if not (resume and done and temporary and not remote):
+                place.abort()
+                raise
+            place.abandon()
+            logger.warning(
+                "%d of %d parts are written, in %s: the same call (or command) resumes from there, "
+                "and any other save to this path removes them",
+                len(done),
+                len(self.plans),
+                place.path,
+            )
+            raise
+        return self.outcome(target, done, resumed)
+
+    def _run_tasks(self, place: Place, journal: Journal, resumed: int) -> None:
+        """Do the tasks that are not done yet, in this process or in worker processes."""
+        options, opened, reader = self.options, self.opened, self.opened.backend
+        written = resumed
+
+        def report(count: int) -> None:
+            nonlocal written
+            written += count
+            if options.progress is not None:
+                options.progress(written, self.total)
+
+        report(0)
+        left = [n for n in range(len(self.plans)) if n not in journal.done]
+        nbytes = sum(self.task_bytes[number] for number in left)
+        workers = worker_count(
+            options.max_memory, options.workers, len(left), nbytes, self.worker_bytes
+        )
+        tasks = self._tasks(left)
+        how = options.verify, self.casts
+        if workers > 1:
+            source = self.source, opened.manifest.save_id, reader
+            assignment = Assignment(*source, place.path, self.backend, *how)
+            run_tasks(assignment, workers, tasks, journal.add, report)
+            return
+        bench = Bench(opened.storage, reader, place.storage, self.backend, *how)
+        for task in tasks:
+            journal.add(bench.perform(task, report))
+
+    def _tasks(self, numbers: Sequence[int]) -> Iterator[ConversionTask]:
+        for number in numbers:
+            plan = self.plans[number]
+            tensors = [self.numbers[entry.key] for entry in plan.tensors]
+            yield ConversionTask(number, plan, self.parts.excerpt(tensors))
+
+    def _announce_files(self, place: Place, target: str) -> dict[str, bytes]:
+        """Announce and return the small files to write: those that are not there with these bytes."""
+        present = _identical_entries(place.storage, self.files)
+        added = {
+            name: data
+            for name, data in self.files.items()
+            if name.partition("/")[0] not in present
+        }
+        if added:
+            same = _identical_entries(root_at(target), self.files)
+            place.announce(added, replaces=same)
+        return added
+
+    def outcome(
+        self, target: str, done: Mapping[int, TaskResult], resumed: int
+    ) -> Converted:
+        """Return the result, and log values that did not fit into their new dtype."""
+        overflows: Counter[str] = Counter()
+        for task in done.values():
+            overflows.update(task.overflows)
+        if overflows:
+            largest = [f"{key!r} {n}" for key, n in overflows.most_common(8)]
+            more = ", ..." if len(overflows) > 8 else ""
+            logger.warning(
+                "%d values are beyond the range of the dtype that they were cast to: %s%s",
+                overflows.total(),
+                ", ".join(largest),
+                more,
+            )
+        tensors = self.manifest.tensors
+        objects = sum(entry.meta.is_object for entry in tensors)
+        return Converted(
+            target,
+            self.backend.name,
+            len(tensors) - objects,
+            objects,
+            self.total,
+            resumed,
+            dict(overflows),
+        )
+
+
+def _identical_entries(root: Storage, files: Mapping[str, bytes]) -> set[str]:
+    """Return the top-level entries of ``files`` that are at ``root`` with these bytes, and no others."""
+    entries = {name.partition("/")[0] for name in files}
+    for name, data in files.items():
+        entry, _, inner = name.partition("/")
+        try:
+            same = root.size(name) == len(data) and root.get(name) == data
+            if same and inner:
+                same = all(f"{entry}/{other}" in files for other in root.list(entry))
+        except CorruptCheckpoint:
+            same = False  # a file where a folder is expected
+        if not same:
+            entries.discard(entry)
+    return entries

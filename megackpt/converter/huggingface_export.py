@@ -1,0 +1,169 @@
+"""Export of a training checkpoint to a directory that Hugging Face's libraries open."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megackpt import limits
+from megackpt.backends.safetensors import Safetensors
+from megackpt.converter.budget import parse_size
+from megackpt.converter.conversion import Converted
+from megackpt.converter.request import convert
+from megackpt.converter.selection import Selection
+from megackpt.errors import MismatchError, StorageError, join_truncated
+from megackpt.planning.manifest import Manifest
+
+if TYPE_CHECKING:
+    from megackpt.adapters.huggingface import Table
+
+# Weights, and what a training or an earlier export keeps for itself.
+_NOT_COPIED = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx*", "*.ot", "*.tflite",
+    "*.npz", "*.distcp", "*.index.json", "*.index.*.json", "trainer_state.json", "metadata.json", "megackpt.*",
+    "*.old", "*.old[0-9]*", ".*",
+)  # fmt: skip
+# transformers 5 keeps chat templates in this folder.
+_TEMPLATES = "additional_chat_templates"
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_NESTED_CONFIGS = ("text_config", "llm_config", "language_config")
+_LAYER = re.compile(r"((?:.*?\.)?(?:layers?|h|blocks?)\.)(\d+)\.")
+
+
+def export_huggingface(
+    source: str | Path,
+    target: str | Path,
+    table: Table,
+    config: Mapping[str, Any] | str | Path,
+    *,
+    max_shard_size: str | int = "5GB",
+    **options: Any,
+) -> Converted:
+    """Write a training checkpoint as ``model.safetensors`` (or several, with an index) and its config.
+
+    Weights and files are committed together, atomically. A file of the target that has the name of
+    a copied one and other bytes is not replaced: the export is refused. Move that file away first.
+
+    Args:
+        source: a checkpoint of any format.
+        target: the directory to write.
+        table: maps our tensors to theirs: ``llama(config)``, for example, or a dict of your own.
+        config: the content of ``config.json``; or a directory of a Hugging Face model. Of a
+            directory everything is copied but weights and the state of a training, and the
+            ``dtype`` of its config becomes the exported one.
+        max_shard_size: the most bytes of a file of weights ("5GB", "500MiB", or a number).
+        options: those of ``convert``, such as ``cast="bf16"`` or ``overwrite=True``; ``select``,
+            ``exclude`` and ``rename`` work on their names.
+
+    Raises:
+        MismatchError: tensors match no rule or several, rules match no tensor, their tensors would
+            have holes or overlaps, or layers are missing. It lists all of these; nothing is written.
+        StorageError: a file in the way, or the directory of ``config`` cannot be read.
+        Exception: as ``convert``.
+    """
+    to = Safetensors(max_shard_bytes=parse_size(max_shard_size))
+    files, settings = _read_config(config)
+
+    def files_for(manifest: Manifest) -> dict[str, bytes]:
+        _check_layers(manifest, settings)
+        named = {"dtype", "torch_dtype"}.intersection(settings)
+        dtypes = {e.meta.dtype for e in manifest.tensors if "float" in e.meta.dtype}
+        cast = Selection(cast=options.get("cast")).cast
+        if dtypes and cast:
+            dtypes = {cast}
+        if named and len(dtypes) == 1 and not isinstance(config, Mapping):
+            exported = {**settings, **dict.fromkeys(named, *dtypes)}
+            files["config.json"] = _encode_config(exported)
+        return files
+
+    return convert(source, target, to, table=table, beside=files_for, **options)
+
+
+def _read_config(
+    config: object,
+) -> tuple[dict[str, bytes], Mapping[str, Any]]:
+    """Return the small files to export, and the settings in ``config.json``."""
+    if isinstance(config, Mapping):
+        return {"config.json": _encode_config(config)}, config
+    if not isinstance(config, str | Path):
+        kind = type(config).__name__
+        raise MismatchError(
+            f"config is a dict (config.to_dict()) or a directory, not a {kind}"
+        )
+    folder = Path(config)
+    files: dict[str, bytes] = {}
+    try:
+        settings = json.loads((folder / "config.json").read_bytes())
+        for path in _files_to_copy(folder):
+            files[str(path.relative_to(folder))] = path.read_bytes()
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"{folder}: the files of the model cannot be read: {error}. Give a directory that has "
+            "a config.json, or the content of config.json as a dict"
+        ) from error
+    return files, settings if isinstance(settings, Mapping) else {}
+
+
+def _files_to_copy(folder: Path) -> Iterator[Path]:
+    """Yield all files but weights; of modules of sentence-transformers also the weights."""
+    # modules.json lists the model itself (path "") and what follows it, in folders.
+    modules = {""}
+    if (folder / "modules.json").is_file():
+        listed = json.loads((folder / "modules.json").read_bytes())
+        modules = {entry["path"] for entry in listed}
+    if "" not in modules:
+        raise ValueError(
+            f"its modules.json says that the model is in one of the folders {sorted(modules)}"
+        )
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            copied = path.name in {*modules, _TEMPLATES}
+            inside = sorted(path.iterdir()) if copied else []
+        else:
+            skipped = any(fnmatchcase(path.name, pattern) for pattern in _NOT_COPIED)
+            inside = [] if skipped else [path]
+        for file in inside:
+            if not file.is_file():
+                continue
+            if file.stat().st_size > limits.EXPORT_FILE_BYTES:
+                raise ValueError(f"{file.name} is too large to be copied: move it away")
+            yield file
+
+
+def _check_layers(manifest: Manifest, settings: Mapping[str, Any]) -> None:
+    """Raise MismatchError if the config counts more layers than any stack of layers has."""
+    layers: defaultdict[str, set[int]] = defaultdict(set)
+    for entry in manifest.tensors:
+        if match := _LAYER.match(entry.key):
+            layers[match[1]].add(int(match[2]))
+    if not layers:
+        return
+    for part in [*(settings.get(name) for name in _NESTED_CONFIGS), settings]:
+        for name in _LAYER_COUNTS:
+            count = part.get(name) if isinstance(part, Mapping) else None
+            if type(count) is not int:
+                continue
+            # A model may have several stacks, as encoder and decoder: one must be complete.
+            wanted = range(min(count, 10**6))
+            stack = max(layers, key=lambda s: len(layers[s].intersection(wanted)))
+            missing = [f"{stack}{n}" for n in wanted if n not in layers[stack]]
+            if missing:
+                raise MismatchError(
+                    f"the configuration's {name} is {count}, and the checkpoint has nothing for "
+                    + join_truncated(missing, separator=", ")
+                )
+
+
+def _encode_config(config: Mapping[str, Any]) -> bytes:
+    try:
+        text = json.dumps(dict(config), indent=2, ensure_ascii=False)
+        return f"{text}\n".encode()
+    except (TypeError, ValueError) as error:
+        raise MismatchError(
+            f"config.json cannot hold this config: {error} (name a dtype as 'bfloat16')"
+        ) from error
