@@ -20,7 +20,7 @@ from megackpt import (
     ShardedTensor,
     Strategy,
 )
-from megackpt.backends.ranges import pieces, sharing as ranged
+from megackpt.backends.ranges import pieces, reader as range_reader
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.distributed import streams
@@ -141,7 +141,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each small tensor is read by itself, as a model's large ones are, and nothing that lies between along with it."""
     monkeypatch.setattr(planned, "TOGETHER", 1)
     monkeypatch.setattr(pieces, "SKIP", 0)
-    monkeypatch.setattr(ranged, "GAP", 0)
+    monkeypatch.setattr(range_reader, "GAP", 0)
 
 
 @pytest.fixture

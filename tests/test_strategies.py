@@ -30,24 +30,25 @@ from megackpt.testing import ThreadedGroup
 ROOT = Path(__file__).resolve().parent.parent
 
 BACKEND = """
+from dataclasses import replace
+
 from megackpt.backends.torch_dist import TorchDist
 
 class Mine(TorchDist):
-    name = "mine"
+    properties = replace(TorchDist.properties, name="mine")
 
 class Newer(Mine):
-    version = 2
-    reads = frozenset({2})
+    properties = replace(Mine.properties, version=2, reads=frozenset({2}))
 
 class Reader(Newer):
-    version = 3
-    reads = frozenset({1, 2, 3})
+    properties = replace(Mine.properties, version=3, reads=frozenset({1, 2, 3}))
 """
 
 
 def with_line(line: str) -> str:
     """The same, in which ``Mine`` has one line more."""
-    return BACKEND.replace("    name", f"    {line}\n    name")
+    first = '    properties = replace(TorchDist.properties, name="mine")\n'
+    return BACKEND.replace(first, f"{first}    {line}\n")
 
 
 def state(value: float = 1.0, size: int = 4):
@@ -216,12 +217,13 @@ BROKEN = [
     ({"mine": "Mine"}, "class Mine: ...", r"is broken: \w+:Mine is no subclass of megackpt.backends.base.Backend"),
     (
         {"mine": "Half"},
-        "from megackpt.backends.base import Backend\nclass Half(Backend):\n    name, version = 'mine', 1\n",
-        "Half lacks files, finish, read, read_manifest, write",
+        "from megackpt.backends.base import Backend\nclass Half(Backend):\n    ...\n",
+        "Half lacks finish, layout, read, read_manifest, write",
     ),
-    ({"mine": "Newer"}, BACKEND, r"stands for \('mine', 1\), and Newer calls itself \('mine', 2\)"),
+    ({"mine": "Newer"}, BACKEND, r"is of \('mine', 1\), and Newer.properties of \('mine', 2\)"),
     ({"mine": "Mine"}, "raise SystemExit(7)", "'mine' cannot be imported: SystemExit: 7"),
-    ({"mine": "Mine"}, with_line("reads = None"), "Mine.reads does not hold its own version, 1"),
+    ({"mine": "Mine"}, with_line("properties = replace(properties, reads=())"),
+        "Mine.properties.reads lacks its own version, 1"),
     ({"mine": "Mine"}, with_line("__init__ = lambda self: 1 / 0"), "does not take the options .*by zero"),
     ({"mine@two": "Mine"}, BACKEND, "in the entry point 'mine@two' no version from 1 on follows the @"),
     ({"mine@0": "Mine"}, BACKEND, "no version from 1 on"),

@@ -1,17 +1,21 @@
-"""What a format is: four verbs over planning's values and a storage. Plug-ins implement exactly this."""
+"""The interface between the library and a storage format.
+
+Built-in formats and plug-ins implement the same ``Backend``, and pass the same conformance tests
+(``megackpt.testing.BackendSuite``).
+"""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     Bool,
@@ -26,74 +30,200 @@ from megackpt.planning.save_plan import SavePolicy, plan_save
 from megackpt.storage import Storage
 
 CONFIG = "metadata.json"
-_CONFIG_BYTES = 1 << 20  # a larger file of this name is not a format's
+"""The file that names the format of a checkpoint, in Megatron's layout."""
+
 THREADS = 2
-"""With which a rank reads, or writes: a host has several ranks."""
+"""Threads that one rank reads or writes with. A host has several ranks."""
+
+_CONFIG_LIMIT = 1 << 20  # bytes; a larger file of this name belongs to another program
 
 
 class Source(Protocol):
-    """The data of the rows of a SavePlan, on the host. Rows may be asked for in any order, from any thread."""
+    """The data of the rows of a SavePlan, on the host."""
 
     def blocks(self, row: int) -> Iterator[memoryview]:
-        """The row's raw C-order bytes (for an object: its blob) in consecutive pieces.
+        """The row's raw C-order bytes (for an object: its blob), in consecutive blocks.
 
-        Every piece but the last is a multiple of DIGEST_BLOCK long. A piece is valid until the next one of
-        the same row is asked for: staging memory is bounded and reused. A format holds the last pieces of several
-        rows at a time, so that small ones are written together: some MiB, no more.
+        Every block but the last is a multiple of DIGEST_BLOCK long. A block is valid until the next
+        block of the same row is requested, because staging memory is bounded and reused. Rows may be
+        requested in any order and from any thread. A backend may hold the last blocks of several rows
+        at a time, to write small ones together: a few MiB at most.
         """
 
 
 class Target(Protocol):
-    """Where the rows of a rank's wanted declarations go. Used from several threads, on disjoint regions."""
+    """The destination of a load. Several threads use it, on disjoint regions."""
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
-        """A writable array of ``box.shape`` for this region; may be strided.
+        """A writable array of ``box.shape`` for this region of row ``target``. It may be strided.
 
-        Its items are unsigned integers of as many bytes (16: complex128), whatever they mean.
+        Its items are unsigned integers of the dtype's size (16 bytes: complex128).
         """
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
-        """The region is filled: hand it on (to a device, or converted) where the array was not the place itself."""
+        """The region is filled: copy it to its destination if the array is a staging buffer."""
 
     def blob(self, target: int, data: bytes) -> None:
-        """The bytes of an object."""
+        """Take the bytes of an object."""
 
 
 @dataclass(frozen=True)
-class Rewriting:
-    """A Target that gets objects in another form: what ``change`` makes of a row and its blob."""
+class Properties:
+    """What the library has to know about a format before it calls it."""
 
-    into: Target
-    change: Callable[[int, bytes], bytes]
+    name: str
+    version: int
+    """The version that the backend writes."""
+    reads: Collection[int]
+    """The versions that it reads."""
+    gridded: bool = False
+    """Rows are cells of a regular grid, or parts of a cell that several ranks share. See SavePolicy."""
+    whole_tensors: bool = False
+    """Each tensor is stored whole, in a file that all ranks write to. See ``Layout.places``."""
+    max_item_bytes: int | None = None
+    """Rows are cut to at most this many bytes."""
+    encoding: str = "raw"
+    """"raw": the bytes at the location of a chunk are those of its box. "native": only ``read`` knows."""
+    export_only: bool = False
+    """One process writes everything: ``convert`` does, ``save`` refuses the format."""
+    follows_links: bool = False
+    """Data files may be links to files outside of the directory."""
 
-    def open(self, target: int, box: Box) -> NDArray[Any]:
-        return self.into.open(target, box)
 
-    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
-        self.into.close(target, box, filled)
+@dataclass(frozen=True)
+class Layout:
+    """Which files a save writes."""
 
-    def blob(self, target: int, data: bytes) -> None:
-        self.into.blob(target, self.change(target, data))
+    files: list[str]
+    """Names in the root of the directory that the save may create: an upper bound."""
+    places: Mapping[str, Location] | None = None
+    """Formats of whole tensors: key -> the bytes of the tensor. Ranks find them in ``SavePlan.places``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """What ``Backend.finish`` leaves to be done: the manifest of what is stored now, and the small files to put.
+    """The result of ``Backend.finish``.
 
-    ``files``: name -> content, the last file last. Empty for formats whose data files are complete by
-    themselves: then megackpt's own index is the file that completes the directory.
+    ``manifest`` describes the chunks as they are stored now. ``files``: name -> content of the
+    format's own table of contents, in the order in which the caller writes them. Without files, our
+    index completes the checkpoint.
     """
 
     manifest: Manifest
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
+class Backend(ABC):
+    """One storage format.
+
+    An instance holds options only, and serves many saves and loads at the same time. Saves reuse a
+    plan if the pickles of their backends are equal. A backend that cannot be pickled plans every save.
+    """
+
+    properties: ClassVar[Properties]
+    """An instance may have its own: options can change the encoding."""
+
+    @abstractmethod
+    def layout(self, ranks: int, manifest: Manifest) -> Layout:
+        """On the coordinator, after planning: the files of a save by this many ranks.
+
+        ``manifest`` has no locations yet. Raises BackendError, naming the key, for a tensor that the
+        format cannot hold.
+        """
+
+    @abstractmethod
+    def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
+        """On every rank, possibly in a worker process: write the rows of this rank, durably."""
+
+    @abstractmethod
+    def finish(self, root: Storage, manifest: Manifest) -> Finished:
+        """On the coordinator, when all ranks have written: the format's own table of contents.
+
+        The caller writes the files that are returned: those in folders first, then the others,
+        atomically and in their order. Work on data that several ranks share is done here, too.
+        """
+
+    @abstractmethod
+    def read_manifest(self, root: Storage) -> Manifest:
+        """On the coordinator, for a checkpoint without our index: what it holds, and where."""
+
+    @abstractmethod
+    def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
+        """On every rank: read the regions of the plan into the target, and only the bytes needed.
+
+        With ``verify``, read whole digest blocks and compare them, if the manifest has digests. Raises
+        CorruptCheckpoint naming key, box, file and block.
+        """
+
+    def recognises(self, root: Storage) -> bool:
+        """Is a complete checkpoint of this format here? Looks at names and first bytes only.
+
+        By default: does ``metadata.json`` name this format?
+        """
+        try:
+            config = read_config(root)
+        except CorruptCheckpoint:
+            return False
+        return (
+            config is not None
+            and config.sharded_backend == self.properties.name
+            and config.sharded_backend_version in self.properties.reads
+        )
+
+    def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
+        """Files of this checkpoint that the manifest does not name, other than ``metadata.json``.
+
+        A save that replaces the checkpoint removes them, so a name must not belong to another program.
+        By default, the files of a save by one rank.
+        """
+        return [name for name in self.layout(1, manifest).files if name != CONFIG]
+
+    def raw_chunks(self, manifest: Manifest) -> Bool:
+        """For each chunk: are the bytes at its location those of its box?
+
+        The others can be read, and their digests checked, by ``read`` only.
+        """
+        return np.full(len(manifest.chunks), manifest.encoding == "raw")
+
+    def decoded_bytes(self, manifest: Manifest) -> Int64:
+        """For each chunk, the bytes of memory that reading any part of it takes; 0: the part's own."""
+        return np.zeros(len(manifest.chunks), np.int64)
+
+    def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:  # noqa: ARG002
+        """The problems that the format's own checksums find. None: it has no checksums."""
+        return None
+
+
+def plan_for_backend(
+    backend: Backend,
+    parts: Sequence[Declarations],
+    policy: SavePolicy,
+    validate: bool = True,
+) -> tuple[list[SavePlan], Manifest]:
+    """``plan_save`` with the grid, the limits and the places of this format."""
+    plans, manifest = plan_save(parts, policy_for_backend(backend, policy), validate)
+    if backend.properties.whole_tensors:
+        places = backend.layout(len(plans), manifest).places or {}
+        plans = [plan.placed(places) for plan in plans]
+    return plans, manifest
+
+
+def policy_for_backend(backend: Backend, policy: SavePolicy) -> SavePolicy:
+    """The policy, completed by the format."""
+    properties = backend.properties
+    return replace(
+        policy,
+        gridded=properties.gridded,
+        max_item_bytes=policy.max_item_bytes or properties.max_item_bytes,
+    )
+
+
 @dataclass(frozen=True)
 class CheckpointingConfig:
-    """The content of ``metadata.json``: which format, in Megatron's words.
+    """The content of ``metadata.json``: the format, in Megatron's words.
 
-    Source: megatron-core 0.16, ``dist_checkpointing/core.py``, which refuses a file with any other field; 0.19
-    writes the first two only.
+    Source: megatron-core 0.16, ``dist_checkpointing/core.py``. It refuses other fields; 0.19 writes
+    the first two only.
     """
 
     sharded_backend: str
@@ -102,185 +232,37 @@ class CheckpointingConfig:
     common_backend_version: int = 1
 
 
-def read_config(root: Storage) -> CheckpointingConfig | None:
-    """What ``metadata.json`` says. Unknown fields are ignored, as by Megatron >= 0.19.
+def config_file(properties: Properties) -> dict[str, bytes]:
+    """``metadata.json`` and its content, for formats whose ``finish`` ends with it."""
+    config = CheckpointingConfig(properties.name, properties.version)
+    return {CONFIG: json.dumps(asdict(config)).encode()}
 
-    None where there is none, or one that names no format: other programs have files of this name, too. Raises
-    CorruptCheckpoint where it names a format in a way that makes no sense.
+
+def read_config(root: Storage) -> CheckpointingConfig | None:
+    """The content of ``metadata.json``. Unknown fields are ignored, as by Megatron >= 0.19.
+
+    None if there is no such file, or if it names no format: other programs use the name, too. Raises
+    CorruptCheckpoint if the name or the version has the wrong type.
     """
     size = root.size(CONFIG)
-    if size is None or size > _CONFIG_BYTES:
+    if size is None or size > _CONFIG_LIMIT:
         return None
     try:
-        fields = json.loads(root.get(CONFIG, limit=_CONFIG_BYTES))
+        fields = json.loads(root.get(CONFIG, limit=_CONFIG_LIMIT))
     except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict) or "sharded_backend" not in fields:
         return None
-    name, version = fields["sharded_backend"], fields.get("sharded_backend_version", 1)
+    name = fields["sharded_backend"]
+    version = fields.get("sharded_backend_version", 1)
     if not isinstance(name, str) or not isinstance(version, int):
         raise CorruptCheckpoint(
-            f"{root.location}/{CONFIG} is damaged: {name!r}, {version!r} are no name and version"
+            f"{root.location}/{CONFIG} is damaged: "
+            f"{name!r}, {version!r} are not a name and a version"
         )
-    common = (
+    return CheckpointingConfig(
+        name,
+        version,
         fields.get("common_backend", "torch"),
         fields.get("common_backend_version", 1),
-    )
-    return CheckpointingConfig(name, version, *common)
-
-
-class Backend(ABC):
-    """One format. Instances are cheap, hold options only, and may be used by many saves and loads.
-
-    Their pickle tells them apart: plans are used again for those that pickle alike. Without one, each save is planned.
-    """
-
-    name: ClassVar[str]
-    version: ClassVar[int]
-    reads: ClassVar[Collection[int]]
-    """The versions that it can read."""
-    gridded: ClassVar[bool] = False
-    """True: items are cells of a regular grid, or pieces of such that ranks share (see SavePolicy); False: any box."""
-    max_item_bytes: ClassVar[int | None] = None
-    """Items are cut below this: the most that is taken into memory, or put into a file, at a time."""
-    encoding: str = "raw"
-    """What the manifest of a save is to say of its chunks; see Manifest."""
-    export_only: ClassVar[bool] = False
-    """True: one process has to write everything. ``convert`` does, and ``save`` refuses the format."""
-    follows_links: ClassVar[bool] = False
-    """May data files be links to files elsewhere? (See Storage.following; for formats that bear no code.)"""
-
-    @property
-    def last_file(self) -> str:
-        """The file whose appearance is the commit."""
-        return CONFIG
-
-    @abstractmethod
-    def files(self, ranks: int, manifest: Manifest) -> list[str]:
-        """Top-level names that a save by this many ranks may put into the directory: an upper bound.
-
-        They are written down before the save begins, so that the next one may clean up after a dead one.
-        """
-
-    def layout(self, manifest: Manifest) -> Mapping[str, Location] | None:  # noqa: ARG002
-        """On the coordinator, of a manifest not yet written: the place of each tensor (by key), known beforehand.
-
-        For formats that keep every tensor whole in a file that all ranks write into: ranks find these places
-        in ``SavePlan.places``. None: ranks choose places by themselves.
-        """
-        return None
-
-    def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
-        """Files of the checkpoint of this manifest that the manifest does not name: tables of contents and the like.
-
-        A save that replaces the checkpoint removes them with it, where they are. So nothing may be named that
-        could be another's. Full names; not ``metadata.json``. By default what a save by one rank announces.
-        """
-        return [name for name in self.files(1, manifest) if name != CONFIG]
-
-    @abstractmethod
-    def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
-        """On every rank, maybe in a worker: write this rank's rows durably, and tell where each one landed."""
-
-    @abstractmethod
-    def finish(self, root: Storage, manifest: Manifest) -> Finished:
-        """On the coordinator, when all ranks have written: the format's own table of contents.
-
-        The caller puts the small files that this returns: those in folders first, together, then the others,
-        atomically and in their order. What only the coordinator can do to the data (assemble what several ranks
-        wrote pieces of) is done here; the returned manifest tells of the chunks as they are then.
-        """
-
-    def renewed(
-        self,
-        files: Mapping[str, bytes],  # noqa: ARG002
-        before: str,  # noqa: ARG002
-        now: str,  # noqa: ARG002
-    ) -> Mapping[str, bytes] | None:
-        """The small files of the save ``before``, for the save ``now`` with the same plan, whose chunks lie just there.
-
-        For formats whose ``finish`` depends on nothing else (but for the save's id) and, where it has left a manifest
-        as it was, does nothing else. None: ``finish`` has to be called again.
-        """
-        return None
-
-    def raw_chunks(self, manifest: Manifest) -> Bool:
-        """For each chunk of a manifest of this format: are the bytes at its location those of its box?
-
-        The others can only be fetched, and their digests checked, through ``read``.
-        """
-        return np.full(len(manifest.chunks), manifest.encoding == "raw")
-
-    def lone_file(self, manifest: Manifest) -> str:  # noqa: ARG002
-        """The name of the one file that holds all of this manifest, for formats whose files need no directory.
-
-        BackendError where it takes more than one, or the format keeps directories only.
-        """
-        raise BackendError(f"the format {self.name!r} takes a directory, not one file")
-
-    def decoded(self, manifest: Manifest) -> Int64:
-        """For each chunk, the bytes that come into memory when any part of it is read; 0: no more than the part."""
-        return np.zeros(len(manifest.chunks), np.int64)
-
-    def config(self) -> dict[str, bytes]:
-        """``metadata.json`` and its content, for formats whose ``finish`` ends with it."""
-        fields = asdict(CheckpointingConfig(self.name, self.version))
-        return {CONFIG: json.dumps(fields).encode()}
-
-    def recognises(self, root: Storage) -> bool:
-        """Is a complete checkpoint of this format here? Cheap: looks at names and first bytes only.
-
-        By default: does ``metadata.json`` say so?
-        """
-        try:
-            config = read_config(root)
-        except CorruptCheckpoint:
-            return False
-        return (
-            config is not None
-            and config.sharded_backend == self.name
-            and config.sharded_backend_version in self.reads
-        )
-
-    @abstractmethod
-    def read_manifest(self, root: Storage) -> Manifest:
-        """On the coordinator, for checkpoints without an index: what is stored, by the format's own account."""
-
-    @abstractmethod
-    def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
-        """On every rank: fetch the plan's regions, only the byte ranges needed, straight into the targets.
-
-        With ``verify`` whole digest blocks are read and checked where the manifest has digests. Raises
-        CorruptCheckpoint naming key, box, file and block.
-        """
-
-    def extended(self, root: Storage) -> Collection[str]:  # noqa: ARG002
-        """The keys of objects that only somebody else's code can decode, which the checkpoint names."""
-        return ()
-
-    def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:  # noqa: ARG002
-        """What is wrong with a checkpoint that has no digests, by the format's own checksums; None: it has none."""
-        return None
-
-
-def plan_in_format(
-    backend: Backend,
-    parts: Sequence[Declarations],
-    policy: SavePolicy,
-    validate: bool = True,
-) -> tuple[list[SavePlan], Manifest]:
-    """``plan_save`` as this format needs it: on its grid, with the places that it knows beforehand."""
-    plans, manifest = plan_save(parts, in_format(backend, policy), validate)
-    places = backend.layout(manifest)
-    return plans if places is None else [
-        plan.placed(places) for plan in plans
-    ], manifest
-
-
-def in_format(backend: Backend, policy: SavePolicy) -> SavePolicy:
-    """The policy as the format completes it."""
-    return replace(
-        policy,
-        gridded=backend.gridded,
-        max_item_bytes=policy.max_item_bytes or backend.max_item_bytes,
     )

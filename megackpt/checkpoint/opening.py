@@ -371,7 +371,7 @@ def _read(storage: Storage, asked: Strategy | None = None) -> Opened:
 
 def as_read_by(backend: Backend, storage: Storage) -> Storage:
     """The storage, with links where the format may have them."""
-    return storage.following() if backend.follows_links else storage
+    return storage.following() if backend.properties.follows_links else storage
 
 
 def _save_id(storage: Storage) -> str:

@@ -135,7 +135,9 @@ def files_of(
         if manifest.save_id or small
         else {*manifest.files}
     )
-    return named.union(() if backend is None else backend.unlisted(storage, manifest))
+    return named.union(
+        () if backend is None else backend.unlisted_files(storage, manifest)
+    )
 
 
 def foreign_entries(

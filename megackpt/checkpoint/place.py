@@ -8,10 +8,8 @@ from dataclasses import replace
 
 from megackpt.backends.base import Backend
 from megackpt.checkpoint.chunk_checks import damage
-from megackpt.checkpoint.finishing import finished
 from megackpt.checkpoint.opening import shortfalls
 from megackpt.errors import CorruptCheckpoint, StorageError, join_truncated
-from megackpt.planning.cache import Contents
 from megackpt.planning.manifest import Manifest
 from megackpt.storage import Storage
 
@@ -73,27 +71,28 @@ def commit(
     manifest: Manifest,
     reread: bool = False,
     confirm: Callable[[], None] = lambda: None,
-    contents: Contents | None = None,
 ) -> None:
     """All ranks have written: make it a checkpoint, in one atomic step.
 
     ``manifest`` has the locations that the ranks reported. When this raises, nothing is committed, and
     ``place.abort()`` is the caller's next call; when it returns, the checkpoint is complete and durable.
     With ``reread`` all that was written is read once more before, and compared with its digests. ``confirm`` is
-    called last of all before the atomic step, and stops the commit by raising. ``contents`` has the table of contents
-    of the last save with this plan.
+    called last of all before the atomic step, and stops the commit by raising.
 
     Raises:
         StorageError: the disk refused, or files that ranks wrote are not to be seen from here.
         CorruptCheckpoint: what is read again is not what was written.
         SaveInProgress: another save has come first, where nobody could keep it out (object stores).
     """
-    written_by = backend.name, backend.version
+    properties = backend.properties
     manifest = replace(
-        manifest, backend=written_by, encoding=backend.encoding, save_id=place.save_id
+        manifest,
+        backend=(properties.name, properties.version),
+        encoding=properties.encoding,
+        save_id=place.save_id,
     )
     _check_files(place.storage, manifest)
-    result = finished(backend, place.storage, manifest, contents)
+    result = backend.finish(place.storage, manifest)
     if reread and (problems := damage(place.storage, backend, result.manifest)):
         raise CorruptCheckpoint(
             "what was written is not what is read again:\n" + "\n".join(problems)

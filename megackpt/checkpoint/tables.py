@@ -29,7 +29,7 @@ def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
         raise
     except Exception as error:  # a plug-in's own code
         raise BackendError(
-            f"{storage.called}: the format {backend.name!r} failed at reading what is there: "
+            f"{storage.called}: the format {backend.properties.name!r} failed at reading what is there: "
             f"{type(error).__name__}: {error}"
         ) from error
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from megackpt import events, serialization, strategies
 from megackpt.backends.base import CONFIG
-from megackpt.backends.sidecars import COMMON_FILE
+from megackpt.backends.object_files import COMMON_FILE
+from megackpt.backends.torch_dist import extension_keys
 from megackpt.checkpoint.chunk_checks import ChunkChecks, Count, Nowhere, nobody, shares
 from megackpt.checkpoint.opening import (
     Directory,
@@ -253,9 +254,11 @@ class _Work(ChunkChecks):
             ]
 
     @cached_property
-    def extended(self) -> Collection[str]:
+    def extension_keys(self) -> Collection[str]:
+        if self.backend.properties.name != "torch_dist":
+            return ()
         try:
-            return self.backend.extended(self.storage)
+            return extension_keys(self.storage)
         except (CheckpointingException, FileNotFoundError):
             return ()  # what is wrong with the table that would tell is reported by itself
 
@@ -270,7 +273,9 @@ class _Work(ChunkChecks):
                 value = serialization.load(b"".join(blobs.blobs), where=where)
                 file = self.manifest.files[self.manifest.chunks.file[row]]
                 # Beside tensors of torch_dist it is a list of one, as DCP's planner was given it.
-                listed = self.backend.name == "torch_dist" and file != COMMON_FILE
+                listed = (
+                    self.backend.properties.name == "torch_dist" and file != COMMON_FILE
+                )
                 listed = listed and isinstance(value, list) and len(value) == 1
                 if key == COMMON_KEY and not isinstance(
                     value[0] if listed else value, dict
@@ -283,7 +288,7 @@ class _Work(ChunkChecks):
             except FileNotFoundError:
                 continue  # the sizes have told of it
             except CorruptCheckpoint as error:
-                if key in self.extended:
+                if key in self.extension_keys:
                     needs = f"{where} went through an extension of DCP's, which has to be registered"
                     self.untrusted[needs] = None
                 else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from megackpt import limits
-from megackpt.backends.base import Backend, plan_in_format
+from megackpt.backends.base import Backend, plan_for_backend
 from megackpt.checkpoint import INDEX, Opened, Place, begin, commit, encode_index
 from megackpt.checkpoint.committing import completed
 from megackpt.converter.budget import worker_bytes, worker_count
@@ -110,26 +110,25 @@ class Conversion:
         carried = self.parts.excerpt([*entries])
         self.worker_bytes = worker_bytes(
             carried,
-            opened.backend.decoded(carried),
-            backend.gridded or self.casts,
+            opened.backend.decoded_bytes(carried),
+            backend.properties.gridded or self.casts,
             self.options.max_memory,
         )
-        # Formats that keep whole tensors in shared files define a layout.
-        self.contiguous = type(backend).layout is not Backend.layout
-        decoded = opened.backend.decoded(stored)
+        self.contiguous = backend.properties.whole_tensors
+        decoded = opened.backend.decoded_bytes(stored)
         rows = declare_cells(stored, entries, decoded, self.contiguous)
         self.total = int(rows.nbytes.sum())
-        count = 1 if backend.export_only else tasks or task_count(self.total)
+        count = 1 if backend.properties.export_only else tasks or task_count(self.total)
         declared = split_tasks(rows, count)
         self.task_bytes = [int(part.nbytes.sum()) for part in declared]
-        self.plans, self.manifest = plan_in_format(
+        self.plans, self.manifest = plan_for_backend(
             backend, declared, SavePolicy(balance=False)
         )
-        reserved = {*backend.files(count, self.manifest), backend.last_file, INDEX}
+        reserved = {*backend.layout(count, self.manifest).files, INDEX}
         clash = reserved.intersection(name.partition("/")[0] for name in self.files)
         if clash:
             raise BackendError(
-                f"{min(clash)!r} is a file of the format {backend.name}: choose another name"
+                f"{min(clash)!r} is a file of the format {backend.properties.name}: choose another name"
             )
 
     def save_id(self) -> str:
@@ -145,7 +144,7 @@ class Conversion:
         # Of a mapped checkpoint: two tables may lead to equal chunks.
         pieces = sorted(getattr(self.opened.backend, "pieces", {}).items())
         options = getattr(backend, "__dict__", backend)
-        target = (backend.name, backend.version, options)
+        target = (backend.properties.name, backend.properties.version, options)
         described = (_VERSION, self.numbers, stamps, pieces, target)
         parts = [repr(described).encode(), encode_index(stored, {})]
         for name, data in sorted(self.files.items()):
@@ -169,7 +168,7 @@ class Conversion:
         place = begin(target, save_id=save_id, overwrite=overwrite, resume=resume)
         done: dict[int, TaskResult] = {}
         try:
-            files = self.backend.files(len(self.plans), self.manifest)
+            files = self.backend.layout(len(self.plans), self.manifest).files
             place.announce(files, () if remote else [JOURNAL])
             journal = Journal(None if remote else place.storage, self.contiguous)
             done = journal.done
@@ -274,7 +273,7 @@ class Conversion:
         objects = sum(entry.meta.is_object for entry in tensors)
         return Converted(
             target,
-            self.backend.name,
+            self.backend.properties.name,
             len(tensors) - objects,
             objects,
             self.total,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megackpt.adapters.huggingface import Piece, Table, link
-from megackpt.backends.base import Backend, Target
+from megackpt.backends.base import Backend, Properties, Target
 from megackpt.checkpoint import Opened, as_read_by
 from megackpt.errors import BackendError, MismatchError
 from megackpt.planning.box import Box, Boxes, Int64
@@ -114,12 +114,10 @@ class _MappedReader(Backend):
     stored: Manifest
     pieces: Mapping[str, Sequence[Piece]]
 
-    name: ClassVar[str] = "mapped"
-    version: ClassVar[int] = 1
-    reads: ClassVar[Collection[int]] = ()
+    properties: ClassVar[Properties] = Properties("mapped", 1, ())
 
-    def decoded(self, manifest: Manifest) -> Int64:
-        return self.reader.decoded(self.stored)[manifest.chunks.start]
+    def decoded_bytes(self, manifest: Manifest) -> Int64:
+        return self.reader.decoded_bytes(self.stored)[manifest.chunks.start]
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         chunks = plan.manifest.chunks
@@ -140,10 +138,10 @@ class _MappedReader(Backend):
         target = _MappedTarget(rows, into)
         self.reader.read(as_read_by(self.reader, root), stored, target, verify)
 
-    def files(self, *_: object, **__: object) -> NoReturn:
+    def layout(self, *_: object, **__: object) -> NoReturn:
         raise BackendError("a mapped checkpoint can be read, and not written")
 
-    write = finish = read_manifest = files
+    write = finish = read_manifest = layout
 
 
 @dataclass(frozen=True, eq=False)

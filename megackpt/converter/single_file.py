@@ -20,6 +20,7 @@ from megackpt.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
     StorageError,
+    join_truncated,
 )
 from megackpt.storage import LocalStorage, is_url
 
@@ -58,12 +59,15 @@ def check_free(path: str, overwrite: bool) -> None:
 
 def run_to_file(conversion: Conversion, path: str, overwrite: bool) -> Converted:
     """Convert to a directory next to the file, and move the file to its place."""
-    try:
-        source = conversion.backend.lone_file(conversion.manifest)
-    except BackendError as error:
+    backend = conversion.backend
+    files = backend.layout(1, conversion.manifest).files
+    if len(files) != 1:
         raise BackendError(
-            f"{error} (state=False, or --no-state, leaves out everything but tensors)"
-        ) from error
+            f"the format {backend.properties.name!r} writes this conversion as {len(files)} files: "
+            f"{join_truncated(files, 5, ', ')}. Name a directory; or, for safetensors, choose shards=1, "
+            "and leave out everything but tensors (state=False, or --no-state)"
+        )
+    source = files[0]
     parent, name = os.path.split(path)
     outer = LocalStorage(parent, create=True)
     folder = f".{name}.megackpt"

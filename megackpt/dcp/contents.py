@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megackpt import serialization
-from megackpt.backends.base import Finished
+from megackpt.backends.base import Finished, config_file
 from megackpt.backends.torch_dist import METADATA, TorchDist
-from megackpt.backends.torch_dist.listing import Listed, Listing
-from megackpt.backends.torch_dist.naming import LISTED_COMMON, objects_named
-from megackpt.backends.torch_dist.pickles import Record
+from megackpt.backends.torch_dist.metadata_pickle import Record
+from megackpt.backends.torch_dist.metadata_reader import Listed, Listing
+from megackpt.backends.torch_dist.object_names import LISTED_COMMON, objects_named
 from megackpt.checkpoint import decode_index, encode_index
 from megackpt.dcp.writing import Written
 from megackpt.errors import (
@@ -61,7 +61,9 @@ class PlannedByDcp(TorchDist):
     table: bytes = b""
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002 - it is finished
-        return Finished(manifest, {METADATA: self.table, **self.config()})
+        return Finished(
+            manifest, {METADATA: self.table, **config_file(self.properties)}
+        )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import (
 
 from megackpt.backends.ranges import refuse_hollow
 from megackpt.backends.torch_dist import METADATA, TorchDist
-from megackpt.backends.torch_dist.listing import (
+from megackpt.backends.torch_dist.metadata_reader import (
     LARGEST,
     Listed,
     Listing,

@@ -36,12 +36,12 @@ from torch.futures import Future
 from megackpt import serialization
 from megackpt.backends.base import CONFIG
 from megackpt.backends.torch_dist import METADATA
-from megackpt.backends.torch_dist.naming import LISTED_COMMON
-from megackpt.backends.torch_dist.writing import (
+from megackpt.backends.torch_dist.distcp_writer import (
     COMMON_FILE,
     Records,
     file_name as usual_name,
 )
+from megackpt.backends.torch_dist.object_names import LISTED_COMMON
 from megackpt.checkpoint import INDEX, Place, absolute, begin, commit
 from megackpt.dcp.begun import Begun, clear_ended
 from megackpt.dcp.contents import (

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megackpt.backends.torch_dist.records import frame
-from megackpt.backends.torch_dist.writing import Records, spread
+from megackpt.backends.torch_dist.distcp_writer import Records, spread
+from megackpt.backends.torch_dist.record_frame import frame
 from megackpt.dcp.memory import PLAIN, Resolved
 from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning import manifest as planned

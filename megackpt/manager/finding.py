@@ -300,8 +300,10 @@ def _looked_at(path: str, step: Step) -> tuple[Step, Storage | None]:
         known = False if isinstance(error, NotACheckpoint) else None
         step = replace(step, complete=known, reason=_short(error, path))
         return (step, storage) if known is None else _incomplete(path, step)
-    if (config.sharded_backend if config else "") != backend.name:
-        step = replace(step, format=backend.name, version=backend.version)
+    if (config.sharded_backend if config else "") != backend.properties.name:
+        step = replace(
+            step, format=backend.properties.name, version=backend.properties.version
+        )
     return step, as_read_by(backend, storage)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha1
 from itertools import count
@@ -58,33 +58,15 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Emitted:
-    """The small files that a format made of a save."""
-
-    made_of: bytes  # tells these locations from others
-    save_id: str
-    files: Mapping[str, bytes]
-
-
-@dataclass(slots=True, eq=False)
-class Contents:
-    """Those of the last save with a plan: filled where a save is committed (checkpoint/finishing.py)."""
-
-    last: Emitted | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class CachedPlan:
     """A rank's part of an earlier planning round.
 
-    ``plan_id`` names the round, the same on all ranks. ``manifest`` is there on the coordinator only, and so is what
-    ``contents`` is filled with.
+    ``plan_id`` names the round, the same on all ranks. ``manifest`` is there on the coordinator only.
     """
 
     plan_id: str
     plan: SavePlan
     manifest: Manifest | None = None
-    contents: Contents = field(default_factory=Contents)
     _uses: Iterator[int] = field(default_factory=count)
 
     def next_save_id(self) -> str:

@@ -17,7 +17,7 @@ import torch
 from megackpt import tree
 from megackpt.adapters.megatron import native
 from megackpt.adapters.param_groups import HeldGroup, held_groups
-from megackpt.backends.base import Backend, in_format
+from megackpt.backends.base import Backend, policy_for_backend
 from megackpt.checkpoint import absolute
 from megackpt.distributed import Group, attempt, domain_of
 from megackpt.errors import ShardingError
@@ -128,14 +128,14 @@ class SaveRequest:
         )
         backend = resolved.make_writer()
         policy = SavePolicy(balance=resolved.balance)
-        named = f"{backend.name} {backend.version}"
+        named = f"{backend.properties.name} {backend.properties.version}"
         number = None
         options = _pickled_options(backend)
         if options is not None:
-            planned = in_format(backend, policy)
+            planned = policy_for_backend(backend, policy)
             number = fingerprint(
                 declared,
-                f"{named} {backend.encoding} {planned} {group.size} {validate} {options}",
+                f"{named} {backend.properties.encoding} {planned} {group.size} {validate} {options}",
             )
         unchecked = cls(
             directory=path,

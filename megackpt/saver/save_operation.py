@@ -21,7 +21,7 @@ from weakref import finalize
 from megackpt import events, gc_pause
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task, ThreadWorker
-from megackpt.backends.base import Backend, Source, plan_in_format
+from megackpt.backends.base import Backend, Source, plan_for_backend
 from megackpt.checkpoint import Place, begin, commit
 from megackpt.checkpoint.writing import Writing
 from megackpt.distributed import (
@@ -39,7 +39,7 @@ from megackpt.errors import (
     ShardingError,
     join_truncated,
 )
-from megackpt.planning.cache import Contents, cache_of
+from megackpt.planning.cache import cache_of
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.saver.common_state import groups_to_store, warn_of_difference
 from megackpt.saver.request import COMMON, SaveRequest, digest_number
@@ -164,15 +164,11 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class _RankPart:
-    """What this rank writes. Only rank 0 has ``manifest`` and ``contents``.
-
-    ``contents`` caches the format's table of contents between saves with one plan.
-    """
+    """What this rank writes. Only rank 0 has ``manifest``."""
 
     save_id: str
     plan: SavePlan
     manifest: Manifest | None
-    contents: Contents | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +239,9 @@ class _SaveOperation:
             )
             self.transaction = place
             if cached and cached.manifest is not None:
-                place.announce(request.backend.files(self.group.size, cached.manifest))
+                place.announce(
+                    request.backend.layout(self.group.size, cached.manifest).files
+                )
             return place
 
         return attempt(work)
@@ -263,7 +261,6 @@ class _SaveOperation:
                 backend,
                 cast(Manifest, part.manifest).located(results),
                 confirm=self.group.confirm,
-                contents=part.contents,
             )
             return sum(int(result.length.sum()) for result in results)
 
@@ -299,7 +296,7 @@ def _find_plan(group: Group, request: SaveRequest | None) -> _RankPart | None:
     held = cache_of(group).get(request.fingerprint)
     if held is None:
         return None
-    return _RankPart(held.next_save_id(), held.plan, held.manifest, held.contents)
+    return _RankPart(held.next_save_id(), held.plan, held.manifest)
 
 
 def _all_ranks_reuse(
@@ -357,8 +354,8 @@ def _make_plan(
     if reply.common is not None:
         warn_of_difference(group.rank, reply.common, request.compared)
     plan = replace(reply.plan, tensors=request.declared.tensors)
-    held = cache_of(group).put(request.fingerprint, reply.plan_id, plan, manifest)
-    return request, _RankPart(reply.save_id, plan, manifest, held.contents)
+    cache_of(group).put(request.fingerprint, reply.plan_id, plan, manifest)
+    return request, _RankPart(reply.save_id, plan, manifest)
 
 
 def _plan_for_all(
@@ -369,13 +366,13 @@ def _plan_for_all(
     _check_same("ask for different formats", [part.format for part in parts])
     groups = groups_to_store(request.groups, [part.groups for part in parts])
     request = request.with_groups(groups)
-    plans, manifest = plan_in_format(
+    plans, manifest = plan_for_backend(
         request.backend,
         [part.declarations for part in parts],
         request.policy,
         request.checked,
     )
-    place.announce(request.backend.files(len(parts), manifest))
+    place.announce(request.backend.layout(len(parts), manifest).files)
     view = None
     if any(part.common != parts[0].common for part in parts):
         view = pickled(COMMON, request.compared)

@@ -6,6 +6,7 @@ from megackpt.backends.base import (
     CheckpointingConfig as CheckpointingConfig,
     read_config as read_config,
 )
+from megackpt.strategies.detection import find_backend as find_backend
 from megackpt.strategies.formats import backend_named as backend_named
 from megackpt.strategies.policy import (
     COMMON_IS_KEPT as COMMON_IS_KEPT,
@@ -24,4 +25,3 @@ from megackpt.strategies.policy import (
     register_default_strategy as register_default_strategy,
     resolve as resolve,
 )
-from megackpt.strategies.recognising import find_backend as find_backend

@@ -7,12 +7,12 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
-from megackpt.backends.base import Backend
+from megackpt.backends.base import Backend, Properties
 from megackpt.errors import BackendError
 
 ENTRY_POINTS = "megackpt.backends"
@@ -132,18 +132,20 @@ def _plug_in(name: str, version: int, points: Sequence[EntryPoint]) -> Format:
             raise BackendError(
                 f"{where}: {kind.__name__} lacks {', '.join(sorted(kind.__abstractmethods__))}"
             )
-        told = getattr(kind, "name", None), getattr(kind, "version", None)
-        if told != (name, version):
+        properties = getattr(kind, "properties", None)
+        if not isinstance(properties, Properties):
             raise BackendError(
-                f"{where}: the entry point {points[0].name!r} stands for {(name, version)}, and "
-                f"{kind.__name__} calls itself {told}: nobody would find what it saves"
+                f"{where}: {kind.__name__}.properties is not a Properties, but {properties!r}"
             )
-        if (
-            not isinstance(getattr(kind, "reads", None), Collection)
-            or version not in kind.reads
-        ):
+        own = properties.name, properties.version
+        if own != (name, version):
             raise BackendError(
-                f"{where}: {kind.__name__}.reads does not hold its own version, {version}"
+                f"{where}: the entry point {points[0].name!r} is of {(name, version)}, and "
+                f"{kind.__name__}.properties of {own}: loads would not find what it saves"
+            )
+        if version not in properties.reads:
+            raise BackendError(
+                f"{where}: {kind.__name__}.properties.reads lacks its own version, {version}"
             )
         return kind
 
@@ -167,9 +169,9 @@ def kinds(name: str) -> Iterator[type[Backend]]:
 def backend_named(name: str, version: int | None = None, /, **options: Any) -> Backend:
     """The backend of this name that reads this version (None: its newest)."""
     for kind in kinds(name):
-        if version is None or version in kind.reads:
+        if version is None or version in kind.properties.reads:
             return made(kind, name, options)
-    reads = sorted({v for kind in kinds(name) for v in kind.reads})
+    reads = sorted({v for kind in kinds(name) for v in kind.properties.reads})
     raise BackendError(
         f"version {version} of the format {name!r} is not known to this release: it has {reads}"
     )

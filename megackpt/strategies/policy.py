@@ -63,11 +63,12 @@ class Strategy:
     def make_writer(self) -> Backend:
         """As ``make_backend``, to save with. BackendError for a format that only ``convert`` writes."""
         backend = self.make_backend()
-        if backend.export_only:
+        name = backend.properties.name
+        if backend.properties.export_only:
             raise BackendError(
-                f"{backend.name!r} is an export format: one process has to write all of it, so no "
+                f"{name!r} is an export format: one process has to write all of it, so no "
                 "save does. Save as 'torch_dist' or 'safetensors', and export that checkpoint: "
-                f"megackpt.convert(checkpoint_dir, target, {backend.name!r})"
+                f"megackpt.convert(checkpoint_dir, target, {name!r})"
             )
         return backend
 
@@ -77,11 +78,11 @@ class Strategy:
         Raises BackendError where it is unknown, its package is missing, or the version is read but not written.
         """
         for kind in kinds(self.backend):
-            if self.version in (None, kind.version):
+            if self.version in (None, kind.properties.version):
                 return made(kind, self.backend, self.options)
         raise BackendError(
             f"version {self.version} of the format {self.backend!r} is not written by this release: "
-            f"it writes {sorted(kind.version for kind in kinds(self.backend))}"
+            f"it writes {sorted(kind.properties.version for kind in kinds(self.backend))}"
         )
 
     def make_reader(self, version: int | None = None) -> Backend:
@@ -102,9 +103,10 @@ class _Given(Strategy):
         return self.instance
 
     def make_reader(self, version: int | None = None) -> Backend:
-        if version not in (None, *self.instance.reads):
+        reads = self.instance.properties.reads
+        if version not in (None, *reads):
             raise BackendError(
-                f"{self.instance!r} reads {sorted(self.instance.reads)}, and this is version {version}"
+                f"{self.instance!r} reads {sorted(reads)}, and this is version {version}"
             )
         return self.instance
 
@@ -189,7 +191,8 @@ def as_strategy(given: StrategyLike) -> Strategy:
         case (str() as name, int() as version):
             return Strategy(name, version)
         case Backend():
-            return _Given(given.name, given.version, instance=given)
+            properties = given.properties
+            return _Given(properties.name, properties.version, instance=given)
     raise BackendError(
         f"a strategy is a name ('zarr'), a pair (('zarr', 2)), a Strategy or a Backend, not {given!r}; for one of "
         "Megatron-Core's own give the one of its name in megackpt.megatron.strategies, or None"

@@ -411,14 +411,13 @@ class _Suite(BackendSuite):
 def test_the_one_file_that_holds_everything() -> None:
     suite, plain = _Suite(), {"t": Whole.random("float32", (4, 4), (2, 4))}
     _, manifest = suite.planned(World(plain), 2)
-    assert Safetensors().lone_file(manifest) == "model.safetensors"
-    with pytest.raises(BackendError, match="take 2 files"):
-        Safetensors(max_shard_bytes=32).lone_file(
-            suite.planned(World(plain | {"u": plain["t"]}), 1)[1]
-        )
+    assert Safetensors().layout(1, manifest).files == ["model.safetensors"]
+    _, manifest = suite.planned(World(plain | {"u": plain["t"]}), 1)
+    names = Safetensors(max_shard_bytes=32).layout(1, manifest).files
+    assert names[:2] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     _, manifest = suite.planned(World(plain, {"rng": {(0,): b""}}, b"common"), 1)
-    with pytest.raises(BackendError, match="'rng', 'common_state'"):
-        Safetensors().lone_file(manifest)
+    names = Safetensors().layout(1, manifest).files
+    assert sorted(names) == ["common.pt", "model.safetensors", "rng.objects"]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megackpt import serialization
 from megackpt.backends.torch_dist import TorchDist
-from megackpt.backends.torch_dist.naming import parse_name
-from megackpt.backends.torch_dist.records import frame, frame_lengths
+from megackpt.backends.torch_dist.object_names import parse_name
+from megackpt.backends.torch_dist.record_frame import frame, frame_lengths
 from megackpt.errors import (
     BackendError,
     CorruptCheckpoint,
@@ -109,7 +109,7 @@ def save(
     manifest = replace(
         manifest.located(results),
         save_id=SAVE_ID,
-        backend=(backend.name, backend.version),
+        backend=(backend.properties.name, backend.properties.version),
     )
     for name, data in backend.finish(root, manifest).files.items():
         root.put(name, data)
@@ -267,7 +267,7 @@ class TestOwn:
             "metadata.json",
             *(f"__{r}_{n}.distcp" for r in (0, 1) for n in (0, 1)),
         }
-        assert names <= set(TorchDist().files(2, saved.manifest))
+        assert names <= set(TorchDist().layout(2, saved.manifest).files)
         assert json.loads((saved.path / "metadata.json").read_bytes()) == {
             "sharded_backend": "torch_dist",
             "sharded_backend_version": 1,
@@ -276,7 +276,7 @@ class TestOwn:
         }
         assert (
             list(TorchDist().finish(saved.root, saved.manifest).files)[-1]
-            == TorchDist().last_file
+            == "metadata.json"
         )
         payloads = saved.manifest.chunks.start[
             [
@@ -322,7 +322,7 @@ class TestOwn:
             f"{hint}__0_{n}.distcp" for hint in ("", "optimizer") for n in range(3)
         }
         assert set(here.manifest.files) == expected
-        assert expected <= set(backend.files(1, here.manifest))
+        assert expected <= set(backend.layout(1, here.manifest).files)
         for entry in here.manifest.tensors:
             file = here.manifest.chunks_of(entry.key)[0].location.file
             assert file.startswith("optimizer") == entry.key.startswith("optimizer")

@@ -35,7 +35,7 @@ from megackpt import (
     load_tensors_metadata,
     save,
 )
-from megackpt.backends import places
+from megackpt.backends import shared_files
 from megackpt.backends.archives import writing
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_file import TorchFile, members
@@ -255,22 +255,22 @@ def test_without_our_index_checksums_tell(tmp_path: Path) -> None:
 def test_what_changes_before_the_checksums_are_taken_is_noticed(
     tmp_path, monkeypatch, at
 ) -> None:
-    real = places.gathered
+    real = shared_files.merge_pieces
 
     def damaged(manifest, locations):
-        gathered, several = real(manifest, locations)
+        merged, several = real(manifest, locations)
         row = next(
             n
-            for n, t in enumerate(gathered.chunks.tensor)
-            if gathered.tensors[t].meta.is_object == (at == "object")
+            for n, t in enumerate(merged.chunks.tensor)
+            if merged.tensors[t].meta.is_object == (at == "object")
         )
         (path,) = tmp_path.glob("*/model.pt")
         with path.open("r+b") as file:
-            file.seek(int(gathered.chunks.start[row]) + 1)
+            file.seek(int(merged.chunks.start[row]) + 1)
             file.write(b"\xaa")
-        return gathered, several
+        return merged, several
 
-    monkeypatch.setattr(places, "gathered", damaged)
+    monkeypatch.setattr(shared_files, "merge_pieces", damaged)
     with pytest.raises(
         CorruptCheckpoint, match=r"is not what is read again from .*model\.pt"
     ):

@@ -18,7 +18,7 @@ import zarr
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.backends.sidecars import encode_key
+from megackpt.backends.object_files import encode_key
 from megackpt.backends.zarr import Zarr
 from megackpt.backends.zarr.documents import PLAIN, array_document, parse_array
 from megackpt.backends.zarr.layout import Cells

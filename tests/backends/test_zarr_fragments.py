@@ -52,7 +52,7 @@ def written(folder: Path, world: World, ranks: int) -> tuple[LocalStorage, Manif
     plans, manifest = plan_save(parts, SMALL_CELLS)
     announced = {
         name
-        for name in Zarr().files(ranks, manifest)
+        for name in Zarr().layout(ranks, manifest).files
         if name.startswith("__fragments_")
     }
     results = [Zarr().write(root, plan, MemorySource(world, plan)) for plan in plans]

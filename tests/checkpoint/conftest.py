@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megackpt import strategies
-from megackpt.backends.base import Backend, Finished
+from megackpt.backends.base import Backend, Finished, Layout, Properties, config_file
 from megackpt.checkpoint import (
     begin,
     commit,
@@ -36,12 +36,10 @@ RANKS = 2
 class Tiny(Backend):
     """Raw bytes, one file a rank; its table of contents is an index without small files."""
 
-    name = "tiny"
-    version = 1
-    reads = (1,)
+    properties = Properties("tiny", 1, (1,))
 
-    def files(self, ranks, manifest):
-        return [*(f"rank{r}.bin" for r in range(ranks)), "toc", "metadata.json"]
+    def layout(self, ranks, manifest):
+        return Layout([*(f"rank{r}.bin" for r in range(ranks)), "toc", "metadata.json"])
 
     def write(self, root, plan, data):
         name = f"rank{plan}.bin"
@@ -60,7 +58,8 @@ class Tiny(Backend):
         )
 
     def finish(self, root, manifest):
-        return Finished(manifest, {"toc": encode_index(manifest, {}), **self.config()})
+        files = {"toc": encode_index(manifest, {}), **config_file(self.properties)}
+        return Finished(manifest, files)
 
     def recognises(self, root):
         return root.size("metadata.json") is not None and root.size("toc") is not None
@@ -84,7 +83,7 @@ class Tiny(Backend):
 class Native(Tiny):
     """The same, claiming that only it knows where the bytes are."""
 
-    name = "native"
+    properties = Properties("native", 1, (1,))
 
 
 def find_backend(storage, asked=None):
@@ -130,7 +129,9 @@ class Saves:
     def begin(self, directory: Path, save_id: str, **options):
         """A save that can be resumed, begun."""
         place = begin(directory, save_id=save_id, resume=True, **options)
-        place.announce(Tiny().files(RANKS, planned(self.size)), scratch=["journal"])
+        place.announce(
+            Tiny().layout(RANKS, planned(self.size)).files, scratch=["journal"]
+        )
         return place
 
     def write(self, place, rank: int, value: int):
@@ -151,7 +152,7 @@ class Saves:
         place = begin(directory, save_id=uuid.uuid4().hex, overwrite=overwrite)
         try:
             manifest = planned(self.size)
-            place.announce(backend.files(RANKS, manifest))
+            place.announce(backend.layout(RANKS, manifest).files)
             results = [
                 backend.write(root_at(place.path), rank, bytes([value]) * self.size)
                 for rank in range(RANKS)

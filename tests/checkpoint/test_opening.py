@@ -34,7 +34,7 @@ def test_empty_file_and_unknown(tmp_path):
 def test_with_and_without_index(tmp_path, saves):
     saves.save(tmp_path / "c", 7)
     opened = open_checkpoint(tmp_path / "c")
-    assert opened.backend.name == "tiny"
+    assert opened.backend.properties.name == "tiny"
     assert opened.manifest.backend == ("tiny", 1)
     assert set(opened.small) == {"toc", "metadata.json"}
     assert (

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from benchmarks.states import Spec, pieces
-from megackpt.backends.base import plan_in_format
+from megackpt.backends.base import plan_for_backend
 from megackpt.backends.torch_dist import METADATA, TorchDist
 from megackpt.checkpoint.index import INDEX, decode_index, encode_index
 from megackpt.planning.box import Box
@@ -65,7 +65,7 @@ def plan_and_emit(
     taken: dict[str, list[float]] = {"plan": []}
     for _ in range(rounds):
         start = time.process_time()
-        plans, manifest = plan_in_format(backend, parts, SavePolicy())
+        plans, manifest = plan_for_backend(backend, parts, SavePolicy())
         taken["plan"].append((time.process_time() - start) / shards * 1e6)
         if isinstance(backend, TorchDist):
             landed = _located(plans, manifest)
@@ -79,7 +79,7 @@ def plan_and_emit(
 
 def index(folder: str, ranks: int, rounds: int) -> dict[str, list[float]]:
     """P10: ``bytes`` a shard, ``open`` in CPU seconds; ``DCP bytes`` and ``DCP open`` of the same, as .metadata."""
-    manifest = _located(*plan_in_format(TorchDist(), _world(ranks, 1), SavePolicy()))
+    manifest = _located(*plan_for_backend(TorchDist(), _world(ranks, 1), SavePolicy()))
     storage = LocalStorage(folder)
     storage.put(INDEX, encode_index(manifest, {}))
     stock = TorchDist().finish(storage, manifest).files[METADATA]
@@ -141,7 +141,7 @@ def digests(folder: str, nbytes: int, rounds: int) -> list[float]:
     ]
     backend = TorchDist(files_per_rank=1)
     declared = Declarations.of(rows)
-    (plan,), _ = plan_in_format(backend, [declared], SavePolicy())
+    (plan,), _ = plan_for_backend(backend, [declared], SavePolicy())
     staged = Staged(plan, [p.data for p in held], declared.boxes)
     copies = [torch.zeros_like(p.data) for p in held]
     ratios = []

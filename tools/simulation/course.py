@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from megackpt.backends.base import Backend, plan_in_format
+from megackpt.backends.base import Backend, plan_for_backend
 from megackpt.backends.ranges import read_raw
 from megackpt.checkpoint import decode_index, encode_index
 from megackpt.planning.box import Box, Int64
@@ -104,7 +104,7 @@ def simulate_save(
     gathered = np.array(list(map(len, sent)), np.int64)
     del sent
     with clock("plan"):
-        plans, planned = plan_in_format(backend, received, SavePolicy(), validate)
+        plans, planned = plan_for_backend(backend, received, SavePolicy(), validate)
     with clock("tell"):
         scattered = np.array(
             [len(pickle.dumps(replace(p, tensors=()), protocol=5)) for p in plans],
@@ -118,7 +118,7 @@ def simulate_save(
     np.add.at(written, planned.chunks.writer, planned.chunks.length)
     return Save(
         job=job,
-        format=backend.name,
+        format=backend.properties.name,
         rows=sum(map(len, received)),
         seconds=clock.seconds,
         gathered=gathered,
@@ -130,7 +130,7 @@ def simulate_save(
         index=index,
         plain_index=plain,
         chunks=len(manifest.chunks),
-        again=simulate_again(backend, received, manifest),
+        again=simulate_again(backend, received),
     )
 
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from megackpt.backends.archives import ALIGNMENT
 from megackpt.backends.base import Backend
-from megackpt.backends.sidecars import shard_file
+from megackpt.backends.object_files import shard_file
 from megackpt.backends.torch_dist import TorchDist
-from megackpt.backends.torch_dist.records import frame_lengths
-from megackpt.backends.torch_dist.writing import distribute
+from megackpt.backends.torch_dist.distcp_writer import distribute
+from megackpt.backends.torch_dist.record_frame import frame_lengths
 from megackpt.backends.zarr import Zarr
 from megackpt.backends.zarr.cells import Cell, Written
 from megackpt.backends.zarr.layout import Cells
@@ -55,13 +55,11 @@ def located(backend: Backend, plans: Sequence[SavePlan], planned: Manifest) -> M
             results.append(_zarr(backend, plan, lengths))
         else:
             raise CheckpointingException(
-                f"cannot simulate a save as {backend.name}: only torch_dist and uncompressed zarr have a layout "
-                "that is known before the save"
+                f"cannot simulate a save as {backend.properties.name}: "
+                "only torch_dist and uncompressed zarr have a layout that is known before the save"
             )
-    named = replace(
-        planned, backend=(backend.name, backend.version), encoding=backend.encoding
-    )
-    return replace(named, save_id="0" * 32).located(results)
+    written_by = backend.properties.name, backend.properties.version
+    return replace(planned, backend=written_by, save_id="0" * 32).located(results)
 
 
 def index_size(manifest: Manifest, small: Mapping[str, tuple[int, bytes]]) -> int:

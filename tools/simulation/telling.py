@@ -156,20 +156,10 @@ def _planning(save: Save) -> list[list[str]]:
         sum(save.seconds[step] for step in ("receive", "plan", "tell")),
     )
     known = _milliseconds(again.fingerprint)
-    rows = [
+    return [
         ["planned anew", _milliseconds(anew + again.fingerprint), known],
         ["plan used again: a fingerprint and a vote", known, known],
     ]
-    if again.contents is not None:
-        emitted = _milliseconds(save.seconds["emit"])
-        rows.append(
-            [
-                f"table of contents used again (made: {emitted})",
-                _milliseconds(again.contents),
-                "",
-            ]
-        )
-    return rows
 
 
 def _milliseconds(seconds: float) -> str:

@@ -16,7 +16,16 @@ from urllib.parse import quote
 
 import numpy as np
 
-from megackpt.backends.base import CONFIG, Backend, Finished, Source, Target
+from megackpt.backends import (
+    CONFIG,
+    Backend,
+    Finished,
+    Layout,
+    Properties,
+    Source,
+    Target,
+    config_file,
+)
 from megackpt.backends.ranges import read_raw
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box
@@ -95,9 +104,7 @@ class Npz(Backend):
 
     prefix: str = "rank"
 
-    name: ClassVar[str] = "npz"
-    version: ClassVar[int] = 1
-    reads: ClassVar[frozenset[int]] = frozenset({1})
+    properties: ClassVar[Properties] = Properties("npz", 1, reads=frozenset({1}))
 
     def __post_init__(self) -> None:
         if not self.prefix.isidentifier():
@@ -105,17 +112,14 @@ class Npz(Backend):
                 f"prefix becomes part of file names, which {self.prefix!r} cannot"
             )
 
-    def files(self, ranks: int, manifest: Manifest) -> list[str]:
+    def layout(self, ranks: int, manifest: Manifest) -> Layout:
         for key, _ in manifest.tensors:
             if len(escaped(key)) > LONGEST:
                 raise BackendError(
                     f"the key {key[:80]!r}... is too long to be a name in an archive"
                 )
-        return [
-            *(f"{self.prefix}_{rank}.npz" for rank in range(ranks)),
-            CONTENTS,
-            CONFIG,
-        ]
+        archives = [f"{self.prefix}_{rank}.npz" for rank in range(ranks)]
+        return Layout([*archives, CONTENTS, CONFIG])
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         name = f"{self.prefix}_{plan.rank}.npz"
@@ -151,9 +155,8 @@ class Npz(Backend):
             "tensors": [[key, *meta] for key, meta in manifest.tensors],
             "chunks": chunks,
         }
-        return Finished(
-            manifest, {CONTENTS: json.dumps(contents).encode(), **self.config()}
-        )
+        files = {CONTENTS: json.dumps(contents).encode()}
+        return Finished(manifest, {**files, **config_file(self.properties)})
 
     def read_manifest(self, root: Storage) -> Manifest:
         try:
@@ -176,7 +179,7 @@ class Npz(Backend):
             raise CorruptCheckpoint(
                 f"{root.location}/{CONTENTS} is damaged: {error!r}"
             ) from error
-        return listed(tensors, chunks, (self.name, self.version))
+        return listed(tensors, chunks, (self.properties.name, self.properties.version))
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         read_raw(root, plan, into, verify)

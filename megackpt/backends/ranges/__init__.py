@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from megackpt.backends.base import THREADS, Target
 from megackpt.backends.ranges.pieces import Pieces
-from megackpt.backends.ranges.sharing import (
+from megackpt.backends.ranges.reader import (
     Job,
-    Share,
+    ThreadReader,
     octets as octets,
     refuse_hollow as refuse_hollow,
 )
@@ -49,7 +49,7 @@ def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
             for rows in _by_file(plan, np.flatnonzero(objects))
         ]
         jobs += [
-            pool.submit(Share(job, *share).read)
+            pool.submit(ThreadReader(job, *share).read)
             for share in pieces.shares(THREADS, job.checked)
         ]
     _raise_all([error for j in jobs if (error := j.exception())])

@@ -11,15 +11,22 @@ directory or file of this kind, also one that has but links to files, as the Hug
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from megackpt import serialization
-from megackpt.backends import places, sidecars, weight_maps
-from megackpt.backends.base import Backend, Finished, Source, Target
+from megackpt.backends import object_files, shared_files, weight_maps
+from megackpt.backends.base import (
+    Backend,
+    Finished,
+    Layout,
+    Properties,
+    Source,
+    Target,
+)
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.safetensors.headers import (
     METADATA,
@@ -29,12 +36,7 @@ from megackpt.backends.safetensors.headers import (
     read_header,
     refuse_unfit,
 )
-from megackpt.errors import (
-    BackendError,
-    CorruptCheckpoint,
-    NotACheckpoint,
-    join_truncated,
-)
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON,
@@ -61,10 +63,9 @@ class Safetensors(Backend):
     shards: int | None = None
     max_shard_bytes: int = 5_000_000_000
 
-    name: ClassVar[str] = "safetensors"
-    version: ClassVar[int] = 1
-    reads: ClassVar[Collection[int]] = frozenset({1})
-    follows_links: ClassVar[bool] = True
+    properties: ClassVar[Properties] = Properties(
+        "safetensors", 1, frozenset({1}), whole_tensors=True, follows_links=True
+    )
 
     def __post_init__(self) -> None:
         for option, value in (
@@ -76,50 +77,27 @@ class Safetensors(Backend):
                     f"{option} is a whole number from 1 on, not {value!r}"
                 )
 
-    @property
-    def last_file(self) -> str:
-        """Of several files, the index; beside a single one, megackpt's own."""
-        return INDEX if (self.shards or 1) > 1 else "megackpt.index"
+    def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 - same for any number
+        """Raises BackendError naming the tensors that the format cannot hold."""
+        arranged_files = self._arranged(manifest)
+        names = [file.name for file in arranged_files]
+        if names != [WHOLE]:
+            # Readers prefer a single file to several with an index, so another's must not stay.
+            names += [WHOLE, INDEX]
+        places: dict[str, Location] = {}
+        for file in arranged_files:
+            places.update(file.places)
+        for entry in manifest.tensors:
+            if entry.meta.is_object:
+                names.append(object_files.folder(entry))
+        return Layout(names, places)
 
-    def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - same names for any number
-        beside = [
-            sidecars.folder(entry) for entry in manifest.tensors if entry.meta.is_object
-        ]
-        names = [file.name for file in self._arranged(manifest)]
-        # Beside several files a single one would be taken for the checkpoint. Beside that the index is not looked at.
-        return [*names, *([] if names == [WHOLE] else [WHOLE, INDEX]), *beside]
-
-    def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:
+    def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:
         names = [name for name in manifest.files if name.endswith(".safetensors")]
         index, _ = _files_in(root)
         # A file without elements is in no manifest, and an index only where there is none of ours.
         return [*([index] if index and names != [WHOLE] else []), *([] if names else [WHOLE]),
-                *sidecars.key_files(manifest)]  # fmt: skip
-
-    def layout(self, manifest: Manifest) -> Mapping[str, Location]:
-        """Raises BackendError naming the tensors that the format cannot hold."""
-        return {
-            key: place
-            for file in self._arranged(manifest)
-            for key, place in file.places.items()
-        }
-
-    def lone_file(self, manifest: Manifest) -> str:
-        """The one file that holds all of this manifest. Raises BackendError where it takes more, naming what."""
-        if beside := [
-            repr(entry.key) for entry in manifest.tensors if entry.meta.is_object
-        ]:
-            raise BackendError(
-                "a safetensors file holds tensors only, which these are not: "
-                f"{join_truncated(beside, separator=', ')}. Write a directory, where they go into "
-                "files beside it, or leave them out"
-            )
-        first, *others = self._arranged(manifest)
-        if others:
-            raise BackendError(
-                f"the tensors take {1 + len(others)} files: ask for shards=1, or write a directory"
-            )
-        return first.name
+                *object_files.key_files(manifest)]  # fmt: skip
 
     def _arranged(self, manifest: Manifest) -> tuple[TensorFile, ...]:
         refuse_unfit(manifest.tensors)
@@ -127,19 +105,20 @@ class Safetensors(Backend):
         return arranged(tensors, STEM, self.shards, self.max_shard_bytes)
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
-        found = places.write_tensors(root, plan, data)
+        found = shared_files.write_tensors(root, plan, data)
         for row, number in enumerate(plan.tensor.tolist()):
             entry = plan.tensors[number]
             if entry.meta.is_object:
                 box = plan.boxes.row(row, len(entry.meta.shape))
-                found[row] = places.Landed(
-                    *sidecars.write_object(root, entry, box, data.blocks(row))
+                found[row] = shared_files.Written(
+                    *object_files.write_object(root, entry, box, data.blocks(row))
                 )
-        return places.result(plan, found)
+        return shared_files.result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
-        manifest, _ = places.surveyed(
-            root, *places.gathered(manifest, self.layout(manifest))
+        manifest, _ = shared_files.compute_digests(
+            root,
+            *shared_files.merge_pieces(manifest, self.layout(1, manifest).places or {}),
         )
         files = self._arranged(manifest)
         for file in files:
@@ -195,7 +174,9 @@ class Safetensors(Backend):
         found = [
             (entry, Box.whole(entry.meta.shape), place) for entry, place in tensors
         ]
-        found += [] if isinstance(root, SingleFile) else list(sidecars.objects_in(root))
+        found += (
+            [] if isinstance(root, SingleFile) else list(object_files.objects_in(root))
+        )
         # What else an author noted, in the first file that has any of it, unless there is a common state.
         noted = [
             file
@@ -204,7 +185,9 @@ class Safetensors(Backend):
         ][:1]
         noted = [] if any(entry.is_common for entry, _, _ in found) else noted
         found += [(COMMON, Box((), ()), Location(file, 0, 0)) for file in noted]
-        manifest = places.told(root, found, (self.name, self.version))
+        manifest = shared_files.manifest_from_files(
+            root, found, (self.properties.name, self.properties.version)
+        )
         return replace(manifest, encoding="noted") if noted else manifest
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:

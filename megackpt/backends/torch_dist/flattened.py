@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megackpt.backends.torch_dist.pickles import Record
+from megackpt.backends.torch_dist.metadata_pickle import Record
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Chunks

@@ -16,9 +16,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends import places, sidecars, weight_maps
+from megackpt.backends import object_files, shared_files, weight_maps
 from megackpt.backends.archives import Checked, Member, aligned_start
-from megackpt.backends.base import Backend, Finished, Source, Target
+from megackpt.backends.base import (
+    Backend,
+    Finished,
+    Layout,
+    Properties,
+    Source,
+    Target,
+)
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_file import contents, members
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
@@ -43,31 +50,22 @@ _BIN = "pytorch_model.bin"
 class TorchFile(Backend):
     """No options."""
 
-    name: ClassVar[str] = "torch"
-    version: ClassVar[int] = 1
-    reads: ClassVar[Collection[int]] = frozenset({1})
-    export_only: ClassVar[bool] = True
-    last_file = "megackpt.index"
+    properties: ClassVar[Properties] = Properties(
+        "torch", 1, frozenset({1}), whole_tensors=True, export_only=True
+    )
 
-    def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 - always one file
-        return [members.NAME]
+    def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 - always one file
+        """Raises BackendError for names that the file could not tell apart."""
+        members.object_names(manifest)
+        return Layout([members.NAME], members.tensor_locations(manifest))
 
-    def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:
+    def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:
         index, _ = _files_in(root)
         return [index] if index else [] if manifest.files else [members.NAME]
 
-    def layout(self, manifest: Manifest) -> Mapping[str, Location]:
-        """Raises BackendError for names that the file could not tell apart."""
-        members.object_names(manifest)
-        return members.tensor_locations(manifest)
-
-    def lone_file(self, manifest: Manifest) -> str:  # noqa: ARG002 - it is always the same
-        """The one file that holds all of this manifest."""
-        return members.NAME
-
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         """Write the tensors where ``layout`` puts them, then the objects. The plan is of everything."""
-        found = places.write_tensors(root, plan, data)
+        found = shared_files.write_tensors(root, plan, data)
         located = [place for place in plan.places or () if place is not None]
         end = max((place.start + place.length for place in located), default=0)
         objects = [
@@ -85,14 +83,20 @@ class TorchFile(Backend):
                 updater.write_at(start, [memoryview(blob)])
                 end = start + len(blob)
                 place = Location(members.NAME, start, len(blob))
-                found[row] = places.Landed(place, digest_blocks(memoryview(blob)))
-        return places.result(plan, found)
+                found[row] = shared_files.Written(
+                    place, digest_blocks(memoryview(blob))
+                )
+        return shared_files.result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """Read every payload once, for digests and for the checksums of the archive."""
-        manifest, _ = places.gathered(manifest, members.tensor_locations(manifest))
+        manifest, _ = shared_files.merge_pieces(
+            manifest, members.tensor_locations(manifest)
+        )
         every = np.arange(len(manifest.chunks), dtype=np.int64)
-        manifest, checksums = places.surveyed(root, manifest, every, crc=True)
+        manifest, checksums = shared_files.compute_digests(
+            root, manifest, every, crc=True
+        )
         members.write_archive(root, manifest, checksums)
         return Finished(manifest)
 
@@ -105,7 +109,7 @@ class TorchFile(Backend):
         made: Bool = (chunks.length == 0) & (is_object | (chunks.boxes.volume > 0))
         return ~made if manifest.encoding == "native" else np.ones_like(made)
 
-    def decoded(self, manifest: Manifest) -> Int64:
+    def decoded_bytes(self, manifest: Manifest) -> Int64:
         itemsize = np.array(
             [entry.meta.itemsize for entry in manifest.tensors], np.int64
         )
@@ -151,10 +155,10 @@ class TorchFile(Backend):
             (COMMON, Box((), ()), Location(file, held[file].pickle, 0), True)
             for file in rests
         ]
-        manifest = places.told(
+        manifest = shared_files.manifest_from_files(
             root,
             [(entry, box, place) for entry, box, place, _ in found],
-            (self.name, self.version),
+            (self.properties.name, self.properties.version),
         )
         made = np.array([made for _, _, _, made in found], np.bool_)
         length = np.where(made, 0, manifest.chunks.length)
@@ -211,7 +215,7 @@ def _shards(
 def _named(name: str) -> tuple[TensorEntry, Box]:
     """The object that ``unique_key`` calls so, and which shard of it this is."""
     key, _, cell = name.rpartition("/")
-    offset, shape = sidecars.parse_shard(f"{cell}.pt") or ((), ())
+    offset, shape = object_files.parse_shard(f"{cell}.pt") or ((), ())
     return TensorEntry(key if shape else name, TensorMeta(shape, OBJECT)), Box(
         offset, (1,) * len(offset)
     )

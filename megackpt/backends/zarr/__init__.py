@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends import sidecars
+from megackpt.backends import object_files
 from megackpt.backends.base import (
     CONFIG,
     Backend,
     Finished,
+    Layout,
+    Properties,
     Source,
     Target,
+    config_file,
     read_config,
 )
 from megackpt.backends.zarr.assembling import assembled, fragment_names
@@ -43,9 +47,9 @@ class Zarr(Backend):
     ``__fragments_3``                     while a save goes on: rank 3's pieces of cells that ranks share
     ====================================  ==========================================================
 
-    Keys are percent-encoded, objects and common state kept as sidecars.py has it. The chunks of the manifest are zarr's
-    own (inner) chunks. Those at the end of a tensor are padded to full size, as zarr demands. Their locations tell the
-    length of the tensor's own bytes; these begin at the location unless padding stands between them
+    Keys are percent-encoded, objects and common state kept as object_files.py has it. The chunks of the manifest are
+    zarr's own (inner) chunks. Those at the end of a tensor are padded to full size, as zarr demands. Their locations
+    tell the length of the tensor's own bytes; these begin at the location unless padding stands between them
     (``Cells.prefix``), and then only this backend can read them: digests of such chunks are checked through ``read``.
 
     Version 1 is the format that Megatron-Core called so up to 0.15 (finding.py): read, not written.
@@ -54,26 +58,32 @@ class Zarr(Backend):
     compressed. ``checksum``: a crc32c ends each chunk, for readers that do not know our digests. A load needs neither.
     """
 
-    name: ClassVar[str] = "zarr"
-    version: ClassVar[int] = VERSION
-    reads: ClassVar[Collection[int]] = frozenset((MEGATRON, VERSION))
-    gridded: ClassVar[bool] = True
-    max_item_bytes: ClassVar[int | None] = 128 << 20
+    properties: ClassVar[Properties] = Properties(
+        "zarr",
+        VERSION,
+        frozenset((MEGATRON, VERSION)),
+        gridded=True,
+        max_item_bytes=128 << 20,
+    )
 
     def __init__(self, compression: str | None = None, checksum: bool = True) -> None:
         """Raises BackendError for a compression that is unknown."""
         self.packing = Packing(compression, checksum)
-        self.encoding = "raw" if compression is None else "native"
+        encoding = "raw" if compression is None else "native"
+        properties = replace(type(self).properties, encoding=encoding)
+        self.properties = properties  # type: ignore[misc] # see Backend.properties
 
-    def files(self, ranks: int, manifest: Manifest) -> list[str]:  # noqa: ARG002 (the manifest knows the ranks)
+    def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 (the manifest knows the ranks)
         """Raises BackendError where an array cannot hold a tensor, before anything is written."""
         refuse_unfit(manifest.tensors, manifest.grids)
-        return [
-            *map(entry_name, manifest.tensors),
-            *fragment_names(manifest),
-            ARRAY,
-            CONFIG,
-        ]
+        return Layout(
+            [
+                *map(entry_name, manifest.tensors),
+                *fragment_names(manifest),
+                ARRAY,
+                CONFIG,
+            ]
+        )
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         return write_rows(root, plan, data, self.packing)
@@ -81,20 +91,13 @@ class Zarr(Backend):
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """The table of contents, once the cells that ranks share are assembled."""
         manifest = assembled(root, manifest, self.packing)
-        return Finished(manifest, contents(manifest, self.packing) | self.config())
-
-    def renewed(
-        self,
-        files: Mapping[str, bytes],
-        before: str,  # noqa: ARG002
-        now: str,  # noqa: ARG002
-    ) -> Mapping[str, bytes]:
-        return files  # they name no save, and where nothing was assembled nothing else was done
+        files = contents(manifest, self.packing) | config_file(self.properties)
+        return Finished(manifest, files)
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
         return raw_rows(manifest, np.arange(len(manifest.chunks), dtype=np.int64))
 
-    def decoded(self, manifest: Manifest) -> Int64:
+    def decoded_bytes(self, manifest: Manifest) -> Int64:
         chunks = manifest.chunks
         sizes = np.zeros(len(manifest.tensors), np.int64)
         for number, ((_, meta), grid) in enumerate(
@@ -131,8 +134,8 @@ class Zarr(Backend):
         except CorruptCheckpoint:
             return False
 
-    def unlisted(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
-        keys = sidecars.key_files(manifest)
+    def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
+        keys = object_files.key_files(manifest)
         if manifest.backend[1] == MEGATRON:
             arrays = [
                 entry.key for entry in manifest.tensors if not entry.meta.is_object

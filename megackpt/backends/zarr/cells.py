@@ -10,7 +10,7 @@ import google_crc32c
 import numpy as np
 import xxhash
 
-from megackpt.backends.sidecars import encode_key
+from megackpt.backends.object_files import encode_key
 from megackpt.backends.zarr.documents import Packing
 from megackpt.backends.zarr.layout import Grid, chunk_numbers, grid_of, inner_of
 from megackpt.backends.zarr.names import cell_file

@@ -10,7 +10,7 @@ from itertools import groupby, islice
 
 import numpy as np
 
-from megackpt.backends.sidecars import (
+from megackpt.backends.object_files import (
     COMMON_FILE,
     OBJECTS,
     decode_key,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megackpt.backends.sidecars import encode_key, folder
+from megackpt.backends.object_files import encode_key, folder
 from megackpt.planning.manifest import TensorEntry
 
 ARRAY = "zarr.json"

@@ -10,7 +10,8 @@ import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from megackpt.backends.base import Rewriting, Target
+from megackpt.backends.base import Target
+from megackpt.backends.object_files import ConvertedObjects
 from megackpt.backends.ranges import octets, read_raw
 from megackpt.backends.zarr.layout import ArrayLayout, Cells, chunk_numbers
 from megackpt.backends.zarr.names import MEGATRON, array_folder
@@ -48,7 +49,7 @@ def read_rows(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None
     """Fetch regions. Chunks without digests of ours are read by tensorstore if asked to verify: it checks crc32c."""
     ranged = raw_rows(plan.manifest, plan.chunk)
     if plan.manifest.backend[1] == MEGATRON:
-        into = Rewriting(into, partial(_wrapped, plan, root.location))
+        into = ConvertedObjects(into, partial(_wrapped, plan, root.location))
     elif verify and not len(plan.manifest.chunks.digests):
         ranged &= _is_object(plan.manifest)[plan.manifest.chunks.tensor[plan.chunk]]
     if ranged.any():

@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from megackpt.backends.base import THREADS
-from megackpt.backends.sidecars import encode_key
+from megackpt.backends.object_files import encode_key
 from megackpt.backends.zarr.documents import (
     DESCRIPTION_LIMIT,
     Packing,

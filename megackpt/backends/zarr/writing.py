@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from megackpt.backends.base import Source
-from megackpt.backends.sidecars import write_object
+from megackpt.backends.object_files import write_object
 from megackpt.backends.zarr.cells import Cell, Written, cell_writer
 from megackpt.backends.zarr.documents import Packing, refuse_unfit
 from megackpt.backends.zarr.layout import Cells

@@ -12,8 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends.base import Backend, plan_in_format
-from megackpt.checkpoint import INDEX
+from megackpt.backends.base import CONFIG, Backend, plan_for_backend
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
@@ -58,33 +57,35 @@ class Harness:
         before = set(root.list())
         plans, manifest = self.planned(world, ranks)
         announced = {
-            name.partition("/")[0] for name in self.backend.files(ranks, manifest)
+            name.partition("/")[0]
+            for name in self.backend.layout(ranks, manifest).files
         }
         check(
             not announced & before,
-            f"files() announces {announced & before}, which others may need",
+            f"layout() announces {announced & before}, which others may need",
         )
         with ThreadPoolExecutor(ranks) as pool:
             results = list(
                 pool.map(lambda plan: self.write(folder, world, plan), plans)
             )
+        properties = self.backend.properties
         manifest = replace(
             manifest.located(results),
-            backend=(self.backend.name, self.backend.version),
-            encoding=self.backend.encoding,
+            backend=(properties.name, properties.version),
+            encoding=properties.encoding,
             save_id="0" * 32,
         )
         manifest = self.finish(root, manifest)
         unannounced = set(root.list()) - announced - before
-        check(not unannounced, f"files() did not announce {sorted(unannounced)}")
+        check(not unannounced, f"layout() did not announce {sorted(unannounced)}")
         return root, manifest
 
     def planned(self, world: World, ranks: int) -> tuple[list[SavePlan], Manifest]:
-        if self.backend.export_only:
+        if self.backend.properties.export_only:
             ranks = 1
         shards = list(world.shards())
         parts = [world.declared(shards[rank::ranks], rank) for rank in range(ranks)]
-        return plan_in_format(self.backend, parts, SavePolicy())
+        return plan_for_backend(self.backend, parts, SavePolicy())
 
     def write(self, folder: Path, world: World, plan: SavePlan) -> WriteResult:
         result = self.backend.write(
@@ -100,10 +101,10 @@ class Harness:
             "recognises data without a table of contents",
         )
         finished = self.backend.finish(root, manifest)
-        last = [*finished.files, *([] if finished.files else [INDEX])][-1]
+        last = [*finished.files][-1:]
         check(
-            last == self.backend.last_file,
-            f"finish ends with {last}, not with last_file",
+            CONFIG not in finished.files or last == [CONFIG],
+            f"finish ends with {last}, not with {CONFIG}",
         )
         for name, data in finished.files.items():
             root.put(name, data)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megackpt.backends.base import CONFIG
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ShardId
 from megackpt.storage import LocalStorage
@@ -110,10 +111,8 @@ class ReadingLaws(Harness):
     def test_other_instances_read_it(self, tmp_path: Path) -> None:
         """A load makes the backend without options; workers get copies of it."""
         kind = type(self.backend)
-        check(
-            kind.version in kind.reads,
-            f"it writes version {kind.version} and reads {kind.reads}",
-        )
+        version, reads = kind.properties.version, kind.properties.reads
+        check(version in reads, f"it writes version {version} and reads {reads}")
         world = self.small_world()
         root, manifest = self.save(tmp_path / "c", world)
         for other in (
@@ -159,5 +158,5 @@ class ReadingLaws(Harness):
             not self.backend.recognises(LocalStorage(tmp_path)),
             "recognises an empty directory",
         )
-        (tmp_path / self.backend.last_file).write_bytes(b"\x80 no such thing")
+        (tmp_path / CONFIG).write_bytes(b"\x80 no such thing")
         check(not self.backend.recognises(LocalStorage(tmp_path)), "recognises garbage")

@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megackpt.backends.torch_dist import flattened
-from megackpt.backends.torch_dist.listing import (
+from megackpt.backends.torch_dist.distcp_writer import COMMON_FILE
+from megackpt.backends.torch_dist.metadata_reader import (
     Listed,
     Listing,
     Location,
     check_files,
     read_listing,
 )
-from megackpt.backends.torch_dist.naming import objects_named
-from megackpt.backends.torch_dist.writing import COMMON_FILE
+from megackpt.backends.torch_dist.object_names import objects_named
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (

@@ -19,10 +19,11 @@ import torch
 
 from megackpt import serialization
 from megackpt.backends.archives import Described, described
-from megackpt.backends.base import THREADS, Rewriting, Target
+from megackpt.backends.base import THREADS, Target
+from megackpt.backends.object_files import ConvertedObjects
 from megackpt.backends.ranges import read_raw, refuse_hollow
+from megackpt.backends.torch_dist.distcp_writer import COMMON_FILE
 from megackpt.backends.torch_dist.flattened import Part, Parts
-from megackpt.backends.torch_dist.writing import COMMON_FILE
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import ITEMSIZE, LoadPlan
@@ -88,7 +89,7 @@ def _bare_common(root: Storage, plan: LoadPlan, into: Target) -> Target:
                 f"{root.location}: the common state: {error}"
             ) from error
 
-    return Rewriting(into, bare) if listed else into
+    return ConvertedObjects(into, bare) if listed else into
 
 
 def _by_file(plan: LoadPlan, chunks: Int64) -> Iterator[Int64]:

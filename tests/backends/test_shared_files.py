@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from megackpt.backends import places
-from megackpt.backends.places import Runs, gathered, surveyed, write_tensors
+from megackpt.backends import shared_files
+from megackpt.backends.shared_files import (
+    Runs,
+    compute_digests,
+    merge_pieces,
+    write_tensors,
+)
 from megackpt.errors import BackendError
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Location, Manifest, SavePlan, TensorMeta
@@ -73,7 +78,8 @@ def write(
     root: LocalStorage, world: World, plans: list[SavePlan], manifest: Manifest
 ) -> Manifest:
     results = [
-        places.result(p, write_tensors(root, p, MemorySource(world, p))) for p in plans
+        shared_files.result(p, write_tensors(root, p, MemorySource(world, p)))
+        for p in plans
     ]
     return manifest.located(results)
 
@@ -97,10 +103,10 @@ def test_any_cut_gives_the_whole_tensors(
     content = root.get("all")
     for key, place in found.items():
         assert content[place.start :][: place.length] == tensors[key].values.tobytes()
-    joined, rows = gathered(located, found)
+    joined, rows = merge_pieces(located, found)
     several = {key for key, whole in tensors.items() if len(list(whole.boxes())) > 1}
     assert {joined.tensors[joined.chunks.tensor[row]].key for row in rows} == several
-    whole_manifest, checksums = surveyed(root, joined, rows)
+    whole_manifest, checksums = compute_digests(root, joined, rows)
     assert set(checksums) == set(rows.tolist())
     for i, entry in enumerate(whole_manifest.tensors):
         (chunk,) = whole_manifest.chunks_of(entry.key)
@@ -117,7 +123,7 @@ def test_any_cut_gives_the_whole_tensors(
 def test_digests_of_what_is_larger_than_a_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "WINDOW", 1 << 20)
+    monkeypatch.setattr(shared_files, "WINDOW", 1 << 20)
     small = {
         f"s{i}": Whole.random("uint8", (1 << 18,), (1 << 17,), i) for i in range(5)
     }
@@ -126,8 +132,8 @@ def test_digests_of_what_is_larger_than_a_window(
     )
     root = LocalStorage(tmp_path)
     plans, manifest, found = placed(world, 2)
-    joined, rows = gathered(write(root, world, plans, manifest), found)
-    whole, checksums = surveyed(root, joined, rows, crc=True)
+    joined, rows = merge_pieces(write(root, world, plans, manifest), found)
+    whole, checksums = compute_digests(root, joined, rows, crc=True)
     for row in range(len(whole.chunks)):
         key = whole.tensors[whole.chunks.tensor[row]].key
         data = world.tensors[key].values.tobytes()
@@ -149,7 +155,7 @@ def test_a_hole_that_nobody_wrote_is_refused() -> None:
     ]
     _, manifest = plan_save([world.declared(shards)], SavePolicy(), validate=False)
     with pytest.raises(BackendError, match=r"no rank wrote parts of 'bad'$"):
-        gathered(manifest, {key: Location("all", 0, 16) for key in world.tensors})
+        merge_pieces(manifest, {key: Location("all", 0, 16) for key in world.tensors})
 
 
 class _TooMuch:
@@ -185,7 +191,7 @@ def test_a_plan_without_places_is_refused(tmp_path: Path) -> None:
     world = World({"a": Whole.random("uint8", (8,), (4,))})
     (plan,), _, _ = placed(world, 1)
     bare = replace(plan, places=None)
-    with pytest.raises(BackendError, match="plan_in_format"):
+    with pytest.raises(BackendError, match="plan_for_backend"):
         write_tensors(LocalStorage(tmp_path), bare, MemorySource(world, bare))
 
 
@@ -198,7 +204,7 @@ def test_empty_tensors_take_a_place_and_no_bytes(tmp_path: Path) -> None:
     )
     root = LocalStorage(tmp_path)
     plans, manifest, found = placed(world, 1, gap=8)
-    joined, rows = gathered(write(root, world, plans, manifest), found)
+    joined, rows = merge_pieces(write(root, world, plans, manifest), found)
     assert not len(rows)
     assert [
         c.location.length for key in world.tensors for c in joined.chunks_of(key)

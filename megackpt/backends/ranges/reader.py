@@ -144,7 +144,7 @@ class _Piece(NamedTuple):
     strides: list[int]
 
 
-class Share:
+class ThreadReader:
     """Consecutive pieces and their groups, read by one thread."""
 
     def __init__(self, job: Job, pieces: Pieces, groups: list[slice]) -> None:

@@ -12,13 +12,15 @@ Shards are named in Megatron-Core's manner. Keys are percent-encoded, so that ea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 import xxhash
+from numpy.typing import NDArray
 
-from megackpt.backends.base import CONFIG
+from megackpt.backends.base import CONFIG, Target
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
@@ -198,3 +200,20 @@ def _key_of(root: Storage, name: str) -> str | None:
     return (
         key if encode_key(key) == encoded else None
     )  # the hash in the name was made of the key
+
+
+@dataclass(frozen=True)
+class ConvertedObjects:
+    """A Target that gets each object as ``convert(row, blob)`` returns it."""
+
+    into: Target
+    convert: Callable[[int, bytes], bytes]
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:
+        return self.into.open(target, box)
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
+        self.into.close(target, box, filled)
+
+    def blob(self, target: int, data: bytes) -> None:
+        self.into.blob(target, self.convert(target, data))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megackpt.backends.archives import WIDE, text
-from megackpt.backends.torch_dist.records import frame_lengths
+from megackpt.backends.torch_dist.record_frame import frame_lengths
 from megackpt.errors import BackendError
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Bool, Int32, Manifest, unique_key
@@ -169,17 +169,6 @@ def emit(manifest: Manifest, omit: Bool) -> bytes:
     Raises BackendError where two items would have one name.
     """
     return _Emission(manifest, omit).content()
-
-
-def renamed(content: bytes, before: str, now: str) -> bytes | None:
-    """The same for the save ``now``. Its id stands in the last part; None where it is not there, or longer."""
-    old, new = (text("save_id") + text(save_id) for save_id in (before, now))
-    at, view = content.rfind(old), memoryview(content)
-    return (
-        b"".join((view[:at], new, view[at + len(old) :]))
-        if at >= 0 and len(old) == len(new)
-        else None
-    )
 
 
 class _Emission:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from megackpt.backends.sidecars import (
+from megackpt.backends.object_files import (
     decode_key,
     encode_key,
     folder,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megackpt.backends.torch_dist.pickles import Record, Size, read_metadata
+from megackpt.backends.torch_dist.metadata_pickle import Record, Size, read_metadata
 from megackpt.errors import (
     BackendError,
     CorruptCheckpoint,

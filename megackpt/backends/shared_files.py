@@ -82,18 +82,18 @@ class Runs:
             yield from place.tolist()
 
 
-class Landed(NamedTuple):
+class Written(NamedTuple):
     """Where the bytes of one row of a plan begin and how many there are, and the digests of their blocks."""
 
     place: Location
     digests: bytes
 
 
-def write_tensors(root: Storage, plan: SavePlan, data: Source) -> dict[int, Landed]:
+def write_tensors(root: Storage, plan: SavePlan, data: Source) -> dict[int, Written]:
     """Write the rows that are tensors, durably, to their places: by row, where each landed."""
     if plan.places is None:
         raise BackendError(
-            "this format writes into places known beforehand: plan with plan_in_format"
+            "this format writes into places known beforehand: plan with plan_for_backend"
         )
     places = {
         row: place
@@ -103,7 +103,7 @@ def write_tensors(root: Storage, plan: SavePlan, data: Source) -> dict[int, Land
     rows = sorted(
         places, key=lambda row: places[row].file
     )  # stable: large ones stay in front
-    found: dict[int, Landed] = {}
+    found: dict[int, Written] = {}
     for file, group in groupby(rows, lambda row: places[row].file):
         part = list(group)
         shares = [
@@ -127,13 +127,13 @@ def _write_rows(
     rows: list[int],
     places: Mapping[int, Location],
     data: Source,
-) -> dict[int, Landed]:
+) -> dict[int, Written]:
     return {row: _write_row(updater, plan, row, places[row], data) for row in rows}
 
 
 def _write_row(
     updater: FileUpdater, plan: SavePlan, row: int, place: Location, data: Source
-) -> Landed:
+) -> Written:
     item = plan.row(row)
     runs = Runs.of(item.shard.box, item.meta)
     starts, at, room = runs.starts(), 0, 0
@@ -154,13 +154,13 @@ def _write_row(
             f"{item.shard} should have {item.nbytes} bytes, but others came from the model"
         )
     # Where nothing was written, the file need not reach.
-    return Landed(
+    return Written(
         Location(place.file, place.start + runs.first if length else 0, length),
         b"".join(digests),
     )
 
 
-def result(plan: SavePlan, landed: Mapping[int, Landed]) -> WriteResult:
+def result(plan: SavePlan, landed: Mapping[int, Written]) -> WriteResult:
     """What a rank reports, from where each row of its plan landed."""
     rows = [landed[row] for row in range(len(plan))]
     files = list(dict.fromkeys(place.file for place, _ in rows))
@@ -177,7 +177,7 @@ def result(plan: SavePlan, landed: Mapping[int, Landed]) -> WriteResult:
     )
 
 
-def gathered(
+def merge_pieces(
     manifest: Manifest, places: Mapping[str, Location]
 ) -> tuple[Manifest, Int64]:
     """The manifest with one chunk for each tensor, and the chunks that several pieces have become.
@@ -237,7 +237,7 @@ def _refuse_holes(keys: list[str]) -> None:
         )
 
 
-def surveyed(
+def compute_digests(
     root: Storage, manifest: Manifest, rows: Int64, crc: bool = False
 ) -> tuple[Manifest, dict[int, int]]:
     """The manifest with digests of what stands at the places of these chunks, read once; their CRC-32 (or 0).
@@ -303,7 +303,7 @@ def _seen(
             yield row, b"".join(digests), checksum
 
 
-def told(
+def manifest_from_files(
     root: Storage,
     found: Iterable[tuple[TensorEntry, Box, Location]],
     backend: tuple[str, int],

@@ -13,7 +13,7 @@ import numpy as np
 
 from megackpt.backends.archives import ALIGNMENT
 from megackpt.backends.base import Source
-from megackpt.backends.torch_dist.records import frame
+from megackpt.backends.torch_dist.record_frame import frame
 from megackpt.errors import BackendError
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
@@ -122,7 +122,7 @@ def spread(sizes: Sequence[int], files: int) -> list[list[int]]:
     return bins
 
 
-def write_parts(
+def write_files(
     root: Storage, plan: SavePlan, data: Source, parts: list[FilePart]
 ) -> WriteResult:
     """Write all files, one thread each, durably."""
