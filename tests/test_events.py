@@ -20,7 +20,6 @@ import torch
 
 import megackpt
 from megackpt import Event, ShardedTensor, events
-from megackpt.async_save.counting import CountedSource
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import (
@@ -31,7 +30,8 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import SavePlan
-from megackpt.staging.source import PIECE
+from megackpt.staging.progress import CountedSource
+from megackpt.staging.source import COPIED_AT_ONCE
 from megackpt.testing import ThreadedGroup
 
 FORMATS = ("torch_dist", "zarr", "safetensors")
@@ -418,8 +418,12 @@ def test_an_error_without_a_text_is_told() -> None:
 def test_large_tensors_are_counted_in_pieces() -> None:
     class OneBlock:
         def blocks(self, _row: int) -> Any:
-            yield memoryview(bytes(2 * PIECE + 5))
+            yield memoryview(bytes(2 * COPIED_AT_ONCE + 5))
 
     counted: list[int] = []
     source = CountedSource(OneBlock(), counted.append)  # type: ignore[arg-type]
-    assert [len(piece) for piece in source.blocks(0)] == counted == [PIECE, PIECE, 5]
+    assert (
+        [len(piece) for piece in source.blocks(0)]
+        == counted
+        == [COPIED_AT_ONCE, COPIED_AT_ONCE, 5]
+    )

@@ -21,7 +21,7 @@ from megackpt.async_save.workers import GRACE, Worker
 from megackpt.distributed import Attempt
 from megackpt.distributed.failures import Failure
 from megackpt.errors import CheckpointingException, StorageError
-from megackpt.staging.memory import Arena, begun
+from megackpt.staging.buffers import Buffer
 
 _SERVING = "megackpt.async_save.serving"
 _FAREWELL = 2.0  # seconds that a process has for its end
@@ -43,7 +43,6 @@ class ProcessWorker(Worker):
         _workers.add(self)
 
     def start(self, task: Task[Any]) -> None:
-        begun(getattr(task, "work", None))  # none is left where somebody has ended it
         try:
             with _hiring:
                 if self._keeper is None:
@@ -198,7 +197,7 @@ class _Child:
                     ) from error
         self.killed = False  # it may live a little longer
         self._number = 0  # of the task
-        self._mapped: WeakSet[Arena] = WeakSet()
+        self._mapped: WeakSet[Buffer] = WeakSet()
 
     def perform(self, task: Task[Any]) -> Attempt[Any]:
         self._number += 1
@@ -274,19 +273,19 @@ class _InTheWriter(Exception):
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.arenas: dict[int, Arena] = {}
+        self.arenas: dict[int, Buffer] = {}
 
     def reducer_override(
         self, value: object
     ) -> Any:  # asked far less often than persistent_id would be
-        if not isinstance(value, Arena):
+        if not isinstance(value, Buffer):
             return NotImplemented
         number = _numbers.setdefault(value, next(_unused))
         self.arenas[number] = value
         return serving.arena, (number,)
 
 
-def _pickled(task: Task[Any]) -> tuple[bytes, dict[int, Arena]]:
+def _pickled(task: Task[Any]) -> tuple[bytes, dict[int, Buffer]]:
     """The work, and the arenas that it names by numbers."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -302,7 +301,7 @@ def _pickled(task: Task[Any]) -> tuple[bytes, dict[int, Arena]]:
 
 
 _unused = itertools.count(1)
-_numbers: WeakKeyDictionary[Arena, int] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[Buffer, int] = WeakKeyDictionary()
 _workers: WeakSet[ProcessWorker] = WeakSet()
 
 

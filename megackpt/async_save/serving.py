@@ -27,7 +27,7 @@ import numpy as np
 
 from megackpt.distributed.failures import Attempt, Failure
 from megackpt.errors import CheckpointingException, StorageError
-from megackpt.staging.memory import Arena
+from megackpt.staging.buffers import Buffer
 from megackpt.storage import kernel
 
 TASK, CANCEL, ARENA, FORGET = (
@@ -44,7 +44,7 @@ MOVED, ENDED = (
 _PACKET = struct.Struct("=cQQ")  # the word, its number, how long the memory is
 _PAUSE = 0.05  # seconds between two words on how far it is
 _arenas: dict[
-    int, Arena
+    int, Buffer
 ] = {}  # kept from task to task: the faults of a new mapping would cost CPU again
 _DEAF_TO = (
     signal.SIGINT,
@@ -59,7 +59,7 @@ def send(
     channel: socket.socket,
     word: bytes,
     number: int,
-    memory: Arena | None = None,
+    memory: Buffer | None = None,
     *,
     wait: bool = False,
 ) -> None:
@@ -78,7 +78,7 @@ def send(
         )
 
 
-def receive(channel: socket.socket) -> tuple[bytes, int, Arena | None]:
+def receive(channel: socket.socket) -> tuple[bytes, int, Buffer | None]:
     """Wait for a word, its number, and its memory. EOFError or ConnectionError where the other end is gone."""
     packet, descriptors, _, _ = socket.recv_fds(
         channel, _PACKET.size, 1, socket.MSG_CMSG_CLOEXEC
@@ -90,16 +90,16 @@ def receive(channel: socket.socket) -> tuple[bytes, int, Arena | None]:
         raise StorageError(
             "a descriptor was lost on its way between processes: too many open files?"
         )
-    return word, number, Arena.attached(descriptors[0], size) if size else None
+    return word, number, Buffer(size, descriptors[0]) if size else None
 
 
-def shared(data: bytes | memoryview) -> Arena:
-    arena = Arena.new(len(data))
+def shared(data: bytes | memoryview) -> Buffer:
+    arena = Buffer.allocate(len(data))
     arena.memory[:] = np.frombuffer(data, np.uint8)
     return arena
 
 
-def arena(number: int) -> Arena:
+def arena(number: int) -> Buffer:
     """In the writer: the memory that the parent sent under this number."""
     return _arenas[number]
 
@@ -119,7 +119,7 @@ class _Service:
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._tasks: SimpleQueue[tuple[int, Arena]] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[int, Buffer]] = SimpleQueue()
         self._cancelled = 0  # tasks up to this number
         self._lock = threading.Lock()
         self._number = 0  # of the task that goes on
@@ -138,7 +138,7 @@ class _Service:
         finally:
             os._exit(status)
 
-    def _hear(self, word: bytes, number: int, memory: Arena | None) -> None:
+    def _hear(self, word: bytes, number: int, memory: Buffer | None) -> None:
         if word == TASK and memory is not None:
             self._tasks.put((number, memory))
         elif word == ARENA and memory is not None:
@@ -160,7 +160,7 @@ class _Service:
             del task, outcome
             gc.collect()  # memory is given back now, not some time
 
-    def _perform(self, task: Arena, advance: Callable[[int], None]) -> Arena:
+    def _perform(self, task: Buffer, advance: Callable[[int], None]) -> Buffer:
         """The pickle of an Attempt, or of the Failure of whatever was raised."""
         try:
             work = _Unpickler(io.BytesIO(task.memory.data)).load()

@@ -46,7 +46,7 @@ class Task(Generic[T]):
         self.cancelled: CheckpointingException | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._hearers: list[Callable[[Attempt[T]], None]] = []
+        self._hearers: list[Callable[[Attempt[T]], object]] = []
 
     def advance(self, count: int) -> None:
         """So many more bytes are handed on. Raises what the task was cancelled with."""
@@ -101,7 +101,7 @@ class Task(Generic[T]):
                 )
         self._ended.set()
 
-    def on_end(self, hear: Callable[[Attempt[T]], None]) -> None:
+    def on_end(self, hear: Callable[[Attempt[T]], object]) -> None:
         """Call ``hear`` with the outcome, on the thread that sets it; at once if it is set."""
         with self._lock:
             if self.outcome is None:

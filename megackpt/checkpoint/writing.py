@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megackpt.async_save.counting import CountedSource
 from megackpt.backends.base import Backend, Source
 from megackpt.checkpoint.committing import place_of
 from megackpt.planning.manifest import SavePlan, WriteResult
-from megackpt.staging.memory import begun
+from megackpt.staging.progress import CountedSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +22,5 @@ class Writing:
     source: Source
 
     def __call__(self, advance: Callable[[int], None]) -> WriteResult:
-        begun(self)
         root = place_of(self.directory, self.save_id)
         return self.backend.write(root, self.plan, CountedSource(self.source, advance))

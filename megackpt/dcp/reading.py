@@ -49,8 +49,8 @@ from megackpt.loader.reading import replacement
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import Manifest
-from megackpt.staging.landing import Landing
-from megackpt.staging.source import overlaps_itself, settle
+from megackpt.staging.source import overlaps_itself, synchronize
+from megackpt.staging.target import LoadTarget
 from megackpt.state import dtype_named
 from megackpt.storage import LocalStorage, Storage, allocate, digest_blocks
 from megackpt.torch_versions import COPIES_FLOAT4
@@ -243,10 +243,10 @@ class _Into:
         self._stored = stored
         self._left = [box.volume for box in boxes]
         self._own = own_keys(planner)
-        self._landings: dict[int, tuple[torch.Tensor, bool, Landing]] = {}
+        self._landings: dict[int, tuple[torch.Tensor, bool, LoadTarget]] = {}
         self._asking = threading.Lock()  # planners are not made for threads
 
-    def _landing(self, target: int) -> Landing:
+    def _landing(self, target: int) -> LoadTarget:
         with self._asking:
             if target not in self._landings:
                 item = self._items[target]
@@ -259,7 +259,7 @@ class _Into:
                 self._landings[target] = (
                     kept,
                     is_own,
-                    Landing([kept], holder, [stored], {}),
+                    LoadTarget([kept], holder, [stored], {}),
                 )
             return self._landings[target][2]
 
@@ -280,7 +280,7 @@ class _Into:
         with self._asking:
             kept, is_own, _ = self._landings.pop(target)
             given = kept if is_own else resolved(self._planner, item).copy_(kept)
-            settle([given])
+            synchronize([given])
             self._planner.commit_tensor(item, given)
 
     def blob(self, target: int, data: bytes) -> None:

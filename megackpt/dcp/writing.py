@@ -25,7 +25,7 @@ from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import ITEMSIZE, TensorEntry, TensorMeta
-from megackpt.staging.source import Staged, octets_of, plain, settle
+from megackpt.staging.source import TensorSource, byte_view, resolved, synchronize
 from megackpt.state.storable import place_problems
 from megackpt.storage import Storage, unsafe_names
 
@@ -215,7 +215,7 @@ class _Part:
         with self._asking:
             data, through = self._resolved(item)
         if isinstance(data, torch.Tensor):
-            settle([data])
+            synchronize([data])
             dtype, shape = str(data.dtype).removeprefix("torch."), tuple(data.shape)
             landed = records.tensor(
                 dtype, shape, _blocks(data, TensorMeta(shape, dtype))
@@ -315,12 +315,12 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(tensor: torch.Tensor, meta: TensorMeta) -> Iterator[memoryview]:
-    value = plain(tensor)
+    value = resolved(tensor)
     if value.is_cpu and value.is_contiguous():
-        return iter([octets_of(value)])
+        return iter([byte_view(value)])
     whole, row = Boxes.of([Box.whole(meta.shape)]), np.zeros(1, np.int32)
     one = planned.SavePlan(0, (TensorEntry("", meta),), (None,), row, whole, row)
-    return Staged(one, [value], whole).blocks(0)
+    return TensorSource(one, [value], whole).blocks(0)
 
 
 def named_files(

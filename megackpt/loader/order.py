@@ -35,8 +35,8 @@ from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
 from megackpt.planning.sharing import Share, plan_sharing
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
-from megackpt.staging.landing import Landing
-from megackpt.staging.source import settle
+from megackpt.staging.source import synchronize
+from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Storage
 from megackpt.strategies import Strategy, StrategyLike, asked_format, loading
@@ -193,7 +193,7 @@ class _Part:
     backend: Backend
     asked: Asked
     sharing: Sharing
-    landing: Landing
+    landing: LoadTarget
     state: dict[Any, Any]
 
     def __init__(self, load: _Load, directory: str, manifest: Manifest) -> None:
@@ -260,7 +260,7 @@ class _Part:
         exchange(self.load.group, share, self.asked.wanted, self.landing, lengths)
 
     def restore(self) -> int:
-        settle(self.landing.tensors)
+        synchronize(self.landing.tensors)
         reading = self.load.request.get().reading
         self.state = self.asked.restored(
             reading.values(self.root, self.asked.wanted, self.landing)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from megackpt import events, serialization
-from megackpt.async_save.counting import counted_target
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import open_same
 from megackpt.errors import (
@@ -29,8 +28,9 @@ from megackpt.planning.manifest import (
     Manifest,
     ShardId,
 )
-from megackpt.staging.landing import Landing
-from megackpt.staging.source import settle
+from megackpt.staging.progress import counted_target
+from megackpt.staging.source import synchronize
+from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedTensor, dtype_named
 from megackpt.storage import Storage
 
@@ -68,11 +68,11 @@ class Reading:
         return self.values(root, wanted, landing)
 
     def fetch(
-        self, root: Storage, backend: Backend, plan: LoadPlan, landing: Landing
+        self, root: Storage, backend: Backend, plan: LoadPlan, landing: LoadTarget
     ) -> None:
         """Read what is planned: all of this rank's wanted rows, or its share of what several ranks want."""
         tensors, manifest = landing.tensors, plan.manifest
-        settle(tensors)
+        synchronize(tensors)
         mine = np.unique(plan.target).tolist()
         todo = sum(
             tensor.nbytes
@@ -86,11 +86,11 @@ class Reading:
             if replaced is not None:
                 raise replaced from error
             raise
-        settle(tensors)
+        synchronize(tensors)
         events.current().done = todo + sum(map(len, landing.blobs.values()))
 
     def values(
-        self, root: Storage, wanted: Declarations, landing: Landing
+        self, root: Storage, wanted: Declarations, landing: LoadTarget
     ) -> list[Any]:
         """For each wanted row its tensor, or the object that its blob holds."""
         values: list[Any] = list(landing.tensors)
@@ -120,8 +120,8 @@ def replacement(root: Storage, manifest: Manifest) -> CheckpointReplaced | None:
 
 def landing_of(
     wanted: Declarations, manifest: Manifest, tensors: Sequence[torch.Tensor | None]
-) -> Landing:
-    return Landing(tensors, wanted.boxes, _stored(wanted, manifest), {})
+) -> LoadTarget:
+    return LoadTarget(tensors, wanted.boxes, _stored(wanted, manifest), {})
 
 
 def _stored(wanted: Declarations, manifest: Manifest) -> list[torch.dtype | None]:

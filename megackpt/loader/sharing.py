@@ -13,7 +13,7 @@ from megackpt.distributed import Group, Stream, domain_of
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import Declarations
 from megackpt.planning.sharing import Share, Transfers
-from megackpt.staging.landing import Landing
+from megackpt.staging.target import LoadTarget
 from megackpt.storage import Storage
 from megackpt.strategies import Strategy
 
@@ -56,7 +56,7 @@ class Parcels:
 
     transfers: Transfers
     wanted: Declarations
-    landing: Landing
+    landing: LoadTarget
     nbytes: Int64
 
     @classmethod
@@ -64,7 +64,7 @@ class Parcels:
         cls,
         transfers: Transfers,
         wanted: Declarations,
-        landing: Landing,
+        landing: LoadTarget,
         length: Callable[[int], int],
     ) -> Parcels:
         """``length`` tells the bytes of an object."""
@@ -98,7 +98,7 @@ class Parcels:
                 yield memoryview(self.landing.blobs[row])
                 continue
             for box in self._pieces(i):
-                yield octets(np.ascontiguousarray(self.landing.landed(row, box)))
+                yield octets(np.ascontiguousarray(self.landing.read_back(row, box)))
 
     def coming(self, rows: Int64) -> Iterator[memoryview]:
         for i in rows.tolist():
@@ -143,7 +143,7 @@ def exchange(
     group: Group,
     share: Share,
     wanted: Declarations,
-    landing: Landing,
+    landing: LoadTarget,
     lengths: Mapping[tuple[int, int], int],
 ) -> None:
     """Hand on what has landed here, and land what others have read. ``lengths``: of all objects that were read, by

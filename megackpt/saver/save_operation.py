@@ -20,7 +20,7 @@ from weakref import finalize
 
 from megackpt import events, gc_pause
 from megackpt.adapters.param_groups import HeldGroup
-from megackpt.async_save import AsyncRequest, Pending, Task, ThreadWorker
+from megackpt.async_save import AsyncRequest, Pending, Task
 from megackpt.backends.base import Backend, Source, plan_for_backend
 from megackpt.checkpoint import Place, begin, commit
 from megackpt.checkpoint.writing import Writing
@@ -43,8 +43,9 @@ from megackpt.planning.cache import cache_of
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.saver.common_state import groups_to_store, warn_of_difference
 from megackpt.saver.request import COMMON, SaveRequest, digest_number
-from megackpt.staging.snapshot import Snapshot
-from megackpt.staging.source import Staged, settle
+from megackpt.staging.buffers import HostCopy
+from megackpt.staging.copy import copy_to_host
+from megackpt.staging.source import TensorSource, synchronize
 from megackpt.state import ShardedStateDict, pickled
 from megackpt.strategies import COMMON_IS_KEPT, StrategyLike
 
@@ -410,10 +411,10 @@ def _reference(
 ) -> Task[WriteResult]:
     """The task of writing the caller's tensors themselves, which threads may read at once."""
 
-    def source() -> Staged:
-        staged = Staged(part.plan, request.held(), request.declared.boxes)
-        settle(staged.held)
-        return staged
+    def source() -> TensorSource:
+        source = TensorSource(part.plan, request.held(), request.declared.boxes)
+        synchronize(source.held)
+        return source
 
     return _write_task(operation, request, part, source)
 
@@ -424,24 +425,25 @@ def _copy(
     """The task of writing a copy. When this returns, the tensors may be changed."""
 
     @events.stage("stage")
-    def copy() -> Snapshot:
-        staged = Staged(part.plan, request.held(), request.declared.boxes)
-        made = Snapshot.of(staged, request.staging_memory)
-        events.current().done = part.plan.nbytes
+    def copy() -> HostCopy | None:
+        source = TensorSource(part.plan, request.held(), request.declared.boxes)
+        made = copy_to_host(source, request.staging_memory)
+        if made is not None:
+            events.current().done = part.plan.nbytes
         return made
 
-    snapshot = attempt(copy)
-    task = _write_task(operation, request, part, lambda: snapshot.get().source)
-    if snapshot.value is None:
+    copied = attempt(copy)
+    made = copied.value
+    if made is not None or copied.error is not None:
+        task = _write_task(operation, request, part, lambda: cast(Source, copied.get()))
+        if made is not None:
+            task.on_end(lambda _: made.release())
         return task
-    task.on_end(lambda _: snapshot.get().release())
-    if not snapshot.value.complete:
-        # The copy exceeds the memory cap: writing begins now and makes room for the rest.
-        ThreadWorker().start(task)
-        settled = attempt(snapshot.value.settle)
-        if settled.error is not None:
-            task.cancel()
-            task.finish(Attempt(None, settled.error))
+    # There is no memory for a copy, so the tensors themselves are written now.
+    task = _reference(operation, request, part)
+    task.run()
+    if task.outcome is not None and isinstance(task.outcome.error, DEPARTURES):
+        raise task.outcome.error
     return task
 
 

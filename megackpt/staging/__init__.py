@@ -1,1 +1,4 @@
-"""Device to host copies for a save, host to device for a load, buffers and their memory cap."""
+"""Bytes between devices and the host: copies of a save, sources of a save, targets of a load.
+
+``buffers`` and ``progress`` import no torch, because the worker process of asynchronous saves uses them.
+"""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.staging.memory import Arena
+from megackpt.staging.buffers import Buffer
 
 Advance = Callable[[int], None]
 
@@ -27,7 +27,7 @@ def pid(advance: Advance) -> int:
 class Double:
     """Doubles what is in the arena."""
 
-    arena: Arena
+    arena: Buffer
 
     def __call__(self, advance: Advance) -> int:
         for start in range(0, self.arena.size, 1000):

@@ -30,7 +30,7 @@ from megackpt.errors import (
     StorageError,
     UntrustedClass,
 )
-from megackpt.staging.memory import Arena
+from megackpt.staging.buffers import Buffer
 
 sys.path.insert(0, str(Path(__file__).parent))  # writers import works by name
 import chores
@@ -109,7 +109,7 @@ def begun(
 def test_one_process_does_all_tasks_in_their_order_on_memory_that_is_shared(
     worker: ProcessWorker, tmp_path: Path
 ) -> None:
-    arena = Arena.new(10_000)
+    arena = Buffer.allocate(10_000)
     arena.memory[:] = 1
     doublings = [Task(chores.Double(arena), f"iter_{i}", arena.size) for i in range(5)]
     notes = [Task(chores.Note(tmp_path, f"line {i}"), f"note {i}") for i in range(5)]
@@ -358,13 +358,14 @@ def test_it_outlives_the_thread_that_started_it(worker: ProcessWorker) -> None:
 
 
 def test_no_descriptor_and_no_memory_is_lost(worker: ProcessWorker) -> None:
-    arena = Arena.new(1 << 20)
+    arena = Buffer.allocate(1 << 20)
     pid = done(worker, chores.Double(arena))
     gc.collect()
     counts = len(chores.descriptors(os.getpid())), len(chores.descriptors(pid))
     for i in range(50):
         assert (
-            done(worker, chores.Double(arena if i % 2 else Arena.new(1 << 20))) == pid
+            done(worker, chores.Double(arena if i % 2 else Buffer.allocate(1 << 20)))
+            == pid
         )
         assert isinstance(done(worker, chores.damaged), CorruptCheckpoint)
     gc.collect()
@@ -486,34 +487,6 @@ def test_what_the_system_refuses_is_told(
             f"iter_8: cannot be handed to a writer process: {error} ("
         )
         assert isinstance(done(worker, chores.pid), int)
-
-
-def test_a_copy_that_a_worker_was_given_is_not_idle(
-    worker: ProcessWorker, tmp_path: Path
-) -> None:
-    """Also one that has to wait for its turn: whoever waits for its memory does so with reason."""
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
-    mine, its = (
-        megackpt.save(state, tmp_path / name, async_sharded_save=True) for name in "ab"
-    )
-    assert mine is not None
-    assert its is not None
-    assert mine.task is not None
-    assert its.task is not None
-    writing: Any = mine.task.work
-    idle = [writing.source.arena.idle]
-    writing(lambda _: idle.append(writing.source.arena.idle))
-    assert (idle[0], set(idle[1:])) == (True, {False})
-    first, _ = begun(worker, tmp_path / "w")
-    writing = its.task.work
-    assert writing.source.arena.idle
-    worker.start(its.task)
-    assert not writing.source.arena.idle
-    assert not its.task.started
-    (tmp_path / "w" / "go").touch()
-    ended(first)
-    its.execute_sync()
-    assert megackpt.verify(tmp_path / "b").ok
 
 
 def test_only_the_process_that_is_at_a_task_is_killed(worker: ProcessWorker) -> None:

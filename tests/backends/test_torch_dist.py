@@ -44,8 +44,8 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import plan_save
-from megackpt.staging.landing import Landing
-from megackpt.staging.source import Staged
+from megackpt.staging.source import TensorSource
+from megackpt.staging.target import LoadTarget
 from megackpt.storage import LocalStorage
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -102,7 +102,7 @@ def save(
     )
     results = []
     for plan, held in zip(plans, ranks, strict=True):
-        source = Staged(
+        source = TensorSource(
             plan, [value for _, value in held], Boxes.of(d.shard.box for d, _ in held)
         )  # type: ignore[misc]
         results.append(backend.write(root, plan, source))
@@ -124,7 +124,7 @@ def load(saved: Saved, wanted: Sequence[Held], verify: bool = True) -> dict[int,
     tensors = [
         value if isinstance(value, torch.Tensor) else None for _, value in wanted
     ]
-    landing = Landing(tensors, Boxes.of(d.shard.box for d, _ in wanted), stored, {})
+    landing = LoadTarget(tensors, Boxes.of(d.shard.box for d, _ in wanted), stored, {})
     TorchDist().read(saved.root, plan_load(declared, saved.manifest), landing, verify)
     return landing.blobs
 

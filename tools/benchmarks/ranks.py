@@ -30,7 +30,7 @@ from benchmarks.limit import Limit
 from benchmarks.peers import Megatron, Safetensors, Tensorstore, ZarrPython
 from benchmarks.states import Piece, Spec, pieces
 from benchmarks.training import Trained, Trainer, Training, memcpy, trainer
-from megackpt.staging.memory import POOL
+from megackpt.staging.buffers import POOL
 from megackpt.storage.kernel import die_with_parent
 
 STEP = 300  # seconds after which a step has failed

@@ -46,7 +46,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.staging.source import Staged
+from megackpt.staging.source import TensorSource
 from megackpt.storage import FileWriter, LocalStorage
 from megackpt.strategies import backend_named
 
@@ -142,7 +142,7 @@ def digests(folder: str, nbytes: int, rounds: int) -> list[float]:
     backend = TorchDist(files_per_rank=1)
     declared = Declarations.of(rows)
     (plan,), _ = plan_for_backend(backend, [declared], SavePolicy())
-    staged = Staged(plan, [p.data for p in held], declared.boxes)
+    staged = TensorSource(plan, [p.data for p in held], declared.boxes)
     copies = [torch.zeros_like(p.data) for p in held]
     ratios = []
     for _ in range(rounds + 1):

@@ -1,0 +1,209 @@
+"""Host memory for copies of tensors: buffers that are reused from save to save, under a cap."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt.errors import StorageError
+from megackpt.planning.box import Int64
+from megackpt.planning.manifest import SavePlan
+
+_GRAIN = (
+    64 << 10
+)  # bytes; sizes of buffers are multiples of this where the cap allows it
+_KEPT_FOR = 8  # leases after which a buffer that none of them used is freed
+_POPULATE_WRITE = 23  # madvise of Linux 5.14; Python has no name for it
+_POPULATED_AT_ONCE = 64 << 20  # bytes: madvise holds the interpreter's lock
+_NO_MEMFD = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # an old kernel, or a sandbox
+_numbers = itertools.count(1)
+
+
+class Event(Protocol):
+    """The end of work on a device, such as a torch.cuda.Event."""
+
+    def synchronize(self) -> object: ...
+
+
+class Buffer:
+    """Host memory that another process can map by its descriptor.
+
+    ``fd`` is a memfd. It is None where the system has no memfd: the memory belongs to this process
+    alone then. The memory is freed when nothing refers to the buffer any more.
+    """
+
+    def __init__(self, size: int, fd: int | None = None) -> None:
+        self.size = size
+        self.fd = fd  # owned by this object
+        self.number = next(
+            _numbers
+        )  # names the buffer in the worker process; never used again
+        self.pinned = False  # registered with CUDA
+        self.pending: list[Event] = []  # copies of devices into the buffer
+        self.leased_at = 0
+        if fd is not None:
+            finalize(self, os.close, fd).atexit = False
+        self._map = mmap.mmap(-1 if fd is None else fd, size)
+        self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+
+    @classmethod
+    def allocate(cls, size: int) -> Buffer:
+        try:
+            fd = os.memfd_create("megackpt", os.MFD_CLOEXEC)
+        except AttributeError:  # not Linux
+            return cls(size)
+        except OSError as error:
+            # Others, such as too many open files, may be over at the next save.
+            if error.errno not in _NO_MEMFD:
+                raise
+            return cls(size)
+        try:
+            os.ftruncate(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(size, fd)
+
+    def populate(self) -> None:
+        """Touch all pages at once, which costs far less than a page fault for each."""
+        try:
+            for start in range(0, self.size, _POPULATED_AT_ONCE):
+                length = min(_POPULATED_AT_ONCE, self.size - start)
+                self._map.madvise(_POPULATE_WRITE, start, length)
+        except (
+            OSError
+        ):  # an older kernel or too little memory: the copy touches the pages
+            return
+
+    def wait_for_devices(self) -> None:
+        """Return when the copies of devices into this buffer are complete."""
+        for event in tuple(self.pending):  # other threads may wait at the same time
+            event.synchronize()
+        self.pending.clear()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Buffer is sent to another process by its descriptor, not by pickle"
+        )
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """The Source of a save plan's rows that were copied into a buffer.
+
+    Row i is the ``lengths[i]`` bytes at ``starts[i]``. ``release`` gives the buffer back; calling it
+    is optional and may be repeated. Pickling needs a pickler that replaces the buffer.
+    """
+
+    plan: SavePlan
+    buffer: Buffer
+    starts: Int64
+    lengths: Int64
+    release: Callable[[], object] = lambda: None
+
+    def blocks(self, row: int) -> Iterator[memoryview]:
+        self.buffer.wait_for_devices()
+        start = int(self.starts[row])
+        yield self.buffer.memory[start : start + int(self.lengths[row])].data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.buffer.wait_for_devices()  # the other process has no access to the events
+        return HostCopy, (self.plan, self.buffer, self.starts, self.lengths)
+
+
+class BufferPool:
+    """The buffers of this process. Reuse matters: new pages cost more than the copy into them."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Start empty, in a forked child: the memory and the state of the lock are its parent's."""
+        self._lock = threading.Lock()
+        self._free: list[Buffer] = []
+        self._leased: set[Buffer] = set()
+        self._returned: deque[Buffer] = deque()
+        self._leases = 0
+
+    def lease(self, size: int, cap: int) -> Buffer | None:
+        """A buffer of at least ``size`` bytes; None where all leased ones would exceed ``cap`` bytes.
+
+        Raises StorageError where the system has no memory or no descriptor left.
+        """
+        with self._lock:
+            self._collect_returned()
+            available = cap - sum(buffer.size for buffer in self._leased)
+            if size > available:
+                return None
+            buffer = self._take_free(size, available)
+            if buffer is None:
+                buffer = _allocate(size, available)
+            self._leases += 1
+            buffer.leased_at = self._leases
+            self._leased.add(buffer)
+            self._free_unused(cap)
+            return buffer
+
+    def give_back(self, buffer: Buffer) -> None:
+        # The garbage collector may call this at any point, also while this thread holds the lock.
+        # So it only notes the buffer for the next lease.
+        self._returned.append(buffer)
+
+    def _collect_returned(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            if (
+                buffer in self._leased
+            ):  # else it belongs to the parent of this forked process
+                self._leased.remove(buffer)
+                self._free.append(buffer)
+
+    def _take_free(self, size: int, available: int) -> Buffer | None:
+        """The smallest free buffer that is large enough, and not more than twice as large."""
+        self._free.sort(key=lambda buffer: buffer.size)
+        for buffer in self._free:
+            if size <= buffer.size <= min(max(2 * size, _GRAIN), available):
+                self._free.remove(buffer)
+                return buffer
+        return None
+
+    def _free_unused(self, cap: int) -> None:
+        """Free what recent leases did not use, and the longest unused while all exceed the cap."""
+        self._free.sort(key=lambda buffer: -buffer.leased_at)
+        held = sum(buffer.size for buffer in [*self._free, *self._leased])
+        while self._free:
+            oldest = self._free[-1]
+            if held <= cap and self._leases - oldest.leased_at < _KEPT_FOR:
+                return
+            held -= self._free.pop().size
+
+
+def _allocate(size: int, available: int) -> Buffer:
+    # Some slack, so that the buffer still fits when objects in the state grow a little.
+    grain = max(_GRAIN, 1 << max(0, size.bit_length() - 5))
+    rounded = min(max(1, -(-size // grain)) * grain, available)
+    try:
+        buffer = Buffer.allocate(max(1, rounded))
+    except OSError as error:
+        raise StorageError(
+            f"no memory to copy a save into: {size:,} bytes were refused: {error}"
+        ) from error
+    buffer.populate()
+    return buffer
+
+
+POOL = BufferPool()
+"""The pool of this process."""
+
+os.register_at_fork(after_in_child=POOL.forget)
