@@ -48,7 +48,8 @@ def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | Non
     cap = default_cap() if cap is None else cap
     lengths = source.lengths.copy()
     if int(lengths.sum()) > cap:  # do not serialize the objects in vain
-        return _no_room(plan.rank, int(lengths.sum()), cap)
+        _log_no_room(plan.rank, int(lengths.sum()), cap)
+        return None
     blobs: dict[int, bytes] = {}
     for row in np.flatnonzero(source.is_object).tolist():
         blobs[row] = source.blob(row)
@@ -57,7 +58,8 @@ def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | Non
     starts = np.cumsum(padded) - padded
     buffer = POOL.lease(int(padded.sum()), cap)
     if buffer is None:
-        return _no_room(plan.rank, int(padded.sum()), cap)
+        _log_no_room(plan.rank, int(padded.sum()), cap)
+        return None
     copy = HostCopy(plan, buffer, starts, lengths)
     release = finalize(copy, POOL.give_back, buffer)
     release.atexit = False
@@ -72,7 +74,7 @@ def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | Non
     return copy
 
 
-def _no_room(rank: int, size: int, cap: int) -> None:
+def _log_no_room(rank: int, size: int, cap: int) -> None:
     logger.log(
         logging.WARNING if rank == 0 else logging.DEBUG,
         "this asynchronous save is written before save() returns: its copy of %s bytes does not fit "
