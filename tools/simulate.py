@@ -22,7 +22,7 @@ from simulation.parallelism import Parallelism
 from simulation.plotting import plot
 from simulation.telling import answer
 
-from megackpt.cli import terminal
+from megackpt.cli.output import print_answer
 from megackpt.errors import CheckpointingException
 from megackpt.strategies import backend_named
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (CheckpointingException, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    terminal.tell(answer(saves, loads), as_json=options.json)
+    print_answer(answer(saves, loads), as_json=options.json)
     return 0
 
 

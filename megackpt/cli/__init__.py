@@ -1,1 +1,1 @@
-"""The commands, one file each, and how their answers reach people. Nothing here knows how a command is called."""
+"""The command line: commands, reports and the shard map."""

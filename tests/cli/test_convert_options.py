@@ -1,10 +1,9 @@
-"""The options of a conversion on a command line, and progress as lines of text."""
+"""The options of a conversion on a command line."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import io
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 import megackpt
 from megackpt.__main__ import main
 from megackpt.cli.convert_options import add_arguments, convert_arguments
-from megackpt.cli.plain_progress import ProgressLines
 from megackpt.converter.budget import parse_size
 from megackpt.strategies import Strategy
 
@@ -82,26 +80,3 @@ def test_wrong_usage_is_explained(
     with pytest.raises(SystemExit, match="2"):
         main(["convert", "a", "b", "--to", "zarr", *words])
     assert expected in capsys.readouterr().err
-
-
-def test_lines_every_few_seconds() -> None:
-    now, mib = [0.0], 1 << 20
-    stream = io.StringIO()
-    lines = ProgressLines(stream, pause=5, clock=lambda: now[0])
-    for second in range(21):
-        now[0] = float(second)
-        lines(100 * mib + 45 * mib * second, 1000 * mib)
-    assert stream.getvalue().splitlines() == [
-        " 32%  325 of 1000 MiB, 45 MiB/s, 15 s left",
-        " 55%  550 of 1000 MiB, 45 MiB/s, 10 s left",
-        " 77%  775 of 1000 MiB, 45 MiB/s, 5 s left",
-        "100%  1000 of 1000 MiB, 45 MiB/s",
-    ]
-
-
-def test_no_line_for_what_takes_no_time() -> None:
-    stream = io.StringIO()
-    lines = ProgressLines(stream, clock=lambda: 0.0)
-    lines(0, 10)
-    lines(10, 10)
-    assert not stream.getvalue()

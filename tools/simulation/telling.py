@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megackpt.cli.answers import Answer, Block, Line, Table, counted, number, size
+from megackpt.cli.output import Answer, Block, Table, counted
+from megackpt.events import format_size
 from megackpt.planning.box import Int64
 from simulation.course import (
     AGAIN_COLLECTIVES,
@@ -31,7 +32,7 @@ STEPS = {
 
 
 def answer(saves: Sequence[Save], loads: Sequence[Load | None]) -> Answer:
-    return Answer(lambda: _facts(saves, loads), lambda _pretty: _blocks(saves, loads))
+    return Answer(_facts(saves, loads), _blocks(saves, loads))
 
 
 def _facts(saves: Sequence[Save], loads: Sequence[Load | None]) -> dict[str, Any]:
@@ -107,12 +108,12 @@ def _blocks(saves: Sequence[Save], loads: Sequence[Load | None]) -> Iterator[Blo
 
 def _save(save: Save) -> Iterator[Block]:
     shards = counted(save.rows, "shard")
-    yield Line.of(f"A save by {_shape(save.job)} as {save.format}: {shards} declared")
+    yield (f"A save by {_shape(save.job)} as {save.format}: {shards} declared",)
     rows = [
-        _row("bytes written", save.written, size),
-        _row("files", save.files, number),
-        _row("declarations sent (gather)", save.gathered, size),
-        _row("plan received (scatter)", save.scattered, size),
+        _row("bytes written", save.written, format_size),
+        _row("files", save.files, _number),
+        _row("declarations sent (gather)", save.gathered, format_size),
+        _row("plan received (scatter)", save.scattered, format_size),
     ]
     yield Table(
         ("of a rank", "in all", "least", "mean", "most"), rows, right=range(1, 5)
@@ -128,13 +129,13 @@ def _save(save: Save) -> Iterator[Block]:
     else:
         each = save.plain_index / max(1, save.chunks)
         facts.append(
-            f"table of contents {size(sum(save.small.values()))} in {counted(len(save.small), 'file')}; "
-            f"index {size(save.index)}, without digests {size(save.plain_index)} ({each:.1f} B a chunk)"
+            f"table of contents {format_size(sum(save.small.values()))} in {counted(len(save.small), 'file')}; "
+            f"index {format_size(save.index)}, without digests {format_size(save.plain_index)} ({each:.1f} B a chunk)"
         )
     facts.append(
         f"collectives: {', '.join(SAVE_COLLECTIVES)}; saved again: {', '.join(AGAIN_COLLECTIVES)}"
     )
-    yield from map(Line.of, facts)
+    yield from ((fact,) for fact in facts)
     times = per_shard(save)
     steps = [
         [told, f"{save.seconds[step]:.3f} s", f"{times[step]:.2f} us"]
@@ -172,24 +173,28 @@ def _load(load: Load) -> Iterator[Block]:
         if len(load.ranks) == load.job.ranks
         else f", of which {len(load.ranks)} were looked at"
     )
-    yield Line.of(f"A load by {_shape(load.job)}{looked}")
+    yield (f"A load by {_shape(load.job)}{looked}",)
     rows = [
-        _row("bytes needed", load.needed, size),
-        _row("bytes read", load.read, size),
-        _row("requests", load.requests, number),
+        _row("bytes needed", load.needed, format_size),
+        _row("bytes read", load.read, format_size),
+        _row("requests", load.requests, _number),
     ]
     yield Table(
         ("of a rank", "in all", "least", "mean", "most"), rows, right=range(1, 5)
     )
     ratio = load.read.sum() / max(1, load.needed.sum())
     mean = float(np.mean(load.seconds))
-    yield Line.of(
-        f"read over needed {ratio:.3f} (digests not checked; checked, whole blocks of 1 MiB)"
+    yield (
+        f"read over needed {ratio:.3f} (digests not checked; checked, whole blocks of 1 MiB)",
     )
-    yield Line.of(
-        f"planning {mean * 1e3:.1f} ms CPU a rank, {mean * load.job.ranks:.1f} s of all together"
+    yield (
+        f"planning {mean * 1e3:.1f} ms CPU a rank, {mean * load.job.ranks:.1f} s of all together",
     )
-    yield Line.of(f"collectives: {', '.join(LOAD_COLLECTIVES)}")
+    yield (f"collectives: {', '.join(LOAD_COLLECTIVES)}",)
+
+
+def _number(count: int) -> str:
+    return f"{count:,}"
 
 
 def _shape(job: Parallelism) -> str:

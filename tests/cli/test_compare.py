@@ -1,4 +1,4 @@
-"""Differences between two checkpoints: the figures are right, and what is the same by digest is not read."""
+"""Comparing two checkpoints: the figures are right, and equal digests save the reading."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import io
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,15 @@ from hypothesis import given, settings, strategies as st
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.checkpoint import open_checkpoint
-from megackpt.cli.differences import Comparison, Tolerance, compare
-from megackpt.cli.differences.elements import Tally
-from megackpt.cli.differences.parts import changes
+from megackpt.checkpoint.regions import Regions
+from megackpt.cli import compare as module
+from megackpt.cli.compare import (
+    Comparison,
+    TensorDifference,
+    Tolerance,
+    compare,
+    object_changes,
+)
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.staging.source import host_array
@@ -56,9 +63,9 @@ def test_equal_digests_are_enough(tmp_path: Path) -> None:
         }
 
     a, b = saved(tmp_path, "a", state()), saved(tmp_path, "b", state())
-    told = found(a, b)
-    assert told.same
-    assert (told.compared, told.by_digest, told.bytes_read) == (3, 3, 0)
+    result = found(a, b)
+    assert result.same
+    assert (result.compared, result.by_digest, result.bytes_read) == (3, 3, 0)
 
 
 def test_other_cuts_and_formats_are_read(tmp_path: Path) -> None:
@@ -69,55 +76,45 @@ def test_other_cuts_and_formats_are_read(tmp_path: Path) -> None:
         ("c", 2, 1, "torch_dist"),
         ("d", 4, 1, "zarr"),
     ):
-        told = found(a, saved(tmp_path, name, {"w": cut("w", w, pieces, axis)}, to))
-        assert told.same
-        assert told.bytes_read >= 2 * w.nbytes
+        result = found(a, saved(tmp_path, name, {"w": cut("w", w, pieces, axis)}, to))
+        assert result.same
+        assert result.bytes_read >= 2 * w.nbytes
 
 
-def test_of_a_chunk_only_the_blocks_that_differ_are_read(tmp_path: Path) -> None:
-    w = torch.zeros(5 * MIB // 4 + 3)
-    a = saved(tmp_path, "a", {"w": cut("w", w, 1)})
-    w[3 * MIB // 4 + 1] = 2.0
-    told = found(a, saved(tmp_path, "b", {"w": cut("w", w, 1)}))
-    (tensor,) = told.tensors
-    assert told.bytes_read == 2 * MIB
-    assert (tensor.elements, tensor.largest, tensor.total) == (1, 2.0, len(w))
-    assert tensor.mean == 2.0 / len(w)
-    assert [(e.index, e.a, e.b) for e in tensor.first] == [
-        ((3 * MIB // 4 + 1,), 0.0, 2.0)
-    ]
+def test_only_the_chunks_that_differ_are_read(tmp_path: Path) -> None:
+    w = torch.zeros(4, 1000)
+    a = saved(tmp_path, "a", {"w": cut("w", w, 4)})
+    w[2, 17] = 2.0
+    result = found(a, saved(tmp_path, "b", {"w": cut("w", w, 4)}))
+    (tensor,) = result.tensors
+    assert result.bytes_read == 2 * 4000
+    assert (tensor.elements, tensor.max, tensor.total) == (1, 2.0, 4000)
+    assert tensor.first == [((2, 17), 0.0, 2.0)]
 
 
-def test_memory_stays_bounded_and_large_tensors_are_told_right(
+def test_large_tensors_are_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megackpt.cli.differences.comparing.PIECE", 1000)
-    monkeypatch.setattr("megackpt.cli.differences.comparing.BATCH", 3000)
-    largest = []
+    monkeypatch.setattr(module, "PIECE", 1000)
+    monkeypatch.setattr(module, "_ELEMENTS_AT_ONCE", 64)
+    sizes = []
     w = torch.arange(6000, dtype=torch.int16).reshape(60, 100)
     a = saved(tmp_path, "a", {"w": cut("w", w, 3, 0), "v": cut("v", w + 1, 1)})
     b = saved(tmp_path, "b", {"w": cut("w", w.flip(1), 2, 1), "v": cut("v", w, 2)})
-    from megackpt.checkpoint.regions import Regions
-
     arrays = Regions.arrays
 
-    def watched(self: Regions, regions: Any) -> Any:
+    def measured(self: Regions, regions: Any) -> Any:
         got = arrays(self, regions)
-        largest.append(sum(array.nbytes for array in got))
+        sizes.append(sum(array.nbytes for array in got))
         return got
 
-    monkeypatch.setattr(Regions, "arrays", watched)
-    told = found(a, b)
-    assert max(largest) <= 3000
-    by_key = {t.key: t for t in told.tensors}
-    assert (by_key["w"].elements, by_key["w"].largest) == (6000, 99)
-    assert by_key["w"].mean == (w - w.flip(1)).abs().double().mean().item()
-    assert [e.index for e in by_key["w"].first] == [(0, i) for i in range(5)]
-    assert (by_key["v"].elements, by_key["v"].largest, by_key["v"].mean) == (
-        6000,
-        1,
-        1.0,
-    )
+    monkeypatch.setattr(Regions, "arrays", measured)
+    result = found(a, b)
+    assert max(sizes) <= 1000
+    by_key = {tensor.key: tensor for tensor in result.tensors}
+    assert (by_key["w"].elements, by_key["w"].max) == (6000, 99)
+    assert [index for index, *_ in by_key["w"].first] == [(0, i) for i in range(5)]
+    assert (by_key["v"].elements, by_key["v"].max) == (6000, 1)
 
 
 def test_keys_shapes_and_dtypes(tmp_path: Path) -> None:
@@ -139,14 +136,16 @@ def test_keys_shapes_and_dtypes(tmp_path: Path) -> None:
             "z": cut("z", torch.ones(4), 1),
         },
     )
-    told = found(a, b)
-    assert (told.only_a, told.only_b) == (("n",), ("z",))
-    assert {(key, mine.shape, yours.shape) for key, mine, yours in told.described} == {
+    result = found(a, b)
+    assert (result.only_a, result.only_b) == (["n"], ["z"])
+    assert {
+        (key, mine.shape, yours.shape) for key, mine, yours in result.described
+    } == {
         ("x", (4,), (5,)),
         ("y", (4,), (4,)),
     }
-    assert not told.tensors  # y holds the same values, whatever their dtype
-    assert not told.same
+    assert not result.tensors  # y holds the same values, whatever their dtype
+    assert not result.same
     assert found(a, b, select="no*").same
     assert not found(a, b, select="n*").same
 
@@ -158,7 +157,7 @@ def test_values_of_other_dtypes_are_compared(tmp_path: Path) -> None:
         saved(tmp_path, "b", {"w": cut("w", w.bfloat16(), 1)}),
     )
     (tensor,) = found(a, b).tensors
-    assert (tensor.elements, tensor.largest, tensor.nans) == (1, 2**-10, (0, 0))
+    assert (tensor.elements, tensor.max) == (1, 2**-10)
     assert not found(a, b, tolerance=Tolerance(absolute=1e-3)).tensors
 
 
@@ -167,10 +166,11 @@ def test_nans(tmp_path: Path) -> None:
     a = saved(tmp_path, "a", {"w": cut("w", torch.tensor([nan, 1.0, nan, 2.0]), 1)})
     b = saved(tmp_path, "b", {"w": cut("w", torch.tensor([nan, nan, 3.0, 5.0]), 1)})
     (tensor,) = found(a, b).tensors
-    assert (tensor.elements, tensor.nans, tensor.largest) == (3, (1, 1), 3.0)
-    assert (
-        tensor.mean == 3.0 / 2
-    )  # of the two places where there is a difference to be measured
+    assert (tensor.elements, tensor.max) == (3, 3.0)  # 2.0 and 5.0
+    c = saved(tmp_path, "c", {"w": cut("w", torch.tensor([nan, nan, nan, 2.0]), 1)})
+    (tensor,) = found(a, c).tensors
+    assert tensor.elements == 1
+    assert math.isnan(tensor.max)
 
 
 def test_bits_decide_unless_a_tolerance_is_given(tmp_path: Path) -> None:
@@ -183,12 +183,12 @@ def test_bits_decide_unless_a_tolerance_is_given(tmp_path: Path) -> None:
     assert not found(a, b, tolerance=Tolerance(relative=0.005)).same
 
 
-def test_infinity_is_near_to_nothing_else(tmp_path: Path) -> None:
+def test_infinity_is_close_to_nothing_else(tmp_path: Path) -> None:
     inf = float("inf")
     a = saved(tmp_path, "a", {"w": cut("w", torch.tensor([inf, -inf, 1.0]), 1)})
     b = saved(tmp_path, "b", {"w": cut("w", torch.tensor([inf, inf, inf]), 1)})
     (tensor,) = found(a, b, tolerance=Tolerance(1.0, 1.0)).tensors
-    assert (tensor.elements, tensor.largest) == (2, inf)
+    assert (tensor.elements, tensor.max) == (2, inf)
 
 
 def test_objects_and_the_common_state(tmp_path: Path) -> None:
@@ -200,13 +200,13 @@ def test_objects_and_the_common_state(tmp_path: Path) -> None:
             "only": {f"a{seed}": 1},
         }
 
-    told = found(
+    result = found(
         saved(tmp_path, "a", state(1, 0.1)), saved(tmp_path, "b", state(2, 0.2))
     )
-    changes = {one.key: set(one.changes) for one in told.objects}
-    assert {(one.key, one.box) for one in told.objects} == {
-        ("o", Box((0,), (1,))),
-        ("common_state", Box((), ())),
+    changes = {one.key: set(one.changes) for one in result.objects}
+    assert {(one.key, one.offset) for one in result.objects} == {
+        ("o", (0,)),
+        ("common_state", ()),
     }
     assert changes["o"] == {((0, 0, "seed"), 1, 2)}
     assert changes["common_state"] == {
@@ -231,8 +231,8 @@ def test_objects_and_the_common_state(tmp_path: Path) -> None:
     ],
 )
 def test_parts_of_objects_differ_bit_for_bit(tmp_path: Path, a: Any, b: Any) -> None:
-    told = found(saved(tmp_path, "a", {"x": a}), saved(tmp_path, "b", {"x": b}))
-    assert [len(one.changes) for one in told.objects] == [1]
+    result = found(saved(tmp_path, "a", {"x": a}), saved(tmp_path, "b", {"x": b}))
+    assert [len(one.changes) for one in result.objects] == [1]
 
 
 @pytest.mark.parametrize(
@@ -248,36 +248,51 @@ def test_parts_of_objects_differ_bit_for_bit(tmp_path: Path, a: Any, b: Any) -> 
         lambda: np.longdouble(1.5),
     ],
 )
-def test_parts_that_are_the_same_are_not_told(
-    tmp_path: Path, same: Callable[[], Any]
-) -> None:
+def test_equal_parts_are_not_listed(tmp_path: Path, same: Callable[[], Any]) -> None:
     a, b = ({"x": same(), "step": n} for n in (1, 2))
     (one,) = found(saved(tmp_path, "a", a), saved(tmp_path, "b", b)).objects
     assert one.changes == ((("step",), 1, 2),)
 
 
-def test_a_tensor_that_claims_more_than_it_has_is_not_written_out() -> None:
+def test_a_tensor_with_more_elements_than_storage_is_not_expanded() -> None:
     vast = torch.zeros(1).expand(1 << 50)
-    assert len(list(changes({"x": vast}, {"x": torch.ones(1).expand(1 << 50)}))) == 1
+    assert (
+        len(list(object_changes({"x": vast}, {"x": torch.ones(1).expand(1 << 50)})))
+        == 1
+    )
 
 
-class Unheard:
-    """A class that nobody trusts."""
+class Untrusted:
+    """A class that is not trusted."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
-def test_classes_that_nobody_trusts_are_looked_into(tmp_path: Path) -> None:
-    a = saved(tmp_path, "a", {"o": ShardedObject("o", Unheard(1), (1,), (0,))})
-    b = saved(tmp_path, "b", {"o": ShardedObject("o", Unheard(2), (1,), (0,))})
+def test_untrusted_classes_are_inspected(tmp_path: Path) -> None:
+    a = saved(tmp_path, "a", {"o": ShardedObject("o", Untrusted(1), (1,), (0,))})
+    b = saved(tmp_path, "b", {"o": ShardedObject("o", Untrusted(2), (1,), (0,))})
     with pytest.raises(megackpt.UntrustedClass):
         megackpt.load({"o": ShardedObject("o", None, (1,), (0,))}, a)
     ((change,),) = [one.changes for one in found(a, b).objects]
     assert change == ((0, "number"), 1, 2)
 
 
-def test_damage_is_no_difference(tmp_path: Path) -> None:
+def test_a_hole_is_an_error(tmp_path: Path) -> None:
+    w = torch.arange(64.0)
+    a, b = (saved(tmp_path, name, {"w": cut("w", w, 2)}) for name in "ab")
+    opened = open_checkpoint(a)
+    bounds = opened.manifest.chunks.block_bounds
+    rows = np.flatnonzero(opened.manifest.chunks.boxes.volume != 32)
+    rows = np.append(rows, np.flatnonzero(opened.manifest.chunks.boxes.volume == 32)[0])
+    chunks = opened.manifest.chunks.take(rows, bounds)
+    holed = replace(opened, manifest=replace(opened.manifest, chunks=chunks))
+    for sides in ((holed, open_checkpoint(b)), (open_checkpoint(b), holed)):
+        with pytest.raises(megackpt.CorruptCheckpoint, match="'w'"):
+            compare(*sides)
+
+
+def test_damage_is_an_error(tmp_path: Path) -> None:
     w = torch.arange(64.0)
     a, b = (
         saved(tmp_path, "a", {"w": cut("w", w, 2)}),
@@ -293,7 +308,7 @@ def test_damage_is_no_difference(tmp_path: Path) -> None:
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_bits_of_any_dtype(dtype: str, data: st.DataObject) -> None:
-    """Against the simplest reckoning that can be right: Python's own numbers, one by one."""
+    """Compared with Python's own numbers, one by one."""
     size = ITEMSIZE[dtype]
     sides = []
     base = bytearray(data.draw(st.binary(min_size=6 * size, max_size=6 * size)))
@@ -307,8 +322,9 @@ def test_any_bits_of_any_dtype(dtype: str, data: st.DataObject) -> None:
             torch.frombuffer(octets, dtype=getattr(torch, dtype)).reshape(2, 3)
         )
     raw = [host_array(side.contiguous()) for side in sides]
-    tally = Tally((4, 3), (dtype, dtype), None)
-    tally.add(Box((2, 0), (2, 3)), *raw)
+    difference = TensorDifference("w", 12)
+    box = Box((2, 0), (2, 3))
+    module._compare_elements(difference, box, *raw, (dtype, dtype), None)
 
     x, y = (exact(side.reshape(-1)) for side in sides)
     differing = [
@@ -316,20 +332,18 @@ def test_any_bits_of_any_dtype(dtype: str, data: st.DataObject) -> None:
         for i in range(6)
         if raw[0].reshape(-1)[i].tobytes() != raw[1].reshape(-1)[i].tobytes()
     ]
-    nans = [sum(v[i] != v[i] for i in differing) for v in (x, y)]
     with np.errstate(all="ignore"):
-        apart = [far(x[i], y[i]) for i in differing if x[i] == x[i] and y[i] == y[i]]
-    apart = [float("nan") if d != d else d for d in apart]
-    assert tally.elements == len(differing)
-    assert tally.nans == tuple(nans)
-    assert [e.index for e in tally.first] == [
+        distances = [
+            distance(x[i], y[i]) for i in differing if x[i] == x[i] and y[i] == y[i]
+        ]
+    assert difference.elements == len(differing)
+    assert [index for index, *_ in difference.first] == [
         (2 + i // 3, i % 3) for i in differing[:5]
     ]
-    measured = [d for d in apart if math.isfinite(d)]
-    if len(measured) == len(apart):
-        assert tally.largest == pytest.approx(max(measured, default=0), rel=1e-12)
-        counted = 12 - (len(differing) - len(apart))
-        assert tally.mean == pytest.approx(math.fsum(measured) / counted, rel=1e-9)
+    if not distances:
+        assert math.isnan(difference.max)
+    elif all(map(math.isfinite, distances)):
+        assert difference.max == pytest.approx(max(distances), rel=1e-12)
 
 
 def exact(column: torch.Tensor) -> list[Any]:
@@ -346,7 +360,7 @@ def exact(column: torch.Tensor) -> list[Any]:
     return [int(n) for n in column.tolist()]
 
 
-def far(x: Any, y: Any) -> Any:
+def distance(x: Any, y: Any) -> Any:
     try:
         return abs(x - y)
     except OverflowError:

@@ -1,0 +1,352 @@
+"""Compares two checkpoints: by digests, and by reading the chunks whose digests do not decide.
+
+Equal means equal bit for bit, unless a tolerance is given.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt import events
+from megackpt.checkpoint import Opened
+from megackpt.checkpoint.regions import Regions
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import Manifest, TensorMeta, TensorParts
+
+PIECE = 8 << 20
+"""Bytes of one region that is read from each checkpoint; tests make it smaller."""
+FIRST = 5
+"""Number of differing elements that are listed for a tensor."""
+
+_ELEMENTS_AT_ONCE = 1 << 18
+
+Change = tuple[tuple[Any, ...], Any, Any]
+"""Path in an object, value in A, value in B; ``...`` if a checkpoint has no value there."""
+Raw = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Elements are equal if ``|a - b| <= absolute + relative * |b|``, or if both are NaN."""
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+
+@dataclass
+class TensorDifference:
+    """Differing elements of one tensor."""
+
+    key: str
+    total: int
+    """Number of elements of the tensor."""
+    elements: int = 0
+    """Number of elements that differ."""
+    max: float = math.nan
+    """The largest absolute difference; NaN if a side of every differing element is NaN."""
+    first: list[tuple[tuple[int, ...], Any, Any]] = field(default_factory=list)
+    """Index, value in A and value in B of the first differing elements, in C order."""
+
+
+@dataclass(frozen=True)
+class ObjectDifference:
+    """Differing parts of one object, or of the common state."""
+
+    key: str
+    offset: tuple[int, ...]
+    changes: tuple[Change, ...]
+
+
+@dataclass
+class Comparison:
+    """Everything that differs between two checkpoints."""
+
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+    described: list[tuple[str, TensorMeta, TensorMeta]] = field(default_factory=list)
+    """Keys with different shapes or dtypes. If only the dtypes differ, values are compared."""
+    tensors: list[TensorDifference] = field(default_factory=list)
+    objects: list[ObjectDifference] = field(default_factory=list)
+    compared: int = 0
+    """Keys in both checkpoints."""
+    by_digest: int = 0
+    """Keys that are known to be equal without reading them."""
+    bytes_read: int = 0
+    """From both checkpoints."""
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        found = (self.only_a, self.only_b, self.described, self.tensors, self.objects)
+        return not any(found)
+
+
+def compare(
+    a: Opened, b: Opened, select: str = "*", tolerance: Tolerance | None = None
+) -> Comparison:
+    """Compare the keys that match the pattern ``select``; the common state is "common_state".
+
+    Memory is bounded by a few times PIECE for tensors, and by the largest object.
+
+    Raises:
+        CorruptCheckpoint: a checkpoint cannot be read.
+    """
+    side_a, side_b = _Side(a, select), _Side(b, select)
+    result = Comparison()
+    result.only_a = [key for key in side_a.numbers if key not in side_b.numbers]
+    result.only_b = [key for key in side_b.numbers if key not in side_a.numbers]
+    undecided: list[tuple[str, list[Box]]] = []
+    with events.operation("diff", a.storage.location), events.stage("read") as stage:
+        for key in side_a.numbers:
+            if key not in side_b.numbers:
+                continue
+            result.compared += 1
+            meta_a, meta_b = side_a.meta(key), side_b.meta(key)
+            if meta_a != meta_b:
+                result.described.append((key, meta_a, meta_b))
+            if meta_a.shape != meta_b.shape or meta_a.is_object != meta_b.is_object:
+                continue
+            boxes = _undecided_boxes(key, side_a, side_b)
+            if boxes:
+                undecided.append((key, boxes))
+                volume = sum(box.volume for box in boxes)
+                stage.todo += volume * (meta_a.itemsize + meta_b.itemsize)
+            else:
+                result.by_digest += 1
+        for key, boxes in undecided:
+            if side_a.meta(key).is_object:
+                result.objects += _compare_object(key, boxes, side_a, side_b, stage)
+                continue
+            tensor = _compare_tensor(key, boxes, side_a, side_b, tolerance, stage)
+            if tensor.elements:
+                result.tensors.append(tensor)
+        result.bytes_read = events.current().operation.bytes = stage.done
+    return result
+
+
+class _Side:
+    """One of the two checkpoints. ``numbers``: matching key -> number of the tensor."""
+
+    def __init__(self, opened: Opened, select: str) -> None:
+        self.location = opened.storage.location
+        self.manifest: Manifest = opened.manifest
+        self._regions = Regions(opened)
+        self.has_digests = len(opened.manifest.chunks.digests) > 0
+        self._parts = TensorParts(opened.manifest)
+        self._bounds = opened.manifest.chunks.block_bounds
+        self.numbers = {
+            key: number
+            for key, number in opened.manifest.numbers().items()
+            if fnmatch.fnmatchcase(key, select)
+        }
+
+    def meta(self, key: str) -> TensorMeta:
+        return self.manifest.tensors[self.numbers[key]].meta
+
+    def read(self, key: str, boxes: Sequence[Box]) -> list[Raw]:
+        return self._regions.arrays([(self.numbers[key], box) for box in boxes])
+
+    def read_object(self, key: str, box: Box) -> bytes | None:
+        """The blob of one shard, if this checkpoint has it."""
+        if box not in self.chunk_digests(key):
+            return None
+        return self._regions.blobs([(self.numbers[key], box)])[0]
+
+    def chunk_digests(self, key: str) -> dict[Box, bytes]:
+        """The digests of all blocks of each chunk. Raises CorruptCheckpoint for holes."""
+        chunks, meta = self.manifest.chunks, self.meta(key)
+        found = {}
+        volume = 0
+        for row in self._parts.rows(self.numbers[key]).tolist():
+            box = chunks.boxes.row(row, len(meta.shape))
+            volume += box.volume
+            blocks = chunks.digests[self._bounds[row] : self._bounds[row + 1]]
+            found[box] = blocks.tobytes()
+        # Where B has holes or overlaps, reading the boxes of A from it fails.
+        if volume != math.prod(meta.shape) and not meta.is_object:
+            raise CorruptCheckpoint(
+                f"{self.location}: the chunks of {key!r} hold {volume} elements, "
+                f"but its shape {meta.shape} has {math.prod(meta.shape)}"
+            )
+        return found
+
+
+def _undecided_boxes(key: str, a: _Side, b: _Side) -> list[Box]:
+    """The boxes that have to be read: those of A, without the chunks with equal digests."""
+    in_a, in_b = a.chunk_digests(key), b.chunk_digests(key)
+    if a.meta(key).is_object:
+        boxes = sorted({*in_a, *in_b})
+    else:
+        boxes = [box for box in in_a if box.volume]
+    is_comparable = a.has_digests and b.has_digests and a.meta(key) == b.meta(key)
+    if is_comparable and in_a.keys() == in_b.keys():
+        boxes = [box for box in boxes if in_a[box] != in_b[box]]
+    return boxes
+
+
+def _compare_tensor(
+    key: str,
+    boxes: Sequence[Box],
+    a: _Side,
+    b: _Side,
+    tolerance: Tolerance | None,
+    stage: events.Stage,
+) -> TensorDifference:
+    meta_a, meta_b = a.meta(key), b.meta(key)
+    found = TensorDifference(key, math.prod(meta_a.shape))
+    step = max(1, PIECE // max(meta_a.itemsize, meta_b.itemsize))
+    for box in boxes:
+        for start in range(0, box.volume, step):
+            # A range of elements in C order is not always a box, but always a few boxes.
+            pieces = list(box.runs(start, min(start + step, box.volume)))
+            arrays_a, arrays_b = a.read(key, pieces), b.read(key, pieces)
+            for piece, x, y in zip(pieces, arrays_a, arrays_b, strict=True):
+                dtypes = meta_a.dtype, meta_b.dtype
+                _compare_elements(found, piece, x, y, dtypes, tolerance)
+                stage.advance(x.nbytes + y.nbytes)
+    return found
+
+
+def _compare_elements(
+    found: TensorDifference,
+    box: Box,
+    a: Raw,
+    b: Raw,
+    dtypes: tuple[str, str],
+    tolerance: Tolerance | None,
+) -> None:
+    """Compare the raw elements of one region of a tensor."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    has_one_dtype = dtypes[0] == dtypes[1]
+    for start in range(0, len(a), _ELEMENTS_AT_ONCE):
+        part_a = a[start : start + _ELEMENTS_AT_ONCE]
+        part_b = b[start : start + _ELEMENTS_AT_ONCE]
+        rows = np.arange(len(part_a))
+        if has_one_dtype:
+            rows = np.flatnonzero(_unequal_bits(part_a, part_b))
+        # Any bits may be stored: infinities, signalling NaNs, numbers that overflow.
+        with np.errstate(all="ignore"):
+            x = _values(part_a[rows], dtypes[0])
+            y = _values(part_b[rows], dtypes[1])
+            distance = _distance(x, y)
+            if tolerance is not None or not has_one_dtype:
+                differs = ~_is_close(x, y, distance, tolerance or Tolerance())
+                rows, x, y, distance = (v[differs] for v in (rows, x, y, distance))
+            if not len(rows):
+                continue
+            largest = np.fmax.reduce(distance).item()
+        found.elements += len(rows)
+        if math.isnan(found.max) or largest > found.max:
+            found.max = largest
+        for i in range(min(FIRST, len(rows))):
+            place = np.unravel_index(int(rows[i]) + start, box.shape)
+            index = tuple(int(p) + o for p, o in zip(place, box.offset, strict=True))
+            found.first.append((index, x[i].item(), y[i].item()))
+        found.first = sorted(found.first, key=lambda element: element[0])[:FIRST]
+
+
+def _unequal_bits(a: Raw, b: Raw) -> NDArray[np.bool_]:
+    if a.dtype.itemsize < 16:
+        return np.asarray(a != b)
+    unequal = a.view(np.uint64) != b.view(np.uint64)
+    return np.asarray(unequal[0::2] | unequal[1::2])
+
+
+def _values(raw: Raw, dtype: str) -> Raw:
+    """Raw elements as int64, uint64, float64 or complex128, without loss."""
+    if dtype == "bool":
+        return np.asarray(raw != 0, np.int64)
+    if dtype == "complex32":
+        return np.asarray(raw.view(np.float16), np.float64).view(np.complex128)
+    typed = raw.view(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    wide = {"i": np.int64, "u": np.uint64, "c": np.complex128}
+    return np.asarray(typed.astype(wide.get(typed.dtype.kind, np.float64)))
+
+
+def _distance(x: Raw, y: Raw) -> Raw:
+    """Absolute differences: exact for integers, otherwise in float64."""
+    if x.dtype == y.dtype and x.dtype.kind in "iu":
+        # Modulo 2**64 the result is right even if the subtraction overflows.
+        larger, smaller = np.maximum(x, y), np.minimum(x, y)
+        return larger.view(np.uint64) - smaller.view(np.uint64)
+    return np.asarray(np.abs(_as_float(x) - _as_float(y)))
+
+
+def _is_close(x: Raw, y: Raw, distance: Raw, tolerance: Tolerance) -> NDArray[np.bool_]:
+    limit = tolerance.absolute + tolerance.relative * np.abs(_as_float(y))
+    is_equal = (x == y) | (np.isnan(x) & np.isnan(y))
+    return np.asarray(is_equal | ((distance <= limit) & np.isfinite(distance)))
+
+
+def _as_float(values: Raw) -> Raw:
+    return values if values.dtype.kind == "c" else values.astype(np.float64)
+
+
+def _compare_object(
+    key: str, boxes: Sequence[Box], a: _Side, b: _Side, stage: events.Stage
+) -> Iterator[ObjectDifference]:
+    # Imports torch.
+    from megackpt.serialization.inspection import look
+
+    for box in boxes:
+        blobs = a.read_object(key, box), b.read_object(key, box)
+        stage.advance(sum(len(blob) for blob in blobs if blob))
+        if blobs[0] == blobs[1]:
+            continue
+        values: list[Any] = []
+        for side, blob in zip((a, b), blobs, strict=True):
+            where = f"{side.location}: {key!r} {box}"
+            values.append(... if blob is None else look(blob, where))
+        if changes := tuple(object_changes(*values)):
+            yield ObjectDifference(key, box.offset, changes)
+
+
+def object_changes(a: Any, b: Any, path: tuple[Any, ...] = ()) -> Iterator[Change]:
+    """The parts in which two inspected objects differ: in dicts and lists, and in their leaves."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in {**a, **b}:
+            yield from object_changes(a.get(key, ...), b.get(key, ...), (*path, key))
+    elif isinstance(a, list) and isinstance(b, list):
+        for i, (x, y) in enumerate(zip_longest(a, b, fillvalue=...)):
+            yield from object_changes(x, y, (*path, i))
+    elif not _is_same_leaf(a, b):
+        yield path, a, b
+
+
+def _is_same_leaf(a: Any, b: Any) -> bool:
+    from megackpt.serialization.inspection import UNSEEN
+
+    # Parts that were too deep to inspect are not known to be equal.
+    if type(a) is not type(b) or a is UNSEEN:
+        return False
+    if isinstance(a, float | complex | np.generic):
+        # 0.0 and -0.0 differ; NaN equals NaN.
+        return repr(a) == repr(b)
+    if hasattr(a, "dtype") and hasattr(a, "shape"):
+        is_alike = a.dtype == b.dtype and a.shape == b.shape
+        return bool(is_alike) and _array_bytes(a) == _array_bytes(b) is not None
+    return bool(a == b)
+
+
+def _array_bytes(array: Any) -> bytes | None:
+    """The elements of an array or tensor; None for a tensor with more elements than storage."""
+    if isinstance(array, np.ndarray):
+        return array.tobytes()
+    if array.numel() * array.element_size() > array.untyped_storage().nbytes():
+        return None
+    import torch
+
+    # contiguous() would keep odd strides of dimensions of length 1.
+    dense = array.detach().resolve_conj().resolve_neg()
+    dense = dense.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return bytes(dense.view(torch.uint8).numpy().tobytes())

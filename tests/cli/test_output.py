@@ -1,0 +1,135 @@
+"""What is printed on terminals and into pipes."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import ShardedTensor, events
+from megackpt.cli import output
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+NEW = GOLDEN / "mcore-0.16.1-tp2pp1dp2"
+COMMAND = [sys.executable, "-m", "megackpt"]
+ESCAPE = "\x1b"
+
+
+def test_names_cannot_steer_a_terminal(
+    tmp_path: Path,
+    plain: Callable[..., str],
+    on_terminal: Callable[..., Any],
+    piped: Callable[..., Any],
+) -> None:
+    """Keys, file names, directories, texts of errors: nothing of them reaches the terminal as it is."""
+    evil = "k\x1b]0;owned\x07\x1b[2J\nfake\u202e.w"
+    folder = tmp_path / "d\x1b[31mred"
+    megackpt.save(
+        {
+            "w": ShardedTensor.from_rank_offsets(evil, torch.zeros(2)),
+            evil: {evil: evil},
+        },
+        folder,
+    )
+    (folder / "x\x1b[5m").touch()
+    for words in (
+        ["show", folder],
+        ["show", folder, "--common"],
+        ["show", folder, evil],
+        ["verify", folder],
+    ):
+        for printed in (plain(*words), plain(*words, "--json")):
+            assert printed
+            assert all(c.isprintable() or c == "\n" for c in printed)
+            assert "fake" not in [line.strip() for line in printed.splitlines()]
+        shown = on_terminal(*words)
+        assert shown.status == 0
+        assert "\x07" not in shown.raw
+        assert f"{ESCAPE}[2J" not in shown.raw
+        assert f"{ESCAPE}[5m" not in shown.raw
+    wrong = piped("show", tmp_path / "no\x1b[31m")
+    assert wrong.returncode == 3
+    assert ESCAPE not in wrong.stderr
+
+
+def test_a_pipe_gets_every_key_whole(tmp_path: Path, piped: Callable[..., Any]) -> None:
+    key = "layers." + "long_" * 80 + "weight"
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets(key, torch.zeros(2))}, tmp_path / "c"
+    )
+    done = piped("show", tmp_path / "c", COLUMNS="20", FORCE_COLOR="1")
+    assert any(
+        line.startswith(f"{key}  float32  2 ") for line in done.stdout.splitlines()
+    )
+    assert ESCAPE not in done.stdout
+    assert not done.stderr
+
+
+def test_no_color(on_terminal: Callable[..., Any]) -> None:
+    shown = on_terminal(
+        "verify", NEW, width=300, NO_COLOR="1"
+    )  # one line, wherever this is
+    assert "all good" in shown.text
+    assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])m", shown.raw)
+    assert ESCAPE not in on_terminal("show", NEW, TERM="dumb").raw
+
+
+def test_narrow_terminals_fold_and_cut_nothing(
+    tmp_path: Path, on_terminal: Callable[..., Any]
+) -> None:
+    key = "a_very_long_name_" * 6
+    megackpt.save(
+        {"w": ShardedTensor.from_rank_offsets(key, torch.zeros(2, 3))}, tmp_path / "c"
+    )
+    shown = on_terminal("show", tmp_path / "c", width=60)
+    assert all(len(line) <= 60 for line in shown.text.splitlines())
+    cells = [
+        line[: line.find("  ")] if "  " in line else line
+        for line in shown.text.splitlines()
+    ]
+    assert key in "".join(cells)
+    assert "…" not in shown.text
+
+
+def test_a_bar_shows_the_progress(
+    checkpoint: Path, on_terminal: Callable[..., Any], piped: Callable[..., Any]
+) -> None:
+    shown = on_terminal("verify", checkpoint)
+    assert "verify: read" in shown.raw
+    assert "4.0/4.0 MiB" in shown.raw
+    assert "all good" in shown.text
+    assert piped("verify", checkpoint).stderr == ""
+
+
+def test_ascii_terminals(on_terminal: Callable[..., Any]) -> None:
+    shown = on_terminal(
+        "show", NEW, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"
+    )
+    assert shown.status == 0
+    assert shown.raw.isascii()
+    assert "self_attention" in shown.text
+
+
+def test_without_a_terminal_progress_is_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "PROGRESS_INTERVAL", 0.01)
+    operation, stage = events.operation("diff", "a"), events.stage("read")
+    with output.show_progress(), operation, stage as read:
+        read.todo = 4 << 20
+        read.advance(3 << 20)
+        deadline = time.monotonic() + 20
+        printed = ""
+        while "75 %" not in printed and time.monotonic() < deadline:
+            time.sleep(0.01)
+            printed += capsys.readouterr().err
+    # The first line may come before any byte is counted.
+    assert printed.splitlines()[-1] == "diff: read, 75 %, 3.0 MiB of 4.0 MiB"
