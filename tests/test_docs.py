@@ -132,7 +132,7 @@ def test_commands_exist() -> None:
 
 def parses(arguments: list[str]) -> bool:
     try:
-        _parser().parse_args(arguments)
+        _parser(arguments).parse_args(arguments)
     except SystemExit as end:
         return end.code == 0  # --help and --version
     return True
