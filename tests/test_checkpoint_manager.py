@@ -39,7 +39,7 @@ from megackpt.errors import (
     StorageError,
     UntrustedClass,
 )
-from megackpt.loader import order
+from megackpt.loader import load_operation
 from megackpt.manager import CheckpointManager, choosing, finding, retention, running
 from megackpt.manager.finding import NAMINGS
 from megackpt.manager.retention import Retention
@@ -853,12 +853,12 @@ def test_what_one_rank_does_not_see_is_not_skipped(
     """As where a network file system shows a rank the directory of a while ago."""
     saved(CheckpointManager(tmp_path), 1, 2)
     blind = threading.local()
-    real = order.open_same
+    real = load_operation.open_same
 
     def open_same(directory: str, *args: Any) -> Any:
         return real(directory + getattr(blind, "elsewhere", ""), *args)
 
-    monkeypatch.setattr(order, "open_same", open_same)
+    monkeypatch.setattr(load_operation, "open_same", open_same)
 
     def job(group: ThreadedGroup) -> None:
         if not group.is_coordinator:

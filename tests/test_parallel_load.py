@@ -25,9 +25,10 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.distributed import streams
 from megackpt.errors import RankFailure, RankLost
-from megackpt.loader import sharing
-from megackpt.loader.asking import Asked, Terms
-from megackpt.planning import sharing as planned
+from megackpt.loader import exchange
+from megackpt.loader.comparison import Comparison
+from megackpt.loader.request import LoadRequest
+from megackpt.planning import exchange_plan
 from megackpt.storage import kernel
 from megackpt.storage.bucket import BucketStorage
 from megackpt.storage.files import LocalReader
@@ -139,7 +140,7 @@ def loaded(
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each small tensor is read by itself, as a model's large ones are, and nothing that lies between along with it."""
-    monkeypatch.setattr(planned, "TOGETHER", 1)
+    monkeypatch.setattr(exchange_plan, "SMALL_READS", 1)
     monkeypatch.setattr(pieces, "SKIP", 0)
     monkeypatch.setattr(range_reader, "GAP", 0)
 
@@ -147,7 +148,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads have no process groups of torch's: here a number stands for one."""
-    monkeypatch.setattr(sharing, "domain_of", lambda group, _: group or 0)
+    monkeypatch.setattr(exchange, "domain_of", lambda group, _: group or 0)
 
 
 def among(group: int) -> Strategy:
@@ -281,7 +282,7 @@ def test_odd_memory_in_small_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[Any]
 ) -> None:
     """Strided targets, regions cut into pieces, messages that end within an element."""
-    monkeypatch.setattr(sharing, "PIECE", 64)
+    monkeypatch.setattr(exchange, "COPY_SIZE", 64)
     monkeypatch.setattr(streams, "WINDOW", 100)
     saved(tmp_path, "torch_dist", 1, 3)
     reads.clear()
@@ -433,7 +434,9 @@ def test_memory_that_rows_have_in_common(
         for k, s in asked.items()
     }
     megackpt.save(stored, tmp_path)
-    found = Asked.of(asked, Terms(), open_checkpoint(tmp_path).manifest, 0)
+    found = Comparison.of(
+        LoadRequest.of(asked, tmp_path), open_checkpoint(tmp_path).manifest, 0
+    )
     assert sorted(found.overlapping().tolist()) == expected
 
 
@@ -482,12 +485,12 @@ def test_a_rank_that_cannot_read_stops_all(
         assert "rank 1: OSError: [Errno 5] Input/output error" in str(error)
 
 
-@pytest.mark.parametrize("way", ["coming", "leaving"])
+@pytest.mark.parametrize("way", ["incoming", "outgoing"])
 def test_an_error_while_bytes_are_handed_on_is_everybodys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     saved(tmp_path, "torch_dist", 1, 3)
-    whole = getattr(sharing.Parcels, way)
+    whole = getattr(exchange.TransferData, way)
 
     def fails(self: Any, rows: Any) -> Iterator[memoryview]:
         for number, piece in enumerate(whole(self, rows)):
@@ -495,7 +498,7 @@ def test_an_error_while_bytes_are_handed_on_is_everybodys(
                 raise RuntimeError("out of memory")
             yield piece
 
-    monkeypatch.setattr(sharing.Parcels, way, fails)
+    monkeypatch.setattr(exchange.TransferData, way, fails)
     for error in stories(tmp_path):
         assert isinstance(error, megackpt.RankFailure)
         assert list(error.failures) == [2]
@@ -513,8 +516,8 @@ def test_a_rank_that_leaves_during_the_exchange_is_told(
             raise KeyboardInterrupt
         yield from whole(self, rows)
 
-    whole = sharing.Parcels.leaving
-    monkeypatch.setattr(sharing.Parcels, "leaving", interrupted)
+    whole = exchange.TransferData.outgoing
+    monkeypatch.setattr(exchange.TransferData, "outgoing", interrupted)
     found = stories(tmp_path)
     assert isinstance(found[1], KeyboardInterrupt)
     for error in (found[0], found[2]):
@@ -567,7 +570,7 @@ def test_what_is_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_of_a_bucket_each_byte_is_fetched_once(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned, "TOGETHER", 1 << 20)
+    monkeypatch.setattr(exchange_plan, "SMALL_READS", 1 << 20)
     fetched, opened = Counter[str](), BucketStorage.open
 
     def open_(self: Any, name: str) -> Any:
@@ -687,7 +690,7 @@ def test_a_group_that_is_none_is_told(tmp_path: Path) -> None:
 def test_no_memory_between_two_collectives_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = sharing.Parcels.of
+    real = exchange.TransferData.of
 
     def run(group: ThreadedGroup) -> None:
         def state():
@@ -704,7 +707,7 @@ def test_no_memory_between_two_collectives_is_told_at_once(
                 raise MemoryError("no memory for the parcels")
             return real(*args)
 
-        monkeypatch.setattr(sharing.Parcels, "of", of)
+        monkeypatch.setattr(exchange.TransferData, "of", of)
         megackpt.load(
             state(), tmp_path / "a", Strategy(exchange="always"), process_group=group
         )

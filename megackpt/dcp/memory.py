@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megackpt.dcp.planner import LoadPlanner
-from megackpt.loader.asking import overlapping
+from megackpt.loader.comparison import overlapping
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types whose memory is their elements."""

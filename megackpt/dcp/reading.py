@@ -45,7 +45,7 @@ from megackpt.errors import (
     MismatchError,
     NotACheckpoint,
 )
-from megackpt.loader.reading import replacement
+from megackpt.loader.row_reader import replacement
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import Manifest

@@ -1,6 +1,7 @@
-"""Loading: ``order`` is load itself, ``asking`` its questions, ``reading`` the bytes, ``contents`` its relatives."""
+"""Loading: ``load_operation`` has the steps of a load, ``metadata`` reads by one process alone."""
 
-from megackpt.loader.contents import (
+from megackpt.loader.load_operation import load as load
+from megackpt.loader.metadata import (
     check_is_distributed_checkpoint as check_is_distributed_checkpoint,
     get_default_load_sharded_strategy as get_default_load_sharded_strategy,
     load_common_state_dict as load_common_state_dict,
@@ -9,4 +10,3 @@ from megackpt.loader.contents import (
     load_sharded_metadata as load_sharded_metadata,
     load_tensors_metadata as load_tensors_metadata,
 )
-from megackpt.loader.order import load as load

@@ -105,7 +105,7 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     def load_sharded_metadata(
         self, checkpoint_dir: Directory
-    ) -> loader.contents.CkptShardedMetadata:
+    ) -> loader.metadata.CkptShardedMetadata:
         return loader.load_sharded_metadata(checkpoint_dir, self)
 
     def remove_sharded_tensors(
@@ -234,7 +234,7 @@ class LoadCommonStrategy(LoadStrategyBase):
 
     def load_sharded_metadata(
         self, checkpoint_dir: Directory
-    ) -> loader.contents.CkptShardedMetadata:
+    ) -> loader.metadata.CkptShardedMetadata:
         return loader.load_sharded_metadata(checkpoint_dir)
 
 

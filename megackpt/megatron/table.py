@@ -117,7 +117,7 @@ TABLE: tuple[tuple[str, str | Refusal, str], ...] = (
         "load_content_metadata load_plain_tensors load_sharded_metadata",
     ),
     ("serialization", "megackpt", "load_tensors_metadata remove_sharded_tensors"),
-    ("serialization", "megackpt.loader.contents", "CkptShardedMetadata"),
+    ("serialization", "megackpt.loader.metadata", "CkptShardedMetadata"),
     ("serialization", "megackpt.strategies", "StrategyAction"),
     ("serialization", _FUNCTIONS, "get_default_load_sharded_strategy"),
     ("serialization", _FUNCTIONS, "get_default_save_common_strategy"),

@@ -33,7 +33,7 @@ from megackpt.backends import torch_dist, zarr
 from megackpt.checkpoint import committing
 from megackpt.distributed.gloo import ProcessGroup
 from megackpt.errors import StorageError
-from megackpt.loader import order as loading
+from megackpt.loader import load_operation
 from megackpt.saver import request, save_operation
 
 SIZE = 3
@@ -120,7 +120,7 @@ class Fault:
         self.before(request, "declare", "declare")
         self.before(save_operation, "begin", "begin")
         self.before(committing.DirectoryPlace, "_confirm", "commit")
-        self.before(loading._Part, "compare", "compare")
+        self.before(load_operation, "_compare", "compare")
         self.before(AsyncCallsQueue, "schedule_async_request", "returned")
         self.before(AsyncCallsQueue, "_all_done", "look")
         for backend in (torch_dist.TorchDist, zarr.Zarr):

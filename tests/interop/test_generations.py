@@ -28,7 +28,7 @@ import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.loader.reading import Reading
+from megackpt.loader.row_reader import read_rows
 from megackpt.state import declare
 from megackpt.storage.files import LocalReader
 from megackpt.testing import ThreadedGroup
@@ -271,7 +271,7 @@ class TestFlattened:
             )
             found = torch.zeros(6, 4)
             wanted = declare([ShardedTensor.from_rank_offsets("m", found)], rank=0)
-            Reading().rows(opened.storage, opened.backend, shuffled, wanted, [found])
+            read_rows(opened.storage, opened.backend, shuffled, wanted, [found])
             assert_same(found, simple().tensor)
 
     def test_only_the_ranges_needed_are_read(

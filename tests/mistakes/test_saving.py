@@ -830,7 +830,7 @@ def test_plain_tensors_that_differ_between_ranks_are_told(tmp_path, caplog):
         "only rank 0's values of ['model']['fc1.weight'] and 0 more tensors are saved"
     )
     assert (
-        "belongs in a ShardedTensor (sharded_state_dict(), not state_dict())" in told[0]
+        "belong in a ShardedTensor (sharded_state_dict(), not state_dict())" in told[0]
     )
 
 

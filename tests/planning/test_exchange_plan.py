@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.planning import sharing
+from megackpt.planning import exchange_plan
 from megackpt.planning.box import Box, Boxes
+from megackpt.planning.exchange_plan import ExchangePlan, plan_exchange
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     Chunks,
@@ -23,7 +24,6 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
 )
-from megackpt.planning.sharing import Share, plan_sharing
 
 Row = tuple[str, Box, str]
 
@@ -92,7 +92,7 @@ def part(rng: random.Random, shape: tuple[int, ...]) -> Box:
 def carried_out(
     manifest: Manifest,
     wanted: list[list[Row]],
-    shares: list[Share],
+    shares: list[ExchangePlan],
     whole: dict[str, np.ndarray],
 ) -> list[Counter[tuple[str, str, int]]]:
     """Do as the shares say and look at what every rank has then; gives the elements that each rank has read."""
@@ -147,7 +147,7 @@ def carried_out(
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a test are small; as many go together as of a model's large ones."""
-    monkeypatch.setattr(sharing, "TOGETHER", 1)
+    monkeypatch.setattr(exchange_plan, "SMALL_READS", 1)
 
 
 @given(st.integers(0, 10**9))
@@ -156,7 +156,7 @@ def test_everybody_gets_what_it_wants_and_nothing_is_read_twice_in_a_group(
     seed: int,
 ) -> None:
     rng = random.Random(seed)
-    sharing.TOGETHER = rng.choice((1, 16))  # the fixture puts it back
+    exchange_plan.SMALL_READS = rng.choice((1, 16))  # the fixture puts it back
     tensors = {}
     for i in range(rng.randrange(1, 4)):
         shape = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(4)))
@@ -181,7 +181,7 @@ def test_everybody_gets_what_it_wants_and_nothing_is_read_twice_in_a_group(
             rows.append((key, box, rng.choice(["uint8", "uint8", "float64"])))
         wanted.append(rows)
     parts = [wanted_of(manifest, rows, r, domains[r]) for r, rows in enumerate(wanted)]
-    shares = plan_sharing(parts, manifest)
+    shares = plan_exchange(parts, manifest)
     reads = carried_out(manifest, wanted, shares, whole)
     for domain in set(domains):
         members = [r for r in range(ranks) if domains[r] == domain]
@@ -209,7 +209,7 @@ def test_replicas_read_about_equally_much_and_what_one_alone_wants_it_reads() ->
         ]
         for rank in range(4)
     ]
-    shares = plan_sharing(
+    shares = plan_exchange(
         [wanted_of(manifest, rows, r) for r, rows in enumerate(wanted)], manifest
     )
     for rank, share in enumerate(shares):
@@ -236,7 +236,7 @@ def test_rows_that_stand_apart_are_neither_handed_on_nor_received() -> None:
     ]
     parts = [wanted_of(manifest, rows, r) for r, rows in enumerate(wanted)]
     apart = [np.array(rows, np.int64) for rows in ((1,), (0,), ())]
-    shares = plan_sharing(parts, manifest, apart)
+    shares = plan_exchange(parts, manifest, apart)
     reads = carried_out(manifest, wanted, shares, whole)
     assert (
         sum(reads[0].values()) + sum(reads[1].values()) + sum(reads[2].values())
@@ -256,14 +256,14 @@ def test_a_large_chunk_is_read_by_all_and_cut_where_digest_blocks_end() -> None:
         wanted_of(manifest, [("w", Box.whole(shape), "uint8")], rank)
         for rank in range(2)
     ]
-    shares = plan_sharing(parts, manifest)
+    shares = plan_exchange(parts, manifest)
     read = [int(share.boxes.volume.sum()) for share in shares]
     assert sum(read) == (1 << 15) * row
-    assert max(read) - min(read) <= sharing.SLAB
+    assert max(read) - min(read) <= exchange_plan.READ_UNIT
     for share in shares:
         assert (share.boxes.offset[:, 0] * row % DIGEST_BLOCK == 0).all()
-        assert (share.boxes.volume < 2 * sharing.SLAB).all()
-    whole = plan_sharing(parts, replace(manifest, encoding="native"))
+        assert (share.boxes.volume < 2 * exchange_plan.READ_UNIT).all()
+    whole = plan_exchange(parts, replace(manifest, encoding="native"))
     assert sorted(len(share.boxes) for share in whole) == [0, 1]
 
 
@@ -272,7 +272,7 @@ def test_objects_are_read_once_and_weigh_what_is_stored() -> None:
         {f"o{i}": ((1,), [Box((0,), (1,))]) for i in range(4)}, "object"
     )
     rows: list[Row] = [(f"o{i}", Box((0,), (1,)), "object") for i in range(4)]
-    shares = plan_sharing(
+    shares = plan_exchange(
         [wanted_of(manifest, rows, rank) for rank in range(2)], manifest
     )
     assert [len(share.chunk) for share in shares] == [2, 2]
@@ -287,7 +287,7 @@ def test_objects_are_read_once_and_weigh_what_is_stored() -> None:
 def test_small_neighbours_in_a_file_are_read_by_one_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sharing, "TOGETHER", 32)
+    monkeypatch.setattr(exchange_plan, "SMALL_READS", 32)
     manifest = manifest_of({f"w{i}": ((8,), [Box.whole((8,))]) for i in range(16)})
     manifest = replace(
         manifest,
@@ -297,7 +297,7 @@ def test_small_neighbours_in_a_file_are_read_by_one_rank(
     )
     rows: list[Row] = [(f"w{i}", Box.whole((8,)), "uint8") for i in range(16)]
     wanted = [rows, rows[4:], rows]
-    shares = plan_sharing(
+    shares = plan_exchange(
         [wanted_of(manifest, rows, r) for r, rows in enumerate(wanted)], manifest
     )
     read = {
@@ -312,7 +312,7 @@ def test_small_neighbours_in_a_file_are_read_by_one_rank(
 
 def test_nothing_wanted_and_holes() -> None:
     manifest = manifest_of({"w": ((4,), [Box((0,), (2,))])})
-    (empty, some) = plan_sharing(
+    (empty, some) = plan_exchange(
         [
             wanted_of(manifest, [], 0),
             wanted_of(manifest, [("w", Box((0,), (2,)), "uint8")], 1),
@@ -321,6 +321,6 @@ def test_nothing_wanted_and_holes() -> None:
     )
     assert (len(empty.chunk), some.target.tolist(), len(some.sends)) == (0, [0], 0)
     with pytest.raises(CorruptCheckpoint, match="no stored chunk holds it"):
-        plan_sharing(
+        plan_exchange(
             [wanted_of(manifest, [("w", Box((1,), (3,)), "uint8")], 0)], manifest
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read by one process without any other rank: metadata, common state, plain tensors."""
+"""What a checkpoint holds, read by one process alone: metadata, common state, whole tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from megackpt.checkpoint import find_storage, open_checkpoint
 from megackpt.errors import NotACheckpoint
-from megackpt.loader.reading import Reading, common_row, destination
+from megackpt.loader.request import trusted_classes
+from megackpt.loader.row_reader import common_row, destination, read_rows
 from megackpt.planning.manifest import TensorEntry
 from megackpt.state import ShardedObject, ShardedTensor, declare, dtype_named
 from megackpt.strategies import (
@@ -34,13 +35,19 @@ def load_common_state_dict(
 ) -> dict[Any, Any]:
     """The common state of a checkpoint: all that was not sharded; {} where none is stored.
 
-    Of files in which their author noted something (as in the header of safetensors): ``{"__metadata__": notes}``.
+    Of files with notes of their author, as in the header of safetensors:
+    ``{"__metadata__": notes}``.
     """
+    classes = trusted_classes(trusted)
     opened = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy))
     wanted = common_row(opened.manifest)
-    reading = Reading(trusted=trusted)
-    values = reading.rows(
-        opened.storage, opened.backend, opened.manifest, wanted, [None] * len(wanted)
+    values = read_rows(
+        opened.storage,
+        opened.backend,
+        opened.manifest,
+        wanted,
+        [None] * len(wanted),
+        trusted=classes,
     )
     return dict(values[0]) if values else {}
 
@@ -50,9 +57,9 @@ def load_content_metadata(
     *,
     preloaded_state_dict: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """What ``save(content_metadata=...)`` stored; None if nothing was.
+    """The value of ``save(content_metadata=...)``; None if none was given.
 
-    From a checkpoint, or from a state dict that was loaded. Raises ValueError if neither is given.
+    Read from a checkpoint, or from a loaded state dict. Raises ValueError if neither is given.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -67,9 +74,9 @@ def load_tensors_metadata(
     checkpoint_dir: str | Path,
     sharded_strategy: StrategyLike = None,
 ) -> dict[str, ShardedTensor]:
-    """Every stored tensor by key, as an unsharded ShardedTensor without data (local shape = global shape).
+    """Every stored tensor by key, as an unsharded ShardedTensor without data.
 
-    Can be given to ``load(..., validate_access_integrity=False)`` on every rank.
+    The local shape is the global shape. Can be given to ``load(..., validate_access_integrity=False)`` on every rank.
     """
     entries = open_checkpoint(
         checkpoint_dir, asked_format(sharded_strategy)
@@ -82,7 +89,10 @@ def load_sharded_metadata(
     sharded_strategy: StrategyLike = None,
     common_strategy: Any = None,  # noqa: ARG001 - Megatron's signature
 ) -> CkptShardedMetadata:
-    """Tensors by key, as ``load_tensors_metadata`` gives them, and objects by unique key, without their data."""
+    """Tensors by key, as ``load_tensors_metadata`` gives them, and objects by unique key.
+
+    None of them has data.
+    """
     manifest = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy)).manifest
     found: CkptShardedMetadata = {}
     for i, number in enumerate(manifest.chunks.tensor.tolist()):
@@ -100,10 +110,9 @@ def load_sharded_metadata(
 
 def _whole(entry: TensorEntry) -> ShardedTensor:
     shape = entry.meta.shape
-    nowhere, uncut = (0,) * len(shape), (1,) * len(shape)
-    return ShardedTensor(
-        entry.key, None, dtype_named(entry.meta.dtype), shape, shape, nowhere, uncut
-    )
+    offset, fragments = (0,) * len(shape), (1,) * len(shape)
+    dtype = dtype_named(entry.meta.dtype)
+    return ShardedTensor(entry.key, None, dtype, shape, shape, offset, fragments)
 
 
 def load_plain_tensors(
@@ -119,8 +128,13 @@ def load_plain_tensors(
     ]
     tensors = [destination(shard) for shard in shards]
     wanted = declare(shards, rank=0)
-    Reading(verify).rows(
-        opened.storage, opened.backend, opened.manifest, wanted, tensors
+    read_rows(
+        opened.storage,
+        opened.backend,
+        opened.manifest,
+        wanted,
+        tensors,
+        verify=verify,
     )
     return {shard.key: tensor for shard, tensor in zip(shards, tensors, strict=True)}
 

@@ -1,0 +1,259 @@
+"""What ranks ask for, compared with what is stored before anything is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megackpt import events, tree
+from megackpt.adapters.megatron import native
+from megackpt.errors import (
+    CoverageError,
+    MismatchError,
+    ShardingError,
+    join_truncated,
+)
+from megackpt.loader.request import LoadRequest
+from megackpt.loader.row_reader import common_row, destination
+from megackpt.planning import coverage, strict
+from megackpt.planning.box import Int64
+from megackpt.planning.manifest import COMMON_KEY, Bool, Declarations, Manifest
+from megackpt.planning.strict import GROUPS, StrictHandling, Unasked
+from megackpt.staging.source import overlaps_itself
+from megackpt.state import (
+    ABSENT,
+    Extracted,
+    ShardedObject,
+    ShardedTensor,
+    declare,
+    extract,
+    object_groups,
+    restore,
+    unbundled,
+)
+
+logger = logging.getLogger("megackpt.loader")
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """One rank's request, compared with the manifest.
+
+    ``unexpected`` are keys that are not stored. ``kept`` numbers the shards that are read.
+    ``wanted`` has a row for each of these, and a last one for a stored common state.
+    """
+
+    extracted: Extracted
+    declared: Declarations
+    unexpected: set[str]
+    kept: Int64
+    wanted: Declarations
+
+    @classmethod
+    def of(cls, request: LoadRequest, manifest: Manifest, rank: int) -> Comparison:
+        """Raises MismatchError for keys, shapes and dtypes that differ and may not."""
+        extracted = extract(request.state, native)
+        declared = request.rename(declare(extracted.shards, rank=rank))
+        _refuse_shared_memory(extracted.shards)
+        _warn_of_undeclared(extracted, manifest)
+        unexpected = strict.unexpected(declared, manifest)
+        if unexpected:
+            raising = StrictHandling.requires_raising(request.strict)
+            default = request.strict is StrictHandling.ASSUME_OK_UNEXPECTED
+            logging_only = StrictHandling.requires_logging(request.strict)
+            if raising or default or logging_only:
+                asked = strict.requested(declared)
+                text = strict.describe(unexpected, (), manifest, asked)
+                if not logging_only:
+                    raise MismatchError(text)
+                logger.warning("%s", text)
+        strict.check_shapes(declared, manifest, request.dtype_policy)
+        absent = _named(declared, unexpected)
+        kept = np.flatnonzero(~_left_out(extracted, absent))
+        rows = [declared.take(kept)]
+        # Notes of a file's author are not state: they would mix with the caller's own.
+        if manifest.encoding != "noted":
+            rows.append(common_row(manifest, rank))
+        wanted = Declarations.merge(rows)
+        keys = strict.keys(unexpected, declared.tensors)
+        return cls(extracted, declared, keys, kept, wanted)
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """For each wanted row the tensor to fill (None: an object)."""
+        tensors: list[torch.Tensor | None] = [None] * len(self.wanted)
+        for row, number in enumerate(self.kept.tolist()):
+            shard = self.extracted.shards[number]
+            if isinstance(shard, ShardedTensor):
+                tensors[row] = destination(shard)
+        return tensors
+
+    def overlapping(self) -> Int64:
+        """The wanted rows that may share memory with others: a later read may overwrite them."""
+        tensors: list[torch.Tensor | None] = []
+        for number in self.kept.tolist():
+            shard = self.extracted.shards[number]
+            tensors.append(shard.data if isinstance(shard, ShardedTensor) else None)
+        return overlapping(tensors)
+
+    def restore(self, values: Sequence[Any]) -> dict[Any, Any]:
+        """The state dict, with the values of all wanted rows in their places."""
+        shards = self.extracted.shards
+        groups = object_groups(shards)
+        result: list[Any] = [ABSENT] * len(shards)
+        for i, value in zip(self.kept.tolist(), values, strict=False):
+            shard = shards[i]
+            result[i] = value
+            if isinstance(shard, ShardedObject):
+                result[i] = unbundled(shard, value, groups[i].index(i))
+        common = values[-1] if len(values) > len(self.kept) else {}
+        return restore(self.extracted, result, common)
+
+
+def check_coverage(
+    parts: Sequence[Declarations], manifest: Manifest, request: LoadRequest
+) -> None:
+    """On rank 0: CoverageError unless all ranks together ask for every element exactly once.
+
+    With the default strictness, warns of stored keys that no rank asks for.
+    """
+    declared = Declarations.merge(parts).numbered()
+    try:
+        coverage.check(declared)
+    except CoverageError as error:
+        raise CoverageError(
+            f"{error}\n(To load a part, or one twice: validate_access_integrity=False.)"
+        ) from None
+    if request.strict is StrictHandling.ASSUME_OK_UNEXPECTED:
+        asked = {entry.key for entry in declared.tensors}
+        _warn_of_unasked(strict.unasked(asked, manifest), request.directory)
+
+
+def find_missing(
+    names: Sequence[Collection[str]], manifest: Manifest, flag: StrictHandling
+) -> set[str]:
+    """On rank 0: the stored keys that no rank asks for; ``names[i]`` are those of rank i.
+
+    Raises MismatchError for them, or logs them, as the strictness says.
+    """
+    missing = strict.missing(names, manifest)
+    if missing and StrictHandling.requires_raising(flag):
+        text = strict.describe((), missing, manifest)
+        if not any(names):
+            text += (
+                "\n  hint: no rank asks for anything: the state holds no ShardedTensor and no "
+                "ShardedObject. Is it a state_dict(), or a list of names, where a "
+                "sharded_state_dict() belongs?"
+            )
+        raise MismatchError(text)
+    if missing and StrictHandling.requires_logging(flag):
+        logger.warning("%s", strict.describe((), missing, manifest))
+    return strict.keys(missing, manifest.tensors)
+
+
+def _warn_of_unasked(groups: Sequence[Unasked], directory: str) -> None:
+    """An optimizer that has made no step has no moments to ask for, for example."""
+    if not groups:
+        return
+    texts = []
+    for group in groups:
+        counts = []
+        for count, kind in ((group.tensors, "tensor"), (group.objects, "object")):
+            if count:
+                counts.append(f"{count} {kind}{'s' * (count > 1)}")
+        counts.append(events.format_size(group.nbytes))
+        texts.append(f"{group.name!r} ({', '.join(counts)})")
+    logger.warning(
+        "%s: stored, but asked for by no rank, so not loaded: %s. (An optimizer without state "
+        "asks for none: give it its state before the load. To load a part on purpose: "
+        "strict='raise_unexpected'.)",
+        directory,
+        join_truncated(texts, GROUPS, ", "),
+    )
+
+
+def _warn_of_undeclared(extracted: Extracted, manifest: Manifest) -> None:
+    """Warn of plain tensors and texts whose names are those of stored tensors."""
+    known = manifest.numbers()
+    names = []
+    for path, leaf in tree.walk(extracted.common):
+        if isinstance(leaf, (str, torch.Tensor)):
+            for name in (".".join(map(str, path)), leaf):
+                if isinstance(name, str) and name in known:
+                    names.append(name)
+                    break
+    names = [repr(name) for name in names if name != COMMON_KEY]
+    if names:
+        logger.warning(
+            "%s and %d more are not loaded: the state asks for them by a plain tensor or text, "
+            "and only a ShardedTensor is filled (megackpt.load(megackpt.sharded(state), "
+            "directory), or sharded_state_dict() and not state_dict())",
+            ", ".join(names[:3]),
+            max(0, len(names) - 3),
+        )
+
+
+def _refuse_shared_memory(shards: Sequence[ShardedTensor | ShardedObject]) -> None:
+    """ShardingError for a tensor whose elements share memory: the last one read would win."""
+    for shard in shards:
+        data = shard.data if isinstance(shard, ShardedTensor) else None
+        if data is not None and overlaps_itself(data):
+            what = "a tensor that overlaps itself"
+            if 0 in data.stride():
+                what = "an expanded tensor"
+            raise ShardingError(
+                f"{shard.key!r}: cannot load into {what} (shape {tuple(data.shape)}, strides "
+                f"{data.stride()}), whose elements share memory; give data.contiguous(), or "
+                "data=None"
+            )
+
+
+def overlapping(tensors: Sequence[torch.Tensor | None]) -> Int64:
+    """The numbers of the tensors whose memory is, or may be, that of others as well."""
+    spans = []
+    for row, data in enumerate(tensors):
+        if data is not None and data.numel():
+            last = 0
+            for size, step in zip(data.shape, data.stride(), strict=True):
+                last += (size - 1) * step
+            begin = data.data_ptr()  # 0: it has no memory, as on the meta device
+            end = begin + (last + 1) * data.itemsize if begin else 0
+            spans.append((begin, end, row))
+    start, stop, rows = np.array(sorted(spans), np.int64).reshape(-1, 3).T
+    before = np.maximum.accumulate(stop)
+    meets = np.zeros(len(rows), np.bool_)
+    meets[1:] = start[1:] < before[:-1]
+    meets[:-1] |= start[1:] < stop[:-1]
+    return rows[meets]
+
+
+def _left_out(extracted: Extracted, absent: Bool) -> Bool:
+    """The shards that are not loaded: absent ones, and others that the same factories built.
+
+    A factory cannot merge a part of its shards, and their data may be views of live
+    parameters.
+    """
+    if not absent.any():
+        return absent
+    around = [{path[:n] for n in range(len(path) + 1)} for path in extracted.paths]
+    above_absent: set[tree.Path] = set()
+    for i in np.flatnonzero(absent).tolist():
+        above_absent |= around[i]
+    incomplete = {path for path, _ in extracted.factories} & above_absent
+    left_out = absent.copy()
+    for i, paths in enumerate(around):
+        left_out[i] |= not incomplete.isdisjoint(paths)
+    return left_out
+
+
+def _named(declared: Declarations, names: Collection[str]) -> Bool:
+    """Which rows have one of these names (keys of tensors, unique keys of objects)?"""
+    found = np.zeros(len(declared), np.bool_)
+    if names:
+        for i, row in enumerate(declared.rows()):
+            found[i] = strict.name_of(row.shard, row.meta) in names
+    return found

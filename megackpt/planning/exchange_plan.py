@@ -1,0 +1,228 @@
+"""Which rank reads each region that several ranks want, and to which ranks it sends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megackpt.planning.box import Boxes, Groups, Int64, cut, group_equal, runs
+from megackpt.planning.dedup import assign
+from megackpt.planning.load_plan import plan_load
+from megackpt.planning.manifest import DIGEST_BLOCK, Declarations, LoadPlan, Manifest
+
+READ_UNIT = 16 << 20
+"""Bytes of a larger chunk that one rank reads. Others that want the chunk read the next ones."""
+SMALL_READS = 1 << 20
+"""Bytes of small neighbours in a file that one rank reads: one call fetches them all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfers:
+    """Regions that pass between this rank and others, in the same order at both ends.
+
+    ``peer`` is the rank at the other end. It is this rank itself where two of its rows want
+    one region. ``row`` and ``peer_row`` are rows of what this rank and the peer want.
+    """
+
+    peer: Int64
+    boxes: Boxes
+    row: Int64
+    peer_row: Int64
+
+    def __len__(self) -> int:
+        return len(self.peer)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExchangePlan:
+    """One rank's part. ``chunk``, ``boxes`` and ``target`` are the LoadPlan of what it reads."""
+
+    chunk: Int64
+    boxes: Boxes
+    target: Int64
+    sends: Transfers
+    receives: Transfers
+
+    def reads(self, manifest: Manifest) -> LoadPlan:
+        return LoadPlan(manifest, self.chunk, self.boxes, self.target)
+
+
+def plan_exchange(
+    parts: Sequence[Declarations], manifest: Manifest, apart: Sequence[Int64] = ()
+) -> list[ExchangePlan]:
+    """The plan of each rank for the load in which rank i wants ``parts[i]``.
+
+    Ranks of one domain exchange what several of them want in one dtype: they send what they
+    have read, already converted. Within a domain the reads are balanced by bytes. A rank reads
+    itself what no other rank wants, and the rows ``apart[i]`` of ``parts[i]``. Raises as
+    ``plan_load``.
+    """
+    wanted = Declarations.merge(parts)
+    starts = np.cumsum([0, *map(len, parts)])
+    holder = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    plan = _in_read_units(plan_load(wanted, manifest))
+    alone = np.concatenate([np.zeros(0, np.int64), *map(np.add, starts, apart)])
+    owner = _owners(plan, wanted, holder, alone)
+    row, boxes = _cut_at_overlaps(owner, plan.boxes)
+    chunk, target = plan.chunk[row], plan.target[row]
+    rank = holder[target]
+    source = _sources(
+        replace(plan, chunk=chunk, boxes=boxes, target=target),
+        rank,
+        len(parts),
+        group_equal(owner[row], boxes),
+    )
+    local = target - starts[rank]
+    is_read = source == np.arange(len(source))
+    read, received = np.flatnonzero(is_read), np.flatnonzero(~is_read)
+    sent = source[received]  # row by row: ``received`` gets what ``sent`` reads
+    plans = []
+    for reads, sends, receives in zip(
+        _by_rank(rank[read], len(parts)),
+        _by_rank(rank[sent], len(parts)),
+        _by_rank(rank[received], len(parts)),
+        strict=True,
+    ):
+        mine = read[reads]
+        given, taker = sent[sends], received[sends]
+        outgoing = Transfers(rank[taker], boxes.take(given), local[given], local[taker])
+        got, giver = received[receives], sent[receives]
+        incoming = Transfers(rank[giver], boxes.take(got), local[got], local[giver])
+        plans.append(
+            ExchangePlan(chunk[mine], boxes.take(mine), local[mine], outgoing, incoming)
+        )
+    return plans
+
+
+def _by_rank(rank: Int64, ranks: int) -> list[Int64]:
+    """For each rank its positions in the column, ascending."""
+    order = np.argsort(rank, kind="stable")
+    return np.split(order, np.searchsorted(rank[order], np.arange(1, ranks)))
+
+
+def _owners(plan: LoadPlan, wanted: Declarations, holder: Int64, alone: Int64) -> Int64:
+    """A number for each row of the plan, equal where one rank could read for the other.
+
+    The wanted rows ``alone`` have numbers of their own.
+    """
+    kinds: dict[str, int] = {}
+    dtypes = [entry.meta.dtype for entry in wanted.tensors]
+    kind = np.array([kinds.setdefault(d, len(kinds)) for d in dtypes], np.int64)
+    domains = np.array(wanted.domains, np.int64)
+    domain = np.unique(domains, return_inverse=True)[1][holder]
+    domain[alone] = len(wanted.domains) + alone
+    column = domain[plan.target] * len(plan.manifest.chunks) + plan.chunk
+    column = column * len(kinds) + kind[wanted.tensor[plan.target]]
+    owner: Int64 = np.unique(column, return_inverse=True)[1].astype(np.int64)
+    return owner
+
+
+def _in_read_units(plan: LoadPlan) -> LoadPlan:
+    """Regions of large chunks, cut along their outermost axis into units of READ_UNIT bytes.
+
+    Cuts are where digest blocks end, so that no block is read twice.
+    """
+    if plan.manifest.encoding != "raw":  # the backend can only decode whole chunks
+        return plan
+    chunks = plan.manifest.chunks
+    size = _itemsizes(plan.manifest)
+    holder = chunks.boxes.take(plan.chunk).widened(plan.boxes.width)
+    rows, axis = np.arange(len(plan)), (holder.shape > 1).argmax(axis=1)
+    pieces = holder.shape.copy()
+    inner = holder.volume * size[chunks.tensor[plan.chunk]] // pieces[rows, axis]
+    inner = np.maximum(inner, 1)  # objects have an itemsize of 0
+    align = DIGEST_BLOCK // np.gcd(inner, DIGEST_BLOCK)
+    unit = -(-READ_UNIT // (inner * align)) * align
+    pieces[rows, axis] = np.minimum(pieces[rows, axis], unit)
+    row, boxes = cut(plan.boxes, pieces, holder.offset)
+    return replace(plan, chunk=plan.chunk[row], boxes=boxes, target=plan.target[row])
+
+
+def _itemsizes(manifest: Manifest) -> Int64:
+    return np.array([entry.meta.itemsize for entry in manifest.tensors], np.int64)
+
+
+def _cut_at_overlaps(owner: Int64, boxes: Boxes) -> tuple[Int64, Boxes]:
+    """Pieces of the boxes, and for each piece the row of its box.
+
+    Two pieces of one owner are equal or disjoint.
+    """
+    row = np.arange(len(boxes))
+    for axis in range(boxes.width):
+        ends = np.concatenate([boxes.offset[:, axis], boxes.stop[:, axis]])
+        values, number = np.unique(ends, return_inverse=True)
+        begin, end = (owner[row] * len(values) + half for half in np.split(number, 2))
+        edges = np.unique(np.concatenate([begin, end]))
+        first = np.searchsorted(edges, begin)
+        count = np.searchsorted(edges, end) - first
+        # Each box becomes ``count`` pieces, between one edge of its owner and the next.
+        parent = np.repeat(np.arange(len(row)), count)
+        before = np.repeat(np.cumsum(count) - count, count)
+        edge = first[parent] + np.arange(len(parent)) - before
+        offset, shape = boxes.offset[parent], boxes.shape[parent]
+        offset[:, axis] = values[edges[edge] % len(values)]
+        shape[:, axis] = values[edges[edge + 1] % len(values)] - offset[:, axis]
+        row, boxes = row[parent], Boxes(offset, shape)
+    return row, boxes
+
+
+def _sources(plan: LoadPlan, rank: Int64, ranks: int, regions: Groups) -> Int64:
+    """For each row of the plan the row that is read instead of it.
+
+    One row of each region is read. Ranks are balanced by bytes.
+    """
+    chunks = plan.manifest.chunks
+    size = _itemsizes(plan.manifest)[chunks.tensor[plan.chunk]]
+    nbytes = np.where(size, plan.boxes.volume * size, chunks.length[plan.chunk])
+    region = np.empty(len(plan), np.int64)
+    region[regions.order] = regions.number
+    region_bytes = nbytes[regions.first]
+    bundle_of_region = _bundles(plan, rank, regions, region_bytes)
+    bundle = bundle_of_region[region]
+    by_bundle = np.argsort(bundle, kind="stable")
+    bundle_bytes = np.bincount(bundle_of_region, region_bytes).astype(np.int64)
+    declared = Declarations.of_boxes(
+        plan.manifest.tensors,
+        chunks.tensor[plan.chunk],
+        plan.boxes,
+        bundle_bytes[bundle],
+        rank.astype(np.int32),
+        (0,) * ranks,
+    )
+    # Whichever rank reads a stored object reads the same, so any of them may.
+    bundles = Groups(by_bundle, runs(bundle[by_bundle]))
+    chosen = assign(declared, shards=bundles, any_object=True)
+    reader = np.empty(len(chosen), np.int64)
+    reader[bundle[chosen]] = rank[chosen]
+    fits = np.flatnonzero(rank == reader[bundle])[::-1]
+    # The first row of a region stays only if a hash collision bundled ranks that differ.
+    source = regions.first
+    source[region[fits]] = fits
+    return source[region]
+
+
+def _bundles(plan: LoadPlan, rank: Int64, regions: Groups, nbytes: Int64) -> Int64:
+    """For each region the number of its bundle, which one rank reads.
+
+    A bundle holds neighbours in a file that the same ranks want.
+    """
+    first = regions.first
+    chunk, offset = plan.chunk[first], plan.boxes.offset[first]
+    # A hash of the set of ranks that want each region.
+    mixed = rank[regions.order].astype(np.uint64) + np.uint64(1)
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    ranks = first
+    if len(first):
+        mixed ^= mixed >> np.uint64(29)
+        ranks = np.add.reduceat(mixed, regions.bounds[:-1])
+    file = plan.manifest.chunks.file[chunk]
+    order = np.lexsort((*offset.T[::-1], plan.manifest.chunks.start[chunk], file))
+    filled = (np.cumsum(nbytes[order]) - nbytes[order]) // SMALL_READS
+    begins = np.zeros(len(first), np.bool_)
+    for column in (file[order], ranks[order], filled):
+        begins |= np.diff(column, prepend=column[:1]) != 0
+    bundle = np.empty(len(first), np.int64)
+    bundle[order] = np.cumsum(begins)
+    return bundle
