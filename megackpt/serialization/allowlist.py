@@ -302,7 +302,7 @@ def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any) -> Any:  # n
     )
 
 
-def _tensor(
+def rebuild_tensor(
     storage: Any, offset: int, size: Any, stride: Any, *rest: Any
 ) -> torch.Tensor:
     """A plain tensor in a storage that ``load`` made.
@@ -445,5 +445,5 @@ def _torch_rules() -> dict[str, Rule]:
         "torch._utils._rebuild_parameter": Rule(_parameter, _parameter),
     }
     for version in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-        rules[f"torch._utils.{version}"] = Rule(_tensor, _tensor)
+        rules[f"torch._utils.{version}"] = Rule(rebuild_tensor, rebuild_tensor)
     return rules

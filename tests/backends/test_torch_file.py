@@ -36,9 +36,9 @@ from megackpt import (
     save,
 )
 from megackpt.backends import shared_files
-from megackpt.backends.archives import writing
+from megackpt.backends.archives import zip_writer
 from megackpt.backends.torch_dist import TorchDist
-from megackpt.backends.torch_file import TorchFile, members
+from megackpt.backends.torch_file import TorchFile, file_writer
 from megackpt.checkpoint import verify
 from megackpt.errors import (
     BackendError,
@@ -162,7 +162,7 @@ def test_every_dtype_is_torchs_too(tmp_path: Path, name: str) -> None:
 def test_large_sizes_and_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (writing, members):  # what begins at 4 GiB otherwise
+    for module in (zip_writer, file_writer):  # what begins at 4 GiB otherwise
         monkeypatch.setattr(module, "LIMIT", 100)
     state = TENSORS | {"large": torch.ones(40)}
     export(whole(state) | {"step": 7}, tmp_path / "c")
@@ -527,15 +527,15 @@ def test_unknown_classes_matter_only_to_the_common_state(
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "sparse": (
         lambda: {"a": {"t": torch.eye(3).to_sparse()}},
-        r"'a\.t' is no plain tensor \(_rebuild_sparse_tensor",
+        r"'a\.t' is not a plain tensor \(_rebuild_sparse_tensor",
     ),
     "quantized": (
         lambda: {"t": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
-        "'t' is no plain tensor .*_rebuild_qtensor",
+        "'t' is not a plain tensor .*_rebuild_qtensor",
     ),
     "meta": (
         lambda: {"t": torch.empty(2, device="meta")},
-        "'t' is no plain tensor .*_rebuild_meta_tensor",
+        "'t' is not a plain tensor .*_rebuild_meta_tensor",
     ),
     "module": (
         lambda: torch.nn.Linear(2, 2),

@@ -212,8 +212,8 @@ SLOTS: Mapping[str, tuple[str, Callable[[Place, bytes], None]]] = {
 """Every place where a pickle stands: kind of checkpoint, and how to put one there. (Ours with an index: see below.)"""
 UNTRUSTED = (
     r"not trusted|was not run|may not be called|which no checkpoint's table|[Uu]nsupported|unknown pickle opcode"
-    r"|cannot read the record|sets the state of|no dict of attributes|damaged|no persistent|a persistent id"
-    r"|of a class of its own"
+    r"|cannot read the record|sets the state of|not a dict of attributes|damaged|no persistent|a persistent id"
+    r"|of a class of its own|of another class"
 )
 
 

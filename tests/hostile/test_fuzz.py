@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from megackpt import serialization
 from megackpt.backends import weight_maps
-from megackpt.backends.archives import Checked, described
+from megackpt.backends.archives import check_archive, load_structure
 from megackpt.backends.base import read_config
 from megackpt.backends.safetensors import Safetensors
 from megackpt.backends.torch_dist import TorchDist
@@ -140,7 +140,7 @@ def indexed(data: bytes) -> object:
 
 def checked(root: LocalStorage) -> object:
     with root.open("model.pt") as reader:
-        return Checked(reader, 0, reader.size).damage()
+        return check_archive(reader, 0, reader.size)
 
 
 def pickled() -> tuple[bytes, ...]:
@@ -182,7 +182,7 @@ def opened(data: bytes) -> None:
 def in_archive(data: bytes) -> None:
     opened(archive(data, storages={"0": bytes(8)}))
     with contextlib.suppress(CheckpointingException):
-        described(data, stand_ins=True)
+        load_structure(data, stand_ins=True)
 
 
 PARSERS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], Callable[[], Parse]]] = {

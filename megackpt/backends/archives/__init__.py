@@ -1,14 +1,14 @@
-"""The zip archives of torch.save, for the formats that are made of them: written by hand, described, checked."""
+"""The zip archives of torch.save: headers and directories, the tensors in them, checksums."""
 
 from __future__ import annotations
 
-from megackpt.backends.archives.checksums import Checked as Checked
-from megackpt.backends.archives.describing import (
-    Described as Described,
-    Refused as Refused,
-    described as described,
+from megackpt.backends.archives.archive_check import check_archive as check_archive
+from megackpt.backends.archives.stored_tensors import (
+    StoredTensor as StoredTensor,
+    UnsupportedTensor as UnsupportedTensor,
+    load_structure as load_structure,
 )
-from megackpt.backends.archives.writing import (
+from megackpt.backends.archives.zip_writer import (
     ALIGNMENT as ALIGNMENT,
     LIMIT as LIMIT,
     WIDE as WIDE,
@@ -16,7 +16,6 @@ from megackpt.backends.archives.writing import (
     aligned_start as aligned_start,
     directory as directory,
     header as header,
-    plain_strides as plain_strides,
     tensor_opcodes as tensor_opcodes,
     text as text,
 )

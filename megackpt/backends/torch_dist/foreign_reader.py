@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megackpt import serialization
-from megackpt.backends.archives import Described, described
+from megackpt.backends.archives import StoredTensor, load_structure
 from megackpt.backends.base import THREADS, Target
 from megackpt.backends.object_files import ConvertedObjects
 from megackpt.backends.ranges import read_raw, refuse_hollow
@@ -136,7 +136,7 @@ class _Record:
         try:
             held = Archive(self._read, self._length)
             found = _describe(held.content("data.pkl", 1 << 20))
-            name = f"data/{found.storage.name}"
+            name = f"data/{found.storage}"
             start, size = held.start(name), held.members[name].size
             if not held.little_endian:
                 return None
@@ -163,10 +163,12 @@ class _Record:
 
 
 @lru_cache(maxsize=4096)
-def _describe(pickle: bytes) -> Described:
+def _describe(pickle: bytes) -> StoredTensor:
     """What ``data.pkl`` says. Raises CorruptCheckpoint where it is anything but a plain tensor."""
-    value = described(pickle)
-    if not isinstance(value, Described) or not value.is_plain or value.offset:
+    value = load_structure(pickle)
+    if not isinstance(value, StoredTensor) or not value.is_plain:
+        raise CorruptCheckpoint("a record holds no plain tensor")
+    if value.view.storage_offset():
         raise CorruptCheckpoint("a record holds no plain tensor")
     return value
 

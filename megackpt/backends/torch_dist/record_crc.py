@@ -7,7 +7,7 @@ from itertools import groupby
 
 import numpy as np
 
-from megackpt.backends.archives import Checked
+from megackpt.backends.archives import check_archive
 from megackpt.backends.base import THREADS
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
@@ -43,19 +43,16 @@ def _share(root: Storage, manifest: Manifest, rows: Int64) -> tuple[list[str], b
             continue  # told already, once for the file
         with root.open(name) as reader:
             for row in group:
-                record = Checked(
-                    reader, int(chunks.start[row]), int(chunks.length[row])
-                )
+                start, length = int(chunks.start[row]), int(chunks.length[row])
+                damage, without = list[str](), False
                 try:
-                    found += [
-                        f"{_label(manifest, row)}: {p}: {root.location}/{name}"
-                        for p in record.damage()
-                    ]
+                    damage, without = check_archive(reader, start, length)
                 except CorruptCheckpoint as error:
-                    found.append(
-                        f"{_label(manifest, row)}: {error}: {root.location}/{name}"
-                    )
-                unchecked = unchecked or record.unchecked
+                    damage = [str(error)]
+                for problem in damage:
+                    label = _label(manifest, row)
+                    found.append(f"{label}: {problem}: {root.location}/{name}")
+                unchecked = unchecked or without
     return found, unchecked
 
 

@@ -1,23 +1,23 @@
-"""One torch.save file: whole tensors, objects and the common state, as plain ``torch.load`` opens them.
+"""One torch.save file: whole tensors, objects and the common state, as plain ``torch.load`` reads.
 
-    model.pt    {key: tensor, ..., "megackpt.state": {name: blob as a uint8 tensor}}; see members.py
+    model.pt    {key: tensor, ..., "megackpt.state": {name: blob as a uint8 tensor}}
 
-A format for export: one process, that of a conversion, writes the whole file. Reads any file of
-torch.save's, by its path, also nested states and views; and the ``pytorch_model.bin`` of Hugging
-Face's directories. No pickle is run.
+A format for export: one process, that of a conversion, writes the whole file; see file_writer.py.
+Reads any file of torch.save by its path, also nested states and views, and the
+``pytorch_model.bin`` of Hugging Face's directories; see file_reader.py. No pickle runs code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from megackpt.backends import object_files, shared_files, weight_maps
-from megackpt.backends.archives import Checked, Member, aligned_start
+from megackpt.backends.archives import Member, aligned_start, check_archive
 from megackpt.backends.base import (
     Backend,
     Finished,
@@ -27,7 +27,8 @@ from megackpt.backends.base import (
     Target,
 )
 from megackpt.backends.ranges import read_raw
-from megackpt.backends.torch_file import contents, members
+from megackpt.backends.torch_file import file_reader, file_writer
+from megackpt.backends.torch_file.file_writer import NAME
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
@@ -45,6 +46,7 @@ from megackpt.planning.manifest import (
 from megackpt.storage import SingleFile, Storage, digest_blocks
 
 _BIN = "pytorch_model.bin"
+_Shard = tuple[TensorEntry, Box, Location]
 
 
 class TorchFile(Backend):
@@ -55,34 +57,33 @@ class TorchFile(Backend):
     )
 
     def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 - always one file
-        """Raises BackendError for names that the file could not tell apart."""
-        members.object_names(manifest)
-        return Layout([members.NAME], members.tensor_locations(manifest))
+        """Raises BackendError for names that the file could not keep apart."""
+        file_writer.object_names(manifest)
+        return Layout([NAME], file_writer.tensor_locations(manifest))
 
     def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:
         index, _ = _files_in(root)
-        return [index] if index else [] if manifest.files else [members.NAME]
+        if index:
+            return [index]
+        return [] if manifest.files else [NAME]
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
-        """Write the tensors where ``layout`` puts them, then the objects. The plan is of everything."""
+        """Write the tensors where ``layout`` has them, then the objects. The plan has all of them."""
         found = shared_files.write_tensors(root, plan, data)
-        located = [place for place in plan.places or () if place is not None]
-        end = max((place.start + place.length for place in located), default=0)
-        objects = [
-            row
-            for row, number in enumerate(plan.tensor.tolist())
-            if plan.tensors[number].meta.is_object
-        ]
-        with root.update(members.NAME) as updater:
-            for number, row in enumerate(objects, len(located)):
-                # An object comes after all others, because its size is known only now.
+        number = end = 0
+        for place in plan.places or ():
+            if place is not None:
+                number, end = number + 1, max(end, place.start + place.length)
+        with root.update(NAME) as updater:
+            for row, tensor in enumerate(plan.tensor.tolist()):
+                if not plan.tensors[tensor].meta.is_object:
+                    continue
+                # Objects come after all tensors, because their sizes are known only now.
                 blob = b"".join(data.blocks(row))
-                start = aligned_start(
-                    Member(members.payload_name(number), len(blob), end)
-                )
+                start = aligned_start(Member(b"data/%d" % number, len(blob), end))
                 updater.write_at(start, [memoryview(blob)])
-                end = start + len(blob)
-                place = Location(members.NAME, start, len(blob))
+                number, end = number + 1, start + len(blob)
+                place = Location(NAME, start, len(blob))
                 found[row] = shared_files.Written(
                     place, digest_blocks(memoryview(blob))
                 )
@@ -90,30 +91,29 @@ class TorchFile(Backend):
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """Read every payload once, for digests and for the checksums of the archive."""
-        manifest, _ = shared_files.merge_pieces(
-            manifest, members.tensor_locations(manifest)
-        )
+        locations = file_writer.tensor_locations(manifest)
+        manifest, _ = shared_files.merge_pieces(manifest, locations)
         every = np.arange(len(manifest.chunks), dtype=np.int64)
         manifest, checksums = shared_files.compute_digests(
             root, manifest, every, crc=True
         )
-        members.write_archive(root, manifest, checksums)
+        file_writer.write_archive(root, manifest, checksums)
         return Finished(manifest)
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
-        # What lies otherwise than in C order, or is no blob yet, has no bytes of its own in the manifest.
+        # A view in another order, or a common state that is not a blob yet, has no length.
         chunks = manifest.chunks
-        is_object = np.array(
-            [entry.meta.is_object for entry in manifest.tensors], np.bool_
-        )[chunks.tensor]
-        made: Bool = (chunks.length == 0) & (is_object | (chunks.boxes.volume > 0))
-        return ~made if manifest.encoding == "native" else np.ones_like(made)
+        objects = [entry.meta.is_object for entry in manifest.tensors]
+        is_object = np.array(objects, np.bool_)[chunks.tensor]
+        has_bytes = is_object | (chunks.boxes.volume > 0)
+        native = manifest.encoding == "native"
+        raw: Bool = ~(has_bytes & (chunks.length == 0) & native)
+        return raw
 
     def decoded_bytes(self, manifest: Manifest) -> Int64:
-        itemsize = np.array(
-            [entry.meta.itemsize for entry in manifest.tensors], np.int64
-        )
-        sizes: Int64 = manifest.chunks.boxes.volume * itemsize[manifest.chunks.tensor]
+        itemsizes = [entry.meta.itemsize for entry in manifest.tensors]
+        itemsize = np.array(itemsizes, np.int64)[manifest.chunks.tensor]
+        sizes: Int64 = manifest.chunks.boxes.volume * itemsize
         return np.where(self.raw_chunks(manifest), 0, sizes)
 
     def recognises(self, root: Storage) -> bool:
@@ -122,114 +122,97 @@ class TorchFile(Backend):
             return weight_maps.looks_right(root, index)
         try:
             with root.open(files[0]) as reader:
-                return contents.looks_right(reader)
+                return file_reader.is_torch_file(reader)
         except (IndexError, CorruptCheckpoint, FileNotFoundError):
             return False
 
     def read_manifest(self, root: Storage) -> Manifest:
         index, files = _files_in(root)
+        keys = weight_maps.read(root, index) if index else {}
+        files = files or list(dict.fromkeys(keys.values()))
         if not index and not files:
             raise NotACheckpoint(
                 f"{root.location} has no torch.save file of a name that is known"
             )
-        told = weight_maps.read(root, index) if index else {}
-        held = {
-            file: contents.held_in(root, file)
-            for file in files or dict.fromkeys(told.values())
-        }
+        shards, has_bytes = list[_Shard](), list[bool]()
+        names, common = list[tuple[str, str]](), list[str]()
+        for file in files:
+            contents = file_reader.read_contents(root, file)
+            names += [(key, file) for key in contents.tensors]
+            shards += _shards(file, contents)
+            has_bytes += [place is not None for place in contents.places.values()]
+            has_bytes += [True] * len(contents.objects)
+            if contents.has_rest:
+                # It becomes a blob when it is read.
+                place = Location(file, contents.pickle, 0)
+                shards.append((COMMON, Box((), ()), place))
+                has_bytes.append(False)
+            common += [file] * (contents.has_rest + (COMMON.key in contents.objects))
         if index:
-            keys = [(key, file) for file, part in held.items() for key in part.tensors]
-            weight_maps.check(f"{root.location}/{index}", told, keys)
-        return self._manifest(root, held)
-
-    def _manifest(self, root: Storage, held: Mapping[str, contents.Held]) -> Manifest:
-        found = [shard for file, part in held.items() for shard in _shards(file, part)]
-        rests = [file for file, part in held.items() if part.rest]
-        if len(rests) + sum(entry.is_common for entry, _, _, _ in found) > 1:
+            weight_maps.check(f"{root.location}/{index}", keys, names)
+        if len(common) > 1:
             raise BackendError(
-                f"{root.location}: {' and '.join(rests)} hold more than tensors, and there is one common state only: "
-                "save what is no tensor in one place"
+                f"{root.location}: {' and '.join(common)} hold more than tensors, and there is "
+                "one common state only: save all but tensors in one place"
             )
-        # What is no tensor becomes a blob when it is read.
-        found += [
-            (COMMON, Box((), ()), Location(file, held[file].pickle, 0), True)
-            for file in rests
-        ]
         manifest = shared_files.manifest_from_files(
-            root,
-            [(entry, box, place) for entry, box, place, _ in found],
-            (self.properties.name, self.properties.version),
+            root, shards, (self.properties.name, self.properties.version)
         )
-        made = np.array([made for _, _, _, made in found], np.bool_)
-        length = np.where(made, 0, manifest.chunks.length)
-        encoding = "native" if made.any() else "raw"
-        return replace(
-            manifest, chunks=replace(manifest.chunks, length=length), encoding=encoding
-        )
+        length = np.where(has_bytes, manifest.chunks.length, 0)
+        encoding = "raw" if all(has_bytes) else "native"
+        chunks = replace(manifest.chunks, length=length)
+        return replace(manifest, chunks=chunks, encoding=encoding)
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         raw = self.raw_chunks(plan.manifest)[plan.chunk]
         read_raw(root, plan.take(raw), into, verify)
         for item in plan.take(~raw).rows():
             if item.entry.meta.is_object:
-                into.blob(
-                    item.target, contents.common_blob(root, item.chunk.location.file)
-                )
+                file = item.chunk.location.file
+                into.blob(item.target, file_reader.common_blob(root, file))
             else:
-                contents.read_view(root, item, into)
+                file_reader.read_view(root, item, into)
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
-        problems, unchecked = [], False
+        problems, any_unchecked = list[str](), False
         for name in manifest.files:
             try:
                 with root.open(name) as reader:
-                    whole = Checked(reader, 0, reader.size)
-                    problems += [
-                        f"{problem}: {root.location}/{name}"
-                        for problem in whole.damage()
-                    ]
-                    unchecked = unchecked or whole.unchecked
+                    damage, unchecked = check_archive(reader, 0, reader.size)
             except (CorruptCheckpoint, FileNotFoundError) as error:
                 problems.append(f"{root.location}/{name}: {error}")
-        return None if unchecked and not problems else problems
+                continue
+            problems += [f"{problem}: {root.location}/{name}" for problem in damage]
+            any_unchecked = any_unchecked or unchecked
+        return None if any_unchecked and not problems else problems
 
 
-def _shards(
-    file: str, held: contents.Held
-) -> Iterator[tuple[TensorEntry, Box, Location, bool]]:
-    """The tensors and objects of one file. True: there are no bytes that are just this; the place is its pickle's."""
-    for key, found in held.tensors.items():
-        meta, place = TensorMeta(found.shape, found.dtype), held.places[key]
-        size = math.prod(meta.shape) * meta.itemsize
-        yield (
-            TensorEntry(key, meta),
-            Box.whole(meta.shape),
-            place or Location(file, held.pickle, size),
-            place is None,
-        )
-    for name, place in held.objects.items():
-        entry, box = _named(name)
-        yield entry, box, place, False
-
-
-def _named(name: str) -> tuple[TensorEntry, Box]:
-    """The object that ``unique_key`` calls so, and which shard of it this is."""
-    key, _, cell = name.rpartition("/")
-    offset, shape = object_files.parse_shard(f"{cell}.pt") or ((), ())
-    return TensorEntry(key if shape else name, TensorMeta(shape, OBJECT)), Box(
-        offset, (1,) * len(offset)
-    )
+def _shards(file: str, contents: file_reader.Contents) -> Iterator[_Shard]:
+    """The tensors and objects of one file. Views in another order have the place of the pickle."""
+    for key, found in contents.tensors.items():
+        meta = TensorMeta(found.shape, found.dtype)
+        size = math.prod(found.shape) * meta.itemsize
+        place = contents.places[key] or Location(file, contents.pickle, size)
+        yield TensorEntry(key, meta), Box.whole(found.shape), place
+    for name, blob in contents.objects.items():
+        # The name is that of ``unique_key``.
+        key, _, cell = name.rpartition("/")
+        offset, shape = object_files.parse_shard(f"{cell}.pt") or ((), ())
+        entry = TensorEntry(key if shape else name, TensorMeta(shape, OBJECT))
+        yield entry, Box(offset, (1,) * len(offset)), blob
 
 
 def _files_in(root: Storage) -> tuple[str, list[str]]:
-    """The index of several files, or else the one file that is meant (in a list; or none)."""
+    """The index of several files, or else a list of the one file (or of none)."""
     names = root.list()
     if isinstance(root, SingleFile):
         return "", names
-    if members.NAME in names:
-        return "", [members.NAME]
-    # Where the same weights are there as safetensors, too, they are read from these.
+    if NAME in names:
+        return "", [NAME]
+    # Where the same weights are there as safetensors, too, those are read.
     if any(name.endswith(".safetensors") for name in names):
         return "", []
     index = _BIN + weight_maps.ENDING
-    return (index, []) if index in names else ("", [_BIN] if _BIN in names else [])
+    if index in names:
+        return index, []
+    return "", [_BIN] if _BIN in names else []

@@ -1,0 +1,139 @@
+"""Where the tensors of a torch.save archive are, from its pickle alone. No bytes of them are read."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.planning.manifest import ITEMSIZE
+from megackpt.serialization.unpickler import Find, Rule, unpickle
+
+if TYPE_CHECKING:
+    import torch  # imported late: recognising a file needs none
+
+_DIMENSIONS = 64
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a storage of an archive.
+
+    Args:
+        storage: the storage's name.
+        nbytes: the storage's size.
+        view: a tensor on the device "meta" with the offset, shape and strides in the storage.
+    """
+
+    storage: str
+    nbytes: int
+    view: torch.Tensor
+
+    @property
+    def dtype(self) -> str:
+        return str(self.view.dtype).removeprefix("torch.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.view.shape)
+
+    @property
+    def is_plain(self) -> bool:
+        """Do its elements lie in the storage as they are, in C order?"""
+        lazy = self.view.is_conj() or self.view.is_neg()
+        return self.view.is_contiguous() and not lazy
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise BackendError(
+            "a tensor is inside an object that is neither a dict nor a list"
+        )
+
+
+class UnsupportedTensor(NamedTuple):
+    """A tensor that is not a dense one in a storage. ``kind``: the function that makes it."""
+
+    kind: str
+
+
+class _Storage(NamedTuple):
+    name: str
+    nbytes: int
+    typed: torch.TypedStorage | None  # None: of a kind that cannot be read
+
+
+def load_structure(pickle: bytes, *, stand_ins: bool = False) -> Any:
+    """The value of ``data.pkl``, with a StoredTensor (or UnsupportedTensor) for each tensor.
+
+    ``stand_ins``: unknown classes become stand-ins; otherwise they raise UntrustedClass. Raises
+    CorruptCheckpoint as ``serialization.load`` does.
+    """
+    from megackpt.serialization.allowlist import finder
+
+    return unpickle(pickle, partial(_find, finder(stand_ins=stand_ins)), _storage)
+
+
+def _find(rest: Find, module: str, name: str) -> Rule:
+    if module == "torch._utils" and name.startswith("_rebuild_tensor"):
+        return Rule(_tensor, _tensor)
+    if module == "torch._utils" and name.startswith("_rebuild_parameter"):
+        return Rule(_parameter, _parameter)
+    if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+        return Rule(_from_type, _from_type)
+    if module in ("torch._utils", "torch._tensor") and name.startswith("_rebuild"):
+        unsupported = partial(_unsupported, name)
+        return Rule(unsupported, unsupported)
+    return rest(module, name)
+
+
+def _storage(persistent_id: tuple[Any, ...]) -> _Storage:
+    """The storage of ("storage", dtype, name, device, number of elements)."""
+    import torch
+
+    tag, dtype, name, _, count = persistent_id
+    if tag != "storage" or type(name) is not str or type(count) is not int or count < 0:
+        raise CorruptCheckpoint("a pickle refers to a storage in an unknown way")
+    if not isinstance(dtype, torch.dtype):
+        return _Storage(name, 0, None)
+    nbytes = count * dtype.itemsize
+    if nbytes >= 1 << 63:
+        raise CorruptCheckpoint(f"the storage {name!r} is larger than any can be")
+    octets = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+    typed = torch.TypedStorage(wrap_storage=octets, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+    return _Storage(name, nbytes, typed)
+
+
+def _tensor(storage: Any, *args: Any) -> StoredTensor | UnsupportedTensor:
+    """``args``: offset, shape, strides, requires_grad, hooks[, dtype][, metadata]."""
+    from megackpt.serialization.allowlist import rebuild_tensor
+
+    if type(storage) is not _Storage:
+        raise CorruptCheckpoint("a tensor is made without a storage")
+    dtype = None if storage.typed is None else storage.typed.dtype
+    if len(args) > 5 and type(args[5]) is not dict:
+        dtype = args[5]
+    name = str(dtype or "a quantized kind").removeprefix("torch.")
+    if name not in ITEMSIZE or storage.typed is None:
+        return UnsupportedTensor(f"tensor of {name}")
+    try:
+        view = rebuild_tensor(storage.typed, *args).detach()
+    except RuntimeError as error:
+        raise CorruptCheckpoint(f"torch cannot make a tensor: {error}") from error
+    if view.dim() > _DIMENSIONS:
+        raise CorruptCheckpoint(f"a tensor has more than {_DIMENSIONS} dimensions")
+    return StoredTensor(storage.name, storage.nbytes, view)
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    if type(data) not in (StoredTensor, UnsupportedTensor):
+        raise CorruptCheckpoint("a parameter is not made of a tensor")
+    return data
+
+
+def _from_type(function: Any, _kind: Any, args: Any, _state: Any) -> Any:
+    """A tensor with attributes, or of a class of its own."""
+    if function in (_tensor, _parameter, _from_type):
+        return function(*args)
+    return UnsupportedTensor("tensor of a class of its own")
+
+
+def _unsupported(name: str, *_: Any, **__: Any) -> UnsupportedTensor:
+    return UnsupportedTensor(name)

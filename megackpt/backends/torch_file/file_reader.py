@@ -1,0 +1,284 @@
+"""The tensors of a torch.save file by joined names, and all else in it.
+
+``{"model": {"weight": t}, "steps": [t, t], "epoch": 3}`` has the tensors ``model.weight``,
+``steps.0`` and ``steps.1``, and the common state ``{"epoch": 3}``. A listing reads only the pickle
+and the directory.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megackpt import serialization, tree
+from megackpt.backends.archives import StoredTensor, UnsupportedTensor, load_structure
+from megackpt.backends.base import Target
+from megackpt.backends.torch_file.file_writer import STATE
+from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
+from megackpt.planning.manifest import ITEMSIZE, Location, ReadItem
+from megackpt.serialization.archive import Archive
+from megackpt.serialization.limits import DEPTH
+from megackpt.storage import FileReader, Storage, allocate, read_dense
+
+LARGEST = 1 << 30
+"""Bytes of data.pkl: some millions of tensors."""
+_LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
+"""The first bytes of what torch wrote before it wrote archives."""
+_FIRST_MEMBERS = ("data.pkl", "data/")
+"""The first member's name begins so: in torch's files, and in ours."""
+_SINGLE = "tensor"
+"""The name of a tensor that is saved alone."""
+_NOTHING: Any = object()
+"""Remains of a value that has tensors only."""
+
+
+class Contents(NamedTuple):
+    """The contents of one file.
+
+    Args:
+        tensors: name to tensor.
+        places: name to the tensor's bytes, or None where they are not in C order.
+        objects: name of a shard to the blob of an object that ``convert`` wrote.
+        has_rest: whether the file holds more than these.
+        pickle: the byte at which data.pkl begins.
+    """
+
+    tensors: dict[str, StoredTensor]
+    places: dict[str, Location | None]
+    objects: dict[str, Location]
+    has_rest: bool
+    pickle: int
+
+
+class _State(NamedTuple):
+    tensors: dict[str, StoredTensor]
+    blobs: dict[str, StoredTensor]
+    rest: dict[Any, Any]
+
+
+def is_torch_file(reader: FileReader) -> bool:
+    """Could this be a torch.save file, by its first bytes? True also for the old kind."""
+    start = bytearray(min(256, reader.size))
+    reader.read_into(0, [memoryview(start)])
+    if start.startswith(_LEGACY):
+        return True
+    length = int.from_bytes(start[26:28], "little")
+    _, _, name = start[30 : 30 + length].decode("utf-8", "replace").partition("/")
+    return start.startswith(b"PK\3\4") and name.startswith(_FIRST_MEMBERS)
+
+
+def _open(reader: FileReader) -> Archive:
+    def fetch(start: int, length: int) -> bytes:
+        return bytes(read_dense(reader, start, length, "a part of it"))
+
+    if fetch(0, min(len(_LEGACY), reader.size)) == _LEGACY:
+        raise BackendError(
+            "it is of the kind that torch wrote before version 1.6: load it with "
+            "torch.load(..., weights_only=True), and save that with torch.save"
+        )
+    archive = Archive(fetch, reader.size)
+    if "constants.pkl" in archive.members or "data.pkl" not in archive.members:
+        raise BackendError(
+            "it is an archive, but no torch.save wrote it (TorchScript files hold programs)"
+        )
+    if not archive.little_endian:
+        raise BackendError(
+            "it was written on a big-endian machine: load it there with torch, and save it again"
+        )
+    return archive
+
+
+def _starts(archive: Archive) -> dict[str, int]:
+    """The byte at which each member begins. Raises CorruptCheckpoint for members that overlap."""
+    starts = {name: archive.start(name) for name in archive.members}
+    end = 0
+    for name in sorted(starts, key=starts.__getitem__):
+        member = archive.members[name]
+        if member.header < end:
+            raise CorruptCheckpoint(
+                f"the member {name!r} of the archive overlaps with another"
+            )
+        end = starts[name] + member.size
+    if end > archive.size:
+        raise CorruptCheckpoint("a member of the archive reaches beyond its end")
+    return starts
+
+
+class _TensorWalk:
+    """One walk through a state, which takes the tensors out."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit  # parts and letters of names: shared parts could multiply
+        self.tensors: dict[str, StoredTensor] = {}
+        self.paths: dict[str, tree.Path] = {}
+
+    def take(self, value: Any, path: tree.Path = ()) -> Any:
+        """The rest of a value without its tensors; _NOTHING if it has none."""
+        self.limit -= 1
+        if self.limit < 0 or len(path) > DEPTH:
+            raise CorruptCheckpoint(
+                "its state contains itself, or the same parts again and again"
+            )
+        if isinstance(value, StoredTensor | UnsupportedTensor):
+            self._add(path, value)
+            return _NOTHING
+        if not isinstance(value, dict | list | tuple):
+            return value
+        kept, changed = {}, False
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            rest = self.take(part, (*path, key))
+            changed = changed or rest is not part
+            if rest is not _NOTHING:
+                kept[key] = rest
+        # A list without some of its items becomes a dict of the others by index.
+        return (kept or _NOTHING) if changed else value
+
+    def _add(self, path: tree.Path, value: StoredTensor | UnsupportedTensor) -> None:
+        if not all(isinstance(key, str | int) for key in path):
+            raise BackendError(
+                f"a tensor is at {tree.show(path)[:1000]}, which cannot be a name"
+            )
+        name = ".".join(map(str, path)) if path else _SINGLE
+        self.limit -= len(name)
+        if isinstance(value, UnsupportedTensor):
+            raise BackendError(
+                f"{name!r} is not a plain tensor ({value.kind}): make it dense, and save it again"
+            )
+        if name in self.paths:
+            both = f"{tree.show(self.paths[name])} and {tree.show(path)}"
+            raise BackendError(
+                f"two tensors would be named {name!r}: those at {both}. "
+                "Rename one, and save it again"
+            )
+        self.paths[name], self.tensors[name] = path, value
+
+
+@lru_cache(maxsize=2)
+def _read_state(pickle: bytes, stand_ins: bool) -> _State:
+    value = load_structure(pickle, stand_ins=stand_ins)
+    if isinstance(value, serialization.StandIn):
+        raise BackendError(
+            f"it holds an object of {value.qualified_name}, whose code does not run here: "
+            "save its state_dict()"
+        )
+    blobs: dict[str, StoredTensor] = {}
+    if isinstance(value, dict) and _are_blobs(value.get(STATE)):
+        blobs = value[STATE]
+        value = {key: part for key, part in value.items() if key != STATE}
+    walk = _TensorWalk(64 * len(pickle) + (1 << 16))
+    rest = walk.take(value)
+    if rest is _NOTHING:
+        rest = {}
+    elif isinstance(rest, list | tuple):
+        rest = dict(enumerate(rest))
+    elif not isinstance(rest, dict):
+        rest = {"": rest}
+    return _State(walk.tensors, blobs, rest)
+
+
+def _are_blobs(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    for name, part in value.items():
+        if type(name) is not str or not isinstance(part, StoredTensor):
+            return False
+        if part.dtype != "uint8" or len(part.shape) != 1 or not part.is_plain:
+            return False
+    return True
+
+
+def read_contents(root: Storage, name: str) -> Contents:
+    """The contents of a file. Raises BackendError for kinds that cannot be read."""
+    try:
+        with root.open(name) as reader:
+            archive = _open(reader)
+            starts = _starts(archive)
+            state = _read_state(archive.content("data.pkl", LARGEST), True)
+        places: dict[str, Location | None] = {}
+        for key, found in state.tensors.items():
+            place = _locate(name, archive, starts, found)
+            places[key] = place if found.is_plain else None
+        objects = {}
+        for key, found in state.blobs.items():
+            objects[key] = _locate(name, archive, starts, found)
+    except (CorruptCheckpoint, BackendError) as error:
+        raise type(error)(f"{root.location}/{name}: {error}") from error
+    return Contents(
+        state.tensors, places, objects, bool(state.rest), starts["data.pkl"]
+    )
+
+
+def _locate(
+    file: str, archive: Archive, starts: dict[str, int], found: StoredTensor
+) -> Location:
+    """The bytes of a tensor, if it is plain."""
+    storage = f"data/{found.storage}"
+    member = archive.members.get(storage)
+    if member is None or member.size != found.nbytes:
+        size = None if member is None else member.size
+        raise CorruptCheckpoint(
+            f"{storage} should have {found.nbytes} bytes, and has {size}"
+        )
+    itemsize = ITEMSIZE[found.dtype]
+    size = math.prod(found.shape) * itemsize
+    # A tensor without elements may have any offset.
+    offset = int(found.view.storage_offset()) * itemsize if size else 0
+    return Location(file, starts[storage] + offset, size)
+
+
+def common_blob(root: Storage, name: str) -> bytes:
+    """All but the tensors of a file, as the blob of a common state.
+
+    Raises UntrustedClass naming a class.
+    """
+    try:
+        with root.open(name) as reader:
+            pickle = _open(reader).content("data.pkl", LARGEST)
+        return serialization.dump(dict(_read_state(pickle, False).rest))
+    except UntrustedClass as error:
+        reason = str(error).partition("\n")[0]
+        raise UntrustedClass(
+            f"{root.location}/{name}: {reason}\n  hint: load_plain_tensors reads the tensors all "
+            "the same. If you trust the file's author, call torch.serialization.add_safe_globals "
+            "with the class before loading"
+        ) from None
+    except (CorruptCheckpoint, BackendError) as error:
+        raise type(error)(f"{root.location}/{name}: {error}") from error
+
+
+def read_view(root: Storage, item: ReadItem, into: Target) -> None:
+    """Read a region of a tensor that is not in C order: the bytes that it spans, then a view."""
+    import torch  # here, because recognising a file needs none
+
+    file = item.chunk.location.file
+    with root.open(file) as reader:
+        archive = _open(reader)
+        state = _read_state(archive.content("data.pkl", LARGEST), True)
+        found = state.tensors[item.entry.key]
+        region = found.view[item.box.slices()]
+        span = 0
+        if region.numel():
+            steps = zip(region.shape, region.stride(), strict=True)
+            span = 1 + sum((extent - 1) * stride for extent, stride in steps)
+        itemsize = region.dtype.itemsize
+        where = f"{root.location}: {item.entry.key!r} in {file}"
+        data = allocate(span * itemsize, where)
+        begin = archive.start(f"data/{found.storage}")
+        begin += int(region.storage_offset()) * itemsize
+        reader.read_into(begin, [memoryview(data)])
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(region.dtype)
+    values = flat.as_strided(region.shape, region.stride())
+    if region.is_conj():
+        values = values.conj()
+    if region.is_neg():
+        values = values.neg()
+    # clone, because contiguous() keeps odd strides of single elements.
+    values = values.resolve_conj().resolve_neg()
+    values = values.clone(memory_format=torch.contiguous_format)
+    octets = values.reshape(-1).view(torch.uint8).numpy()
+    target = into.open(item.target, item.box)
+    target[...] = octets.view(target.dtype).reshape(np.shape(target))
+    into.close(item.target, item.box, target)
