@@ -143,7 +143,7 @@ def test_without_the_package_the_name_is_unknown(site, tmp_path):
 
 @pytest.mark.slow
 def test_its_own_tests_pass_where_it_is_installed(site, tmp_path):
-    """Among them the laws of formats, as an author of a plug-in runs them: warnings are errors."""
+    """Among them the conformance tests, as an author of a plug-in runs them: warnings are errors."""
     shutil.copy(EXAMPLE / "test_megackpt_npz.py", tmp_path)
     options = [
         "-q",
@@ -164,7 +164,7 @@ def test_its_own_tests_pass_where_it_is_installed(site, tmp_path):
     assert "skipped" not in told
 
 
-def test_the_laws_can_be_imported_without_pytest():
+def test_the_conformance_tests_can_be_imported_without_pytest():
     program = "import sys; import megackpt.testing; sys.exit('pytest' in sys.modules)"
     run([sys.executable, "-c", program])
 

@@ -1,11 +1,11 @@
-"""For authors of plug-ins, and for us: ranks without processes, and the laws that every format must hold."""
+"""For the tests of plug-ins, and ours: ranks as threads, and the conformance tests of a backend."""
 
 from __future__ import annotations
 
-from megackpt.testing.suite import BackendSuite
-from megackpt.testing.threads import ThreadedGroup
-from megackpt.testing.watched import WatchedStorage
-from megackpt.testing.worlds import MemorySource, MemoryTarget, Whole, World
+from megackpt.testing.conformance import BackendSuite
+from megackpt.testing.fixtures import MemorySource, MemoryTarget, Whole, World
+from megackpt.testing.threaded_group import ThreadedGroup
+from megackpt.testing.tracing import WatchedStorage
 
 __all__ = [
     "BackendSuite",

@@ -1,4 +1,4 @@
-"""The laws of a format, held by each of ours."""
+"""The conformance tests, passed by each built-in backend."""
 
 from __future__ import annotations
 

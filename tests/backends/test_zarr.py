@@ -37,7 +37,7 @@ from megackpt.testing import BackendSuite, MemorySource, Whole, World
 
 
 class _Suite(BackendSuite):
-    """Its helpers; the laws run in test_conformance.py."""
+    """its helpers; its tests run in test_conformance.py."""
 
     __test__ = False
     backend = Zarr()

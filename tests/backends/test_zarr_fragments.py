@@ -22,12 +22,18 @@ from megackpt.planning.box import Box
 from megackpt.planning.manifest import Manifest, ShardId
 from megackpt.planning.save_plan import SavePolicy, plan_save
 from megackpt.storage import LocalStorage
-from megackpt.testing import BackendSuite, MemorySource, ThreadedGroup, Whole, World
-from megackpt.testing.watched import WatchedStorage
+from megackpt.testing import (
+    BackendSuite,
+    MemorySource,
+    ThreadedGroup,
+    WatchedStorage,
+    Whole,
+    World,
+)
 
 
 class _Suite(BackendSuite):
-    """Its helpers; the laws run in test_conformance.py."""
+    """its helpers; its tests run in test_conformance.py."""
 
     __test__ = False
     backend = Zarr()

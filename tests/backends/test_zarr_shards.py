@@ -22,15 +22,14 @@ from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import DIGEST_BLOCK, ITEMSIZE, OBJECT, ShardId
 from megackpt.storage import LocalStorage, digest_blocks
-from megackpt.testing import BackendSuite, Whole, World
-from megackpt.testing.watched import WatchedStorage
+from megackpt.testing import BackendSuite, WatchedStorage, Whole, World
 
 DTYPES = tuple(d for d in ITEMSIZE if d not in (OBJECT, "complex32"))
 
 
 @pytest.mark.usefixtures("tiny_chunks")
 class TestShards(BackendSuite):
-    """The laws of a format, where almost every cell is a shard."""
+    """The conformance tests, where almost every cell is a shard."""
 
     backend = Zarr()
     dtypes = DTYPES

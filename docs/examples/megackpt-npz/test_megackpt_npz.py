@@ -1,4 +1,4 @@
-"""The proof of the format: megackpt's own laws for formats, and what is peculiar to this one."""
+"""The proof of the format: megackpt's conformance tests, and a test of this format alone."""
 
 from __future__ import annotations
 

@@ -1,0 +1,231 @@
+"""Ranks as threads of this process.
+
+``ThreadedGroup`` is the Group of real ranks but for the primitives that move bytes. Its ranks meet
+for each collective and name it, so that ranks at different collectives fail instead of waiting for
+one another until the timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from megackpt.distributed import RankGroup, Streams
+from megackpt.distributed.failures import departure
+from megackpt.distributed.waiting import Wait
+from megackpt.errors import RankLost
+
+T = TypeVar("T")
+Packed = bytes | memoryview
+
+
+class ThreadedGroup(RankGroup):
+    """One of N ranks that are threads. ``log`` names the collectives that this rank took part in."""
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank = rank
+        self.size = meeting.size
+        self.log: list[str] = []
+        self._meeting = meeting
+
+    @staticmethod
+    def run(
+        size: int, fn: Callable[[ThreadedGroup], T], timeout: float = 30.0
+    ) -> list[T]:
+        """Call ``fn`` on each of ``size`` ranks, and return the results.
+
+        Raises the exception of the rank that failed first. ``timeout``: seconds that ranks wait
+        for one another; a rank that is missing then is a RankLost.
+        """
+        results, errors = _run(size, fn, timeout)
+        if errors:
+            raise errors[0]
+        return cast("list[T]", results)
+
+    @staticmethod
+    def outcomes(
+        size: int, fn: Callable[[ThreadedGroup], T], timeout: float = 30.0
+    ) -> list[T | BaseException]:
+        """As ``run``, but return the exception of each rank that raised one as its result."""
+        return _run(size, fn, timeout)[0]
+
+    def _lowest(self, numbers: Sequence[int]) -> list[int]:
+        votes = self._meet("all_agree", "vote", list(numbers))
+        return [min(column) for column in zip(*votes, strict=True)]
+
+    def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
+        everything = self._meet("gather", stage, packed)
+        return everything if self.rank == 0 else None
+
+    def _scatter(self, stage: str, packed: Sequence[Packed] | None) -> Packed:
+        return cast("Packed", self._meet("scatter", stage, packed)[0][self.rank])
+
+    def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
+        return cast("Packed", self._meet("broadcast", stage, packed)[0])
+
+    def exchange(
+        self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
+    ) -> None:
+        self.log.append("exchange")
+        super().exchange(stage, streams)
+
+    def _swap(
+        self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
+    ) -> Callable[[], None]:
+        if leaving:
+            self._meeting.send(self.rank, to, bytes(leaving))
+
+        def wait() -> None:
+            if coming:
+                with Wait(self.rank, stage, lambda _: [source]):
+                    coming[:] = self._meeting.receive(self.rank, source, stage)
+
+        return wait
+
+    def _leave(self, reason: BaseException) -> None:
+        self._meeting.leave(self.rank, departure(reason))
+
+    def _meet(self, collective: str, stage: str, value: Any) -> list[Any]:
+        self.log.append(collective)
+        name = f"{collective} of the stage {stage!r}"
+        with Wait(self.rank, stage, lambda _: self._meeting.awaited_by(self.rank)):
+            return self._meeting.meet(self.rank, name, value)
+
+
+@dataclass
+class _Collective:
+    """One collective: for each rank that came its name and the rank's value."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
+
+
+class _Meeting:
+    """Where the ranks meet for each collective. The first failure ends it for all."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._changed = threading.Condition()
+        self._current = _Collective()
+        self._gone: dict[int, str] = {}
+        self._failure: RankLost | None = None
+        self._messages: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
+
+    def meet(self, rank: int, name: str, value: Any) -> list[Any]:
+        """Wait for all ranks, and return the values of all in rank order."""
+        with self._changed:
+            current = self._current
+            current.names[rank], current.values[rank] = name, value
+            complete = len(current.names) == self.size
+            same = len(set(current.names.values())) == 1
+            if complete and same and not self._failure:
+                current.done = True
+                self._current = _Collective()
+            else:
+                self._check()
+            self._changed.notify_all()
+            if not self._changed.wait_for(
+                lambda: current.done or self._failure, self.timeout
+            ):
+                self._fail(f"no answer within {self.timeout:g} s from", self._absent())
+            if not current.done:
+                self._raise()
+            return [current.values[each] for each in range(self.size)]
+
+    def awaited_by(self, rank: int) -> list[int] | None:
+        """Return the ranks for which this rank waits; None if it does not wait."""
+        with self._changed:
+            return list(self._absent()) if rank in self._current.names else None
+
+    def send(self, rank: int, to: int, data: bytes) -> None:
+        with self._changed:
+            self._messages[rank, to].append(data)
+            self._changed.notify_all()
+
+    def receive(self, rank: int, source: int, stage: str) -> bytes:
+        """Wait for the next message from ``source`` to this rank."""
+        messages = self._messages[source, rank]
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: messages or self._failure or source in self._gone, self.timeout
+            ):
+                late = f"did not answer within {self.timeout:g} s"
+                self._gone.setdefault(source, late)
+            if not messages:
+                if not self._failure:
+                    missing = {source: self._gone[source]}
+                    self._fail(
+                        f"rank {rank} waits in vain in the stage {stage!r}:", missing
+                    )
+                self._raise()
+            return messages.popleft()
+
+    def leave(self, rank: int, reason: str) -> None:
+        """Note that this rank comes to no further collective."""
+        with self._changed:
+            self._gone.setdefault(rank, reason)
+            self._check()
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        """Fail if the ranks can never meet: at different collectives, or some are gone."""
+        if self._current.names and self._gone:
+            self._fail("the others wait in vain:", self._gone)
+        elif len(set(self._current.names.values())) > 1:
+            self._fail("the ranks are at different collectives:", {})
+
+    def _absent(self) -> dict[int, str]:
+        came = self._current.names
+        return {rank: "did not come" for rank in range(self.size) if rank not in came}
+
+    def _fail(self, text: str, missing: dict[int, str]) -> None:
+        states = {rank: f"is at {name}" for rank, name in self._current.names.items()}
+        states.update(missing)
+        listed = "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states))
+        self._failure = self._failure or RankLost(f"{text} {listed}", missing)
+        self._changed.notify_all()
+
+    def _raise(self) -> None:
+        failure = cast("RankLost", self._failure)
+        # A new exception for each rank: their tracebacks differ.
+        raise RankLost(str(failure), failure.failures)
+
+
+def _run(
+    size: int, fn: Callable[[ThreadedGroup], T], timeout: float
+) -> tuple[list[T | BaseException], list[BaseException]]:
+    """Return the result or exception of every rank, and the exceptions in the order of time."""
+    meeting = _Meeting(size, timeout)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = fn(ThreadedGroup(rank, meeting))
+            meeting.leave(rank, "has finished")
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
+            results[rank] = error
+            errors.append(error)
+            meeting.leave(rank, f"raised {type(error).__name__}: {error}")
+
+    threads = []
+    for rank in range(size):
+        thread = threading.Thread(
+            target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True
+        )
+        threads.append(thread)
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout)
+    for rank, thread in enumerate(threads):
+        if thread.is_alive():
+            stuck = "is still running"
+            text = f"rank {rank} {stuck} after {2 * timeout:g} s"
+            results[rank] = RankLost(text, {rank: stuck})
+            errors.append(results[rank])
+    return results, errors
