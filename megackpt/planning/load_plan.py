@@ -8,8 +8,9 @@ import numpy as np
 
 from megackpt.errors import CheckpointingException, CorruptCheckpoint, MismatchError
 from megackpt.planning.box import Box, Boxes, Int64, group_equal, runs
-from megackpt.planning.coverage import miscounted, shapes_table, tile_exactly
+from megackpt.planning.coverage import shapes_table
 from megackpt.planning.manifest import Bool, Declarations, Int32, LoadPlan, Manifest
+from megackpt.planning.tiling import miscounted, tile_exactly
 
 PAIRS = 1 << 19  # pairs of boxes that are intersected at once
 CROWD = 64  # stored chunks of a tensor from which on candidates are searched for instead of all compared

@@ -12,7 +12,7 @@ from itertools import islice, product
 from megackpt.adapters.huggingface.rules import Piece, Rule, Shape, Theirs, as_rule
 from megackpt.errors import MismatchError, ShardingError, join_truncated
 from megackpt.planning.box import Box, Boxes
-from megackpt.planning.coverage import miscounted
+from megackpt.planning.tiling import miscounted
 
 Table = Mapping[str, Theirs | None]
 Links = dict[tuple[str, Shape], list[Piece]]

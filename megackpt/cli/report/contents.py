@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes, Int64
-from megackpt.planning.coverage import miscounted, shapes_table, uncovered
+from megackpt.planning.coverage import shapes_table, uncovered
 from megackpt.planning.dedup import assign
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
@@ -25,6 +25,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     is_main_replica,
 )
+from megackpt.planning.tiling import miscounted
 
 Contents = dict[str, Any]
 

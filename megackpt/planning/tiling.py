@@ -1,7 +1,8 @@
-"""Exact geometry of tilings, knowing neither ranks nor replicas: do these boxes cover each element once?
+"""Exact geometry of tilings: do boxes cover each element of their tensors once?
 
-The common cases (regular grids, slabs along one axis) are decided for all tensors at once, in columns. What
-is left is swept: the boxes' own cuts make a grid of cells, in which the boxes are counted.
+The common cases, regular grids and slabs along one axis, are decided for all tensors at once, in
+columns. Other tensors are swept: the boxes' edges make a grid of cells, and each cell counts the
+boxes that hold it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,10 @@ from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes, Int64, regular_grids
 
-CELLS = (
-    1 << 18
-)  # cells of the counting grid that are held at once; larger regions are halved first
-_SURE = float(1 << 60)  # volumes from which on sums are not taken in 64 bits
-_AXES = (
-    6  # beyond these the grid's corners cost more than halving until a region is plain
-)
+CELLS = 1 << 18
+"""Cells of the counting grid held at a time. Larger regions are halved first."""
+_EXACT = float(1 << 60)  # sums of volumes from here on may not fit in 64 bits
+_AXES = 6  # with more axes, the 2^axes corners of a box cost more than halving regions
 
 
 def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]:
@@ -39,10 +37,10 @@ def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]
             offset + boxes.shape[:, axis] <= np.repeat(whole[:, axis], counts)
         )
     exact = np.logical_and.reduceat(inside, bounds[:-1])
-    # In bounds and of the right volume in sum: now holes and overlaps can only come together.
+    # In bounds and of the right volume in sum, boxes with a hole also overlap.
     exact &= np.add.reduceat(boxes.volume, bounds[:-1]) == np.prod(whole, axis=1)
-    # Where 64 bits may overflow (in floating point nothing does), the sum is taken again without bounds.
-    large = exact & (np.prod(whole.astype(np.float64), axis=1) >= _SURE)
+    # Large volumes, found in floating point, may overflow: Python's integers sum them again.
+    large = exact & (np.prod(whole.astype(np.float64), axis=1) >= _EXACT)
     for row in np.flatnonzero(large).tolist():
         shapes = boxes.shape[bounds[row] : bounds[row + 1]].tolist()
         exact[row] = sum(map(math.prod, shapes)) == math.prod(whole[row].tolist())
@@ -59,7 +57,7 @@ def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]
 def _slabs(
     boxes: Boxes, bounds: Int64, whole: Int64, wanted: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Which of the wanted runs surely are seamless rows of slabs, cut along a single axis."""
+    """Which of the wanted runs are seamless rows of slabs, cut along a single axis?"""
     seamless = np.zeros(len(whole), np.bool_)
     number = np.repeat(np.arange(len(whole)), np.diff(bounds))
     cut = np.logical_or.reduceat(boxes.shape != whole[number], bounds[:-1], axis=0)
@@ -83,10 +81,11 @@ def _slabs(
 
 
 def miscounted(boxes: Boxes, whole: Sequence[int]) -> Iterator[tuple[Box, int]]:
-    """The regions of a tensor that not exactly one box covers, each with the number that do.
+    """The regions of a tensor that no box or several boxes cover, with the number of boxes.
 
-    ``whole`` is the global shape. Regions are disjoint and found one by one; parts of boxes outside the
-    tensor count for nothing. Costs about boxes x 64 + CELLS for each CELLS of the grid of cuts.
+    ``whole`` is the global shape. Regions are disjoint and found one by one. Parts of boxes
+    outside the tensor are ignored. The cost is about boxes x 64 + CELLS for each CELLS of the
+    grid.
     """
     if 0 in whole:
         return
@@ -128,7 +127,7 @@ def _swept(
 
 
 def _counts(low: Int64, high: Int64, cuts: list[Int64]) -> Int64:
-    """How many boxes hold each cell between the cuts, by summing up where boxes begin and end."""
+    """How many boxes hold each cell between the cuts: the running sum of their corners."""
     ndim = len(cuts)
     ends = [
         (np.searchsorted(cuts[a], low[:, a]), np.searchsorted(cuts[a], high[:, a]))
@@ -144,7 +143,7 @@ def _counts(low: Int64, high: Int64, cuts: list[Int64]) -> Int64:
 
 
 def _blocks(counts: Int64, cuts: list[Int64]) -> Iterator[tuple[Box, int]]:
-    """The cells that are not counted once, joined to blocks of equal count."""
+    """The cells whose count is not 1, joined to blocks of equal count."""
     left = np.ascontiguousarray(counts != 1)
     flat = left.ravel()
     at = 0
