@@ -1,7 +1,7 @@
-"""Flat ranges of parameters, as ZeRO-1 deals them out to data-parallel ranks, as boxes of the whole tensors.
+"""Flat ranges of parameters, which ZeRO-1 distributes over data-parallel ranks, as boxes.
 
-A range of a tensor in C order is at most ``2 * ndim - 1`` boxes: part of a row, whole rows, part of a row. As boxes it
-is free of parallelism: what another rank wants of it is an intersection, like everything else.
+A range of a tensor's elements in C order is at most ``2 * ndim - 1`` boxes: part of a row, whole
+rows, part of a row. Boxes do not depend on parallelism, so they can be loaded by any ranks.
 """
 
 from __future__ import annotations
@@ -26,276 +26,261 @@ from megackpt.state import (
 
 ShardedParam = ShardedTensor | ShardedTensorFactory
 
-_MOST = 4096
-"""Stretches of a parameter that a factory may make of it. Each is a shard at least; the planner has them all."""
+_MAX_STRETCHES = 4096
+"""Contiguous stretches that a factory may cut a parameter into. Each is at least one shard."""
 
 
 def make_flat_range_shards(
     param: ShardedParam, data: torch.Tensor, flat_range: slice, prefix: str
 ) -> list[ShardedTensor]:
-    """``data``, 1-dim, is elements ``flat_range`` of what belongs to ``param``: declared as ``{prefix}.{its key}``.
+    """Declare ``data``, elements ``flat_range`` of a tensor like ``param``.
 
-    The elements are those of the local parameter in C order. The shards' data are views of ``data``, which a load
-    fills in place; an empty range has no shards. A parameter behind a factory is cut where the factory cuts it.
+    The key is ``{prefix}.{key of param}``. ``data`` is 1-dim; the elements are those of the local
+    parameter in C order. The shards' data are views of ``data``, which a load fills in place. An
+    empty range has no shards. A parameter behind a factory is cut where the factory cuts it.
 
-    Of the ranks that hold copies of the parameter each declares a range of its own, together all of it. So the last
-    number of the replica id, the data-parallel one, becomes 0, whatever it is in ``param`` (an id that is an int is
-    this number): each range is the main replica, unless the parameter is a copy for another reason.
-    Raises ShardingError for a range outside the parameter, data of another shape, and factories that compute.
+    The data-parallel ranks that hold the parameter declare different ranges, together all of it. So
+    the last number of the replica id, the data-parallel one, becomes 0: each range is the main
+    replica, unless the parameter is a replica for another reason. (An int id is this number.)
+    Raises ShardingError for a range outside the parameter, data of another shape, and factories
+    that compute.
     """
     param = replace(param, key=f"{prefix}.{param.key}")
     check_flat_range(param, data, flat_range)
-    return main_shards(param, data, flat_range)
+    return [shard for _, shard in _main_parts(param, data, flat_range)]
 
 
 def check_flat_range(
     param: ShardedParam, data: torch.Tensor | None, flat_range: slice
 ) -> None:
-    """Raise ShardingError for a range outside the parameter, and for data that is not as long."""
-    start, stop, size = flat_range.start, flat_range.stop, math.prod(param_shape(param))
-    held = None if data is None else tuple(data.shape)
-    if (
-        None in (start, stop)
-        or not 0 <= start <= stop <= size
-        or held not in (None, (stop - start,))
-    ):
+    """Raise ShardingError for a range outside the parameter, or data of another length."""
+    start, stop = flat_range.start, flat_range.stop
+    shape = param_shape(param)
+    size = math.prod(shape)
+    is_range = None not in (start, stop) and 0 <= start <= stop <= size
+    data_shape = None if data is None else tuple(data.shape)
+    if not is_range or data_shape not in (None, (stop - start,)):
         raise ShardingError(
-            f"{param.key!r}: data of shape {held} is not elements {start}:{stop} of a parameter of shape "
-            f"{param_shape(param)}; a flat range is slice(start, stop) within its {size} elements, and data is 1-dim"
+            f"{param.key!r}: data of shape {data_shape} is not elements {start}:{stop} of a "
+            f"parameter of shape {shape}; a flat range is slice(start, stop) within its {size} "
+            "elements, and data is 1-dim"
         )
 
 
-def flattened(
+def declare_flat_range(
     param: ShardedParam,
     data: torch.Tensor | None,
     flat_range: slice,
     *,
     main: bool = False,
 ) -> ShardedTensorFactory:
-    """The range as one leaf of a state dict: a load gives ``data`` back, filled.
+    """The range as one leaf of a state dict. A load returns ``data``, filled.
 
-    One of which nothing is stored is declared as empty boxes, so that a parameter of which nobody has an element is
-    missed (but for one without dimensions, of which nothing is empty). With ``main`` no other data-parallel rank has
-    a copy of the range, as in ``make_flat_range_shards``.
+    An empty range is declared as empty boxes, so that a save notices a parameter without elements
+    on any rank (except one without dimensions, which has no empty boxes). ``main``: no other
+    data-parallel rank has the range, as in ``make_flat_range_shards``.
     """
-    begins: list[int] = []
-    cut = _main_parts if main else _parts
+    starts: list[int] = []
 
     def build(key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> list[Any]:
         named = replace(param, key=key, replica_id=replica_id)
+        cut = _main_parts if main else _parts
         parts = cut(named, data, flat_range)
-        begins[:] = [begin for begin, _ in parts]
-        return [shard for _, shard in parts] or [
-            _nothing_of(piece, data) for piece in built(named)
-        ]
+        starts[:] = [start for start, _ in parts]
+        if parts:
+            return [shard for _, shard in parts]
+        return [_empty_part(piece, data) for piece in built_tensors(named)]
 
     def merge(pieces: list[torch.Tensor]) -> Any:
-        if not (data is None or data.is_meta) or not pieces or pieces[0] is data:
+        has_memory = data is not None and not data.is_meta
+        if has_memory or not pieces or pieces[0] is data:
             return data
         length = flat_range.stop - flat_range.start
         whole = torch.zeros(length, dtype=pieces[0].dtype, device=pieces[0].device)
-        for begin, piece in zip(begins, pieces, strict=False):
-            whole[begin : begin + piece.numel()] = piece.reshape(-1)
+        for start, piece in zip(starts, pieces, strict=False):
+            whole[start : start + piece.numel()] = piece.reshape(-1)
         return whole
 
     return ShardedTensorFactory(param.key, data, build, merge, param.replica_id)
 
 
-def known_by(param: ShardedParam, flat_range: slice) -> list[ShardedTensor]:
-    """What a rank with this range knows the parameter by: its boxes, and all pieces, as replicas."""
-    return main_shards(param, None, flat_range) + [
-        replace(
-            piece, replica_id=(*own[:-1], 1) if isinstance(own, (tuple, list)) else 1
-        )
-        for piece in built(param)
-        for own in [piece.replica_id]
+def declare_whole_by_range(
+    param: ShardedParam, flat_range: slice
+) -> list[ShardedTensor]:
+    """The parts of a parameter on a rank with this range: its boxes, and all pieces as replicas."""
+    shards = [shard for _, shard in _main_parts(param, None, flat_range)]
+    return shards + [
+        replace(piece, replica_id=_with_last(piece.replica_id, 1))
+        for piece in built_tensors(param)
     ]
 
 
-def _nothing_of(
+def _with_last(replica_id: ReplicaId, last: int) -> ReplicaId:
+    if isinstance(replica_id, (tuple, list)):
+        return (*replica_id[:-1], last)
+    return last
+
+
+def _empty_part(
     piece: ShardedTensor, data: torch.Tensor | None
 ) -> ShardedTensor | LocalNonpersistentObject:
-    """An empty box of it. Without dimensions nothing is empty, and as a replica it could be asked to be written."""
     if not piece.local_shape:
+        # A scalar has no empty boxes, and a replica of it might be chosen to be written.
         return LocalNonpersistentObject(data)
-    box = Box(_cell(piece).offset, (0, *piece.local_shape[1:]))
+    box = Box(_local_box(piece).offset, (0, *piece.local_shape[1:]))
     return _part(piece, box, None if data is None else data[:0])
-
-
-def main_shards(
-    param: ShardedParam, data: torch.Tensor | None, flat_range: slice
-) -> list[ShardedTensor]:
-    """The boxes that elements ``flat_range`` of ``param`` fill, views of ``data``; of data-parallel ranks this one
-    alone has them, so each is the main replica among these."""
-    return [shard for _, shard in _main_parts(param, data, flat_range)]
 
 
 def _main_parts(
     param: ShardedParam, data: torch.Tensor | None, flat_range: slice
 ) -> list[tuple[int, ShardedTensor]]:
     parts = _parts(param, data, flat_range)
-    # Of one without elements all ranks have the same.
-    for _, shard in parts if math.prod(param_shape(param)) else ():
-        copy = shard.replica_id
-        shard.replica_id = (*copy[:-1], 0) if isinstance(copy, (tuple, list)) else 0
+    if math.prod(param_shape(param)):  # Else all ranks have the same empty boxes.
+        for _, shard in parts:
+            shard.replica_id = _with_last(shard.replica_id, 0)
     return parts
 
 
 def _parts(
     param: ShardedParam, data: torch.Tensor | None, flat_range: slice
 ) -> list[tuple[int, ShardedTensor]]:
-    """(where it begins in the range, a box that is filled by it), under the parameter's key and replica id."""
-    if not math.prod(
-        param_shape(param)
-    ):  # nobody has an element of it: it is declared as it stands
-        return [(0, _part(piece, _cell(piece), data)) for piece in built(param)]
+    """(start in the range, the box that it fills), under the parameter's key and replica id."""
+    if not math.prod(param_shape(param)):
+        return [
+            (0, _part(piece, _local_box(piece), data)) for piece in built_tensors(param)
+        ]
     parts = []
-    for piece, at, first, length in _stretches(param):
-        low, stop = max(flat_range.start, first), min(flat_range.stop, first + length)
-        for box in _cell(piece).runs(at + low - first, at + stop - first):
-            begin = low - flat_range.start
-            parts.append(
-                (
-                    begin,
-                    _part(
-                        piece,
-                        box,
-                        None if data is None else data[begin : begin + box.volume],
-                    ),
-                )
-            )
+    for piece, in_piece, in_param, length in _stretches(param):
+        low = max(flat_range.start, in_param)
+        stop = min(flat_range.stop, in_param + length)
+        shift = in_piece - in_param
+        for box in _local_box(piece).runs(low + shift, stop + shift):
+            start = low - flat_range.start
+            view = None if data is None else data[start : start + box.volume]
+            parts.append((start, _part(piece, box, view)))
             low += box.volume
     return parts
 
 
-def _cell(piece: ShardedTensor) -> Box:
-    return Box(
-        tuple(piece.global_offset)[piece.prepend_axis_num :], tuple(piece.local_shape)
-    )
+def _local_box(piece: ShardedTensor) -> Box:
+    """The piece's box, without prepended axes."""
+    offset = tuple(piece.global_offset)[piece.prepend_axis_num :]
+    return Box(offset, tuple(piece.local_shape))
 
 
 def _part(piece: ShardedTensor, box: Box, data: torch.Tensor | None) -> ShardedTensor:
-    """The box, which does not count prepended axes, of a tensor."""
+    prepended = tuple(piece.global_offset)[: piece.prepend_axis_num]
     return replace(
         piece,
         data=None if data is None else data.detach().view(box.shape),
         dtype=piece.dtype if data is None else data.dtype,
         local_shape=box.shape,
-        global_offset=(
-            *tuple(piece.global_offset)[: piece.prepend_axis_num],
-            *box.offset,
-        ),
+        global_offset=(*prepended, *box.offset),
         axis_fragmentations=None,
     )
 
 
 def param_shape(param: ShardedParam) -> tuple[int, ...]:
-    return tuple(
-        param.local_shape if isinstance(param, ShardedTensor) else param.data.shape
-    )
+    """The local shape."""
+    if isinstance(param, ShardedTensor):
+        return tuple(param.local_shape)
+    return tuple(param.data.shape)
 
 
-def built(param: ShardedParam) -> list[ShardedTensor]:
-    """The parameter, or the tensors that its factory builds in the end."""
-    todo, pieces = [param], list[ShardedTensor]()
-    while todo:
-        shard = todo.pop(0)
-        if isinstance(shard, ShardedTensor):
-            pieces.append(shard)
-        else:
-            leaves = tree.nested_values(shard.build())
-            todo += [
-                leaf
-                for leaf in leaves
-                if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
-            ]
-    return pieces
+def built_tensors(param: ShardedParam) -> list[ShardedTensor]:
+    """The parameter, or the tensors that its factory, and factories in it, build."""
+    if isinstance(param, ShardedTensor):
+        return [param]
+    tensors = []
+    for leaf in tree.nested_values(param.build()):
+        if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)):
+            tensors += built_tensors(leaf)
+    return tensors
 
 
 def _stretches(param: ShardedParam) -> Iterator[tuple[ShardedTensor, int, int, int]]:
-    """(piece, first element in it, first element in the parameter, length): in C order in both."""
+    """(piece, start in it, start in the parameter, length) of what is contiguous in both."""
     if isinstance(param, ShardedTensor):
         yield param, 0, 0, math.prod(param.local_shape)
         return
+    # The factory is a function: find out what it does by giving it a tensor without data.
     blank = torch.empty(param_shape(param), dtype=param.data.dtype, device="meta")
-    pieces = built(replace(param, data=blank))
+    pieces = built_tensors(replace(param, data=blank))
     views = [
         piece.data
         for piece in pieces
         if piece.data is not None and _is_view(piece.data, blank)
     ]
-    if len(views) == len(
-        pieces
-    ):  # the common case, for which nothing has to be computed
-        _refuse_many(
-            param.key, sum(math.prod(view.shape[: _row(view)[0]]) for view in views)
-        )
-        found = [_of_view(view) for view in views]
+    if len(views) == len(pieces):
+        count = sum(math.prod(view.shape[: _trailing_row(view)[0]]) for view in views)
+        _check_count(param.key, count)
+        found = [_stretches_of_view(view) for view in views]
     else:
+        # It copies: give it the numbers of the elements instead.
         numbers = torch.arange(blank.numel(), device="cpu").view(blank.shape)
-        found = _of_copies(param.key, built(replace(param, data=numbers)), numbers)
-    _refuse_many(param.key, sum(len(starts) for starts, _ in found))
+        copies = built_tensors(replace(param, data=numbers))
+        found = _stretches_of_copies(param.key, copies, numbers)
+    _check_count(param.key, sum(len(starts) for starts, _ in found))
     for piece, (starts, lengths) in zip(pieces, found, strict=True):
-        ends = np.cumsum(lengths)
-        rows = zip(
-            (ends - lengths).tolist(), starts.tolist(), lengths.tolist(), strict=True
-        )
-        yield from ((piece, at, first, length) for at, first, length in rows)
+        in_piece = 0
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            yield piece, in_piece, start, length
+            in_piece += length
 
 
-def _refuse_many(key: str, count: int) -> None:
-    if count > _MOST:
+def _check_count(key: str, count: int) -> None:
+    if count > _MAX_STRETCHES:
         raise ShardingError(
-            f"{key!r}: its factory makes {count} stretches of it, and a flat range of it would be as many shards; "
-            f"{_MOST} are allowed. Let build_fn cut along the first axes"
+            f"{key!r}: its factory makes {count} stretches of it, and a flat range of it would be "
+            f"as many shards; {_MAX_STRETCHES} are allowed. Let build_fn cut along the first axes"
         )
 
 
 def _is_view(piece: torch.Tensor, of: torch.Tensor) -> bool:
-    return (
-        piece.dtype == of.dtype
-        and piece.untyped_storage()._cdata == of.untyped_storage()._cdata
-    )
+    same_storage = piece.untyped_storage()._cdata == of.untyped_storage()._cdata
+    return piece.dtype == of.dtype and same_storage
 
 
-def _row(view: torch.Tensor) -> tuple[int, int]:
-    """The axes before those that are one stretch; and the length of that."""
+def _trailing_row(view: torch.Tensor) -> tuple[int, int]:
+    """How many axes precede those that are contiguous together; and the length of these."""
+    if not view.numel():
+        return 0, 0
     axes, length = view.dim(), 1
     while axes and (view.shape[axes - 1] == 1 or view.stride(axes - 1) == length):
         axes -= 1
         length *= view.shape[axes]
-    return (axes, length) if view.numel() else (0, 0)
+    return axes, length
 
 
-def _of_view(view: torch.Tensor) -> tuple[Int64, Int64]:
-    """Where the stretches of a view begin in what it is a view of, in C order; and their lengths."""
-    axes, length = _row(view)
+def _stretches_of_view(view: torch.Tensor) -> tuple[Int64, Int64]:
+    """Starts and lengths in the storage of a view's contiguous stretches, in the view's order."""
+    axes, length = _trailing_row(view)
     starts = np.array([view.storage_offset()])
     for axis in range(axes):
-        starts = np.add.outer(
-            starts, np.arange(view.shape[axis]) * view.stride(axis)
-        ).ravel()
+        steps = np.arange(view.shape[axis]) * view.stride(axis)
+        starts = np.add.outer(starts, steps).ravel()
     return starts, np.full(len(starts), length)
 
 
-def _of_copies(
+def _stretches_of_copies(
     key: str, pieces: list[ShardedTensor], numbers: torch.Tensor
 ) -> list[tuple[Int64, Int64]]:
-    """The same of pieces that are copies, told by the numbers of the elements that are in them."""
-    held = [
-        piece.data
+    """The same for pieces that are copies of ``numbers``: runs of consecutive values."""
+    rows = [
+        piece.data.reshape(-1).numpy()
         for piece in pieces
         if piece.data is not None and piece.data.dtype == numbers.dtype
     ]
-    flat = [data.reshape(-1).numpy() for data in held]
-    every = np.concatenate([np.zeros(0, np.int64), *flat])
-    inside = len(held) == len(pieces) and bool(
-        ((every >= 0) & (every < numbers.numel())).all()
-    )
-    if not inside or np.bincount(every).max(initial=0) > 1:
+    every = np.concatenate([np.zeros(0, np.int64), *rows])
+    inside = bool(((every >= 0) & (every < numbers.numel())).all())
+    complete = len(rows) == len(pieces)
+    if not complete or not inside or np.bincount(every).max(initial=0) > 1:
         raise ShardingError(
-            f"{key!r}: its factory does not only take it apart (it casts, pads or computes), so nobody can tell where "
-            "a flat range of it goes. Let build_fn cut and reshape only"
+            f"{key!r}: its factory does not only take it apart (it casts, pads or computes), so "
+            "the place of a flat range is unknown. Let build_fn cut and reshape only"
         )
-    bounds = [np.flatnonzero(np.diff(row, prepend=-2, append=-2) != 1) for row in flat]
-    return [(row[b[:-1]], np.diff(b)) for row, b in zip(flat, bounds, strict=True)]
+    result = []
+    for row in rows:
+        bounds = np.flatnonzero(np.diff(row, prepend=-2, append=-2) != 1)
+        result.append((row[bounds[:-1]], np.diff(bounds)))
+    return result

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from megackpt import tree
-from megackpt.adapters.flat_ranges import check_flat_range, flattened
+from megackpt.adapters.flat_ranges import check_flat_range, declare_flat_range
 from megackpt.errors import ShardingError
 from megackpt.state import (
     LocalNonpersistentObject,
@@ -107,4 +107,4 @@ def _unflattened(run: ShardedTensor) -> ShardedTensorFactory:
     """A run of elements of a local tensor, in C order: the boxes that they fill in it, views of the same data."""
     span, data = run.flattened_range or slice(0, 0), run.data
     check_flat_range(run, data, span)
-    return flattened(replace(run, data=None, flattened_range=None), data, span)
+    return declare_flat_range(replace(run, data=None, flattened_range=None), data, span)

@@ -1,9 +1,9 @@
-"""Optimizer state declared like the parameters it belongs to, so that it survives changes of parallelism.
+"""Optimizer state, declared as shards like the parameters that it belongs to.
 
-The keys are the same whether a rank has the state of its parameters or, as in ZeRO-1, of flat ranges of them.
-Names are those of Megatron-Core's ``dist_checkpointing.optimizer``. State is stored under the key of the
-model's parameter, ``optimizer.state.exp_avg.decoder.layers.mlp.weight``, never under the optimizer's own
-numbers, which depend on what this rank holds.
+State is stored under the key of the model's parameter, such as
+``optimizer.state.exp_avg.decoder.layers.mlp.weight``, not under the optimizer's numbers, which
+depend on what a rank holds. The keys are the same if ranks have flat ranges of parameters (ZeRO-1).
+Names are those of Megatron-Core's ``dist_checkpointing.optimizer``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ import torch
 from megackpt import tree
 from megackpt.adapters.flat_ranges import (
     ShardedParam,
-    built,
+    built_tensors,
     check_flat_range,
-    flattened,
-    known_by,
+    declare_flat_range,
+    declare_whole_by_range,
     make_flat_range_shards,
     param_shape,
 )
 from megackpt.adapters.megatron import native
-from megackpt.adapters.param_groups import declared_groups, told_apart
+from megackpt.adapters.param_groups import (
+    GroupNumbers,
+    are_identified,
+    declare_groups,
+)
 from megackpt.errors import MismatchError, ShardingError
 from megackpt.state import (
     ReplicaId,
@@ -60,7 +64,7 @@ _logger = logging.getLogger(__name__)
 def get_optim_param_to_id_map(
     optim_params_iter: Iterable[torch.nn.Parameter],
 ) -> dict[int, int]:
-    """``id(param)`` -> number of the parameter in the optimizer, the first where it occurs twice."""
+    """``id(param)`` -> number of the parameter in the optimizer, the first if there are several."""
     numbers: dict[int, int] = {}
     for number, param in enumerate(optim_params_iter):
         numbers.setdefault(id(param), number)
@@ -71,13 +75,13 @@ def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict,
     optim_params_iter: Iterable[torch.nn.Parameter],
 ) -> dict[int, ShardedParam]:
-    """Number of each parameter in the optimizer -> its declaration in the model's sharded state dict.
+    """Number of each parameter in the optimizer -> its declaration in the model's state.
 
-    They are matched by identity: the shards' ``data`` must be the parameters themselves (see KEEP_VARS_HINT).
-    Declarations that are no parameters of this optimizer are left out. Where an optimizer's own parameters are flat
-    pieces of the model's, give for each the parameter of the model that it is a piece of; one may occur repeatedly.
-    Of several declarations of one parameter (tied weights) the one of the smallest replica id counts, which is the
-    same one on all data-parallel ranks, or the first.
+    Parameters are matched by identity: the ``data`` of the declarations must be the parameters
+    themselves (see KEEP_VARS_HINT). Declarations of other parameters are left out. If the
+    optimizer's parameters are flat pieces of the model's, pass for each the model's parameter; one
+    may occur repeatedly. Of several declarations of one parameter (tied weights) the one with the
+    smallest replica id counts, which is the same one on all data-parallel ranks, or the first.
     """
     params = list(optim_params_iter)
     declared: dict[int, ShardedParam] = {}
@@ -85,13 +89,12 @@ def get_param_id_to_sharded_param_map(
         shard = native(leaf)
         if isinstance(shard, (ShardedTensor, ShardedTensorFactory)):
             known = declared.setdefault(id(shard.data), shard)
-            if _numbers(shard.replica_id) < _numbers(known.replica_id):
+            if _as_tuple(shard.replica_id) < _as_tuple(known.replica_id):
                 declared[id(shard.data)] = shard
-    found = {
-        number: declared[id(param)]
-        for number, param in enumerate(params)
-        if id(param) in declared
-    }
+    found = {}
+    for number, param in enumerate(params):
+        if id(param) in declared:
+            found[number] = declared[id(param)]
     if params and not found:
         _logger.warning(
             "the optimizer and the sharded state dict share no parameter.%s",
@@ -103,16 +106,17 @@ def get_param_id_to_sharded_param_map(
 def make_sharded_optimizer_tensor(
     model_param: ShardedParam, optim_param: torch.Tensor, prefix: str
 ) -> ShardedParam:
-    """``optim_param``, of the parameter's shape, declared like the parameter, as ``{prefix}.{its key}``.
+    """``optim_param``, declared like the parameter, as ``{prefix}.{key of the parameter}``.
 
-    Raises ShardingError if the shapes differ.
+    Raises ShardingError unless both have the same shape.
     """
     model_param = native(model_param)
     key = f"{prefix}.{model_param.key}"
     shape = param_shape(model_param)
     if tuple(optim_param.shape) != shape:
         raise ShardingError(
-            f"{key!r}: state of shape {tuple(optim_param.shape)} does not match its parameter's shape {shape}"
+            f"{key!r}: state of shape {tuple(optim_param.shape)} does not match its parameter's "
+            f"shape {shape}"
         )
     if isinstance(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=optim_param)
@@ -130,33 +134,41 @@ def optim_state_to_sharding_state(
 ) -> dict[str, Any]:
     """Turn ``optimizer.state_dict()`` into a sharded state dict, in place, and return it.
 
-    State of the parameter's shape is cut as the parameter is. Other state belongs to the parameter as a whole
-    (Adam's ``step``, a 0-dim tensor, or a plain number): every rank that holds a piece of the parameter has
-    the same, and it is stored once, under ``optimizer.state.step.{key}``, for each cell of the parameter's
-    prepended axes; it has to be alike on all ranks that hold the parameter, any of which may write it.
-    It is not left in the common state, of which only the coordinator's is kept, while pipeline stages hold
-    different parameters. A parameter that is stored through a factory keeps one such value for each tensor
-    that the factory builds; where the stored ones differ, a load takes the largest ``step``, with a warning, and
-    raises MismatchError for anything else.
+    State of the parameter's shape is sharded as the parameter is, under
+    ``optimizer.state.{name}.{key of the parameter}``.
 
-    ``flat_ranges``: number -> the elements of the declared parameter that this rank's optimizer has, where its
-    parameters are flat (1-dim) pieces of the model's, dealt out over data-parallel ranks. State of a range's length is
-    then declared by ``make_flat_range_shards``, under the same keys; a ``step`` of one element is the parameter's,
-    however long the range is. Numbers that are not in it are whole.
+    Other state (Adam's ``step``, a number or a 0-dim tensor) belongs to the whole parameter. It is
+    stored once, and must be equal on all ranks that hold the parameter, as any of them may write
+    it. It is not common state, because of that only rank 0's is kept, and pipeline stages hold
+    different parameters. A parameter with prepended axes has one such value for each index along
+    these axes, and a parameter behind a factory one for each tensor that the factory builds. If
+    these differ in the checkpoint, a load takes the largest ``step``, with a warning, and raises
+    MismatchError for other state.
 
-    ``param_groups`` are common, but for their lists of parameter numbers, which every rank keeps for itself. A load
-    matches them by ``param_groups.IDENTIFYING`` hyperparameters; of groups that these do not tell apart, the number
-    is stored with each parameter, under ``optimizer.param_group.{key}``. The coordinator's list is the one that is
-    stored, so it needs all groups, also those without a parameter there: of these it stores what the lowest rank has
-    that has parameters of them. A save raises ShardingError where ranks have parameters of a group and differ.
-    The inner dicts of the optimizer are not touched; state named in ``exclude_keys`` is left out.
-    Raises ValueError for a parameter that ``id_to_sharded_param_map`` lacks, ShardingError for a tensor of
-    another shape whose parameter is cut: nobody could say how to cut it.
+    ``param_groups`` are common state, without their lists of parameters. A load matches them by
+    their ``name``, or the hyperparameters by which Megatron-Core makes its groups. If these do not
+    tell the groups apart, the number of its group is stored for each parameter, under
+    ``optimizer.param_group.{key}``. Rank 0's list is stored, so it needs all groups. For groups
+    without a parameter on rank 0 it stores the values of the lowest rank that has parameters of
+    them. A save raises ShardingError if ranks with parameters of a group have different values.
+
+    Args:
+        optim_state_dict: changed in place; the dicts of single parameters are not.
+        id_to_sharded_param_map: number of a parameter -> its declaration.
+        exclude_keys: names of state to leave out.
+        flat_ranges: number of a parameter -> the elements of the declared parameter that this
+            rank's optimizer has, if its parameters are flat (1-dim) pieces of the model's (ZeRO-1).
+            State of a range's length is declared as by ``make_flat_range_shards``, under the same
+            keys; a ``step`` of one element belongs to the whole parameter.
+
+    Raises:
+        ValueError: a parameter is not in ``id_to_sharded_param_map``.
+        ShardingError: a tensor has another shape than its parameter, which is sharded.
     """
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
-    params: dict[int, ShardedParam] = {
-        number: native(p) for number, p in id_to_sharded_param_map.items()
-    }
+    params: dict[int, ShardedParam] = {}
+    for number, param in id_to_sharded_param_map.items():
+        params[number] = native(param)
     ranges = flat_ranges or {}
     state: dict[Any, dict[str, Any]] = {}
     for number, values in optim_state_dict["state"].items():
@@ -164,105 +176,85 @@ def optim_state_to_sharding_state(
             raise ValueError(
                 f"Param id {number} does not match any model sharded param.{KEEP_VARS_HINT}"
             )
-        state[number] = {
-            name: _declared(
-                params[number], value, f"optimizer.state.{name}", ranges.get(number)
-            )
-            for name, value in values.items()
-            if name not in excluded
-        }
-    groups = optim_state_dict["param_groups"]
-    before: dict[int, set[int]] | None = None if told_apart(groups) else {}
-    keys = {number: param.key for number, param in params.items()}
+        state[number] = {}
+        for name, value in values.items():
+            if name not in excluded:
+                prefix, part = f"optimizer.state.{name}", ranges.get(number)
+                state[number][name] = _declare(params[number], value, prefix, part)
     optim_state_dict["state"] = state
-    optim_state_dict["param_groups"] = declared_groups(groups, before, keys)
-    if before is not None:  # behind the groups: a load merges last what stands first
-        optim_state_dict["param_group"] = {
-            number: _group_number(
-                params[number],
-                i,
-                ranges.get(number),
-                partial(before.__setitem__, number),
-            )
-            for i, group in enumerate(groups)
-            for number in group["params"]
-            if number in params
-        }
+
+    groups = optim_state_dict["param_groups"]
+    keys = {number: param.key for number, param in params.items()}
+    if are_identified(groups):
+        optim_state_dict["param_groups"] = declare_groups(groups, None, keys)
+        return optim_state_dict
+    stored: GroupNumbers = {}
+    optim_state_dict["param_groups"] = declare_groups(groups, stored, keys)
+    # A load merges factories from the last to the first: it needs the numbers for the groups.
+    numbers = {}
+    for i, group in enumerate(groups):
+        for number in group["params"]:
+            if number in params:
+                numbers[number] = _declare_group_number(
+                    params[number],
+                    i,
+                    ranges.get(number),
+                    partial(_keep, stored, number),
+                )
+    optim_state_dict["param_group"] = numbers
     return optim_state_dict
 
 
-def _group_number(
+def _keep(stored: GroupNumbers, param: int, loaded: list[Any]) -> None:
+    stored[param] = {int(number) for number in loaded}
+
+
+def _declare_group_number(
     param: ShardedParam,
     group: int,
     flat_range: slice | None,
-    tell: Callable[[set[int]], None],
+    keep: Callable[[list[Any]], None],
 ) -> ShardedTensorFactory:
-    """The number of the parameter's group, for a save; a load gives ``tell`` the stored ones."""
+    """The number of a parameter's group. A load passes the stored numbers to ``keep``."""
+    named = replace(param, key=f"optimizer.param_group.{param.key}")
 
-    def build(
-        key: str, _data: Any, replica_id: ReplicaId, _: slice | None
-    ) -> ShardedTensorFactory:
-        named = replace(param, key=key, replica_id=replica_id)
-        number = torch.tensor(group, device="cpu")  # anew: a load fills it
-        return _once_for_each(
-            named, number, flat_range, lambda _, stored: tell({int(i) for i in stored})
-        )
+    def build(key: str, _data: Any, replica_id: ReplicaId, _: slice | None) -> Any:
+        # A new tensor each time, as a load fills it with the stored number.
+        number = torch.tensor(group, device="cpu")
+        own = replace(named, key=key, replica_id=replica_id)
+        return _declare_whole(own, number, flat_range)
 
-    key = f"optimizer.param_group.{param.key}"
-    return ShardedTensorFactory(key, None, build, lambda told: told, param.replica_id)
+    return ShardedTensorFactory(named.key, None, build, keep, param.replica_id)
 
 
-def _declared(
+def _declare(
     param: ShardedParam, value: Any, prefix: str, flat_range: slice | None
 ) -> Any:
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     if prefix == _STEP and shape == (1,):
-        shape = None  # of the parameter as a whole, as a 0-dim one is
+        shape = None  # One number of the whole parameter, even if that has one element.
     if flat_range is None and shape == param_shape(param):
         return make_sharded_optimizer_tensor(param, value, prefix)
     param = replace(param, key=f"{prefix}.{param.key}")
     if flat_range is not None:
         check_flat_range(param, None, flat_range)
         if shape == (flat_range.stop - flat_range.start,):
-            return flattened(param, value, flat_range, main=True)
+            return declare_flat_range(param, value, flat_range, main=True)
     elif isinstance(param, ShardedTensor):
-        return _once(param, value)
-    return _once_for_each(
-        param, value, flat_range, _largest if prefix == _STEP else _same
-    )
+        return _declare_once(param, value)
 
-
-def _once_for_each(
-    param: ShardedParam,
-    value: Any,
-    flat_range: slice | None,
-    one_of: Callable[[str, list[Any]], Any],
-) -> ShardedTensorFactory:
-    """``value`` belongs to each tensor as a whole of which this rank has pieces; of what is loaded ``one_of`` tells
-    which it is (given the key)."""
-
-    def build(key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> list[Any]:
-        cells: dict[Any, ShardedTensor] = {}
+    def build(key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> Any:
         named = replace(param, key=key, replica_id=replica_id)
-        for piece in (
-            built(named) if flat_range is None else known_by(named, flat_range)
-        ):
-            cell = (piece.key, piece.global_offset[: piece.prepend_axis_num])
-            if cell not in cells or is_main_replica(_replica_of_whole(piece)):
-                cells[cell] = piece
-        copied = isinstance(data, torch.Tensor)  # each is read into memory of its own
-        return [
-            _once(piece, data.clone() if i and copied else data)
-            for i, piece in enumerate(cells.values())
-        ]
+        return _declare_whole(named, data, flat_range)
 
     def merge(loaded: list[Any]) -> Any:
-        found = one_of(param.key, loaded) if loaded else value
-        if (
-            isinstance(value, torch.Tensor)
-            and isinstance(found, torch.Tensor)
-            and not value.is_meta
-        ):
+        if not loaded:
+            return value
+        found = _choose(param.key, loaded, prefix == _STEP)
+        both_tensors = isinstance(value, torch.Tensor) and isinstance(
+            found, torch.Tensor
+        )
+        if both_tensors and not value.is_meta:
             value.detach().copy_(found)
             return value
         return found
@@ -270,63 +262,78 @@ def _once_for_each(
     return ShardedTensorFactory(param.key, value, build, merge, param.replica_id)
 
 
-def _differ(values: list[Any]) -> bool:
-    return any(any(tree.diff({0: values[0]}, {0: value})) for value in values[1:])
+def _declare_whole(
+    param: ShardedParam, value: Any, flat_range: slice | None
+) -> list[ShardedTensor | ShardedObject]:
+    """``value`` for each tensor, and each index of prepended axes, that this rank has a part of."""
+    pieces = built_tensors(param)
+    if flat_range is not None:
+        pieces = declare_whole_by_range(param, flat_range)
+    chosen: dict[Any, ShardedTensor] = {}
+    for piece in pieces:
+        place = piece.key, piece.global_offset[: piece.prepend_axis_num]
+        if place not in chosen or is_main_replica(_replica_of_whole(piece)):
+            chosen[place] = piece
+    declared: list[ShardedTensor | ShardedObject] = []
+    for piece in chosen.values():
+        # Each is loaded into memory of its own.
+        is_copy = declared and isinstance(value, torch.Tensor)
+        declared.append(_declare_once(piece, value.clone() if is_copy else value))
+    return declared
 
 
-def _largest(key: str, steps: list[Any]) -> Any:
-    if _differ(steps):
-        told = ", ".join(str(float(step)) for step in steps[:6])
+def _choose(key: str, loaded: list[Any], is_step: bool) -> Any:
+    """The value of a parameter that was saved as several."""
+    if any(any(tree.diff({0: loaded[0]}, {0: value})) for value in loaded[1:]):
+        if not is_step:
+            raise MismatchError(
+                f"{key!r} has one value here and {len(loaded)} in the checkpoint, which differ: "
+                "load it in the form that it was saved in, or name it in exclude_keys"
+            )
+        steps = ", ".join(str(float(step)) for step in loaded[:6])
         _logger.warning(
             "%r has one value here and several in the checkpoint (%s); the largest is taken",
             key,
-            told,
+            steps,
         )
-    return max(steps)
+    return max(loaded) if is_step else loaded[0]
 
 
-def _same(key: str, values: list[Any]) -> Any:
-    if _differ(values):
-        raise MismatchError(
-            f"{key!r} has one value here and {len(values)} in the checkpoint, which differ: load it in the form that "
-            "it was saved in, or name it in exclude_keys"
-        )
-    return values[0]
-
-
-def _numbers(replica_id: ReplicaId) -> tuple[int, ...]:
+def _as_tuple(replica_id: ReplicaId) -> tuple[int, ...]:
     return tuple(replica_id) if isinstance(replica_id, (tuple, list)) else (replica_id,)
 
 
-def _once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
-    """``value`` belongs to the whole parameter, whichever piece of it this is."""
+def _declare_once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
+    """``value`` of the whole parameter of which ``param`` is a part."""
     key, n = param.key, param.prepend_axis_num
-    whole, offset = param.global_shape[:n], param.global_offset[:n]
+    grid, offset = param.global_shape[:n], param.global_offset[:n]
     replica = _replica_of_whole(param)
-    tensors = [
-        x
-        for x in tree.nested_values({0: value})
-        if isinstance(x, torch.Tensor) and x.dim()
-    ]
-    step = isinstance(value, torch.Tensor) and value.numel() == 1 and f"{_STEP}." in key
-    if tensors and not step and tuple(param.local_shape) != param.global_shape[n:]:
-        raise ShardingError(
-            f"{key!r}: state of shape {tuple(tensors[0].shape)} is neither one number nor of its parameter's shape "
-            f"{param.local_shape}, and the parameter is a piece of {param.global_shape[n:]}: nobody can tell "
-            "how it is cut. Name it in exclude_keys and declare it yourself as a ShardedTensor"
-        )
+    is_step = (
+        f"{_STEP}." in key and isinstance(value, torch.Tensor) and value.numel() == 1
+    )
+    if tuple(param.local_shape) != param.global_shape[n:] and not is_step:
+        for inner in tree.nested_values({0: value}):
+            if isinstance(inner, torch.Tensor) and inner.dim():
+                raise ShardingError(
+                    f"{key!r}: state of shape {tuple(inner.shape)} is neither one number nor of its "
+                    f"parameter's shape {param.local_shape}, and the parameter is a part of "
+                    f"{param.global_shape[n:]}: nothing says how it is sharded. Name it in "
+                    "exclude_keys and declare it yourself as a ShardedTensor"
+                )
     if not isinstance(value, torch.Tensor):
-        return ShardedObject(key, value, whole or (1,), offset or (0,), replica)
+        return ShardedObject(key, value, grid or (1,), offset or (0,), replica)
     shape = tuple(value.shape)
-    grid = param.axis_fragmentations
+    fragments = param.axis_fragmentations
+    if fragments is not None:
+        fragments = fragments[:n] + (1,) * len(shape)
     return ShardedTensor(
         key,
         value,
         value.dtype,
         shape,
-        whole + shape,
+        grid + shape,
         offset + (0,) * len(shape),
-        None if grid is None else grid[:n] + (1,) * len(shape),
+        fragments,
         replica,
         n,
     )
@@ -335,6 +342,6 @@ def _once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
 def _replica_of_whole(param: ShardedTensor) -> ReplicaId:
     """All zeros for the main replica of the parameter's first piece, and for no other piece."""
     n = param.prepend_axis_num
-    begins = not any(param.global_offset[n:])
-    empty_beside_others = 0 in param.local_shape and 0 not in param.global_shape
-    return (0 if begins and not empty_beside_others else 1, *_numbers(param.replica_id))
+    is_empty = 0 in param.local_shape and 0 not in param.global_shape
+    is_first = not any(param.global_offset[n:]) and not is_empty
+    return (0 if is_first else 1, *_as_tuple(param.replica_id))

@@ -1,6 +1,7 @@
-"""Groups of an optimizer's parameters: on load matched by what they are, never by their number.
+"""An optimizer's parameter groups: matched on load by what they are, not by their position.
 
-In a checkpoint they are a list in the common state, as Megatron-Core keeps them: hyperparameters, without parameters.
+A checkpoint holds them as a list of hyperparameters in the common state, as Megatron-Core's do.
+The lists of parameters are not stored: each rank keeps its own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import copy
 import io
 import logging
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -23,6 +24,12 @@ from megackpt.state import ReplicaId, ShardedTensorFactory
 
 Group = dict[str, Any]
 
+GroupNumbers = dict[int, set[int]]
+"""Number of a parameter -> the numbers that its group had when it was saved.
+
+More than one where the parameter was saved as several.
+"""
+
 IDENTIFYING = (
     "name",
     "wd_mult",
@@ -31,226 +38,214 @@ IDENTIFYING = (
     "is_decoupled_lr",
     "default_config",
 )
-"""What says which group is which. The first is for people to give; of the others Megatron-Core makes its groups."""
-_LOCAL = ("params", "param_names")  # what each rank keeps for itself
+"""Hyperparameters that identify a group: a name given by the user, and what Megatron groups by."""
 
-_FEW = 16  # elements of a tensor that are told by their values
+_LOCAL = ("params", "param_names")  # each rank's own
+_SHORT_TENSOR = 16
+"""Elements up to which a tensor is compared and shown by its values, not by a digest."""
 
 _logger = logging.getLogger(__name__)
 
 
-def told_apart(groups: Sequence[Group]) -> bool:
-    """Do their names or other identifying hyperparameters say which group is which?"""
-    keys = _identifying(groups)
-    return len({_text(_kind(group, keys)) for group in groups}) == len(groups)
+def are_identified(groups: Sequence[Group]) -> bool:
+    """Whether names or other identifying hyperparameters tell all groups apart."""
+    keys = _identifying_keys(groups)
+    return len({_text(_identity(group, keys)) for group in groups}) == len(groups)
 
 
 class GroupsFactory(ShardedTensorFactory):
-    """The groups of one optimizer in a state dict; its data are the groups."""
+    """The groups of one optimizer in a state dict. Its data are the groups."""
 
 
-def declared_groups(
-    groups: Sequence[Group],
-    before: dict[int, set[int]] | None,
-    names: Mapping[int, str],
+def declare_groups(
+    groups: Sequence[Group], numbers: GroupNumbers | None, keys: Mapping[int, str]
 ) -> GroupsFactory:
-    """The groups for a state dict, in whose place a load puts the stored ones in the order of these.
+    """The groups for a state dict. A load returns the stored ones, in the order of these.
 
-    ``before``: number of a parameter -> the number of its group when it was saved (several, where several parameters
-    were saved). A load empties it at its beginning and fills it, with what is stored only, before it asks for the
-    groups. None where the groups are told apart without.
-    ``names``: number of a parameter -> its key.
-    A load raises MismatchError for groups that the checkpoint does not have, and where it cannot tell which is which.
+    ``numbers``: filled by the load before the groups are merged; emptied when it begins. None:
+    the groups are identified by their hyperparameters. ``keys``: number of a parameter -> its key.
+    A load raises MismatchError for groups that the checkpoint lacks, or that could be several.
     """
-
-    def build(
-        _key: str, data: Any, _replica_id: ReplicaId, _: slice | None
-    ) -> list[Group]:
-        if before is not None:
-            before.clear()
-        return [_hyperparameters(group) for group in data]
-
-    def merge(stored: list[Group]) -> list[Group]:
-        return _Matching(groups, stored, before, names).groups()
-
-    return GroupsFactory("optimizer.param_groups", list(groups), build, merge)
+    matcher = _GroupMatcher(groups, numbers, keys)
+    return GroupsFactory(
+        "optimizer.param_groups", list(groups), matcher.build, matcher.merge
+    )
 
 
-@dataclass(frozen=True)
-class HeldGroup:
-    """One group as one rank has it, for other ranks to compare."""
-
-    path: tree.Path  # in this rank's common state
-    needed: bool  # this rank has parameters of it
-    texts: Mapping[str, str]  # its hyperparameters
-    values: bytes = b""  # pickled, where they travel
-
-
-def held_groups(
-    factories: Sequence[tuple[tree.Path, ShardedTensorFactory]],
-) -> dict[str, HeldGroup]:
-    """This rank's groups, by what says which is which for all ranks: their names, or their place among so many."""
-    held: dict[str, HeldGroup] = {}
-    for path, factory in factories:
-        if isinstance(factory, GroupsFactory):
-            groups = factory.data
-            named = _identifying(groups) == ["name"]
-            for i, group in enumerate(groups):
-                which = f"name={group['name']!r}" if named else f"{i} of {len(groups)}"
-                texts = {
-                    tree.show((key,)): _text(value)
-                    for key, value in _hyperparameters(group).items()
-                }
-                held[f"{tree.show(path)}[{which}]"] = HeldGroup(
-                    (*path, i), bool(group.get("params")), texts
-                )
-    return held
-
-
-class _Matching:
-    """The stored group that each group of an optimizer was."""
+class _GroupMatcher:
+    """Finds the stored group of each group of an optimizer."""
 
     def __init__(
         self,
         groups: Sequence[Group],
-        stored: Sequence[Group],
-        before: Mapping[int, Collection[int]] | None,
-        names: Mapping[int, str],
+        numbers: GroupNumbers | None,
+        keys: Mapping[int, str],
     ) -> None:
-        self.ours, self.stored, self.before, self.names = groups, stored, before, names
-        self.keys = _identifying(groups, stored)
+        self._groups = groups
+        self._numbers = numbers
+        self._keys = keys
 
-    def groups(self) -> list[Group]:
-        sources = [self.sources(group) for group in self.ours]
-        known = {i for numbers in sources for i in numbers}
-        free = [i for i in range(len(self.stored)) if i not in known]
+    def build(
+        self, _key: str, data: Any, _replica_id: ReplicaId, _range: slice | None
+    ) -> list[Group]:
+        if self._numbers is not None:
+            self._numbers.clear()
+        return [_hyperparameters(group) for group in data]
+
+    def merge(self, stored: list[Group]) -> list[Group]:
+        matches = [self._matches(group, stored) for group in self._groups]
+        matched = {number for numbers in matches for number in numbers}
+        free = [number for number in range(len(stored)) if number not in matched]
         unknown = [
-            group
-            for group, numbers in zip(self.ours, sources, strict=True)
-            if not numbers
+            own for own, found in zip(self._groups, matches, strict=True) if not found
         ]
-        if free and len(free) + len(unknown) > 2:
-            for group in unknown:
-                if group["params"]:
-                    how = "is unknown (no number of a group is stored with its parameters) in the checkpoint"
-                    raise self.mismatch(group, free, how)
-            if unknown and not (len(unknown) <= len(free) and self.alike(free)):
-                _logger.warning(
-                    "of %d groups without a parameter on this rank nothing tells which they were: the stored ones that "
-                    "are left are taken in their order; a save stores what ranks with parameters of them have",
-                    len(unknown),
-                )
-        found = [
-            numbers[0] if numbers else free.pop(0) if free else None
-            for numbers in sources
-        ]
-        for i in free:
+        self._check_unknown(unknown, free, stored)
+        sources: list[int | None] = []
+        result = []
+        for group, found in zip(self._groups, matches, strict=True):
+            source = found[0] if found else None
+            if source is None and free:
+                source = free.pop(0)
+            sources.append(source)
+            if source is None:
+                result.append(group)
+                continue
+            local = {key: group[key] for key in _LOCAL if key in group}
+            result.append(copy.deepcopy(_hyperparameters(stored[source])) | local)
+        for number in free:
             _logger.warning(
                 "the checkpoint has a group of parameters that is gone: %s",
-                self.told(i),
+                self._describe_stored(number, stored),
             )
-        for i in {i for i in found if i is not None and found.count(i) > 1}:
-            _logger.warning(
-                "several groups of parameters were one when they were saved, and all have its hyperparameters now; "
-                "set what is to differ after the load: %s",
-                self.told(i),
-            )
-        return [
-            group
-            if i is None
-            else copy.deepcopy(_hyperparameters(self.stored[i]))
-            | {k: group[k] for k in _LOCAL if k in group}
-            for group, i in zip(self.ours, found, strict=True)
-        ]
+        for number in range(len(stored)):
+            if sources.count(number) > 1:
+                _logger.warning(
+                    "several groups of parameters were one when they were saved, and all have its "
+                    "hyperparameters now; set what is to differ after the load: %s",
+                    self._describe_stored(number, stored),
+                )
+        return result
 
-    def sources(self, group: Group) -> list[int]:
-        """The numbers of the stored groups, all alike, that it was; none for one without any parameter that tells."""
-        everything = range(len(self.stored))
-        if len(self.ours) == len(self.stored) == 1:
+    def _matches(self, group: Group, stored: list[Group]) -> list[int]:
+        """The stored groups, all alike, that became this one. None for a group without numbers."""
+        if len(self._groups) == len(stored) == 1:
             return [0]
-        if self.before is None:
-            kind = _kind(group, self.keys)
-            found = [i for i in everything if _kind(self.stored[i], self.keys) == kind]
-            how = (
-                "could be any of several groups in the checkpoint"
-                if found
-                else "is not in the checkpoint"
-            )
-        else:
-            said = {i for n in group["params"] for i in self.before.get(n, ())}
-            found = [i for i in everything if i in said]
-            how = "is several groups in the checkpoint"
-        if (found or self.before is not None) and self.alike(found):
-            return found
-        raise self.mismatch(group, found or everything, how)
-
-    def alike(self, numbers: Sequence[int]) -> bool:
-        return not any(
-            any(tree.diff(self.stored[numbers[0]], self.stored[i])) for i in numbers[1:]
-        )
-
-    def mismatch(
-        self, group: Group, candidates: Sequence[int], how: str
-    ) -> MismatchError:
-        what = self.names_of(group) or _described(group)
-        there = "; ".join(self.told(i) for i in candidates) or "none"
-        new = [
-            key
-            for key in IDENTIFYING
-            if key in group and not any(key in other for other in self.stored)
-        ]
-        without = f" (without {new[0]!r}, which those have not)" if new else ""
-        return MismatchError(
-            f"the group of parameters {what} {how}, which has: {there}. Build the optimizer with the groups that it "
-            f"was saved with{without}, load, and change them afterwards; groups that have a 'name' are known by it"
-        )
-
-    def told(self, number: int) -> str:
-        group = {
-            "params": [
-                n for n in self.names if number in (self.before or {}).get(n, ())
+        if self._numbers is None:
+            keys = _identifying_keys(self._groups, stored)
+            identity = _identity(group, keys)
+            found = [
+                n for n, own in enumerate(stored) if _identity(own, keys) == identity
             ]
-        }
-        keys = self.names_of(group)
-        return f"{_described(self.stored[number])}{f' of {keys}' if keys else ''}"
+            if not found:
+                everything = range(len(stored))
+                raise self._mismatch(
+                    group, "is not in the checkpoint", everything, stored
+                )
+            problem = "could be any of several groups in the checkpoint"
+        else:
+            loaded = set[int]().union(
+                *(self._numbers.get(n, ()) for n in group["params"])
+            )
+            found = sorted(loaded.intersection(range(len(stored))))
+            problem = "is several groups in the checkpoint"
+        if not _are_alike(found, stored):
+            raise self._mismatch(group, problem, found, stored)
+        return found
 
-    def names_of(self, group: Group) -> str:
-        if any(key in group for key in IDENTIFYING):
-            return _described(group)
-        keys = [repr(self.names[n]) for n in group["params"] if n in self.names]
-        return ", ".join(keys[:3]) + (
-            f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    def _check_unknown(
+        self, unknown: list[Group], free: list[int], stored: list[Group]
+    ) -> None:
+        """Groups without numbers take the free stored ones in order, if they have no parameters.
+
+        A rank may have no parameter of a group, such as a pipeline stage. One free stored group
+        and one unknown group are the same.
+        """
+        if not free or len(free) == len(unknown) == 1:
+            return
+        for group in unknown:
+            if group["params"]:
+                raise self._mismatch(
+                    group,
+                    "is unknown (no number of a group is stored with its parameters) in the "
+                    "checkpoint",
+                    free,
+                    stored,
+                )
+        if unknown and not (len(unknown) <= len(free) and _are_alike(free, stored)):
+            _logger.warning(
+                "%d groups have no parameter on this rank, so their stored groups are taken in "
+                "order; a save stores the values of ranks that have parameters of them",
+                len(unknown),
+            )
+
+    def _mismatch(
+        self, group: Group, problem: str, candidates: Sequence[int], stored: list[Group]
+    ) -> MismatchError:
+        there = [self._describe_stored(number, stored) for number in candidates]
+        advice = ""
+        for key in IDENTIFYING:
+            if key in group and not any(key in other for other in stored):
+                advice = f" (without {key!r}, which those have not)"
+                break
+        return MismatchError(
+            f"the group of parameters {self._describe(group)} {problem}, which has: "
+            f"{'; '.join(there) or 'none'}. Build the optimizer with the groups that it was saved "
+            f"with{advice}, load, and change them afterwards; groups that have a 'name' are "
+            "matched by it"
         )
 
+    def _describe(self, group: Group) -> str:
+        keys = self._keys_of(group["params"])
+        if not keys or any(key in group for key in IDENTIFYING):
+            return _describe(group)
+        return keys
 
-def _identifying(*lists: Sequence[Group]) -> list[str]:
-    """The identifying hyperparameters that all groups have; names alone, where all are different.
+    def _describe_stored(self, number: int, stored: list[Group]) -> str:
+        numbers = self._numbers or {}
+        params = [param for param in self._keys if number in numbers.get(param, ())]
+        keys = self._keys_of(params)
+        return _describe(stored[number]) + (f" of {keys}" if keys else "")
 
-    Megatron's may have the prefix ``pre_``.
+    def _keys_of(self, params: Sequence[int]) -> str:
+        keys = [repr(self._keys[number]) for number in params if number in self._keys]
+        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+        return ", ".join(keys[:3]) + more
+
+
+def _are_alike(numbers: Sequence[int], stored: Sequence[Group]) -> bool:
+    groups = [stored[number] for number in numbers]
+    return not any(any(tree.diff(groups[0], other)) for other in groups[1:])
+
+
+def _identifying_keys(*lists: Sequence[Group]) -> list[str]:
+    """The identifying hyperparameters that all groups have; only names, if all names differ.
+
+    NeMo's have the prefix ``pre_``.
     """
-    every = [group for groups in lists for group in groups]
+    groups = [group for each in lists for group in each]
     keys = [
         key
         for key in IDENTIFYING
-        if all(key in group or f"pre_{key}" in group for group in every)
+        if all(key in group or f"pre_{key}" in group for group in groups)
     ]
-    named = "name" in keys and all(
-        len({repr(g.get("name")) for g in groups}) == len(groups) for groups in lists
-    )
-    return ["name"] if named else keys
+    if "name" in keys:
+        for each in lists:
+            if len({repr(group.get("name")) for group in each}) < len(each):
+                return keys
+        return ["name"]
+    return keys
 
 
-def _kind(group: Group, keys: Sequence[str]) -> list[Any]:
+def _identity(group: Group, keys: Sequence[str]) -> list[Any]:
     return [group[key] if key in group else group[f"pre_{key}"] for key in keys]
 
 
-def _described(group: Group) -> str:
+def _describe(group: Group) -> str:
     if "name" in group:
         return repr(group["name"])
-    known = [key for key in group if key.removeprefix("pre_") in IDENTIFYING]
-    shown = known or [
-        key for key, value in group.items() if isinstance(value, (int, float))
-    ]
+    shown = [key for key in group if key.removeprefix("pre_") in IDENTIFYING]
+    if not shown:
+        shown = [key for key, value in group.items() if isinstance(value, (int, float))]
     return "(" + ", ".join(f"{key}={group[key]}" for key in shown[:6]) + ")"
 
 
@@ -258,14 +253,52 @@ def _hyperparameters(group: Group) -> Group:
     return {key: value for key, value in group.items() if key not in _LOCAL}
 
 
+# ---- Groups of several ranks, compared at a save
+
+
+@dataclass(frozen=True)
+class HeldGroup:
+    """One rank's copy of a group, for comparison with other ranks."""
+
+    path: tree.Path
+    """In this rank's common state."""
+    needed: bool
+    """Whether this rank has parameters of it."""
+    texts: Mapping[str, str]
+    """Its hyperparameters."""
+    values: bytes = b""
+    """Pickled, where they are sent."""
+
+
+def held_groups(
+    factories: Sequence[tuple[tree.Path, ShardedTensorFactory]],
+) -> dict[str, HeldGroup]:
+    """This rank's groups, by names that are the same on all ranks: name, or number and count."""
+    held: dict[str, HeldGroup] = {}
+    for path, factory in factories:
+        if not isinstance(factory, GroupsFactory):
+            continue
+        groups = factory.data
+        named = _identifying_keys(groups) == ["name"]
+        for i, group in enumerate(groups):
+            which = f"name={group['name']!r}" if named else f"{i} of {len(groups)}"
+            texts = {}
+            for key, value in _hyperparameters(group).items():
+                texts[tree.show((key,))] = _text(value)
+            needed = bool(group.get("params"))
+            held[f"{tree.show(path)}[{which}]"] = HeldGroup((*path, i), needed, texts)
+    return held
+
+
 def _text(value: Any) -> str:
-    """The same for equal values on any rank and device, another for others; of what cannot be pickled, its kind."""
-    plain = (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-    )
-    if plain and not value.is_quantized and not value.is_nested:
-        return _text_of_tensor(value.detach())
+    """Equal for equal values on any rank and device, and different for others.
+
+    Values that cannot be pickled are compared by their type.
+    """
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        dense = value.layout is torch.strided and not value.is_nested
+        if dense and not value.is_quantized:
+            return _text_of_tensor(value.detach())
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return _text(value.item())
     if isinstance(value, (tuple, list)):
@@ -273,45 +306,35 @@ def _text(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, dict):
-        return f"{{{', '.join(sorted(f'{_text(k)}: {_text(v)}' for k, v in value.items()))}}}"
+        items = sorted(f"{_text(key)}: {_text(inner)}" for key, inner in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, int) and abs(value) > 2**53:  # no float has its value
+        return repr(int(value))
     if isinstance(value, (bool, int, float)):
-        return repr(
-            int(value)
-            if isinstance(value, int) and abs(value) > 2**53
-            else float(value)
-        )
-    if isinstance(value, torch.device):  # each rank has one of its own
-        return value.type
-    return (
-        repr(value)
-        if value is None or isinstance(value, str)
-        else _text_of_object(value)
-    )
+        return repr(float(value))
+    if isinstance(value, torch.device):
+        return value.type  # The index is each rank's own.
+    if value is None or isinstance(value, str):
+        return repr(value)
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=4)
+    pickler.fast = True  # Without a memo, shared and equal objects look the same.
+    try:
+        pickler.dump(value)
+    except Exception:  # noqa: BLE001 - the value's own code may raise anything
+        return type(value).__name__
+    return f"{type(value).__name__} {_digest(buffer.getbuffer())}"
 
 
 def _text_of_tensor(value: torch.Tensor) -> str:
-    if not value.is_meta and value.numel() <= _FEW:
-        return _text(value.tolist())
-    told = f"{value.dtype} {tuple(value.shape)}"
+    kind = f"{value.dtype} {tuple(value.shape)}"
     if value.is_meta:
-        return f"{told} on meta"
-    flat = (
-        value.cpu()
-        .resolve_conj()
-        .resolve_neg()
-        .reshape(-1)
-        .contiguous()
-        .view(torch.uint8)
-    )
-    return f"{told} {blake2b(flat.numpy().data, digest_size=8).hexdigest()}"
+        return f"{kind} on meta"
+    if value.numel() <= _SHORT_TENSOR:
+        return _text(value.tolist())
+    host = value.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return f"{kind} {_digest(host.view(torch.uint8).numpy().data)}"
 
 
-def _text_of_object(value: Any) -> str:
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=4)
-    pickler.fast = True  # equal values look alike, be they one object or several
-    try:
-        pickler.dump(value)
-    except Exception:  # noqa: BLE001 - the values' own code, which may raise anything
-        return type(value).__name__
-    return f"{type(value).__name__} {blake2b(buffer.getbuffer(), digest_size=8).hexdigest()}"
+def _digest(data: memoryview) -> str:
+    return blake2b(data, digest_size=8).hexdigest()

@@ -1,6 +1,6 @@
-"""Our engine behind torch DCP's own doors: for stock ``torch.distributed.checkpoint``'s save, async_save and load.
+"""megackpt for callers of ``torch.distributed.checkpoint``: storage writers, readers, planners.
 
-The names of this room, fetched on first use as those of ``megackpt`` are.
+The names are imported when they are first used, as those of ``megackpt`` are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         save_state_dict_async_plan as save_state_dict_async_plan,
         verify_global_md_reuse as verify_global_md_reuse,
     )
-    from megackpt.dcp.storage import (
-        FileSystemReader as FileSystemReader,
+    from megackpt.dcp.storage_reader import FileSystemReader as FileSystemReader
+    from megackpt.dcp.storage_writer import (
         FileSystemWriter as FileSystemWriter,
         FileSystemWriterAsync as FileSystemWriterAsync,
     )
@@ -32,23 +32,20 @@ _HOMES = {
         "save_state_dict_async_plan",
         "verify_global_md_reuse",
     ),
-    "storage": ("FileSystemReader", "FileSystemWriter", "FileSystemWriterAsync"),
+    "storage_reader": ("FileSystemReader",),
+    "storage_writer": ("FileSystemWriter", "FileSystemWriterAsync"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605 - strings all the same
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605 - the names are strings
 
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        try:
-            home = _HOME_OF[name]
-        except KeyError:
-            raise AttributeError(
-                f"module 'megackpt.dcp' has no attribute {name!r}"
-            ) from None
-        value = getattr(import_module(f"megackpt.dcp.{home}"), name)
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'megackpt.dcp' has no attribute {name!r}")
+        value = getattr(import_module(f"megackpt.dcp.{_HOME_OF[name]}"), name)
         globals()[name] = value
         return value
 

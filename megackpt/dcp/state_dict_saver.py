@@ -1,21 +1,21 @@
-"""A save of torch DCP's in three stages: plan (together), write (each rank, whenever it likes), finalize (together).
+"""A save of torch DCP in three stages: plan (collective), write (each rank), finalize (collective).
 
-Names, arguments and results are those of Megatron-Core 0.16. All messages between ranks travel as those of every
-other save of ours: on a group of our own, with one rank's error told to all.
+Names, arguments and results are those of Megatron-Core 0.16. Messages between ranks are sent over
+our own process group, and an error of one rank is raised on all, as in every save of megackpt.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed import is_available, is_initialized
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -41,25 +41,8 @@ Planned = tuple[
     tuple[Any, "Metadata | None", _DistWrapper], SavePlan, SavePlan, bool, bool
 ]
 
-
-@dataclass(frozen=True)
-class _Offer:
-    """What a rank tells the coordinator: its plan, unless it is equal to one of before."""
-
-    cached: bool  # to the one that the save before made
-    loaded: bool  # to the one that came with a loaded checkpoint
-    plan: SavePlan | None
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What the coordinator tells a rank: which plans count, and (of ``CACHED`` only the storage's part) its plan."""
-
-    found: str
-    plan: SavePlan
-
-
-CACHED, LOADED, PLANNED, AGAIN = "cached", "loaded", "planned", "again"
+# Which plans all ranks use.
+CACHED, LOADED, NEW = "cached", "loaded", "new"
 
 
 def save_state_dict_async_plan(
@@ -73,73 +56,117 @@ def save_state_dict_async_plan(
 ) -> Planned:
     """The first stage: all ranks plan together, and each hands its writer what to write.
 
-    ``storage_writer``: a ``FileSystemWriterAsync``, or what has its methods, used for this save only. ``planner``: a
-    ``SavePlanner`` by default. ``cached_ckpt_structure``: the central and the local plan that the save before
-    returned, and whether both may be used again; each rank still plans for itself and compares, and where no rank
-    finds a difference, no plan is gathered and no metadata made. ``loaded_all_plans``: the local plans of all
-    ranks as a loaded checkpoint's metadata has them, used likewise by the first save after it.
+    Args:
+        state_dict: what to save.
+        storage_writer: a ``FileSystemWriterAsync``, or an object with its methods, for this save.
+        process_group: the ranks that save.
+        coordinator_rank: 0; others are refused.
+        planner: a ``SavePlanner`` by default.
+        cached_ckpt_structure: the central and the local plan of the save before, and whether both
+            may be reused. Each rank still makes its local plan and compares. If no rank finds a
+            difference, no plan is gathered and no metadata made.
+        loaded_all_plans: the local plans of all ranks in the metadata of a loaded checkpoint,
+            reused likewise by the first save after the load.
 
-    Returns ``((storage_writer, metadata, dist_wrapper), central_plan, local_plan, unchanged, loaded_reused)``. The
-    first is for ``save_state_dict_async_finalize``. The coordinator has metadata, unless plans were used again:
-    then it is to take what it has kept from that save or load. ``unchanged``: the central plan is equal to the
-    cached one. ``loaded_reused``: all ranks' local plans are equal to the loaded ones.
+    Returns:
+        ``((storage_writer, metadata, dist_wrapper), central_plan, local_plan, unchanged,
+        loaded_reused)``. The first is for ``save_state_dict_async_finalize``. The coordinator has
+        metadata, unless plans were reused: pass it what that save, or load, had. ``unchanged``:
+        the central plan equals the cached one. ``loaded_reused``: the loaded plans were reused.
 
-    Raises on all ranks what any of them met: CoverageError, RankFailure and their kin.
+    Raises:
+        On all ranks what any of them met: CoverageError, RankFailure and others.
     """
-    wrapper = _wrapper(process_group, coordinator_rank)
-    old_central, old_local, validated = cached_ckpt_structure or (None, None, False)
-    usable = old_local if validated and old_central is not None else None
-    with group_over(process_group) as group, _cleared(storage_writer):
-        planning = _Planning(
-            group,
-            planner or SavePlanner(),
-            storage_writer,
-            usable,
-            loaded_all_plans or [],
+    if coordinator_rank != 0:
+        raise CheckpointingException(
+            f"coordinator_rank is {coordinator_rank}: rank 0 of the process group coordinates; "
+            "give a process group whose first rank is the one that you mean"
         )
-        answer = planning.agreed(state_dict)
-        central = answer.plan
-        if answer.found == CACHED and old_central is not None:
+    wrapper = _DistWrapper(process_group, is_available() and is_initialized(), 0)
+    old_central, old_local, validated = cached_ckpt_structure or (None, None, False)
+    planner = planner or SavePlanner()
+    with group_over(process_group) as group, _reset_on_error(storage_writer):
+        planning = _Planning(group, planner, storage_writer, loaded_all_plans or [])
+        usable = old_local if validated and old_central is not None else None
+        found = planning.compare(state_dict, usable)
+        central = group.reduce_scatter("plan", planning.offer, planning.global_plan)
+        if found == CACHED and old_central is not None:
             central = replace(old_central, storage_data=central.storage_data)
-        central = planning.handed_over(central)
-    unchanged = _same(old_central, central, group.rank, "central plan")
-    handed = storage_writer, planning.metadata, wrapper
-    return handed, central, planning.local, unchanged, answer.found == LOADED
+        central = planning.prepare(central)
+    unchanged = _equal(old_central, central, group.rank, "central plan")
+    handle = storage_writer, planning.metadata, wrapper
+    return handle, central, planning.local, unchanged, found == LOADED
 
 
 class _Planning:
-    """One save's first stage on one rank."""
+    """The first stage on one rank."""
 
     def __init__(
-        self,
-        group: Group,
-        planner: Any,
-        writer: Any,
-        cached: SavePlan | None,
-        loaded: Sequence[SavePlan],
+        self, group: Group, planner: Any, writer: Any, loaded: Sequence[SavePlan]
     ) -> None:
         self._group = group
         self._planner = planner
         self._writer = writer
-        self._cached = cached
         self._loaded = loaded
+        self._found = NEW
         self.local = SavePlan([])
         self.metadata: Metadata | None = None
 
-    def agreed(self, state_dict: Mapping[str, Any]) -> _Answer:
-        """One round where all plans are known to all, or none; two where only some ranks found theirs unchanged."""
-        answer = self._group.reduce_scatter(
-            "plan", lambda: self._offer(state_dict), self._answers
-        )
-        if answer.found == AGAIN:
-            all_of_it = _Offer(False, False, self.local)
-            answer = self._group.reduce_scatter(
-                "plan", lambda: all_of_it, self._answers
-            )
-        return answer
+    def compare(self, state_dict: dict[str, Any], cached: SavePlan | None) -> str:
+        """Make the local plan. Returns which plans all ranks can use."""
 
-    def handed_over(self, plan: SavePlan) -> SavePlan:
-        """The final plan of this rank, once the writers of all ranks have taken what they are to write."""
+        def compare_own() -> tuple[bool, bool]:
+            self.local = self._local_plan(state_dict)
+            rank, size = self._group.rank, self._group.size
+            return (
+                _equal(cached, self.local, rank, "local plan"),
+                _equals_loaded(self._loaded, self.local, rank, size),
+            )
+
+        def decide(answers: list[tuple[bool, bool]]) -> str:
+            if all(is_cached for is_cached, _ in answers):
+                return CACHED
+            return LOADED if all(is_loaded for _, is_loaded in answers) else NEW
+
+        self._found = self._group.reduce_broadcast("plan", compare_own, decide)
+        return self._found
+
+    def _local_plan(self, state_dict: dict[str, Any]) -> SavePlan:
+        plain = {}
+        for key, value in state_dict.items():
+            plain[key] = value.state_dict() if isinstance(value, Stateful) else value
+        coordinator = self._group.is_coordinator
+        self._planner.set_up_planner(plain, is_coordinator=coordinator)
+        arguments: dict[str, Any] = {}
+        # torch 2.8 passes no keyword arguments.
+        if "kwargs" in signature(self._writer.set_up_storage_writer).parameters:
+            arguments = {"rank": self._group.rank, "use_collectives": True}
+        self._writer.set_up_storage_writer(coordinator, **arguments)
+        plan = self._planner.create_local_plan()
+        local: SavePlan = self._writer.prepare_local_plan(plan)
+        return local
+
+    def offer(self) -> SavePlan | None:
+        """What the coordinator needs of this rank's plan."""
+        return self.local if self._found == NEW else None
+
+    def global_plan(self, offers: list[SavePlan | None]) -> list[SavePlan]:
+        """On the coordinator. Of cached plans only the storage's part is made again."""
+        plans: list[SavePlan] = [offer or SavePlan([]) for offer in offers]
+        if self._found == LOADED:
+            loaded = [replace(plan, storage_data=None) for plan in self._loaded]
+            plans, _ = self._planner.create_global_plan(loaded)
+        elif self._found == NEW:
+            local_plans = list(plans)
+            plans, metadata = self._planner.create_global_plan(plans)
+            # Where Megatron-Core looks for them.
+            cast("Any", metadata).all_local_plans = local_plans
+            self.metadata = metadata
+        prepared: list[SavePlan] = self._writer.prepare_global_plan(plans)
+        return prepared
+
+    def prepare(self, plan: SavePlan) -> SavePlan:
+        """This rank's final plan, after the writers of all ranks have received theirs."""
         final: list[SavePlan] = []
 
         def hand_over() -> None:
@@ -149,46 +176,6 @@ class _Planning:
         self._group.reduce_broadcast("prepare", hand_over, lambda _: None)
         return final[0]
 
-    def _offer(self, state_dict: Mapping[str, Any]) -> _Offer:
-        coordinator, rank = self._group.is_coordinator, self._group.rank
-        plain = {
-            key: value.state_dict() if isinstance(value, Stateful) else value
-            for key, value in state_dict.items()
-        }
-        self._planner.set_up_planner(plain, is_coordinator=coordinator)
-        takes = signature(self._writer.set_up_storage_writer).parameters
-        told = {"rank": rank, "use_collectives": True} if "kwargs" in takes else {}
-        self._writer.set_up_storage_writer(coordinator, **told)
-        self.local = self._writer.prepare_local_plan(self._planner.create_local_plan())
-        cached = _same(self._cached, self.local, rank, "local plan")
-        loaded = _is_loaded(self._loaded, self.local, rank, self._group.size)
-        return _Offer(cached, loaded, None if cached or loaded else self.local)
-
-    def _answers(self, offers: Sequence[_Offer]) -> list[_Answer]:
-        """On the coordinator."""
-        found, plans = self._planned(offers)
-        if found != AGAIN:
-            plans = self._writer.prepare_global_plan(plans)
-        return [_Answer(found, plan) for plan in plans]
-
-    def _planned(self, offers: Sequence[_Offer]) -> tuple[str, list[SavePlan]]:
-        plans: list[SavePlan]
-        if all(offer.cached for offer in offers):
-            return CACHED, [SavePlan([]) for _ in offers]
-        if all(offer.loaded for offer in offers):
-            plans, _ = self._planner.create_global_plan(
-                [replace(p, storage_data=None) for p in self._loaded]
-            )
-            return LOADED, plans
-        offered = [offer.plan for offer in offers if offer.plan is not None]
-        if len(offered) < len(offers):
-            return AGAIN, [SavePlan([]) for _ in offers]
-        plans, self.metadata = self._planner.create_global_plan(offered)
-        cast(
-            "Any", self.metadata
-        ).all_local_plans = offered  # where Megatron-Core looks for them
-        return PLANNED, plans
-
 
 def verify_global_md_reuse(
     loaded_all_plans: list[SavePlan] | None,
@@ -196,33 +183,34 @@ def verify_global_md_reuse(
     rank: int,
     dist_wrapper: _DistWrapper,
 ) -> bool:
-    """Are the plans of a loaded checkpoint those of all ranks now? Collective: the answer is the same everywhere.
+    """Whether the plans of a loaded checkpoint equal those of all ranks now. Collective.
 
-    ``loaded_all_plans`` are one for each rank; all fields but ``storage_data`` count.
+    ``loaded_all_plans`` has one plan for each rank. All fields but ``storage_data`` count.
     """
     with group_over(dist_wrapper.group) as group:
-        same = _is_loaded(loaded_all_plans or [], local_plan, rank, group.size)
+        same = _equals_loaded(loaded_all_plans or [], local_plan, rank, group.size)
         return group.all_agree(1 if same else None)
 
 
 def save_state_dict_async_finalize(
     storage_writer: Any, global_metadata: Metadata | None, dist_wrapper: _DistWrapper
 ) -> None:
-    """The last stage: what all ranks have written is gathered and published, or no rank's is.
+    """The last stage: gather what all ranks have written, and commit it.
 
-    The arguments are what the first stage returned first. Raises on all ranks what any of them met.
+    The arguments are what the first stage returned first. Raises on all ranks what any of them met;
+    nothing is committed then.
     """
-    with group_over(dist_wrapper.group) as group, _cleared(storage_writer):
+    with group_over(dist_wrapper.group) as group, _reset_on_error(storage_writer):
         group.reduce_broadcast(
             "write",
-            partial(_written, storage_writer),
-            partial(_publish, storage_writer, global_metadata),
+            partial(_write_results, storage_writer),
+            partial(_finish, storage_writer, global_metadata),
         )
 
 
 @contextmanager
-def _cleared(writer: Any) -> Iterator[None]:
-    """Nothing of a save that fails is left behind, unless ranks are lost that may still be at it."""
+def _reset_on_error(writer: Any) -> Iterator[None]:
+    """Remove what a failed save left, unless ranks are lost: these may be writing still."""
     try:
         yield
     except RankLost:
@@ -232,87 +220,52 @@ def _cleared(writer: Any) -> Iterator[None]:
         raise
 
 
-def _written(writer: Any) -> list[WriteResult]:
+def _write_results(writer: Any) -> list[WriteResult]:
     results = writer.retrieve_write_results()
-    if isinstance(
-        results, tuple
-    ):  # torch's way to hand on an exception, with where it was
+    if isinstance(results, tuple):  # torch's pair of an exception and its traceback
         raise results[0]
     found: list[WriteResult] = results
     return found
 
 
-def _publish(
+def _finish(
     writer: Any, metadata: Metadata | None, results: list[list[WriteResult]]
 ) -> None:
     if metadata is None:
         raise CheckpointingException(
-            "the coordinator has no metadata for this save: the plans of an earlier one, or of a loaded checkpoint, "
-            "were used again, so pass the metadata that was returned, or read, then"
+            "the coordinator has no metadata for this save: it reuses the plans of an earlier save "
+            "or of a loaded checkpoint, so pass the metadata that was returned, or read, then"
         )
     writer.finish(metadata, results)
 
 
-def _wrapper(process_group: ProcessGroup | None, coordinator_rank: int) -> _DistWrapper:
-    if coordinator_rank != 0:
-        raise CheckpointingException(
-            f"coordinator_rank is {coordinator_rank}: rank 0 of the process group coordinates; give a process group "
-            "whose first rank is the one that is meant"
-        )
-    return _DistWrapper(
-        process_group, is_available() and is_initialized(), coordinator_rank
-    )
-
-
-def _is_loaded(
+def _equals_loaded(
     loaded: Sequence[SavePlan], local: SavePlan, rank: int, ranks: int
 ) -> bool:
-    if loaded and len(loaded) != ranks:
-        _log.debug(
-            "rank %d: %d plans were loaded for %d ranks", rank, len(loaded), ranks
-        )
-    return len(loaded) == ranks and _same(loaded[rank], local, rank, "loaded plan")
+    if len(loaded) != ranks:
+        return False
+    return _equal(loaded[rank], local, rank, "loaded plan")
 
 
-def _same(old: SavePlan | None, new: SavePlan, rank: int, what: str) -> bool:
-    """Are two plans equal, but for what the storage added? What differs is told in the debug log, field by field."""
+def _equal(old: SavePlan | None, new: SavePlan, rank: int, what: str) -> bool:
+    """Whether two plans are equal but for ``storage_data``. Logs the keys that differ (DEBUG)."""
     if old is None:
         return False
-    found = replace(old, storage_data=None) == replace(new, storage_data=None)
-    if not found and _log.isEnabledFor(logging.DEBUG):
-        before, now = _fields_of(old), _fields_of(new)
-        for place in sorted({*before, *now}):
-            if before.get(place) != now.get(place):
-                key, field = place
-                told = before.get(place, "absent"), now.get(place, "absent")
-                _log.debug(
-                    "rank %d, %s: %r %s was %s, is %s", rank, what, key, field, *told
-                )
-    return found
+    if replace(old, storage_data=None) == replace(new, storage_data=None):
+        return True
+    if _log.isEnabledFor(logging.DEBUG):
+        before, after = _items_by_key(old), _items_by_key(new)
+        changed = [
+            key
+            for key in sorted({*before, *after})
+            if before.get(key) != after.get(key)
+        ]
+        _log.debug("rank %d, %s: the items of %s differ", rank, what, changed[:10])
+    return False
 
 
-def _fields_of(plan: SavePlan) -> dict[tuple[str, str], Any]:
-    """Everything in a plan: (key, name of the field) -> value; pieces of a tensor by their offset."""
-    found: dict[tuple[str, str], Any] = {("", "usable"): plan.usable}
+def _items_by_key(plan: SavePlan) -> dict[str, list[WriteItem]]:
+    items: dict[str, list[WriteItem]] = {}
     for item in plan.items:
-        offset = "" if item.index.offset is None else f"{list(item.index.offset)} "
-        found |= {
-            (item.index.fqn, f"{offset}{name}"): value for name, value in _leaves(item)
-        }
-    mappings = (
-        plan.planner_data
-        if isinstance(plan.planner_data, Mapping)
-        else {"": plan.planner_data}
-    )
-    return found | {
-        (str(key), "planner_data"): value for key, value in mappings.items()
-    }
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if not is_dataclass(value):
-        yield name, value
-        return
-    for field in fields(value):
-        inner = f"{name}.{field.name}" if name else field.name
-        yield from _leaves(getattr(value, field.name), inner)
+        items.setdefault(item.index.fqn, []).append(item)
+    return items

@@ -677,7 +677,7 @@ def test_dcps_asynchronous_save_keeps_what_tensors_say(tmp_path: Path) -> None:
             if tensor is half and not KNOWS_THE_PROTOCOL:
                 with pytest.raises(
                     CheckpointException,
-                    match=r"'x\.0\.y': the tensor says which shard it is",
+                    match=r"'x\.0\.y': the tensor names its shard",
                 ):
                     future.result()
                 continue

@@ -428,7 +428,8 @@ def test_two_pieces_of_a_parameter_on_a_rank(tmp_path, value):
 def test_tensors_of_a_cut_parameter_are_not_taken_for_one_value(value):
     cut = ShardedTensor.from_rank_offsets("w", torch.zeros(1, 3), (0, 0, 2))
     with pytest.raises(
-        ShardingError, match=r"'optimizer.state.row.w': .*nobody can tell how it is cut"
+        ShardingError,
+        match=r"'optimizer.state.row.w': .*nothing says how it is sharded",
     ):
         optim_state_to_sharding_state(
             {"state": {0: {"row": value}}, "param_groups": []}, {0: cut}

@@ -350,7 +350,7 @@ def test_a_wrong_guess_is_not_stored(tmp_path, caplog, kind):
     for found in ThreadedGroup.run(2, generations):
         assert_alike(found, [rates[name] for name in "acb"])
     assert (
-        "of 2 groups without a parameter on this rank nothing tells which they were"
+        "2 groups have no parameter on this rank, so their stored groups are taken in order"
         in caplog.text
     )
 

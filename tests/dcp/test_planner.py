@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner as AnySavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 
 import megackpt
-from megackpt.dcp import FileSystemReader, FileSystemWriter, planner as planners
+from megackpt.dcp import FileSystemReader, FileSystemWriter
 from megackpt.dcp.planner import Delegate, LoadPlanner, SavePlanner
 from megackpt.errors import (
-    CheckpointingException,
     CoverageError,
     ShardingError,
     UntrustedClass,
@@ -151,20 +148,6 @@ def test_one_rank_alone_is_not_asked_for_what_others_hold() -> None:
 # ---- plans that are used again
 
 
-@pytest.fixture
-def caches() -> Iterator[None]:
-    kept = [
-        v
-        for k, v in vars(AnySavePlanner).items()
-        if k.startswith("_cached") and isinstance(v, dict)
-    ]
-    kept.append(planners._unfinished)
-    yield
-    for cache in kept:
-        cache.clear()
-
-
-@pytest.mark.usefixtures("caches")
 def test_a_cached_plan_is_dropped_when_only_a_dtype_changed(tmp_path: Path) -> None:
     for n, dtype in enumerate((torch.float32, torch.float32, torch.bfloat16)):
         planner = SavePlanner(enable_plan_caching=True)
@@ -172,7 +155,6 @@ def test_a_cached_plan_is_dropped_when_only_a_dtype_changed(tmp_path: Path) -> N
         assert metadata.state_dict_metadata["w"].properties.dtype == dtype
 
 
-@pytest.mark.usefixtures("caches")
 def test_a_tensor_whose_dtype_changed_is_stored_as_a_tensor_under_cached_plans(
     tmp_path: Path,
 ) -> None:
@@ -190,7 +172,6 @@ def test_a_tensor_whose_dtype_changed_is_stored_as_a_tensor_under_cached_plans(
         assert megackpt.load_plain_tensors(tmp_path / str(n))["w"].dtype == dtype
 
 
-@pytest.mark.usefixtures("caches")
 @pytest.mark.parametrize("before", [None, 4])
 @pytest.mark.parametrize(
     "once", [False, True]
@@ -225,40 +206,6 @@ def test_a_save_that_fails_leaves_no_trace_in_cached_plans(
             state, storage_reader=FileSystemReader(tmp_path / str(number)), no_dist=True
         )
         assert state["w"].sum() == n
-
-
-@pytest.mark.usefixtures("caches")
-def test_a_rank_gets_the_plan_that_is_new_to_it_and_no_other() -> None:
-    def plan(n: int) -> SavePlan:
-        return SavePlan([shard("w", (0,), (n,), (n,))], planner_data={})
-
-    unchanged = SavePlan([], usable=False)
-    for failing in (False, True):
-        planner = SavePlanner(enable_plan_caching=True)
-        other = SavePlan([blob("o")], planner_data={})
-        first, _ = planner.create_global_plan([plan(4), other])
-        planner.finish_plan(first[0])
-        if failing:  # a save whose plans never reach the ranks
-            planner.create_global_plan([plan(8), unchanged])
-        plans, _ = planner.create_global_plan([plan(8), unchanged])
-        assert [each.usable for each in plans] == [True, False]
-        planner.finish_plan(plans[0])
-        plans, metadata = planner.create_global_plan([unchanged, unchanged])
-        assert [each.usable for each in plans] == [False, False]
-        assert metadata.state_dict_metadata["w"].size == (8,)
-
-
-@pytest.mark.usefixtures("caches")
-def test_plans_of_other_ranks_are_not_used_again_by_a_coordinator_that_has_none() -> (
-    None
-):
-    planner = SavePlanner(enable_plan_caching=True)
-    with pytest.raises(
-        CheckpointingException, match=r"ranks \[1\] reuse the plans of an earlier save"
-    ):
-        planner.create_global_plan(
-            [SavePlan([blob("a")], planner_data={}), SavePlan([], usable=False)]
-        )
 
 
 # ---- delegates

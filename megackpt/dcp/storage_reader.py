@@ -1,0 +1,214 @@
+"""``megackpt.dcp.FileSystemReader``: a storage reader for torch DCP, for our checkpoints and others'."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import uuid
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from megackpt.backends.torch_dist import METADATA
+from megackpt.backends.torch_dist.metadata_reader import (
+    Listing,
+    check_files,
+    read_listing,
+)
+from megackpt.checkpoint import INDEX, absolute, open_checkpoint
+from megackpt.checkpoint.opening import unreplaced
+from megackpt.dcp.item_reader import ItemReader, OpenCheckpoint
+from megackpt.dcp.storage_writer import Path, is_checkpoint_path
+from megackpt.dcp.torch_metadata import metadata_of, native_manifest, rows_of
+from megackpt.errors import (
+    CheckpointingException,
+    CheckpointReplaced,
+    NotACheckpoint,
+)
+from megackpt.loader.row_reader import replacement
+from megackpt.planning.manifest import Manifest
+from megackpt.storage import LocalStorage, Storage
+from megackpt.torch_versions import DROPS_ERRORS_OF_READERS
+
+_log = logging.getLogger("megackpt.dcp")
+
+
+class FileSystemReader(StorageReader):
+    """Loads through ``torch.distributed.checkpoint.load``: our checkpoints, stock's, Megatron's.
+
+    Only the bytes that the planner asks for are read, several ranges at a time, straight into its
+    tensors where their memory allows. ``.metadata`` is unpickled without running code: a planner's
+    data in it must be plain values. Objects are unpickled by the planner: torch's own trusts them.
+    Records that went through an extension of torch's are read as stock reads them.
+
+    Args:
+        path: the directory. A ``checkpoint_id`` given to ``load`` takes its place.
+        _extension_registry: torch's extensions that records may have gone through (None: torch's
+            default).
+        verify: compare what is read with the digests of the index, if there is one: whole blocks
+            of 1 MiB are read. False reads the exact ranges.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        _extension_registry: ExtensionRegistry | None = None,
+        *,
+        verify: bool = True,
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.verify = verify
+        self.load_id = uuid.uuid4().hex
+        self._registry = _extension_registry or ExtensionRegistry()
+        self._checkpoint: OpenCheckpoint | None = None
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The directory, as it was given."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Whether the path can be a checkpoint's."""
+        return is_checkpoint_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        if checkpoint_id:
+            self.path = checkpoint_id
+        self._checkpoint, self.load_id = None, uuid.uuid4().hex
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        """Open the checkpoint. Later reads are from this one, even if it is replaced meanwhile.
+
+        With ``rank``: only what stock's writer stored for this rank without collectives; torch
+        sends no messages then. The metadata has no ``all_local_plans``.
+        Raises NotACheckpoint, CorruptCheckpoint or UntrustedClass. torch 2.9 to 2.11 drops these
+        errors in ``load``, so with these releases they are logged as warnings, too.
+        """
+        try:
+            self._checkpoint = _open(self.path, kwargs.get("rank"))
+            items, listing = self._checkpoint.items, self._checkpoint.listing
+            return metadata_of(listing, items, self.load_id)
+        except CheckpointingException as error:
+            if DROPS_ERRORS_OF_READERS:
+                _log.warning("%s: %s", type(error).__name__, error)
+            raise
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,  # noqa: ARG002
+        is_coordinator: bool,  # noqa: ARG002
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
+        if self._checkpoint is None:  # The caller has the metadata from elsewhere.
+            collective = kwargs.get("use_collectives", True)
+            rank = None if collective else kwargs.get("rank")
+            self._checkpoint = _open(self.path, rank)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return dataclasses.replace(plan, storage_data=self._opened().manifest.save_id)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: see that all ranks have opened the same checkpoint."""
+        save_ids = {plan.storage_data for plan in plans}
+        if len(save_ids) > 1:
+            raise CheckpointReplaced(
+                f"{os.fspath(self.path)} was replaced while it was being opened; ranks see the "
+                f"saves {sorted(map(str, save_ids))}: load again. If it happens again, is the "
+                "directory shared between all hosts?"
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        future: Future[None] = Future()
+        try:
+            checkpoint = self._opened()
+            try:
+                ItemReader(checkpoint, planner, self._registry, self.verify).read(plan)
+            except (CheckpointingException, OSError) as error:
+                replaced = replacement(checkpoint.storage, checkpoint.manifest)
+                if replaced is not None:
+                    raise replaced from error
+                raise
+            future.set_result(None)
+        except Exception as error:  # noqa: BLE001 - raised by the caller
+            future.set_exception(error)  # type: ignore[arg-type] # torch's annotation
+        return future
+
+    def _opened(self) -> OpenCheckpoint:
+        if self._checkpoint is None:
+            raise CheckpointingException(
+                "read_metadata or set_up_storage_reader opens a checkpoint: call it first"
+            )
+        return self._checkpoint
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A directory with a ``.metadata`` file. ``manifest``: None if it has no index."""
+
+    storage: Storage
+    listing: Listing
+    manifest: Manifest | None = None
+
+
+def _open(directory: Path, rank: int | None) -> OpenCheckpoint:
+    """Open by ``.metadata``; with a rank, by what this rank wrote without collectives."""
+    if rank is None:
+        # Without an index the files have no common id: check that they were not being removed.
+        found = unreplaced(
+            directory, partial(_find, directory), lambda it: it.manifest is not None
+        )
+    else:
+        found = _find_of_rank(directory, f"__{rank}{METADATA}")
+    tensors, listed = found.listing.tensors, list(found.listing)
+    check_files(found.storage, listed)
+    items = {}
+    for item in listed:
+        offset = None if tensors[item.name].is_object else item.box.offset
+        items[item.name, offset] = item
+    manifest = found.manifest or native_manifest(tensors, listed)
+    return OpenCheckpoint(
+        found.storage, found.listing, items, manifest, rows_of(manifest)
+    )
+
+
+def _find(directory: Path, storage: Storage) -> _Found:
+    manifest = None
+    if storage.size(INDEX) is not None:
+        opened = open_checkpoint(directory)
+        storage, manifest = opened.storage, opened.manifest
+    if storage.size(METADATA) is None:
+        raise NotACheckpoint(
+            f"{storage.called} is a checkpoint, but not one of torch DCP's (it has no "
+            f"{METADATA}): megackpt.load reads it, megackpt.convert makes one of it"
+        )
+    return _Found(storage, read_listing(storage, METADATA), manifest)
+
+
+def _find_of_rank(directory: Path, name: str) -> _Found:
+    """What a rank of stock's writer saved without collectives.
+
+    Refused where the metadata of all ranks is present: the other ranks would use that, and wait
+    for this one.
+    """
+    try:
+        storage = LocalStorage(absolute(directory))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotACheckpoint(
+            f"{directory} is not a directory, so it holds no {name}"
+        ) from error
+    if storage.size(name) is None or storage.size(METADATA) is not None:
+        raise NotACheckpoint(
+            f"{directory} holds no {name} without a {METADATA} beside it"
+        )
+    return _Found(storage, read_listing(storage, name))

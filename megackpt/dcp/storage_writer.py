@@ -1,0 +1,448 @@
+"""``megackpt.dcp.FileSystemWriter``: a storage writer for torch DCP, with our files and commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import (
+    SerializationFormat,
+    _StorageWriterTransforms,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from megackpt import serialization
+from megackpt.backends.base import CONFIG
+from megackpt.backends.torch_dist import METADATA
+from megackpt.backends.torch_dist.distcp_writer import (
+    COMMON_FILE,
+    Records,
+    file_name as default_file_name,
+)
+from megackpt.backends.torch_dist.object_names import LISTED_COMMON
+from megackpt.checkpoint import INDEX, Place, absolute, begin, commit, place_of
+from megackpt.dcp.item_writer import (
+    Assignment,
+    ItemWriter,
+    KeptResolver,
+    Resolved,
+    Resolver,
+    StoredItem,
+    copy_to_host,
+    name_files,
+    synchronize_stream,
+    take_assignment,
+)
+from megackpt.dcp.shard_protocol import (
+    ChunkShape,
+    check_plan,
+    copy_fields,
+    named_chunks,
+)
+from megackpt.dcp.torch_metadata import (
+    PlannedByDcp,
+    check_common,
+    encode_metadata,
+    manifest_of,
+)
+from megackpt.distributed import Attempt, attempt
+from megackpt.errors import CheckpointingException, SaveInProgress
+from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorEntry, TensorMeta
+from megackpt.planning.save_plan import refuse_unstorable
+
+Path = str | os.PathLike[str]
+
+_JOIN_TIMEOUT = 1.0
+"""Seconds in which a thread whose save has ended is expected to end."""
+
+
+class FileSystemWriter(BlockingAsyncStager, StorageWriter):
+    """Saves through ``torch.distributed.checkpoint.save`` and ``async_save``, with any planner.
+
+    The checkpoint appears in one step when all ranks have written. Until then the directory holds
+    none, or the one that was there before. Beside ``.metadata`` it has digests, an index and the
+    files that Megatron-Core expects (``metadata.json``, an empty ``common.pt``), so stock's reader,
+    ``megackpt.load``, ``verify`` and Megatron open it::
+
+        import torch
+        import torch.distributed.checkpoint as dcp
+        from megackpt.dcp import FileSystemReader, FileSystemWriter
+
+        state = {"model": {"w": torch.ones(4)}, "step": 3}
+        dcp.save(state, storage_writer=FileSystemWriter("checkpoints/3"))
+        dcp.load(state, storage_reader=FileSystemReader("checkpoints/3"))
+
+    Rank 0 of the process group begins and commits the save, and names the files: override
+    ``file_name`` for other names. ``async_save`` stages as with stock's writer, and works in a
+    thread and in a process (which pickles the writer: a subclass must be importable there).
+    ``enable_plan_caching`` and ``no_dist`` work; ``use_collectives=False`` is refused.
+
+    Args:
+        path: the directory. A ``checkpoint_id`` given to ``save`` takes its place.
+        single_file_per_rank: no effect. A rank's bytes are in ``thread_count`` files either way.
+        sync_files: no effect. What is committed is durable.
+        thread_count: files, and threads that write them, of each rank. Rank 0's number counts.
+        per_thread_copy_ahead: no effect. The host memory for copies is bounded anyway.
+        cache_staged_state_dict: keep the copies that ``async_save`` stages for the next save.
+        overwrite: False = raise CheckpointExists instead of replacing a complete checkpoint.
+        _extensions: torch's stream extensions, for all items. Only DCP's readers read such records.
+        serialization_format: TORCH_SAVE; others are refused (``megackpt.convert`` writes
+            safetensors).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 2,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+    ) -> None:
+        super().__init__(cache_staged_state_dict=cache_staged_state_dict)
+        if type(thread_count) is not int or thread_count < 1:
+            raise CheckpointingException(
+                f"thread_count is a whole number from 1 on, not {thread_count!r}"
+            )
+        if serialization_format != SerializationFormat.TORCH_SAVE:
+            raise CheckpointingException(
+                f"this writer keeps torch DCP's own format, not {serialization_format}: save with "
+                "it and megackpt.convert the checkpoint, or megackpt.save it as 'safetensors'"
+            )
+        self.path = path
+        self.single_file_per_rank = single_file_per_rank
+        self.sync_files = sync_files
+        self.thread_count = thread_count
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.overwrite = overwrite
+        self.transforms = _StorageWriterTransforms(_extensions)
+        """As in stock's writer: gives the extensions of each item."""
+        self.save_id = uuid.uuid4().hex
+        self.rank: int | None = None
+        self._unfinished: _UnfinishedSave | None = None
+        self._prepared: _PreparedWrite | None = None
+        self._named_chunks: dict[str, list[ChunkShape]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the process of an ``async_save``: without the save of this process."""
+        own = {"_unfinished": None, "_prepared": None, "state_dict_cache": None}
+        return {**self.__dict__, **own}
+
+    def file_name(self, rank: int, n: int) -> str:
+        """The name of a rank's ``n``-th file (from 0). Called on rank 0; must be unique and safe."""
+        return default_file_name(rank, n)
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The directory, as it was given."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Whether the path can be a checkpoint's."""
+        return is_checkpoint_path(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=os.fspath(self.path), save_id=self.save_id)
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        """Prepare for a new save. Removes what this writer's failed save left.
+
+        The save of another thread is not touched; planning looks whether it has ended.
+        """
+        if self._unfinished is not None and self._unfinished.is_of_this_thread:
+            self._unfinished.abort()
+            self._unfinished = None
+        if checkpoint_id:
+            self.path = checkpoint_id
+        self.save_id = uuid.uuid4().hex
+
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # noqa: ARG002
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
+        self.rank = kwargs.get("rank")
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointingException(
+                "this writer needs use_collectives=True: without messages no rank knows when all "
+                "have written, so nothing could make their files one checkpoint"
+            )
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """As stock's writer. Copies of tensors that name their shards name them, too."""
+        self._named_chunks = named_chunks(state_dict)
+        staged: dict[str, Any] = super().stage(state_dict)
+        copy_fields(state_dict, staged)
+        return staged
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        chunks, self._named_chunks = self._named_chunks, {}
+        check_plan(chunks, plan)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator, in every save (also with cached plans): begin the checkpoint."""
+        _refuse_unstorable(plans)
+        directory = absolute(self.path)
+        own = METADATA, CONFIG, COMMON_FILE, INDEX
+        names = name_files(self.file_name, len(plans), self.thread_count, own)
+        _abort_ended(directory, self._unfinished)
+        place = begin(directory, save_id=self.save_id, overwrite=self.overwrite)
+        try:
+            place.announce([*own, *(name for files in names for name in files)])
+        except BaseException:
+            place.abort()
+            raise
+        self._unfinished = _UnfinishedSave(place, directory, threading.current_thread())
+        result = []
+        for rank, (plan, files) in enumerate(zip(plans, names, strict=True)):
+            assignment = Assignment(directory, place.save_id, rank, files)
+            if rank == (self.rank or 0):
+                assignment.receive()  # The coordinator's own plan is not pickled.
+            result.append(dataclasses.replace(plan, storage_data=assignment))
+        return result
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        try:
+            synchronize_stream()
+            future.set_result(self._prepare(plan, planner).write(KeptResolver(planner)))
+        except Exception as error:  # noqa: BLE001 - raised by the caller
+            if self._unfinished is not None:
+                self._unfinished.failed = True
+            future.set_exception(error)  # type: ignore[arg-type] # torch's annotation
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when all ranks have written: commit."""
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is None:
+            raise CheckpointingException(
+                f"no save to {os.fspath(self.path)} has been begun by this writer"
+            )
+        place = unfinished.place
+        try:
+            listed = LISTED_COMMON in metadata.state_dict_metadata
+            common = None if listed else _write_common(place)
+            manifest = manifest_of(metadata, results, common)
+            if listed:
+                check_common(place.storage, manifest)
+            table = encode_metadata(metadata, results, self.storage_meta())
+            commit(place, PlannedByDcp(table=table), manifest)
+        except BaseException:
+            place.abort()
+            raise
+        finally:
+            _unfinished_saves.discard(unfinished)
+            self.save_id = uuid.uuid4().hex
+
+    # ---- The stages of save_state_dict_async_plan and its kin
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Keep what this rank is to write. Nothing is copied or written yet."""
+        self._prepared = self._prepare(plan, planner)
+        if self._unfinished is not None:
+            self._unfinished.thread = None
+
+    def get_save_function_and_args(
+        self,
+    ) -> tuple[Callable[..., None] | None, Callable[[], Any] | None, list[Any]]:
+        """``(function, preload, args)``; (None, None, []) where this rank writes nothing.
+
+        ``preload()`` copies the tensors to the host; put its result into ``args[1]``. From then on
+        the tensors may be changed. ``function(*args)`` writes, in any thread of this process. Its
+        errors are raised by ``save_state_dict_async_finalize``, on all ranks.
+        """
+        prepared = self._get_prepared()
+        if not prepared.plan.items:
+            return None, None, []
+        rank = prepared.assignment.rank
+        return _write_prepared, prepared.preload, [rank, prepared.planner, prepared]
+
+    def retrieve_write_results(self) -> list[WriteResult]:
+        """The results of ``function``, or its error. CheckpointingException if it has not run."""
+        prepared = self._get_prepared()
+        if not prepared.plan.items:
+            return []
+        if prepared.outcome is None:
+            raise CheckpointingException(
+                f"rank {prepared.assignment.rank} has not written yet: call the function of "
+                "get_save_function_and_args, in this process, and finalize when it has returned"
+            )
+        return prepared.outcome.get()
+
+    def _prepare(self, plan: SavePlan, planner: SavePlanner) -> _PreparedWrite:
+        assignment = take_assignment(plan, absolute(self.path), self.rank)
+        transforms = [self.transforms]
+        of_planner = getattr(planner, "transforms", None)
+        if isinstance(of_planner, _StorageWriterTransforms):
+            transforms.insert(0, of_planner)
+        return _PreparedWrite(assignment, plan, planner, transforms)
+
+    def _get_prepared(self) -> _PreparedWrite:
+        if self._prepared is None:
+            raise CheckpointingException(
+                "nothing was planned with this writer: call save_state_dict_async_plan first"
+            )
+        return self._prepared
+
+
+FileSystemWriterAsync = FileSystemWriter
+"""Megatron-Core's name."""
+
+
+@dataclass(eq=False)
+class _PreparedWrite:
+    """What one rank writes in one save, and the outcome of the second of three stages."""
+
+    assignment: Assignment
+    plan: SavePlan
+    planner: SavePlanner
+    transforms: Sequence[_StorageWriterTransforms]
+    outcome: Attempt[list[WriteResult]] | None = None
+
+    def write(self, resolver: Resolver) -> list[WriteResult]:
+        root = place_of(self.assignment.directory, self.assignment.save_id)
+        writer = ItemWriter(root, self.assignment, resolver, self.transforms)
+        return writer.write(self.plan.items)
+
+    def preload(self) -> _HostItems:
+        items = {}
+        for item in self.plan.items:
+            items[item.index] = copy_to_host(self.planner.resolve_data(item))
+        return _HostItems(items)
+
+    def __reduce__(self) -> Any:
+        raise CheckpointingException(
+            "the second stage of a save runs in its own process, in any thread. To write in "
+            "another process, use megackpt.save with async_sharded_save, or torch's async_save"
+        )
+
+
+class _HostItems:
+    """The items of a plan, copied to the host."""
+
+    def __init__(self, items: dict[MetadataIndex, Resolved]) -> None:
+        self._items = items
+
+    def resolve_data(self, item: WriteItem) -> Resolved:
+        return self._items[item.index]
+
+
+def _write_prepared(
+    _rank: int, source: SavePlanner | _HostItems, prepared: _PreparedWrite
+) -> None:
+    resolver = source if isinstance(source, _HostItems) else KeptResolver(source)
+    prepared.outcome = attempt(lambda: prepared.write(resolver))
+
+
+@dataclass(eq=False)
+class _UnfinishedSave:
+    """A save that this process has begun as the coordinator, and not finished.
+
+    torch does not call a writer whose save failed, on this rank or another: the next save to the
+    directory, or of the writer, has to find out whether it has ended. ``thread``: the one that
+    called torch; None for a save in three stages, which only ``reset`` of its writer ends early.
+    """
+
+    place: Place
+    directory: str
+    thread: threading.Thread | None
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        _unfinished_saves.add(self)
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread may end it: its own call has returned if it begins another save."""
+        return self.failed or self.thread in (None, threading.current_thread())
+
+    def abort(self) -> None:
+        _unfinished_saves.discard(self)
+        self.place.abort()
+
+    def check_ended(self, same_writer: bool) -> None:
+        """Raise SaveInProgress unless the save is known to have ended."""
+        if self.failed or self.thread is threading.current_thread():
+            return
+        if self.thread is None:
+            raise SaveInProgress(
+                f"a save in three stages to {self.directory} is not finalized in this process: "
+                "finalize it, or reset() its writer"
+            )
+        if self.thread is threading.main_thread():
+            # It lives on after its call. A writer is used for one save at a time.
+            ended = same_writer
+        else:
+            self.thread.join(_JOIN_TIMEOUT)
+            ended = not self.thread.is_alive()
+        if not ended:
+            raise SaveInProgress(
+                f"another thread of this process ({self.thread.name}) is saving to "
+                f"{self.directory}; if that has failed: reset() its writer in that thread"
+            )
+
+
+_unfinished_saves: WeakSet[_UnfinishedSave] = WeakSet()
+
+
+def _abort_ended(directory: str, own: _UnfinishedSave | None) -> None:
+    """Remove what ended saves to this directory, and the writer's own, have left.
+
+    Raises SaveInProgress if one of them has not ended.
+    """
+    for save in list(_unfinished_saves):
+        if save is own or save.directory == directory:
+            save.check_ended(save is own)
+            save.abort()
+
+
+def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
+    """Before anything is written: ShardingError for keys and sizes that no index can hold."""
+    entries = set()
+    for plan in plans:
+        for item in plan.items:
+            meta = TensorMeta((), OBJECT)
+            if item.tensor_data is not None:
+                dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+                if dtype not in ITEMSIZE:
+                    dtype = "uint8"  # torch pickles it
+                meta = TensorMeta(tuple(item.tensor_data.size), dtype)
+            entries.add(TensorEntry(item.index.fqn, meta))
+    refuse_unstorable(tuple(entries))
+
+
+def _write_common(place: Place) -> StoredItem:
+    """The empty common state that Megatron-Core expects."""
+    with place.storage.create(COMMON_FILE) as writer:
+        records = Records(writer)
+        stored = records.blob(iter([memoryview(serialization.dump({}))]))
+        records.end()
+    return StoredItem(COMMON_FILE, *stored)
+
+
+def is_checkpoint_path(checkpoint_id: Path) -> bool:
+    try:
+        absolute(checkpoint_id)
+    except CheckpointingException:
+        return False
+    return True

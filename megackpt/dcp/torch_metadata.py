@@ -1,0 +1,291 @@
+"""torch DCP's metadata of a checkpoint as our manifest, and the other way round."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megackpt import serialization
+from megackpt.backends.base import Finished, config_file
+from megackpt.backends.torch_dist import METADATA, TorchDist
+from megackpt.backends.torch_dist.metadata_pickle import Record
+from megackpt.backends.torch_dist.metadata_reader import Listed, Listing
+from megackpt.backends.torch_dist.object_names import LISTED_COMMON, objects_named
+from megackpt.checkpoint import decode_index, encode_index
+from megackpt.dcp.item_writer import StoredItem
+from megackpt.errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    CoverageError,
+    join_truncated,
+)
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import (
+    COMMON,
+    COMMON_KEY,
+    DIGEST_SIZE,
+    ITEMSIZE,
+    OBJECT,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+    unique_key,
+)
+from megackpt.storage import Storage
+
+ChunkName = tuple[str, tuple[int, ...] | None]
+"""DCP's name of a chunk: the tensor's name, and the chunk's offset (None: an object)."""
+
+
+@dataclass(frozen=True)
+class PlannedByDcp(TorchDist):
+    """torch_dist with a ``.metadata`` file that was made before, from a DCP planner's metadata."""
+
+    table: bytes = b""
+
+    def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002
+        return Finished(
+            manifest, {METADATA: self.table, **config_file(self.properties)}
+        )
+
+
+class _ManifestRows:
+    """The chunks of a manifest that is being made."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[TensorEntry, int] = {}
+        self._rows: list[tuple[int, Box, str, int, int]] = []
+        self._writers: list[int] = []
+        self._digests: list[bytes] = []
+
+    def add(self, entry: TensorEntry, box: Box, writer: int, item: StoredItem) -> None:
+        number = self._tensors.setdefault(entry, len(self._tensors))
+        self._rows.append((number, box, item.file, item.start, item.length))
+        self._writers.append(writer)
+        self._digests.append(item.digests)
+
+    def manifest(self) -> Manifest:
+        manifest = Manifest.of(self._tensors, self._rows)
+        digests = np.frombuffer(b"".join(self._digests), np.uint8)
+        chunks = replace(
+            manifest.chunks,
+            writer=np.array(self._writers, np.int32),
+            digests=digests.reshape(-1, DIGEST_SIZE),
+        )
+        return replace(manifest, chunks=chunks)
+
+
+def manifest_of(
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    common: StoredItem | None,
+) -> Manifest:
+    """The manifest of a save, from the planner's metadata and each rank's write results.
+
+    A chunk that torch pickled, or that went through an extension, is listed as an object: the
+    bytes of its record. ``common``: the common state, if the metadata does not list one.
+    Raises CoverageError for chunks that no rank wrote, or that have another dtype, and
+    CheckpointingException for names that the index cannot hold.
+    """
+    items = metadata.state_dict_metadata
+    if COMMON_KEY in items:
+        raise _reserved(COMMON_KEY)
+    if isinstance(items.get(LISTED_COMMON), TensorStorageMetadata):
+        raise _reserved(LISTED_COMMON)
+    written = {}
+    for rank, own in enumerate(results):
+        for result in own:
+            written[result.index] = rank, result.storage_data
+    rows = _ManifestRows()
+    unwritten = []
+    for index, entry, box in _planned_chunks(metadata):
+        if index not in written:
+            unwritten.append(f"{index.fqn!r} {box}")
+            continue
+        if entry.is_common and common is not None:
+            continue
+        rank, item = written[index]
+        meta = entry.meta
+        if item.dtype and item.dtype != meta.dtype:
+            raise CoverageError(
+                f"rank {rank} wrote {index.fqn!r} {box} as {item.dtype}, and the planner's "
+                f"metadata says {meta.dtype}"
+            )
+        if not item.dtype and not meta.is_object:
+            key = opaque_key(entry.key, box, meta.shape)
+            entry, box = TensorEntry(key, TensorMeta((), OBJECT)), Box((), ())
+        rows.add(entry, box, rank, item)
+    if unwritten:
+        raise CoverageError(
+            f"the planner's metadata lists what no rank has written: {join_truncated(unwritten, 5, ', ')}"
+        )
+    if common is not None:
+        rows.add(COMMON, Box((), ()), 0, common)
+    manifest = rows.manifest()
+    # The keys are the caller's: see now, before the commit, that the index can be read again.
+    try:
+        decode_index(encode_index(manifest, {}))
+    except CorruptCheckpoint as error:
+        raise CheckpointingException(
+            f"the planner's metadata makes no index that can be read: {error}"
+        ) from error
+    return manifest
+
+
+def _reserved(name: str) -> CheckpointingException:
+    return CheckpointingException(
+        f"{name!r} is the name of a checkpoint's common state: choose another key"
+    )
+
+
+def check_common(storage: Storage, manifest: Manifest) -> None:
+    """Raise CheckpointingException if the object with the common state's name is not one."""
+    common = [n for n, entry in enumerate(manifest.tensors) if entry.is_common]
+    for row in np.flatnonzero(np.isin(manifest.chunks.tensor, common)).tolist():
+        place = manifest.chunk(row).location
+        data = bytearray(place.length)
+        with storage.open(manifest.files[manifest.chunks.file[row]]) as reader:
+            reader.read_into(place.start, [memoryview(data)])
+        value = serialization.load(
+            bytes(data), stand_ins=True, where=repr(LISTED_COMMON)
+        )
+        is_list = isinstance(value, list) and len(value) == 1
+        if not is_list or not isinstance(value[0], dict):
+            raise _reserved(LISTED_COMMON)
+
+
+def _planned_chunks(
+    metadata: Metadata,
+) -> Iterator[tuple[MetadataIndex, TensorEntry, Box]]:
+    """Every chunk of the metadata once."""
+    items = metadata.state_dict_metadata
+    objects = objects_named(
+        name for name, item in items.items() if isinstance(item, BytesStorageMetadata)
+    )
+    # How many different values a key would have in the index.
+    count = Counter(entry.key for entry in {entry for entry, _ in objects.values()})
+    count.update(name for name in items if name not in objects)
+    for name, item in items.items():
+        if isinstance(item, BytesStorageMetadata):
+            entry, box = objects[name]
+            if count[entry.key] > 1:
+                # The name only looks like one cell of a grid of objects.
+                entry, box = TensorEntry(name, TensorMeta((), OBJECT)), Box((), ())
+            yield MetadataIndex(name), entry, box
+            continue
+        dtype = str(item.properties.dtype).removeprefix("torch.")
+        entry = TensorEntry(name, TensorMeta(tuple(item.size), dtype))
+        boxes = (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks)
+        for box in dict.fromkeys(boxes):
+            yield MetadataIndex(name, torch.Size(box.offset)), entry, box
+
+
+def opaque_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """The index's key for a chunk that is not stored as a plain tensor."""
+    return name if box == Box.whole(shape) else unique_key(name, box.offset, shape)
+
+
+def encode_metadata(
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    storage_meta: StorageMeta | None,
+) -> bytes:
+    """Complete the planner's metadata as stock's writer does; the bytes of ``.metadata``."""
+    metadata.version = "1.0.0"
+    metadata.storage_meta = storage_meta
+    metadata.storage_data = {}
+    for own in results:
+        for result in own:
+            metadata.storage_data[result.index] = result.storage_data.storage_info()
+    return pickle.dumps(metadata)
+
+
+def rows_of(manifest: Manifest) -> dict[ChunkName, int]:
+    """DCP's name of each chunk -> its row in ``manifest.chunks``."""
+    chunks = manifest.chunks
+    rows: dict[ChunkName, int] = {}
+    for row, number in enumerate(chunks.tensor.tolist()):
+        key, meta = manifest.tensors[number]
+        offset = chunks.boxes.row(row, len(meta.shape)).offset
+        if meta.is_object:
+            rows[unique_key(key, offset, meta.shape), None] = row
+        else:
+            rows[key, offset] = row
+    return rows
+
+
+def native_manifest(
+    tensors: Mapping[str, TensorMeta], listed: Iterable[Listed]
+) -> Manifest:
+    """The manifest of the plain tensors in a checkpoint that has no index."""
+    rows = _ManifestRows()
+    for name, box, place in listed:
+        if ITEMSIZE.get(tensors[name].dtype) and not place.through:
+            item = StoredItem(place.file, place.start, place.length, b"")
+            rows.add(TensorEntry(name, tensors[name]), box, -1, item)
+    return replace(rows.manifest(), encoding="native", backend=("torch_dist", 1))
+
+
+def metadata_of(
+    listing: Listing, items: Mapping[ChunkName, Listed], load_id: str
+) -> Metadata:
+    """torch's Metadata of a listing. CorruptCheckpoint for a dtype that torch does not have."""
+    described: dict[str, Any] = {}
+    for name, meta in listing.tensors.items():
+        if meta.is_object:
+            described[name] = BytesStorageMetadata()
+            continue
+        dtype = vars(torch).get(meta.dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise CorruptCheckpoint(
+                f"{name!r}: torch {torch.__version__} has no dtype {meta.dtype}"
+            )
+        described[name] = TensorStorageMetadata(
+            TensorProperties(dtype), torch.Size(meta.shape), []
+        )
+    stored = {}
+    for (name, offset), item in items.items():
+        place = item.place
+        stored[MetadataIndex(name, offset)] = _StorageInfo(
+            place.file, place.start, place.length, list(place.through) or None
+        )
+        if offset is not None:
+            chunk = ChunkStorageMetadata(
+                torch.Size(item.box.offset), torch.Size(item.box.shape)
+            )
+            described[name].chunks.append(chunk)
+    record = listing.record
+    meta_record = record.field("storage_meta")
+    if not isinstance(meta_record, Record):
+        meta_record = Record("StorageMeta")
+    metadata = Metadata(
+        described,
+        planner_data=record.field("planner_data"),
+        storage_data=stored,
+        storage_meta=StorageMeta(
+            meta_record.field("checkpoint_id"),
+            meta_record.field("save_id"),
+            load_id,
+            meta_record.field("modules") or [],
+        ),
+    )
+    # Not as an argument: torch 2.8 has no such field, and reads files that have it.
+    metadata.version = record.field("version")
+    return metadata
