@@ -1,4 +1,4 @@
-"""What differs between the releases of torch, from 2.8 on, where it is no name that one can look for."""
+"""Differences between the releases of torch, from 2.8 on, that no attribute shows."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ if TYPE_CHECKING:
 RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 TIMES_OPERATIONS_OUT = RELEASE >= (2, 9)
-"""Collectives of gloo keep the timeout of their own options. Older releases keep the one that the group was made with.
-(Messages from one rank to another keep the timeout of their ``wait`` in all releases.)"""
+"""Whether gloo's collectives have the timeout of their options. In older releases they have the
+group's. (Point-to-point messages have the timeout of their ``wait`` in all releases.)"""
 
 DROPS_ERRORS_OF_READERS = (2, 9) <= RELEASE < (2, 12)
-"""Where a storage reader cannot read the metadata, ``dcp.load`` says "metadata is None", and no more."""
+"""Whether ``dcp.load`` only says "metadata is None" if a storage reader cannot read the metadata."""
 
 COPIES_FLOAT4 = RELEASE >= (2, 10)
-"""``Tensor.copy_`` knows float4_e2m1fn_x2, which older releases only have."""
+"""Whether ``Tensor.copy_`` supports float4_e2m1fn_x2. Older releases only have the dtype."""
 
 
-def order_of_cuts(tensor: DTensor) -> tuple[int, ...] | None:
-    """The dimensions of the mesh in the order in which they cut; None: the strided shards tell it, if there are any.
+def cutting_order(tensor: DTensor) -> tuple[int, ...] | None:
+    """The dimensions of the mesh in the order in which they cut. None: strided shards imply it.
 
-    torch has orders since 2.10. There one beside strided shards is what torch decoded from them, and takes the place
-    of their factors; since 2.11 it is beside them only where they are cuts of their own.
+    torch 2.10 introduced orders. In 2.10 the order of a tensor with strided shards was decoded from
+    these, and replaces their factors. From 2.11 on such a tensor has one only if its strided shards
+    are cuts of their own.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    cuts = getattr(tensor._spec, "shard_order", None)
-    is_decoded = not hasattr(tensor._spec, "use_strided_shard_as_shard_order")
-    if cuts is None or (
-        is_decoded and any(isinstance(p, _StridedShard) for p in tensor.placements)
-    ):
+    order = getattr(tensor._spec, "shard_order", None)
+    if order is None:
         return None
-    cutting = [dim for entry in cuts for dim in entry.mesh_dims]
-    return (
-        *cutting,
-        *(dim for dim in range(tensor.device_mesh.ndim) if dim not in cutting),
-    )
+    decoded = not hasattr(tensor._spec, "use_strided_shard_as_shard_order")
+    if decoded and any(isinstance(p, _StridedShard) for p in tensor.placements):
+        return None
+    cutting = [dim for entry in order for dim in entry.mesh_dims]
+    others = [dim for dim in range(tensor.device_mesh.ndim) if dim not in cutting]
+    return (*cutting, *others)
 
 
 @lru_cache(maxsize=1)
 def strides_are_cut_at_once() -> bool:
-    """How ``distribute_tensor`` cuts a strided shard of n ranks and factor f, where the size does not divide.
+    """How ``distribute_tensor`` cuts a strided shard of n ranks and factor f into unequal pieces.
 
-    True: into n * f pieces, of which each rank has every n-th. False: into f pieces, and each of these into n. In
-    pieces of one size it comes to the same. (FSDP2 never cuts so: it cuts what tensor parallelism has left.)
+    True: into n * f pieces; each rank has every n-th. False: into f pieces, and each of these into
+    n. With equal pieces both are the same. (FSDP2 never cuts so: it cuts what tensor parallelism
+    has left.)
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    pieces, _ = _StridedShard(0, split_factor=2)._split_tensor(
-        torch.arange(5, device="cpu"), 2, with_padding=False
-    )
+    shard = _StridedShard(0, split_factor=2)
+    numbers = torch.arange(5, device="cpu")
+    pieces, _ = shard._split_tensor(numbers, 2, with_padding=False)
     found: list[int] = pieces[0].tolist()
     return found == [0, 1, 4]

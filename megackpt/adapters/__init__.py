@@ -1,1 +1,1 @@
-"""Other people's words into ours: what nn.Modules and optimizers hold, declared as shards."""
+"""Tensors of modules, optimizers, DTensors and Hugging Face models, declared as shards."""

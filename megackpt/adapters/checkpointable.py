@@ -1,12 +1,13 @@
-"""What torch DCP takes for shards by protocol, declared as shards: nothing of DCP's is asked but its index class.
+"""Shards by torch DCP's protocols, declared as ShardedTensors.
 
-Two protocols. Plain tensors with ``global_shape``, ``global_offsets``, ``local_offsets`` and ``local_sizes`` (torch
-2.15's ``CheckpointableTensor``): boxes of the local tensor, each with its place in the global one. And objects with
-``__create_write_items__``, ``__create_chunk_list__`` and ``__get_tensor_shard__`` (torchrec's LocalShardsWrapper, the
-uneven DTensors of Megatron-FSDP), which name their chunks and give the memory of each.
+There are two protocols. Plain tensors with ``global_shape``, ``global_offsets``, ``local_offsets``
+and ``local_sizes`` (torch 2.15's ``CheckpointableTensor``): boxes of the local tensor, with their
+offsets in the global one. And objects with ``__create_write_items__``, ``__create_chunk_list__`` and
+``__get_tensor_shard__`` (torchrec's LocalShardsWrapper, Megatron-FSDP's uneven DTensors): they name
+their chunks and give the memory of each.
 
-Neither says whether other ranks hold the same chunk, so the shards are UNNUMBERED: when the declarations of all ranks
-are there, the lowest rank's becomes the main replica.
+Neither says whether other ranks hold the same chunk, so the shards are UNNUMBERED: when the
+declarations of all ranks are compared, the lowest rank's becomes the main replica.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ Shape = tuple[int, ...]
 
 
 class _Chunk(NamedTuple):
-    """A box of the global tensor, and the memory of its elements on this rank."""
+    """A box of the global tensor, and its elements on this rank."""
 
     offset: Shape
     data: torch.Tensor
-    written: bool  # False: this rank holds it, and leaves the writing to another one
+    written: bool
+    """False: this rank only loads it; another one writes it."""
 
 
 @dataclass
 class ShardedCheckpointable(ShardedTensorFactory):
-    """A shard by protocol, stored as its chunks; loaded, it is the same object, whose memory was filled.
+    """A shard by protocol, stored as its chunks. A load returns the same object, filled.
 
-    ``shard``: what names the chunks, where ``data`` does not: for the optimizer's state of a parameter, the parameter.
+    ``shard``: the object that names the chunks, if ``data`` does not: for the optimizer's state of
+    a parameter, the parameter.
     """
 
     build_fn: FactoryBuildFn = field(init=False, repr=False)
@@ -54,63 +57,62 @@ class ShardedCheckpointable(ShardedTensorFactory):
     shard: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.build_fn, self.merge_fn = self._shards, self._filled
-        self.shard = self.data if self.shard is None else self.shard
+        self.build_fn, self.merge_fn = self._build, self._merge
+        if self.shard is None:
+            self.shard = self.data
 
-    def _shards(
+    def _build(
         self, key: str, data: Any, replica_id: ReplicaId, _: slice | None
     ) -> Any:
-        """One ShardedTensor for each chunk; what holds no element of its tensor is not declared on this rank."""
         mesh = getattr(data, "device_mesh", None)
         if mesh is not None and mesh.get_coordinate() is None:
             return LocalNonpersistentObject(data)
-        if follows_methods(data):
-            whole, chunks = _chunks_by_methods(key, data)
+        if has_methods(data):
+            shape, chunks = _chunks_by_methods(key, data)
         else:
-            named = (
-                data
-                if isinstance(data, torch.Tensor) and has_shard_fields(data)
-                else self.shard
+            names_own = isinstance(data, torch.Tensor) and has_shard_fields(data)
+            shape, chunks = _chunks_by_fields(
+                key, data, data if names_own else self.shard
             )
-            whole, chunks = _chunks_by_fields(key, data, named)
-        if not chunks and whole and 0 in whole:
-            chunks = [
-                _Chunk(
-                    (0,) * len(whole),
-                    torch.empty(whole, dtype=data.dtype, device="cpu"),
-                    True,
+        if not chunks and 0 in shape:
+            # An empty tensor is stored, too.
+            empty = torch.empty(shape, dtype=data.dtype, device="cpu")
+            chunks = [_Chunk((0,) * len(shape), empty, True)]
+        shards = []
+        for chunk in chunks:
+            if chunk.data.is_meta:
+                raise ShardingError(
+                    f"{key!r} is on the meta device: materialise it first, by "
+                    "module.to_empty(device=...). (Or it is a flat range of a parameter that "
+                    "names its own chunks: of these only state of the parameter's shape is "
+                    "declared)"
                 )
-            ]
-        shards = [
-            _declared(key, chunk, whole, replica_id if chunk.written else 1)
-            for chunk in chunks
-        ]
+            # A view without the fields, which are those of the whole local tensor.
+            view = chunk.data.detach()
+            shards.append(
+                ShardedTensor(
+                    key,
+                    view,
+                    view.dtype,
+                    tuple(view.shape),
+                    shape,
+                    chunk.offset,
+                    None,
+                    replica_id if chunk.written else 1,
+                )
+            )
         return shards or LocalNonpersistentObject(data)
 
-    def _filled(self, _: Any) -> Any:
+    def _merge(self, _: Any) -> Any:
         return self.data
 
 
-def follows_methods(x: Any) -> bool:
-    """Has it, or has the local tensor of a DTensor, any of SHARD_METHODS?"""
-    asked = getattr(x, "_local_tensor", x)
-    asked = asked if isinstance(asked, torch.Tensor) else type(asked)
-    return any(hasattr(asked, name) for name in SHARD_METHODS)
-
-
-def _declared(
-    key: str, chunk: _Chunk, whole: Shape, replica_id: ReplicaId
-) -> ShardedTensor:
-    if chunk.data.is_meta:
-        raise ShardingError(
-            f"{key!r} is on the meta device: materialise it first, by module.to_empty(device=...). (Or it is a flat "
-            "range of a parameter that names its own chunks: of these only state of the parameter's shape is declared)"
-        )
-    # A view without what the tensor says of itself: that is of the whole local tensor.
-    data = chunk.data.detach()
-    return ShardedTensor(
-        key, data, data.dtype, tuple(data.shape), whole, chunk.offset, None, replica_id
-    )
+def has_methods(value: Any) -> bool:
+    """Whether it, or the local tensor of a DTensor, has any of SHARD_METHODS."""
+    owner = getattr(value, "_local_tensor", value)
+    if not isinstance(owner, torch.Tensor):
+        owner = type(owner)
+    return any(hasattr(owner, name) for name in SHARD_METHODS)
 
 
 def _chunks_by_fields(
@@ -121,114 +123,114 @@ def _chunks_by_fields(
     if lacking:
         has = ", ".join(name for name in SHARD_FIELDS if name not in lacking)
         raise ShardingError(
-            f"{key!r}: the tensor has {has}, but no {', '.join(lacking)}: nobody can tell where it lies in the global "
-            "tensor. Set all four, as torch's CheckpointableTensor has them, or none"
+            f"{key!r}: the tensor has {has}, but no {', '.join(lacking)}: its place in the global "
+            "tensor is unknown. Set all four, as torch's CheckpointableTensor has them, or none"
         )
     try:
-        whole = _ints(named.global_shape)  # type: ignore[attr-defined]
+        shape = _ints(named.global_shape)  # type: ignore[attr-defined]
         offsets, starts, sizes = (
             [_ints(each) for each in getattr(named, name)] for name in SHARD_FIELDS[1:]
         )
     except TypeError as error:
         raise ShardingError(
-            f"{key!r}: {', '.join(SHARD_FIELDS)} of a shard are tuples of ints, and but for the first tuples of such "
-            f"tuples ({error})"
+            f"{key!r}: global_shape of a shard is a tuple of ints, and "
+            f"{', '.join(SHARD_FIELDS[1:])} are tuples of such tuples ({error})"
         ) from error
-    local, axes = tuple(data.shape), len(whole)
     if not len(offsets) == len(starts) == len(sizes):
         raise ShardingError(
-            f"{key!r}: {len(offsets)} global_offsets, {len(starts)} local_offsets and {len(sizes)} local_sizes are "
-            "not one of each for each piece"
+            f"{key!r}: {len(offsets)} global_offsets, {len(starts)} local_offsets and {len(sizes)} "
+            "local_sizes are not one of each for each piece"
         )
+    local, axes = tuple(data.shape), len(shape)
     chunks = []
     for offset, start, size in zip(offsets, starts, sizes, strict=True):
-        piece = f"the piece of local_sizes {size} at local_offsets {start}, global_offsets {offset}"
+        piece = (
+            f"the piece of local_sizes {size} at local_offsets {start}, global_offsets "
+            f"{offset}"
+        )
         if not len(offset) == len(start) == len(size) == len(local) == axes:
             raise ShardingError(
-                f"{key!r}: {piece} has not the {axes} axes of the global_shape {whole}, or the local tensor of shape "
-                f"{local} has not"
+                f"{key!r}: {piece} has not the {axes} axes of the global_shape {shape}, or the "
+                f"local tensor of shape {local} has not"
             )
-        if not _within(start, size, local) or not _within(offset, size, whole):
+        if not _is_within(start, size, local) or not _is_within(offset, size, shape):
             raise ShardingError(
-                f"{key!r}: {piece} is not within the local tensor of shape {local} and the global_shape {whole}"
+                f"{key!r}: {piece} is not within the local tensor of shape {local} and the "
+                f"global_shape {shape}"
             )
-        box = tuple(
-            slice(first, first + length)
-            for first, length in zip(start, size, strict=True)
-        )
-        chunks.append(_Chunk(offset, data.detach()[box], True))
-    return whole, chunks
+        view = data.detach()
+        for axis, (first, length) in enumerate(zip(start, size, strict=True)):
+            view = view.narrow(axis, first, length)
+        chunks.append(_Chunk(offset, view, True))
+    return shape, chunks
 
 
 def _chunks_by_methods(key: str, value: Any) -> tuple[Shape, list[_Chunk]]:
     """The global shape, and the chunks that the methods of an object name.
 
-    Raises ShardingError where the methods contradict one another, as one of them serves saves, the other loads.
+    One method serves saves and another one loads: ShardingError if they contradict one another.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    name = type(value).__name__
+    kind = f"{key!r}: a {type(value).__name__}"
     lacking = [method for method in SHARD_METHODS if not hasattr(value, method)]
     if lacking:
         raise ShardingError(
-            f"{key!r}: a {name} that names its own chunks lacks {', '.join(lacking)}: torch DCP's protocol is "
+            f"{kind} that names its own chunks lacks {', '.join(lacking)}: torch DCP's protocol is "
             f"{', '.join(SHARD_METHODS)}"
         )
     try:
         items = list(value.__create_write_items__(key, value))
+        written = {}
+        for item in items:
+            chunk = item.tensor_data.chunk
+            written[_ints(chunk.offsets), _ints(chunk.sizes)] = item
+        shapes = {_ints(item.tensor_data.size) for item in items}
+        names = {item.index.fqn for item in items} | {key}
         held = [
             (_ints(chunk.offsets), _ints(chunk.sizes))
             for chunk in value.__create_chunk_list__()
         ]
-        written = {
-            (_ints(i.tensor_data.chunk.offsets), _ints(i.tensor_data.chunk.sizes)): i
-            for i in items
-        }
-        shapes = {_ints(item.tensor_data.size) for item in items}
-    except Exception as error:  # the object's own code, which may raise anything
+    except Exception as error:  # the object's own code may raise anything
         raise ShardingError(
-            f"{key!r}: a {name} does not name its chunks as torch DCP's planner asks for them: "
+            f"{kind} does not name its chunks as torch DCP's planner asks for them: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not shapes and isinstance(value, torch.Tensor):
         shapes = {tuple(value.shape)}
-    wrong = [item.index.fqn for item in items if item.index.fqn != key]
-    if (
-        wrong
-        or len(shapes) > 1
-        or len(written) < len(items)
-        or not written.keys() <= set(held)
-    ):
+    unique = len(names) == 1 and len(shapes) <= 1 and len(written) == len(items)
+    if not unique or not written.keys() <= set(held):
         raise ShardingError(
-            f"{key!r}: a {name} writes {_named(written)} of {sorted(shapes)} under {sorted({key, *wrong})}, and "
-            f"loads {_named(held)}: one name, one global shape, and the same chunks are expected"
+            f"{kind} writes {_listed(written)} of {sorted(shapes)} under {sorted(names)}, and "
+            f"loads {_listed(held)}: one name, one global shape, and the same chunks are expected"
         )
-    # What has no elements and is not written is no chunk: it need not even have the axes of the tensor.
+    # A box that is empty and not written is no chunk: it may not even have the tensor's axes.
     held = [box for box in dict.fromkeys(held) if box in written or 0 not in box[1]]
     if held and not shapes:
         raise ShardingError(
-            f"{key!r}: a {name} loads {_named(held)} and writes nothing: its global shape is unknown"
+            f"{kind} loads {_listed(held)} and writes nothing: its global shape is unknown"
         )
     chunks = []
     for number, (offset, size) in enumerate(held):
-        item = written.get((offset, size))
-        place = item.index if item else MetadataIndex(key, torch.Size(offset), number)
+        is_written = (offset, size) in written
+        place = MetadataIndex(key, torch.Size(offset), number)
+        if is_written:
+            place = written[offset, size].index
         try:
             data = value.__get_tensor_shard__(place)
-        except Exception as error:  # as above
+        except Exception as error:  # the object's own code may raise anything
             raise ShardingError(
-                f"{key!r}: a {name} does not give its chunk at {offset}: {type(error).__name__}: {error}"
+                f"{kind} does not give its chunk at {offset}: {type(error).__name__}: {error}"
             ) from error
-        if not isinstance(data, torch.Tensor) or tuple(data.shape) != size:
-            given = (
-                tuple(data.shape)
-                if isinstance(data, torch.Tensor)
-                else type(data).__name__
-            )
+        given: object = type(data).__name__
+        if isinstance(data, torch.Tensor):
+            given = tuple(data.shape)
+        if given != size:
             raise ShardingError(
-                f"{key!r}: the chunk at {offset} of a {name} should be a tensor of shape {size}, and is {given}"
+                f"{kind} should give for its chunk at {offset} a tensor of shape {size}, and gives "
+                f"{given}"
             )
-        chunks.append(_Chunk(offset, data, item is not None))
+        chunks.append(_Chunk(offset, data, is_written))
     return next(iter(shapes), ()), chunks
 
 
@@ -236,13 +238,12 @@ def _ints(values: Sequence[Any]) -> Shape:
     return tuple(map(index, values))
 
 
-def _within(start: Shape, size: Shape, shape: Shape) -> bool:
-    triples = zip(start, size, shape, strict=True)
-    return all(
-        first >= 0 and length >= 0 and first + length <= end
-        for first, length, end in triples
-    )
+def _is_within(start: Shape, size: Shape, shape: Shape) -> bool:
+    for first, length, end in zip(start, size, shape, strict=True):
+        if first < 0 or length < 0 or first + length > end:
+            return False
+    return True
 
 
-def _named(boxes: Any) -> str:
+def _listed(boxes: Any) -> str:
     return ", ".join(f"{size} at {offset}" for offset, size in boxes) or "nothing"

@@ -1,8 +1,8 @@
-"""What people write ``sharded_state_dict()`` with: parameters and buffers of nn.Modules into ShardedTensors.
+"""Functions for ``sharded_state_dict()``: parameters and buffers of modules as ShardedTensors.
 
-Names and signatures are Megatron-Core's. Where it asks its global ``parallel_state`` for the place of this
-rank, these functions take the place as an argument: ``tp_group`` and ``dp_cp_group`` are either process
-groups (anything with ``rank()`` and ``size()``) or a ParallelLayout, which answers for both.
+Names and signatures are Megatron-Core's. Megatron asks its global ``parallel_state`` for this
+rank's place. These functions take it as arguments: ``tp_group`` and ``dp_cp_group`` are process
+groups (objects with ``rank()`` and ``size()``), or a ParallelLayout, which has both places.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from megackpt.state import (
     is_declared,
 )
 
-RankOffset = tuple[int, int, int]  # axis (prepended ones count), rank, fragments
+RankOffset = tuple[int, int, int]
+"""Axis (prepended ones count), rank, fragments."""
 
 
 class ProcessGroupLike(Protocol):
-    """What we ask of a process group: queries, never communication."""
+    """A process group, as far as it is used here."""
 
     def rank(self) -> int: ...
 
@@ -40,9 +41,10 @@ class ProcessGroupLike(Protocol):
 class ParallelLayout:
     """This rank's place in each dimension of parallelism: its number and the dimension's size.
 
-    tp = tensor, cp = context, dp = data, pp = pipeline; ``tp * cp * dp * pp`` ranks in all. Expert layers
-    cut the ``tp * cp * dp`` ranks of a stage once more, into etp (expert tensor) x ep (expert) x edp (expert
-    data). ``tp_group`` and ``dp_cp_group`` may carry the process groups for code that needs them.
+    tp = tensor, cp = context, dp = data, pp = pipeline; ``tp * cp * dp * pp`` ranks in all. For
+    expert layers the ``tp * cp * dp`` ranks of a stage are divided again, into etp (expert tensor)
+    x ep (expert) x edp (expert data). ``tp_group`` and ``dp_cp_group`` may hold the process groups
+    for code that needs them.
     """
 
     tp_rank: int = 0
@@ -78,9 +80,9 @@ class ParallelLayout:
     ) -> ParallelLayout:
         """The place of global rank ``rank``, in Megatron's default order "tp-cp-ep-dp-pp".
 
-        Tensor-parallel neighbours are neighbouring ranks, then context, then data; pipeline stages are
-        furthest apart. The ranks of one stage are numbered again for expert layers: etp fastest (as many
-        as tp unless given), then ep, then edp, which takes what is left.
+        Tensor-parallel neighbours are neighbouring ranks, then context, then data, then pipeline.
+        For expert layers the ranks of a stage are numbered in the order etp (default: tp), ep, edp;
+        edp is what remains.
         Raises ShardingError for a rank outside the world and for sizes that do not divide it.
         """
         etp = tp if etp is None else etp
@@ -107,7 +109,7 @@ class ParallelLayout:
 
     @property
     def dp_cp_rank(self) -> int:
-        """Number among the ranks that hold copies of the same dense parameters."""
+        """Number among the ranks that hold the same dense parameters."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
     @property
@@ -116,7 +118,7 @@ class ParallelLayout:
 
     @property
     def experts(self) -> ParallelLayout:
-        """This rank's place as its expert layers see it: etp where others have tp, edp where they have cp and dp."""
+        """The place for expert layers: etp as tp, edp as cp and dp."""
         return replace(
             self,
             tp_rank=self.etp_rank,
@@ -133,20 +135,25 @@ class ParallelLayout:
 GroupOrLayout = ProcessGroupLike | ParallelLayout | None
 
 
-def _places(key: str, tp: GroupOrLayout, dp_cp: GroupOrLayout) -> tuple[int, int, int]:
-    """(tensor-parallel rank, its size, number among the data-parallel copies) of this rank."""
-    tp = dp_cp if tp is None and isinstance(dp_cp, ParallelLayout) else tp
-    dp_cp = tp if dp_cp is None and isinstance(tp, ParallelLayout) else dp_cp
-    if isinstance(tp, ParallelLayout):
-        tp_rank, tp_size = tp.tp_rank, tp.tp_size
-    else:
-        tp_rank, tp_size = _place(key, "tp_group", tp)
-    copy = (
-        dp_cp.dp_cp_rank
-        if isinstance(dp_cp, ParallelLayout)
-        else _place(key, "dp_cp_group", dp_cp)[0]
-    )
-    return tp_rank, tp_size, copy
+def _tp_place(
+    key: str, tp_group: GroupOrLayout, dp_cp_group: GroupOrLayout
+) -> tuple[int, int]:
+    """This rank's number in its tensor-parallel group, and the group's size."""
+    if tp_group is None and isinstance(dp_cp_group, ParallelLayout):
+        tp_group = dp_cp_group
+    if isinstance(tp_group, ParallelLayout):
+        return tp_group.tp_rank, tp_group.tp_size
+    return _place(key, "tp_group", tp_group)
+
+
+def _data_parallel_rank(
+    key: str, tp_group: GroupOrLayout, dp_cp_group: GroupOrLayout
+) -> int:
+    if dp_cp_group is None and isinstance(tp_group, ParallelLayout):
+        dp_cp_group = tp_group
+    if isinstance(dp_cp_group, ParallelLayout):
+        return dp_cp_group.dp_cp_rank
+    return _place(key, "dp_cp_group", dp_cp_group)[0]
 
 
 def _place(key: str, name: str, group: ProcessGroupLike | None) -> tuple[int, int]:
@@ -154,7 +161,7 @@ def _place(key: str, name: str, group: ProcessGroupLike | None) -> tuple[int, in
         return group.rank(), group.size()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ShardingError(
-            f"{key!r}: {name} is needed to tell this rank's part from the others'; give a process group, or "
+            f"{key!r}: {name} is needed to know which part this rank has; give a process group, or "
             "ParallelLayout.of(rank, tp=..., dp=..., pp=...) for both groups"
         )
     return 0, 1
@@ -170,22 +177,33 @@ def make_tp_sharded_tensor_for_checkpoint(
     dp_cp_group: GroupOrLayout = None,
     **kwargs: Any,
 ) -> ShardedTensor:
-    """A tensor that the tensor-parallel ranks cut evenly along ``tp_axis`` (an axis of ``tensor`` itself).
+    """A tensor that the tensor-parallel ranks cut evenly along ``tp_axis`` (of ``tensor`` itself).
 
-    ``prepend_offsets`` are (axis, rank, fragments) of axes that stand in front, numbered from 0. The default
-    replica id is (0, 0, data-parallel rank). ``kwargs`` go to ``ShardedTensor.from_rank_offsets``.
+    ``prepend_offsets``: (axis, rank, fragments) of axes to put in front, numbered from 0. The
+    default replica id is (0, 0, data-parallel rank). ``kwargs`` go to
+    ``ShardedTensor.from_rank_offsets``.
     """
-    tp_rank, tp_size, copy = _places(key, tp_group, dp_cp_group)
+    tp_rank, tp_size = _tp_place(key, tp_group, dp_cp_group)
+    if replica_id is None:
+        replica_id = (0, 0, _data_parallel_rank(key, tp_group, dp_cp_group))
     prepended = len(prepend_offsets)
     return ShardedTensor.from_rank_offsets(
         key,
         tensor,
         *prepend_offsets,
         (prepended + tp_axis, tp_rank, tp_size),
-        replica_id=(0, 0, copy) if replica_id is None else replica_id,
+        replica_id=replica_id,
         prepend_axis_num=prepended,
         **kwargs,
     )
+
+
+def _replica_of_copy(
+    key: str, tp_group: GroupOrLayout, dp_cp_group: GroupOrLayout
+) -> ReplicaId:
+    """(0, tensor-parallel rank, data-parallel rank)."""
+    tp_rank, _ = _tp_place(key, tp_group, dp_cp_group)
+    return 0, tp_rank, _data_parallel_rank(key, tp_group, dp_cp_group)
 
 
 def make_sharded_tensor_for_checkpoint(
@@ -197,13 +215,13 @@ def make_sharded_tensor_for_checkpoint(
     dp_cp_group: GroupOrLayout = None,
     **kwargs: Any,
 ) -> ShardedTensor:
-    """A tensor that every tensor-parallel rank holds whole; as ``make_tp_sharded_tensor_for_checkpoint``.
+    """A tensor that every tensor-parallel rank holds whole.
 
-    The default replica id is (0, tensor-parallel rank, data-parallel rank).
+    The default replica id is (0, tensor-parallel rank, data-parallel rank). Other arguments are
+    those of ``make_tp_sharded_tensor_for_checkpoint``.
     """
     if replica_id is None:
-        tp_rank, _, copy = _places(key, tp_group, dp_cp_group)
-        replica_id = (0, tp_rank, copy)
+        replica_id = _replica_of_copy(key, tp_group, dp_cp_group)
     return ShardedTensor.from_rank_offsets(
         key,
         tensor,
@@ -240,13 +258,12 @@ def make_sharded_object_for_checkpoint(
     dp_cp_group: GroupOrLayout = None,
     **kwargs: Any,
 ) -> ShardedObject:
-    """An object (a module's extra state, say), one for each cell of ``sharded_offsets``, copied elsewhere.
+    """An object, such as a module's extra state: one for each cell of ``sharded_offsets``.
 
     The default replica id is (0, tensor-parallel rank, data-parallel rank).
     """
     if replica_id is None:
-        tp_rank, _, copy = _places(key, tp_group, dp_cp_group)
-        replica_id = (0, tp_rank, copy)
+        replica_id = _replica_of_copy(key, tp_group, dp_cp_group)
     shape, offset = get_extra_state_offsets(sharded_offsets)
     return ShardedObject(key, obj, shape, offset, replica_id, **kwargs)
 
@@ -260,11 +277,11 @@ def make_sharded_tensors_for_checkpoint(
     tp_group: GroupOrLayout = None,
     dp_cp_group: GroupOrLayout = None,
 ) -> ShardedStateDict:
-    """Declare the entries of one module's ``state_dict(keep_vars=True)``; keys of the result are the shards'.
+    """Declare the entries of a module's ``state_dict(keep_vars=True)``, by key.
 
-    Entries named in ``tensor_parallel_layers_axis_map`` are cut along the axis given there, the others
-    replicated; entries whose name ends in ``extra_state_suffix`` become ShardedObjects. ``sharded_offsets``
-    are the axes to prepend to each.
+    Entries in ``tensor_parallel_layers_axis_map`` are sharded along the axis given there; others
+    are replicated. Entries whose name ends in ``extra_state_suffix`` become ShardedObjects.
+    ``sharded_offsets``: the axes to prepend to each.
     """
     axes = tensor_parallel_layers_axis_map or {}
     groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
@@ -293,35 +310,38 @@ def sharded_state_dict_default(
     metadata: Mapping[str, Any] | None = None,
     tp_group: GroupOrLayout = None,
 ) -> ShardedStateDict:
-    """``module.sharded_state_dict(prefix, sharded_offsets, metadata)``, or what fits a module without one.
+    """``module.sharded_state_dict(prefix, sharded_offsets, metadata)``, or a default.
 
-    Such a module's own parameters and buffers are declared as replicated, and its children are asked one
-    by one, so that a plain container (nn.Sequential) around tensor-parallel layers comes out right. The group
-    of data-parallel copies is taken from ``metadata["dp_cp_group"]``.
+    By default the module's own parameters and buffers are replicated, and its children are
+    declared one by one, so a container (nn.Sequential) of tensor-parallel layers is declared
+    right. The data-parallel group is ``metadata["dp_cp_group"]``.
     """
-    own = getattr(module, "sharded_state_dict", None)
-    if own is not None:
-        declare = cast("Callable[..., ShardedStateDict]", own)
+    declare = cast(
+        "Callable[..., ShardedStateDict] | None",
+        getattr(module, "sharded_state_dict", None),
+    )
+    if declare is not None:
         return declare(
             prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata
         )
-    groups: dict[str, Any] = {
-        "tp_group": tp_group,
-        "dp_cp_group": (metadata or {}).get("dp_cp_group"),
-    }
-    if not any(hasattr(child, "sharded_state_dict") for child in module.modules()):
-        state = module.state_dict(keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {}, sharded_offsets, **groups
-        )
-    children = _children(module)
-    mine = {
+    children: dict[str, torch.nn.Module] = {}
+    if any(hasattr(child, "sharded_state_dict") for child in module.modules()):
+        # Not named_children(), which gives a shared child under one of its names only.
+        own_children = module._modules.items()
+        children = {name: child for name, child in own_children if child is not None}
+    own = {
         name: value
         for name, value in module.state_dict(keep_vars=True).items()
         if name.partition(".")[0] not in children
     }
+    dp_cp_group = (metadata or {}).get("dp_cp_group")
     result = make_sharded_tensors_for_checkpoint(
-        mine, prefix, {}, sharded_offsets, **groups
+        own,
+        prefix,
+        {},
+        sharded_offsets,
+        tp_group=tp_group,
+        dp_cp_group=dp_cp_group,
     )
     for name, child in children.items():
         result |= sharded_state_dict_default(
@@ -330,33 +350,29 @@ def sharded_state_dict_default(
     return result
 
 
-def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The children under all their names (named_children tells a shared one only once)."""
-    return {name: child for name, child in module._modules.items() if child is not None}
-
-
-def _declared(sharded_state_dict: Any) -> list[ShardedBase]:
-    """Each ShardedBase in it, Megatron's own among them, once, even where it stands in several places."""
-    leaves = tree.nested_values(sharded_state_dict)
-    return list(
-        {id(leaf): leaf for leaf in leaves if is_declared(leaf, ShardedBase)}.values()
-    )
+def _declarations(sharded_state_dict: Any) -> list[ShardedBase]:
+    """Each ShardedBase in it once, also Megatron's own."""
+    found = {}
+    for leaf in tree.nested_values(sharded_state_dict):
+        if is_declared(leaf, ShardedBase):
+            found[id(leaf)] = leaf
+    return list(found.values())
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
-    """Put ``prefix`` before the key of every ShardedBase inside, in place. Keys of the dict stay."""
-    for shard in _declared(sharded_state_dict):
+    """Put ``prefix`` before the key of every ShardedBase, in place. Keys of the dict stay."""
+    for shard in _declarations(sharded_state_dict):
         shard.key = f"{prefix}{shard.key}"
 
 
 def replace_prefix_for_sharding(
     sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
 ) -> None:
-    """Replace the prefix of the key of every ShardedBase inside, in place.
+    """Replace the prefix of the key of every ShardedBase, in place.
 
     Raises ValueError, before anything is changed, if one has another prefix.
     """
-    shards = _declared(sharded_state_dict)
+    shards = _declarations(sharded_state_dict)
     for shard in shards:
         if not shard.key.startswith(old_prefix):
             raise ValueError(f"Expected {shard.key} to begin with prefix {old_prefix}")
@@ -367,10 +383,9 @@ def replace_prefix_for_sharding(
 def apply_prefix_mapping(
     sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]
 ) -> None:
-    """Replace prefixes of the keys of every ShardedBase inside, in place: the first that fits, if any."""
-    for shard in _declared(sharded_state_dict):
-        old = next(
-            (prefix for prefix in prefix_map if shard.key.startswith(prefix)), None
-        )
-        if old is not None:
-            shard.key = prefix_map[old] + shard.key.removeprefix(old)
+    """Replace prefixes of the keys of every ShardedBase, in place: the first that fits, if any."""
+    for shard in _declarations(sharded_state_dict):
+        for old, new in prefix_map.items():
+            if shard.key.startswith(old):
+                shard.key = new + shard.key.removeprefix(old)
+                break

@@ -236,7 +236,7 @@ def test_holes_and_overlaps_are_refused_on_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"global_offsets": None}, "no global_offsets: nobody can tell where it lies"),
+        ({"global_offsets": None}, "no global_offsets: its place"),
         ({"global_shape": None, "local_sizes": None}, "no global_shape, local_sizes"),
         (
             {"global_offsets": ((0, 0), (4, 0))},
@@ -250,8 +250,8 @@ def test_holes_and_overlaps_are_refused_on_all_ranks(tmp_path: Path) -> None:
         ),
         ({"local_sizes": ((4,),)}, r"has not the 2 axes of the global_shape"),
         ({"global_shape": (8, 4, 1)}, r"has not the 3 axes of the global_shape"),
-        ({"global_offsets": ((0.5, 0),)}, "tuples of ints"),
-        ({"global_offsets": (0, 0)}, "tuples of ints"),
+        ({"global_offsets": ((0.5, 0),)}, "tuple of ints"),
+        ({"global_offsets": (0, 0)}, "tuple of ints"),
     ],
 )
 def test_fields_that_make_no_place_are_refused(
@@ -494,9 +494,12 @@ def fails(*_: Any) -> Any:
         ),
         (
             wrong(__get_tensor_shard__=lambda *_: torch.ones(3)),
-            r"of shape \(4,\), and is \(3,\)",
+            r"of shape \(4,\), and gives \(3,\)",
         ),
-        (wrong(__get_tensor_shard__=lambda *_: b"x"), r"of shape \(4,\), and is bytes"),
+        (
+            wrong(__get_tensor_shard__=lambda *_: b"x"),
+            r"of shape \(4,\), and gives bytes",
+        ),
         (
             wrong(__create_chunk_list__=lambda _: []),
             "loads nothing: one name, one global shape",

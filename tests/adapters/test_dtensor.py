@@ -210,7 +210,7 @@ def test_copies_that_the_local_shapes_tell_apart_are_what_distribute_tensor_cuts
     ):  # and what they are is as long as what they might be, on some ranks
         with pytest.raises(
             ShardingError,
-            match=r"torch makes two layouts, which .* axis of 7: .* plain Shard",
+            match=r"torch makes two layouts, and .* axis of 7\. .*plain Shard",
         ):
             found(torch.arange(7), strided, copies)
     else:
@@ -230,13 +230,13 @@ def test_copies_that_the_local_shapes_tell_apart_are_what_distribute_tensor_cuts
     copies = cut(torch.arange(9), (2, 3, 2), list(enumerate(twice)))
     with pytest.raises(
         ShardingError,
-        match=r"torch makes two layouts, which .* axis of 9: .* plain Shard",
+        match=r"torch makes two layouts, and .* axis of 9\. .*plain Shard",
     ):
         found(torch.arange(9), twice, copies)
     over_strides = (_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3))
     with pytest.raises(
         ShardingError,
-        match=r"torch makes two layouts, which .* axis of 12: .* plain Shard",
+        match=r"torch makes two layouts, and .* axis of 12\. .*plain Shard",
     ):
         found(
             torch.arange(12),

@@ -1132,7 +1132,7 @@ def test_configurations_that_no_table_can_be_of() -> None:
         ),
         (
             {"text_config": heads},
-            r"num_attention_heads .* \(it is told by its text_config: give that one\)",
+            r"num_attention_heads .* \(its text_config has one: give that one\)",
         ),
     ):
         with pytest.raises(MismatchError, match=said):

@@ -1,12 +1,12 @@
-"""Hugging Face's names and shapes of a model's tensors, by a table of rules that its users write or extend.
+"""Hugging Face's names and shapes of a model's tensors, by a table of rules.
 
-A table maps patterns of our keys to what a tensor is over there: a name, or a rule that says how ours is made of
-theirs. In a pattern ``*`` is any text, as short as possible, and ``#`` a number; or ``.#`` nothing: then the tensor has
-a leading axis of these, as Megatron-Core keeps its layers. The n-th ``*`` and the n-th ``#`` of a name over there are
-what the n-th here was. None: they have no such tensor.
+A table maps patterns of our keys to a name over there, or to a rule that says how our tensor
+consists of theirs; None: they have no such tensor. In a pattern ``*`` is any text, as short as
+possible, and ``#`` a number. ``.#`` also matches nothing: then the tensor has a leading axis for
+the numbers, as Megatron-Core keeps its layers. The n-th ``*`` and the n-th ``#`` of a name over
+there stand for what the n-th here matched.
 """
 
-from megackpt.adapters.huggingface.linking import Table, link
 from megackpt.adapters.huggingface.rules import (
     Fuse,
     Name,
@@ -19,6 +19,7 @@ from megackpt.adapters.huggingface.rules import (
     Transpose,
 )
 from megackpt.adapters.huggingface.states import as_huggingface
+from megackpt.adapters.huggingface.table_links import Table, link
 from megackpt.adapters.huggingface.tables import bert, llama
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Rules: how a tensor of ours is made of Hugging Face's, as pieces, boxes of the one that are boxes of the other."""
+"""Rules: how one of our tensors consists of pieces of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from megackpt.errors import ShardingError
 from megackpt.planning.box import Box
 
 Shape = tuple[int, ...]
-Naming = Callable[[str], str]  # a name with * and # -> the one that is meant
+Naming = Callable[[str], str]
+"""Fills the ``*`` and ``#`` of a name."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The region ``box`` of one tensor is the region ``there`` of ``key``, of ``shape``.
+    """The region ``box`` of one tensor is the region ``there`` of the tensor ``key``.
 
-    ``axes`` tells for each axis over there which one here runs along it (None: none, its extent is 1; the axes here
-    that are not named are of extent 1, too). ``tied``: another tensor of ours is the same one. ``exact``: theirs may
-    not be of another shape, even where ours may (``allow_shape_mismatch``). ``stacked``: so many leading axes here are
-    numbers in ``key`` (``link`` tells).
+    ``shape``: of the tensor ``key``. ``axes``: for each of its axes the axis here that runs along
+    it (None: none; its extent is 1). Axes here that are not named have the extent 1, too. ``tied``:
+    another tensor of ours is the same one. ``exact``: the stored tensor must have this shape, even
+    with ``allow_shape_mismatch``. ``stacked``: how many leading axes here are numbers in ``key``.
     """
 
     box: Box
@@ -36,54 +37,54 @@ class Piece:
     stacked: int = 0
 
     def within(self, box: Box) -> Piece | None:
-        """What of it lies in a box."""
+        """The part of it in a box; None if there is none."""
         common = self.box.intersect(box)
-        return (
-            None
-            if common is None
-            else replace(self, box=common, there=self.maps(common))
-        )
+        if common is None:
+            return None
+        return replace(self, box=common, there=self.maps(common))
 
     def maps(self, box: Box) -> Box:
         """The region over there of a part of ``box``."""
-        begins = zip(self.axes, self.there.offset, strict=True)
-        offset = (
-            o if a is None else o + box.offset[a] - self.box.offset[a]
-            for a, o in begins
-        )
-        return Box(
-            tuple(offset), tuple(1 if a is None else box.shape[a] for a in self.axes)
-        )
+        offset, shape = [], []
+        for axis, start in zip(self.axes, self.there.offset, strict=True):
+            if axis is None:
+                offset.append(start)
+                shape.append(1)
+            else:
+                offset.append(start + box.offset[axis] - self.box.offset[axis])
+                shape.append(box.shape[axis])
+        return Box(tuple(offset), tuple(shape))
 
     def swapped(self, key: str, shape: Shape) -> Piece:
-        """The same, seen from over there; ``key`` and ``shape`` are those of the tensor here."""
-        axes = tuple(
-            self.axes.index(a) if a in self.axes else None
-            for a in range(len(self.box.shape))
-        )
-        return Piece(self.there, key, shape, self.box, axes, self.tied)
+        """The piece seen from over there. ``key``, ``shape``: those of the tensor here."""
+        axes: list[int | None] = [None] * len(self.box.shape)
+        for theirs, axis in enumerate(self.axes):
+            if axis is not None:
+                axes[axis] = theirs
+        return Piece(self.there, key, shape, self.box, tuple(axes), self.tied)
 
     def view(self, array: Any) -> Any:
-        """An array (or tensor) of a region here as it lies over there: the same memory."""
-        kept = sorted(a for a in self.axes if a is not None)
-        array = array[
-            (*(slice(None) if a in kept else 0 for a in range(array.ndim)), ...)
-        ]
-        turn = array.permute if isinstance(array, torch.Tensor) else array.transpose
-        array = turn([kept.index(a) for a in self.axes if a is not None])
+        """An array or tensor of a region here, with the axes over there: the same memory."""
+        mapped = [axis for axis in self.axes if axis is not None]
+        kept = sorted(mapped)
+        index = [slice(None) if axis in kept else 0 for axis in range(array.ndim)]
+        array = array[(*index, ...)]
+        order = [kept.index(axis) for axis in mapped]
+        permute = array.permute if isinstance(array, torch.Tensor) else array.transpose
+        array = permute(order)
         return array[(*(None if a is None else slice(None) for a in self.axes), ...)]
 
 
 class Rule(ABC):
-    """How a tensor of ours is made of theirs."""
+    """How a tensor of ours consists of theirs."""
 
     @abstractmethod
     def names(self) -> Iterator[str]:
-        """What theirs are called, with ``*`` and ``#``."""
+        """The names of theirs, with ``*`` and ``#``."""
 
     @abstractmethod
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
-        """All of a tensor of ours of this shape. ShardingError where it cannot have this shape."""
+        """The pieces of a tensor of ours of this shape. ShardingError for an impossible shape."""
 
 
 Theirs = str | Rule
@@ -91,7 +92,7 @@ Theirs = str | Rule
 
 @dataclass(frozen=True)
 class Name(Rule):
-    """The same tensor. (What a plain text means in a table.)"""
+    """The same tensor, under this name. A str in a table means this."""
 
     name: str
 
@@ -105,15 +106,12 @@ class Name(Rule):
 
 @dataclass(frozen=True)
 class _OfOne(Rule):
-    """Made of one of theirs, or of what another rule makes."""
+    """A rule over one of theirs, or over another rule."""
 
     whole: Theirs
 
     def names(self) -> Iterator[str]:
         return as_rule(self.whole).names()
-
-    def _made(self, shape: Shape, naming: Naming) -> list[Piece]:
-        return as_rule(self.whole).pieces(shape, naming)
 
 
 @dataclass(frozen=True)
@@ -121,22 +119,21 @@ class Transpose(_OfOne):
     """Theirs with the last two axes exchanged (as GPT-2 keeps its linear layers)."""
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
-        if len(shape) < 2:
+        n = len(shape)
+        if n < 2:
             raise ShardingError(f"shape {shape} has no two axes to exchange")
-        turned = {len(shape) - 1: len(shape) - 2, len(shape) - 2: len(shape) - 1}
-        return [
-            replace(
-                piece,
-                box=Box(_turned(piece.box.offset), _turned(piece.box.shape)),
-                axes=tuple(None if a is None else turned.get(a, a) for a in piece.axes),
-            )
-            for piece in self._made(_turned(shape), naming)
-        ]
+        exchanged = {n - 1: n - 2, n - 2: n - 1}
+        result = []
+        for piece in as_rule(self.whole).pieces(_exchange(shape), naming):
+            box = Box(_exchange(piece.box.offset), _exchange(piece.box.shape))
+            axes = tuple(None if a is None else exchanged.get(a, a) for a in piece.axes)
+            result.append(replace(piece, box=box, axes=axes))
+        return result
 
 
 @dataclass(frozen=True)
 class Padded(_OfOne):
-    """Theirs has ``extent`` along ``axis``; what ours has beyond that is filled with zeros, and is not theirs."""
+    """Theirs has ``extent`` along ``axis``. The rest of ours is padding: zeros, and not stored."""
 
     extent: int
     axis: int = 0
@@ -150,24 +147,27 @@ class Padded(_OfOne):
             raise ShardingError(
                 f"shape {shape} is smaller than the {self.extent} of axis {self.axis}"
             )
-        made = self._made(_with(shape, self.axis, self.extent), naming)
-        return [replace(piece, exact=True) for piece in made]
+        inner = _replace(shape, self.axis, self.extent)
+        pieces = as_rule(self.whole).pieces(inner, naming)
+        return [replace(piece, exact=True) for piece in pieces]
 
 
 @dataclass(frozen=True)
 class Tied(_OfOne):
-    """The same as another tensor of ours, from which theirs is written; this one is read only."""
+    """The same as another tensor of ours, which is the one that is written; this one is only read."""
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
-        return [replace(piece, tied=True) for piece in self._made(shape, naming)]
+        pieces = as_rule(self.whole).pieces(shape, naming)
+        return [replace(piece, tied=True) for piece in pieces]
 
 
 @dataclass(frozen=True)
 class Fuse(Rule):
-    """Several of theirs, one after the other along ``axis``, in this ``ratio`` (equal ones unless given).
+    """Several of theirs, one after the other along ``axis``, in this ``ratio`` (default: equal).
 
-    ``groups``: so many times a share of each. Query, key and value of 32 heads with 8 groups, each of 4 query heads, a
-    key head and a value head: ``Fuse((q, k, v), ratio=(4, 1, 1), groups=8)``.
+    ``groups``: repeated so often with a share of each. Query, key and value of 32 heads in 8
+    groups, each of 4 query heads, a key head and a value head:
+    ``Fuse((q, k, v), ratio=(4, 1, 1), groups=8)``.
     """
 
     parts: tuple[Theirs, ...]
@@ -193,22 +193,19 @@ class Fuse(Rule):
                 f"a ratio of {len(ratio)}, {ratio}, does not fit {len(self.parts)} parts"
             )
         unit = _unit(shape, self.axis, self.groups, ratio, sum(ratio))
-        found: list[Piece] = []
-        for number, (part, share) in enumerate(zip(self.parts, ratio, strict=True)):
-            inner = as_rule(part).pieces(
-                _with(shape, self.axis, self.groups * share * unit), naming
-            )
-            for group in range(self.groups):
-                place = group * sum(ratio) + sum(ratio[:number])
-                found += _moved(
-                    inner, self.axis, group * share * unit, share * unit, place * unit
-                )
-        return found
+        result: list[Piece] = []
+        for number, part in enumerate(self.parts):
+            extent = self.groups * ratio[number] * unit
+            inner = as_rule(part).pieces(_replace(shape, self.axis, extent), naming)
+            for in_part, in_whole in _shares(ratio, number, self.groups, unit):
+                share = ratio[number] * unit
+                result += _shift(inner, self.axis, in_part, share, in_whole)
+        return result
 
 
 @dataclass(frozen=True)
 class Part(_OfOne):
-    """Part ``number`` (from 0) of one of theirs that is fused, as ``Fuse`` tells it, of parts in this ``ratio``."""
+    """Part ``number`` (from 0) of one of theirs that is fused, as by ``Fuse``, in this ``ratio``."""
 
     number: int
     ratio: tuple[int, ...]
@@ -220,20 +217,18 @@ class Part(_OfOne):
             raise ShardingError(
                 f"a ratio of {len(self.ratio)}, {self.ratio}, has no part {self.number}"
             )
-        share, total = self.ratio[self.number], sum(self.ratio)
+        share = self.ratio[self.number]
         unit = _unit(shape, self.axis, self.groups, self.ratio, share)
-        inner = self._made(_with(shape, self.axis, self.groups * total * unit), naming)
-        found: list[Piece] = []
-        for group in range(self.groups):
-            place = group * total + sum(self.ratio[: self.number])
-            found += _moved(
-                inner, self.axis, place * unit, share * unit, group * share * unit
-            )
-        return found
+        extent = self.groups * sum(self.ratio) * unit
+        inner = as_rule(self.whole).pieces(_replace(shape, self.axis, extent), naming)
+        result: list[Piece] = []
+        for in_part, in_whole in _shares(self.ratio, self.number, self.groups, unit):
+            result += _shift(inner, self.axis, in_whole, share * unit, in_part)
+        return result
 
 
 def as_rule(theirs: Theirs) -> Rule:
-    given: object = theirs  # callers without a type checker give anything
+    given: object = theirs  # Callers without a type checker pass anything.
     if not isinstance(given, str | Rule):
         raise ShardingError(f"{given!r} is neither a name nor a rule")
     return Name(given) if isinstance(given, str) else given
@@ -242,38 +237,41 @@ def as_rule(theirs: Theirs) -> Rule:
 def _unit(
     shape: Shape, axis: int, groups: int, ratio: tuple[int, ...], held: int
 ) -> int:
-    """How much 1 in a ratio means along this axis, which holds ``held`` of each group."""
-    if (
-        not 0 <= axis < len(shape)
-        or groups < 1
-        or min(ratio, default=0) < 1
-        or shape[axis] % (groups * held)
-    ):
+    """The extent of 1 in a ratio, along an axis that has ``held`` of each group."""
+    valid = 0 <= axis < len(shape) and groups >= 1 and min(ratio, default=0) >= 1
+    if not valid or shape[axis] % (groups * held):
         raise ShardingError(
             f"axis {axis} of shape {shape} cannot be cut into {groups} groups of parts as {ratio}"
         )
     return shape[axis] // (groups * held)
 
 
-def _moved(
+def _shares(
+    ratio: tuple[int, ...], number: int, groups: int, unit: int
+) -> Iterator[tuple[int, int]]:
+    """Where each group's share of a part begins: in the part, and in the whole."""
+    for group in range(groups):
+        before = group * sum(ratio) + sum(ratio[:number])
+        yield group * ratio[number] * unit, before * unit
+
+
+def _shift(
     pieces: Iterable[Piece], axis: int, start: int, extent: int, to: int
 ) -> Iterator[Piece]:
-    """What lies from ``start`` on along an axis, as it lies when ``start`` is moved ``to`` another place."""
+    """The pieces in ``[start, start + extent)`` along an axis, shifted so that it begins at ``to``."""
     for piece in pieces:
-        box = piece.box
-        inside = piece.within(
-            Box(_with(box.offset, axis, start), _with(box.shape, axis, extent))
-        )
+        offset = _replace(piece.box.offset, axis, start)
+        window = Box(offset, _replace(piece.box.shape, axis, extent))
+        inside = piece.within(window)
         if inside is not None:
-            offset = _with(
-                inside.box.offset, axis, inside.box.offset[axis] - start + to
-            )
-            yield replace(inside, box=Box(offset, inside.box.shape), exact=True)
+            shifted = inside.box.offset[axis] - start + to
+            box = Box(_replace(inside.box.offset, axis, shifted), inside.box.shape)
+            yield replace(inside, box=box, exact=True)
 
 
-def _with(values: Shape, place: int, value: int) -> Shape:
-    return tuple(value if i == place else other for i, other in enumerate(values))
+def _replace(values: Shape, position: int, value: int) -> Shape:
+    return (*values[:position], value, *values[position + 1 :])
 
 
-def _turned(values: Shape) -> Shape:
+def _exchange(values: Shape) -> Shape:
     return (*values[:-2], values[-1], values[-2])

@@ -1,4 +1,4 @@
-"""A sharded state dict of ours as one of Hugging Face's tensors: what a load asks for, and a save writes."""
+"""A sharded state dict of ours, declared as Hugging Face's tensors, for a load or a save."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from megackpt import tree
-from megackpt.adapters.huggingface.linking import Links, Table, link
 from megackpt.adapters.huggingface.rules import Piece
+from megackpt.adapters.huggingface.table_links import Links, Table, link
 from megackpt.adapters.megatron import native
 from megackpt.planning.box import Box, Boxes
 from megackpt.state import (
@@ -29,36 +29,36 @@ from megackpt.state import (
 def as_huggingface(
     sharded_state_dict: ShardedStateDict, table: Table
 ) -> ShardedStateDict:
-    """The same state, declared under Hugging Face's names: give it to ``load`` or to ``save`` instead.
+    """The same state, declared under Hugging Face's names, for ``load`` or ``save``.
 
-    Each tensor is declared piece by piece, and each piece is a view of it: a load reads the ranges that this rank
-    needs, straight into the model, and gives back tensors in the shapes and places of ``sharded_state_dict``.
-    All else (objects, common state, tensors that the table says they do not have) stays on each rank as it is.
+    Each tensor is declared in pieces that are views of it. A load reads the ranges that this rank
+    needs straight into the model, and returns tensors in the shapes and places of
+    ``sharded_state_dict``. Everything else (objects, common state, tensors that the table maps to
+    None) is neither loaded nor saved: each rank keeps its own.
 
-    For keys that no rule fits, or several do, and for shapes that rules cannot be of, the ``load`` or ``save`` raises
-    MismatchError on all ranks; ShardingError for declarations that contradict themselves. All at once.
+    Errors are raised by the ``load`` or ``save``, on all ranks: MismatchError for keys that no
+    rule fits, or several, and for impossible shapes; ShardingError for declarations that
+    contradict themselves. Each names everything that is wrong.
     """
     try:
         shards = extract(sharded_state_dict, native).shards
         declare(shards, rank=0)
-        links = link(
-            table,
-            [
-                (s.key, tuple(s.global_shape))
-                for s in shards
-                if isinstance(s, ShardedTensor)
-            ],
-        )
+        tensors = [
+            (shard.key, tuple(shard.global_shape))
+            for shard in shards
+            if isinstance(shard, ShardedTensor)
+        ]
+        adapter = _LeafAdapter(link(table, tensors))
         result: ShardedStateDict = tree.dict_list_map_outplace(
-            _Renaming(links), sharded_state_dict
+            adapter, sharded_state_dict
         )
-    except Exception as error:  # noqa: BLE001 - of a rule or a factory of the caller's, it may be any
-        return {"huggingface": _raising(error)}
+    except Exception as error:  # noqa: BLE001 - a rule or factory of the caller's may raise anything
+        return {"huggingface": _raise_later(error)}
     return result
 
 
-def _raising(error: Exception) -> ShardedTensorFactory:
-    """In the place of a state that cannot be declared: where all ranks meet, they all hear of it."""
+def _raise_later(error: Exception) -> ShardedTensorFactory:
+    """A state that raises when it is saved or loaded, so that the error reaches all ranks."""
 
     def build(*_: object) -> NoReturn:
         raise error
@@ -66,35 +66,30 @@ def _raising(error: Exception) -> ShardedTensorFactory:
     return ShardedTensorFactory("huggingface", None, build, build)
 
 
-class _Renaming:
-    """What becomes of each leaf of a state."""
+class _LeafAdapter:
+    """Maps each leaf of a state."""
 
     def __init__(self, links: Links) -> None:
-        self._links = {
-            named: (pieces, Boxes.of(p.box for p in pieces))
-            for named, pieces in links.items()
-        }
+        self._links = {}
+        for tensor, pieces in links.items():
+            self._links[tensor] = pieces, Boxes.of(piece.box for piece in pieces)
 
     def __call__(self, leaf: Any) -> Any:
         leaf = native(leaf)
+        if isinstance(leaf, LocalNonpersistentObject):
+            return leaf
         if isinstance(leaf, ShardedTensorFactory):
-            return self._around(leaf)
-        if not isinstance(leaf, ShardedTensor):
-            kept = leaf.data if isinstance(leaf, ShardedObject) else leaf
-            return (
-                leaf
-                if isinstance(leaf, LocalNonpersistentObject)
-                else LocalNonpersistentObject(kept)
-            )
-        pieces, boxes = self._links[leaf.key, tuple(leaf.global_shape)]
-        return (
-            _Pieced(leaf, pieces, boxes).factory()
-            if pieces
-            else LocalNonpersistentObject(leaf.data)
-        )
+            return self._adapt_factory(leaf)
+        if isinstance(leaf, ShardedTensor):
+            pieces, boxes = self._links[leaf.key, tuple(leaf.global_shape)]
+            if pieces:
+                return _PiecesOfShard(leaf, pieces, boxes).factory()
+        if isinstance(leaf, (ShardedTensor, ShardedObject)):
+            return LocalNonpersistentObject(leaf.data)
+        return LocalNonpersistentObject(leaf)
 
-    def _around(self, factory: ShardedTensorFactory) -> ShardedTensorFactory:
-        """The caller's own factory, with what it builds renamed."""
+    def _adapt_factory(self, factory: ShardedTensorFactory) -> ShardedTensorFactory:
+        """The caller's factory, with what it builds adapted."""
 
         def build(*arguments: Any) -> Any:
             return tree.dict_list_map_outplace(self, factory.build_fn(*arguments))
@@ -109,11 +104,12 @@ class _Renaming:
         )
 
 
-class _Pieced:
-    """One ShardedTensor and the pieces over there that lie in it: of all of its tensor, with their ``boxes``.
+class _PiecesOfShard:
+    """One ShardedTensor, and the pieces of its global tensor that lie in it.
 
-    ``beside``: of others of theirs that its tensor is made of, one piece each. They are asked for by name, in a box
-    without elements: so all ranks miss the same where one of them is not there, also those that have padding only.
+    ``empty``: one piece for each other tensor of theirs that the shard's region is near. They are
+    declared as boxes without elements. So all ranks miss the same names if one is not stored, also
+    ranks that hold only padding.
     """
 
     def __init__(
@@ -121,53 +117,53 @@ class _Pieced:
     ) -> None:
         prepended = shard.prepend_axis_num
         self.shard = shard
-        self.box = Box(
-            tuple(shard.global_offset), (1,) * prepended + tuple(shard.local_shape)
-        )
-        stacked = slice(
-            pieces[0].stacked
-        )  # of a tensor of all layers there are very many
+        local_shape = (1,) * prepended + tuple(shard.local_shape)
+        self.box = Box(tuple(shard.global_offset), local_shape)
+        # A tensor of all layers has very many pieces: find those of this shard's layers first.
+        stacked = slice(pieces[0].stacked)
         start, stop = self.box.offset[stacked], self.box.stop[stacked]
-        near = (
-            (boxes.offset[:, stacked] < stop) & (boxes.stop[:, stacked] > start)
-        ).all(axis=1)
-        there = [pieces[i] for i in np.flatnonzero(near).tolist()] or pieces[:1]
-        self.pieces = [
-            inside for piece in there if (inside := piece.within(self.box)) is not None
-        ]
-        met = {piece.key for piece in self.pieces}
-        # A box without elements of what this one does not meet: at the beginning, so inside whatever its shape.
-        self.beside = {
-            piece.key: replace(piece, there=Box.whole(piece.shape))
-            for piece in there
-            if piece.key not in met and piece.shape
-        }
+        overlaps = (boxes.offset[:, stacked] < stop) & (boxes.stop[:, stacked] > start)
+        near = [pieces[i] for i in np.flatnonzero(overlaps.all(axis=1)).tolist()]
+        near = near or list(pieces[:1])
+        self.pieces = []
+        for piece in near:
+            inside = piece.within(self.box)
+            if inside is not None:
+                self.pieces.append(inside)
+        keys = {piece.key for piece in self.pieces}
+        self.empty: dict[str, Piece] = {}
+        for piece in near:
+            if piece.key not in keys and piece.shape:
+                # At the start, which is inside of a stored tensor of any shape.
+                self.empty[piece.key] = replace(piece, there=Box.whole(piece.shape))
         data = shard.data
         if data is None or data.is_meta:
             data = torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
         self.data = data.detach()
-        self.whole = self.data[(*(None,) * prepended, ...)]
+        self.with_prepended = self.data[(*(None,) * prepended, ...)]
 
     def factory(self) -> ShardedTensorFactory:
+        shard = self.shard
         return ShardedTensorFactory(
-            self.shard.key, self.data, self._built, self._merged, self.shard.replica_id
+            shard.key, self.data, self._build, self._merge, shard.replica_id
         )
 
-    def _built(
+    def _build(
         self, _key: str, _data: Any, replica_id: ReplicaId, _range: slice | None
     ) -> list[ShardedTensor]:
-        views = [
-            (piece, piece.view(self.whole[self._place(piece)])) for piece in self.pieces
-        ]
-        views += [
-            (p, self.data.new_empty((0, *p.shape[1:]))) for p in self.beside.values()
-        ]
-        return [self._declared(piece, view, replica_id) for piece, view in views]
+        shards = []
+        for piece in self.pieces:
+            view = piece.view(self.with_prepended[self._index(piece)])
+            shards.append(self._declare(piece, view, replica_id))
+        for piece in self.empty.values():
+            view = self.data.new_empty((0, *piece.shape[1:]))
+            shards.append(self._declare(piece, view, replica_id))
+        return shards
 
-    def _declared(
+    def _declare(
         self, piece: Piece, view: torch.Tensor, replica_id: ReplicaId
     ) -> ShardedTensor:
-        if piece.tied:
+        if piece.tied:  # never the main replica
             replica_id = (
                 (1, *replica_id)
                 if isinstance(replica_id, tuple | list)
@@ -185,19 +181,19 @@ class _Pieced:
             allow_shape_mismatch=self.shard.allow_shape_mismatch and not piece.exact,
         )
 
-    def _merged(self, _loaded: Any) -> torch.Tensor:
-        """The tensor itself, which the pieces are views of; zero where there are none."""
+    def _merge(self, _loaded: Any) -> torch.Tensor:
+        """The tensor, whose views were filled. Padding becomes zero."""
         if sum(piece.box.volume for piece in self.pieces) < self.box.volume:
             padding = torch.ones(
                 self.box.shape, dtype=torch.bool, device=self.data.device
             )
             for piece in self.pieces:
-                padding[self._place(piece)] = False
-            bits = (
-                self.whole.view(torch.uint8) if self.whole.itemsize == 1 else self.whole
-            )  # for float8
-            bits.masked_fill_(padding, 0)
+                padding[self._index(piece)] = False
+            values = self.with_prepended
+            if values.itemsize == 1:
+                values = values.view(torch.uint8)  # torch cannot fill float8
+            values.masked_fill_(padding, 0)
         return self.data
 
-    def _place(self, piece: Piece) -> tuple[Any, ...]:
+    def _index(self, piece: Piece) -> tuple[Any, ...]:
         return (*piece.box.relative_to(self.box).slices(), ...)

@@ -1,0 +1,319 @@
+"""Which rule of a table applies to each of a model's keys, and what does not fit. No tensors."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+from megackpt.adapters.huggingface.rules import Piece, Rule, Shape, Theirs, as_rule
+from megackpt.errors import MismatchError, ShardingError, join_truncated
+from megackpt.planning.box import Box, Boxes
+from megackpt.planning.tiling import miscounted
+
+Table = Mapping[str, Theirs | None]
+TensorId = tuple[str, Shape]
+"""Key and global shape."""
+Links = dict[TensorId, list[Piece]]
+
+logger = logging.getLogger("megackpt.adapters")
+
+_MAX_PIECES = 10**6
+"""Of one tensor: far more than any model has layers and experts."""
+_MAX_GAPS = 8
+_WILDCARD = re.compile(r"[*#]")
+_TOKEN = re.compile(r"(\*|\.#(?=\.|$)|^#\.|#)")
+_LAYERS = re.compile(r"(?:^|[._])(?:layers?|h|blocks?|experts?)\.$")
+"""A prefix after which numbers are expected to have no gaps."""
+
+
+def link(table: Table, tensors: Iterable[TensorId], complete: bool = False) -> Links:
+    """The pieces of Hugging Face's tensors that each of our tensors consists of.
+
+    A tensor that the table maps to None has no pieces. ``complete``: ``tensors`` are all tensors of
+    the model. Then each rule must fit one of them (of several rules for the same names, one), every
+    element over there must come from exactly one place, and no layer, block or expert may be
+    missing between others.
+    Raises MismatchError with everything that does not fit.
+    """
+    given: object = table
+    if not isinstance(given, Mapping) or not all(isinstance(k, str) for k in given):
+        raise ShardingError(
+            f"a table is a dict of patterns, which are strings, not {given!r:.200}"
+        )
+    problems: list[str] = []
+    entries = [_Entry.of(key, theirs, problems) for key, theirs in table.items()]
+    matched: list[_Match] = []
+    used: set[str] = set()
+    unmapped: list[str] = []
+    for key, shape in dict.fromkeys(tensors):
+        fitting = []
+        for entry in entries:
+            found = entry.expression.fullmatch(key)
+            if found:
+                fitting.append((entry, found))
+        if not fitting:
+            unmapped.append(repr(key))
+            continue
+        if len(fitting) > 1:
+            patterns = ", ".join(repr(entry.pattern) for entry, _ in fitting)
+            problems.append(f"{key!r} fits several rules: {patterns}")
+            continue
+        entry, found = fitting[0]
+        used.add(entry.pattern)
+        try:
+            places = entry.places(found, shape)
+            pieces = list(entry.pieces(places, shape))
+            _check_pieces(pieces, shape)
+            matched.append(_Match(entry, (key, shape), places, pieces))
+        except Exception as error:  # noqa: BLE001 - the caller's own rule may raise anything
+            text = str(error) if isinstance(error, ShardingError) else repr(error)
+            problems.append(f"{key!r}, by the rule {entry.pattern!r}: {text}")
+    if unmapped:
+        keys = join_truncated(unmapped, separator=", ")
+        problems.insert(
+            0, f"no rule fits {keys} (None as a rule: they have no such tensor)"
+        )
+    if complete:
+        # A check that follows would repeat what an earlier one has found.
+        problems += _unused_rules(entries, used)
+        problems = problems or _gaps(matched)
+        problems = problems or list(_miscounted_tensors(matched))
+    if problems:
+        text = join_truncated(problems, separator="\n")
+        raise MismatchError(f"the table does not fit: {text}")
+    return {match.tensor: match.pieces for match in matched}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What the wildcards of a pattern stand for, and the index along stacked axes of ours."""
+
+    texts: tuple[str, ...]
+    numbers: tuple[str, ...]
+    index: tuple[int, ...]
+
+    def name(self, pattern: str) -> str:
+        """A name over there."""
+        return _fill(pattern, self.texts, self.numbers)
+
+
+def _fill(pattern: str, texts: Iterable[str], numbers: Iterable[str]) -> str:
+    values = {"*": iter(texts), "#": iter(numbers)}
+    return _WILDCARD.sub(lambda wildcard: next(values[wildcard[0]]), pattern)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One line of a table."""
+
+    pattern: str
+    expression: re.Pattern[str]
+    rule: Rule | None
+
+    @classmethod
+    def of(cls, pattern: str, theirs: Theirs | None, problems: list[str]) -> _Entry:
+        wildcards = sorted(_WILDCARD.findall(pattern))
+        rule = None
+        try:
+            if theirs is not None:
+                rule = as_rule(theirs)
+            names = list(rule.names()) if rule else []
+        except Exception as error:  # the caller's own rule may raise anything
+            raise ShardingError(f"the rule {pattern!r}: {error}") from error
+        for name in names:
+            if sorted(_WILDCARD.findall(name)) != wildcards:
+                rule = None
+                problems.append(
+                    f"the rule {pattern!r}: {name!r} must have as many '*' and '#'"
+                )
+        expression = "".join(map(_expression, _TOKEN.split(pattern)))
+        return cls(pattern, re.compile(expression, re.DOTALL), rule)
+
+    def names(self) -> set[str]:
+        return set(self.rule.names()) if self.rule else set()
+
+    def places(self, found: re.Match[str], shape: Shape) -> list[_Place]:
+        """The tensor's place in the model; several if it has layers along its leading axes."""
+        if self.rule is None:
+            return []
+        texts: list[str] = []
+        numbers: list[str | None] = []
+        for wildcard, text in zip(
+            _WILDCARD.findall(self.pattern), found.groups(), strict=True
+        ):
+            if wildcard == "*":
+                texts.append(text or "")
+            else:
+                numbers.append(text)
+        stacked = numbers.count(None)
+        if stacked > len(shape):
+            raise ShardingError(
+                f"shape {shape} has no axis for each '#' that its key has no number for"
+            )
+        if stacked and (0 in shape or math.prod(shape[:stacked]) > _MAX_PIECES):
+            raise ShardingError(
+                f"shape {shape} has no elements, or too many places for '#' "
+                f"(at most {_MAX_PIECES})"
+            )
+        places = []
+        for index in product(*map(range, shape[:stacked])):
+            missing = iter(index)
+            filled = [str(next(missing)) if n is None else n for n in numbers]
+            places.append(_Place(tuple(texts), tuple(filled), index))
+        return places
+
+    def pieces(self, places: Iterable[_Place], shape: Shape) -> Iterator[Piece]:
+        if self.rule is None:
+            return
+        for place in places:
+            stacked = len(place.index)
+            for piece in self.rule.pieces(shape[stacked:], place.name):
+                box = Box(
+                    (*place.index, *piece.box.offset), (1,) * stacked + piece.box.shape
+                )
+                axes = tuple(None if a is None else a + stacked for a in piece.axes)
+                yield replace(piece, box=box, axes=axes, stacked=stacked)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """One of our tensors, and the rule that it fits."""
+
+    entry: _Entry
+    tensor: TensorId
+    places: list[_Place]
+    pieces: list[Piece]
+
+
+def _expression(token: str) -> str:
+    if token == "*":
+        return "(.*?)"
+    if token in ("#", ".#", "#."):
+        number = re.escape(token).replace(re.escape("#"), r"(\d{1,9})")
+        return number if token == "#" else f"(?:{number})?"
+    return re.escape(token)
+
+
+def _check_pieces(pieces: list[Piece], shape: Shape) -> None:
+    """Raise ShardingError for pieces that are not boxes of both tensors, or that overlap.
+
+    Boxes of other dimensions raise ValueError.
+    """
+    for piece in pieces:
+        mapped = [axis for axis in piece.axes if axis is not None]
+        others = [n for axis, n in enumerate(piece.box.shape) if axis not in mapped]
+        inside = Box.whole(shape).contains(piece.box)
+        inside_theirs = Box.whole(piece.shape).contains(piece.there)
+        # Each axis once, and those that are not mapped of extent 1.
+        axes_fit = len(mapped) + len(others) == len(shape) and set(others) <= {1}
+        if (
+            not (inside and inside_theirs and axes_fit)
+            or piece.maps(piece.box) != piece.there
+        ):
+            raise ShardingError(
+                f"{piece} is not the same region of a tensor of shape {shape} and of theirs"
+            )
+    if len(pieces) > 1:
+        for region, count in miscounted(Boxes.of(p.box for p in pieces), shape):
+            if count:
+                raise ShardingError(f"{region} of it is in {count} of its pieces")
+
+
+def _unused_rules(entries: list[_Entry], used: set[str]) -> list[str]:
+    """Rules that fit no tensor, unless other rules give the same names."""
+    given = set[str]().union(*(e.names() for e in entries if e.pattern in used))
+    problems = []
+    for entry in entries:
+        names = entry.names()
+        if entry.pattern not in used and not names <= given:
+            of = ", ".join(map(repr, entry.rule.names())) if entry.rule else ""
+            problems.append(f"no tensor fits the rule {entry.pattern!r} (for {of})")
+    return problems
+
+
+def _gaps(matched: list[_Match]) -> list[str]:
+    """Layers, blocks and experts that are missing between others.
+
+    What is missing elsewhere may be intended: it is logged as a warning.
+    """
+    # Prefix up to a number -> (pattern, texts) -> the numbers that occur there.
+    found: dict[str, dict[tuple[str, tuple[str, ...]], set[int]]] = {}
+    for match in matched:
+        pattern = match.entry.pattern
+        parts = pattern.split("#")
+        for place, n in product(match.places, range(1, len(parts))):
+            prefix = _fill("#".join(parts[:n]), place.texts, place.numbers)
+            numbers = found.setdefault(prefix, {})
+            numbers.setdefault((pattern, place.texts), set()).add(
+                int(place.numbers[n - 1])
+            )
+    problems: list[str] = []
+    unsure: list[str] = []
+    for prefix, kinds in found.items():
+        every = set[int]().union(*kinds.values())
+        gaps: list[str] = []
+        for number in range(min(every), max(every)):
+            if number not in every:
+                gaps.append(f"{prefix}{number}")
+                if len(gaps) == _MAX_GAPS:
+                    break
+        if gaps:
+            text = f"there is no {', '.join(gaps)}"
+            if _LAYERS.search(prefix):
+                problems.append(
+                    f"{text} (if none is to be: '*' in the rule in place of that '#')"
+                )
+            else:
+                unsure.append(text)
+        for (pattern, texts), own in kinds.items():
+            if own != every:
+                lacking = [f"{prefix}{number}" for number in sorted(every - own)]
+                name = _fill(pattern, texts, "#" * pattern.count("#"))
+                places = join_truncated(lacking, 8, ", ")
+                unsure.append(f"{name!r} is not of {places}, as others are")
+    if unsure:
+        logger.warning(
+            "the table fits, but tensors may be missing: %s",
+            join_truncated(unsure, separator="\n"),
+        )
+    return problems
+
+
+def _miscounted_tensors(matched: list[_Match]) -> Iterator[str]:
+    """Tensors over there with elements that come from no place, or from several."""
+    sources: dict[str, list[tuple[str, Piece]]] = {}
+    for match in matched:
+        names = set()
+        for name, place in product(match.entry.names(), match.places):
+            names.add(place.name(name))
+        # A rule of the caller's own may compute other names than it lists.
+        if names.issuperset(piece.key for piece in match.pieces):
+            sources |= {name: [] for name in names}
+    for match in matched:
+        for piece in match.pieces:
+            given = sources.setdefault(piece.key, [])
+            if not piece.tied:
+                given.append((match.tensor[0], piece))
+    for name, given in sources.items():
+        if not given:
+            yield (
+                f"{name!r} is made of nothing that the checkpoint holds "
+                "(tied tensors do not count)"
+            )
+            continue
+        keys = ", ".join(dict.fromkeys(repr(key) for key, _ in given))
+        shapes = {piece.shape for _, piece in given}
+        if len(shapes) > 1:
+            yield f"{name!r} would have the shapes {sorted(shapes)}, by {keys}"
+            continue
+        boxes = Boxes.of(piece.there for _, piece in given)
+        for region, count in miscounted(boxes, shapes.pop()):
+            where = "in nothing that the checkpoint holds"
+            if count:
+                where = f"in {count} tensors: Tied for all but one"
+            yield f"{name!r}: {region} is {where} (it is made of {keys})"
+            break
