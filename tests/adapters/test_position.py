@@ -209,7 +209,9 @@ def test_loaders_that_draw_ahead_move_nothing() -> None:
 )
 def test_a_position_in_another_row_is_refused(state: Any, what: str) -> None:
     position = DataPosition(10, 0, 3)
-    with pytest.raises(MismatchError, match=rf"{what}: samples would be lost or repeated"):
+    with pytest.raises(
+        MismatchError, match=rf"{what}: samples would be lost or repeated"
+    ):
         position.load_state_dict(state)
     assert position == DataPosition(10, 0, 3)
 
