@@ -40,9 +40,15 @@ from megackpt.errors import (
     UntrustedClass,
 )
 from megackpt.loader import load_operation
-from megackpt.manager import CheckpointManager, choosing, finding, retention, running
-from megackpt.manager.finding import NAMINGS
+from megackpt.manager import (
+    CheckpointManager,
+    checkpoint_manager,
+    latest_step,
+    retention,
+    run_directory,
+)
 from megackpt.manager.retention import Retention
+from megackpt.manager.run_directory import NAMINGS
 from megackpt.storage import LocalStorage
 from megackpt.testing import ThreadedGroup
 
@@ -130,9 +136,7 @@ def test_which_steps_stay(last: int | None, every: int | None, stay: list[int]) 
 
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": True}, {"keep_last": 1, "keep_every": 0},
                                      {"keep_every": 5}, {"naming": "composer"}, {"asynchronous": "fork"}])  # fmt: skip
-def test_what_makes_no_sense_is_refused(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(reversed(options))):
         CheckpointManager(tmp_path, **options)
 
@@ -146,7 +150,7 @@ def test_what_makes_no_sense_is_refused(
         ("plain", "7"),
     ],
 )
-def test_other_names(tmp_path: Path, naming: str, name: str) -> None:
+def test_other_naming_styles(tmp_path: Path, naming: str, name: str) -> None:
     manager = CheckpointManager(tmp_path, naming=naming, keep_last=1)
     saved(manager, 6, 7)
     assert names(tmp_path) == [name]
@@ -158,7 +162,7 @@ def test_other_names(tmp_path: Path, naming: str, name: str) -> None:
     assert restored(CheckpointManager(tmp_path), step=7) == (7, 7, [])
 
 
-def test_what_is_not_ours_is_never_removed(
+def test_checkpoints_of_others_are_never_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
@@ -215,19 +219,19 @@ def test_the_last_good_one_is_never_removed(
 ) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     saved(manager, 1)
-    real = Retention.tidy
+    real = Retention.apply
 
-    def tidy(self: Retention, newest: int) -> None:
+    def apply(self: Retention, newest: int) -> None:
         next((tmp_path / "iter_0000002").glob("*.distcp")).unlink()
         real(self, newest)
 
-    monkeypatch.setattr(Retention, "tidy", tidy)
+    monkeypatch.setattr(Retention, "apply", apply)
     saved(manager, 2)
     assert "iter_0000002 is damaged, so it does not count: __0_0" in caplog.text
     assert restored(manager) == (1, 1, ["iter_0000002"])
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
+def test_a_run_with_only_damaged_steps_does_not_start_again(
     tmp_path: Path,
 ) -> None:
     manager = CheckpointManager(tmp_path)
@@ -240,7 +244,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
         manager.restore(state(-1))
 
 
-def test_what_does_not_fit_is_no_damage(tmp_path: Path) -> None:
+def test_a_mismatch_is_not_damage(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     saved(manager, 1)
     manager.save(2, state(2) | {"odd": Odd()})
@@ -298,7 +302,7 @@ def test_a_run_that_was_set_back(
     assert "holds step 40, which is after step 25" in caplog.text
 
 
-def test_a_save_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+def test_a_running_save_is_left_alone(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     saved(manager, 1)
     other = begin(tmp_path / "iter_0000001", save_id="cd" * 16)
@@ -341,7 +345,7 @@ def test_asynchronous_saves(tmp_path: Path, how: Any) -> None:
     assert (tmp_path / TRACKER).read_text() == "6"
 
 
-def test_an_error_in_the_loop_gives_up_what_is_under_way(tmp_path: Path) -> None:
+def test_an_error_in_the_loop_drops_running_saves(tmp_path: Path) -> None:
     def train() -> None:
         with CheckpointManager(tmp_path, asynchronous=True) as manager:
             manager.save(1, state(1))
@@ -353,7 +357,7 @@ def test_an_error_in_the_loop_gives_up_what_is_under_way(tmp_path: Path) -> None
     assert names(tmp_path) == []
 
 
-def test_a_failed_save_is_over_and_training_goes_on(
+def test_training_continues_after_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(committing, "_PAUSES", (0.0,))
@@ -383,7 +387,7 @@ def test_a_tracker_that_cannot_be_written(
     assert [step.step for step in manager.steps()] == [1, 2]
 
 
-def test_all_ranks_go_on_from_the_same_step(tmp_path: Path) -> None:
+def test_all_ranks_continue_from_the_same_step(tmp_path: Path) -> None:
     """The byte that is damaged is read by one of them."""
 
     def job(group: ThreadedGroup) -> tuple[int, float, int]:
@@ -402,7 +406,7 @@ def test_all_ranks_go_on_from_the_same_step(tmp_path: Path) -> None:
         assert found is not None
         assert not manager.preempted()
         if group.rank == 1:
-            manager._notices.heard = True
+            manager._preemption.received = True
         assert manager.preempted()
         assert manager.preempted()
         manager.close()
@@ -422,19 +426,19 @@ def one_of_several_jobs(run: str) -> None:
             assert found is None or found.step == found.state["value"]
 
 
-def test_a_step_that_is_completed_while_it_is_judged(
+def test_a_step_that_is_completed_during_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on when it is looked at, and has lost its marker when it is asked what became of it."""
     other = CheckpointManager(tmp_path, asynchronous=True)
     other.save(5, state(5))
-    real = choosing.was_complete
+    real = latest_step._was_complete
 
-    def was_complete(root: str, step: finding.Step) -> bool:
+    def was_complete(root: str, step: run_directory.Step) -> bool:
         other.finalize()
         return real(root, step)
 
-    monkeypatch.setattr(choosing, "was_complete", was_complete)
+    monkeypatch.setattr(latest_step, "_was_complete", was_complete)
     assert restored(CheckpointManager(tmp_path)) == (5, 5, [])
     other.close()
 
@@ -448,7 +452,7 @@ def test_jobs_that_share_a_directory(ranks: Any, tmp_path: Path) -> None:
     assert names(tmp_path) == ["iter_0000015", TRACKER]
 
 
-def test_signals_are_noted_and_put_back(tmp_path: Path) -> None:
+def test_handlers_are_restored(tmp_path: Path) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
@@ -572,7 +576,7 @@ def test_leaving_by_sys_exit(
     ) is not stays
 
 
-def test_what_else_is_in_the_directory_of_a_step_is_not_that_step(
+def test_other_checkpoints_in_the_directory_of_a_step(
     tmp_path: Path,
 ) -> None:
     manager = CheckpointManager(tmp_path)
@@ -621,7 +625,7 @@ def test_steps_behind_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["tables", "directory"])
-def test_a_run_that_lost_its_steps_does_not_begin_anew(
+def test_a_run_that_lost_its_steps_does_not_start_again(
     tmp_path: Path, lost: str
 ) -> None:
     manager = CheckpointManager(tmp_path)
@@ -654,7 +658,7 @@ def test_two_names_of_one_step(tmp_path: Path) -> None:
         assert restored(manager, step=7) == (7, 7, [])
 
 
-def test_later_steps_of_any_name_are_told(
+def test_later_steps_of_any_style_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     megackpt.save(state(1), tmp_path / "20261122")
@@ -680,7 +684,7 @@ def test_ranks_that_ask_for_different_steps(tmp_path: Path) -> None:
     assert type(found.step) is int
 
 
-def test_one_that_is_replaced_meanwhile_is_looked_at_again(
+def test_a_step_that_is_replaced_meanwhile_is_examined_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = CheckpointManager(tmp_path)
@@ -697,13 +701,13 @@ def test_one_that_is_replaced_meanwhile_is_looked_at_again(
 
         monkeypatch.setattr(place, name, once)
 
-    replacing(2, running, "load")
+    replacing(2, checkpoint_manager, "load")
     assert restored(manager) == (2, 2, [])
-    replacing(2, choosing, "damage_of")
+    replacing(2, latest_step, "find_damage")
     latest = manager.latest()
     assert latest is not None
     assert latest.step == 2
-    for place, name in ((choosing, "damage_of"), (running, "load")):
+    for place, name in ((latest_step, "find_damage"), (checkpoint_manager, "load")):
         replacing(3, place, name)
         with pytest.raises(CheckpointReplaced):
             manager.restore(state(-1))
@@ -725,7 +729,7 @@ def test_managers_that_listen_to_one_signal(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_what_belongs_to_the_manager_is_refused_for_one_step(tmp_path: Path) -> None:
+def test_options_of_the_manager_are_refused_for_one_step(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, asynchronous=True)
     with pytest.raises(ValueError, match="the kind of worker is the manager's"):
         manager.save(1, state(1), asynchronous="process")  # type: ignore[arg-type]
@@ -737,7 +741,7 @@ def test_what_belongs_to_the_manager_is_refused_for_one_step(tmp_path: Path) -> 
         manager.restore(state(1), step=-1)
 
 
-def test_what_was_committed_beside_a_failure_is_told(
+def test_steps_committed_before_a_failure_are_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(committing, "_PAUSES", (0.0,))
@@ -794,16 +798,16 @@ def test_a_removal_in_a_bucket_keeps_its_lock_and_stops_without(
     assert stored(bucket) == []
 
 
-def test_no_more_is_opened_than_has_to_be(
+def test_only_the_newest_steps_are_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(CheckpointManager(tmp_path), *range(8))
     looked: list[int | None] = []
     opened: list[int] = []
-    look, opening = finding._looked_at, retention.open_checkpoint
+    look, opening = run_directory._examine, retention.open_checkpoint
     monkeypatch.setattr(
-        finding,
-        "_looked_at",
+        run_directory,
+        "_examine",
         lambda path, step: looked.append(step.step) or look(path, step),
     )
     monkeypatch.setattr(
@@ -829,7 +833,7 @@ def test_no_more_is_opened_than_has_to_be(
 
 
 @pytest.mark.parametrize("again", [None, False])
-def test_a_step_under_way_is_saved_again(tmp_path: Path, again: bool | None) -> None:
+def test_a_running_step_is_saved_again(tmp_path: Path, again: bool | None) -> None:
     """The last save of a loop, of a step that the loop has saved."""
 
     def train(group: ThreadedGroup) -> None:
@@ -847,7 +851,7 @@ def test_a_step_under_way_is_saved_again(tmp_path: Path, again: bool | None) -> 
     assert restored(manager, step=10) == (10, 10, [])
 
 
-def test_what_one_rank_does_not_see_is_not_skipped(
+def test_a_step_that_one_rank_cannot_see_is_not_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a network file system shows a rank the directory of a while ago."""
@@ -870,7 +874,7 @@ def test_what_one_rank_does_not_see_is_not_skipped(
     ThreadedGroup.run(2, job)
 
 
-def test_a_run_begins_from_what_megatron_calls_a_release(tmp_path: Path) -> None:
+def test_a_run_starts_from_a_release_of_megatron(tmp_path: Path) -> None:
     megackpt.save(state(7), tmp_path / "release")
     (tmp_path / TRACKER).write_text("release")
     manager = CheckpointManager(tmp_path, keep_last=1)
@@ -886,26 +890,24 @@ def test_a_run_begins_from_what_megatron_calls_a_release(tmp_path: Path) -> None
         manager.restore(state(-1))
 
 
-def test_a_run_does_not_begin_anew_without_a_word(
+def test_a_warning_when_a_run_starts_beside_other_checkpoints(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     megackpt.save(state(1), tmp_path / "run" / "last.ckpt")
     assert CheckpointManager(tmp_path / "run").restore(state(-1)) is None
-    assert (
-        "the name of the torch_dist checkpoint last.ckpt tells no step" in caplog.text
-    )
+    assert "the name of the torch_dist checkpoint last.ckpt has no step" in caplog.text
     megackpt.save(state(1), tmp_path / "stray", "safetensors")
     for path in (tmp_path / "stray").iterdir():
         if path.suffix != ".safetensors":
             path.unlink()
     assert CheckpointManager(tmp_path / "stray").restore(state(-1)) is None
-    assert "the name of the safetensors checkpoint . tells no step" in caplog.text
+    assert "the name of the safetensors checkpoint . has no step" in caplog.text
     with pytest.raises(CorruptCheckpoint, match="is a checkpoint itself"):
         restored(CheckpointManager(tmp_path / "run" / "last.ckpt"))
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "a disk that is away")
     for name in ("file", "file/run", "link"):
-        with pytest.raises(StorageError, match="is no directory"):
+        with pytest.raises(StorageError, match="is not a directory"):
             restored(CheckpointManager(tmp_path / name))
 
 
@@ -924,7 +926,7 @@ def test_a_step_that_proved_damaged_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("door", ["restore", "latest", "step"])
-def test_what_was_found_damaged_does_not_count_until_it_is_another(
+def test_a_damaged_step_counts_again_when_it_has_changed(
     tmp_path: Path, door: str
 ) -> None:
     manager, other = (
@@ -957,7 +959,7 @@ def test_what_was_found_damaged_does_not_count_until_it_is_another(
     assert latest.step == 6
 
 
-def test_a_later_one_that_is_damaged_is_told_once(
+def test_a_damaged_later_step_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(CheckpointManager(tmp_path), 10, 40)
@@ -966,7 +968,7 @@ def test_a_later_one_that_is_damaged_is_told_once(
     assert caplog.text.count("iter_0000040 is damaged, so it does not count") == 1
 
 
-def test_what_could_not_be_removed_is_removed_when_it_is_saved_anew(
+def test_a_step_that_was_kept_is_removed_after_it_is_saved_again(
     tmp_path: Path,
 ) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
@@ -994,7 +996,7 @@ def test_a_step_that_was_set_aside_is_found(tmp_path: Path, naming: str) -> None
     assert not [entry for entry in names(tmp_path) if entry.startswith(".")]
 
 
-def test_a_step_that_is_gone_is_told(
+def test_a_tracker_of_a_missing_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = CheckpointManager(tmp_path)
@@ -1016,7 +1018,7 @@ def test_a_step_that_is_gone_is_told(
         manager.restore(state(-1))
 
 
-def test_what_is_left_of_a_later_step_is_none(
+def test_leftovers_of_a_later_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = CheckpointManager(tmp_path, keep_last=2)
@@ -1041,11 +1043,11 @@ def test_an_index_that_is_no_file_is_damage(tmp_path: Path, kind: str) -> None:
         index.symlink_to(tmp_path / "index")
     else:
         index.mkdir()
-    Retention(str(tmp_path), NAMINGS[0], 1).tidy(lambda: (2, ()))
+    Retention(str(tmp_path), NAMINGS[0], 1).apply(lambda: (2, ()))
     assert restored(manager) == (1, 1, ["iter_0000002"])
 
 
-def test_a_step_is_looked_for_when_removals_are_over(
+def test_restoring_a_step_waits_for_removals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -1058,7 +1060,7 @@ def test_a_step_is_looked_for_when_removals_are_over(
             manager.restore(state(-1), step=1)
 
 
-def test_a_signal_for_which_nobody_listens_is_not_swallowed(tmp_path: Path) -> None:
+def test_a_signal_without_listeners_is_passed_on(tmp_path: Path) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
@@ -1084,7 +1086,7 @@ def test_a_signal_for_which_nobody_listens_is_not_swallowed(tmp_path: Path) -> N
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_may_come_while_a_manager_begins_to_listen(
+def test_a_signal_while_a_manager_starts_to_listen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = signal.signal

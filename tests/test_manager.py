@@ -174,7 +174,12 @@ def test_a_checkpoint_below_a_step(tmp_path: Path, checkpoint: Path) -> None:
             "iter_0000300 is not complete",
         ),
         ("latest_checkpointed_iteration.txt", "400", "", "there is no such step"),
-        ("latest_checkpointed_iteration.txt", "release", "release", ""),
+        (
+            "latest_checkpointed_iteration.txt",
+            "release",
+            "release",
+            "iter_0000200 is newer, and complete",
+        ),
         ("latest", "iter_0000200", "iter_0000200", ""),
         ("latest", "", "", "there is no such step"),
     ],

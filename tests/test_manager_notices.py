@@ -13,7 +13,7 @@ import torch
 
 from megackpt import CheckpointManager, ShardedTensor
 
-ADVICE = "remove what is after it"
+ADVICE = "remove the later steps"
 
 
 def state(value: float = 0.0) -> dict[str, Any]:

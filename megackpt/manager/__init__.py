@@ -1,12 +1,10 @@
-"""A run's checkpoints. ``finding`` lists them, ``choosing`` takes the latest good one; ``running`` saves, restores and,
-by ``retention``, thins them out.
-"""
+"""The checkpoints of a run: which steps exist, the latest good one, retention, restore."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megackpt.manager.finding import (
+from megackpt.manager.run_directory import (
     NAMINGS,
     TRACKERS,
     Naming,
@@ -17,7 +15,7 @@ from megackpt.manager.finding import (
 )
 
 if TYPE_CHECKING:
-    from megackpt.manager.running import CheckpointManager, Restored
+    from megackpt.manager.checkpoint_manager import CheckpointManager, Restored
 
 __all__ = [
     "NAMINGS",
@@ -37,8 +35,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in ("CheckpointManager", "Restored"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from megackpt.manager import (
-            running,
-        )  # needs torch, which lists of steps do without
+        # Imports torch, which listing steps does without.
+        from megackpt.manager import checkpoint_manager
 
-        return getattr(running, name)
+        return getattr(checkpoint_manager, name)

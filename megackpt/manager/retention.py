@@ -1,19 +1,17 @@
-"""Retention: which steps of a run stay, and the removal of the others and of what crashed saves have left.
+"""Removes old steps of a run, and what dead saves have left.
 
-By one process alone, and only after a newer step is complete. Removed is what bears the run's own kind of name, is
-complete and was written by this library; the rest is left alone.
+Runs on rank 0, after a newer step is complete. It removes only complete checkpoints that have the
+run's own naming and were written by this library.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 
 from megackpt.checkpoint import INDEX, clear, open_checkpoint, remove, verify
-from megackpt.checkpoint.marker import SILENCE
 from megackpt.checkpoint.opening import shortfalls
 from megackpt.errors import (
     CheckpointingException,
@@ -23,27 +21,35 @@ from megackpt.errors import (
     SaveInProgress,
     StorageError,
 )
-from megackpt.manager.finding import Names, Naming, Step
+from megackpt.manager.run_directory import (
+    Naming,
+    RunDirectory,
+    Step,
+    parse_name,
+)
 from megackpt.storage import TEMPORARY, LocalStorage, Storage
 
 logger = logging.getLogger("megackpt.manager")
 
+STALE_AFTER = 300.0
+"""Seconds after which a temporary file of a tracker belongs to a process that died."""
 
-def damage_of(path: str, *, whole: bool = False) -> str:
-    """What is wrong with the checkpoint here, if anything. Unless ``whole``, no byte of its tensors is read: the index,
-    the digests of the small files that it names, and the sizes of all others tell.
 
-    Raises StorageError where nothing is known to be wrong, but something cannot be read: it may be later.
+def find_damage(path: str, *, reads_all: bool = False) -> str:
+    """What is wrong with the checkpoint at ``path``; empty if nothing is.
+
+    Without ``reads_all`` it checks the index, the digests of small files, and the sizes of all
+    others. Raises StorageError if something cannot be read now, which is not damage.
     """
     try:
-        if whole:
+        if reads_all:
             report = verify(path)
             if report.unread and not report.problems:
                 raise StorageError("; ".join(report.unread[:3]))
             return "; ".join(report.problems[:3])
         opened = open_checkpoint(path)
         if not opened.manifest.save_id and INDEX in opened.storage.list():
-            return f"{INDEX} is no regular file"
+            return f"{INDEX} is not a regular file"
         return "; ".join(map(str, shortfalls(opened.storage, opened.manifest)[:3]))
     except CheckpointReplaced:
         raise
@@ -51,170 +57,171 @@ def damage_of(path: str, *, whole: bool = False) -> str:
         return str(error)
 
 
-@dataclass(frozen=True)
 class Retention:
-    """``last``: so many undamaged steps stay (None: all). ``every``: so do those whose number this divides."""
+    """Which steps of a run stay.
 
-    root: str
-    naming: Naming
-    last: int | None = None
-    every: int | None = None
-    _known: dict[str, tuple[Step, str | None]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    """What is wrong with a step of this weight; empty: nothing; None: it is not to be removed, and may be anything."""
+    Args:
+        root: the directory or URL of the run.
+        naming: of the steps that may be removed.
+        keep_last: number of undamaged steps that stay; None keeps all.
+        keep_every: steps that this number divides stay as well.
+    """
 
-    def __post_init__(self) -> None:
-        for name, value in (("keep_last", self.last), ("keep_every", self.every)):
+    def __init__(
+        self,
+        root: str,
+        naming: Naming,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+    ) -> None:
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(
                     f"{name} is a number of steps, 1 or more, or None, not {value!r}"
                 )
-        if self.every is not None and self.last is None:
+        if keep_every is not None and keep_last is None:
             raise ValueError(
-                "keep_every says which of the older steps stay; give keep_last, too (None keeps all)"
+                "keep_every says which of the older steps stay; it needs keep_last, as without "
+                "keep_last all steps stay"
             )
+        self.root = root
+        self.naming = naming
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        # What was found wrong with a step; empty if nothing. The sizes and times of the files are
+        # fields of a step, so a step that has changed is checked again.
+        self._damage: dict[Step, str] = {}
+        self._unremovable: set[Step] = set()
 
     def superfluous(
         self, steps: Iterable[int], is_good: Callable[[int], bool]
     ) -> list[int]:
-        """Of these steps, those that need not stay, oldest first. No more are looked at than have to stay."""
+        """The steps that need not stay, oldest first. Calls ``is_good`` for as few as possible."""
         ordered = sorted(steps)
-        # Of one, too, the one before is looked at: between them may be what dead saves left.
-        good = tuple(islice(filter(is_good, reversed(ordered)), max(self.last or 0, 2)))
-        if self.last is None or len(good) < self.last:
+        # At least two: what dead saves left is between the two newest, and found on the way.
+        needed = max(self._keep_last or 0, 2)
+        good = list(islice(filter(is_good, reversed(ordered)), needed))
+        if self._keep_last is None or len(good) < self._keep_last:
             return []
-        oldest = good[self.last - 1]
-        return [
-            step
-            for step in ordered
-            if step < oldest and (self.every is None or step % self.every)
-        ]
+        oldest = good[self._keep_last - 1]
+        every = self._keep_every
+        return [s for s in ordered if s < oldest and (every is None or s % every)]
 
-    def tidy(self, position: Callable[[], tuple[int, Collection[int]]]) -> None:
-        """A step has just been committed. What cannot be removed is left to the next time, with a warning.
+    def apply(self, position: Callable[[], tuple[int, Collection[int]]]) -> None:
+        """Remove what need not stay. A failure is logged, and the next save tries again.
 
-        ``position``: the step that the run is at, and the steps whose saves it has begun since. It is called once the
-        directory is listed: while this works in a thread, the run begins and commits further saves.
+        Args:
+            position: returns the step that the run is at, and the steps whose saves have started
+                since. Called after the directory is listed: the run saves further steps while
+                this works in a thread.
         """
         try:
-            names = Names.of(self.root)
-            self._clear_torn(names.root)
-            for name in sorted(names.replaced()):
+            run = RunDirectory(self.root)
+            self._remove_temporary_files(run.storage)
+            for name in sorted(run.replaced_names()):
                 self._clear(name)
-            newest, begun = position()
-            self._tell_of_later(names, newest, begun)
-            numbers = names.numbers().items()
-            own = {
-                n: name
-                for n, found in numbers
-                if n <= newest and (name := self.naming.name(n)) in found
-            }
-            for number in self.superfluous(
-                own, lambda n: any(self._good_in(names, own[n]))
-            ):
-                self._remove(names, own[number])
+            newest, started = position()
+            self._warn_of_later_step(run, newest, started)
+            own = {}
+            for number, names in run.names_by_step().items():
+                name = self.naming.name(number)
+                if number <= newest and name in names:
+                    own[number] = name
+            for number in self.superfluous(own, lambda n: self._has_good(run, own[n])):
+                self._remove(run, own[number])
         except Exception as error:
-            expected = isinstance(error, (CheckpointingException, OSError))
-            text = "%s is not tidied up, the next save tries again: %s"
-            logger.warning(text, self.root, error, exc_info=not expected)
+            is_expected = isinstance(error, (CheckpointingException, OSError))
+            text = "old steps of %s are not removed, the next save tries again: %s"
+            logger.warning(text, self.root, error, exc_info=not is_expected)
 
-    def known(self, step: Step) -> str | None:
-        """What was found wrong with it. None: nobody has looked since its files got these sizes and times."""
-        seen, found = self._known.get(step.name, (None, None))
-        return found if seen == step else None
+    def damage(self, step: Step) -> str | None:
+        """The damage that was found earlier; None if the step was not checked since it changed."""
+        return self._damage.get(step)
 
-    def note(self, step: Step, found: str) -> None:
-        self._known[step.name] = step, found
+    def note_damage(self, step: Step, damage: str) -> None:
+        """Remember the result of a check."""
+        self._damage[step] = damage
 
     def path(self, name: str) -> str:
+        """The path or URL of a step."""
         return f"{self.root.rstrip('/')}/{name}"
 
-    def owns(self, name: str) -> bool:
-        """Is it a name that this manager gives?"""
-        match = self.naming.pattern.fullmatch(name)
-        return match is not None and self.naming.name(int(match[1])) == name
+    def is_own_name(self, name: str) -> bool:
+        """Whether a manager with this naming gives this name."""
+        number = parse_name(name)[1]
+        return number is not None and self.naming.name(number) == name
 
-    def _removable(self, name: str) -> bool:
-        """What is behind a link is somebody else's."""
-        return self.owns(name) and not os.path.islink(self.path(name))
+    def _is_removable(self, name: str) -> bool:
+        # The target of a link is not ours.
+        return self.is_own_name(name) and not os.path.islink(self.path(name))
 
     def _clear(self, name: str) -> None:
+        """Remove what dead saves to this step left."""
         try:
-            if self._removable(name):
+            if self._is_removable(name):
                 clear(self.path(name))
         except (SaveInProgress, NotACheckpoint):
-            return  # somebody is at work on it, or has been
+            # Another job is working on it, or has finished to.
+            return
         except CheckpointingException as error:
-            logger.warning(
-                "what a dead save left of %s stays: %s", self.path(name), error
-            )
+            text = "the leftovers of a dead save to %s stay: %s"
+            logger.warning(text, self.path(name), error)
 
-    def _clear_torn(self, root: Storage) -> None:
-        """Files that were to become a tracker, of processes that died."""
-        if isinstance(root, LocalStorage) and (
-            torn := [n for n in root.list() if n.startswith(TEMPORARY)]
-        ):
-            now = root.now()
-            for name in torn:
-                if now - (root.modified(name) or now) > SILENCE:
-                    root.delete(name)
+    def _remove_temporary_files(self, root: Storage) -> None:
+        """Remove trackers that dead processes have not finished."""
+        if not isinstance(root, LocalStorage):
+            return
+        names = [name for name in root.list() if name.startswith(TEMPORARY)]
+        now = root.now() if names else 0.0
+        for name in names:
+            if now - (root.modified(name) or now) > STALE_AFTER:
+                root.delete(name)
 
-    def _tell_of_later(self, names: Names, newest: int, begun: Collection[int]) -> None:
-        numbers = names.numbers().items()
-        later = (
-            name
-            for n, named in numbers
-            if n > newest and n not in begun
-            for name in named
-        )
-        text = (
-            "%s holds step %d, which is after step %d that was saved now: it stays, and is what restore() finds; where "
-            "the run was set back, remove what is after it"
-        )
-        for step in islice(
-            chain.from_iterable(self._good_in(names, name) for name in later), 1
-        ):
-            logger.warning(text, self.root, step.step, newest)
+    def _warn_of_later_step(
+        self, run: RunDirectory, newest: int, started: Collection[int]
+    ) -> None:
+        for number, names in run.names_by_step().items():
+            if number <= newest or number in started:
+                continue
+            if any(self._has_good(run, name) for name in names):
+                logger.warning(
+                    "%s holds step %d, which is after step %d that was saved now: it stays, and "
+                    "restore() will find it; if the run was set back, remove the later steps",
+                    self.root,
+                    number,
+                    newest,
+                )
+                return
 
-    def _good_in(self, names: Names, name: str) -> Iterator[Step]:
-        return filter(
-            self._is_good,
-            names.steps([name], weigh=self.last is not None or bool(self._known)),
-        )
+    def _has_good(self, run: RunDirectory, name: str) -> bool:
+        return any(self._is_good(step) for step in run.examine(name))
 
     def _is_good(self, step: Step) -> bool:
-        """What a dead save left of it is cleared."""
         if not step.complete:
             self._clear(step.name)
             return False
-        problem = self.known(step)
-        if problem is None and self.last is not None:
-            problem = damage_of(self.path(step.name))
-            self.note(step, problem)
-            if problem:
-                logger.warning(
-                    "%s is damaged, so it does not count: %s",
-                    self.path(step.name),
-                    problem,
-                )
-        return not problem
+        damage = self.damage(step)
+        if damage is None and self._keep_last is not None:
+            damage = find_damage(self.path(step.name))
+            self.note_damage(step, damage)
+            if damage:
+                text = "%s is damaged, so it does not count: %s"
+                logger.warning(text, self.path(step.name), damage)
+        return not damage
 
-    def _remove(self, names: Names, name: str) -> None:
-        """What stays for good is told once."""
-        seen, found = self._known.get(name, (None, ""))
-        if found is None and seen in names.steps([name], weigh=True):
-            return
+    def _remove(self, run: RunDirectory, name: str) -> None:
+        for step in self._unremovable:
+            if step.name == name and step in run.examine(name):
+                # Logged when it could not be removed before.
+                return
         try:
-            if self._removable(name):
+            if self._is_removable(name):
                 remove(self.path(name))
         except SaveInProgress:
-            return  # somebody is at work on it
+            return
         except (CheckpointingException, OSError) as error:
-            if any(step.complete for step in names.steps([name])):
+            if any(step.complete for step in run.examine(name)):
                 logger.warning("%s stays: %s", self.path(name), error)
             if not isinstance(error, (NotACheckpoint, CorruptCheckpoint)):
                 return
-        self._known.pop(name, None)
-        for step in names.steps([name], weigh=True):
-            self._known[name] = step, None
+        self._unremovable.update(run.examine(name))

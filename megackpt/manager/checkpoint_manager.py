@@ -1,0 +1,464 @@
+"""The manager of a run's checkpoints: saves, restores, and removes old ones.
+
+All ranks call it alike. Rank 0 looks at the directory, writes the tracker and removes steps; the
+other ranks get the result by broadcast.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+from megackpt.async_save import AsyncCallsQueue
+from megackpt.checkpoint import absolute
+from megackpt.distributed import DEFAULT_TIMEOUT, Group, group_over
+from megackpt.errors import (
+    CheckpointingException,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    RankFailure,
+    RankLost,
+    RefusedObject,
+    ShardingError,
+    UntrustedClass,
+)
+from megackpt.loader import load
+from megackpt.manager.latest_step import (
+    ATTEMPTS,
+    find_latest,
+    is_new_run,
+    newest_first,
+)
+from megackpt.manager.preemption import PreemptionNotice
+from megackpt.manager.retention import Retention, find_damage
+from megackpt.manager.run_directory import NAMINGS, TRACKERS, Naming, Step, list_run
+from megackpt.planning.strict import StrictHandling, parse_strict_flag
+from megackpt.saver import save
+from megackpt.state import ShardedStateDict
+from megackpt.storage import root_at
+from megackpt.strategies import StrategyLike
+
+logger = logging.getLogger("megackpt.manager")
+
+T = TypeVar("T")
+
+_WORKERS = {False: None, True: "thread", "thread": "thread", "process": "process"}
+_MANAGER_OPTIONS = {
+    "checkpoint_dir",
+    "sharded_strategy",
+    "async_sharded_save",
+    "process_group",
+    "timeout",
+}
+"""Options of ``save`` and ``load`` that are the same for all steps of a manager."""
+_STRICTNESS_FOR_ALL_KEYS = (
+    StrictHandling.RAISE_ALL,
+    StrictHandling.RAISE_UNEXPECTED,
+    StrictHandling.ASSUME_OK_UNEXPECTED,
+)
+
+
+class Restored(NamedTuple):
+    """A loaded step.
+
+    ``state`` is what ``megackpt.load`` returns: with a strictness of RETURN_* a tuple of three.
+    ``skipped`` has the newer steps that are incomplete or damaged, each with its ``reason``.
+    """
+
+    step: int
+    state: Any
+    skipped: tuple[Step, ...]
+
+
+class CheckpointManager:
+    """The checkpoints of one run, below one directory or URL. All ranks create, call and close it.
+
+    Args:
+        root: the directory of the run; each step is a directory in it.
+        strategy: the format of the saves, as ``sharded_strategy`` of ``megackpt.save``.
+        keep_last: number of the newest steps that stay (None: all). Older ones are removed when
+            a newer one is complete.
+        keep_every: steps that this number divides stay as well.
+        asynchronous: write while training continues, in a "thread" (True) or a "process".
+        naming: the names of step directories: "megatron" (``iter_0000100``, with Megatron's
+            tracker file), "torchtitan", "transformers", "deepspeed" or "plain". Steps of all
+            styles are found when restoring.
+        process_group: a torch process group of the ranks that save (None: the default one, or
+            this process alone).
+        timeout: how long a rank waits for the others in one operation.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        strategy: StrategyLike = "torch_dist",
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        asynchronous: bool | str = False,
+        naming: str = "megatron",
+        process_group: Any = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        if asynchronous not in _WORKERS:
+            raise ValueError(
+                f"asynchronous is False, True, 'thread' or 'process', not {asynchronous!r}"
+            )
+        self.root = absolute(root)
+        self._naming = _find_naming(naming)
+        self._retention = Retention(self.root, self._naming, keep_last, keep_every)
+        self._strategy = strategy
+        self._worker = _WORKERS[asynchronous]
+        self._process_group, self._timeout = process_group, timeout
+        self._queue = AsyncCallsQueue(
+            self._worker == "process", process_group=process_group, timeout=timeout
+        )
+        self._retention_thread: ThreadPoolExecutor | None = None
+        self._finalized_steps: list[int] = []
+        # Steps that are being saved, including failed saves; the same on all ranks.
+        self._in_flight: set[int] = set()
+        # Saves are numbered in the order of the calls, as the run may be set back to older steps.
+        self._last_save = 0
+        # The save, and the step, at which the run is: the last committed or restored one.
+        self._position = (0, -1)
+        # Step -> its save, of those that started after the save of the position.
+        self._later_saves: dict[int, int] = {}
+        self._preemption = PreemptionNotice()
+        self._is_preempted = False
+
+    def path(self, step: int) -> str:
+        """The path or URL of the checkpoint of a step."""
+        return self._retention.path(self._naming.name(step))
+
+    def save(
+        self,
+        step: int,
+        sharded_state_dict: ShardedStateDict,
+        *,
+        asynchronous: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Save a step; collective.
+
+        An asynchronous save returns as soon as the tensors may be changed; ``poll`` commits it.
+        If an asynchronous save of this step is running, it is finalized first and then replaced.
+
+        Args:
+            step: 0 or more.
+            sharded_state_dict: as for ``megackpt.save``.
+            asynchronous: for this step, instead of the manager's setting; the kind of worker is
+                always the manager's.
+            options: of ``megackpt.save``, which also documents the errors.
+        """
+        step = _as_step(step)
+        if asynchronous is not None and type(asynchronous) is not bool:
+            raise ValueError(
+                f"asynchronous is True, False or None for one step, not {asynchronous!r}: the kind "
+                "of worker is the manager's"
+            )
+        _refuse_manager_options(options)
+        if asynchronous is None:
+            asynchronous = self._worker is not None
+        if step in self._in_flight:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+        self._last_save += 1
+        self._later_saves[step] = self._last_save
+        with self._group() as group:
+            is_coordinator = group.is_coordinator
+        committed = partial(self._on_commit, self._last_save, step, is_coordinator)
+        request = save(
+            sharded_state_dict,
+            self.path(step),
+            self._strategy,
+            async_sharded_save=asynchronous,
+            process_group=self._process_group,
+            timeout=self._timeout,
+            **options,
+        )
+        if request is None:
+            committed()
+        else:
+            request.add_finalize_fn(committed)
+            request.add_finalize_fn(partial(self._finalized_steps.append, step))
+            self._in_flight.add(step)
+            self._queue.schedule_async_request(request)
+
+    def poll(self) -> list[int]:
+        """Commit the asynchronous saves that all ranks have written, and return their steps.
+
+        Call it once per training step. Collective: one small vote while a save is running. Raises
+        the error of a failed save on all ranks; training may continue.
+        """
+        return self._finalize(blocking=False)
+
+    def finalize(self) -> list[int]:
+        """As ``poll``, but waits until no save is running."""
+        return self._finalize(blocking=True)
+
+    def steps(self) -> tuple[Step, ...]:
+        """All steps, complete or not, in order. Not collective."""
+        try:
+            return list_run(self.root).steps
+        except NotACheckpoint:
+            return ()
+
+    def latest(self, *, verify: bool = False) -> Step | None:
+        """The newest step that is complete and undamaged; collective. Skipped steps are logged.
+
+        By default the index, the small files and the sizes of all others are checked; with
+        ``verify``, rank 0 reads everything.
+        """
+        retention = self._retention
+        return self._on_coordinator(
+            lambda: find_latest(retention, retention.damage, verify)
+        )[0]
+
+    def restore(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        step: int | None = None,
+        **options: Any,
+    ) -> Restored | None:
+        """Load a step, or the newest good one; collective.
+
+        If the newest step turns out to be damaged while it is read, the one before is loaded,
+        with a warning. It must hold all requested keys, whatever ``strict`` says, as the tensors
+        may have values of the damaged step already; with a strictness of RETURN_* no other step
+        is loaded. After an error the tensors may hold anything.
+
+        Args:
+            sharded_state_dict: as for ``megackpt.load``.
+            step: None for the newest.
+            options: of ``megackpt.load``.
+
+        Returns:
+            None if the run has no complete checkpoint yet.
+
+        Raises:
+            NotACheckpoint: ``step`` does not exist.
+            CorruptCheckpoint: ``step`` is damaged, or without ``step`` all are, or ``root`` is a
+                checkpoint itself.
+            StorageError: ``root`` is not a directory.
+            MismatchError: the checkpoint does not fit the state, or after damage the one before
+                does not hold all keys.
+        """
+        _refuse_manager_options(options)
+        wanted = self._agree_on_step(step)
+        if wanted is not None:
+            found = self._on_coordinator(lambda: self._find_step(wanted))
+            state = self._load(sharded_state_dict, found, options)
+            self._position = self._last_save, wanted
+            return Restored(wanted, state, ())
+        # Damage that was found by earlier calls does not count: reading may have failed once.
+        damaged: dict[str, str] = {}
+        replaced = 0
+        while True:
+            latest, skipped = self._on_coordinator(
+                lambda: find_latest(self._retention, lambda s: damaged.get(s.name))
+            )
+            if latest is None or latest.step is None:
+                if self._on_coordinator(partial(is_new_run, self.root, skipped)):
+                    return None
+                continue
+            try:
+                state = self._load(sharded_state_dict, latest, options)
+            except CheckpointReplaced:
+                replaced += 1
+                if replaced == ATTEMPTS:
+                    raise
+                continue
+            except (CorruptCheckpoint, NotACheckpoint, RankFailure) as error:
+                self._check_damage(latest, error, options)
+                text = "%s is damaged, going back to the one before: %s; that one must hold all "
+                logger.warning(text + "keys asked for", latest.name, error)
+                damaged[latest.name] = str(error)
+                strict = _strictness(options)
+                if strict not in _STRICTNESS_FOR_ALL_KEYS:
+                    options = options | {"strict": StrictHandling.RAISE_UNEXPECTED}
+                continue
+            self._position = self._last_save, latest.step
+            return Restored(latest.step, state, skipped)
+
+    def on_signal(self, *signals: int) -> None:
+        """Note these signals as a notice that this process will be ended. Only in the main thread.
+
+        The handler does nothing else; ``preempted`` returns the result. ``close``, also in the
+        main thread, restores the previous handlers.
+        """
+        self._preemption.listen(*signals)
+
+    def preempted(self) -> bool:
+        """Whether any rank has received a signal. Collective: one small vote.
+
+        Call it once per training step, or every so many.
+        """
+        if not self._is_preempted:
+            with self._group() as group:
+                votes = group.lowest([-int(self._preemption.received)])
+            self._is_preempted = votes[0] < 0
+        return self._is_preempted
+
+    def close(self, abort: bool = False) -> None:
+        """Commit running saves (collective), or with ``abort`` drop them (not collective)."""
+        try:
+            self._queue.close(abort)
+        finally:
+            if self._retention_thread is not None:
+                self._retention_thread.shutdown()
+                self._retention_thread = None
+            self._finalized_steps.clear()
+            self._in_flight.clear()
+            self._preemption.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        is_success = isinstance(error, SystemExit) and error.code in (None, 0)
+        abort = error is not None and not is_success
+        if abort and self._queue.get_num_unfinalized_calls():
+            text = "given up, as other ranks may not come: %s"
+            logger.warning(text, self._queue.status())
+        self.close(abort)
+
+    def _group(self) -> Group:
+        return group_over(self._process_group, self._timeout)
+
+    def _on_coordinator(self, function: Callable[[], T]) -> T:
+        """The result of rank 0, on all ranks."""
+        with self._group() as group:
+            return group.broadcast("find", function)
+
+    def _finalize(self, blocking: bool) -> list[int]:
+        # If this raises, the next call returns the steps that were committed before the error.
+        self._queue.maybe_finalize_async_calls(blocking)
+        steps = list(self._finalized_steps)
+        self._finalized_steps.clear()
+        return steps
+
+    def _on_commit(self, number: int, step: int, is_coordinator: bool) -> None:
+        """Called on all ranks when a step is complete."""
+        self._in_flight.discard(step)
+        # An older save may end after a restore; the run does not go back to it.
+        is_newest = number > self._position[0]
+        if is_newest:
+            self._position = number, step
+            later = {s: n for s, n in self._later_saves.items() if n > number}
+            self._later_saves = later
+        if not is_coordinator:
+            return
+        if self._naming.style == "megatron" and is_newest:
+            try:
+                root_at(self.root).put(TRACKERS[0], str(step).encode())
+            except (CheckpointingException, OSError) as error:
+                text = "step %d is complete, but its tracker is not written: %s"
+                logger.warning(text, step, error)
+                # The step that the old tracker names must stay.
+                return
+        if self._worker is None:
+            self._retention.apply(self._retention_position)
+            return
+        if self._retention_thread is None:
+            self._retention_thread = ThreadPoolExecutor(1, "megackpt-retention")
+        self._retention_thread.submit(self._retention.apply, self._retention_position)
+
+    def _retention_position(self) -> tuple[int, set[int]]:
+        """The step of the run, and the steps that were started since. Called by any thread."""
+        # Read first: it then includes what is committed between the two lines.
+        later = self._later_saves.copy()
+        number, step = self._position
+        return step, {s for s, n in later.items() if n > number}
+
+    def _agree_on_step(self, step: int | None) -> int | None:
+        wanted = None if step is None else _as_step(step)
+        with self._group() as group:
+            if not group.all_agree(-1 if wanted is None else wanted):
+                raise ShardingError(
+                    f"the ranks restore different steps, all must agree: here {wanted}"
+                )
+        return wanted
+
+    def _find_step(self, step: int) -> Step:
+        """The step of this number, in any style. On rank 0."""
+        if self._retention_thread is not None:
+            # Wait for the removals that were submitted before.
+            self._retention_thread.submit(str).result()
+        found = [
+            s for s in newest_first(self._retention, step) if s.complete is not False
+        ]
+        # Those of supported formats first.
+        found.sort(key=lambda s: s.complete is None)
+        return found[0] if found else Step(self._naming.name(step), "", step, False, "")
+
+    def _load(
+        self, state: ShardedStateDict, step: Step, options: dict[str, Any]
+    ) -> Any:
+        try:
+            return load(
+                state,
+                self._retention.path(step.name),
+                process_group=self._process_group,
+                timeout=self._timeout,
+                **options,
+            )
+        except (UntrustedClass, RefusedObject, CheckpointReplaced):
+            raise
+        except CorruptCheckpoint as error:
+            self._retention.note_damage(step, str(error))
+            raise
+
+    def _check_damage(
+        self, step: Step, error: Exception, options: dict[str, Any]
+    ) -> None:
+        """Raise the error of a load, unless it is damage and an older step may be loaded."""
+        if isinstance(error, (UntrustedClass, RefusedObject, RankLost)):
+            raise error
+        path = self._retention.path(step.name)
+        is_damaged = isinstance(error, CorruptCheckpoint)
+        # What is missing on this rank, but not on rank 0, is not visible here; that is no damage.
+        if not is_damaged and not self._on_coordinator(partial(find_damage, path)):
+            raise error
+        if StrictHandling.requires_returning_mismatch_keys(_strictness(options)):
+            error.add_note(
+                "with strict=RETURN_* no older step is loaded: ask for one by step="
+            )
+            raise error
+
+
+def _find_naming(style: str) -> Naming:
+    known = {naming.style: naming for naming in NAMINGS if naming.template}
+    if style not in known:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"naming is one of {names}, not {style!r}")
+    return known[style]
+
+
+def _as_step(step: int) -> int:
+    number = int(operator.index(step))
+    if number < 0:
+        raise ValueError(f"a step is 0 or more, not {number}")
+    return number
+
+
+def _refuse_manager_options(options: dict[str, Any]) -> None:
+    if names := sorted(_MANAGER_OPTIONS & options.keys()):
+        raise ValueError(
+            f"{', '.join(names)} cannot be given for one step: the manager's own is used for all"
+        )
+
+
+def _strictness(options: dict[str, Any]) -> StrictHandling:
+    return parse_strict_flag(options.get("strict", StrictHandling.ASSUME_OK_UNEXPECTED))

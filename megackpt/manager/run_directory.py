@@ -1,0 +1,360 @@
+"""The steps in the directory of a run: their names, whether they are complete, the latest one.
+
+Names are those of the common trainers. Only names, sizes and the formats' own signs of completeness
+are examined; the data is not read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megackpt import strategies
+from megackpt.checkpoint import absolute, as_read_by, find_storage
+from megackpt.checkpoint.marker import PREFIX
+from megackpt.checkpoint.ownership import find_format
+from megackpt.checkpoint.records import RECORD
+from megackpt.errors import CheckpointingException, NotACheckpoint
+from megackpt.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
+
+_THREADS = 8  # that examine steps: network file systems have a high latency
+_MAX_TRACKER_BYTES = 4096
+
+
+class Naming(NamedTuple):
+    """How a kind of trainer names the directory of a step."""
+
+    style: str
+    pattern: re.Pattern[str]
+    template: str = ""
+    """The name that a manager gives; empty if it does not write this style."""
+
+    def name(self, step: int) -> str:
+        """The name for a step."""
+        return self.template.format(step)
+
+
+NAMINGS = (
+    # Megatron's converters write "release", from which a run starts: it counts as step 0.
+    Naming("megatron", re.compile(r"iter_(\d+)|release"), "iter_{:07d}"),
+    # Also verl.
+    Naming("deepspeed", re.compile(r"global_step_?(\d+)"), "global_step{}"),
+    Naming("torchtitan", re.compile(r"step[-_](\d+)"), "step-{}"),
+    Naming(
+        "transformers", re.compile(r"(?:tmp-)?checkpoint[-_](\d+)"), "checkpoint-{}"
+    ),
+    Naming("composer", re.compile(r"ep\d+-ba(\d+)(?:[-.].*)?")),
+    # Also NeMo and BioNeMo.
+    Naming("lightning", re.compile(r"(?:.*[-_. ])?step=(\d+)(?!\d).*")),
+    Naming("orbax", re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")),
+    Naming("plain", re.compile(r"(\d+)"), "{}"),
+)
+
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
+"""Files that name the latest step: by number (Megatron, verl) or by directory (DeepSpeed)."""
+_TRACKER_LINK = re.compile("latest|last")
+_INNER = re.compile(r"weights|pytorch_model_fsdp_\d+")
+"""Directories in that of a step in which NeMo and transformers put the checkpoint."""
+_SIBLING = re.compile(r"\.(.+)\.megackpt-[^./]+(?:\.[^./]+)?")
+"""Directories of saves. If one died while it replaced a checkpoint, the old one may be there."""
+_UNSUPPORTED = (
+    (re.compile(r"mp_rank_.*"), "DeepSpeed's or Megatron's own files of each rank"),
+    (re.compile(r"zero_pp_rank_.*"), "DeepSpeed's own files of each rank"),
+    (re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt|default"), "orbax's own layout"),
+)
+"""Entries of formats that megackpt does not read."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One checkpoint of a run."""
+
+    name: str
+    """Relative to the directory of the run."""
+    style: str
+    """The style of the name; empty if it is of no known style."""
+    step: int | None
+    complete: bool | None
+    """None if the format is not supported."""
+    reason: str
+    """Why it is not complete."""
+    format: str = ""
+    version: int = 0
+    bytes: int = 0
+    files: int = 0
+    saved: float = 0.0
+    """When its newest file was written, in seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A file or link that names the latest step."""
+
+    name: str
+    says: str
+    step: str
+    """The name of the step that it means; empty if there is none."""
+    problem: str
+    """Why it is wrong; empty if it is correct."""
+
+    @property
+    def number(self) -> int | None:
+        """The number of the step that it names."""
+        return parse_name(self.says)[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The content of a directory. ``itself`` is set if the directory is a checkpoint."""
+
+    location: str
+    itself: Step | None
+    steps: tuple[Step, ...]
+    trackers: tuple[Tracker, ...]
+
+    @property
+    def latest(self) -> Step | None:
+        """The complete checkpoint of the highest step."""
+        for step in reversed(self.steps):
+            if step.complete and step.step is not None:
+                return step
+        return None
+
+
+def list_run(directory: str | os.PathLike[str]) -> Run:
+    """Examine all steps of a run (or a single checkpoint), in a directory or below a URL.
+
+    Raises NotACheckpoint if there is no such directory; an empty one is not an error.
+    """
+    location = absolute(directory)
+    try:
+        run = RunDirectory(location)
+    except FileNotFoundError as error:
+        name = os.fspath(directory)
+        raise NotACheckpoint(f"directory {name} does not exist") from error
+    except NotADirectoryError:
+        return Run(location, _examine_itself(location), (), ())
+    if is_url(location) and not run.entries:
+        raise NotACheckpoint(f"{location} does not exist: no object is there")
+    if is_url(location) and RECORD in run.entries:
+        # Everything below belongs to the checkpoint.
+        return Run(location, _examine_itself(location), (), ())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(run.examine, run.names())
+        steps = [step for steps in found for step in steps]
+    steps.sort(key=lambda s: (s.step is None, s.step or 0, s.name))
+    trackers = [_judge(tracker, steps) for tracker in run.trackers]
+    return Run(location, _examine_itself(location), tuple(steps), tuple(trackers))
+
+
+class RunDirectory:
+    """The names in the directory of a run; a step is examined when it is asked for."""
+
+    def __init__(self, location: str) -> None:
+        """Raises FileNotFoundError or NotADirectoryError."""
+        self.storage = root_at(location)
+        # Trackers first: the step that one names may be removed as soon as there is a newer one.
+        self.trackers = list(_read_trackers(self.storage))
+        self.entries = frozenset(self.storage.list())
+
+    def replaced_names(self) -> set[str]:
+        """Names beside which saves have left directories; the names themselves may be missing."""
+        matches = map(_SIBLING.fullmatch, self.entries)
+        return {match[1] for match in matches if match}
+
+    def names(self) -> set[str]:
+        """All names that may be steps."""
+        return self.replaced_names().union(self.entries)
+
+    def names_by_step(self) -> dict[int, list[str]]:
+        """The names of each step, the highest first; none if only a tracker names the step."""
+        found: dict[int, list[str]] = {}
+        for tracker in self.trackers:
+            if tracker.number is not None:
+                found[tracker.number] = []
+        for name in sorted(self.names()):
+            number = parse_name(name)[1]
+            if number is not None:
+                found.setdefault(number, []).append(name)
+        return dict(sorted(found.items(), reverse=True))
+
+    def examine(self, name: str) -> list[Step]:
+        """The step of this name, or the checkpoints in its directory. Empty for other entries."""
+        style, number = parse_name(name)
+        # A missing name is that of a directory that a save has replaced.
+        kind = self._kind(name) if name in self.entries else stat.S_IFDIR
+        if kind == stat.S_IFLNK:
+            is_candidate = number is not None and not _TRACKER_LINK.match(name)
+        elif kind == stat.S_IFREG:
+            is_tracker = name in TRACKERS or name.endswith("-unfinished")
+            is_candidate = number is not None and not is_tracker
+        else:
+            is_candidate = kind == stat.S_IFDIR and not name.startswith(".")
+        if not is_candidate:
+            return []
+        path = f"{self.storage.location}/{name}"
+        step, storage = _examine(path, Step(name, style, number, True, ""))
+        if name not in self.entries and step.complete is False:
+            return []
+        if kind == stat.S_IFLNK and not step.complete:
+            # The file system that it leads to may be unmounted.
+            step = replace(step, complete=None, reason=f"a link to: {step.reason}")
+        if f"{name}-unfinished" in self.entries:
+            # The mark of Lightning and NeMo.
+            step = replace(step, complete=False, reason=f"{name}-unfinished exists")
+        elif not step.complete and not step.format:
+            # In what we have not written to its end, or removed in part, nothing is complete.
+            is_marked = storage is None or any(
+                entry.startswith(PREFIX) for entry in storage.list()
+            )
+            inner = []
+            if kind == stat.S_IFDIR and number is not None and not is_marked:
+                inner = list(self._examine_inner(name, style, number))
+            if inner or number is None:
+                return inner
+        return [_with_sizes(step, storage)]
+
+    def _examine_inner(self, name: str, style: str, number: int) -> Iterator[Step]:
+        for entry in filter(_INNER.fullmatch, self.storage.list(name)):
+            inner = f"{name}/{entry}"
+            if self._kind(inner) == stat.S_IFDIR:
+                path = f"{self.storage.location}/{inner}"
+                step, storage = _examine(path, Step(inner, style, number, True, ""))
+                if step.complete:
+                    yield _with_sizes(step, storage)
+
+    def _kind(self, name: str) -> int:
+        """S_IFDIR, S_IFREG, S_IFLNK ...; 0 if the entry is gone."""
+        return _kind_of(self.storage, name)
+
+
+def parse_name(name: str) -> tuple[str, int | None]:
+    """The style of a name, and the number of its step."""
+    for naming in NAMINGS:
+        if match := naming.pattern.fullmatch(name):
+            return naming.style, int(match[1] or 0)
+    return "", None
+
+
+def _kind_of(root: Storage, name: str) -> int:
+    if not isinstance(root, LocalStorage):
+        return stat.S_IFDIR if root.size(name) is None else stat.S_IFREG
+    status = root.stat(name)
+    return stat.S_IFMT(status.st_mode) if status else 0
+
+
+def _examine_itself(location: str) -> Step | None:
+    step, storage = _examine(location, Step(".", "", None, True, ""))
+    return _with_sizes(step, storage) if step.complete else None
+
+
+def _examine(path: str, step: Step) -> tuple[Step, Storage | None]:
+    """The step with its format and completeness, and where its files are."""
+    storage = None
+    try:
+        storage = find_storage(path)
+        config = strategies.read_config(storage)
+        if config is not None:
+            version = config.sharded_backend_version
+            step = replace(step, format=config.sharded_backend, version=version)
+        backend = find_format(storage)
+    except FileNotFoundError:
+        return replace(step, complete=False, reason="it was removed meanwhile"), None
+    except NotACheckpoint as error:
+        reason = _without_path(error, path)
+        return _examine_incomplete(path, replace(step, complete=False, reason=reason))
+    except CheckpointingException as error:
+        reason = _without_path(error, path)
+        return replace(step, complete=None, reason=reason), storage
+    properties = backend.properties
+    if config is None or config.sharded_backend != properties.name:
+        step = replace(step, format=properties.name, version=properties.version)
+    return step, as_read_by(backend, storage)
+
+
+def _examine_incomplete(path: str, step: Step) -> tuple[Step, Storage | None]:
+    try:
+        storage = root_at(path)
+        entries = storage.list()
+    except (CheckpointingException, OSError):
+        return step, None
+    if "no known format" not in step.reason:
+        return step, storage
+    for pattern, description in _UNSUPPORTED:
+        if any(map(pattern.fullmatch, entries)):
+            reason = f"{description}, which megackpt does not read"
+            return replace(step, complete=None, reason=reason), storage
+    if any(entry.endswith(".distcp") for entry in entries):
+        reason = "data files without a table of contents: the save is running, or died"
+        step = replace(step, reason=reason)
+    return step, storage
+
+
+def _without_path(error: object, path: str) -> str:
+    path = re.escape(path if is_url(path) else os.path.realpath(path))
+    return re.sub(rf"^{path}(?: is not a distributed checkpoint)?: ", "", str(error))
+
+
+def _with_sizes(step: Step, storage: Storage | None) -> Step:
+    """The step with the bytes, number and newest time of its files."""
+    files: list[tuple[int, float]] = []
+    try:
+        if isinstance(storage, BucketStorage):
+            files = list(storage.objects().values())
+        elif isinstance(storage, LocalStorage):
+            files = list(_local_files(storage, ""))
+    except CheckpointingException as error:
+        return replace(step, complete=None, reason=str(error))
+    total = sum(size for size, _ in files)
+    newest = max((time for _, time in files), default=0.0)
+    return replace(step, bytes=total, files=len(files), saved=newest)
+
+
+def _local_files(storage: LocalStorage, folder: str) -> Iterator[tuple[int, float]]:
+    """Size and time of each file. Links to directories are not followed."""
+    unfollowed = storage.folder("")
+    for entry in storage.list(folder):
+        name = f"{folder}/{entry}" if folder else entry
+        status = unfollowed.stat(name)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            yield from _local_files(storage, name)
+        elif status is not None:
+            yield storage.size(name) or 0, status.st_mtime
+
+
+def _read_trackers(root: Storage) -> Iterator[Tracker]:
+    for name in root.list():
+        if _kind_of(root, name) == stat.S_IFLNK and _TRACKER_LINK.match(name):
+            target = os.readlink(f"{root.location}/{name}")
+            yield Tracker(name, os.path.normpath(target), "", "")
+        elif name in TRACKERS and root.size(name) is not None:
+            try:
+                data = root.get(name, _MAX_TRACKER_BYTES)
+            except CheckpointingException as error:
+                yield Tracker(name, "", "", str(error))
+            else:
+                yield Tracker(name, data.decode("utf-8", "replace").strip(), "", "")
+
+
+def _judge(tracker: Tracker, steps: Sequence[Step]) -> Tracker:
+    """Compare what a tracker says with the steps that exist."""
+    if tracker.problem:
+        return tracker
+    for step in steps:
+        has_number = step.step is not None and step.step == tracker.number
+        if has_number or step.name.split("/")[0] == tracker.says:
+            break
+    else:
+        return replace(tracker, problem="there is no such step")
+    newer = [s for s in steps if s.complete and (s.step or 0) > (step.step or 0)]
+    problem = ""
+    if step.complete is False:
+        problem = f"{step.name} is not complete"
+    elif newer and step.step is not None:
+        problem = f"{newer[-1].name} is newer, and complete"
+    return replace(tracker, step=step.name, problem=problem)
