@@ -1,6 +1,7 @@
 """megackpt: save and load the sharded state of a distributed PyTorch job.
 
-The public names, fetched on first use (PEP 562), so that ``import megackpt.planning`` needs no torch.
+The public names are imported when they are first used (PEP 562), so ``import megackpt.planning``
+needs no torch.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
         get_default_save_sharded_strategy as get_default_save_sharded_strategy,
     )
 
-_HOMES = {
+_MODULES = {
     "adapters.dtensor": ("sharded",),
     "checkpoint": ("verify",),
     "converter": ("convert", "remove_sharded_tensors"),
@@ -116,24 +117,21 @@ _HOMES = {
         "get_default_save_sharded_strategy",
     ),
 }
-_ROOMS = ("dcp", "megatron")  # found below this name without an import of their own
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_PACKAGES = ("dcp", "megatron")
+"""Packages that are attributes without an import of their own."""
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604 - strings all the same
+__all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604 - the names are strings
 
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name in _ROOMS:
+        if name in _PACKAGES:
             return import_module(f"megackpt.{name}")
-        try:
-            home = _HOME_OF[name]
-        except KeyError:
-            raise AttributeError(
-                f"module 'megackpt' has no attribute {name!r}"
-            ) from None
-        value = getattr(import_module(f"megackpt.{home}"), name)
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'megackpt' has no attribute {name!r}")
+        value = getattr(import_module(f"megackpt.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
 

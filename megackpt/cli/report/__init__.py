@@ -1,7 +1,7 @@
-"""What people look at: the shard map, one self-contained HTML page about a checkpoint or a declaration.
+"""The shard map: one HTML page about a checkpoint, or about the declarations of a save.
 
-The page needs no server and no network, and runs nothing but its own script. ``contents`` says what is told, in
-columns; ``assembling`` puts it into the page, whose text, style and scripts lie in the folder ``page``.
+The page needs no server and no network. ``map_data`` makes its data, ``page`` puts the data, the
+style and the scripts of the folder ``page`` into one file.
 """
 
 from __future__ import annotations
@@ -9,30 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megackpt.checkpoint import Opened
-from megackpt.cli.report.assembling import page
-from megackpt.cli.report.contents import of_declarations, of_manifest
+from megackpt.cli.report.html_page import make_page
+from megackpt.cli.report.map_data import declarations_data, manifest_data
 from megackpt.planning.manifest import Declarations, Manifest
 
 __all__ = ["shard_map", "shard_map_of_declarations"]
 
 
 def shard_map(stored: Manifest | Opened, title: str = "") -> str:
-    """The page about a checkpoint: who wrote which box, and which bytes of which file hold it.
+    """The page about a checkpoint: which rank wrote each box, and which bytes of a file hold it.
 
-    ``stored`` is an open checkpoint, or a manifest alone, be it of a checkpoint or of a plan (whose chunks are in
-    no file yet). Holes and overlaps among its chunks are shown, not raised.
+    Holes and overlaps are shown, not raised.
+
+    Args:
+        stored: an open checkpoint, or a manifest, also that of a plan whose chunks are in no file.
+        title: of the page; by default the name of the checkpoint.
     """
-    manifest, opened = (
-        (stored.manifest, stored) if isinstance(stored, Opened) else (stored, None)
-    )
-    contents = of_manifest(manifest)
-    if opened is not None:
-        contents["facts"].append(["in", opened.storage.location])
-        contents["small"] = [
-            [name, size] for name, (size, _) in sorted(opened.small.items())
-        ]
-        title = title or opened.storage.location.rstrip("/").rpartition("/")[2]
-    return page(title or "a checkpoint", contents)
+    if not isinstance(stored, Opened):
+        return make_page(title or "a checkpoint", manifest_data(stored))
+    location = stored.storage.location
+    data = manifest_data(stored.manifest)
+    data["facts"].append(["in", location])
+    data["small"] = [[name, size] for name, (size, _) in sorted(stored.small.items())]
+    return make_page(title or location.rstrip("/").rpartition("/")[2], data)
 
 
 def shard_map_of_declarations(
@@ -40,13 +39,16 @@ def shard_map_of_declarations(
     title: str = "",
     balance: bool = True,
 ) -> str:
-    """The page about a save to come: who holds which box, and which of them will write it.
+    """The page about a save to come: which ranks hold each box, and which of them will write it.
 
-    ``declared`` are the declarations of all ranks: merged, or one a rank in rank order. They may be as wrong as
-    can be: holes, overlaps, boxes out of bounds and disagreements are what the page is for. ``balance`` as in
-    SavePolicy.
+    Holes, overlaps, boxes out of bounds and contradictions are shown, not raised.
+
+    Args:
+        declared: the declarations of all ranks: merged, or one for each rank in rank order.
+        title: of the page.
+        balance: as in SavePolicy.
     """
-    merged = (
-        declared if isinstance(declared, Declarations) else Declarations.merge(declared)
-    )
-    return page(title or "a declaration", of_declarations(merged.numbered(), balance))
+    if not isinstance(declared, Declarations):
+        declared = Declarations.merge(declared)
+    data = declarations_data(declared.numbered(), balance)
+    return make_page(title or "a declaration", data)

@@ -11,7 +11,12 @@ import torch
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.checkpoint import open_checkpoint
-from megackpt.cli.report.contents import JUDGED, REGIONS, of_declarations, of_manifest
+from megackpt.cli.report.map_data import (
+    MAX_AXES,
+    MAX_REGIONS,
+    declarations_data,
+    manifest_data,
+)
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.coverage import uncovered
 from megackpt.planning.dedup import assign
@@ -110,7 +115,7 @@ def test_every_chunk_of_a_checkpoint_is_told(tmp_path, strategy) -> None:
     }
     megackpt.save(state, tmp_path / "checkpoint", strategy)
     manifest = open_checkpoint(tmp_path / "checkpoint").manifest
-    told = of_manifest(manifest)
+    told = manifest_data(manifest)
     expected = {
         (
             key,
@@ -146,7 +151,7 @@ def test_holders_and_the_one_that_writes_are_told() -> None:
         (2, "w", (4, 4), left, (0, 1)),
         (3, "w", (4, 4), right, (0, 1)),
     )
-    told = of_declarations(declared, balance=True)
+    told = declarations_data(declared, balance=True)
     writers = {
         tuple(declared.row(int(i)).shard.box.offset): int(declared.rank[i])
         for i in assign(declared)
@@ -164,7 +169,7 @@ def test_holders_and_the_one_that_writes_are_told() -> None:
 
 def test_ranks_that_hold_nothing_are_idle() -> None:
     box = Box((0,), (4,))
-    told = of_declarations(
+    told = declarations_data(
         world((0, "w", (4,), box, 0), (3, "w", (4,), box, 1)), balance=True
     )
     assert (told["ranks"], told["idle"]) == (4, [1, 2])
@@ -175,14 +180,14 @@ def test_ranks_that_hold_nothing_are_idle() -> None:
             )
         ]
     )
-    told = of_declarations(alone, balance=True)
+    told = declarations_data(alone, balance=True)
     assert (told["ranks"], told["idle"]) == (1, [])
 
 
 def test_without_balance_the_main_replicas_write() -> None:
     box = Box((0,), (4,))
     declared = world((0, "w", (4,), box, 1), (1, "w", (4,), box, 0))
-    assert [p[3] for p in pieces(of_declarations(declared, balance=False))] == [1]
+    assert [p[3] for p in pieces(declarations_data(declared, balance=False))] == [1]
 
 
 def test_holes_overlaps_and_boxes_out_of_bounds_are_located() -> None:
@@ -197,7 +202,7 @@ def test_holes_overlaps_and_boxes_out_of_bounds_are_located() -> None:
         (0, "sound", (4,), Box((0,), (4,)), 0),
         (0, "orphan", (4,), Box((0,), (4,)), 1),
     )
-    told = of_declarations(declared, balance=True)
+    told = declarations_data(declared, balance=True)
     assert flaws(told) == [
         ("hole", Box((2, 0), (2, 4)), 0),
         ("overlap", Box((2,), (1,)), 2),
@@ -218,7 +223,7 @@ def test_a_key_declared_in_two_ways_is_told_twice_and_located_nowhere() -> None:
     declared = world(
         (0, "w", (4,), box, 0), (1, "w", (4,), box, 0), dtypes={1: "int32"}
     )
-    told = of_declarations(declared, balance=True)
+    told = declarations_data(declared, balance=True)
     assert told["tensors"]["key"] == ["w", "w"]
     assert [n for n, _ in told["problems"]] == [0, 1]
     assert "in 2 ways" in told["problems"][0][1]
@@ -226,15 +231,15 @@ def test_a_key_declared_in_two_ways_is_told_twice_and_located_nowhere() -> None:
 
 
 def test_a_stored_tensor_with_a_hole_and_one_without_chunks() -> None:
-    told = of_manifest(stored((4, 4), Box((0, 0), (1, 4)), Box((2, 0), (2, 4))))
+    told = manifest_data(stored((4, 4), Box((0, 0), (1, 4)), Box((2, 0), (2, 4))))
     assert flaws(told) == [("w", Box((1, 0), (1, 4)), 0)]
     assert told["problems"] == [[0, ""]]
-    assert flaws(of_manifest(stored((4, 4)))) == [("w", Box((0, 0), (4, 4)), 0)]
-    assert not of_manifest(stored((0, 4)))["problems"]
+    assert flaws(manifest_data(stored((4, 4)))) == [("w", Box((0, 0), (4, 4)), 0)]
+    assert not manifest_data(stored((0, 4)))["problems"]
 
 
 def test_pieces_stand_in_the_order_of_their_places() -> None:
-    told = of_manifest(
+    told = manifest_data(
         stored(
             (4, 4), *(Box((r, c), (2, 2)) for r, c in [(2, 2), (0, 2), (2, 0), (0, 0)])
         )
@@ -248,8 +253,8 @@ def test_pieces_stand_in_the_order_of_their_places() -> None:
 
 
 def test_regions_are_counted_only_so_far() -> None:
-    told = of_manifest(stored((1000,), *(Box((2 * i,), (1,)) for i in range(500))))
-    assert len(flaws(told)) == REGIONS == told["flaws"]["most"]
+    told = manifest_data(stored((1000,), *(Box((2 * i,), (1,)) for i in range(500))))
+    assert len(flaws(told)) == MAX_REGIONS == told["flaws"]["most"]
 
 
 def test_a_plan_that_is_not_written_yet_has_no_files() -> None:
@@ -265,7 +270,7 @@ def test_a_plan_that_is_not_written_yet_has_no_files() -> None:
             )
         ]
     )
-    told = of_manifest(plan_save([part])[1])
+    told = manifest_data(plan_save([part])[1])
     assert pieces(told) == [("w", (0,), (4,), 0, -1, 0, 16)]
     assert told["facts"][0] == [
         "format",
@@ -275,15 +280,15 @@ def test_a_plan_that_is_not_written_yet_has_no_files() -> None:
 
 def test_a_forged_tensor_of_many_axes_is_not_judged() -> None:
     ndim = 40  # judging that many would take years
-    assert ndim > JUDGED
+    assert ndim > MAX_AXES
     chunks = Box((0,) * ndim, (2,) * ndim), Box((1,) * ndim, (2,) * ndim)
-    told = of_manifest(stored((3,) * ndim, *chunks))
+    told = manifest_data(stored((3,) * ndim, *chunks))
     assert len(pieces(told)) == 2
     assert not flaws(told)
 
 
 def test_nothing_at_all() -> None:
     empty = Declarations.of([])
-    assert pieces(of_declarations(empty, balance=True)) == []
-    assert of_declarations(Declarations.merge([]), balance=True)["ranks"] == 0
-    assert pieces(of_manifest(plan_save([empty])[1])) == []
+    assert pieces(declarations_data(empty, balance=True)) == []
+    assert declarations_data(Declarations.merge([]), balance=True)["ranks"] == 0
+    assert pieces(manifest_data(plan_save([empty])[1])) == []

@@ -1,7 +1,7 @@
-"""What the shard map tells, as columns of plain JSON values: of a manifest, or of declarations.
+"""The data of the shard map, as plain JSON values: of a manifest, or of declarations.
 
-Many pieces are told as columns (a list of numbers each), sorted by tensor. Offsets and extents are ragged: row
-after row, with as many numbers as the tensor has dimensions.
+Boxes are columns (a list of numbers each), sorted by tensor. Offsets and extents are concatenated
+rows, each with as many numbers as the tensor has dimensions.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ from megackpt.planning.manifest import (
 )
 from megackpt.planning.tiling import miscounted
 
-Contents = dict[str, Any]
+Data = dict[str, Any]
 
-REGIONS = 64  # holes, overlaps and boxes out of bounds told of one tensor
-LOCATED = 1000  # tensors of which they are looked for
-JUDGED = 10  # axes of stored tensors that are judged: the cost doubles with each, and files may lie
-OUTSIDE = -1  # stands for the count of a region that is no part of the tensor
+MAX_REGIONS = 64
+"""Holes, overlaps and boxes out of bounds that are listed for one tensor."""
+MAX_LOCATED = 1000
+"""Tensors for which they are listed."""
+MAX_AXES = 10
+"""Axes of a tensor whose coverage is checked: the cost doubles with each, and files are untrusted."""
+OUTSIDE = -1
+"""The count of a region that is out of bounds."""
 
 
-def of_manifest(manifest: Manifest) -> Contents:
-    """What is stored: each chunk a piece, with the rank that wrote it and the bytes that hold it."""
+def manifest_data(manifest: Manifest) -> Data:
+    """Of a checkpoint: for each chunk the rank that wrote it, and its bytes in a file."""
     chunks = manifest.chunks
-    order = _by_place(chunks.tensor, chunks.boxes)
+    order = _sorted_by_box(chunks.tensor, chunks.boxes)
     stored = _as_declared(manifest, order)
     suspects = _suspects(stored)
     name, version = manifest.backend
+    sizes = (
+        "" if manifest.encoding == "raw" else "with what the format adds to each chunk"
+    )
     return {
         "kind": "checkpoint",
         "facts": [
             ["format", f"{name} {version}" if name else "not written yet"],
             ["save", manifest.save_id],
-            [
-                "sizes",
-                ""
-                if manifest.encoding == "raw"
-                else "with what the format adds to each chunk",
-            ],
+            ["sizes", sizes],
         ],
         "encoding": manifest.encoding,
         "block": DIGEST_BLOCK if len(chunks.digests) else 0,
@@ -74,8 +76,8 @@ def of_manifest(manifest: Manifest) -> Contents:
     }
 
 
-def of_declarations(declared: Declarations, balance: bool) -> Contents:
-    """What ranks hold: each distinct box a piece, with its holders and the one of them that will write it."""
+def declarations_data(declared: Declarations, balance: bool) -> Data:
+    """Of a save to come: for each distinct box its ranks, and the one that will write it."""
     shards = declared.shards()
     first = shards.first
     shard_of = np.empty(len(declared), np.int64)
@@ -83,13 +85,12 @@ def of_declarations(declared: Declarations, balance: bool) -> Contents:
     writing = assign(declared, balance, shards)
     writer = np.full(len(shards), -1, np.int64)
     writer[shard_of[writing]] = declared.rank[writing]
-    told = {problem.key: problem.text for problem in uncovered(declared, shards)}
+    texts = {problem.key: problem.text for problem in uncovered(declared, shards)}
     keys = [entry.key for entry in declared.tensors]
-    suspects = [number for number, key in enumerate(keys) if key in told]
-    times = Counter(
-        keys
-    )  # where a key stands for several tensors, none of them has all boxes
-    order = _by_place(declared.tensor[first], declared.boxes.take(first))
+    suspects = [number for number, key in enumerate(keys) if key in texts]
+    # A key that is declared in several ways is several tensors, none of which has all boxes.
+    times = Counter(keys)
+    order = _sorted_by_box(declared.tensor[first], declared.boxes.take(first))
     groups = [shards.rows(group) for group in order.tolist()]
     rows = np.concatenate(groups) if groups else np.zeros(0, np.int64)
     holding = np.unique(declared.rank)
@@ -122,7 +123,7 @@ def of_declarations(declared: Declarations, balance: bool) -> Contents:
         "replicas": [
             [str(replica), is_main_replica(replica)] for replica in declared.replica_ids
         ],
-        "problems": [[number, told[keys[number]]] for number in suspects],
+        "problems": [[number, texts[keys[number]]] for number in suspects],
         "flaws": _flaws(
             declared, [number for number in suspects if times[keys[number]] == 1]
         ),
@@ -130,7 +131,7 @@ def of_declarations(declared: Declarations, balance: bool) -> Contents:
 
 
 def _as_declared(manifest: Manifest, order: Int64) -> Declarations:
-    """The chunks in this order as if each were the one main replica of its box: so they can be judged."""
+    """The chunks as declarations of main replicas, so that their coverage can be checked."""
     chunks = manifest.chunks
     return Declarations.of_boxes(
         manifest.tensors,
@@ -142,25 +143,26 @@ def _as_declared(manifest: Manifest, order: Int64) -> Declarations:
 
 
 def _suspects(stored: Declarations) -> list[int]:
-    """The tensors that their chunks do not cover exactly once."""
-    few = np.array(
-        [len(entry.meta.shape) <= JUDGED for entry in stored.tensors], np.bool_
-    )
-    wrong = {problem.key for problem in uncovered(stored.take(few[stored.tensor]))}
-    seen = np.bincount(stored.tensor, minlength=len(stored.tensors))
-    table = enumerate(stored.tensors)
-    return [
-        n for n, e in table if e.key in wrong or (not seen[n] and 0 not in e.meta.shape)
-    ]
+    """Numbers of the tensors that their chunks do not cover exactly once."""
+    ndim = np.array([len(entry.meta.shape) for entry in stored.tensors], np.int64)
+    checked = stored.take(np.flatnonzero(ndim[stored.tensor] <= MAX_AXES))
+    wrong = {problem.key for problem in uncovered(checked)}
+    chunks = np.bincount(stored.tensor, minlength=len(stored.tensors))
+    suspects = []
+    for number, entry in enumerate(stored.tensors):
+        is_missing = chunks[number] == 0 and 0 not in entry.meta.shape
+        if is_missing or entry.key in wrong:
+            suspects.append(number)
+    return suspects
 
 
-def _by_place(tensor: NDArray[Any], boxes: Boxes) -> Int64:
+def _sorted_by_box(tensor: NDArray[Any], boxes: Boxes) -> Int64:
     return np.lexsort([*boxes.offset.T[::-1], tensor]).astype(np.int64)
 
 
 def _tensors(
     entries: Sequence[TensorEntry], grids: Sequence[tuple[int, ...] | None]
-) -> Contents:
+) -> Data:
     dtypes = sorted({entry.meta.dtype for entry in entries})
     number = {name: i for i, name in enumerate(dtypes)}
     return {
@@ -175,7 +177,7 @@ def _tensors(
     }
 
 
-def _pieces(entries: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> Contents:
+def _pieces(entries: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> Data:
     ndim = np.array([len(entry.meta.shape) for entry in entries], np.int64)
     wide = boxes.widened(int(ndim.max(initial=0)))
     own = np.arange(wide.width) < ndim[tensor][:, None]
@@ -186,11 +188,11 @@ def _pieces(entries: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> Cont
     }
 
 
-def _flaws(declared: Declarations, suspects: Sequence[int]) -> Contents:
-    """Where tensors are not covered exactly once: regions, each with how often it is."""
+def _flaws(declared: Declarations, suspects: Sequence[int]) -> Data:
+    """Regions that are not covered exactly once, each with its number of chunks."""
     found = [
         (n, box, count)
-        for n in suspects[:LOCATED]
+        for n in suspects[:MAX_LOCATED]
         for box, count in _regions(declared, n)
     ]
     return {
@@ -198,14 +200,14 @@ def _flaws(declared: Declarations, suspects: Sequence[int]) -> Contents:
         "count": [count for _, _, count in found],
         "offset": [o for _, box, _ in found for o in box.offset],
         "extent": [s for _, box, _ in found for s in box.shape],
-        "most": REGIONS,
+        "most": MAX_REGIONS,
     }
 
 
 def _regions(declared: Declarations, number: int) -> Iterator[tuple[Box, int]]:
-    """At most REGIONS of each: boxes out of bounds, then holes and overlaps."""
+    """Boxes out of bounds, then holes and overlaps; at most MAX_REGIONS of each kind."""
     shape = declared.tensors[number].meta.shape
-    if len(shape) > JUDGED:
+    if len(shape) > MAX_AXES:
         return
     mine = declared.take(np.flatnonzero(declared.tensor == number))
     boxes = mine.boxes.widened(len(shape))
@@ -214,5 +216,5 @@ def _regions(declared: Declarations, number: int) -> Iterator[tuple[Box, int]]:
     outside = dict.fromkeys(
         boxes.row(int(i), len(shape)) for i in np.flatnonzero(leaves.any(axis=1))
     )
-    yield from ((box, OUTSIDE) for box in islice(outside, REGIONS))
-    yield from islice(miscounted(mine.boxes.take(mine.main), shape), REGIONS)
+    yield from ((box, OUTSIDE) for box in islice(outside, MAX_REGIONS))
+    yield from islice(miscounted(mine.boxes.take(mine.main), shape), MAX_REGIONS)
