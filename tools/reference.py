@@ -8,6 +8,7 @@ A warning is an error, and so is a public class or function without a docstring.
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 import typing
 import warnings
@@ -122,7 +123,10 @@ def resolve_tuple_annotations() -> None:
             continue
         for value in [*vars(module).values()]:
             is_tuple = isinstance(value, type) and issubclass(value, tuple)
-            if is_tuple and "_fields" in vars(value):
+            if not is_tuple or "_fields" not in vars(value):
+                continue
+            # Internal ones may name types that are imported for type checkers only.
+            with contextlib.suppress(NameError):
                 value.__new__.__annotations__ = typing.get_type_hints(value)
 
 

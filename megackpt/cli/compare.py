@@ -23,12 +23,11 @@ from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Manifest, TensorMeta, TensorParts
 
-PIECE = 8 << 20
-"""Bytes of one region that is read from each checkpoint; tests make it smaller."""
+PIECE = 1 << 20
+"""Elements that are read and compared at once; as float64 they take 8 MiB."""
 FIRST = 5
 """Number of differing elements that are listed for a tensor."""
 
-_ELEMENTS_AT_ONCE = 1 << 18
 
 Change = tuple[tuple[Any, ...], Any, Any]
 """Path in an object, value in A, value in B; ``...`` if a checkpoint has no value there."""
@@ -96,7 +95,7 @@ def compare(
 ) -> Comparison:
     """Compare the keys that match the pattern ``select``; the common state is "common_state".
 
-    Memory is bounded by a few times PIECE for tensors, and by the largest object.
+    Memory is bounded: some tens of MiB, and the largest object.
 
     Raises:
         CorruptCheckpoint: a checkpoint cannot be read.
@@ -204,11 +203,10 @@ def _compare_tensor(
 ) -> TensorDifference:
     meta_a, meta_b = a.meta(key), b.meta(key)
     found = TensorDifference(key, math.prod(meta_a.shape))
-    step = max(1, PIECE // max(meta_a.itemsize, meta_b.itemsize))
     for box in boxes:
-        for start in range(0, box.volume, step):
+        for start in range(0, box.volume, PIECE):
             # A range of elements in C order is not always a box, but always a few boxes.
-            pieces = list(box.runs(start, min(start + step, box.volume)))
+            pieces = list(box.runs(start, min(start + PIECE, box.volume)))
             arrays_a, arrays_b = a.read(key, pieces), b.read(key, pieces)
             for piece, x, y in zip(pieces, arrays_a, arrays_b, strict=True):
                 dtypes = meta_a.dtype, meta_b.dtype
@@ -228,31 +226,33 @@ def _compare_elements(
     """Compare the raw elements of one region of a tensor."""
     a, b = a.reshape(-1), b.reshape(-1)
     has_one_dtype = dtypes[0] == dtypes[1]
-    for start in range(0, len(a), _ELEMENTS_AT_ONCE):
-        part_a = a[start : start + _ELEMENTS_AT_ONCE]
-        part_b = b[start : start + _ELEMENTS_AT_ONCE]
-        rows = np.arange(len(part_a))
-        if has_one_dtype:
-            rows = np.flatnonzero(_unequal_bits(part_a, part_b))
-        # Any bits may be stored: infinities, signalling NaNs, numbers that overflow.
-        with np.errstate(all="ignore"):
-            x = _values(part_a[rows], dtypes[0])
-            y = _values(part_b[rows], dtypes[1])
-            distance = _distance(x, y)
-            if tolerance is not None or not has_one_dtype:
-                differs = ~_is_close(x, y, distance, tolerance or Tolerance())
-                rows, x, y, distance = (v[differs] for v in (rows, x, y, distance))
-            if not len(rows):
-                continue
-            largest = np.fmax.reduce(distance).item()
-        found.elements += len(rows)
-        if math.isnan(found.max) or largest > found.max:
-            found.max = largest
-        for i in range(min(FIRST, len(rows))):
-            place = np.unravel_index(int(rows[i]) + start, box.shape)
-            index = tuple(int(p) + o for p, o in zip(place, box.offset, strict=True))
-            found.first.append((index, x[i].item(), y[i].item()))
-        found.first = sorted(found.first, key=lambda element: element[0])[:FIRST]
+    rows = np.arange(len(a))
+    if has_one_dtype:
+        rows = np.flatnonzero(_unequal_bits(a, b))
+    # Any bits may be stored: infinities, signalling NaNs, numbers that overflow.
+    with np.errstate(all="ignore"):
+        x, y = _values(a[rows], dtypes[0]), _values(b[rows], dtypes[1])
+        distance = _distance(x, y)
+        if tolerance is not None or not has_one_dtype:
+            differs = ~_is_close(x, y, distance, tolerance or Tolerance())
+            rows, x, y, distance = (
+                rows[differs],
+                x[differs],
+                y[differs],
+                distance[differs],
+            )
+        if not len(rows):
+            return
+        largest = np.fmax.reduce(distance).item()
+    found.elements += len(rows)
+    if math.isnan(found.max) or largest > found.max:
+        found.max = largest
+    for i in range(min(FIRST, len(rows))):
+        place = np.unravel_index(int(rows[i]), box.shape)
+        index = tuple(int(p) + o for p, o in zip(place, box.offset, strict=True))
+        found.first.append((index, x[i].item(), y[i].item()))
+    found.first.sort(key=lambda element: element[0])
+    del found.first[FIRST:]
 
 
 def _unequal_bits(a: Raw, b: Raw) -> NDArray[np.bool_]:

@@ -95,8 +95,7 @@ def test_only_the_chunks_that_differ_are_read(tmp_path: Path) -> None:
 def test_large_tensors_are_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PIECE", 1000)
-    monkeypatch.setattr(module, "_ELEMENTS_AT_ONCE", 64)
+    monkeypatch.setattr(module, "PIECE", 500)
     sizes = []
     w = torch.arange(6000, dtype=torch.int16).reshape(60, 100)
     a = saved(tmp_path, "a", {"w": cut("w", w, 3, 0), "v": cut("v", w + 1, 1)})
