@@ -15,7 +15,7 @@ from megackpt import CheckpointManager, ShardedTensor
 from megackpt.__main__ import main
 from megackpt.errors import CorruptCheckpoint
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = ("torch_dist", "zarr", "safetensors")
 LINKS = {
     "tokenizer": "../../tokenizer",
