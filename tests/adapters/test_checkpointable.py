@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -24,10 +19,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megackpt
 from megackpt import CoverageError, ShardedObject, ShardedTensor, ShardingError, sharded
@@ -35,82 +28,13 @@ from megackpt.adapters.optimizer import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
-from megackpt.dcp import FileSystemReader, FileSystemWriter
-from megackpt.dcp.planner import LoadPlanner, SavePlanner
 from megackpt.testing import ThreadedGroup
-
-Place = tuple[
-    tuple[int, ...], tuple[int, ...], tuple[int, ...]
-]  # global offset, local offset, size
-KNOWS_THE_PROTOCOL = hasattr(dcp, "CheckpointableTensor")
-
-
-def part_of(
-    shape: tuple[int, ...], local: torch.Tensor, *places: Place
-) -> torch.Tensor:
-    """A local tensor that says what it holds of a global one, as torch 2.15's protocol has it."""
-    named: Any = local
-    named.global_shape = shape
-    named.global_offsets, named.local_offsets, named.local_sizes = zip(
-        *places, strict=True
-    ) or ((), (), ())
-    return local
-
-
-def halves(rank: int, value: torch.Tensor) -> torch.Tensor:
-    """Rank's half of the rows."""
-    rows = len(value) // 2
-    size = (rows, *value.shape[1:])
-    zeros = (0,) * (value.dim() - 1)
-    return part_of(
-        tuple(value.shape),
-        value[rows * rank :][:rows].clone(),
-        ((rows * rank, *zeros), (0, *zeros), size),
-    )
-
-
-@contextmanager
-def as_rank(
-    rank: int, size: int, shape: tuple[int, ...] | None = None
-) -> Iterator[DeviceMesh]:
-    """This process as one rank of many, without any other one: tensors made here may be used after it."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield init_device_mesh("cpu", shape or (size,))
-    finally:
-        dist.destroy_process_group()
-
-
-class Chunked:
-    """An object, no tensor, that names its chunks by the methods."""
-
-    def __init__(
-        self, shape: tuple[int, ...], chunks: dict[tuple[int, ...], torch.Tensor]
-    ) -> None:
-        self.shape, self.chunks = shape, chunks
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                MetadataIndex(fqn, torch.Size(offset)),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(offset), data.shape),
-                    TensorProperties(data.dtype),
-                    torch.Size(self.shape),
-                ),
-            )
-            for offset, data in self.chunks.items()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(o), data.shape)
-            for o, data in self.chunks.items()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.chunks[tuple(index.offset or ())]
+from tests.adapters.named_shards import (
+    Chunked,
+    as_rank,
+    halves,
+    part_of,
+)
 
 
 @pytest.mark.parametrize("format", ["torch_dist", "zarr", "safetensors"])
@@ -406,8 +330,6 @@ def test_flat_ranges_of_such_a_parameter_are_refused(tmp_path: Path) -> None:
 
 
 # --- objects that name their chunks
-
-
 def test_an_object_that_names_its_chunks_is_stored_and_filled(tmp_path: Path) -> None:
     whole = torch.arange(12.0).reshape(6, 2)
 
@@ -532,8 +454,6 @@ def test_methods_that_contradict_one_another_are_refused(
 
 
 # --- DTensors whose local tensor names its chunks, and torch DCP's own functions
-
-
 def uneven(rank: int, value: torch.Tensor) -> DTensor:
     """Rows 0 to 4 and 5 to 7 of eight, as Megatron-FSDP's DTensors have them: closures on the local tensor."""
     first, last = ((0, 5), (5, 8))[rank]
@@ -614,97 +534,3 @@ def test_a_dtensor_whose_local_tensor_names_its_chunks(
 
     ThreadedGroup.run(2, ranks)
     assert torch.equal(megackpt.load_plain_tensors(tmp_path)["x"], whole)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcps_planners_store_what_torch_knows_and_refuse_the_rest(
-    tmp_path: Path,
-) -> None:
-    """One rank that holds rows 0 to 3 of 8, through our planners and our storage, in all combinations."""
-    half = halves(0, torch.arange(32.0).reshape(8, 4))
-    ours = {
-        "planner": SavePlanner(),
-        "storage_writer": FileSystemWriter(tmp_path / "a"),
-    }
-    for names in (["planner"], ["storage_writer"], ["planner", "storage_writer"]):
-        chosen: Any = {name: ours[name] for name in names}
-        target = {} if "storage_writer" in chosen else {"checkpoint_id": tmp_path / "a"}
-        if not KNOWS_THE_PROTOCOL:
-            with pytest.raises(CheckpointException, match=r"global_shape"):
-                dcp.save({"x": half}, no_dist=True, **chosen, **target)
-            continue
-        dcp.save({"x": half}, no_dist=True, **chosen, **target)
-        blank = halves(0, torch.zeros(8, 4))
-        dcp.load(
-            {"x": blank},
-            planner=LoadPlanner(),
-            storage_reader=FileSystemReader(tmp_path / "a"),
-            no_dist=True,
-        )
-        assert torch.equal(blank, half)
-    del half.local_sizes  # type: ignore[attr-defined]
-    with pytest.raises(
-        CheckpointException,
-        match=r"'x': torch .* takes a Tensor with .* for a whole tensor",
-    ):
-        dcp.save(
-            {"x": half},
-            no_dist=True,
-            planner=SavePlanner(),
-            checkpoint_id=tmp_path / "b",
-        )
-    megackpt.save(sharded({"x": torch.ones(4, 4)}), tmp_path / "whole")
-    with pytest.raises(
-        CheckpointException,
-        match=r"'x': torch .* takes a Tensor with .* for a whole tensor",
-    ):
-        dcp.load(
-            {"x": half},
-            no_dist=True,
-            planner=LoadPlanner(),
-            checkpoint_id=tmp_path / "whole",
-        )
-
-
-def test_dcps_asynchronous_save_keeps_what_tensors_say(tmp_path: Path) -> None:
-    """Torch's staging makes new tensors. One rank's half, then its whole, through one writer of ours."""
-    half, whole = halves(0, torch.arange(32.0).reshape(8, 4)), torch.ones(4, 4)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    writer = FileSystemWriter(tmp_path)
-    try:
-        for number, tensor in enumerate((half, whole)):
-            state = {"x": [{"y": tensor}], "z": [torch.ones(2), "text"]}
-            future = dcp.async_save(
-                state, checkpoint_id=tmp_path / str(number), storage_writer=writer
-            )
-            if tensor is half and not KNOWS_THE_PROTOCOL:
-                with pytest.raises(
-                    CheckpointException,
-                    match=r"'x\.0\.y': the tensor names its shard",
-                ):
-                    future.result()
-                continue
-            future.result()
-            blank = (
-                halves(0, torch.zeros(8, 4)) if tensor is half else torch.zeros(4, 4)
-            )
-            loaded = {"x": [{"y": blank}]}
-            dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / str(number)))
-            assert torch.equal(blank, tensor)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_stock_dcp_reads_what_was_stored(tmp_path: Path) -> None:
-    whole = torch.arange(32.0).reshape(8, 4)
-
-    def ranks(group: Any) -> None:
-        megackpt.save(
-            sharded({"x": halves(group.rank, whole)}), tmp_path, process_group=group
-        )
-
-    ThreadedGroup.run(2, ranks)
-    blank = {"x": torch.zeros(8, 4)}
-    dcp.load(blank, checkpoint_id=tmp_path, no_dist=True)
-    assert torch.equal(blank["x"], whole)
