@@ -1,8 +1,7 @@
-"""Real models and optimizers of Megatron-Core 0.16.1, as their ``sharded_state_dict()`` declares them: saved at one
-parallelism, loaded at another, saved again; and the same through Megatron itself. All tensors are compared bit by bit.
+"""Models and optimizers of Megatron-Core 0.16.1: saved, and loaded at another parallelism.
 
-Processes that import Megatron are slow to start: one set of them walks through everything, and the tests look at what
-it left.
+Also through Megatron itself. All tensors are compared bit by bit. Processes that import Megatron
+start slowly: one set of them does everything, and the tests compare what it left.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import StrictHandling
-from megackpt.tree import walk
+from tests.interop.state_comparison import compare, tensors_of
 
 pytestmark = pytest.mark.megatron
 
@@ -525,34 +524,6 @@ def fewer(folder: str) -> None:
     )
 
 
-# ---- comparing
-
-
-def compare(found: Any, expected: Any, where: str = "") -> None:
-    """Trees alike, tensors bit by bit."""
-    tensors, others = (
-        [
-            {
-                path: leaf
-                for path, leaf in walk(tree)
-                if isinstance(leaf, torch.Tensor) is kind
-            }
-            for tree in (found, expected)
-        ]
-        for kind in (True, False)
-    )
-    assert tensors[0].keys() == tensors[1].keys(), where
-    for path, tensor in tensors[0].items():
-        other = tensors[1][path]
-        assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape), (where, path)
-        assert torch.equal(bits(tensor), bits(other)), (where, path)
-    assert others[0] == others[1], where
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def check(folder: Path, name: str, ranks: int = 4) -> None:
     """All ranks went through this step, and all that it left holds the same tensors, each once and not all alike."""
     stories = {rank: folder / f"{name} on rank {rank}" for rank in range(ranks)}
@@ -582,12 +553,6 @@ def check(folder: Path, name: str, ranks: int = 4) -> None:
     )
     for path, found in zip(plain, (first, *others), strict=True):
         compare(found, first, str(path))
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    found = megackpt.load_plain_tensors(path)
-    assert megackpt.verify(path).ok
-    return found
 
 
 # ---- tests
