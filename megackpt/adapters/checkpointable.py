@@ -2,9 +2,9 @@
 
 There are two protocols. Plain tensors with ``global_shape``, ``global_offsets``, ``local_offsets``
 and ``local_sizes`` (torch 2.15's ``CheckpointableTensor``): boxes of the local tensor, with their
-offsets in the global one. And objects with ``__create_write_items__``, ``__create_chunk_list__`` and
-``__get_tensor_shard__`` (torchrec's LocalShardsWrapper, Megatron-FSDP's uneven DTensors): they name
-their chunks and give the memory of each.
+offsets in the global one. And objects with ``__create_write_items__``,
+``__create_chunk_list__`` and ``__get_tensor_shard__`` (torchrec's LocalShardsWrapper,
+Megatron-FSDP's uneven DTensors): they name their chunks and give the memory of each.
 
 Neither says whether other ranks hold the same chunk, so the shards are UNNUMBERED: when the
 declarations of all ranks are compared, the lowest rank's becomes the main replica.
@@ -204,7 +204,7 @@ def _chunks_by_methods(key: str, value: Any) -> tuple[Shape, list[_Chunk]]:
             f"{kind} writes {_listed(written)} of {sorted(shapes)} under {sorted(names)}, and "
             f"loads {_listed(held)}: one name, one global shape, and the same chunks are expected"
         )
-    # A box that is empty and not written is no chunk: it may not even have the tensor's axes.
+    # Not chunks: empty boxes that are not written. They may not even have the tensor's axes.
     held = [box for box in dict.fromkeys(held) if box in written or 0 not in box[1]]
     if held and not shapes:
         raise ShardingError(

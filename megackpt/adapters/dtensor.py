@@ -1,7 +1,7 @@
 """DTensors (FSDP2, HSDP, tensor parallelism) as shards, by their mesh and placements.
 
-Shards by other protocols of torch DCP are in ``checkpointable``. Nothing here communicates. Keys are
-those of torch DCP: names joined by ".".
+Shards by other protocols of torch DCP are in ``checkpointable``. Nothing here communicates. Keys
+are those of torch DCP: names joined by ".".
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def sharded(
 ) -> ShardedStateDict:
     """Declare the tensors of any state dict for ``save`` and ``load``.
 
-    ``state_dict`` is what ``module.state_dict()``, ``optimizer.state_dict()`` or torch's
-    ``get_state_dict`` give, nested as you like. DTensors (FSDP2, HSDP, tensor parallelism) become the
-    shards that this rank holds. Plain tensors become replicas that all ranks hold and one of them
-    writes. Other values are common state. The state dict is not changed, and no data is copied.
+    ``state_dict`` is a module's, an optimizer's, or that of torch's ``get_state_dict``, nested as
+    you like. DTensors (FSDP2, HSDP, tensor parallelism) become the shards that this rank holds.
+    Plain tensors become replicas that all ranks hold and one of them writes. Other values are
+    common state. The state dict is not changed, and no data is copied.
     Keys are those of torch DCP: the names on the way to a tensor, joined by ".". Not collective.
 
     Tensors and objects that torch DCP takes for shards by protocol are declared as shards, too:
@@ -286,11 +286,11 @@ def runs(
     The layout is torch's. The dimensions of the mesh cut one after the other, in ``order``, what
     those before have left, into pieces of equal size, with a smaller piece and empty ones at the
     end. A strided shard is one piece of each of ``split_factor`` such pieces. torch makes two
-    layouts with strided shards (``_fsdp2_cuts``); the shape ``local`` of the local tensor tells
+    layouts with strided shards (``_fsdp2_cuts``); the shape ``local`` of the local tensor shows
     which one it is. FSDP2's is taken where both fit.
 
     Raises ShardingError for placements without a layout, and, on some ranks at least, where the
-    local shapes of all ranks do not tell which layout it is.
+    local shapes of all ranks fit both layouts.
     """
     if len(placements) != len(mesh):
         raise ShardingError(
@@ -326,7 +326,7 @@ def runs(
             if all_equal if fits else some_equal:
                 raise ShardingError(
                     f"of {placements} over a mesh of {mesh} torch makes two layouts, and the "
-                    f"sizes of the local tensors do not tell which, along an axis of {size}. "
+                    f"sizes of the local tensors fit both, along an axis of {size}. "
                     "Distribute it with plain Shard placements (distribute_tensor), not with these"
                 )
         axes.append(fsdp2_held if fits else held)
@@ -338,7 +338,7 @@ def _fsdp2_cuts(parts: tuple[Cut, ...], mesh: Shape) -> tuple[Cut, ...]:
 
     A factor is the number of pieces into which others have cut before. FSDP2, ``redistribute`` and
     ``full_tensor`` mean this order; ``distribute_tensor`` cuts from left to right. With pieces of
-    equal size both are the same. A factor that is no such number is a cut of its own.
+    equal size both are the same. Any other factor is a cut of its own.
     """
     order: list[Cut] = []
     for dim, factor in reversed(parts):
@@ -352,7 +352,7 @@ def _fsdp2_cuts(parts: tuple[Cut, ...], mesh: Shape) -> tuple[Cut, ...]:
 
 
 def _is_fsdp2(cuts: tuple[Cut, ...]) -> bool:
-    """Whether all but the last go from left to right: FSDP2's own cut follows those of the model."""
+    """Whether all but the last go from left to right: FSDP2's own cut is the last."""
     others = list(cuts[:-1])
     return all(factor == 1 for _, factor in cuts) and others == sorted(others)
 

@@ -199,7 +199,7 @@ def built_tensors(param: ShardedParam) -> list[ShardedTensor]:
 
 
 def _stretches(param: ShardedParam) -> Iterator[tuple[ShardedTensor, int, int, int]]:
-    """(piece, start in it, start in the parameter, length) of what is contiguous in both."""
+    """(piece, start in it, start in the parameter, length), contiguous in both."""
     if isinstance(param, ShardedTensor):
         yield param, 0, 0, math.prod(param.local_shape)
         return

@@ -1,6 +1,7 @@
-"""Megatron-Core's own declarations as ours, leaf by leaf. Its classes are known by name; it is not imported.
+"""Megatron-Core's own declarations, converted to ours. Megatron is not imported.
 
-Sources: ``dist_checkpointing/mapping.py`` of 0.12.3 and 0.16.1. Copies of Megatron under another root count as well.
+Its classes are recognised by name, so copies of Megatron under another root work, too. Sources:
+``dist_checkpointing/mapping.py`` of 0.12.3 and 0.16.1.
 """
 
 from __future__ import annotations
@@ -32,79 +33,81 @@ _OURS: dict[str, Any] = {
 }
 
 
-def native(leaf: Any) -> Any:
-    """One of Megatron's declarations as one of ours, of the same tensor or object; any other leaf as it is.
+def from_megatron(leaf: Any) -> Any:
+    """One of Megatron's declarations as ours, of the same data. Other leaves are returned unchanged.
 
-    What a factory builds becomes ours when it is built. A flattened tensor, as up to 0.15 optimizers declare, becomes
-    a factory of the boxes that it fills.
-    Raises ShardingError for a class that lacks fields which ours cannot do without, and for impossible ranges.
+    What a factory builds is converted when it is built. A flattened tensor, as optimizers declare
+    up to 0.15, becomes a factory of the boxes that it fills.
+    Raises ShardingError for a class that lacks fields which ours needs, and for impossible ranges.
     """
     kind: Any = type(leaf)
-    translate = _translation(kind)
-    return leaf if translate is None else translate(leaf)
+    convert = _converter(kind)
+    return leaf if convert is None else convert(leaf)
 
 
 @lru_cache(maxsize=1024)
-def _translation(kind: type) -> Callable[[Any], Any] | None:
-    """What makes one of ours of an instance of this class; None where it is none of Megatron's."""
-    base = next((b for b in kind.__mro__ if f".{b.__module__}".endswith(_MODULE)), None)
-    if base is None:
+def _converter(kind: type) -> Callable[[Any], Any] | None:
+    """Converts instances of this class. None for classes that are not Megatron's."""
+    base = kind
+    for base in kind.__mro__:
+        if f".{base.__module__}".endswith(_MODULE):
+            break
+    else:
         return None
     if base.__name__ == "LocalNonpersistentObject":
         return lambda leaf: LocalNonpersistentObject(leaf.unwrap())
-    if base.__name__ not in _OURS:
+    ours = _OURS.get(base.__name__)
+    if ours is None:
         return None
-    ours = _OURS[base.__name__]
-    names = _fields(base, ours)
+    names = _common_fields(base, ours)
     values = attrgetter(*names)
 
-    def translate(leaf: Any) -> Any:
+    def convert(leaf: Any) -> Any:
         shard = ours(**dict(zip(names, values(leaf), strict=True)))
-        if ours is ShardedTensorFactory:
-            shard.build_fn = _asking(leaf)
-        flat = ours is ShardedTensor and shard.flattened_range is not None
-        return _unflattened(shard) if flat else shard
+        if isinstance(shard, ShardedTensorFactory):
+            shard.build_fn = _build_fn(leaf)
+        elif isinstance(shard, ShardedTensor) and shard.flattened_range is not None:
+            # A range of the local tensor's elements, in C order.
+            data, flat_range = shard.data, shard.flattened_range
+            check_flat_range(shard, data, flat_range)
+            whole = replace(shard, data=None, flattened_range=None)
+            return declare_flat_range(whole, data, flat_range)
+        return shard
 
-    return translate
+    return convert
 
 
-def _asking(factory: Any) -> Callable[..., Any]:
-    """The ``build_fn`` that asks the factory itself, whose class may have a ``build`` of its own, for ours."""
+def _build_fn(factory: Any) -> Callable[..., Any]:
+    """A ``build_fn`` for our factory. It calls ``build`` of theirs, which a class may override."""
 
     def build(
         key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None
     ) -> Any:
-        asked = copy(factory)
-        vars(asked).update(
+        theirs = copy(factory)
+        vars(theirs).update(
             key=key, data=data, replica_id=replica_id, flattened_range=flattened_range
         )
-        return tree.dict_list_map_outplace(native, asked.build())
+        return tree.dict_list_map_outplace(from_megatron, theirs.build())
 
     return build
 
 
-def _fields(theirs: type, ours: type) -> list[str]:
-    """The fields that both classes have. Warns of those that are theirs alone; the caller keeps the answer."""
-    named = f"{theirs.__module__}.{theirs.__name__}"
+def _common_fields(theirs: type, ours: type) -> list[str]:
+    """The fields that both classes have. Warns once of fields that only theirs has."""
+    name = f"{theirs.__module__}.{theirs.__name__}"
     there, here = getattr(theirs, "__dataclass_fields__", {}), fields(ours)
     lacking = [f.name for f in here if f.default is MISSING and f.name not in there]
     if lacking:
         raise ShardingError(
-            f"{named} has no {', '.join(lacking)}: this version of Megatron-Core is unknown; declare the state with "
-            f"megackpt.{ours.__name__}"
+            f"{name} has no {', '.join(lacking)}: this version of Megatron-Core is unknown; "
+            f"declare the state with megackpt.{ours.__name__}"
         )
-    unknown = [name for name in there if name not in {f.name for f in here}]
+    known = {field.name for field in here}
+    unknown = [name for name in there if name not in known]
     if unknown:
         _logger.warning(
-            "%s has fields that megackpt does not know and does not look at: %s. What they ask for is not done.",
-            named,
+            "%s has fields that megackpt does not know, and ignores: %s",
+            name,
             ", ".join(unknown),
         )
-    return [f.name for f in here if f.name in there]
-
-
-def _unflattened(run: ShardedTensor) -> ShardedTensorFactory:
-    """A run of elements of a local tensor, in C order: the boxes that they fill in it, views of the same data."""
-    span, data = run.flattened_range or slice(0, 0), run.data
-    check_flat_range(run, data, span)
-    return declare_flat_range(replace(run, data=None, flattened_range=None), data, span)
+    return [field.name for field in here if field.name in there]

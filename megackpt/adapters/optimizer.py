@@ -26,7 +26,7 @@ from megackpt.adapters.flat_ranges import (
     make_flat_range_shards,
     param_shape,
 )
-from megackpt.adapters.megatron import native
+from megackpt.adapters.megatron import from_megatron
 from megackpt.adapters.param_groups import (
     GroupNumbers,
     are_identified,
@@ -86,7 +86,7 @@ def get_param_id_to_sharded_param_map(
     params = list(optim_params_iter)
     declared: dict[int, ShardedParam] = {}
     for leaf in tree.nested_values(model_sharded_state_dict):
-        shard = native(leaf)
+        shard = from_megatron(leaf)
         if isinstance(shard, (ShardedTensor, ShardedTensorFactory)):
             known = declared.setdefault(id(shard.data), shard)
             if _as_tuple(shard.replica_id) < _as_tuple(known.replica_id):
@@ -110,7 +110,7 @@ def make_sharded_optimizer_tensor(
 
     Raises ShardingError unless both have the same shape.
     """
-    model_param = native(model_param)
+    model_param = from_megatron(model_param)
     key = f"{prefix}.{model_param.key}"
     shape = param_shape(model_param)
     if tuple(optim_param.shape) != shape:
@@ -146,8 +146,8 @@ def optim_state_to_sharding_state(
     MismatchError for other state.
 
     ``param_groups`` are common state, without their lists of parameters. A load matches them by
-    their ``name``, or the hyperparameters by which Megatron-Core makes its groups. If these do not
-    tell the groups apart, the number of its group is stored for each parameter, under
+    their ``name``, or the hyperparameters by which Megatron-Core makes its groups. If these are
+    not distinct, the number of its group is stored for each parameter, under
     ``optimizer.param_group.{key}``. Rank 0's list is stored, so it needs all groups. For groups
     without a parameter on rank 0 it stores the values of the lowest rank that has parameters of
     them. A save raises ShardingError if ranks with parameters of a group have different values.
@@ -168,7 +168,7 @@ def optim_state_to_sharding_state(
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
     params: dict[int, ShardedParam] = {}
     for number, param in id_to_sharded_param_map.items():
-        params[number] = native(param)
+        params[number] = from_megatron(param)
     ranges = flat_ranges or {}
     state: dict[Any, dict[str, Any]] = {}
     for number, values in optim_state_dict["state"].items():
@@ -304,7 +304,7 @@ def _as_tuple(replica_id: ReplicaId) -> tuple[int, ...]:
 
 
 def _declare_once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
-    """``value`` of the whole parameter of which ``param`` is a part."""
+    """``value`` of a whole parameter; ``param`` is a part of it."""
     key, n = param.key, param.prepend_axis_num
     grid, offset = param.global_shape[:n], param.global_offset[:n]
     replica = _replica_of_whole(param)

@@ -1,4 +1,4 @@
-"""An optimizer's parameter groups: matched on load by what they are, not by their position.
+"""An optimizer's parameter groups: matched on load by identity, not by position.
 
 A checkpoint holds them as a list of hyperparameters in the common state, as Megatron-Core's do.
 The lists of parameters are not stored: each rank keeps its own.
@@ -48,7 +48,7 @@ _logger = logging.getLogger(__name__)
 
 
 def are_identified(groups: Sequence[Group]) -> bool:
-    """Whether names or other identifying hyperparameters tell all groups apart."""
+    """Whether names or other identifying hyperparameters are distinct."""
     keys = _identifying_keys(groups)
     return len({_text(_identity(group, keys)) for group in groups}) == len(groups)
 
@@ -121,7 +121,7 @@ class _GroupMatcher:
             if sources.count(number) > 1:
                 _logger.warning(
                     "several groups of parameters were one when they were saved, and all have its "
-                    "hyperparameters now; set what is to differ after the load: %s",
+                    "hyperparameters now; set those that differ after the load: %s",
                     self._describe_stored(number, stored),
                 )
         return result

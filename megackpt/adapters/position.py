@@ -1,6 +1,6 @@
 """A run's position in a map-style dataset: one number, valid for any number of data-parallel ranks.
 
-The number is how many samples all ranks together have trained on; nothing about the ranks is stored.
+The number is how many samples all ranks together have trained on.
 The order of an epoch is our own arithmetic, so no release of torch or numpy can change it.
 """
 
@@ -64,7 +64,7 @@ class DataPosition:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a stored position. Raises MismatchError for another ``samples`` or ``seed``."""
+        """Continue from a stored position. MismatchError for other ``samples`` or ``seed``."""
         given: object = state  # Callers without a type checker pass anything.
         stored = given if isinstance(given, Mapping) else {}
         own, consumed = self.state_dict(), stored.get("consumed_samples")
@@ -145,7 +145,7 @@ def _shuffle(
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each bit of the result depends on all bits of x: SplitMix64's finaliser (Steele et al., 2014)."""
+    """SplitMix64's finaliser (Steele et al., 2014): each bit depends on all bits of x."""
     x = (x + np.uint64(_STRIDE)).astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

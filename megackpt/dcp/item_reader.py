@@ -309,6 +309,6 @@ def _resolve(planner: AnyLoadPlanner, item: ReadItem) -> torch.Tensor:
     if overlaps_itself(tensor):
         raise MismatchError(
             f"{name!r}: the planner resolves it to a tensor whose elements share memory (shape "
-            f"{tuple(tensor.shape)}, strides {tensor.stride()}): what is read last would win"
+            f"{tuple(tensor.shape)}, strides {tensor.stride()}): the last read would win"
         )
     return tensor

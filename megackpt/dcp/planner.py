@@ -71,13 +71,13 @@ class Delegate:
         return find_state_dict_object({index.fqn: value}, index)
 
     def transform_object(self, item: WriteItem, part: Any) -> torch.Tensor | io.BytesIO:  # noqa: ARG002
-        """What is written of the part: a tensor, or (for items of type BYTE_IO) a stream."""
+        """The data to write: a tensor, or (for items of type BYTE_IO) a stream."""
         if isinstance(part, torch.Tensor):
             return part
         return io.BytesIO(serialization.dump(part))
 
     def extensions(self, item: WriteItem) -> Sequence[StreamTransformExtension]:  # noqa: ARG002
-        """torch's extensions for the item's bytes, such as compression. Stock's reader undoes them."""
+        """torch's extensions for the item's bytes, such as compression. Readers undo them."""
         return ()
 
     def create_chunk_list(self, value: Any) -> list[ChunkStorageMetadata]:
@@ -103,7 +103,7 @@ Delegates = Mapping[type, Delegate]
 
 @dataclass(frozen=True)
 class _Delegated:
-    """A value in a flattened state dict with its delegate. torch calls the methods of its protocol."""
+    """A value in a flattened state dict with its delegate, under torch's protocol."""
 
     value: Any
     delegate: Delegate
@@ -150,8 +150,8 @@ class SavePlanner(DefaultSavePlanner):
     Other arguments are those of ``DefaultSavePlanner``; ``enable_plan_caching`` has no effect:
     every save is planned, so no plan is reused for a state that changed.
 
-    Equal boxes of several ranks are replicas, of which one is written: by the least loaded rank,
-    or by the lowest with ``dedup_save_to_lowest_rank``. An object is written by the lowest rank.
+    Equal boxes of several ranks are replicas. One of them is written: by the least loaded rank, or
+    by the lowest with ``dedup_save_to_lowest_rank``. An object is written by the lowest rank.
     Holes, overlaps and disagreements raise CoverageError, which torch raises on all ranks. A plan
     of one rank alone is not checked for holes, as with ``no_dist`` each rank plans alone.
     """

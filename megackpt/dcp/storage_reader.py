@@ -1,4 +1,4 @@
-"""``megackpt.dcp.FileSystemReader``: a storage reader for torch DCP, for our checkpoints and others'."""
+"""``megackpt.dcp.FileSystemReader``: a storage reader for torch DCP, ours and others'."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class FileSystemReader(StorageReader):
         path: the directory. A ``checkpoint_id`` given to ``load`` takes its place.
         _extension_registry: torch's extensions that records may have gone through (None: torch's
             default).
-        verify: compare what is read with the digests of the index, if there is one: whole blocks
-            of 1 MiB are read. False reads the exact ranges.
+        verify: compare the data with the digests of the index, if there is one, which reads whole
+            blocks of 1 MiB. False reads the exact ranges.
     """
 
     def __init__(

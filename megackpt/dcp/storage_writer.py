@@ -143,7 +143,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         return {**self.__dict__, **own}
 
     def file_name(self, rank: int, n: int) -> str:
-        """The name of a rank's ``n``-th file (from 0). Called on rank 0; must be unique and safe."""
+        """The name of a rank's ``n``-th file (from 0): unique and safe. Called on rank 0."""
         return default_file_name(rank, n)
 
     @property
@@ -356,7 +356,7 @@ def _write_prepared(
 
 @dataclass(eq=False)
 class _UnfinishedSave:
-    """A save that this process has begun as the coordinator, and not finished.
+    """A save that this process started as the coordinator, and has not finished.
 
     torch does not call a writer whose save failed, on this rank or another: the next save to the
     directory, or of the writer, has to find out whether it has ended. ``thread``: the one that

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megackpt import events, tree
-from megackpt.adapters.megatron import native
+from megackpt.adapters.megatron import from_megatron
 from megackpt.errors import (
     CoverageError,
     MismatchError,
@@ -57,7 +57,7 @@ class Comparison:
     @classmethod
     def of(cls, request: LoadRequest, manifest: Manifest, rank: int) -> Comparison:
         """Raises MismatchError for keys, shapes and dtypes that differ and may not."""
-        extracted = extract(request.state, native)
+        extracted = extract(request.state, from_megatron)
         declared = request.rename(declare(extracted.shards, rank=rank))
         _refuse_shared_memory(extracted.shards)
         _warn_of_undeclared(extracted, manifest)

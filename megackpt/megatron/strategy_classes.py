@@ -21,7 +21,7 @@ class _OpenStrategy(Strategy):
     """A Strategy that takes any attribute and compares by identity.
 
     Callers set attributes on Megatron's strategies and keep them in sets. A Strategy is frozen;
-    what is set here has no effect on a save or load.
+    attributes have no effect on a save or load.
     """
 
     __setattr__ = object.__setattr__
@@ -214,7 +214,7 @@ class FullyParallelLoadStrategyWrapper(
 
 
 class TwoStageDataParallelLoadShardedStrategy(FullyParallelLoadStrategyWrapper):
-    """Loads any format. The ranks of the group exchange what they read, on every file system."""
+    """Loads any format. The ranks of the group exchange data, on every file system."""
 
     def __init__(self, data_parallel_group: Any, cpu_transfer: bool = True) -> None:
         super().__init__(None, data_parallel_group, exchange_algo="always")
@@ -279,7 +279,7 @@ def warmup_persistent_caller(*_: Any, **__: Any) -> None:
 def callable_strategy(action: StrategyAction, given: Any) -> Any:
     """``given`` as a strategy of Megatron's class for its format and this action.
 
-    Returned as it is: what is of such a class already, and strategies of other classes.
+    Objects of such a class, and strategies of other classes, are returned unchanged.
     """
     strategy = strategies.as_strategy(given)
     if isinstance(given, _OpenStrategy) or type(strategy) is not Strategy:

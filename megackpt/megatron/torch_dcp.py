@@ -143,4 +143,4 @@ class CachedMetadataFileSystemReader(dcp.FileSystemReader):
 
     @classmethod
     def clear_metadata_cache(cls) -> None:
-        """Do nothing: there is no cache."""
+        """Do nothing: nothing is cached."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megackpt import tree
-from megackpt.adapters.megatron import native
+from megackpt.adapters.megatron import from_megatron
 from megackpt.adapters.param_groups import HeldGroup, held_groups
 from megackpt.backends.base import Backend, policy_for_backend
 from megackpt.checkpoint import absolute
@@ -105,7 +105,7 @@ class SaveRequest:
         Raises ShardingError for wrong declarations and for objects that no load would give
         back, BackendError for a format that cannot be written.
         """
-        extracted = extract(state, native)
+        extracted = extract(state, from_megatron)
         path = absolute(directory)
         resolved = resolve(strategy)
         if group.is_coordinator and not allow_large_common_state:

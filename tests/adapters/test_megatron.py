@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 import megackpt
 from megackpt.adapters import optimizer
-from megackpt.adapters.megatron import native
+from megackpt.adapters.megatron import from_megatron
 from megackpt.adapters.modules import (
     add_prefix_for_sharding,
     apply_prefix_mapping,
@@ -111,7 +111,7 @@ def tensor(lib: Any, key: str, data: torch.Tensor | None = None, **options: Any)
 def test_its_classes_become_ours_over_the_same_data(root: str) -> None:
     lib = megatron(root)
     theirs = tensor(lib, "w", replica_id=(0, 1), allow_shape_mismatch=True)
-    ours = native(theirs)
+    ours = from_megatron(theirs)
     assert type(ours) is ShardedTensor
     # By fields: from Python 3.13 on dataclasses compare their fields by ==, which a tensor has no answer to.
     assert vars(ours) == vars(
@@ -121,26 +121,26 @@ def test_its_classes_become_ours_over_the_same_data(root: str) -> None:
     )
     assert ours.data is theirs.data
     value = object()
-    thing = native(lib.ShardedObject("o", value, (2,), (1,), 3))
+    thing = from_megatron(lib.ShardedObject("o", value, (2,), (1,), 3))
     assert thing == ShardedObject("o", value, (2,), (1,), 3)
     local = lib.LocalNonpersistentObject()
     local.obj = value
-    assert native(local).unwrap() is value
+    assert from_megatron(local).unwrap() is value
     derived = type("Derived", (lib.ShardedTensor,), {"__module__": "elsewhere"})
-    assert vars(native(derived(*vars(theirs).values()))) == vars(ours)
+    assert vars(from_megatron(derived(*vars(theirs).values()))) == vars(ours)
 
 
 @pytest.mark.parametrize(
     "leaf", [1, None, "text", torch.ones(2), ShardedObject("o", 1, (1,), (0,)), int]
 )
 def test_what_is_not_megatrons_stays_as_it_is(leaf: Any) -> None:
-    assert native(leaf) is leaf
+    assert from_megatron(leaf) is leaf
 
 
 def test_unknown_fields_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     lib = megatron(compressed=True, layout="new")
     with caplog.at_level(logging.WARNING):
-        assert [native(tensor(lib, key)).key for key in "ab"] == ["a", "b"]
+        assert [from_megatron(tensor(lib, key)).key for key in "ab"] == ["a", "b"]
     (record,) = caplog.records
     assert (
         "megatron.core.dist_checkpointing.mapping.ShardedTensor has fields"
@@ -156,13 +156,13 @@ def test_fields_that_are_gone() -> None:
         ShardingError,
         match=r"ShardedTensor has no global_offset, axis_fragmentations: this version",
     ):
-        native(lib.ShardedTensor("w", data, data.dtype, (2,), (2,)))
+        from_megatron(lib.ShardedTensor("w", data, data.dtype, (2,), (2,)))
     fewer = make_dataclass(
         "ShardedObject",
         ["key", "data", "global_shape", "global_offset"],
         namespace={"__module__": "megatron.core.dist_checkpointing.mapping"},
     )
-    assert native(fewer("o", 1, (1,), (0,))) == ShardedObject("o", 1, (1,), (0,))
+    assert from_megatron(fewer("o", 1, (1,), (0,))) == ShardedObject("o", 1, (1,), (0,))
 
 
 def test_factories_build_megatrons_and_merge_plain_tensors(tmp_path: Path) -> None:
@@ -213,8 +213,8 @@ def test_a_derived_factory_builds_in_its_own_way() -> None:
     given = Halves(
         "f", torch.arange(4.0), lambda *_: pytest.fail("not its own way"), torch.cat
     )
-    moved = replace(native(given), key="momentum.f", data=torch.ones(4))
-    built = extract({"theirs": given, "moved": moved}, native).shards
+    moved = replace(from_megatron(given), key="momentum.f", data=torch.ones(4))
+    built = extract({"theirs": given, "moved": moved}, from_megatron).shards
     assert {s.key: s.data.tolist() for s in built} == {
         "f.0": [0, 1], "f.1": [2, 3], "momentum.f.0": [1, 1], "momentum.f.1": [1, 1],
     }  # fmt: skip
@@ -284,7 +284,7 @@ def test_an_optimizer_of_their_parameters() -> None:
     }
     for params in (found, {0: declared["f"]}):
         state = optimizer.optim_state_to_sharding_state(adam.state_dict(), params)
-        assert {shard.key for shard in extract(state, native).shards} >= names
+        assert {shard.key for shard in extract(state, from_megatron).shards} >= names
     momentum = optimizer.make_sharded_optimizer_tensor(
         declared["f"], torch.ones(4), "m"
     )
@@ -307,7 +307,7 @@ def test_in_a_tuple_they_are_lost() -> None:
     with pytest.raises(
         ShardingError, match=r"\['a'\]: a ShardedTensor \('hidden'\) in a tuple is lost"
     ):
-        extract({"a": (tensor(lib, "hidden"),)}, native)
+        extract({"a": (tensor(lib, "hidden"),)}, from_megatron)
 
 
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), spans=st.data())
@@ -323,7 +323,7 @@ def test_a_flattened_range_is_the_boxes_that_it_fills(
             "w", flat[start:stop], whole.dtype, tuple(shape), (2, *shape), (1, *(0,) * len(shape)),
             (2, *(1,) * len(shape)), (0, 3), 1, False, slice(start, stop),
         )  # fmt: skip
-        run = native(theirs)
+        run = from_megatron(theirs)
         assert isinstance(run, ShardedTensorFactory)
         pieces = run.build()
         assert pieces
@@ -342,7 +342,7 @@ def test_a_flattened_range_is_the_boxes_that_it_fills(
 def test_flattened_without_data_comes_back_flat() -> None:
     theirs = tensor(megatron(), "w", flattened_range=slice(1, 6))
     theirs.data = None
-    run = native(theirs)
+    run = from_megatron(theirs)
     merged = run.merge_fn([torch.ones(piece.local_shape) for piece in run.build()])
     assert merged.tolist() == [1.0] * 5
 
@@ -357,4 +357,4 @@ def test_a_flattened_range_that_does_not_fit(span: slice) -> None:
         ShardingError,
         match=r"'w': data of shape \(5,\) is not elements .*shape \(2, 3\)",
     ):
-        native(theirs)
+        from_megatron(theirs)

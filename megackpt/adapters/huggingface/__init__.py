@@ -4,7 +4,7 @@ A table maps patterns of our keys to a name over there, or to a rule that says h
 consists of theirs; None: they have no such tensor. In a pattern ``*`` is any text, as short as
 possible, and ``#`` a number. ``.#`` also matches nothing: then the tensor has a leading axis for
 the numbers, as Megatron-Core keeps its layers. The n-th ``*`` and the n-th ``#`` of a name over
-there stand for what the n-th here matched.
+there have the value that the n-th here matched.
 """
 
 from megackpt.adapters.huggingface.rules import (

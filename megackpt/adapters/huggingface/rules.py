@@ -154,7 +154,7 @@ class Padded(_OfOne):
 
 @dataclass(frozen=True)
 class Tied(_OfOne):
-    """The same as another tensor of ours, which is the one that is written; this one is only read."""
+    """The same as another tensor of ours, which is written. This one is only read."""
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
         pieces = as_rule(self.whole).pieces(shape, naming)
@@ -205,7 +205,7 @@ class Fuse(Rule):
 
 @dataclass(frozen=True)
 class Part(_OfOne):
-    """Part ``number`` (from 0) of one of theirs that is fused, as by ``Fuse``, in this ``ratio``."""
+    """Part ``number`` (from 0) of one of theirs that is fused as by ``Fuse``."""
 
     number: int
     ratio: tuple[int, ...]
@@ -258,7 +258,7 @@ def _shares(
 def _shift(
     pieces: Iterable[Piece], axis: int, start: int, extent: int, to: int
 ) -> Iterator[Piece]:
-    """The pieces in ``[start, start + extent)`` along an axis, shifted so that it begins at ``to``."""
+    """The pieces in ``[start, start + extent)`` along an axis, moved to ``to``."""
     for piece in pieces:
         offset = _replace(piece.box.offset, axis, start)
         window = Box(offset, _replace(piece.box.shape, axis, extent))

@@ -12,7 +12,7 @@ import torch
 from megackpt import tree
 from megackpt.adapters.huggingface.rules import Piece
 from megackpt.adapters.huggingface.table_links import Links, Table, link
-from megackpt.adapters.megatron import native
+from megackpt.adapters.megatron import from_megatron
 from megackpt.planning.box import Box, Boxes
 from megackpt.state import (
     LocalNonpersistentObject,
@@ -41,7 +41,7 @@ def as_huggingface(
     contradict themselves. Each names everything that is wrong.
     """
     try:
-        shards = extract(sharded_state_dict, native).shards
+        shards = extract(sharded_state_dict, from_megatron).shards
         declare(shards, rank=0)
         tensors = [
             (shard.key, tuple(shard.global_shape))
@@ -52,7 +52,7 @@ def as_huggingface(
         result: ShardedStateDict = tree.dict_list_map_outplace(
             adapter, sharded_state_dict
         )
-    except Exception as error:  # noqa: BLE001 - a rule or factory of the caller's may raise anything
+    except Exception as error:  # noqa: BLE001 - the caller's code may raise anything
         return {"huggingface": _raise_later(error)}
     return result
 
@@ -75,7 +75,7 @@ class _LeafAdapter:
             self._links[tensor] = pieces, Boxes.of(piece.box for piece in pieces)
 
     def __call__(self, leaf: Any) -> Any:
-        leaf = native(leaf)
+        leaf = from_megatron(leaf)
         if isinstance(leaf, LocalNonpersistentObject):
             return leaf
         if isinstance(leaf, ShardedTensorFactory):

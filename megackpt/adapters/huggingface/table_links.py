@@ -90,7 +90,7 @@ def link(table: Table, tensors: Iterable[TensorId], complete: bool = False) -> L
 
 @dataclass(frozen=True)
 class _Place:
-    """What the wildcards of a pattern stand for, and the index along stacked axes of ours."""
+    """The values of a pattern's wildcards, and the index along stacked axes of ours."""
 
     texts: tuple[str, ...]
     numbers: tuple[str, ...]
