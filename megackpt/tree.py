@@ -1,9 +1,8 @@
-"""Nested dicts and lists: walk, map, split, merge, compare. No tensors are known here; everything that is
-neither a dict nor a list (a tuple too) is a leaf.
+"""Nested dicts and lists: walk, map, split, merge, compare.
 
-A path is the tuple of the keys and indices that lead to a leaf. Containers in results are plain dicts and
-lists. The functions whose names come from Megatron-Core's ``dict_utils`` keep its semantics, so that callers
-who know them find them again; the others are what ``sharded`` is built from.
+Any value but a dict or a list is a leaf, tuples too. A path is the tuple of the keys and indices
+that lead to a leaf. Containers in results are plain dicts and lists. Functions with names of
+Megatron-Core's ``dict_utils`` have its semantics.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from megackpt.errors import ShardingError
 
 Path = tuple[Any, ...]
 Leaves = list[tuple[Path, Any]]
-MAX_DEPTH = 1000  # deeper than any state we can pickle; what is deeper contains itself
+MAX_DEPTH = 1000  # no deeper state can be pickled: a deeper one contains itself
 
 
 def is_branch(node: Any) -> bool:
-    """True for what is walked into: dicts and lists."""
+    """True for dicts and lists."""
     return isinstance(node, (dict, list))
 
 
@@ -37,7 +36,7 @@ def walk(tree: Any, *, empties: bool = False) -> Iterator[tuple[Path, Any]]:
     """(path, leaf) of every leaf, depth first, in the containers' own order.
 
     With ``empties``, an empty container below the root counts as a leaf.
-    Raises ShardingError where the nesting is deeper than ``MAX_DEPTH`` (a container that holds itself).
+    Raises ShardingError for more than ``MAX_DEPTH`` levels (a container that holds itself).
     """
     if not is_branch(tree):
         yield (), tree
@@ -62,19 +61,19 @@ def walk(tree: Any, *, empties: bool = False) -> Iterator[tuple[Path, Any]]:
 
 
 def lookup(tree: Any, path: Path) -> Any:
-    """What stands at ``path``. Raises KeyError, IndexError or TypeError where the path leads nowhere."""
+    """The value at ``path``. Raises KeyError, IndexError or TypeError if there is none."""
     for key in path:
         tree = tree[key]
     return tree
 
 
 def vacant(node: Any) -> bool:
-    """True for what may be replaced without losing anything: None and empty containers."""
+    """True for None and empty containers, which may be replaced without loss."""
     return node is None or (is_branch(node) and not node)
 
 
 def hollow(like: Any) -> Any:
-    """A container as ``like`` with nothing in it; a list keeps its length (dicts in it become empty ones)."""
+    """An empty container like this one; a list keeps its length, and its dicts become empty."""
     if isinstance(like, dict):
         return {}
     return [{} if isinstance(value, dict) else None for value in like]
@@ -85,9 +84,9 @@ def graft(
 ) -> None:
     """Put ``leaf`` at ``path`` into ``target``, in place.
 
-    Containers that are missing on the way are made as they are in ``like``, a tree that has this path; so
-    an index means the same in both. Raises ValueError where ``target`` holds something else there (unless
-    ``replace`` is set), or a list of another length.
+    Missing containers on the path are made as they are in ``like``, a tree that has this path,
+    so that indices are the same in both. Raises ValueError if ``target`` holds another value
+    there (unless ``replace`` is set), or a list of another length.
     """
     for depth, key in enumerate(path[:-1], start=1):
         like = like[key]
@@ -120,7 +119,7 @@ def nested_values(x: Any) -> Iterator[Any]:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """The same containers anew, with ``f(leaf)`` in the place of each leaf; ``x`` stays as it is."""
+    """A copy of the containers, with ``f(leaf)`` for each leaf; ``x`` does not change."""
     if not is_branch(x):
         return f(x)
     root: Any = _blank(x)
@@ -145,14 +144,14 @@ def _blank(branch: Any) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """The containers anew; the leaves are the same objects."""
+    """A copy of the containers, with the same leaves."""
     return dict_list_map_outplace(lambda leaf: leaf, tree)
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace each leaf by ``f(leaf)`` in the containers themselves; returns ``x`` (or ``f(x)`` of a leaf).
+    """Replace each leaf by ``f(leaf)``, in place; returns ``x`` (or ``f(x)`` of a leaf).
 
-    What ``f`` returns is not walked into; a container that stands in several places is mapped once.
+    Results of ``f`` are not walked into. A container at several paths is mapped once.
     """
     if not is_branch(x):
         return f(x)
@@ -174,9 +173,9 @@ def extract_matching_values(
 ) -> tuple[Any, Any]:
     """Split into (leaves that match, the rest), both with the hierarchy of ``x``.
 
-    Branches without a match are left out of the first, empty containers stay in the second. Lists are
-    compacted, so indices shift, unless ``return_lists_as_dicts`` turns each list into ``{index: value}``.
-    Raises ValueError if ``x`` is neither a dict nor a list.
+    Branches without a match are left out of the first; empty containers stay in the second.
+    Lists are compacted, so indices shift, unless ``return_lists_as_dicts`` turns each list into
+    ``{index: value}``. Raises ValueError if ``x`` is neither a dict nor a list.
     """
     if not is_branch(x):
         raise ValueError(f"a dict or a list is expected, not a {_kind(x)}")
@@ -201,8 +200,8 @@ def extract_matching_values(
 def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
     """Merge ``x2`` into ``x1``, in place, and return ``x1``. ``key`` is the path of both, for errors.
 
-    Dicts are united, lists merged element by element. Raises ValueError for lists of different length and
-    where a leaf meets a leaf or a container.
+    Dicts are united, lists merged element by element. Raises ValueError for lists of different
+    length, and where one side has a leaf and the other any value.
     """
     todo = [(key, x1, x2)]
     while todo:
@@ -230,10 +229,10 @@ def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
 def diff(
     x1: Any, x2: Any, prefix: Path = ()
 ) -> tuple[list[Path], list[Path], list[tuple[Path, type, type]]]:
-    """(paths only in x1, paths only in x2, [(path, type in x1, type in x2)] of leaves that differ).
+    """(paths only in x1, paths only in x2, [(path, type in x1, type in x2)] of other leaves).
 
-    Arrays and tensors are compared by shape and values; two declared shards by their data. Leaves that
-    cannot be compared count as different.
+    Arrays and tensors are compared by shape and values, declared shards by their data. Leaves
+    that cannot be compared count as different.
     """
     left: list[Path] = []
     right: list[Path] = []
@@ -273,7 +272,7 @@ def _differ(a: Any, b: Any) -> bool:
         unequal = a != b
         return bool(unequal.any() if hasattr(unequal, "any") else unequal)
     except Exception:  # noqa: BLE001 - the values' own code, which may raise anything
-        return True  # e.g. tensors of two devices, or a dtype without comparison: not known to be equal
+        return True  # e.g. tensors of two devices, or of a dtype without comparison
 
 
 def map_reduce(
@@ -282,7 +281,7 @@ def map_reduce(
     value_fn: Callable[[Any], Any] = lambda x: x,
     reduce_fn: Callable[[list[Any]], Any] = lambda values: values,
 ) -> Mapping[Any, Any]:
-    """Group ``value_fn(x)`` by ``key_fn(x)`` in order of appearance; ``reduce_fn`` of each group's list."""
+    """``reduce_fn`` of the list of ``value_fn(x)`` for each ``key_fn(x)``, in order."""
     groups: dict[Any, list[Any]] = {}
     for x in xs:
         groups.setdefault(key_fn(x), []).append(value_fn(x))

@@ -333,7 +333,9 @@ def _make_plan(
 
     def send() -> _RankRequest:
         request = declared.get()
-        view = pickled(COMMON, request.compared) if request.checked else b""
+        view = b""
+        if request.checked and group.size > 1:
+            view = pickled(COMMON, request.compared)
         _warn_of_untrusted(request.untrusted)
         return _RankRequest(
             request.directory,

@@ -1,26 +1,26 @@
-"""What a model declares: the values it is said with, and the three verbs extract, declare, restore.
+"""Sharded state dicts: the classes that callers declare with; extract, declare and restore.
 
-``values`` holds what people write, ``states`` takes a state dict apart and puts it together again,
-``declaring`` turns shards into the columns that planning works on. This is their door.
+``values`` has the public classes. ``nested_state`` splits a state dict into shards and common
+state, and restores it. ``shard_columns`` makes of shards the columns that planning works on.
 """
 
 from megackpt.planning.manifest import (
     ReplicaId as ReplicaId,
     is_main_replica as is_main_replica,
 )
-from megackpt.state.declaring import (
-    bundled as bundled,
-    declare as declare,
-    object_groups as object_groups,
-    unbundled as unbundled,
-)
-from megackpt.state.states import (
+from megackpt.state.nested_state import (
     ABSENT as ABSENT,
     Extracted as Extracted,
     apply_factories as apply_factories,
     apply_factory_merges as apply_factory_merges,
     extract as extract,
     restore as restore,
+)
+from megackpt.state.shard_columns import (
+    bundled as bundled,
+    declare as declare,
+    object_groups as object_groups,
+    unbundled as unbundled,
 )
 from megackpt.state.storable import (
     dtype_name as dtype_name,

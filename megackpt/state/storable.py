@@ -1,4 +1,4 @@
-"""Which tensors and objects can be stored: the dtypes by name, blobs, and what to do about the others."""
+"""Which tensors and objects can be stored: dtypes by name, blobs, and advice on the others."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _NAMES: dict[torch.dtype, str] = {
     if name != OBJECT and hasattr(torch, name)
 }
 SHARDED = (
-    "megackpt.sharded(state_dict) declares the DTensors in its dicts and lists, and what follows one "
-    "of torch DCP's protocols for shards (FSDP1 makes DTensors where it is given a device_mesh)"
+    "megackpt.sharded(state_dict) declares the DTensors in its dicts and lists, and what follows "
+    "one of torch DCP's protocols for shards (FSDP1 makes DTensors where it is given a "
+    "device_mesh)"
 )
 SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""What a plain tensor has that is a shard to torch DCP from 2.15 on (its ``CheckpointableTensor``)."""
+"""Attributes of a plain tensor that torch DCP, from 2.15 on, takes for a shard."""
 SHARD_METHODS = (
     "__create_write_items__",
     "__create_chunk_list__",
     "__get_tensor_shard__",
 )
-"""What an object has that tells torch DCP its own chunks (``_Checkpointable``)."""
+"""Methods of an object that gives torch DCP its chunks (``_Checkpointable``)."""
 _LEAVE_OUT = (
     "leave it out, or wrap it in a LocalNonpersistentObject, and it is not saved"
 )
@@ -50,7 +51,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """ "bfloat16" -> torch.bfloat16. Raises ShardingError for a dtype that this torch does not have."""
+    """ "bfloat16" -> torch.bfloat16. Raises ShardingError if this torch lacks the dtype."""
     if name not in _DTYPES:
         raise ShardingError(f"dtype {name!r} is unknown to torch {torch.__version__}")
     return _DTYPES[name]
@@ -60,8 +61,14 @@ def _unstorable(dtype: Any) -> str:
     if not isinstance(dtype, torch.dtype):
         return f"`dtype` must be a torch.dtype, not {dtype!r}"
     if str(dtype).startswith(("torch.qu", "torch.qi")):
-        return f"quantized data ({dtype}) cannot be stored; store data.dequantize(), or int_repr() and scales"
-    return f"{dtype} cannot be stored (its elements are no whole bytes); store data.view(torch.uint8)"
+        return (
+            f"quantized data ({dtype}) cannot be stored; store data.dequantize(), or int_repr() "
+            "and scales"
+        )
+    return (
+        f"{dtype} cannot be stored (its elements are smaller than a byte); store "
+        "data.view(torch.uint8)"
+    )
 
 
 def dtype_problems(dtype: Any) -> list[str]:
@@ -75,7 +82,10 @@ def data_problems(
     """Why ``data`` cannot be stored as a tensor of this dtype and shape; empty where it can."""
     if not isinstance(data, torch.Tensor):
         return [
-            f"data must be a torch.Tensor, not {type(data).__name__}; other values go into a ShardedObject"
+            (
+                f"data must be a torch.Tensor, not {type(data).__name__}; other values go into a "
+                "ShardedObject"
+            )
         ]
     if type(data) not in (torch.Tensor, torch.nn.Parameter):
         foreign = _foreign_tensor(data)
@@ -83,11 +93,17 @@ def data_problems(
             return [foreign]
     if data.is_nested:
         return [
-            "nested data cannot be stored; store its parts, or data.to_padded_tensor(0) and the lengths"
+            (
+                "nested data cannot be stored; store its parts, or data.to_padded_tensor(0) and the "
+                "lengths"
+            )
         ]
     if data.layout is not torch.strided:
         return [
-            f"sparse data ({data.layout}) cannot be stored; store data.to_dense(), or indices and values"
+            (
+                f"sparse data ({data.layout}) cannot be stored; store data.to_dense(), or indices "
+                "and values"
+            )
         ]
     found = []
     if data.dtype != dtype:
@@ -96,15 +112,17 @@ def data_problems(
         )
     if tuple(data.shape) != tuple(local_shape):
         found.append(
-            f"Data shape should match `local_shape` attribute ({tuple(data.shape)} and {local_shape})"
+            f"Data shape should match `local_shape` attribute ({tuple(data.shape)} and "
+            f"{local_shape})"
         )
     return found
 
 
 def is_distributed(x: Any) -> bool:
-    """A DTensor, a ShardedTensor of torch's, or what follows one of torch DCP's protocols for shards?
+    """Is this a DTensor, torch's ShardedTensor, or a shard by one of torch DCP's protocols?
 
-    By what it has: torch.distributed.tensor may not be loaded, and older versions of torch lack the protocols.
+    Attributes decide: torch.distributed.tensor may not be imported, and older versions of torch
+    lack the protocols.
     """
     return _is_distributed_class(type(x)) or is_checkpointable(x)
 
@@ -118,8 +136,9 @@ def _is_distributed_class(kind: type) -> bool:
 def is_checkpointable(x: Any) -> bool:
     """Has it any of SHARD_METHODS, or is it a tensor with any of SHARD_FIELDS?
 
-    A part of a protocol counts: it is a shard, though one that cannot be stored. Of tensors the instance is asked, as
-    Megatron-FSDP sets the methods there; of other objects the class, which runs no ``__getattr__`` of theirs.
+    A part of a protocol counts: this is a shard, though one that cannot be stored. Of tensors
+    the instance is checked, as Megatron-FSDP sets the methods there. Of other objects the class
+    is checked, so that no ``__getattr__`` runs.
     """
     if not isinstance(x, torch.Tensor):
         return any(hasattr(type(x), name) for name in SHARD_METHODS)
@@ -127,14 +146,14 @@ def is_checkpointable(x: Any) -> bool:
 
 
 def has_shard_fields(x: torch.Tensor) -> bool:
-    """Has it any of SHARD_FIELDS? Methods of these names, as torch's LocalShardsWrapper has them, are none."""
+    """Has it any of SHARD_FIELDS, other than a method (as torch's LocalShardsWrapper has)?"""
     return any(
         hasattr(x, name) and not callable(getattr(x, name)) for name in SHARD_FIELDS
     )
 
 
 def place_problems(data: Any, whole: tuple[int, ...]) -> list[str]:
-    """Why ``data``, which says of itself what it is a shard of, is not declared as one of ``whole``; empty if it is."""
+    """Why ``data``, which has a ``global_shape`` of its own, is not a shard of ``whole``."""
     said = getattr(data, "global_shape", None)
     if said is None or callable(said) or tuple(said) == tuple(whole):
         return []
@@ -143,7 +162,7 @@ def place_problems(data: Any, whole: tuple[int, ...]) -> list[str]:
 
 
 def distributed_name(x: Any) -> str:
-    """What messages call something distributed."""
+    """The name of a distributed value in messages."""
     kind = type(x).__name__
     if _is_distributed_class(type(x)):
         return kind
@@ -152,8 +171,11 @@ def distributed_name(x: Any) -> str:
 
 
 def is_declared(x: Any, *kinds: type) -> bool:
-    """Is it a declaration; of one of these kinds, where any are given? Ours or, by name, Megatron-Core's own, which
-    would be taken for common state, of which one rank's value is kept."""
+    """Is this a declaration (of one of these classes, if any are given)?
+
+    Classes are compared by name, so that Megatron-Core's own are found. Taken for common state,
+    these would be saved from one rank only.
+    """
     names = {base.__name__ for base in type(x).__mro__}
     return not names.isdisjoint(_DECLARED) and (
         not kinds or any(kind.__name__ in names for kind in kinds)
@@ -166,7 +188,10 @@ def _foreign_tensor(data: torch.Tensor) -> str:
     if _is_distributed_class(kind) or any(
         hasattr(kind, name) for name in SHARD_METHODS
     ):
-        return f"data is a {kind.__name__}, distributed itself; {SHARDED}, or declare data.to_local() at its place"
+        return (
+            f"data is a {kind.__name__}, distributed itself; {SHARDED}, or declare "
+            "data.to_local() at its place"
+        )
     if data.is_nested or data.layout is not torch.strided:
         return ""
     if kind.dequantize is not torch.Tensor.dequantize:
@@ -177,7 +202,7 @@ def _foreign_tensor(data: torch.Tensor) -> str:
 
 
 class _Sharded(Exception):
-    """Within what is being pickled."""
+    """A shard within a value that is being pickled."""
 
 
 def _refuse_sharded(x: Any) -> None:
@@ -188,13 +213,19 @@ def _refuse_sharded(x: Any) -> None:
     if is_declared(x):
         name = getattr(x, "key", "")
         raise _Sharded(
-            f"a {type(x).__name__} ({name!r}), which is lost there; only dicts and lists of a state are walked into"
+            f"a {type(x).__name__} ({name!r}), which is lost there; only dicts and lists of a "
+            "state are walked into"
         )
 
 
 def pickled(what: str, value: Any) -> bytes:
-    """The blob of an object. Raises ShardingError, which says where in a dict or list, for what cannot be pickled, and
-    for DTensors and declared shards, at any depth."""
+    """The blob of an object.
+
+    Raises ShardingError, with the path in dicts and lists, for values that cannot be pickled,
+    and for DTensors and declared shards at any depth.
+    """
+    if _is_plain(value):
+        return serialization.dump(value)
     try:
         return serialization.dump(value, _refuse_sharded)
     except _Sharded as error:
@@ -204,23 +235,26 @@ def pickled(what: str, value: Any) -> bytes:
         Exception
     ) as error:  # pickling calls the values' own code, which may raise anything
         raise ShardingError(
-            f"{what} cannot be pickled{_where(value, _dumped)}: {type(error).__name__}: {error} ({_LEAVE_OUT})"
+            f"{what} cannot be pickled{_where(value, _dumped)}: {type(error).__name__}: {error} "
+            f"({_LEAVE_OUT})"
         ) from error
 
 
 def loadable(what: str, value: Any) -> tuple[bytes, list[str]]:
-    """The blob of an object that is to be stored, and the classes that a load has to be told to trust, in words.
+    """The blob of an object, and a text for each class that a load must be given in ``trusted``.
 
-    Raises ShardingError as ``pickled`` does, and for what a load would refuse whatever is trusted.
+    Raises ShardingError as ``pickled`` does, and for values that a load refuses, whatever is
+    trusted.
     """
-    if _is_plain(value):
-        return serialization.dump(value), []
     blob = pickled(what, value)
+    if _is_plain(value):
+        return blob, []
     try:
         return blob, serialization.check(blob)
     except CorruptCheckpoint as error:
         raise ShardingError(
-            f"{what} could be saved, but never loaded{_where(value, _checked)}: {error} ({_LEAVE_OUT})"
+            f"{what} could be saved, but never loaded{_where(value, _checked)}: {error} "
+            f"({_LEAVE_OUT})"
         ) from error
 
 
@@ -262,9 +296,9 @@ def _checked(value: Any) -> int:
 
 
 def _where(value: Any, fine: Callable[[Any], int]) -> str:
-    """ ", at PATH": the innermost part of a value that is not fine, for which ``fine`` raises; "" for all of it.
+    """ ", at PATH" of the innermost part of a value for which ``fine`` raises; "" for all of it.
 
-    ``fine`` gives the bytes that it has looked at; after many of them the path that is known is the answer.
+    ``fine`` returns the bytes that it has examined. After _LOOKED bytes the search ends.
     """
     path, above, looked = list[Any](), set[int](), 0
 
@@ -272,7 +306,7 @@ def _where(value: Any, fine: Callable[[Any], int]) -> str:
         nonlocal looked
         try:
             looked += fine(part) if looked < _LOOKED else 0
-        except Exception:  # noqa: BLE001 - what it is has been told of the whole
+        except Exception:  # noqa: BLE001 - the error of the whole value is reported
             return False
         return True
 
@@ -287,10 +321,10 @@ def _where(value: Any, fine: Callable[[Any], int]) -> str:
         value = found[1]
     in_key = isinstance(value, dict) and not all(passes({key: None}) for key in value)
     shown = tree.show(tuple(path[:_SHOWN])) + ("..." if len(path) > _SHOWN else "")
-    told = [
+    places = [
         text for text, there in (("one of its keys", in_key), (shown, path)) if there
     ]
-    return f", at {', '.join(told)}" if told else ""
+    return f", at {', '.join(places)}" if places else ""
 
 
 def _inside(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -1,7 +1,8 @@
-"""What people write: ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject.
+"""The classes of a sharded state dict: ShardedTensor, ShardedObject, factories, local values.
 
-Names, fields, their order and their meaning are those of Megatron-Core's ``dist_checkpointing.mapping``
-(0.16). They are mutable: the caller may set ``replica_id`` or ``key``; ``declare`` freezes what it sees.
+Names, fields, their order and their meaning are those of Megatron-Core's
+``dist_checkpointing.mapping`` (0.16). They are mutable: the caller may set ``replica_id`` or
+``key``. ``declare`` makes frozen columns of them.
 """
 
 from __future__ import annotations
@@ -47,13 +48,19 @@ class ShardedBase(ABC):
 class ShardedTensor(ShardedBase):
     """A local tensor's place within a global one.
 
-    ``local_shape`` is the shape of ``data``. ``global_shape``, ``global_offset`` and ``axis_fragmentations``
-    also count the ``prepend_axis_num`` axes that stand in front (a layer's number, say), along which the
-    local tensor has extent 1. All are in elements but ``axis_fragmentations``, the number of equal pieces
-    along each axis (None: the pieces form no regular grid). ``replica_id`` tells copies of the same piece
-    apart: the one that is 0, or all zeros, is the main one; by convention it is (pipeline copy, tensor-
-    parallel rank, data-parallel rank). ``allow_shape_mismatch`` (at load only): another stored global shape
-    is cut, or padded with zeros. ``flattened_range`` exists for callers of old; anything but None is refused.
+    Shapes and offsets are in elements.
+
+    Attributes:
+        local_shape: the shape of ``data``.
+        global_shape: with the ``prepend_axis_num`` axes in front (the number of a layer, for
+            example), along which the local tensor has extent 1.
+        global_offset: in the same axes.
+        axis_fragmentations: the number of equal shards along each of these axes; None if the
+            shards form no regular grid.
+        replica_id: distinguishes copies of one shard. The main replica has 0, or all zeros. By
+            convention (pipeline copy, tensor-parallel rank, data-parallel rank).
+        allow_shape_mismatch: in a load, cut another stored global shape, or pad it with zeros.
+        flattened_range: for old callers; only None is accepted.
     """
 
     key: str
@@ -81,9 +88,9 @@ class ShardedTensor(ShardedBase):
     ) -> ShardedTensor:
         """Declare ``data`` as piece ``rank`` of ``fragments`` along each axis named.
 
-        ``rank_offsets`` are triples (axis, rank, fragments); axes count the prepended ones, and those not
-        named are not cut. Raises ShardingError for impossible triples or data that is no tensor, ValueError
-        for a ``flattened_range``.
+        ``rank_offsets`` are triples (axis, rank, fragments). Axes count the prepended ones;
+        other axes are not cut. Raises ShardingError for impossible triples or data of another
+        type, ValueError for a ``flattened_range``.
         """
         if flattened_range is not None:
             raise ValueError(
@@ -106,8 +113,8 @@ class ShardedTensor(ShardedBase):
                 raise ShardingError(
                     f"Invalid rank offsets: {rank_offsets} for key {key!r} of {len(local)} axes, "
                     f"{prepend_axis_num} of them prepended: each must be (axis, rank, fragments) with "
-                    f"0 <= axis < {len(local)} and 0 <= rank < fragments (ranks count from 0), whole numbers, "
-                    "one for an axis"
+                    f"0 <= axis < {len(local)} and 0 <= rank < fragments (ranks count from 0), "
+                    "whole numbers, one for an axis"
                 )
             offset[axis], fragments[axis] = rank * local[axis], count
         return cls(
@@ -138,7 +145,10 @@ class ShardedTensor(ShardedBase):
         )
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Number of this piece along each axis; ShardingError if an offset is no multiple of the size."""
+        """Number of this shard along each axis.
+
+        Raises ShardingError if an offset is not a multiple of the size.
+        """
         local = (1,) * self.prepend_axis_num + tuple(self.local_shape)
         if any(o % s for o, s in zip(self.global_offset, local, strict=True) if s):
             raise ShardingError(f"{self.key!r}: {self._indivisible()}")
@@ -166,10 +176,10 @@ class ShardedTensor(ShardedBase):
         return tuple(size // count for size, count in pairs)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """As ``torch.Tensor.narrow`` along axis ``dim`` of the data, on every rank alike: [the narrower one].
+        """As ``torch.Tensor.narrow`` along axis ``dim`` of the data, in a list of one.
 
-        The global shape and offset shrink by the same ratio. Raises ShardingError for irregular grids and
-        where the ratio does not come out even.
+        Every rank narrows alike: the global shape and offset shrink by the same ratio. Raises
+        ShardingError for irregular grids, and if the ratio leaves a rest.
         """
         dim += len(self.local_shape) if dim < 0 else 0
         if not 0 <= dim < len(self.local_shape):
@@ -180,8 +190,8 @@ class ShardedTensor(ShardedBase):
         whole, offset = self.global_shape[axis], self.global_offset[axis]
         if not self.has_regular_grid or not size or whole % size or offset % size:
             raise ShardingError(
-                f"{self.key!r}: only pieces of a regular grid can be narrowed; along axis {dim} the local "
-                f"size is {size}, the global one {whole}, the offset {offset}"
+                f"{self.key!r}: only pieces of a regular grid can be narrowed; along axis {dim} "
+                f"the local size is {size}, the global one {whole}, the offset {offset}"
             )
         if not 0 <= start <= start + length <= size:
             raise ShardingError(
@@ -226,7 +236,8 @@ class ShardedTensor(ShardedBase):
         found = _naming_problems(self)
         if self.flattened_range is not None:
             found.append(
-                "ShardedTensor.flattened_range is not supported. Declare the tensor in its own shape."
+                "ShardedTensor.flattened_range is not supported. Declare the tensor in its own "
+                "shape."
             )
         if self.data is not None:
             found += data_problems(self.data, self.dtype, local) + place_problems(
@@ -235,25 +246,27 @@ class ShardedTensor(ShardedBase):
         found += dtype_problems(self.dtype)
         if len(offset) != len(whole):
             found.append(
-                f"Global offset dimensions should be equal to global shape dimensions ({offset} and {whole})"
+                "Global offset dimensions should be equal to global shape dimensions "
+                f"({offset} and {whole})"
             )
         if len(local) + n != len(whole):
             fits = len(whole) - len(local)
             found.append(
-                "Local shape together with `prepend_axis_num` dimensions should be equal to global shape "
-                f"dimensions ({local}, {n} prepended, and {whole})"
+                "Local shape together with `prepend_axis_num` dimensions should be equal to "
+                f"global shape dimensions ({local}, {n} prepended, and {whole})"
                 + (f": prepend_axis_num={fits} would fit" if fits >= 0 else "")
             )
         if self.axis_fragmentations is not None and len(
             self.axis_fragmentations
         ) != len(whole):
             found.append(
-                f"axis_fragmentations {self.axis_fragmentations} do not fit the global shape {whole}"
+                f"axis_fragmentations {self.axis_fragmentations} do not fit the global shape "
+                f"{whole}"
             )
         if n < 0 or min(*local, *whole, *offset, 0, 0) < 0:
             found.append(
-                f"sizes and offsets must not be negative ({local}, {whole}, {offset}, {n} prepended)"
-                " (is a rank of -1 in them, of somebody who is not in the group?)"
+                f"sizes and offsets must not be negative ({local}, {whole}, {offset}, {n} "
+                "prepended) (is a rank of -1 in them, of a process outside of the group?)"
             )
         if max(*local, *whole, *offset, 0, 0) > _LARGEST:
             found.append(
@@ -266,8 +279,9 @@ class ShardedTensor(ShardedBase):
 
     def _indivisible(self) -> str:
         return (
-            f"Global offset ({self.global_offset}) must be divisible by local shape ({self.local_shape}) in "
-            "a regular grid; pieces of different sizes need axis_fragmentations=None"
+            f"Global offset ({self.global_offset}) must be divisible by local shape "
+            f"({self.local_shape}) in a regular grid; pieces of different sizes need "
+            "axis_fragmentations=None"
         )
 
 
@@ -279,16 +293,17 @@ def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
 
 def _naming_problems(shard: ShardedBase) -> list[str]:
     key: object = shard.key  # callers without a type checker give anything
-    return (
-        []
-        if isinstance(key, str) and key
-        else [f"key must be a text that is not empty, not {key!r}"]
-    )
+    if isinstance(key, str) and key:
+        return []
+    return [f"key must be a text that is not empty, not {key!r}"]
 
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """One cell of a grid of Python objects: cell ``global_offset`` of ``global_shape``. Never resharded."""
+    """One cell of a grid of Python objects, which is never resharded.
+
+    It is cell ``global_offset`` of ``global_shape``.
+    """
 
     key: str
     data: Any = field(repr=False)
@@ -298,7 +313,7 @@ class ShardedObject(ShardedBase):
 
     @property
     def unique_key(self) -> str:
-        """Key and cell, as Megatron's formats name it: ``rng_state/shard_0.1_4.2``; without a grid, the key."""
+        """Key and cell, as in Megatron's formats: ``rng_state/shard_0.1_4.2``; or the key."""
         return unique_key(self.key, self.global_offset, self.global_shape)
 
     @classmethod
@@ -332,7 +347,7 @@ class ShardedObject(ShardedBase):
         return replace(self, data=None)
 
     def validate_metadata_integrity(self) -> None:
-        """Raise ShardingError if ``global_offset`` is no cell of ``global_shape``."""
+        """Raise ShardingError if ``global_offset`` is not a cell of ``global_shape``."""
         problems = _naming_problems(self)
         pairs = zip(self.global_offset, self.global_shape, strict=False)
         if len(self.global_offset) != len(self.global_shape) or any(
@@ -351,10 +366,11 @@ class ShardedObject(ShardedBase):
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """A piece of state that is stored in another form than it lives in.
+    """State that is stored in another form than it has in memory.
 
-    ``build_fn(key, data, replica_id, flattened_range)`` gives the stored form: a ShardedBase, or dicts and
-    lists of them (which may hold further factories). ``merge_fn(loaded)`` turns that form, loaded, into data.
+    ``build_fn(key, data, replica_id, flattened_range)`` returns the stored form: a ShardedBase,
+    or dicts and lists of them, which may hold further factories. ``merge_fn(loaded)`` returns
+    the data for that form, loaded.
     """
 
     key: str
@@ -371,7 +387,7 @@ class ShardedTensorFactory(ShardedBase):
         return replace(self, data=None)
 
     def validate_metadata_integrity(self) -> None:
-        """Only the key can be judged; what it builds is validated when it is declared."""
+        """Check the key. The product is validated when it is declared."""
         problems = _naming_problems(self)
         if problems:
             raise ShardingError("; ".join(problems))

@@ -1,4 +1,4 @@
-"""State dicts taken apart (``extract``) and put together again (``restore``), never changing the caller's."""
+"""State dicts split (``extract``) and joined again (``restore``), without changing the caller's."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ class _Absent:
 
 
 ABSENT: Final = _Absent()
-"""For ``restore``: the value of a shard that was not loaded (left out by a lenient StrictHandling)."""
+"""For ``restore``: the value of a shard that was not loaded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extracted:
-    """A state dict, sorted by what happens to its leaves.
+    """A state dict, its leaves sorted by kind.
 
-    ``state`` is the caller's state with its containers made anew and each factory replaced by what it
-    built. ``shards[i]`` (a ShardedTensor or ShardedObject: the caller's, or made of a foreign one) stands at
-    ``paths[i]`` in it.
-    ``common`` is everything else that is saved: lists in it keep the indices of ``state`` (None or {} stands
-    for what is not common), branches without any common leaf are left out. ``local`` is what every rank keeps
-    for itself, ``empties`` the places of empty containers, ``factories`` the factories with their places,
-    outer ones first.
+    Attributes:
+        state: the caller's state with new containers, and factories replaced by their products.
+        shards: ``shards[i]``, the caller's or made of a foreign one, is at ``paths[i]``.
+        common: all other leaves that are saved. Lists keep their indices (None or {} replace
+            leaves of other kinds); branches without a common leaf are left out.
+        local: the values that every rank keeps for itself.
+        empties: the paths of empty containers.
+        factories: the factories with their paths, outer ones first.
     """
 
     state: dict[Any, Any]
@@ -59,28 +60,24 @@ class Extracted:
     factories: list[tuple[Path, ShardedTensorFactory]]
 
 
-def _as_it_is(leaf: Any) -> Any:
-    return leaf
-
-
 def extract(
-    state: dict[Any, Any], native: Callable[[Any], Any] = _as_it_is
+    state: dict[Any, Any], native: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Extracted:
     """Sort the leaves of a sharded state dict.
 
-    ``native`` turns other people's declarations into ours: it is given every leaf that is no ShardedTensor, of the
-    state and of what factories build.
-    Raises ShardingError for what is no dict, for shards in places where they would be lost (in tuples or
-    sets, as keys), for shards of a foreign kind and for the reserved key "common_state"; all at once.
+    ``native`` converts declarations of other libraries. It is called with every leaf that is
+    not a ShardedTensor, of the state and of the products of factories.
+    Raises ShardingError for a state of another type, for shards that would be lost (in tuples
+    or sets, as keys), for shards of an unknown class and for the reserved key "common_state";
+    all problems at once.
     """
-    if not isinstance(state, dict):
+    given: object = state
+    if not isinstance(given, dict):
+        advice = ""
+        if isinstance(given, (list, tuple)):
+            advice = ": put it into one, under a key"
         raise ShardingError(
-            f"a sharded state dict must be a dict, not a {type(state).__name__}"
-            + (
-                ": put it into one, under a key"
-                if isinstance(state, (list, tuple))
-                else ""
-            )
+            f"a sharded state dict must be a dict, not a {type(given).__name__}{advice}"
         )
     built, factories = _built(state, native)
     shards: list[ShardedTensor | ShardedObject] = []
@@ -113,7 +110,7 @@ def extract(
 def _built(
     state: dict[Any, Any], native: Callable[[Any], Any]
 ) -> tuple[dict[Any, Any], list[tuple[Path, ShardedTensorFactory]]]:
-    """The state with every factory replaced by what it builds, to the last one; and the factories."""
+    """The state with every factory, nested ones too, replaced by its product; the factories."""
     seen: list[Any] = []
 
     def kept(leaf: Any) -> Any:
@@ -126,11 +123,8 @@ def _built(
 
     built = tree.dict_list_map_outplace(kept, state)
     todo = [(0, path, factory) for path, factory in _factories(built)] if seen else []
-    for (
-        level,
-        path,
-        factory,
-    ) in todo:  # grows on the way: a build may hold further factories
+    # The list grows in the loop: a product may hold further factories.
+    for level, path, factory in todo:
         if level > MAX_NESTED_FACTORIES:
             raise ShardingError(
                 f"{factory.key!r}: factories nested deeper than {MAX_NESTED_FACTORIES} builds"
@@ -147,7 +141,7 @@ def _built(
 
 @contextmanager
 def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
-    """Add to an exception of the caller's own function where it was called."""
+    """Add a note to an exception of the caller's function: which function of which factory."""
     try:
         yield
     except Exception as error:
@@ -197,7 +191,10 @@ def _misplaced(path: Path, leaf: Any) -> list[str]:
     if is_distributed(hidden):
         kind = distributed_name(hidden)
         return [
-            f"{tree.show(path)}: a {kind} is no common state, of which one rank's is kept; {SHARDED}"
+            (
+                f"{tree.show(path)}: a {kind} is no common state, of which one rank's is kept; "
+                f"{SHARDED}"
+            )
         ]
     what, where = type(hidden).__name__, type(leaf).__name__
     name = getattr(hidden, "key", "")
@@ -208,7 +205,7 @@ def _misplaced(path: Path, leaf: Any) -> list[str]:
 
 
 def _inside(leaf: Any) -> Iterable[Any]:
-    """What a leaf that is a foreign container holds, at any depth."""
+    """The values in a leaf that is a container of another kind, at any depth."""
     todo = [leaf]
     while todo:
         node = todo.pop()
@@ -225,7 +222,7 @@ def _sharded_keys(state: dict[Any, Any]) -> list[str]:
         branch = todo.pop()
         if isinstance(branch, dict):
             problems += [
-                f"a {type(key).__name__} stands as a dict key: {key!r}"
+                f"a {type(key).__name__} is a dict key: {key!r}"
                 for key in branch
                 if type(key) is not str and is_declared(key)
             ]
@@ -236,13 +233,13 @@ def _sharded_keys(state: dict[Any, Any]) -> list[str]:
 def restore(
     extracted: Extracted, values: Sequence[Any], common: dict[Any, Any]
 ) -> dict[Any, Any]:
-    """The loaded state: ``values[i]`` for ``shards[i]``, the loaded ``common``, each rank's own local values.
+    """The loaded state: ``values[i]`` for ``shards[i]``, ``common``, and this rank's local values.
 
-    Common leaves come from the checkpoint only: those of the state asked for are not looked at. Then each
-    factory's ``merge_fn`` gets what was loaded at its place, inner factories first. Where a value is
-    ``ABSENT``, its leaf is left out (in a list: None), and with it every factory around it.
-    Raises MismatchError where the common state stands in the way: a leaf where a shard was asked for, or a
-    list of another length.
+    Common leaves come from the checkpoint only, not from the state asked for. Then each
+    factory's ``merge_fn`` is called with the values at its path, inner factories first. A leaf
+    whose value is ``ABSENT`` is left out (in a list: None), with every factory around it.
+    Raises MismatchError if the common state has a leaf where a shard was asked for, or a list
+    of another length.
     """
     result: dict[Any, Any] = tree.copied(common)
     loaded = [
@@ -285,9 +282,7 @@ def _merge_factories(
         )
     )
     for path, factory in reversed(extracted.factories):
-        if path not in incomplete and _stands(
-            result, path
-        ):  # not, where it built what is not stored
+        if path not in incomplete and _exists(result, path):
             parent = tree.lookup(result, path[:-1])
             with _naming(factory, "merge_fn"):
                 parent[path[-1]] = factory.merge_fn(parent[path[-1]])
@@ -300,12 +295,12 @@ def _merge_factories(
 
 
 def _holds(x: Any, path: Path) -> bool:
-    """Does the path lead to something?"""
-    return _stands(x, path) and tree.lookup(x, path) is not None
+    """Does the path lead to a value other than None?"""
+    return _exists(x, path) and tree.lookup(x, path) is not None
 
 
-def _stands(x: Any, path: Path) -> bool:
-    """Does the path lead anywhere, be it to None?"""
+def _exists(x: Any, path: Path) -> bool:
+    """Does the path lead to a value, be it None?"""
     for key in path:
         inside = (
             key in x if isinstance(x, dict) else isinstance(x, list) and key < len(x)
@@ -317,9 +312,9 @@ def _stands(x: Any, path: Path) -> bool:
 
 
 def apply_factories(sharded_state_dict: dict[Any, Any]) -> None:
-    """Replace each factory by what it builds, in place. What is built is not searched for more of them.
+    """Replace each factory by its product, in place. Products are not searched for factories.
 
-    (``extract`` does better: it leaves the caller's dict alone and builds nested factories too.)
+    (``extract`` also builds nested factories, and does not change the caller's dict.)
     """
     tree.dict_list_map_inplace(
         lambda leaf: leaf.build() if is_declared(leaf, ShardedTensorFactory) else leaf,
@@ -331,8 +326,8 @@ def apply_factory_merges(x1: Any, x2: Any, key: Path = ()) -> Any:
     """Undo ``apply_factories`` on the loaded state ``x1``, in place, and return it.
 
     ``x2`` holds nothing but the factories at their places; lists may be given as ``{index: ...}``.
-    Raises ValueError where ``x1`` lacks a place of ``x2``: an absent key, a list of another length, an index
-    that is no int or out of range, a leaf in the place of a container.
+    Raises ValueError if ``x1`` lacks a path of ``x2``: an absent key, a list of another length,
+    an index that is not an int or out of range, a leaf instead of a container.
     """
     if is_declared(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
@@ -345,25 +340,20 @@ def apply_factory_merges(x1: Any, x2: Any, key: Path = ()) -> Any:
 
 
 def _unmergeable(x1: Any, x2: Any) -> str:
-    """Why the factories of ``x2`` have no place in ``x1``, one level deep; empty where they have."""
+    """Why ``x1`` lacks a path of the factories in ``x2``, one level deep; "" if it has them."""
     if isinstance(x1, dict) and isinstance(x2, dict):
         absent = [k for k in x2 if k not in x1]
         return f"keys {absent} are absent; there are {list(x1)}" if absent else ""
     if isinstance(x1, list) and isinstance(x2, list):
-        same = len(x1) == len(x2)
-        return (
-            ""
-            if same
-            else f"lists of different lengths ({len(x1)} and {len(x2)}) cannot be merged"
-        )
+        if len(x1) == len(x2):
+            return ""
+        return f"lists of different lengths ({len(x1)} and {len(x2)}) cannot be merged"
     if isinstance(x1, list) and isinstance(x2, dict):
         named = [k for k in x2 if not isinstance(k, int)]
         if named:
             return f"keys {named} of non-integer type cannot name elements of a list"
         outside = [k for k in x2 if not 0 <= k < len(x1)]
-        return (
-            f"indices {outside} are out of bound for a list of length {len(x1)}"
-            if outside
-            else ""
-        )
-    return f"a value {x1!r} stands where {x2!r} belongs"
+        if not outside:
+            return ""
+        return f"indices {outside} are out of bound for a list of length {len(x1)}"
+    return f"a value {x1!r} is where {x2!r} belongs"

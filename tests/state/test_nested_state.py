@@ -295,7 +295,7 @@ MEGATRONS = type(
         ),
         (
             {"a": {LocalNonpersistentObject(1): 2}},
-            "LocalNonpersistentObject stands as a dict key",
+            "LocalNonpersistentObject is a dict key",
         ),
         (
             {"a": [MEGATRONS()]},
@@ -364,7 +364,7 @@ def test_apply_factory_merges():
         ),
         ({"a": [1]}, {"a": {"x": halves("w", 0)}}, "non-integer"),
         ({"a": [1]}, {"a": {1: halves("w", 0)}}, "out of bound for a list of length 1"),
-        ({"a": 5}, {"a": {"b": halves("w", 0)}}, "a value 5 stands where"),
+        ({"a": 5}, {"a": {"b": halves("w", 0)}}, "a value 5 is where"),
     ],
 )
 def test_apply_factory_merges_errors(loaded, factories, text):

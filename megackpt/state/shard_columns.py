@@ -1,4 +1,4 @@
-"""Shards turned into Declarations: validated, frozen, and laid out as the columns that planning works on."""
+"""Shards as Declarations: validated, frozen, in the columns that planning works on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Shape = tuple[int, ...]
 
 
 class _Row(NamedTuple):
-    """What is declared under a key, frozen: plain ints, the prepended axes included in ``shape``."""
+    """A declaration without its key: plain ints, with the prepended axes in ``shape``."""
 
     whole: Shape
     dtype: str
@@ -58,12 +58,12 @@ def declare(
     common_replica: ReplicaId = 0,
     saving: bool = False,
 ) -> Declarations:
-    """What this rank holds (or wants), as columns: row i is ``shards[i]``.
+    """The shards that this rank holds or wants, as columns: row i is ``shards[i]``.
 
-    ``domain`` names the group of ranks within which replicas may stand in for one another. With ``common``
-    a last row, of replica ``common_replica``, declares the common state. With ``saving`` each shard must
-    have data that can be read (not None, not on the meta device). Objects of one rank that share a unique
-    key go into one blob (see ``object_groups``), whichever of their rows is written.
+    ``domain`` numbers the group of ranks in which one replica may be written for another. With
+    ``common`` a last row, of replica ``common_replica``, declares the common state. With
+    ``saving`` each shard must have data that can be read (not None, not on the meta device).
+    Objects of one rank that share a unique key go into one blob (see ``object_groups``).
     Raises ShardingError with the problems of all shards.
     """
     keys: list[str] = [shard.key for shard in shards]
@@ -78,8 +78,11 @@ def declare(
 
 
 def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int]]:
-    """Rows, and for each shard the number of its own. Tensors that differ in their keys alone share one: of the
-    very many of a model the first of each kind is looked at closely. An object's row is its own."""
+    """Rows, and for each shard the number of its row.
+
+    Tensors that differ in their keys alone share a row: of the many tensors of a model only the
+    first of each kind is validated. Each object has its own row.
+    """
     rows: list[_Row] = []
     kinds: list[int] = []
     known: dict[Any, int] = {}
@@ -105,11 +108,10 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int
             kinds.append(kind)
         except ShardingError as error:
             problems.append(str(error))
-        except (
-            TypeError
-        ) as error:  # sizes, offsets, replica ids of a wrong type fail in arithmetic
+        except TypeError as error:  # values of a wrong type fail in arithmetic
             problems.append(
-                f"{shard.key!r}: sizes, offsets and replica ids must be ints ({error})\n  declared: {shard!r}"
+                f"{shard.key!r}: sizes, offsets and replica ids must be ints ({error})\n"
+                f"  declared: {shard!r}"
             )
     if problems:
         raise ShardingError(
@@ -119,12 +121,12 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int
 
 
 def _traits(shard: Shard) -> tuple[Any, ...] | None:
-    """All that decides whether a tensor's declaration is sound, and its row, but for the key; None where it is not
-    so simple."""
+    """All attributes but the key that decide on a tensor's row and its validity.
+
+    None if others may: then each such shard is validated.
+    """
     if type(shard) is not ShardedTensor or type(shard.key) is not str or not shard.key:
-        return (
-            None  # a class of the caller's own may have its own idea of what is sound
-        )
+        return None  # a subclass may validate in its own way
     if key_problem(shard.key):
         return None
     data = shard.data
@@ -158,13 +160,13 @@ def _check_readable(shard: Shard) -> None:
         raise ShardingError(f"{shard.key!r}: there is no data to save (data is None)")
     if shard.data.is_meta:
         raise ShardingError(
-            f"{shard.key!r}: data on the meta device has no values to save; materialise it first, e.g. "
-            "module.to_empty(device=...) and an initialisation"
+            f"{shard.key!r}: data on the meta device has no values to save; materialise it "
+            "first, e.g. module.to_empty(device=...) and an initialisation"
         )
 
 
 def _check_limits(shard: Shard, row: _Row, saving: bool) -> None:
-    """What no index can hold is refused before anything is written."""
+    """ShardingError for sizes and keys that no index can hold."""
     problem = size_problem(row.whole, row.dtype) or size_problem(row.shape, row.dtype)
     problem = problem or (key_problem(shard.key) if saving else "")
     if problem:
@@ -210,11 +212,9 @@ def _weight(data: Any) -> int:
         return len(data)
     if isinstance(data, memoryview):
         return data.nbytes
-    return (
-        data.getbuffer().nbytes
-        if isinstance(data, io.BytesIO) and not data.closed
-        else NOMINAL_OBJECT
-    )
+    if isinstance(data, io.BytesIO) and not data.closed:
+        return data.getbuffer().nbytes
+    return NOMINAL_OBJECT
 
 
 def _columns(
@@ -268,28 +268,29 @@ def object_groups(shards: Sequence[Shard]) -> dict[int, list[int]]:
 
 
 def bundled(shard: ShardedObject, values: list[Any]) -> Any:
-    """What the blob of an object holds: a list of the values that share its unique key, as Megatron writes it.
+    """The content of an object's blob: the list of values with its unique key, as in Megatron.
 
-    An object without a grid (global shape ()) is an entry of torch DCP's own kind, whose blob is the bare value.
+    The blob of an object without a grid (global shape ()) holds the value, as in torch DCP.
     """
     return values if shard.global_shape else values[0]
 
 
 def unbundled(shard: ShardedObject, content: Any, position: int) -> Any:
-    """The value of one object out of what its blob holds; a single one is that of all who ask for it.
+    """The value of one object out of the content of its blob; a single value serves all.
 
-    Raises CorruptCheckpoint where the blob is no such list, MismatchError where it holds several values, and fewer
-    than are asked for here.
+    Raises CorruptCheckpoint if the blob holds no such list, MismatchError if it holds several
+    values, but fewer than this rank asks for.
     """
     if not shard.global_shape:
         return content
     if not isinstance(content, list) or not content:
         raise CorruptCheckpoint(
-            f"{shard.unique_key!r}: the stored object should be a list of values, not a {type(content).__name__}"
+            f"{shard.unique_key!r}: the stored object should be a list of values, not a "
+            f"{type(content).__name__}"
         )
     if 1 < len(content) <= position:
         raise MismatchError(
-            f"{shard.unique_key!r} is asked for {position + 1} times on a rank, and {len(content)} values are stored: "
-            "ask for it as often as it was declared"
+            f"{shard.unique_key!r} is asked for {position + 1} times on a rank, and "
+            f"{len(content)} values are stored: ask for it as often as it was declared"
         )
     return content[position if len(content) > 1 else 0]
