@@ -198,7 +198,7 @@ def extract_matching_values(
 
 
 def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
-    """Merge ``x2`` into ``x1``, in place, and return ``x1``. ``key`` is the path of both, for errors.
+    """Merge ``x2`` into ``x1``, in place, and return ``x1``. ``key`` is their path, for errors.
 
     Dicts are united, lists merged element by element. Raises ValueError for lists of different
     length, and where one side has a leaf and the other any value.

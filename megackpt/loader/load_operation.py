@@ -63,7 +63,9 @@ def load(
     process_group: Any = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Any:
-    """Load what ``sharded_state_dict`` asks for, at any parallelism; collective over ``process_group``.
+    """Load the state that ``sharded_state_dict`` asks for, at any parallelism.
+
+    Collective over ``process_group``.
 
     Values are read into the ``.data`` of the ShardedTensors, on their device, or into new CPU
     tensors. Only the byte ranges needed are read. All ranks compare what they ask for with what

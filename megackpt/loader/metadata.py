@@ -76,7 +76,8 @@ def load_tensors_metadata(
 ) -> dict[str, ShardedTensor]:
     """Every stored tensor by key, as an unsharded ShardedTensor without data.
 
-    The local shape is the global shape. Can be given to ``load(..., validate_access_integrity=False)`` on every rank.
+    The local shape is the global shape. The result can be given to
+    ``load(..., validate_access_integrity=False)`` on every rank.
     """
     entries = open_checkpoint(
         checkpoint_dir, asked_format(sharded_strategy)

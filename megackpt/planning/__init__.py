@@ -1,1 +1,1 @@
-"""Plan time: pure functions over frozen values. No torch, no files, no ranks to talk to, no threads."""
+"""Planning: pure functions over frozen values, without torch, I/O, communication or threads."""

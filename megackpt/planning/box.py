@@ -1,8 +1,8 @@
-"""Boxes: axis-aligned regions in a tensor's global coordinates. All geometry lives here, nothing else.
+"""Boxes: axis-aligned regions in a tensor's global coordinates.
 
-Two forms of one thing: ``Box`` is a single region, ``Boxes`` is a column of them (two int64 arrays).
-Boxes of tensors with different numbers of dimensions share a column: missing axes are padded with
-offset 0 and extent 1, which changes neither volumes nor intersections.
+``Box`` is a single region, ``Boxes`` is a column of regions (two int64 arrays). Boxes of tensors
+with different numbers of dimensions share a column: missing axes are padded with offset 0 and
+extent 1, which changes neither volumes nor intersections.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Box:
         )
 
     def runs(self, start: int, stop: int) -> Iterator[Box]:
-        """Boxes whose C-order elements, joined, are elements [start, stop) of this box in C order."""
+        """Boxes whose elements, joined, are elements [start, stop) of this box in C order."""
         if start >= stop:
             return
         if not self.shape:
@@ -168,9 +168,7 @@ class Boxes:
     @property
     def volume(self) -> Int64:
         volume = np.ones(len(self), np.int64)
-        for axis in range(
-            self.width
-        ):  # a few long columns: far quicker than many short rows
+        for axis in range(self.width):  # long columns are faster than many short rows
             volume *= self.shape[:, axis]
         return volume
 
@@ -200,7 +198,7 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Rows in groups: group ``g`` is ``order[bounds[g] : bounds[g + 1]]``, ascending, never empty."""
+    """Groups of rows: group ``g`` is ``order[bounds[g] : bounds[g + 1]]``, ascending."""
 
     order: Int64
     bounds: Int64
@@ -231,10 +229,10 @@ def runs(column: NDArray[Any]) -> Int64:
 
 
 def group_equal(owner: NDArray[Any], boxes: Boxes) -> Groups:
-    """The rows that have the same box of the same owner (a small number >= 0); groups in order of owners.
+    """The rows with the same box of the same owner (a small number >= 0), in order of owners.
 
-    Sorts one 63-bit key a row instead of all its columns: the owner's number, then a hash of the box. That
-    equal keys mean equal boxes is checked; in the unlikely other case the columns themselves are sorted.
+    Sorts one 63-bit key a row instead of all its columns: the owner's number, then a hash of the
+    box. If different boxes have equal keys, which is unlikely, the columns are sorted instead.
     """
     if not len(owner):
         return Groups(np.zeros(0, np.int64), np.zeros(1, np.int64))
@@ -254,10 +252,10 @@ def group_equal(owner: NDArray[Any], boxes: Boxes) -> Groups:
 
 
 def cut(boxes: Boxes, pieces: Int64, origin: Int64) -> tuple[Int64, Boxes]:
-    """Each box as the pieces that a grid cuts it into, in C order; and for each piece the row of its box.
+    """The pieces into which a grid cuts each box, in C order, and for each the row of its box.
 
-    ``pieces`` and ``origin``, (n, width), are for each box the extents of the grid's cells and a corner of one.
-    Of a box without elements there is one piece, the first: the others would hold no more than it does.
+    ``pieces`` and ``origin``, (n, width), are for each box the extents of the grid's cells and
+    a corner of a cell. A box without elements has one piece.
     """
     lead = (boxes.offset - origin) % pieces
     counts = np.maximum(1, -(-(lead + boxes.shape) // pieces))
@@ -301,9 +299,8 @@ def largest_divisor(number: int, limit: int) -> int:
     Takes at most ``limit`` steps, because the number may come from a file.
     """
     root = math.isqrt(number)
-    least = max(
-        1, -(-number // limit)
-    )  # times this, the largest divisor that is allowed gives the number
+    # The smallest factor that the number may have beside a divisor within the limit.
+    least = max(1, -(-number // limit))
     large = (number // n for n in range(least, root + 1) if number % n == 0)
     small = (n for n in range(min(limit, root), 0, -1) if number % n == 0)
     return next(large, 0) or next(small)
@@ -312,10 +309,11 @@ def largest_divisor(number: int, limit: int) -> int:
 def regular_grids(
     boxes: Boxes, bounds: Int64, whole: Int64
 ) -> tuple[Int64, NDArray[np.bool_]]:
-    """For each run of non-empty boxes: the cell of the grid that they may form, and whether they do.
+    """For each run of non-empty boxes: the cell of their grid, and whether they form a grid.
 
-    ``bounds`` are n + 1 row numbers (see ``runs``), ``whole`` the n global shapes, (n, width). The cell is
-    the largest extent on each axis; the grid is regular where every box is one cell, cut off at the end only.
+    ``bounds`` are n + 1 row numbers (see ``runs``), ``whole`` the n global shapes, (n, width).
+    The cell is the largest extent on each axis. The grid is regular if every box is one cell,
+    which only the end of the tensor may cut off.
     """
     if len(bounds) < 2:
         return np.ones((0, boxes.width), np.int64), np.zeros(0, np.bool_)

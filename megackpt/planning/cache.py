@@ -1,4 +1,4 @@
-"""Same declarations, same plan: a fingerprint of what a rank declares, and the plans made earlier."""
+"""A fingerprint of a rank's declarations, and a cache of the plans made for them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megackpt.planning.manifest import (
 def fingerprint(declared: Declarations, extra: str = "") -> int:
     """A number of 63 bits that changes with anything that a plan depends on.
 
-    ``extra`` tells what the declarations do not: the strategy and its policy, the number of ranks. Nothing
-    about the directory belongs there. The same in every process and on every machine.
+    ``extra`` is what the declarations lack: the strategy, its policy, and the number of ranks,
+    but not the directory. The same in every process and on every machine.
     """
     keys, metas = zip(*declared.tensors, strict=True) if declared.tensors else ((), ())
     first: dict[TensorMeta, int] = {}  # of tensors of one shape and dtype
     alike = list(map(first.setdefault, metas, range(len(metas))))
-    hasher = sha1(usedforsecurity=False)  # quick, and nobody is kept from forging one
-    # Lengths go along with everything that is joined, so that different declarations give different bytes.
+    hasher = sha1(usedforsecurity=False)  # fast; not meant to resist tampering
+    # Texts are joined with their lengths: different declarations give different bytes.
     for text in (
         extra,
         "".join(keys),
@@ -61,7 +61,7 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
 class CachedPlan:
     """A rank's part of an earlier planning round.
 
-    ``plan_id`` names the round, the same on all ranks. ``manifest`` is there on the coordinator only.
+    ``plan_id`` names the round, alike on all ranks. Only the coordinator has ``manifest``.
     """
 
     plan_id: str
@@ -70,9 +70,9 @@ class CachedPlan:
     _uses: Iterator[int] = field(default_factory=count)
 
     def next_save_id(self) -> str:
-        """The id (hex) of one more save with this plan; never the same twice, whichever thread asks.
+        """The id (hex) of one more save with this plan, unique also among threads.
 
-        Ranks derive the same id exactly if they hold the same round and have used it as often.
+        Ranks derive the same id exactly if they hold the same round and used it equally often.
         """
         return uuid5(NAMESPACE_OID, f"{self.plan_id} {next(self._uses)}").hex
 
@@ -102,7 +102,7 @@ class PlanCache:
         plan: SavePlan,
         manifest: Manifest | None = None,
     ) -> CachedPlan:
-        """Keep the plan of a new planning round, unless there is no fingerprint to find it by."""
+        """Keep the plan of a new planning round, if there is a fingerprint to find it by."""
         held = CachedPlan(plan_id, plan, manifest)
         if fingerprint is None:
             return held
@@ -122,5 +122,5 @@ def cache_of(group: Hashable) -> PlanCache:
 
 
 def forget() -> None:
-    """For a forked process: its saves are its own, and two saves of one round must not bear one id."""
+    """Clear the caches in a forked process, whose saves must not have the ids of its parent's."""
     _caches.clear()

@@ -18,7 +18,7 @@ from megackpt.planning.tiling import tile_exactly
 
 
 def uncovered(declared: Declarations, shards: Groups | None = None) -> list[Problem]:
-    """All reasons why the declarations of all ranks are no exact tiling; empty if they are.
+    """All reasons why the declarations of all ranks do not tile exactly; empty if they do.
 
     One Problem a key: different shapes, dtypes or kinds, boxes out of bounds, holes, overlaps,
     and boxes with no or several main replicas. A box without elements may have any number of
@@ -94,7 +94,7 @@ def _suspects(declared: Declarations, shards: Groups) -> Bool:
 
 
 def _outside(boxes: Boxes, whole: Int64) -> Bool:
-    """Which boxes leave their tensors, whose shapes are the rows of ``whole``."""
+    """Which boxes reach beyond their tensors? The rows of ``whole`` are the global shapes."""
     outside = np.zeros(len(boxes), np.bool_)
     for axis in range(boxes.width):
         offset, shape = boxes.offset[:, axis], boxes.shape[:, axis]
@@ -107,7 +107,7 @@ def _empty(tensors: Sequence[TensorEntry]) -> Bool:
 
 
 def _lost(declared: Declarations, tensor: Int32, volume: Int64, mains: Int64) -> Bool:
-    """The declared tensors of which no main replica holds data to write.
+    """The declared tensors without a main replica that has data to write.
 
     ``tensor``, ``volume`` and ``mains`` (the number of main replicas) have a row a shard.
     """

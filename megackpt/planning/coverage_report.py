@@ -44,7 +44,7 @@ class Problem:
 class _Shard(NamedTuple):
     """One declared box, the number of its main replicas, and the ranks that declare it.
 
-    The ranks are those of main replicas, or all if there is no main replica.
+    The ranks are those of main replicas, or all where every replica is a copy.
     """
 
     box: Box

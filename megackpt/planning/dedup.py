@@ -1,7 +1,7 @@
-"""Which replica writes (or reads) each shard: one holder of each, so that the bytes are balanced.
+"""Which replica writes (or reads) each shard: one holder of each, with balanced bytes.
 
-The order of decisions is what makes the balance good: shards with the fewest holders first (those with one
-leave no choice), among these the largest first, and each to its least loaded holder, ties to the lower rank.
+Shards are assigned in an order that balances well: those with the fewest holders first, among
+these the largest first, each to its least loaded holder, of equals to the lower rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from megackpt.planning.box import Groups, Int64, runs
 from megackpt.planning.manifest import Bool, Declarations, Int32
 
-_MANY = 16  # shards given away in one turn from which on numpy is faster than a loop
+_MANY = 16  # shards assigned in one turn from which on numpy is faster than a loop
 
 
 def assign(
@@ -24,23 +24,21 @@ def assign(
     *,
     any_object: bool = False,
 ) -> Int64:
-    """The row of ``declared`` that writes each shard that has a main replica: one row a shard, ascending.
+    """The rows of ``declared`` that write: one for each shard with a main replica, ascending.
 
-    A tensor's candidates are the ranks that hold the shard in the domain of its main replica's rank. An object is
-    written by its main replica, as copies of an object often differ (the state of a random number generator);
-    with ``any_object`` it is a shard as any other. Without ``balance`` the main replica's own rank writes
-    everything. Where several main replicas are declared (which coverage refuses) the first one counts.
-    Deterministic: it depends on the declarations only. Objects weigh their nominal ``nbytes``. ``shards`` is
-    ``declared.shards()`` where the caller has it already.
+    A tensor's candidates are the ranks that hold the shard in the domain of its main replica. An
+    object is written by its main replica, as its copies often differ (the state of a random
+    number generator), unless ``any_object`` is set. Without ``balance`` main replicas write
+    everything. Of several main replicas (which coverage refuses) the first one counts. The
+    result depends on the declarations only. Objects weigh their nominal ``nbytes``. ``shards``
+    is ``declared.shards()``, if known.
     """
     shards = declared.shards() if shards is None else shards
     rows, shard = shards.order, shards.number
     main = declared.main[rows]
     first = np.flatnonzero(main)
     first = first[runs(shard[first])[:-1]]
-    if not balance or len(shards) == len(
-        rows
-    ):  # or nobody holds what another one holds
+    if not balance or len(shards) == len(rows):  # or each shard has one holder
         return np.sort(rows[first])
     may_differ = np.zeros(len(rows), np.bool_)
     if not any_object:
@@ -56,9 +54,10 @@ def assign(
 def _candidates(
     declared: Declarations, rows: Int64, shard: Int64, first: Int64, may_differ: Bool
 ) -> tuple[Int64, Int64]:
-    """For each shard with a main replica the rows that may write it, one a rank, and the shards' bounds.
+    """For each shard with a main replica the rows that may write it, and the shards' bounds.
 
-    Rows that ``may_differ`` from their main replica (the row in ``first``) are none of them.
+    One row a rank, without those that ``may_differ`` from their main replica, the row in
+    ``first``.
     """
     rank = declared.rank[rows]
     domains = np.array(declared.domains, np.int64)
@@ -80,7 +79,7 @@ def _candidates(
 
 
 def _balanced(declared: Declarations, holders: Int64, bounds: Int64) -> Int64:
-    """For each shard the position in ``holders`` of the one that writes it."""
+    """For each shard the position in ``holders`` of its writer."""
     count = np.diff(bounds)
     chosen = bounds[:-1].copy()
     rank = declared.rank[holders]
@@ -99,16 +98,16 @@ def _balanced(declared: Declarations, holders: Int64, bounds: Int64) -> Int64:
     for begin, end in pairwise(limits.tolist()):  # those with equally many holders
         shards = order[begin:end]
         members = rank[bounds[shards][:, None] + np.arange(count[shards[0]])]
-        chosen[shards] += _given_away(members, nbytes[shards], loads)
+        chosen[shards] += _assign_each(members, nbytes[shards], loads)
     return chosen
 
 
-def _given_away(members: Int32, nbytes: Int64, loads: Int64) -> Int64:
-    """Which of its ``members`` (n, k) gets each shard, one after the other; ``loads`` grow accordingly."""
+def _assign_each(members: Int32, nbytes: Int64, loads: Int64) -> Int64:
+    """Which of its ``members`` (n, k) gets each shard; updates ``loads``."""
     _, first, group = np.unique(members[:, 0], return_index=True, return_inverse=True)
     sets = members[first]
     apart = len(np.unique(sets)) == sets.size and bool((members == sets[group]).all())
-    # Sets of ranks that have no rank in common do not care for one another's turns.
+    # Disjoint sets of ranks do not depend on one another's assignments.
     given = (
         _by_turns
         if apart and len(group) >= _MANY * np.bincount(group).max()
@@ -118,7 +117,7 @@ def _given_away(members: Int32, nbytes: Int64, loads: Int64) -> Int64:
 
 
 def _by_turns(members: Int32, group: Int64, nbytes: Int64, loads: Int64) -> Int64:
-    """All sets of ranks at once: each gives away its first shard, then its second, ..."""
+    """All sets of ranks at once: the first shard of each, then the second, ..."""
     order = np.argsort(group, kind="stable")
     limits = runs(group[order])
     turn = np.arange(len(order)) - np.repeat(limits[:-1], np.diff(limits))
@@ -145,7 +144,7 @@ def _one_by_one(members: Int32, _: Int64, nbytes: Int64, loads: Int64) -> Int64:
             heapify(heap)
             heaps[name] = heap
         load_then, winner, place = heap[0]
-        # Loads only grow: an entry that another set of holders made stale sinks to where it belongs.
+        # Another set of holders may have loaded this rank meanwhile: correct its entry.
         while load_then != load[winner]:
             heapreplace(heap, (load[winner], winner, place))
             load_then, winner, place = heap[0]
@@ -159,7 +158,7 @@ def _one_by_one(members: Int32, _: Int64, nbytes: Int64, loads: Int64) -> Int64:
 def _precedence(
     declared: Declarations, rows: Int64, count: Int64, nbytes: Int64
 ) -> Int64:
-    """The order in which shards are given away; the last criteria, key and box, only make it definite."""
+    """The order of assignment. Key and box, the last criteria, only make it deterministic."""
     alphabetical = np.empty(len(declared.tensors), np.int64)
     keys = [entry.key for entry in declared.tensors]
     by_key = sorted(range(len(keys)), key=keys.__getitem__)

@@ -1,4 +1,4 @@
-"""What this rank wants + what is stored -> what to read from where. Resharding is intersecting boxes."""
+"""The plan of a load: the intersections of the boxes that a rank wants with the stored ones."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from megackpt.planning.coverage import shapes_table
 from megackpt.planning.manifest import Bool, Declarations, Int32, LoadPlan, Manifest
 from megackpt.planning.tiling import miscounted, tile_exactly
 
-PAIRS = 1 << 19  # pairs of boxes that are intersected at once
-CROWD = 64  # stored chunks of a tensor from which on candidates are searched for instead of all compared
-_TOLD = 20
+PAIRS = 1 << 19
+"""Pairs of boxes that are intersected at a time."""
+CROWD = 64
+"""With more stored chunks of a tensor, candidates are searched instead of comparing all."""
+_NAMED = 20  # problems named in an error
 
 
 def plan_load(wanted: Declarations, manifest: Manifest) -> LoadPlan:
     """The regions to read, ordered by row of ``wanted``; each lies in one stored chunk.
 
-    Rows marked flexible get what overlaps with the stored tensor; all others must be covered wholly by
-    stored chunks. Raises MismatchError for keys that are not stored, for tensors asked for as objects and the
-    reverse, and for boxes beyond the stored shape; CorruptCheckpoint where stored chunks leave a hole in what
-    is wanted, or overlap in it. All problems of one sort at once. Dtypes are strict.check_shapes's business.
+    Flexible rows get their overlap with the stored tensor. Stored chunks must cover all others.
+    Raises MismatchError for keys that are not stored, for tensors asked for as objects and the
+    reverse, and for boxes beyond the stored shape; CorruptCheckpoint where stored chunks leave a
+    hole in a wanted box, or overlap in it. All problems of one sort at once. Dtypes are compared
+    by ``strict.check_shapes``.
     """
     stored = _stored_numbers(wanted, manifest)
-    # Stored tensors are looked at in the tensors' order; whatever nobody wants is left aside.
+    # The chunks of wanted tensors, in the tensors' order.
     asked = np.zeros(len(manifest.tensors), np.bool_)
     asked[stored] = True
     rows = np.flatnonzero(asked[manifest.chunks.tensor])
@@ -61,11 +64,9 @@ def _stored_numbers(wanted: Declarations, manifest: Manifest) -> Int64:
         if there == meta:
             continue
         if there.is_object != meta.is_object:
-            kinds = (
-                ("an object", "a tensor")
-                if there.is_object
-                else ("a tensor", "an object")
-            )
+            kinds = ["an object", "a tensor"]
+            if meta.is_object:
+                kinds.reverse()
             problems.append(
                 f"{key!r} is stored as {kinds[0]} and asked for as {kinds[1]}"
             )
@@ -104,7 +105,10 @@ def _overlaps(
 def _searched(
     boxes: Boxes, chunks: Boxes, rows: Int64, low: int, high: int
 ) -> Iterator[tuple[Int64, Int64]]:
-    """The pairs of one crowded tensor: only a range of chunks along its most divided axis is compared."""
+    """The pairs of a tensor of many chunks.
+
+    Only a range of chunks along its most divided axis is compared.
+    """
     mine = chunks.take(slice(low, high))
     axis = int(np.argmax([len(np.unique(column)) for column in mine.offset.T]))
     order = np.argsort(mine.offset[:, axis], kind="stable")
@@ -146,7 +150,7 @@ def _compared(
 
 
 def _sound(manifest: Manifest, chunks: Boxes, owner: Int32) -> Bool:
-    """For each stored tensor: do its chunks surely tile it? Then volumes alone tell what is covered."""
+    """For each stored tensor: do its chunks tile it? Then volumes alone show what is covered."""
     sound = np.zeros(len(manifest.tensors), np.bool_)
     full = np.flatnonzero(chunks.volume > 0)
     numbers = owner[full]
@@ -170,7 +174,7 @@ def _check_whole(
     found: Boxes,
     sound: Bool,
 ) -> None:
-    """Is each wanted row covered exactly: all of it or, where flexible, what the stored tensor has of it?"""
+    """Raise unless each wanted row, or the stored part of a flexible one, is covered exactly."""
     numbers, which = np.unique(stored, return_inverse=True)
     whole = shapes_table([manifest.tensors[n] for n in numbers], found.width)[which]
     boxes = wanted.boxes.widened(found.width)
@@ -182,7 +186,7 @@ def _check_whole(
         [
             f"{row.shard} was asked for, but the checkpoint holds this tensor with shape "
             f"{manifest.tensors[stored[i]].meta.shape}"
-            for i in np.flatnonzero(beyond)[: _TOLD + 1].tolist()
+            for i in np.flatnonzero(beyond)[: _NAMED + 1].tolist()
             for row in [wanted.row(i)]
         ],
     )
@@ -207,12 +211,12 @@ def _check_whole(
             )
             problems.append(f"{wanted.row(i).shard}: {place} cannot be read, {what}")
             break
-        if len(problems) > _TOLD:
+        if len(problems) > _NAMED:
             break
     _complain(CorruptCheckpoint, problems)
 
 
 def _complain(kind: type[CheckpointingException], problems: list[str]) -> None:
     if problems:
-        more = "\nand more" if len(problems) > _TOLD else ""
-        raise kind("\n".join(problems[:_TOLD]) + more)
+        more = "\nand more" if len(problems) > _NAMED else ""
+        raise kind("\n".join(problems[:_NAMED]) + more)

@@ -1,4 +1,4 @@
-"""Declarations of all ranks -> one SavePlan per rank, and the Manifest of what will be stored."""
+"""The plan of a save: of the declarations of all ranks a SavePlan for each, and the Manifest."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ from megackpt.planning.manifest import (
 )
 
 Grid = tuple[int, ...] | None
-_CELLS_OF_A_SHARD = 8  # along an axis, where shards form no grid: about so much of them lies in cells of several
-_SMALLER_CELLS = 16  # they are as much smaller than cell_bytes at the most, or tiny shards made tiny files
-_USEFUL = 4  # a divisor that cuts into so many more pieces than needed is none
+# Cells along an axis of a shard, where shards form no grid: the cells that several shards share
+# hold about one eighth of it.
+_CELLS_OF_A_SHARD = 8
+# Such cells hold at least cell_bytes / 16, so that tiny shards do not make tiny files.
+_SMALLER_CELLS = 16
+_USEFUL = 4  # a divisor that yields more than 4 times the pieces needed is ignored
 _UNBOUNDED = 1 << 62
 
 
@@ -41,12 +44,14 @@ _UNBOUNDED = 1 << 62
 class SavePolicy:
     """How a save is planned.
 
-    ``balance``: spread the writing of tensors over the holders of each shard, by bytes; otherwise main replicas
-    write. Objects are written by their main replicas in either case.
-    ``gridded``: the format stores the cells of a regular grid, chosen here for each tensor: the shards, where they
-    are such cells. Where they are not, an item is a whole cell, or a piece of one that several shards share.
-    ``max_item_bytes``: cut tensors' items into pieces no larger than this (one element at the least).
-    ``cell_bytes``: the most that a cell holds where it is not a shard.
+    Attributes:
+        balance: spread the writing of tensors over the holders of each shard, by bytes;
+            otherwise main replicas write. Main replicas always write objects.
+        gridded: the format stores the cells of a regular grid, chosen here for each tensor.
+            Shards are the cells if they form a grid. Otherwise an item is a cell, or the part
+            of one that lies in a shard.
+        max_item_bytes: cut tensors' items into pieces of at most this size, or one element.
+        cell_bytes: the most that a cell holds if it is not a shard.
     """
 
     balance: bool = True
@@ -55,19 +60,14 @@ class SavePolicy:
     cell_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
-        if (
-            min(
-                self.cell_bytes,
-                1 if self.max_item_bytes is None else self.max_item_bytes,
-            )
-            < 1
-        ):
+        limit = 1 if self.max_item_bytes is None else self.max_item_bytes
+        if min(self.cell_bytes, limit) < 1:
             raise ValueError(f"max_item_bytes and cell_bytes must be positive: {self}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Items:
-    """What will be written: the declared row that holds each piece, and the piece."""
+    """The items to write: the declared row that holds each box, and the box."""
 
     row: Int64
     boxes: Boxes
@@ -81,15 +81,17 @@ def plan_save(
     policy: SavePolicy | None = None,
     validate: bool = True,
 ) -> tuple[list[SavePlan], Manifest]:
-    """Who writes what, and what the checkpoint will hold; ``parts[i]`` are the declarations of rank i.
+    """The plan of each rank, and the manifest; ``parts[i]`` are the declarations of rank i.
 
-    Each distinct shard that has a main replica is written once. Empty shards of tensors with elements are
-    not written; a tensor without elements keeps one empty chunk. Within a rank objects come first, then
-    tensors by decreasing bytes. The manifest's chunks stand in plan order (rank 0's rows, rank 1's, ...), not
-    yet located: file -1, lengths as the raw bytes will be (0 for objects).
+    Each distinct shard with a main replica is written once. Empty shards of tensors with
+    elements are not written; a tensor without elements keeps one empty chunk. Within a rank
+    objects come first, then tensors by decreasing bytes. The manifest's chunks are in plan order
+    (rank 0's rows, rank 1's, ...) and have no location yet: file -1, lengths of the raw bytes (0
+    for objects).
 
-    Raises ShardingError for keys and sizes that no index can hold, and CoverageError where the declarations are not
-    an exact tiling; without ``validate`` only where a key would be lost or ambiguous, or a shard lies outside.
+    Raises ShardingError for keys and sizes that no index can hold, and CoverageError where the
+    declarations are not an exact tiling. Without ``validate`` only keys that would be lost or
+    ambiguous, and shards outside of their tensors, raise it.
     """
     policy = SavePolicy() if policy is None else policy
     declared = Declarations.merge(parts).numbered()
@@ -127,7 +129,7 @@ def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:
 
 
 def _without_empty(declared: Declarations, rows: Int64) -> Int64:
-    """The rows without empty shards, but for one of each tensor that has no elements at all."""
+    """The rows without empty shards, except one of each tensor that has no elements."""
     empty = np.flatnonzero(declared.boxes.volume[rows] == 0)
     if not len(empty):
         return rows
@@ -154,7 +156,7 @@ def _plans(
     part: Int64,
     grids: Sequence[Grid],
 ) -> list[SavePlan]:
-    """The plans speak in each rank's own table of tensors and its own rows."""
+    """The plan of each rank, in numbers of its own table of tensors and of its own rows."""
     first = np.cumsum([0, *map(len, parts)])
     bounds = np.searchsorted(part, np.arange(len(parts) + 1)).tolist()
     tensor = (
@@ -188,7 +190,7 @@ def _plans(
 
 
 def _different(parts: Sequence[Declarations]) -> Collection[Declarations]:
-    """One of each lot of ranks that have the very same table of tensors (the same object)."""
+    """One of the ranks for each table of tensors: ranks may have the same object."""
     return {id(part.tensors): part for part in parts}.values()
 
 
@@ -218,7 +220,7 @@ def _is_object(declared: Declarations) -> Bool:
 
 
 def _piece_shapes(declared: Declarations, items: _Items, limit: int) -> Int64:
-    """For each item the shape of the pieces, cut along the leading axes, that stay within the limit."""
+    """For each item the shape of pieces, cut along leading axes, of at most ``limit`` bytes."""
     itemsize = np.array([entry.meta.itemsize for entry in declared.tensors], np.int64)
     budget = np.maximum(1, limit // np.maximum(1, itemsize))[declared.tensor[items.row]]
     budget[_is_object(declared)[declared.tensor[items.row]]] = _UNBOUNDED
@@ -226,7 +228,7 @@ def _piece_shapes(declared: Declarations, items: _Items, limit: int) -> Int64:
 
 
 def _within(shape: Int64, budget: Int64) -> Int64:
-    """The largest leading-axis pieces of boxes of these shapes that hold at most ``budget`` elements."""
+    """The largest pieces of these shapes, cut along leading axes, of ``budget`` elements."""
     pieces = np.empty_like(shape)
     for axis in reversed(range(shape.shape[1])):
         extent = np.maximum(1, shape[:, axis])
@@ -243,7 +245,10 @@ def _cut(items: _Items, pieces: Int64, origin: Int64) -> _Items:
 def _grids(
     declared: Declarations, items: _Items, policy: SavePolicy
 ) -> tuple[list[Grid], Int64 | None]:
-    """A grid for each tensor (None for objects), and each item's cell where items are not all cells already."""
+    """A grid for each tensor (None for objects), and the cell of each item.
+
+    The cells are None if all items are cells already.
+    """
     tensor = declared.tensor[items.row]
     order = np.argsort(tensor, kind="stable")
     bounds = runs(tensor[order])
@@ -274,9 +279,9 @@ def _grids(
 
 
 def _smaller(cells: Int64, whole: Int64, budget: Int64, divided: Bool) -> Int64:
-    """Cells of at most ``budget`` elements; where an axis is ``divided`` the larger ones are made up of them.
+    """Cells of at most ``budget`` elements. Along ``divided`` axes they divide the larger ones.
 
-    They are not where an extent has no useful divisor: then the cells at the borders are shared.
+    If an extent has no useful divisor, shards share the cells at their borders.
     """
     pieces = _within(cells, np.maximum(1, budget))
     for i, axis in np.argwhere((pieces < cells) & (cells < whole) & divided).tolist():
@@ -287,8 +292,11 @@ def _smaller(cells: Int64, whole: Int64, budget: Int64, divided: Bool) -> Int64:
 
 
 def _free_cell(boxes: Boxes, whole: Int64, itemsize: int, policy: SavePolicy) -> Int64:
-    """The cell for a tensor whose shards form no grid: theirs along the axes on which they do, else one that
-    ignores the cuts, small enough that most of each shard consists of whole cells."""
+    """The cell for a tensor whose shards form no grid.
+
+    Along axes on which shards are regular the cell is as long as a shard. Along other axes it is
+    so small that most of each shard consists of whole cells.
+    """
     largest = boxes.shape.max(axis=0)
     rest = np.minimum(largest, whole - boxes.offset)
     free = ((boxes.offset % largest != 0) | (boxes.shape != rest)).any(axis=0)

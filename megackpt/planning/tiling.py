@@ -24,8 +24,8 @@ _AXES = 6  # with more axes, the 2^axes corners of a box cost more than halving 
 def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]:
     """For each run of boxes: is every element of its tensor in exactly one of them?
 
-    The boxes of a run must be distinct and not empty. ``bounds`` holds n + 1 row numbers (see box.runs),
-    ``whole`` the n global shapes, as an array (n, width of the boxes).
+    The boxes of a run must be distinct and not empty. ``bounds`` holds n + 1 row numbers (see
+    box.runs), ``whole`` the n global shapes, as an array (n, width of the boxes).
     """
     if len(bounds) < 2:
         return np.zeros(0, np.bool_)

@@ -112,7 +112,8 @@ class ShardedTensor(ShardedBase):
             if not placed or seen.setdefault(axis, (rank, count)) != (rank, count):
                 raise ShardingError(
                     f"Invalid rank offsets: {rank_offsets} for key {key!r} of {len(local)} axes, "
-                    f"{prepend_axis_num} of them prepended: each must be (axis, rank, fragments) with "
+                    f"{prepend_axis_num} of them prepended: each must be (axis, rank, "
+                    "fragments) with "
                     f"0 <= axis < {len(local)} and 0 <= rank < fragments (ranks count from 0), "
                     "whole numbers, one for an axis"
                 )
@@ -136,7 +137,7 @@ class ShardedTensor(ShardedBase):
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """Indices of this piece in the global tensor: ints for prepended axes, slices for the others."""
+        """Indices of this shard in the global tensor: ints for prepended axes, else slices."""
         n = self.prepend_axis_num
         pairs = zip(self.global_offset[n:], self.local_shape, strict=True)
         return (
@@ -211,7 +212,7 @@ class ShardedTensor(ShardedBase):
         device: torch.device | str,
         init_fn: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
-        """Give it data of its local shape where it has none: ``init_fn(shape, dtype=, device=)``."""
+        """If there is no data, make it: ``init_fn(local_shape, dtype=, device=)``."""
         if self.data is None:
             self.data = init_fn(self.local_shape, dtype=self.dtype, device=device)
 
@@ -322,8 +323,8 @@ class ShardedObject(ShardedBase):
     ) -> ShardedObject:
         """The object (without data) that has this ``unique_key``.
 
-        The key itself may hold "/". Old checkpoints wrote a global shape one axis too short: its last
-        extent is then -1, unknown. Raises ShardingError for a text of another form.
+        The key itself may hold "/". Old checkpoints wrote a global shape one axis too short:
+        its last extent is then -1, unknown. Raises ShardingError for a text of another form.
         """
         key, found, cell = unique_key.rpartition("/shard_")
         try:

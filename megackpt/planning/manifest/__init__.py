@@ -1,19 +1,33 @@
-"""The values of plan time: what ranks hold (declarations), do (plans), and a checkpoint holds (manifest).
+"""The values of planning: declarations of ranks, their plans, and the manifest of a checkpoint.
 
-Everything is frozen. Many shards travel as columns (numpy arrays, one row a shard); the small dataclasses
-are the views of single rows. Keys and metas stand once in a table that the rows point into by number.
+All are frozen. Many shards travel as columns (numpy arrays, one row a shard); the small
+dataclasses are views of single rows. Keys and metas are in a table, and rows hold their numbers.
 
-Two unifications keep the count of concepts low. An object is a tensor of blobs: a ShardedObject of global
-shape (4, 2) at (1, 0) is the unit box at (1, 0) of a tensor with dtype ``"object"``. And the common state
-is such an object too, with the reserved key ``COMMON_KEY`` and no dimensions.
+An object is a tensor of blobs: a ShardedObject of global shape (4, 2) at (1, 0) is the unit box
+at (1, 0) of a tensor with dtype ``"object"``. The common state is such an object, with the
+reserved key ``COMMON_KEY`` and without dimensions.
 """
 
+from megackpt.planning.manifest.chunks import (
+    Chunk as Chunk,
+    Chunks as Chunks,
+    Location as Location,
+    Manifest as Manifest,
+    TensorParts as TensorParts,
+    WriteResult as WriteResult,
+)
 from megackpt.planning.manifest.declarations import (
     Declaration as Declaration,
     Declarations as Declarations,
 )
-from megackpt.planning.manifest.listed import listed as listed
-from megackpt.planning.manifest.naming import (
+from megackpt.planning.manifest.foreign_table import listed as listed
+from megackpt.planning.manifest.plans import (
+    LoadPlan as LoadPlan,
+    ReadItem as ReadItem,
+    SavePlan as SavePlan,
+    WriteItem as WriteItem,
+)
+from megackpt.planning.manifest.tensors import (
     COMMON as COMMON,
     COMMON_KEY as COMMON_KEY,
     DIGEST_BLOCK as DIGEST_BLOCK,
@@ -36,18 +50,4 @@ from megackpt.planning.manifest.naming import (
     key_problem as key_problem,
     size_problem as size_problem,
     unique_key as unique_key,
-)
-from megackpt.planning.manifest.plans import (
-    LoadPlan as LoadPlan,
-    ReadItem as ReadItem,
-    SavePlan as SavePlan,
-    WriteItem as WriteItem,
-)
-from megackpt.planning.manifest.stored import (
-    Chunk as Chunk,
-    Chunks as Chunks,
-    Location as Location,
-    Manifest as Manifest,
-    TensorParts as TensorParts,
-    WriteResult as WriteResult,
 )

@@ -1,4 +1,4 @@
-"""Columns of several ranks joined to one, with one table behind them; and columns on their way between ranks."""
+"""Columns of several ranks, joined to one column with one table; and columns as bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.planning.manifest.naming import Int32, TensorEntry, TensorMeta
+from megackpt.planning.manifest.tensors import Int32, TensorEntry, TensorMeta
 
 T = TypeVar("T")
-_TABLES = 64  # received ones that are kept: ranks of one pipeline stage have the same
+_TABLES = 64  # received tables kept: ranks of one pipeline stage have the same
 
 
 def renumbered(column: Int32, names: Sequence[Any], table: dict[Any, int]) -> Int32:
@@ -23,7 +23,7 @@ def renumbered(column: Int32, names: Sequence[Any], table: dict[Any, int]) -> In
 
 def _numbers(names: Sequence[Any], table: dict[Any, int]) -> Int32:
     numbers = list(map(table.get, names))
-    if None in numbers:  # seldom: most ranks bring names that another one brought
+    if None in numbers:  # rare: most ranks have names that another rank has
         numbers = [table.setdefault(name, len(table)) for name in names]
     return np.array(numbers, np.int32)
 
@@ -31,14 +31,12 @@ def _numbers(names: Sequence[Any], table: dict[Any, int]) -> Int32:
 def merged_tables(
     tables: Sequence[tuple[T, ...]], columns: Sequence[Int32]
 ) -> tuple[tuple[T, ...], Int32]:
-    """One table of all that stands in these, each thing once, and one column of numbers in it.
+    """One table of the distinct entries of all, and one column of numbers in it.
 
-    Of ranks that have the very same table (the same object) it is looked at once.
+    A table that several ranks share (the same object) is merged once.
     """
     whole: dict[T, int] = {}
-    starts: dict[
-        int, int
-    ] = {}  # by a table's identity: where its numbers begin in ``numbers``
+    starts: dict[int, int] = {}  # id of a table -> where its numbers begin
     numbers: list[Int32] = []
     count = 0
     for table in tables:
@@ -59,7 +57,7 @@ def joined(columns: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 
 
 def pack(*columns: NDArray[Any]) -> tuple[str, bytes]:
-    """Columns of integers, (n) or (n, m), side by side: rows of 4-byte numbers, or 8-byte where one needs it."""
+    """Columns of integers, (n) or (n, m), as rows of 4-byte numbers, or 8-byte if needed."""
     wide = np.column_stack([column.astype(np.int64) for column in columns])
     small = wide.astype(np.int32)
     rows = small if (small == wide).all() else wide
@@ -67,21 +65,24 @@ def pack(*columns: NDArray[Any]) -> tuple[str, bytes]:
 
 
 def unpack(packed: tuple[str, bytes], width: int) -> NDArray[Any]:
-    """The rows (n, width) of what ``pack`` gave, not to be written to."""
+    """The rows (n, width) of a result of ``pack``, read-only."""
     dtype, data = packed
     return np.frombuffer(data, dtype).reshape(-1, width)
 
 
 def pack_table(tensors: Sequence[TensorEntry]) -> bytes:
     """Equal tables give equal bytes."""
-    # As they are: escaped, two surrogates would come back as one character.
+    # Not escaped: two escaped surrogates would be decoded as one character.
     text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False)
     return zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
 
 
 @lru_cache(maxsize=_TABLES)
 def unpack_table(packed: bytes) -> tuple[TensorEntry, ...]:
-    """The same object for the same bytes, most of the time: a coordinator gets as many tables as there are ranks."""
+    """The table of ``pack_table``, usually the same object for the same bytes.
+
+    A coordinator receives a table from every rank.
+    """
     rows = json.loads(zlib.decompress(packed).decode("utf-8", "surrogatepass"))
     return tuple(
         TensorEntry(key, TensorMeta(tuple(shape), dtype))

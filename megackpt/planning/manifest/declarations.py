@@ -1,4 +1,4 @@
-"""What ranks hold: declarations, as rows and as columns."""
+"""Declarations: the shards that ranks hold, as rows and as columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megackpt.planning.manifest.columns import (
     unpack,
     unpack_table,
 )
-from megackpt.planning.manifest.naming import (
+from megackpt.planning.manifest.tensors import (
     Bool,
     Int32,
     ReplicaId,
@@ -31,7 +31,7 @@ from megackpt.planning.manifest.naming import (
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """ "I hold this": a ShardedTensor (or object) without its data. The view of one row of Declarations."""
+    """A ShardedTensor (or object) without its data: the view of one row of Declarations."""
 
     shard: ShardId
     meta: TensorMeta
@@ -47,11 +47,11 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Declarations:
-    """What one rank holds or, after ``merge``, what all ranks hold (then in rank order).
+    """The shards of one rank or, after ``merge``, of all ranks in rank order.
 
-    ``flexible`` is ShardedTensor.allow_shape_mismatch. ``nbytes`` is the size of the shard's data (for
-    objects, whose size is known only once they are serialised, a nominal one). ``domains`` names, for each
-    rank in these columns, the group of ranks within which replicas may stand in for one another.
+    ``flexible`` is ShardedTensor.allow_shape_mismatch. ``nbytes`` is the size of the shard's
+    data, for objects a nominal one. ``domains`` numbers, for each rank in these columns, the
+    group of ranks in which one replica may be written for another.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -73,13 +73,13 @@ class Declarations:
         return table[self.replica] if len(table) else np.zeros(0, np.bool_)
 
     def shards(self) -> Groups:
-        """The distinct shards: rows that declare the same box of the same tensor, in the tensors' order."""
+        """The distinct shards: groups of rows with one box of one tensor, in tensors' order."""
         return group_equal(self.tensor, self.boxes)
 
     def numbered(self) -> Declarations:
-        """All ranks' declarations with a main replica for each shard that has unnumbered replicas only.
+        """All ranks' declarations, with a main replica for shards of unnumbered replicas only.
 
-        It is the one of the lowest rank. A shard that has a main replica already keeps it.
+        It is the replica of the lowest rank. A shard with a main replica keeps it.
         """
         table = np.array([is_unnumbered(r) for r in self.replica_ids], dtype=np.bool_)
         if not table.any() or not len(self):
@@ -151,7 +151,7 @@ class Declarations:
         rank: Int32 | None = None,
         domains: tuple[int, ...] = (0,),
     ) -> Declarations:
-        """As if each of these boxes were declared once, by a main replica; without ``rank``, all by rank 0."""
+        """Each of these boxes declared once, by a main replica; without ``rank``, by rank 0."""
         zero = np.zeros(len(boxes), np.int32)
         rank = zero if rank is None else rank
         return cls(
@@ -167,7 +167,7 @@ class Declarations:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it travels to the coordinator, which gets one from every rank: columns in one piece."""
+        """Pickled as packed columns: the coordinator receives one from every rank."""
         boxes = self.boxes
         columns = pack(
             self.tensor,
@@ -215,7 +215,7 @@ def _received(
     replica_ids: tuple[ReplicaId, ...],
     domains: tuple[int, ...],
 ) -> Declarations:
-    """What ``Declarations.__reduce__`` sent."""
+    """The declarations that ``Declarations.__reduce__`` packed."""
     rows = unpack(columns, 5 + 2 * width)
     return Declarations(
         unpack_table(table),

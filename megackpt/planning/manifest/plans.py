@@ -1,4 +1,4 @@
-"""What each rank does: the plan of its part of a save, and of a load."""
+"""The plans of one rank: of its part of a save, and of a load."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.manifest.chunks import Chunk, Location, Manifest
 from megackpt.planning.manifest.columns import pack, unpack
-from megackpt.planning.manifest.naming import Int32, ShardId, TensorEntry, TensorMeta
-from megackpt.planning.manifest.stored import Chunk, Location, Manifest
+from megackpt.planning.manifest.tensors import Int32, ShardId, TensorEntry, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
     """One piece that one rank writes; the view of one row of a SavePlan.
 
-    ``source`` is the row of the rank's own Declarations that holds the data; ``shard.box`` lies within it.
+    ``source`` is the row of the rank's Declarations that holds the data of ``shard.box``.
     """
 
     shard: ShardId
@@ -28,16 +28,16 @@ class WriteItem:
 
     @property
     def nbytes(self) -> int:
-        """Size of the raw bytes (0 for objects, which nobody has serialised yet)."""
+        """Size of the raw bytes (0 for objects, which are not serialised yet)."""
         return self.shard.box.volume * self.meta.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """One rank's part of a save. Rows stand in the order in which the rank should write them.
+    """One rank's part of a save, in the order of writing.
 
-    ``places``, for formats that keep each tensor whole in a file that all ranks write into, tells where each of
-    ``tensors`` begins (None: nowhere in particular); see ``Backend.layout``.
+    ``places`` is for formats that keep each tensor whole in a file into which all ranks write:
+    the location of each of ``tensors``, or None; see ``Backend.layout``.
     """
 
     rank: int
@@ -53,12 +53,12 @@ class SavePlan:
 
     @property
     def nbytes(self) -> int:
-        """Size of the raw bytes of all rows (of objects, which nobody has serialised yet, 0)."""
+        """Size of the raw bytes of all rows (0 for objects, which are not serialised yet)."""
         itemsize = np.array([entry.meta.itemsize for entry in self.tensors], np.int64)
         return int((itemsize[self.tensor] * self.boxes.volume).sum())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it travels to its rank: columns in one piece."""
+        """Pickled as packed columns: the coordinator sends one to every rank."""
         columns = pack(self.tensor, self.source, self.boxes.offset, self.boxes.shape)
         cells = len(self.grids) if set(self.grids) <= {None} else self.grids
         return _received, (
@@ -96,7 +96,7 @@ def _received(
     width: int,
     places: tuple[Location | None, ...] | None,
 ) -> SavePlan:
-    """What ``SavePlan.__reduce__`` sent."""
+    """The plan that ``SavePlan.__reduce__`` packed."""
     rows = unpack(columns, 2 + 2 * width)
     boxes = Boxes(
         rows[:, 2 : 2 + width].astype(np.int64), rows[:, 2 + width :].astype(np.int64)
@@ -110,7 +110,7 @@ def _received(
 class ReadItem:
     """One region to fetch from one chunk; the view of one row of a LoadPlan.
 
-    ``box`` (global coordinates) lies within the chunk's box and within what was wanted.
+    ``box`` (global coordinates) lies within the chunk's box and within the wanted one.
     ``target`` is the row of the rank's own Declarations that it belongs to.
     """
 
@@ -122,7 +122,7 @@ class ReadItem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """What one rank reads from where."""
+    """The regions that one rank reads, and the chunks that hold them."""
 
     manifest: Manifest
     chunk: Int64  # row in manifest.chunks

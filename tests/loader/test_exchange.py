@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from megackpt.backends.ranges import pieces, reader as range_reader
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.distributed import streams
-from megackpt.errors import RankFailure, RankLost
 from megackpt.loader import exchange
 from megackpt.loader.comparison import Comparison
 from megackpt.loader.request import LoadRequest
@@ -440,107 +438,6 @@ def test_memory_that_rows_have_in_common(
     assert sorted(found.overlapping().tolist()) == expected
 
 
-# ---- one story on all ranks
-
-
-def stories(directory: Path, ranks: int = 3) -> list[BaseException]:
-    def run(group: ThreadedGroup) -> None:
-        megackpt.load(
-            model(group.rank, 1, blank=True), directory, ALWAYS, process_group=group
-        )
-
-    found = ThreadedGroup.outcomes(ranks, run, timeout=10)
-    assert all(isinstance(one, BaseException) for one in found), found
-    return [one for one in found if isinstance(one, BaseException)]
-
-
-def test_damage_that_one_rank_finds_is_everybodys(tmp_path: Path) -> None:
-    saved(tmp_path, "torch_dist", 1, 3)
-    manifest = open_checkpoint(tmp_path).manifest
-    (chunk,) = manifest.chunks_of("float64")
-    with open(tmp_path / chunk.location.file, "r+b") as file:
-        file.seek(chunk.location.start)
-        file.write(b"\xff\xfe\xfd")
-    found = stories(tmp_path)
-    assert {type(error) for error in found} == {megackpt.CorruptCheckpoint}
-    assert {str(error) for error in found} == {str(found[0])}
-    assert "'float64'" in str(found[0])
-    assert str(found[0]).startswith("rank ")
-
-
-def test_a_rank_that_cannot_read_stops_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path, "torch_dist", 1, 3)
-    read = TorchDist.read
-
-    def refuse(self: Any, *args: Any) -> None:
-        if threading.current_thread().name == "rank 1":
-            raise OSError(5, "Input/output error")
-        read(self, *args)
-
-    monkeypatch.setattr(TorchDist, "read", refuse)
-    for error in stories(tmp_path):
-        assert isinstance(error, megackpt.RankFailure)
-        assert "rank 1: OSError: [Errno 5] Input/output error" in str(error)
-
-
-@pytest.mark.parametrize("way", ["incoming", "outgoing"])
-def test_an_error_while_bytes_are_handed_on_is_everybodys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    saved(tmp_path, "torch_dist", 1, 3)
-    whole = getattr(exchange.TransferData, way)
-
-    def fails(self: Any, rows: Any) -> Iterator[memoryview]:
-        for number, piece in enumerate(whole(self, rows)):
-            if number == 2 and threading.current_thread().name == "rank 2":
-                raise RuntimeError("out of memory")
-            yield piece
-
-    monkeypatch.setattr(exchange.TransferData, way, fails)
-    for error in stories(tmp_path):
-        assert isinstance(error, megackpt.RankFailure)
-        assert list(error.failures) == [2]
-        assert "failure in the stage 'exchange'" in str(error)
-        assert "rank 2: RuntimeError: out of memory" in str(error)
-
-
-def test_a_rank_that_leaves_during_the_exchange_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path, "torch_dist", 1, 3)
-
-    def interrupted(self: Any, rows: Any) -> Iterator[memoryview]:
-        if threading.current_thread().name == "rank 1":
-            raise KeyboardInterrupt
-        yield from whole(self, rows)
-
-    whole = exchange.TransferData.outgoing
-    monkeypatch.setattr(exchange.TransferData, "outgoing", interrupted)
-    found = stories(tmp_path)
-    assert isinstance(found[1], KeyboardInterrupt)
-    for error in (found[0], found[2]):
-        assert isinstance(error, megackpt.RankLost)
-        assert "rank 1 left: KeyboardInterrupt" in str(error)
-
-
-def test_holes_are_told_before_anything_is_touched(tmp_path: Path) -> None:
-    """What the planning of a shared load finds stands in one voice, and no tensor has changed."""
-
-    def run(group: ThreadedGroup) -> None:
-        megackpt.save(model(group.rank, 1), tmp_path, process_group=group)
-        asked = model(group.rank, 1, blank=True)
-        asked["bias"] = ShardedTensor.from_rank_offsets(
-            "bias", torch.ones(8), replica_id=group.rank
-        )
-        with pytest.raises(megackpt.MismatchError, match="Global shape mismatch"):
-            megackpt.load(asked, tmp_path, ALWAYS, process_group=group)
-        assert not asked["float32"].data.any()
-
-    ThreadedGroup.run(2, run)
-
-
 # ---- the policy
 
 
@@ -677,43 +574,3 @@ def test_wrappers_are_values_that_hold_the_policy() -> None:
         FullyParallelLoadStrategyWrapper("zarr", exchange_algo="nccl")
     with pytest.raises(megackpt.BackendError, match="not 5"):
         FullyParallelSaveStrategyWrapper(5)  # type: ignore[arg-type]
-
-
-def test_a_group_that_is_none_is_told(tmp_path: Path) -> None:
-    megackpt.save({"a": 1}, tmp_path)
-    with pytest.raises(
-        megackpt.CheckpointingException, match="load_group must be a process group"
-    ):
-        megackpt.load({}, tmp_path, Strategy(exchange="always", load_group=3))
-
-
-def test_no_memory_between_two_collectives_is_told_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = exchange.TransferData.of
-
-    def run(group: ThreadedGroup) -> None:
-        def state():
-            return {
-                "w": ShardedTensor.from_rank_offsets(
-                    "w", torch.ones(64), replica_id=group.rank
-                )
-            }
-
-        megackpt.save(state(), tmp_path / "a", process_group=group)
-
-        def of(*args: Any) -> Any:
-            if threading.current_thread().name == "rank 1":
-                raise MemoryError("no memory for the parcels")
-            return real(*args)
-
-        monkeypatch.setattr(exchange.TransferData, "of", of)
-        megackpt.load(
-            state(), tmp_path / "a", Strategy(exchange="always"), process_group=group
-        )
-
-    waiting, failing = ThreadedGroup.outcomes(2, run)
-    assert isinstance(failing, RankFailure)
-    assert "no memory for the parcels" in str(failing)
-    assert isinstance(waiting, RankLost)
-    assert "MemoryError" in str(waiting)

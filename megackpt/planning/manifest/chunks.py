@@ -1,4 +1,4 @@
-"""What a checkpoint holds: chunks, and the manifest of them all."""
+"""Chunks, and the manifest of all chunks of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest.columns import joined, renumbered
-from megackpt.planning.manifest.naming import (
+from megackpt.planning.manifest.tensors import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
     Digests,
@@ -20,11 +20,11 @@ from megackpt.planning.manifest.naming import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteResult:
-    """Where the rows of one rank's SavePlan landed: pieces, in the plan's order, each a chunk of the checkpoint.
+    """The chunks that one rank has written, in the order of its SavePlan.
 
-    A format may cut a row (``item``) into several pieces, whose ``boxes`` (global coordinates) tile the row's.
-    ``digests`` holds ceil(length / DIGEST_BLOCK) rows for each piece, in order: xxh3-128 of each block of
-    its raw bytes (for objects: of the blob's bytes).
+    A format may cut a row of the plan (``item``) into several chunks, whose ``boxes`` (global
+    coordinates) tile the row's. ``digests`` holds ceil(length / DIGEST_BLOCK) rows for each
+    chunk: xxh3-128 of each block of its raw bytes (for objects: of the blob).
     """
 
     item: Int64
@@ -45,7 +45,7 @@ class WriteResult:
         length: Int64,
         digests: Digests,
     ) -> WriteResult:
-        """Each row of a plan with these ``boxes`` is one piece."""
+        """The result for a plan with these ``boxes``, each row of which is one chunk."""
         rows = np.arange(len(boxes), dtype=np.int64)
         return cls(rows, boxes, tuple(files), file, start, length, digests)
 
@@ -61,7 +61,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One stored piece; the view of one row of Chunks. ``digests`` is empty where none were taken."""
+    """The view of one row of Chunks. ``digests`` is empty if none were computed."""
 
     box: Box
     location: Location
@@ -71,9 +71,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """The stored pieces of all tensors. ``file`` is -1 before they are written.
+    """The stored chunks of all tensors. ``file`` is -1 before they are written.
 
-    Invariant: either ``digests`` has exactly the rows that ``block_bounds`` tells, or it is empty.
+    ``digests`` has the rows that ``block_bounds`` numbers, or is empty.
     """
 
     tensor: Int32
@@ -96,7 +96,7 @@ class Chunks:
         )
 
     def blocks(self, rows: Int64, bounds: Int64) -> Int64:
-        """The rows of ``digests`` that belong to these chunks, chunk by chunk; ``bounds`` are ``block_bounds``."""
+        """The rows of ``digests`` of these chunks; ``bounds`` are ``block_bounds``."""
         counts = np.diff(bounds)[rows]
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
@@ -120,12 +120,14 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
-    """What a checkpoint holds: every tensor's meta, grid and chunks.
+    """Every tensor's meta, grid and chunks in a checkpoint.
 
-    ``encoding`` tells how a chunk's location is to be understood: ``"raw"`` = the C-order bytes of its box
-    (for objects: of the blob); ``"native"`` = however the format keeps it (only its backend can tell);
-    ``"noted"`` = raw, but for a common state that is what an author noted in a file: ``load`` leaves it out.
-    ``save_id`` is the uuid (hex) of the save that wrote it, or empty for foreign checkpoints.
+    Attributes:
+        encoding: the meaning of a chunk's location. "raw": the C-order bytes of its box (for
+            objects: of the blob). "native": bytes that only the format's backend can decode.
+            "noted": raw, but the common state holds notes of a file's author, which ``load``
+            leaves out.
+        save_id: the uuid (hex) of the save that wrote it; "" for foreign checkpoints.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -142,7 +144,7 @@ class Manifest:
         tensors: Iterable[TensorEntry],
         rows: Sequence[tuple[int, Box, str, int, int]],
     ) -> Manifest:
-        """Of each chunk its tensor's number, its box, and the file, start and length of its bytes. No digests."""
+        """Without digests. A row is a chunk: tensor's number, box, file, start, length."""
         entries = tuple(tensors)
         files: dict[str, int] = {}
         chunks = Chunks(
@@ -185,9 +187,9 @@ class Manifest:
         ]
 
     def located(self, results: Sequence[WriteResult]) -> Manifest:
-        """This manifest with the pieces that the ranks report as its chunks.
+        """This manifest with the chunks that the ranks report.
 
-        The chunks must stand in the order of plan_save: rank by rank, and within a rank in the plan's order.
+        Its chunks must be in the order of plan_save: by rank, and within a rank as in its plan.
         """
         files: dict[str, int] = {}
         file = [renumbered(r.file, r.files, files) for r in results]
@@ -213,7 +215,7 @@ class Manifest:
 
 
 class TensorParts:
-    """A manifest taken apart: the manifests of single tensors, each in time that depends on that tensor alone."""
+    """The manifests of single tensors, each made in time that depends on that tensor alone."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -223,7 +225,7 @@ class TensorParts:
         self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
     def rows(self, number: int) -> Int64:
-        """The chunks of tensor ``number``: row i of its part is row ``rows(number)[i]`` of the whole."""
+        """The chunks of tensor ``number``: row i of its part is ``rows(number)[i]`` here."""
         return self._order[self._first[number] : self._first[number + 1]]
 
     def part(self, number: int) -> Manifest:

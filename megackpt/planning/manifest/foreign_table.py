@@ -1,4 +1,4 @@
-"""A manifest out of a format's own table of contents, of which nothing is believed."""
+"""A manifest made of a format's own table of contents, with every value checked."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
-from megackpt.planning.manifest.naming import ITEMSIZE, TensorEntry
-from megackpt.planning.manifest.stored import Location, Manifest
+from megackpt.planning.manifest.chunks import Location, Manifest
+from megackpt.planning.manifest.tensors import ITEMSIZE, TensorEntry
 
 _TOO_MUCH = 1 << 63
 _MOST_DIMENSIONS = 64  # torch's and numpy's limit
@@ -20,10 +20,12 @@ def listed(
     chunks: Iterable[tuple[int, Box, Location]],
     backend: tuple[str, int],
 ) -> Manifest:
-    """What a table of contents tells: of each chunk its tensor's number, its box, and where its raw bytes are.
+    """The manifest of a table of contents, without digests.
 
-    It has no digests. Raises CorruptCheckpoint for what cannot be, types included: keys twice, dtypes that are
-    none, shapes beyond 2^63 bytes, boxes beyond their tensor, lengths that are not those of the box.
+    ``chunks`` are for each chunk its tensor's number, its box, and the location of its raw
+    bytes. Raises CorruptCheckpoint for impossible values, types included: keys twice, unknown
+    dtypes, shapes beyond 2^63 bytes, boxes beyond their tensor, lengths that differ from the
+    box's.
     """
     entries = tuple(tensors)
     _check_entries(entries)
@@ -39,7 +41,7 @@ def _check_entries(entries: Sequence[TensorEntry]) -> None:
     for key, (shape, dtype) in entries:
         if not _is_text(key) or key in seen:
             raise CorruptCheckpoint(
-                f"the table of contents names {key!r}, which is no key or stands there twice"
+                f"the table of contents names {key!r}, which is not a key or is listed twice"
             )
         seen.add(key)
         if not _is_text(dtype) or dtype not in ITEMSIZE:

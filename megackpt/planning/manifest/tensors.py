@@ -1,4 +1,4 @@
-"""What a tensor is and what one piece of it is called; the dtypes that can be stored."""
+"""Metas and names of tensors and shards; the dtypes that can be stored."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from megackpt.planning.box import Box
 
 OBJECT = "object"
 COMMON_KEY = "common_state"
-NOMINAL_OBJECT = (
-    1024  # bytes; what an object weighs in planning, as its real size is not known yet
-)
+NOMINAL_OBJECT = 1024  # bytes of an object in planning, when its size is not known yet
 DIGEST_BLOCK = 1 << 20  # bytes of a chunk that share one digest
 DIGEST_SIZE = 16  # xxh3-128
 
@@ -41,7 +39,7 @@ ITEMSIZE: dict[str, int] = {
 }
 """Bytes per element of every dtype that can be stored, by torch's name for it."""
 MOST_AXES = 64
-"""Dimensions that a tensor, or a grid of objects, may have: as many as numpy's arrays."""
+"""The most dimensions of a tensor, or of a grid of objects: as many as in numpy."""
 LARGEST = 1 << 62
 """Sizes, offsets and volumes in bytes are below it: sums of two do not overflow 64 bits."""
 _CARRIED = {
@@ -55,14 +53,14 @@ Digests = NDArray[np.uint8]  # (blocks, DIGEST_SIZE)
 
 
 def carried_dtype(itemsize: int) -> np.dtype[Any]:
-    """The numpy dtype under which elements of this many bytes travel, whatever they mean."""
+    """The numpy dtype for copying elements of this many bytes, whatever their dtype."""
     return _CARRIED[itemsize]
 
 
 UNNUMBERED: Final = -(1 << 62)
-"""The replica id of a shard whose rank cannot know which other ranks hold it, or part of a replica id.
+"""The replica id, or part of it, of a shard whose rank does not know the other holders.
 
-No rank number and no mistake in one comes out as this value. See ``Declarations.numbered``.
+No rank number, even a wrong one, has this value. See ``Declarations.numbered``.
 """
 
 
@@ -72,7 +70,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 def is_unnumbered(replica_id: ReplicaId) -> bool:
-    """True for ``UNNUMBERED`` and for tuples in which it stands beside nothing but zeros."""
+    """True for ``UNNUMBERED`` and for tuples of it and zeros."""
     if isinstance(replica_id, int):
         return replica_id == UNNUMBERED
     return UNNUMBERED in replica_id and not any(
@@ -92,7 +90,10 @@ def size_problem(shape: Sequence[int], dtype: str) -> str:
         math.prod(max(extent, 1) for extent in shape) * max(ITEMSIZE[dtype], 1)
         >= LARGEST
     ):
-        return f"{tuple(shape)} of {dtype} is too large: sizes must stay below 2^62 bytes, extents of 0 count as 1"
+        return (
+            f"{tuple(shape)} of {dtype} is too large: sizes must stay below 2^62 bytes, extents "
+            "of 0 count as 1"
+        )
     return ""
 
 
@@ -111,7 +112,7 @@ def key_problem(key: str) -> str:
 class TensorMeta(NamedTuple):
     """Global shape (in elements) and dtype (by torch's name) of a tensor, or ``"object"``.
 
-    A tuple, as TensorEntry: tables of ten thousands of them are hashed, compared and sent for every rank.
+    A tuple, as TensorEntry is: these hash and compare fast, in tables of ten thousands.
     """
 
     shape: tuple[int, ...]
@@ -143,7 +144,7 @@ COMMON = TensorEntry(COMMON_KEY, TensorMeta((), OBJECT))
 
 @dataclass(frozen=True, slots=True)
 class ShardId:
-    """Names one piece of one tensor, whoever holds it."""
+    """One shard of one tensor, whichever ranks hold it."""
 
     key: str
     box: Box
@@ -155,9 +156,10 @@ class ShardId:
 
 
 def unique_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
-    """The name of one object of a grid, as Megatron's formats write it: ``rng_state/shard_0.1_4.2``.
+    """The name of one object of a grid, as in Megatron's formats: ``rng_state/shard_0.1_4.2``.
 
-    The object at ``offset`` of global shape ``shape``; without a grid (shape ()), the bare key.
+    The object is at ``offset`` of global shape ``shape``. Without a grid (shape ()) it is the
+    key.
     """
     if not shape:
         return key
