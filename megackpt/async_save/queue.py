@@ -225,7 +225,7 @@ class AsyncCallsQueue:
     def _at_work(self) -> Worker:
         if self._worker is None:
             if self.persistent:
-                from megackpt.async_save.processes import ProcessWorker
+                from megackpt.async_save.process_worker import ProcessWorker
 
                 self._worker = ProcessWorker()
             else:

@@ -20,9 +20,8 @@ from megackpt.converter.cells import (
     split_tasks,
     task_count,
 )
-from megackpt.converter.crew import run_tasks
 from megackpt.converter.journal import JOURNAL, Journal, TaskResult
-from megackpt.converter.working import Assignment, Bench
+from megackpt.converter.workers import OpenContext, WorkerContext, run_tasks
 from megackpt.errors import BackendError, CorruptCheckpoint, RankLost, StorageError
 from megackpt.planning.manifest import TensorEntry, TensorParts
 from megackpt.planning.save_plan import SavePolicy
@@ -227,12 +226,14 @@ class Conversion:
         how = options.verify, self.casts
         if workers > 1:
             source = self.source, opened.manifest.save_id, reader
-            assignment = Assignment(*source, place.path, self.backend, *how)
-            run_tasks(assignment, workers, tasks, journal.add, report)
+            open_context = OpenContext(*source, place.path, self.backend, *how)
+            run_tasks(open_context, workers, tasks, journal.add, report)
             return
-        bench = Bench(opened.storage, reader, place.storage, self.backend, *how)
+        context = WorkerContext(
+            opened.storage, reader, place.storage, self.backend, *how
+        )
         for task in tasks:
-            journal.add(bench.perform(task, report))
+            journal.add(context.perform(task, report))
 
     def _tasks(self, numbers: Sequence[int]) -> Iterator[ConversionTask]:
         for number in numbers:

@@ -12,7 +12,7 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.converter.journal import JOURNAL, Journal
-from megackpt.converter.working import Bench
+from megackpt.converter.workers import WorkerContext
 from megackpt.storage import LocalStorage, digest
 
 pytestmark = pytest.mark.usefixtures("small_tasks")
@@ -36,15 +36,15 @@ def interrupted(
 ) -> dict[str, Any]:
     """A conversion that ends after its first part; what the journal says of that part."""
     parts = iter(range(1))
-    real = Bench.perform
+    real = WorkerContext.perform
 
-    def perform(self: Bench, *task: Any) -> Any:
+    def perform(self: WorkerContext, *task: Any) -> Any:
         if next(parts, None) is None:
             raise Stop
         return real(self, *task)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Bench, "perform", perform)
+        patch.setattr(WorkerContext, "perform", perform)
         with pytest.raises(Stop):
             megackpt.convert(folder / "source", folder / "target", to, workers=1)
     (line,) = (folder / "target" / JOURNAL).read_bytes().splitlines()

@@ -25,8 +25,8 @@ SCRIPT = """
 import importlib, os, sys
 import megackpt.converter
 from megackpt.checkpoint import open_checkpoint
-from megackpt.converter.crew import _Worker
-from megackpt.converter.working import Assignment
+from megackpt.async_save.worker_process import WorkerProcess
+from megackpt.converter.workers import OpenContext
 from megackpt.strategies import resolve
 
 def taken(pid):
@@ -36,11 +36,13 @@ def taken(pid):
 source, target, to, cap, cast = sys.argv[1:]
 opened, writer = open_checkpoint(source), resolve(to).make_backend()
 importlib.import_module("torch")
-about = Assignment(source, opened.manifest.save_id, opened.backend, "/tmp", writer, True, bool(cast))
-worker = _Worker(about)
-worker.recv()
+open_context = OpenContext(source, opened.manifest.save_id, opened.backend, "/tmp", writer, True, bool(cast))
+worker = WorkerProcess()
+worker.send(open_context)
+while isinstance(worker.receive(), int):
+    pass
 idle = taken(worker.process.pid)
-worker.stop()
+worker.end()
 print(taken(os.getpid()), idle, flush=True)
 sys.stdin.readline()
 megackpt.convert(source, target, to, workers=2, max_memory=int(cap), cast=cast or None)

@@ -80,9 +80,9 @@ def test_a_death_at_any_step(
     monkeypatch.setattr(os, "fsync", lambda _: None)
     target, held = tmp_path / "run" / "target", {}
     performed: list[int] = []
-    perform = conversion.Bench.perform
+    perform = conversion.WorkerContext.perform
     monkeypatch.setattr(
-        conversion.Bench,
+        conversion.WorkerContext,
         "perform",
         lambda self, task, moved: performed.append(1) or perform(self, task, moved),
     )
@@ -129,7 +129,7 @@ def test_a_run_goes_on_after_each_task(tmp_path, source, files, monkeypatch) -> 
     target = tmp_path / "target"
     megackpt.convert(source, tmp_path / "whole", "torch_dist")
     performed: list[int] = []
-    perform = conversion.Bench.perform
+    perform = conversion.WorkerContext.perform
 
     def one_and_no_more(self, task, moved):
         if performed:
@@ -137,7 +137,7 @@ def test_a_run_goes_on_after_each_task(tmp_path, source, files, monkeypatch) -> 
         performed.append(task.number)
         return perform(self, task, moved)
 
-    monkeypatch.setattr(conversion.Bench, "perform", one_and_no_more)
+    monkeypatch.setattr(conversion.WorkerContext, "perform", one_and_no_more)
     finished: list[int] = []
     while True:
         try:
@@ -160,7 +160,7 @@ def test_a_run_goes_on_after_each_task(tmp_path, source, files, monkeypatch) -> 
 def cut_off(tmp_path, source, monkeypatch) -> Path:
     """A target of which three tasks are done."""
     count = [0]
-    perform = conversion.Bench.perform
+    perform = conversion.WorkerContext.perform
 
     def thrice(self, task, moved):
         count[0] += 1
@@ -169,7 +169,7 @@ def cut_off(tmp_path, source, monkeypatch) -> Path:
         return perform(self, task, moved)
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion.Bench, "perform", thrice)
+        patch.setattr(conversion.WorkerContext, "perform", thrice)
         with pytest.raises(KeyboardInterrupt):
             megackpt.convert(source, tmp_path / "target", "torch_dist")
     return tmp_path / "target"

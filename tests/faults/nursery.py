@@ -313,7 +313,7 @@ def main() -> None:
     import torch.distributed  # noqa: F401
     import watching  # noqa: F401
 
-    import megackpt.async_save.processes
+    import megackpt.async_save.process_worker
     import megackpt.backends.safetensors
     import megackpt.backends.torch_dist
     import megackpt.backends.torch_file
