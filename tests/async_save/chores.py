@@ -46,7 +46,9 @@ class Wait:
 
     def __call__(self, advance: Advance) -> int:
         advance(1000)
-        (self.folder / "begun").write_text(str(os.getpid()))
+        written = self.folder / "begun.tmp"
+        written.write_text(str(os.getpid()))
+        written.rename(self.folder / "begun")  # it may be killed at any point
         while not (self.folder / "go").exists():
             time.sleep(0.005)
             if not self.deaf:
