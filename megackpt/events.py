@@ -76,7 +76,7 @@ class Operation:
 
 @dataclass(eq=False)
 class Stage:
-    """A running stage. Any thread may read it; ``advance`` is called by the threads that move data."""
+    """A running stage. Any thread may read it; threads that move data call ``advance``."""
 
     name: str
     operation: Operation
@@ -96,7 +96,7 @@ class Stage:
 
 
 class Observer:
-    """Base class of what is called at the start and the end of stages, on the thread that works.
+    """Base class of callbacks at the start and the end of stages, on the thread that works.
 
     An exception that an observer raises is logged once per observer and changes nothing else.
     """

@@ -114,7 +114,7 @@ class _Bars(events.Observer):
                 events.remove_observer(self)
 
     def close(self) -> None:
-        """Draw no new operations. Asynchronous saves that are still running are drawn to their end."""
+        """Draw no new operations. Running asynchronous saves are drawn to their end."""
         with self._lock:
             self._closed = True
             if not self._running:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start from zero if an earlier run was interrupted",
     )
     group = parser.add_argument_group(
-        "what is carried (patterns: *, ? and [...], as in the shell; repeatable)"
+        "selection (patterns: *, ? and [...], as in the shell; repeatable)"
     )
     add = group.add_argument
     patterns: dict[str, Any] = {"action": "append", "default": []}

@@ -137,9 +137,9 @@ def _write_shard_map(opened: Opened, title: str, file: str) -> None:
 
 
 def _blocks(data: Mapping[str, Any], has_layout: bool, folds: bool) -> Iterator[Block]:
-    author = f"save {data['save_id']}" if data["save_id"] else "written by others"
-    digests = "with digests" if data["digests"] else "without digests"
-    header = f": {data['format']} version {data['version']}, {author}, {digests}"
+    header = f": {data['format']} version {data['version']}, "
+    header += f"save {data['save_id']}, " if data["save_id"] else "written by others, "
+    header += "with digests" if data["digests"] else "without digests"
     yield Cell(data["location"], "bold"), header
     if has_layout:
         for entry in data.get("entries", ()):
@@ -184,11 +184,10 @@ def _row(label: str, entry: Entry) -> Line:
 
 
 def _layout_blocks(entry: Entry) -> Iterator[Block]:
-    _, dtype, shape, _, size = _row(entry["key"], entry)
-    chunks = counted(entry["chunks"], "chunk")
+    shape = format_shape(entry["shape"])
+    size = f"{counted(entry['chunks'], 'chunk')}, {format_size(entry['bytes'])}"
     yield ()
-    text = ", ".join([dtype[0], str(shape), chunks, size[0]])
-    yield Cell(entry["key"], "bold"), f": {text}"
+    yield Cell(entry["key"], "bold"), f": {entry['dtype']}, {shape}, {size}"
     rows: list[Line] = []
     for chunk in entry["layout"]:
         digest, *others = chunk["digests"] or ["-"]

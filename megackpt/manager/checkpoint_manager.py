@@ -377,7 +377,7 @@ class CheckpointManager:
 
     def _retention_position(self) -> tuple[int, set[int]]:
         """The step of the run, and the steps that were started since. Called by any thread."""
-        # Read first: it then includes what is committed between the two lines.
+        # Read first: it then includes a commit between the two lines.
         later = self._later_saves.copy()
         number, step = self._position
         return step, {s for s, n in later.items() if n > number}
@@ -428,7 +428,7 @@ class CheckpointManager:
             raise error
         path = self._retention.path(step.name)
         is_damaged = isinstance(error, CorruptCheckpoint)
-        # What is missing on this rank, but not on rank 0, is not visible here; that is no damage.
+        # A step that rank 0 sees, but this rank does not, is not damaged.
         if not is_damaged and not self._on_coordinator(partial(find_damage, path)):
             raise error
         if StrictHandling.requires_returning_mismatch_keys(_strictness(options)):

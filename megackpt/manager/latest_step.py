@@ -1,4 +1,4 @@
-"""Finds the step from which a run continues: the newest that is complete and undamaged. On rank 0."""
+"""Finds the newest complete and undamaged step, from which a run continues. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def find_latest(
     """The newest good step.
 
     Args:
-        damage: what was found wrong with a step before; such a step is skipped.
+        damage: returns the damage that an earlier check has found; such a step is skipped.
         reads_all: check all data, instead of sizes.
     """
     for _ in range(ATTEMPTS - 1):

@@ -34,7 +34,7 @@ MAX_REGIONS = 64
 MAX_LOCATED = 1000
 """Tensors for which they are listed."""
 MAX_AXES = 10
-"""Axes of a tensor whose coverage is checked: the cost doubles with each, and files are untrusted."""
+"""Axes of a tensor whose coverage is checked; the cost doubles with each."""
 OUTSIDE = -1
 """The count of a region that is out of bounds."""
 
@@ -88,7 +88,7 @@ def declarations_data(declared: Declarations, balance: bool) -> Data:
     texts = {problem.key: problem.text for problem in uncovered(declared, shards)}
     keys = [entry.key for entry in declared.tensors]
     suspects = [number for number, key in enumerate(keys) if key in texts]
-    # A key that is declared in several ways is several tensors, none of which has all boxes.
+    # A key that is declared in several ways is several tensors, each without some boxes.
     times = Counter(keys)
     order = _sorted_by_box(declared.tensor[first], declared.boxes.take(first))
     groups = [shards.rows(group) for group in order.tolist()]
