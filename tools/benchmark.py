@@ -1,4 +1,4 @@
-"""Where we stand: megackpt beside its peers and the plain-I/O limit, on the same bytes, in one run.
+"""Compare megackpt with its peers and the plain-I/O limit, on the same bytes, in one run.
 
     python tools/benchmark.py [--quick] [--gib 1] [--rounds 3] [--dir DIR] [--only P1,P5] [--formats torch_dist zarr]
                               [--peers "torch DCP" Megatron ...] [--markdown] [--json FILE]
@@ -202,7 +202,7 @@ def alone(
     peers: list[str],
     only: frozenset[str],
 ) -> None:
-    """The races of one process, and what one process can tell."""
+    """The races of one process, and the figures of scale."""
     with Team("alone", 1, root) as lone:
         size = options.gib / 4
         lonely = [name for name in peers if name in ALONE]

@@ -1,6 +1,6 @@
-"""The demo: a training job dies and goes on at three other parallelisms. `make demo` runs it.
+"""The demo: a training job dies and resumes at three other parallelisms. `make demo` runs it.
 
-Everything happens in real processes of tools/train_gpt.py. What is promised is checked: the first promise
+Everything happens in real processes of tools/train_gpt.py. Each promise is checked: the first promise
 that does not hold ends the demo with exit status 1. Checkpoints, logs and the picture stay in .demo.
 """
 
@@ -93,7 +93,7 @@ class Leg:
 
     @property
     def resaved(self) -> Path:
-        """Where the leg saves, before its first step, what it has loaded."""
+        """Where the leg saves its loaded state, before its first step."""
         return OUT / "resaved" / self.slug
 
     @contextmanager
@@ -126,14 +126,14 @@ class Leg:
 
     def train(self, *options: str | Path) -> None:
         """From start to end."""
-        begun = time.monotonic()
+        started = time.monotonic()
         with self.running(*options) as process:
             promise(process.wait(PATIENCE) == 0, f"the trainer failed:\n{self.tail()}")
         curve = self.curve()
         first, last = min(curve), max(curve)
         say(
             f"Steps {first} to {last}: loss {curve[first]:.3f} -> {curve[last]:.3f} "
-            f"({time.monotonic() - begun:.0f} s, with starting the processes)."
+            f"({time.monotonic() - started:.0f} s, with starting the processes)."
         )
 
     def tail(self) -> str:
@@ -160,7 +160,7 @@ ALONE = Leg("resumed on 1 process", tp=1, pp=1, dp=1)
 LEGS = (KILLED, PIPELINE, TENSOR, ALONE)
 
 
-# ------------------------------------------------------------------------------------- what is promised
+# ------------------------------------------------------------------------------------- the promises
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
@@ -220,14 +220,14 @@ def check_curve(leg: Leg, reference: Curve) -> None:
     promise(away[worst] <= TOLERANCE, f"{leg} left the curve at step {worst}")
 
 
-# ------------------------------------------------------------------------------------------- the story
+# ------------------------------------------------------------------------------------------- the acts
 
 
 def uninterrupted() -> None:
     say(
         f"For comparison: {STEPS} steps of a small GPT on the source of Python's own library, on "
         "4 processes. Each holds half of every matrix (TP2), sees half of every batch and has half of Adam's "
-        "state (DP2). Nobody disturbs it."
+        "state (DP2). It is not interrupted."
     )
     REFERENCE.train(
         "--dir", OUT / "reference", "--steps", str(STEPS), "--save-every", "1000"
@@ -264,7 +264,7 @@ def killed() -> None:
 
 def pipeline() -> None:
     say(
-        "Now there are only 2 processes. The run goes on from its newest checkpoint as a pipeline of two "
+        "Now there are only 2 processes. The run resumes from its newest checkpoint as a pipeline of two "
         "stages (PP2): each process holds two of the four layers, whole, and every batch passes both."
     )
     options = ("--dir", RUN, "--steps", str(HANDED_ON), "--save-every", str(SAVE_EVERY))
@@ -323,7 +323,7 @@ def curves() -> None:
 
 def stock_dcp() -> None:
     say(
-        "PyTorch's own torch.distributed.checkpoint, which knows nothing of megackpt, opens it as it stands."
+        "PyTorch's own torch.distributed.checkpoint, which knows nothing of megackpt, opens it unchanged."
     )
     source = checkpoint(HANDED_ON)
     stored = FileSystemReader(source).read_metadata().state_dict_metadata
@@ -336,24 +336,24 @@ def stock_dcp() -> None:
         warnings.simplefilter("ignore")  # it says that there is one process only
         dcp_load(tensors, checkpoint_id=source, no_dist=True)
     ours = megackpt.load_plain_tensors(source)
-    check_equal(tensors, ours, f"what it reads from {source.relative_to(OUT)}")
+    check_equal(tensors, ours, f"the tensors of {source.relative_to(OUT)}")
 
 
 def looked_at() -> None:
-    say("What is in it, and whether every byte is what was written:")
+    say("Its contents, and a check of every byte:")
     for command in ("show", "verify"):
         print(f"\n$ megackpt {command} {checkpoint(HANDED_ON)}", flush=True)
         arguments = [sys.executable, "-m", "megackpt", command, checkpoint(HANDED_ON)]
         subprocess.run(arguments, check=True, cwd=HERE.parent)
 
 
-STORY: Sequence[tuple[str, Callable[[], None]]] = (
-    ("A run that nobody interrupts", uninterrupted),
+ACTS: Sequence[tuple[str, Callable[[], None]]] = (
+    ("A run without interruption", uninterrupted),
     ("A run that dies", killed),
-    ("It goes on as a pipeline", pipeline),
+    ("It resumes as a pipeline", pipeline),
     ("Its checkpoint becomes zarr", converted),
-    ("It goes on, tensor-parallel", tensor_parallel),
-    ("It goes on alone", alone),
+    ("It resumes, tensor-parallel", tensor_parallel),
+    ("It resumes on one process", alone),
     ("As if nothing had happened", curves),
     ("Open to others", stock_dcp),
     ("Looked at", looked_at),
@@ -477,9 +477,9 @@ def svg_plot(reference: Curve, legs: Sequence[Leg]) -> str:
 def main() -> int:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
-    begun = time.monotonic()
-    for number, (title, act) in enumerate(STORY, 1):
-        print(f"\n{number}/{len(STORY)} {title}", flush=True)
+    started = time.monotonic()
+    for number, (title, act) in enumerate(ACTS, 1):
+        print(f"\n{number}/{len(ACTS)} {title}", flush=True)
         try:
             act()
         except (
@@ -490,7 +490,7 @@ def main() -> int:
             print(f"\nFAILED in step {number}, {title!r}: {error}", flush=True)
             return 1
     print(
-        f"\nAll promises kept, in {time.monotonic() - begun:.0f} s. The picture: {OUT / 'loss.svg'}"
+        f"\nAll promises kept, in {time.monotonic() - started:.0f} s. The picture: {OUT / 'loss.svg'}"
     )
     return 0
 

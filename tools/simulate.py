@@ -1,4 +1,4 @@
-"""Plan a save and a load of a GPT at any parallelism in one process, and say what they cost.
+"""Plan a save and a load of a GPT at any parallelism in one process, and print their cost.
 
     python tools/simulate.py --tp 8 --pp 16 --dp 128 [--ep 1] [--format torch_dist --format zarr]
                              [--layers 32 --hidden 4096 --ffn 14336 --heads 32 --groups 8 --vocabulary 128256]
@@ -16,11 +16,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from simulation.course import MOST_RANKS, Load, Save, simulate_load, simulate_save
+from simulation.charts import plot
 from simulation.model import Model
 from simulation.parallelism import Parallelism
-from simulation.plotting import plot
-from simulation.telling import answer
+from simulation.report import answer
+from simulation.simulator import MOST_RANKS, Load, Save, simulate_load, simulate_save
 
 from megackpt.cli.output import print_answer
 from megackpt.errors import CheckpointingException

@@ -1,4 +1,4 @@
-"""Train and save on a few ranks, and draw what each did when: where training stood still, and what went on beside it.
+"""Train and save on a few ranks, and draw what each did when: where training was blocked, and the background work.
 
     python tools/timeline.py [--plot docs/async-timeline.png] [--ranks 2] [--mib 512] [--steps 22] [--every 11]
                              [--way sync --way threads --way process] [--dir FOLDER] [--spans FILE]
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from simulation.plotting import pyplot_for
+from simulation.charts import pyplot_for
 
 import megackpt
 from megackpt import AsyncCallsQueue, Event, ShardedTensor
@@ -157,14 +157,14 @@ def train(options: argparse.Namespace) -> None:
     trainer.step()  # the first one is slow
     trainer.spans.clear()
     trainer.run(*options.way)
-    told = [asdict(span) for span in trainer.spans]
-    (Path(options.dir) / f"spans_{trainer.rank}.json").write_text(json.dumps(told))
+    spans = [asdict(span) for span in trainer.spans]
+    (Path(options.dir) / f"spans_{trainer.rank}.json").write_text(json.dumps(spans))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(options: argparse.Namespace) -> list[Span]:
-    """Start ranks for each way, wait for them, and read what they noted."""
+    """Start ranks for each way, wait for them, and read their notes."""
     numbers = [
         f"--{name}={getattr(options, name)}"
         for name in ("ranks", "mib", "steps", "every")
@@ -197,12 +197,12 @@ def measure(options: argparse.Namespace) -> list[Span]:
                 Path(folder) / f"spans_{rank}.json" for rank in range(options.ranks)
             ]
             spans += [
-                Span(**told) for file in files for told in json.loads(file.read_text())
+                Span(**span) for file in files for span in json.loads(file.read_text())
             ]
     return spans
 
 
-def told(spans: Sequence[Span], way: str) -> str:
+def report(spans: Sequence[Span], way: str) -> str:
     """One line: how long training stood still for each save, and the steps with and without one beside them."""
     spans = [span for span in spans if span.way == way]
     writes = [s for s in spans if s.what == "write"]
@@ -238,11 +238,11 @@ def headline(spans: Sequence[Span], way: str) -> str:
 def stood_still(spans: Sequence[Span], rank: int) -> list[float]:
     mine = [span for span in spans if span.rank == rank]
     calls = [span for span in mine if span.what == STILL]
-    begun = [span.start for span in mine if span.what == "declare"]
-    ends = [*begun[1:], float("inf")]
+    starts = [span.start for span in mine if span.what == "declare"]
+    ends = [*starts[1:], float("inf")]
     return [
         sum(_length(call) for call in calls if start < call.end <= end)
-        for start, end in zip(begun, ends, strict=True)
+        for start, end in zip(starts, ends, strict=True)
     ]
 
 
@@ -255,7 +255,7 @@ def _meet(one: Span, other: Span) -> bool:
 
 
 def draw(pyplot: Any, spans: Sequence[Span], ways: Sequence[str], file: Path) -> None:
-    """One panel for each way; in it, for each rank, the trainer's lane and the lane of what goes on beside it."""
+    """One panel for each way; in it, for each rank, the trainer's lane and the lane of its background work."""
     ranks = 1 + max(span.rank for span in spans)
     lanes = sum(ranks * (1 if way == "sync" else 2) for way in ways)
     figure, panels = pyplot.subplots(
@@ -319,7 +319,7 @@ def asked(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--plot", type=Path, metavar="FILE", help="draw to this .png (needs matplotlib)"
     )
     parser.add_argument(
-        "--spans", type=Path, metavar="FILE", help="write what was measured, as JSON"
+        "--spans", type=Path, metavar="FILE", help="write the measured spans, as JSON"
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
@@ -356,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     for way in options.way:
-        print(told(spans, way))
+        print(report(spans, way))
     if options.spans:
         options.spans.write_text(json.dumps([asdict(span) for span in spans], indent=1))
     if pyplot:

@@ -5,7 +5,7 @@
 
 In order: `Grid`, my place among the ranks; the model, whose parts say in `sharded_state_dict` which piece of
 which whole tensor they hold; `Trainer`: one step, and the whole state of a run as one dictionary, the same to
-save and to load. Nothing in it depends on the number of ranks, so a run goes on at any parallelism.
+save and to load. Nothing in it depends on the number of ranks, so a run resumes at any parallelism.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megackpt.adapters.optimizer import (
 )
 from megackpt.manager import CheckpointManager
 
-Group = dist.ProcessGroup | None  # None: nobody but me
+Group = dist.ProcessGroup | None  # None: this rank alone
 Offsets = tuple[
     tuple[int, int, int], ...
 ]  # (axis, number of my piece, number of pieces)
@@ -78,7 +78,7 @@ class Grid(ParallelLayout):
         return self.pp_rank == self.pp_size - 1
 
     def stage(self, further: int) -> int:
-        """The rank that stands where I stand, ``further`` stages on."""
+        """The rank with my place in the stage ``further`` stages on."""
         return self.rank + further * self.tp_size * self.dp_size
 
     def cut(self, whole: Tensor, axis: int) -> nn.Parameter:
@@ -158,7 +158,7 @@ def draw(name: str, *shape: int, std: float = 0.02) -> Tensor:
 def declare_swiglu(
     key: str, x: Tensor, grid: Grid, offsets: Offsets
 ) -> ShardedTensorFactory:
-    """x is my rows of W over my rows of V; in the checkpoint stand all rows of W over all rows of V.
+    """x is my rows of W over my rows of V; the checkpoint has all rows of W over all rows of V.
 
     So x is two pieces of one tensor, far apart, which a factory parts and joins; those of its moments, too.
     """
@@ -233,7 +233,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """My pipeline stage: some consecutive layers, and what stands at either end of the model.
+    """My pipeline stage: some consecutive layers, and the ends of the model.
 
     The embedding is cut by vocabulary, and tied: the first and the last stage, where these are two, have a copy each.
     """
@@ -275,7 +275,7 @@ class Stage(nn.Module):
         return self.loss(self.norm(x), tokens[:, 1:]) if self.grid.last else x
 
     def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each token stands in my part of the vocabulary, and whether it is there at all."""
+        """The index of each token in my part of the vocabulary, and whether it has one."""
         rows = len(self.embedding)
         local = tokens - self.grid.tp_rank * rows
         return local.clamp(0, rows - 1), (local >= 0) & (local < rows)
@@ -404,9 +404,9 @@ class Trainer:
                 p.grad = all_reduce(p.grad, self.grid.tied_group)
 
     def state(self) -> State:
-        """The whole run, for saving and for loading. What is no piece of something is common to all ranks."""
+        """The whole run, for saving and for loading. Values that are not sharded are common to all ranks."""
         model, optimizer = self.stage.sharded_state_dict(), self.optimizer.state_dict()
-        # Adam numbers its parameters, on each stage from 0: what it keeps of each gets that parameter's name.
+        # Adam numbers its parameters, on each stage from 0: its state of each gets that parameter's name.
         names = get_param_id_to_sharded_param_map(model, self.stage.parameters())
         optim_state_to_sharding_state(
             optimizer, names, flat_ranges=self.optimizer.ranges
@@ -426,7 +426,7 @@ class Trainer:
         }
 
     def restore(self, state: State) -> None:
-        """Go on from what was loaded, whatever the format and the parallelism that it was written at."""
+        """Resume from the loaded state, of any format and parallelism."""
         self.step, self.position = state["step"], state["position"]
         self.stage.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -477,7 +477,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--dir", type=Path, required=True, help="the run; is there one, it goes on"
+        "--dir", type=Path, required=True, help="the run; an existing one is resumed"
     )
     parser.add_argument("--steps", type=int, default=100, help="train until this step")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
@@ -500,7 +500,7 @@ def parse() -> argparse.Namespace:
         help="a checkpoint to start from, instead of the run's newest",
     )
     parser.add_argument(
-        "--resave", type=Path, help="save there, before the first step, what was loaded"
+        "--resave", type=Path, help="save the loaded state there, before the first step"
     )
     parser.add_argument(
         "--losses",

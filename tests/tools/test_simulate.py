@@ -29,7 +29,7 @@ from megackpt.testing import ThreadedGroup
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
-from simulation import course  # noqa: E402 - beside the tool, as it finds them itself
+from simulation import simulator  # noqa: E402 - next to the tool, which finds them so
 from simulation.model import Model  # noqa: E402
 from simulation.parallelism import Parallelism  # noqa: E402
 
@@ -170,7 +170,7 @@ def test_a_simulated_save_and_load_are_the_real_ones(
     logs = really_saved(model.declared(job), tmp_path / "real", to)
     real = open_checkpoint(tmp_path / "real").manifest
     common = real.chunks_of("common_state")[0].location.length
-    foretold = course.simulate_save(model, job, backend_named(to), common)
+    foretold = simulator.simulate_save(model, job, backend_named(to), common)
     assert places(foretold.manifest) == places(real)
     written = np.bincount(real.chunks.writer, real.chunks.length, job.ranks)
     assert foretold.written.tolist() == written.tolist()
@@ -184,7 +184,7 @@ def test_a_simulated_save_and_load_are_the_real_ones(
         if p.is_file()
     }
     assert stored == {*real.files, *foretold.small, "megackpt.index"}
-    assert logs == [list(course.SAVE_COLLECTIVES)] * job.ranks
+    assert logs == [list(simulator.SAVE_COLLECTIVES)] * job.ranks
     if target is not None:
         check_load(model, target, foretold, tmp_path / "real", reads)
 
@@ -192,11 +192,11 @@ def test_a_simulated_save_and_load_are_the_real_ones(
 def check_load(
     model: Model,
     job: Parallelism,
-    save: course.Save,
+    save: simulator.Save,
     folder: Path,
     reads: dict[str, list[int]],
 ) -> None:
-    foretold = course.simulate_load(model, job, save)
+    foretold = simulator.simulate_load(model, job, save)
     parts = model.declared(job)
     reads.clear()
 
@@ -208,7 +208,7 @@ def check_load(
 
     assert (
         ThreadedGroup.run(job.ranks, load)
-        == [list(course.LOAD_COLLECTIVES)] * job.ranks
+        == [list(simulator.LOAD_COLLECTIVES)] * job.ranks
     )
     data = {
         name: sizes
@@ -220,7 +220,7 @@ def check_load(
 
 
 def test_what_ranks_send_is_what_is_counted() -> None:
-    save = course.simulate_save(
+    save = simulator.simulate_save(
         DENSE.padded(2), Parallelism(2, 1, 2), backend_named("torch_dist")
     )
     parts = DENSE.padded(2).declared(Parallelism(2, 1, 2))
@@ -297,14 +297,14 @@ def test_formats_whose_layout_depends_on_the_data_are_refused(backend: Backend) 
         CheckpointingException,
         match=f"cannot simulate a save as {backend.properties.name}",
     ):
-        course.simulate_save(DENSE.padded(2), Parallelism(2, 1, 1), backend)
+        simulator.simulate_save(DENSE.padded(2), Parallelism(2, 1, 1), backend)
 
 
 def test_many_ranks_in_seconds_of_memory_that_columns_take() -> None:
     model = Model(
         layers=8, hidden=1024, ffn=4096, heads=16, groups=8, vocabulary=32_000
     ).padded(8)
-    save = course.simulate_save(
+    save = simulator.simulate_save(
         model, Parallelism(8, 4, 64), backend_named("torch_dist")
     )
     assert save.job.ranks == 2048

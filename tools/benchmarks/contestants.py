@@ -1,4 +1,4 @@
-"""Who saves and loads: megackpt in each of its formats, and stock torch DCP. Others stand in peers.py."""
+"""The contestants: megackpt in each of its formats, and stock torch DCP. Others are in peers.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Contestant(ABC):
     def load(
         self, declared: Any, folder: Path, verify: bool
     ) -> Mapping[str, torch.Tensor] | None:
-        """Into the tensors of the state. What it returns by key is what it loaded instead of these."""
+        """Into the tensors of the state. Returns, by key, tensors that it loaded instead of these."""
 
     wears_out = False
 
@@ -86,7 +86,7 @@ class Megackpt(Contestant):
 
 
 class _Slice(torch.Tensor):
-    """For DCP: a tensor of which this rank wants one region that no DTensor can describe."""
+    """For DCP: one region of a tensor, which no DTensor can describe."""
 
     piece: Piece
 

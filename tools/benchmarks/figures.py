@@ -38,7 +38,7 @@ class Course:
         parts = min(2, self.arena.ranks)
         if self.asks("P1"):
             self.arena.hold(spec, parts)
-            row = begun(self.section, "P1", "save / limit", "<= 1.25")
+            row = start_row(self.section, "P1", "save / limit", "<= 1.25")
             fill(row, self.arena.race("save", spec, entries(self.everybody)))
         if not self.asks("P2", "P3", "P4"):
             return self.arena.forget(spec)
@@ -61,7 +61,7 @@ class Course:
             (False, "unverified", reach[0]),
             (True, "verified", reach[1]),
         ):
-            row = begun(self.section, figure, f"{what}, {how} / limit", goal)
+            row = start_row(self.section, figure, f"{what}, {how} / limit", goal)
             fill(
                 row, {entry: t for entry, t in times.items() if entry.verify is verify}
             )
@@ -74,7 +74,7 @@ class Course:
             (False, "unverified", "<= 1.05"),
             (True, "verified", "printed"),
         ):
-            row = begun(
+            row = start_row(
                 self.section, "P4", f"bytes read / needed, a 1/8 slice, {how}", goal
             )
             for entry in entries(
@@ -90,7 +90,7 @@ class Course:
         count, everybody = len(spec.rows), [*formats, *peers]
         if self.asks("P5"):
             self.arena.hold(spec, parts)
-            row = begun(
+            row = start_row(
                 self.section,
                 "P5",
                 f"save of {count:,} tensors of 4 to 64 KiB / limit",
@@ -111,7 +111,7 @@ class Course:
                     entry: t for entry, t in times.items() if entry.verify is verify
                 }
                 fill(
-                    begun(
+                    start_row(
                         self.section,
                         "P6",
                         f"load of {count:,} tensors, {how} / limit",
@@ -119,7 +119,7 @@ class Course:
                     ),
                     mine,
                 )
-                row = begun(
+                row = start_row(
                     self.section,
                     "P6",
                     f"load of {count:,} tensors, {how}: CPU a tensor and rank",
@@ -138,13 +138,13 @@ class Course:
             return
         self.arena.hold(spec, min(2, self.arena.ranks))
         share = spec.nbytes // self.arena.ranks
-        blocked = begun(
+        blocked = start_row(
             self.section,
             "P7",
             "async save: training blocked / one copy of the bytes",
             "<= 1.3",
         )
-        extra = begun(
+        extra = start_row(
             self.section,
             "P14",
             f"extra memory of an async save, {share / 2**20:.0f} MiB a rank",
@@ -160,13 +160,13 @@ class Course:
             extra.values[name] = Value.of([max(peaks.extra.values()) / 2**20])
         waits: dict[str, list[float]] = {name: [] for name in trainers}
         for on_device, how in ((True, "on a device"), (False, "on these cores")):
-            slower = begun(
+            slower = start_row(
                 self.section,
                 "P8",
                 f"async save: steps meanwhile / alone, {how}",
                 "<= 1.15",
             )
-            lost = begun(
+            lost = start_row(
                 self.section, "P8", f"async save: all time lost / one copy, {how}", ""
             )
             found: dict[str, list[tuple[float, float]]] = {
@@ -201,7 +201,7 @@ class Course:
         for strided, how in ((False, "contiguous"), (True, "strided")):
             self.arena.hold(spec, parts, strided)
             held = max(spec.nbytes / parts, 1) / 2**20
-            row = begun(
+            row = start_row(
                 self.section,
                 "P14",
                 f"extra memory of a save, {how} tensors, {held:.0f} MiB a rank",
@@ -215,8 +215,8 @@ class Course:
             self.arena.forget(spec)
 
 
-def begun(section: Section, *words: str) -> Row:
-    """A new row, and a word to whoever waits."""
+def start_row(section: Section, *words: str) -> Row:
+    """Add a row, and print its name as progress."""
     print(
         f"{time.strftime('%H:%M:%S')} {' '.join(words[:2])}",
         file=sys.stderr,
@@ -251,10 +251,10 @@ class Desk:
             return
         for copies in (1, 2, 8):
             shards = f"{ranks:,} ranks x 64 shards, DP {copies}"
-            plan = begun(
+            plan = start_row(
                 self.section, "P9", f"plan, CPU a shard, {shards}", "<= 0.5", "us"
             )
-            emit = begun(
+            emit = start_row(
                 self.section,
                 "P9",
                 f"emit .metadata, CPU a shard, {shards}",
@@ -277,10 +277,10 @@ class Desk:
         if "P10" not in self.only:
             return
         taken = self._told("index", str(folder), ranks, self.rounds)
-        size = begun(
+        size = start_row(
             self.section, "P10", "index, bytes a shard, without digests", "<= 32", "B"
         )
-        open_ = begun(
+        open_ = start_row(
             self.section, "P10", f"opening {ranks * 64:,} shards", "<= 0.1", "s"
         )
         for row, figure in ((size, "bytes"), (open_, "open")):
@@ -291,7 +291,9 @@ class Desk:
     def digests(self, folder: Path, nbytes: int) -> None:
         if "P13" not in self.only:
             return
-        row = begun(self.section, "P13", "digests in the write pass / memcpy", "<= 0.6")
+        row = start_row(
+            self.section, "P13", "digests in the write pass / memcpy", "<= 0.6"
+        )
         value = Value.of(self._told("digests", str(folder), nbytes, self.rounds))
         row.values.update(
             (name, value) for name in self.formats if name == "torch_dist"

@@ -20,16 +20,16 @@ Batch = list[memoryview]
 def batches(pieces: Sequence[Piece], size: int) -> list[Batch]:
     """The bytes of all pieces in order, in lists that one system call takes."""
     done: list[Batch] = [[]]
-    room = size
+    free = size
     for piece in pieces:
         octets = piece.data.view(torch.uint8).reshape(-1).numpy().data
         while octets:
-            part, octets = octets[:room], octets[room:]
+            part, octets = octets[:free], octets[free:]
             done[-1].append(part)
-            room -= len(part)
-            if not room or len(done[-1]) == VECTORS:
+            free -= len(part)
+            if not free or len(done[-1]) == VECTORS:
                 done.append([])
-                room = size
+                free = size
     return [batch for batch in done if batch]
 
 

@@ -17,7 +17,7 @@ _KCMP_VM = 1
 
 
 class Peaks:
-    """The most that each process took above what it had at first, in bytes."""
+    """The peak of each process above its first value, in bytes."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._idle = {pid: taken(pid) for pid in pids}

@@ -43,12 +43,12 @@ def _megatron() -> Any:
 
 
 class Megatron(Contestant):
-    """megatron-core's torch_dist, on the CPU: what it asks of CUDA is answered by the CPU.
+    """megatron-core's torch_dist, on the CPU: the CPU answers its calls of CUDA.
 
     ``parallel``: with its fully-parallel wrappers over all ranks, and everything cached that it can cache.
     """
 
-    wears_out = True  # a save changes the replica ids of what it is given
+    wears_out = True  # a save changes the replica ids of its arguments
 
     def __init__(self, parallel: bool) -> None:
         self.name = "Megatron FP" if parallel else "Megatron"
@@ -117,7 +117,7 @@ def durable(folder: Path) -> None:
 
 
 class Safetensors(Contestant):
-    """``save_file`` and ``load_file``; what is loaded is copied into the state's tensors."""
+    """``save_file`` and ``load_file``; the loaded tensors are copied into the state's."""
 
     name = "safetensors"
 

@@ -17,7 +17,7 @@ from benchmarks.table import Value
 from benchmarks.training import Trained
 
 FAR = 4.0
-"""Whoever takes so many times the limit in the first round that counts takes part in no further one."""
+"""A contestant that takes so many times the limit in the first measured round leaves the race."""
 
 
 class Entry(NamedTuple):
@@ -57,7 +57,7 @@ class Arena:
 
     def hold(self, spec: Spec | None, parts: int, strided: bool = False) -> None:
         for team in self.places:
-            team.tell("hold", spec, parts, strided)
+            team.send("hold", spec, parts, strided)
         for team in self.places:
             team.answers()
 
@@ -90,7 +90,7 @@ class Arena:
     def train(
         self, spec: Spec, name: str, *, check: bool = False, on_device: bool = False
     ) -> list[Trained]:
-        """Save while training goes on, into a folder that is not there.
+        """Save while training continues, into a new folder.
 
         ``check``: change all tensors as soon as that is allowed, and see whether they were saved as they had been.
         """

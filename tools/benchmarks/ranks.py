@@ -1,7 +1,7 @@
-"""The processes of a benchmark: teams of ranks that do what they are told, one step at a time.
+"""The processes of a benchmark: teams of ranks that run one command at a time.
 
 Contestants that cannot share processes (Megatron changes torch) have teams of their own; a team that has nothing to
-do waits for its next message. If any rank fails or dies, the whole run ends with its story.
+do waits for its next message. If any rank fails or dies, the whole run ends with its traceback.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEP = 300  # seconds after which a step has failed
 
 
 class BenchmarkFailed(Exception):
-    """A rank failed or died, or took too long: which one, and what it said."""
+    """A rank failed or died, or took too long: which one, and its error."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class _Failure:
-    story: str
+    traceback_text: str
 
 
 def contestant(name: str, place: Place) -> Contestant:
@@ -72,7 +72,7 @@ def contestant(name: str, place: Place) -> Contestant:
 
 
 class Rank:
-    """One process of a team. Its public methods are what it can be told to do; all ranks are told alike."""
+    """One process of a team. Its public methods are the commands; all ranks get the same ones."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -140,7 +140,7 @@ class Rank:
             piece.data.zero_()
 
     def wrong(self) -> list[str]:
-        """The keys whose values are not what they should be."""
+        """The keys with wrong values."""
         loaded = self._loaded or {}
         return [p.key for p in self._state if not p.is_filled(loaded.get(p.key))]
 
@@ -190,13 +190,13 @@ def _serve(place: Place, rendezvous: str, pipe: Connection) -> None:
             timeout=timedelta(seconds=STEP),
         )
         rank = Rank(place)
-        while (told := pipe.recv()) is not None:
-            method, arguments = told
+        while (command := pipe.recv()) is not None:
+            method, arguments = command
             pipe.send(getattr(rank, method)(*arguments))
         dist.destroy_process_group()
     except EOFError:
         return
-    except BaseException:  # noqa: BLE001 - it is told, and ends the run
+    except BaseException:  # noqa: BLE001 - it is reported, and ends the run
         pipe.send(_Failure(traceback.format_exc()))
     sys.stdout.flush()
 
@@ -224,11 +224,11 @@ class Team:
         return [process.pid for process in self._ranks if process.pid is not None]
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """What every rank answers, in rank order. BenchmarkFailed with the story of the one that fails."""
-        self.tell(method, *arguments)
+        """The answers of all ranks, in rank order. Raises BenchmarkFailed with the traceback of a rank that fails."""
+        self.send(method, *arguments)
         return self.answers()
 
-    def tell(self, method: str, *arguments: Any) -> None:
+    def send(self, method: str, *arguments: Any) -> None:
         for pipe in self._pipes:
             pipe.send((method, arguments))
 
@@ -256,7 +256,7 @@ class Team:
             ) from None
         if isinstance(answer, _Failure):
             raise BenchmarkFailed(
-                f"team {self.name}: rank {rank} failed\n{answer.story}"
+                f"team {self.name}: rank {rank} failed\n{answer.traceback_text}"
             )
         return answer
 

@@ -1,7 +1,7 @@
-"""What one process can tell: planning and indexes of thousands of ranks (P9, P10), and what digests cost (P13).
+"""The figures that need one process: planning and indexes of thousands of ranks (P9, P10), and what digests cost (P13).
 
 Everything here is CPU time of one thread. P13 takes the write pass as it is, with one file and so one thread, on
-tensors that are in no cache: a save's own ``Backend.write`` into files that keep nothing. What is left of it is the
+tensors that are in no cache: a save's own ``Backend.write`` into files that keep nothing. The rest of it is the
 digests (and the framing, some microseconds a MiB), and that is compared with one copy of the same bytes into memory
 that was touched before.
 """
@@ -179,7 +179,7 @@ class _Lost(FileWriter):
 
 
 def _world(ranks: int, copies: int) -> list[Declarations]:
-    """So many ranks with 64 shards each; a stage is cut over 8 ranks, and the whole stands there ``copies`` times."""
+    """So many ranks with 64 shards each; a stage is cut over 8 ranks, and the whole is repeated ``copies`` times."""
     cut = min(CUT, ranks // copies)
     job = Parallelism(tensor=cut, pipeline=ranks // copies // cut, data=copies)
     meta, places = TensorMeta((ROWS * cut, COLUMNS), "bfloat16"), Places(job)

@@ -1,4 +1,4 @@
-"""What is saved and loaded: tensors whose every element tells its place, so that a load can be checked."""
+"""The states of the benchmarks: each element encodes its position, so that a load can be checked."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Piece:
         self.data.view(torch.int32).copy_(self._pattern())
 
     def is_filled(self, found: torch.Tensor | None = None) -> bool:
-        """Does the piece (or what was found for it) hold what ``fill`` puts there?"""
+        """Whether the piece (or its loaded copy) has the values of ``fill``."""
         return torch.equal(
             (self.data if found is None else found).view(torch.int32), self._pattern()
         )

@@ -1,4 +1,4 @@
-"""The table: figures by contestant, with what is to be reached; as text, as Markdown, as JSON."""
+"""The table: figures by contestant, with the goals; as text, as Markdown, as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Value:
 
 @dataclass
 class Row:
-    """One figure of all contestants. ``reach``: what it should be at the most, in words."""
+    """One figure of all contestants. ``reach``: its upper bound, as text."""
 
     figure: str
     what: str

@@ -30,7 +30,7 @@ FINISHED = Callable[[], bool]
 
 
 class Trainer(ABC):
-    """A library that saves while training goes on."""
+    """A library that saves during training."""
 
     who: Contestant
 
@@ -72,12 +72,12 @@ class Stock(Trainer):
             self._options["async_stager"] = staging.DefaultStager(keep)
 
     def begin(self, declared: Any, folder: Path) -> FINISHED:
-        begun = async_save(declared, checkpoint_id=folder, **self._options)
-        if isinstance(begun, Future):
-            future = begun
-        else:  # its staging goes on as well
-            begun.staging_completion.result()
-            future = begun.upload_completion
+        response = async_save(declared, checkpoint_id=folder, **self._options)
+        if isinstance(response, Future):
+            future = response
+        else:  # its staging is asynchronous too
+            response.staging_completion.result()
+            future = response.upload_completion
         return lambda: _everywhere(future.done()) and future.exception() is None
 
 
@@ -123,7 +123,7 @@ def trainer(name: str, place: Place) -> Trainer:
 
 @dataclass(frozen=True)
 class Trained:
-    """Of one rank, in seconds: how long the save blocked it, what a step takes alone and while a save goes on; and
+    """Of one rank, in seconds: how long the save blocked it, the time of a step alone and during a save; and
     how much longer all took, until the save was complete, than so many steps alone.
     """
 
@@ -167,7 +167,7 @@ class Training:
         change: Callable[[], None] | None,
         on_device: bool,
     ) -> Trained:
-        """Train while a save goes on; ``change`` is called as soon as what it saves may be changed."""
+        """Train during a save; ``change`` is called as soon as the saved state may be changed."""
         idle = sum(self.step(on_device) for _ in range(IDLE_STEPS)) / IDLE_STEPS
         dist.barrier()
         began = time.perf_counter()

@@ -1,1 +1,1 @@
-"""The parts of simulate.py: the model, the save and the load, what is told, and the plot."""
+"""The parts of simulate.py: the model, the save and the load, the report, and the charts."""

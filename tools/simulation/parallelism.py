@@ -47,7 +47,7 @@ class Parallelism:
 class Places:
     """Columns of boxes, and on which ranks each is held: those of one stage, expert group, tensor rank, data rank.
 
-    What is held on several ranks is replicas there; ``ANY`` = on all of them.
+    Tensors that several ranks hold are replicas; ``ANY`` = on all of them.
     """
 
     def __init__(self, job: Parallelism) -> None:
@@ -120,7 +120,7 @@ def _living(columns: Int64, rows: Int64, column: int, place: int) -> Int64:
 
 
 def _by(column: int, columns: Int64, rows: Int64, places: int) -> list[Int64]:
-    """The rows of each of the places that this column tells; once, where these are all alike."""
+    """The rows of each position in this column; once, where these are all alike."""
     place = columns[rows, column]
     everywhere, own = rows[place == ANY], rows[place != ANY]
     if not len(own):
@@ -140,7 +140,7 @@ def _declared(
     rows: Int64,
     tables: dict[bytes, tuple[TensorEntry, ...]],
 ) -> Declarations:
-    """Rows as some rank declares them; its replica ids are bits that tell over what there are copies (see _of_rank)."""
+    """Rows as some rank declares them; its replica ids are bits: the axes with copies (see _of_rank)."""
     mine = columns[rows]
     used, tensor = np.unique(mine[:, 0], return_inverse=True)
     table = tables.get(used.tobytes())

@@ -1,4 +1,4 @@
-"""What a simulated save and load say, to people and to programs."""
+"""The report of a simulated save and load, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 from megackpt.cli.output import Answer, Block, Table, counted
 from megackpt.events import format_size
 from megackpt.planning.box import Int64
-from simulation.course import (
+from simulation.parallelism import Parallelism
+from simulation.simulator import (
     AGAIN_COLLECTIVES,
     LOAD_COLLECTIVES,
     SAVE_COLLECTIVES,
@@ -19,12 +20,11 @@ from simulation.course import (
     Save,
     per_shard,
 )
-from simulation.parallelism import Parallelism
 
 STEPS = {
     "receive": "unpack what all ranks declare",
     "plan": "merge, check coverage, choose writers (P9)",
-    "tell": "pack each rank's plan",
+    "pack": "pack each rank's plan",
     "emit": "the format's table of contents (P9)",
     "index": "megackpt.index, without digests",
     "open": "open it again (P10)",
@@ -124,7 +124,7 @@ def _save(save: Save) -> Iterator[Block]:
     ]
     if save.index is None or save.plain_index is None:
         facts.append(
-            "where all of it lands, and so the index, only the save itself can tell"
+            "the locations, and so the index, are known after a real save only"
         )
     else:
         each = save.plain_index / max(1, save.chunks)
@@ -138,8 +138,8 @@ def _save(save: Save) -> Iterator[Block]:
     yield from ((fact,) for fact in facts)
     times = per_shard(save)
     steps = [
-        [told, f"{save.seconds[step]:.3f} s", f"{times[step]:.2f} us"]
-        for step, told in STEPS.items()
+        [label, f"{save.seconds[step]:.3f} s", f"{times[step]:.2f} us"]
+        for step, label in STEPS.items()
         if step in times
     ]
     yield Table(("CPU of the coordinator", "in all", "a shard"), steps, right=(1, 2))
@@ -151,14 +151,14 @@ def _save(save: Save) -> Iterator[Block]:
 
 
 def _planning(save: Save) -> list[list[str]]:
-    """A miss beside a hit (P11)."""
-    again, anew = (
+    """The cost without and with a reused plan (P11)."""
+    again, planned = (
         save.again,
-        sum(save.seconds[step] for step in ("receive", "plan", "tell")),
+        sum(save.seconds[step] for step in ("receive", "plan", "pack")),
     )
     known = _milliseconds(again.fingerprint)
     return [
-        ["planned anew", _milliseconds(anew + again.fingerprint), known],
+        ["planned again", _milliseconds(planned + again.fingerprint), known],
         ["plan used again: a fingerprint and a vote", known, known],
     ]
 
@@ -171,7 +171,7 @@ def _load(load: Load) -> Iterator[Block]:
     looked = (
         ""
         if len(load.ranks) == load.job.ranks
-        else f", of which {len(load.ranks)} were looked at"
+        else f", {len(load.ranks)} of them simulated"
     )
     yield (f"A load by {_shape(load.job)}{looked}",)
     rows = [

@@ -19,10 +19,10 @@ from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, Manifest
 from megackpt.planning.save_plan import SavePolicy
 from megackpt.storage import FileReader, LocalStorage, Storage, digest
-from simulation.again import Again, simulate_again
 from simulation.layout import index_size, located
 from simulation.model import Model
 from simulation.parallelism import Parallelism
+from simulation.plan_reuse import Again, simulate_again
 
 SAVE_COLLECTIVES = ("all_agree", "gather", "scatter", "gather", "broadcast")
 AGAIN_COLLECTIVES = ("all_agree", "gather", "broadcast")
@@ -32,7 +32,7 @@ MOST_RANKS = 16_384
 
 @dataclass
 class Clock:
-    """CPU seconds of this process by what they went into."""
+    """CPU seconds of this process by step."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ def simulate_save(
     del sent
     with clock("plan"):
         plans, planned = plan_for_backend(backend, received, SavePolicy(), validate)
-    with clock("tell"):
+    with clock("pack"):
         scattered = np.array(
             [len(pickle.dumps(replace(p, tensors=()), protocol=5)) for p in plans],
             np.int64,
@@ -222,7 +222,7 @@ class _CountingReader(FileReader):
 
 
 class Nowhere:
-    """A target of which no byte is touched: memory that was never used takes none."""
+    """A target whose bytes are never touched: memory that was never used takes none."""
 
     def __init__(self, wanted: Declarations) -> None:
         self._wanted = wanted

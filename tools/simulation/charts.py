@@ -13,9 +13,9 @@ from typing import Any
 
 from megackpt.errors import CheckpointingException
 from megackpt.strategies import backend_named
-from simulation.course import Save, simulate_save
 from simulation.model import Model
 from simulation.parallelism import Parallelism
+from simulation.simulator import Save, simulate_save
 
 RANKS = (64, 256, 1024, 4096, 16_384)
 LAYERS = (32, 128, 512, 2048)
@@ -89,7 +89,7 @@ def sweeps() -> Iterator[Point]:
 def point(sweep: str, name: str, save: Save) -> Point:
     if save.plain_index is None:
         raise CheckpointingException(f"what {name} writes is not known before")
-    steps = ("receive", "plan", "tell", "emit", "index")
+    steps = ("receive", "plan", "pack", "emit", "index")
     return Point(
         sweep,
         name,
@@ -134,7 +134,7 @@ def _draw(pyplot: Any, points: Sequence[Point], file: Path) -> None:
 
 
 def _sizes(points: Sequence[Point], name: str) -> Iterator[tuple[str, str, list[int]]]:
-    if name == FORMATS[0]:  # what is sent hardly depends on the format
+    if name == FORMATS[0]:  # payloads hardly depend on the format
         yield "C1", "declarations gathered", [p.gather for p in points]
         yield "C2", "plans scattered", [p.scatter for p in points]
     yield "C3", f"index without digests, {name}", [p.index for p in points]
