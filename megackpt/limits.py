@@ -1,9 +1,76 @@
-"""Thresholds that an operator may meet: the value, its unit, and the reason for it.
+"""Thresholds that an operator may meet: the value, its unit, the reason, and the override.
 
-docs/limits.md lists them with the argument or environment variable that overrides each.
+docs/limits.md is the table of them. Environment variables are read when megackpt is imported.
 """
 
 from __future__ import annotations
+
+import os
+
+
+def _from_environment(name: str, default: int) -> int:
+    """Return the number in the variable ``MEGACKPT_<name>``, or the default.
+
+    Raises ValueError if the variable is not a positive number.
+    """
+    text = os.environ.get(f"MEGACKPT_{name}", "")
+    if not text:
+        return default
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"MEGACKPT_{name} is {text!r}: give a whole number from 1 on")
+    return int(text)
+
+
+# Waiting for other ranks.
+
+RANK_TIMEOUT_SECONDS = 1800
+"""Seconds. A rank that does not answer for so long fails the save or load. Override: ``timeout``."""
+WAIT_WARNING_SECONDS = 30.0
+"""Seconds. A longer wait for other ranks is logged. Override: ``MEGACKPT_WAIT_WARNING_SECONDS``."""
+MISSING_RANKS_SECONDS = 10.0
+"""Seconds. After a failure rank 0 waits so long for the others, to name those that are missing."""
+CANCEL_SECONDS = 6.0
+"""Seconds. After a failed save rank 0 waits so long for the others to stop writing."""
+
+# Saving.
+
+COMMON_STATE_WARNING_BYTES = 1 << 20
+"""Bytes. A common state with more tensor data is a warning: rank 0 alone writes it."""
+COMMON_STATE_BYTES = 2 << 30
+"""Bytes. A larger common state is refused. Override: ``allow_large_common_state``."""
+STAGING_BYTES_MIN = 256 << 20
+"""Bytes. Staging buffers may have so much even if memory is short. Override: ``staging_memory``."""
+NESTED_FACTORIES = 100
+"""Levels. Deeper factories of factories never end."""
+STATE_DEPTH = 1000
+"""Levels. A deeper state contains itself, and Python cannot pickle it."""
+
+# Reading. A file that claims more is refused: it is damaged or hostile.
+
+CONFIG_BYTES = 1 << 20
+"""Bytes. A larger ``metadata.json`` belongs to another program."""
+INTEGRITY_BYTES = 1 << 28
+"""Bytes. The largest ``integrity.json`` of Megatron that is read."""
+DCP_METADATA_BYTES = _from_environment("DCP_METADATA_BYTES", 1 << 32)
+"""Bytes. The largest ``.metadata`` of torch DCP. Override: ``MEGACKPT_DCP_METADATA_BYTES``."""
+TORCH_PICKLE_BYTES = _from_environment("TORCH_PICKLE_BYTES", 1 << 30)
+"""Bytes. The largest pickle in a torch file. Override: ``MEGACKPT_TORCH_PICKLE_BYTES``."""
+SAFETENSORS_HEADER_BYTES = 100_000_000
+"""Bytes. The largest header of a safetensors file, as the reference reader has it."""
+WEIGHT_MAP_BYTES = 100_000_000
+"""Bytes. The largest ``*.index.json`` of a directory of weights."""
+ZARR_DESCRIPTION_BYTES = 1 << 24
+"""Bytes. The largest description of a zarr array or group."""
+PICKLE_DEPTH = 500
+"""Levels. Python cannot write pickles that are nested much deeper."""
+PICKLE_LEAVES = _from_environment("PICKLE_LEAVES", 1 << 27)
+"""Values. A small pickle can repeat its parts often. Override: ``MEGACKPT_PICKLE_LEAVES``."""
+HOLE_BYTES = 16 << 20
+"""Bytes. So much of a file that is read whole may be holes, which take no disk space."""
+HOLE_RATIO = 16
+"""Bytes a stored byte. Beyond that, the stored part must be at least one in so many."""
+
+# Converting.
 
 CONVERT_MAX_MEMORY = 512 << 20
 """Bytes. Memory of a conversion and its workers above idle. Override: ``max_memory``."""
@@ -19,5 +86,10 @@ CONVERT_SINGLE_PROCESS_BYTES = 512 << 20
 """Bytes. Up to here starting workers costs more than it saves. Override: ``workers``."""
 CONVERT_READ_ROWS = 4096
 """Rows. Small tensors that a conversion reads with one request, up to a cell's bytes."""
-EXPORT_FILE_BYTES = 1 << 30
-"""Bytes. The largest file that an export to Hugging Face copies; larger ones are refused."""
+EXPORT_FILE_BYTES = _from_environment("EXPORT_FILE_BYTES", 1 << 30)
+"""Bytes. An export copies no larger file of a model. Override: ``MEGACKPT_EXPORT_FILE_BYTES``."""
+
+# The command line.
+
+PROGRESS_SECONDS = 5.0
+"""Seconds. Time between two lines of progress where stderr is not a terminal."""

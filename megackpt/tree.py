@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from megackpt import limits
 from megackpt.errors import ShardingError
 
 Path = tuple[Any, ...]
 Leaves = list[tuple[Path, Any]]
-MAX_DEPTH = 1000  # no deeper state can be pickled: a deeper one contains itself
 
 
 def is_branch(node: Any) -> bool:
@@ -36,7 +36,7 @@ def walk(tree: Any, *, empties: bool = False) -> Iterator[tuple[Path, Any]]:
     """(path, leaf) of every leaf, depth first, in the containers' own order.
 
     With ``empties``, an empty container below the root counts as a leaf.
-    Raises ShardingError for more than ``MAX_DEPTH`` levels (a container that holds itself).
+    Raises ShardingError for more than ``limits.STATE_DEPTH`` levels (a container that holds itself).
     """
     if not is_branch(tree):
         yield (), tree
@@ -47,9 +47,9 @@ def walk(tree: Any, *, empties: bool = False) -> Iterator[tuple[Path, Any]]:
         for key, node in rest:
             if not isinstance(node, (dict, list)):
                 yield (*path, key), node
-            elif len(path) >= MAX_DEPTH:
+            elif len(path) >= limits.STATE_DEPTH:
                 raise ShardingError(
-                    f"nested deeper than {MAX_DEPTH} levels at {show(path[:3])}: does it hold itself?"
+                    f"nested deeper than {limits.STATE_DEPTH} levels at {show(path[:3])}: does it hold itself?"
                 )
             elif node:
                 todo.append(((*path, key), iter(items(node))))
@@ -126,9 +126,9 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
     todo = [(x, root, 0)]
     while todo:
         source, target, depth = todo.pop()
-        if depth > MAX_DEPTH:
+        if depth > limits.STATE_DEPTH:
             raise ShardingError(
-                f"nested deeper than {MAX_DEPTH} levels: does a container hold itself?"
+                f"nested deeper than {limits.STATE_DEPTH} levels: does a container hold itself?"
             )
         for key, value in items(source):
             if is_branch(value):

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt import limits
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
@@ -34,8 +35,6 @@ CONFIG = "metadata.json"
 
 THREADS = 2
 """Threads that one rank reads or writes with. A host has several ranks."""
-
-_CONFIG_LIMIT = 1 << 20  # bytes; a larger file of this name belongs to another program
 
 
 class Source(Protocol):
@@ -245,10 +244,10 @@ def read_config(root: Storage) -> CheckpointingConfig | None:
     CorruptCheckpoint if the name or the version has the wrong type.
     """
     size = root.size(CONFIG)
-    if size is None or size > _CONFIG_LIMIT:
+    if size is None or size > limits.CONFIG_BYTES:
         return None
     try:
-        fields = json.loads(root.get(CONFIG, limit=_CONFIG_LIMIT))
+        fields = json.loads(root.get(CONFIG, limit=limits.CONFIG_BYTES))
     except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict) or "sharded_backend" not in fields:

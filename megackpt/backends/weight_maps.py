@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megackpt import limits
 from megackpt.errors import CorruptCheckpoint, join_truncated
 from megackpt.storage import Storage, unsafe_names
 
 ENDING = ".index.json"
-LIMIT = 100_000_000
-"""Bytes that an index may have."""
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -44,7 +43,9 @@ def read(root: Storage, name: str) -> dict[str, str]:
     """Key -> file. Raises CorruptCheckpoint for files that are missing, or not below this directory."""
     where = f"{root.location}/{name}"
     try:
-        document = json.loads(root.get(name, LIMIT), object_pairs_hook=unique_pairs)
+        document = json.loads(
+            root.get(name, limits.WEIGHT_MAP_BYTES), object_pairs_hook=unique_pairs
+        )
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{where} is no JSON that could be right: {error}"

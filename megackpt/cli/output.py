@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from megackpt import events
+from megackpt import events, limits
 from megackpt.events import format_size
 from megackpt.progress_bar import is_terminal, show_bars
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-PROGRESS_INTERVAL = 5.0
-"""Seconds between two lines of progress where stderr is not a terminal."""
 
 _COLUMN_GAP = "  "
 
@@ -126,7 +124,7 @@ class _ProgressLines(events.Observer):
         self._stage = stage
 
     def _print_lines(self) -> None:
-        while not self.stopped.wait(PROGRESS_INTERVAL):
+        while not self.stopped.wait(limits.PROGRESS_SECONDS):
             stage = self._stage
             if stage is None or not stage.todo or not _is_open(sys.stderr):
                 continue

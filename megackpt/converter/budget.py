@@ -57,7 +57,7 @@ def worker_bytes(manifest: Manifest, decoded: Int64, copying: bool, limit: int) 
         copying: cells are copied, for a grid or a cast.
         limit: the memory limit in bytes.
 
-    Raises BackendError naming the largest object, or chunk that is decoded whole, if it does not fit.
+    Raises BackendError naming the largest object or encoded chunk if it does not fit.
     """
     cell = limits.CONVERT_CELL_BYTES
     base = cell * (_CELLS_COPYING if copying else _CELLS)

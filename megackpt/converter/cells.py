@@ -81,7 +81,7 @@ def declare_cells(
 
 
 def cell_shape(shape: Shape, stored: Shape, atom: Shape, budget: int) -> Shape:
-    """Return the shape of a tensor's new cells: whole atoms, at most ``budget`` elements if they fit.
+    """Return the shape of a tensor's cells: whole atoms, if possible at most ``budget`` elements.
 
     ``stored`` is the cell of the grid that the source has (ones: no grid). Its cuts are kept where
     they are coarse enough: a large cell is divided along its leading axes, small ones are joined

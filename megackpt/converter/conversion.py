@@ -1,4 +1,4 @@
-"""A conversion: open source -> plan -> write cells under the memory limit -> finish, verify, commit."""
+"""A conversion: open the source, plan, write cells under the memory limit, finish, verify, commit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megackpt.storage import Storage, is_url, root_at
 
 logger = logging.getLogger("megackpt.converter")
 
-# Part of the save id. Increase it when the same request leads to other bytes, or the journal changes.
+# Part of the save id. Increase it when the same request leads to other bytes or another journal.
 _VERSION = 2
 
 Progress = Callable[[int, int], None]
@@ -131,7 +131,7 @@ class Conversion:
             )
 
     def save_id(self) -> str:
-        """Return an id that is the same whenever the same source is converted to the same target."""
+        """Return an id: the same whenever the same source is converted to the same target."""
         stored, backend = self.opened.manifest, self.backend
         stamps: list[object] = []
         if not len(stored.chunks.digests):
@@ -242,7 +242,7 @@ class Conversion:
             yield ConversionTask(number, plan, self.parts.excerpt(tensors))
 
     def _announce_files(self, place: Place, target: str) -> dict[str, bytes]:
-        """Announce and return the small files to write: those that are not there with these bytes."""
+        """Announce and return the small files to write: those that are not there yet."""
         present = _identical_entries(place.storage, self.files)
         added = {
             name: data
@@ -284,7 +284,7 @@ class Conversion:
 
 
 def _identical_entries(root: Storage, files: Mapping[str, bytes]) -> set[str]:
-    """Return the top-level entries of ``files`` that are at ``root`` with these bytes, and no others."""
+    """Return the top-level entries of ``files`` that ``root`` has with exactly these bytes."""
     entries = {name.partition("/")[0] for name in files}
     for name, data in files.items():
         entry, _, inner = name.partition("/")

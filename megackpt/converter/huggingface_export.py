@@ -44,7 +44,7 @@ def export_huggingface(
     max_shard_size: str | int = "5GB",
     **options: Any,
 ) -> Converted:
-    """Write a training checkpoint as ``model.safetensors`` (or several, with an index) and its config.
+    """Write a training checkpoint as ``model.safetensors`` (or several files) and its config.
 
     Weights and files are committed together, atomically. A file of the target that has the name of
     a copied one and other bytes is not replaced: the export is refused. Move that file away first.
@@ -61,8 +61,8 @@ def export_huggingface(
             ``exclude`` and ``rename`` work on their names.
 
     Raises:
-        MismatchError: tensors match no rule or several, rules match no tensor, their tensors would
-            have holes or overlaps, or layers are missing. It lists all of these; nothing is written.
+        MismatchError: tensors match no rule or several, rules match no tensor, their tensors
+            would have holes or overlaps, or layers are missing. It lists all; nothing is written.
         StorageError: a file in the way, or the directory of ``config`` cannot be read.
         Exception: as ``convert``.
     """

@@ -1,4 +1,4 @@
-"""The journal of a conversion: a line for each finished task, so that a later run need not repeat it.
+"""The journal of a conversion: a line for each finished task, which a later run does not repeat.
 
 A line is the xxh3-128 of the rest, a space, and JSON. It is appended when the task's files are
 durable. A torn or damaged line ends the journal.

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
 )
 
+from megackpt import limits
 from megackpt.backends.ranges import refuse_hollow
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.metadata_reader import (
-    LARGEST,
     Listed,
     Listing,
     Location,
@@ -118,7 +118,9 @@ class ItemReader:
             if item.type == LoadItemType.BYTE_IO:
                 place = checkpoint.items[chunk].place
                 data = checkpoint.read_record(name, place, self._verify)
-                self._planner.load_bytes(item, self._decode(chunk, data, LARGEST))
+                self._planner.load_bytes(
+                    item, self._decode(chunk, data, limits.DCP_METADATA_BYTES)
+                )
             elif offset is not None and chunk in checkpoint.rows:
                 plain.append((item, checkpoint.rows[chunk]))
             else:

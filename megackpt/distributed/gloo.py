@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from megackpt import limits
 from megackpt.distributed.group import (
     Busy,
     Group,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
+DEFAULT_TIMEOUT = timedelta(seconds=limits.RANK_TIMEOUT_SECONDS)
 FIRST = 4096
 """Bytes of the first, and mostly only, message that carries a value: a short one takes no second round."""
 BUSY = (

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megackpt import limits
 from megackpt.distributed.failures import LEFT, departure
 from megackpt.distributed.waiting import Arrivals, Wait
 from megackpt.errors import RankLost
@@ -21,8 +22,6 @@ from megackpt.errors import RankLost
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-ROLL_CALL = 10.0
-"""Seconds that the coordinator waits at most, after a failure, for the others to say that they are there."""
 
 ADVICE = (
     "The trainer's own process groups are as they were, and the next save or load connects afresh. "
@@ -121,7 +120,7 @@ class Line:
             earlier = self._came_through(self.call)
             self._sign("here")  # before the others can notice
             self.gloo = None
-            patience = min(ROLL_CALL, timeout.total_seconds())
+            patience = min(limits.MISSING_RANKS_SECONDS, timeout.total_seconds())
             told = self._call_the_roll if self.rank == 0 else self._story
             story = told(self.call, patience)
             if (
@@ -252,7 +251,7 @@ class Line:
             self.store.compare_set(self._here(failed), "", LATE)
             teller = self.rank == 0 and not self.store.check([f"story/{failed}"])
             story = (self._call_the_roll if teller else self._story)(
-                failed, ROLL_CALL / 2
+                failed, limits.MISSING_RANKS_SECONDS / 2
             )
             self._told = (
                 failed,

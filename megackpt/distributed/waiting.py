@@ -19,13 +19,11 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
-from megackpt import events
+from megackpt import events, limits
 from megackpt.distributed.failures import name_ranks
 
 logger = logging.getLogger("megackpt.waiting")
 
-WARN_AFTER = 30.0
-"""Seconds that a rank waits for others in one stage before it says so."""
 VARIABLE = "MEGACKPT_WAIT_WARNING_SECONDS"
 """The environment variable that is looked up for another number; 0 or less: never."""
 
@@ -46,7 +44,7 @@ def warn_after() -> float:
 @lru_cache(maxsize=16)
 def _seconds(text: str) -> float:
     try:
-        seconds = float(text or WARN_AFTER)
+        seconds = float(text or limits.WAIT_WARNING_SECONDS)
         return (
             seconds if seconds < threading.TIMEOUT_MAX else 0.0
         )  # "inf" and "nan": never
@@ -55,9 +53,9 @@ def _seconds(text: str) -> float:
             "%s is %r, which is no number of seconds: %g are taken",
             VARIABLE,
             text,
-            WARN_AFTER,
+            limits.WAIT_WARNING_SECONDS,
         )
-        return WARN_AFTER
+        return limits.WAIT_WARNING_SECONDS
 
 
 def interval(after: float) -> float:

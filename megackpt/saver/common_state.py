@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megackpt import events, tree
+from megackpt import events, limits, tree
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.errors import ShardingError, join_truncated
 from megackpt.planning.manifest import ITEMSIZE
@@ -19,10 +19,6 @@ from megackpt.state.storable import is_distributed
 
 logger = logging.getLogger("megackpt.saver")
 
-LARGE_COMMON_STATE = 1 << 20
-"""Bytes of tensors and arrays in the common state from which on a save warns."""
-LARGEST_COMMON_STATE = 2 << 30
-"""Bytes from which on a save is refused, unless ``allow_large_common_state`` is set."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPARSE = (
     torch.sparse_coo,
@@ -105,7 +101,7 @@ def _cut(text: str) -> str:
 def check_size(common: Mapping[Any, Any], directory: str) -> None:
     """Warn of tensors and arrays in the common state that are large together.
 
-    Raises ShardingError from ``LARGEST_COMMON_STATE`` on. Reads no data. A run that saves the
+    Raises ShardingError from ``limits.COMMON_STATE_BYTES`` on. Reads no data. A run that saves the
     same again, to this directory or a sibling, is warned once.
     """
     total, largest, where, undeclared = 0, -1, "", 0
@@ -120,7 +116,7 @@ def check_size(common: Mapping[Any, Any], directory: str) -> None:
             undeclared += nbytes  # ``megackpt.sharded`` leaves these as they are
         if nbytes > largest:
             largest, where = nbytes, tree.show(path)
-    if total < LARGE_COMMON_STATE:
+    if total < limits.COMMON_STATE_WARNING_BYTES:
         return
     values = f"{len(counted)} tensors and arrays"
     if len(counted) == 1:
@@ -137,7 +133,7 @@ def check_size(common: Mapping[Any, Any], directory: str) -> None:
             f" (which leaves {events.format_size(undeclared)} as they are, numpy arrays and values in "
             "tuples or sets: torch.from_numpy and lists make tensors of them that it declares)"
         )
-    if total >= LARGEST_COMMON_STATE:
+    if total >= limits.COMMON_STATE_BYTES:
         raise ShardingError(f"{text}. Or allow it: allow_large_common_state=True")
     warned = os.path.dirname(directory), text
     if warned not in _warned:

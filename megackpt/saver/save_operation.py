@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 from weakref import finalize
 
-from megackpt import events, gc_pause
+from megackpt import events, gc_pause, limits
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task
 from megackpt.backends.base import Backend, Source, plan_for_backend
@@ -53,8 +53,6 @@ logger = logging.getLogger("megackpt.saver")
 
 _NO_PLAN = -(2**63) + 1
 """The vote of a rank that cannot reuse a plan: no other vote agrees with it."""
-_GIVE_UP_TIMEOUT = 6.0
-"""Seconds that rank 0 of a cancelled save waits for the other ranks to stop writing."""
 _named_classes: set[str] = set()  # classes to trust that a warning has named
 
 
@@ -272,7 +270,7 @@ class _SaveOperation:
     def give_up(self, mark: Mark) -> None:
         """Cancel the save on this rank, without the others."""
         operation = self.total.operation
-        all_gave_up = self.group.parted(operation.id, mark, _GIVE_UP_TIMEOUT)
+        all_gave_up = self.group.parted(operation.id, mark, limits.CANCEL_SECONDS)
         error = CheckpointingException(
             f"the save {operation.id} to {operation.path} is given up"
         )

@@ -10,14 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from megackpt import limits
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.serialization.standins import StandIn
 from megackpt.serialization.trust import Name, refusal
 
-DEPTH = 500
-"""Levels of containers. Python's own pickle cannot write many more."""
-SIZE = 1 << 27
-"""Leaves, counted each time that a walk meets them. Parts that are shared multiply them."""
 _SHARED = 256
 """A larger value may share each of its parts so many times, on average."""
 
@@ -102,9 +99,9 @@ class Budget:
                 count += _weight(part) // _ITEM
             elif type(part) is range:
                 inner = (part.start, part.stop, part.step)
-            if depth > DEPTH:
+            if depth > limits.PICKLE_DEPTH:
                 raise CorruptCheckpoint(
-                    f"the key of a dict is nested more than {DEPTH} levels deep"
+                    f"the key of a dict is nested more than {limits.PICKLE_DEPTH} levels deep"
                 )
             count += 1
             if (count + len(waiting)) * _ITEM > self._left:
@@ -125,7 +122,7 @@ def _weight(value: Any) -> int:
     return size if size > _FREE else 0
 
 
-def check_shape(value: Any, levels: int = DEPTH) -> Container[int]:
+def check_shape(value: Any, levels: int = limits.PICKLE_DEPTH) -> Container[int]:
     """Check that ordinary code can walk a value without exhausting stack, time or memory.
 
     Returns the identities of all containers in it.
@@ -164,7 +161,7 @@ def check_shape(value: Any, levels: int = DEPTH) -> Container[int]:
             )
         opened.discard(id(part))
         done[id(part)] = depth, leaves
-    if leaves > max(SIZE, _SHARED * count):
+    if leaves > max(limits.PICKLE_LEAVES, _SHARED * count):
         raise CorruptCheckpoint(
             f"the object has {leaves} parts, counted each time that they are met: "
             "too many are shared too often"

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from megackpt import limits
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.serialization.allowlist import is_megatron, known_rules
 from megackpt.serialization.archive import Archive
-from megackpt.serialization.limits import DEPTH, check_shape
+from megackpt.serialization.limits import check_shape
 from megackpt.serialization.trust import (
     current_name,
     is_unsafe,
@@ -101,7 +102,7 @@ def check_loadable(blob: bytes) -> list[str]:
 
     unpickler = _CheckingUnpickler(archive.content("data.pkl"), find, storage)
     try:
-        check_shape(unpickler.load(), DEPTH - _MARGIN)
+        check_shape(unpickler.load(), limits.PICKLE_DEPTH - _MARGIN)
     finally:
         unpickler.discard()
     return list(wanted)

@@ -8,8 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-LEAST_CAP = 256 << 20
-"""Bytes: the least that ``default_cap`` returns."""
+from megackpt import limits
 
 # The number of ranks on this host, as their launcher sets it; the innermost launcher first.
 _LOCAL_RANKS = (
@@ -32,7 +31,7 @@ def default_cap() -> int:
         if number:
             ranks = int(number[0])
             break
-    return max(available_memory() // 2 // ranks, LEAST_CAP)
+    return max(available_memory() // 2 // ranks, limits.STAGING_BYTES_MIN)
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
-from megackpt import tree
+from megackpt import limits, tree
 from megackpt.errors import MismatchError, ShardingError, join_truncated
 from megackpt.planning.manifest import COMMON_KEY
 from megackpt.state.storable import (
@@ -24,8 +24,6 @@ from megackpt.state.values import (
     ShardedTensorFactory,
 )
 from megackpt.tree import Leaves, Path
-
-MAX_NESTED_FACTORIES = 100
 
 
 class _Absent:
@@ -125,9 +123,9 @@ def _built(
     todo = [(0, path, factory) for path, factory in _factories(built)] if seen else []
     # The list grows in the loop: a product may hold further factories.
     for level, path, factory in todo:
-        if level > MAX_NESTED_FACTORIES:
+        if level > limits.NESTED_FACTORIES:
             raise ShardingError(
-                f"{factory.key!r}: factories nested deeper than {MAX_NESTED_FACTORIES} builds"
+                f"{factory.key!r}: factories nested deeper than {limits.NESTED_FACTORIES} builds"
             )
         with _naming(factory, "build_fn"):
             subtree = tree.dict_list_map_outplace(native, factory.build())

@@ -15,7 +15,6 @@ from megackpt.storage.digests import (
 )
 from megackpt.storage.files import TEMPORARY as TEMPORARY
 from megackpt.storage.interface import (
-    SPARSE as SPARSE,
     Batch as Batch,
     FileReader as FileReader,
     FileUpdater as FileUpdater,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from megackpt import limits
 from megackpt.errors import CorruptCheckpoint
 
 _SAFE = re.compile(r"(?!\.\.?(?:/|\Z))[^/\0]+(?:/(?!\.\.?(?:/|\Z))[^/\0]+)*")
@@ -29,12 +30,6 @@ def _is_safe(name: str) -> bool:
     return _SAFE.fullmatch(name) is not None
 
 
-SPARSE = 16 << 20
-"""So many bytes of what is read into memory whole may be holes of a sparse file."""
-DENSEST = 16
-"""Of what is beyond SPARSE, one byte of so many has to be stored: file systems that compress make holes of zeros."""
-
-
 def allocate(size: int, where: str) -> bytearray:
     """Memory for what a file is said to hold. CorruptCheckpoint if there is not so much: files may have holes."""
     try:
@@ -49,8 +44,8 @@ def read_dense(reader: FileReader, start: int, length: int, where: str) -> bytea
     """Bytes that say something, and so cannot be holes, for the most part: tables, documents, pickles.
 
     A sparse file costs its author nothing, and may claim more than there is memory for. CorruptCheckpoint if this range
-    is larger than ``SPARSE`` and less than a ``DENSEST``-th of it is stored, before any memory is taken; and where
-    there is no memory for it.
+    is larger than ``limits.HOLE_BYTES`` and less than one byte in ``limits.HOLE_RATIO`` of it is stored, before any
+    memory is taken; and if there is no memory for it.
     """
     refuse_holes(reader, start, length, where)
     data = allocate(length, where)
@@ -60,7 +55,7 @@ def read_dense(reader: FileReader, start: int, length: int, where: str) -> bytea
 
 def refuse_holes(reader: FileReader, start: int, length: int, where: str) -> None:
     """CorruptCheckpoint where ``read_dense`` would not read this range."""
-    needed = -(-(length - SPARSE) // DENSEST)
+    needed = -(-(length - limits.HOLE_BYTES) // limits.HOLE_RATIO)
     if needed > 0 and (stored := reader.stored(start, length, needed)) < needed:
         raise CorruptCheckpoint(
             f"{where} claims {length} bytes, and has {stored}: the rest is a hole in the file"

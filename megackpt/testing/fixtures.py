@@ -28,7 +28,7 @@ Blobs = Mapping[tuple[int, ...], bytes]
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A whole tensor: its elements, and the shape of its shards (or ``pieces``, if they form no grid)."""
+    """A whole tensor and the shape of its shards (or ``pieces``, if they form no grid)."""
 
     dtype: str
     values: NDArray[Any]
@@ -110,7 +110,7 @@ class World:
 
 @dataclass(frozen=True, eq=False)
 class MemorySource:
-    """The ``Source`` of a plan's rows, from a World. It reuses the memory of a row's block for the next block."""
+    """The ``Source`` of a plan's rows, from a World. The next block of a row has the same memory."""
 
     world: World
     plan: SavePlan
@@ -133,7 +133,7 @@ class MemorySource:
 
 @dataclass(frozen=True, eq=False)
 class MemoryTarget:
-    """A ``Target`` of strided arrays, one for each wanted row: every second element of a wider array.
+    """A ``Target`` of strided arrays, one for each wanted row: every second element of a wide one.
 
     Rows of even numbers are filled in place. The others are filled through memory from which
     ``close`` takes the values, as for tensors of a device or of another dtype. ``opened`` and

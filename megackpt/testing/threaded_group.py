@@ -23,7 +23,7 @@ Packed = bytes | memoryview
 
 
 class ThreadedGroup(RankGroup):
-    """One of N ranks that are threads. ``log`` names the collectives that this rank took part in."""
+    """One of N ranks that are threads. ``log`` names the collectives that it took part in."""
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank = rank

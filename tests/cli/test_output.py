@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor, events
+from megackpt import ShardedTensor, events, limits
 from megackpt.cli import output
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_ascii_terminals(on_terminal: Callable[..., Any]) -> None:
 def test_without_a_terminal_progress_is_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(output, "PROGRESS_INTERVAL", 0.01)
+    monkeypatch.setattr(limits, "PROGRESS_SECONDS", 0.01)
     operation, stage = events.operation("diff", "a"), events.stage("read")
     with output.show_progress(), operation, stage as read:
         read.todo = 4 << 20

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt import limits
 from megackpt.backends.base import Target
 from megackpt.backends.ranges.pieces import SKIP, Pieces, name_of
 from megackpt.errors import CorruptCheckpoint
@@ -19,7 +20,6 @@ from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan
 from megackpt.serialization.archive import Archive
 from megackpt.storage import (
-    SPARSE,
     FileReader,
     Storage,
     allocate,
@@ -112,7 +112,7 @@ def refuse_hollow(reader: FileReader, start: int, length: int, where: str) -> No
     """CorruptCheckpoint, before a large blob comes into memory, where its pickle is a hole in a sparse file, or all of
     it is and it is no archive. Tensors in it may be holes: they are zeros.
     """
-    if length <= SPARSE:
+    if length <= limits.HOLE_BYTES:
         return
 
     def fetch(at: int, size: int) -> bytes:

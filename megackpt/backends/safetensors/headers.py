@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from megackpt import limits
 from megackpt.backends.weight_maps import unique_pairs
 from megackpt.errors import BackendError, CorruptCheckpoint, join_truncated
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
 from megackpt.storage import FileReader, Storage, read_dense
 
 METADATA = "__metadata__"
-LONGEST = 100_000_000
-"""Bytes that a header may have: a longer one the reference reader refuses."""
 
 _DTYPES = {
     "F64": "float64",
@@ -160,7 +159,7 @@ def _file(name: str, tensors: list[TensorEntry]) -> TensorFile:
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _PREFIX)
-    if len(text) > LONGEST:
+    if len(text) > limits.SAFETENSORS_HEADER_BYTES:
         raise BackendError(
             f"{name} would need a header of {len(text)} bytes: choose more files (shards)"
         )
@@ -186,7 +185,7 @@ def looks_right(reader: FileReader) -> bool:
     start = bytearray(_PREFIX + 1)
     reader.read_into(0, [memoryview(start)])
     return start[-1:] == b"{" and int.from_bytes(start[:_PREFIX], "little") <= min(
-        reader.size - _PREFIX, LONGEST
+        reader.size - _PREFIX, limits.SAFETENSORS_HEADER_BYTES
     )
 
 

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from megackpt import limits
 from megackpt.backends.base import (
     CONFIG,
     Backend,
@@ -48,7 +49,6 @@ METADATA = ".metadata"
 INTEGRITY = "integrity.json"
 """The digests of all files. Megatron-Core writes it on request since 0.19."""
 
-_INTEGRITY_LIMIT = 1 << 28  # bytes
 _LONGEST_HINT = 200
 
 
@@ -138,7 +138,7 @@ def _is_integrity_file(root: Storage) -> bool:
     if root.size(INTEGRITY) is None:
         return False
     try:
-        fields = json.loads(root.get(INTEGRITY, limit=_INTEGRITY_LIMIT))
+        fields = json.loads(root.get(INTEGRITY, limit=limits.INTEGRITY_BYTES))
         algorithm, files = fields["algorithm"], fields["files"]
     except (CorruptCheckpoint, ValueError, TypeError, KeyError, RecursionError):
         return False

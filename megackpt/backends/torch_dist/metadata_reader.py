@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from megackpt import limits
 from megackpt.backends.torch_dist.metadata_pickle import Record, Size, read_metadata
 from megackpt.errors import (
     BackendError,
@@ -17,8 +18,6 @@ from megackpt.errors import (
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorMeta
 from megackpt.storage import Storage
-
-LARGEST = 1 << 32  # bytes of .metadata
 
 
 class Location(NamedTuple):
@@ -106,7 +105,7 @@ class Listing:
 def read_listing(root: Storage, name: str) -> Listing:
     """The listing in this file. Raises NotACheckpoint, CorruptCheckpoint or UntrustedClass, naming it."""
     try:
-        return Listing(read_metadata(root.get(name, LARGEST)))
+        return Listing(read_metadata(root.get(name, limits.DCP_METADATA_BYTES)))
     except FileNotFoundError as error:
         raise NotACheckpoint(
             f"{root.location} has no {name}: it is no complete torch_dist checkpoint"

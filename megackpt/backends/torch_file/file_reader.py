@@ -13,18 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megackpt import serialization, tree
+from megackpt import limits, serialization, tree
 from megackpt.backends.archives import StoredTensor, UnsupportedTensor, load_structure
 from megackpt.backends.base import Target
 from megackpt.backends.torch_file.file_writer import STATE
 from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
 from megackpt.planning.manifest import ITEMSIZE, Location, ReadItem
 from megackpt.serialization.archive import Archive
-from megackpt.serialization.limits import DEPTH
 from megackpt.storage import FileReader, Storage, allocate, read_dense
 
-LARGEST = 1 << 30
-"""Bytes of data.pkl: some millions of tensors."""
 _LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 """The first bytes of what torch wrote before it wrote archives."""
 _FIRST_MEMBERS = ("data.pkl", "data/")
@@ -118,7 +115,7 @@ class _TensorWalk:
     def take(self, value: Any, path: tree.Path = ()) -> Any:
         """The rest of a value without its tensors; _NOTHING if it has none."""
         self.limit -= 1
-        if self.limit < 0 or len(path) > DEPTH:
+        if self.limit < 0 or len(path) > limits.PICKLE_DEPTH:
             raise CorruptCheckpoint(
                 "its state contains itself, or the same parts again and again"
             )
@@ -196,7 +193,9 @@ def read_contents(root: Storage, name: str) -> Contents:
         with root.open(name) as reader:
             archive = _open(reader)
             starts = _starts(archive)
-            state = _read_state(archive.content("data.pkl", LARGEST), True)
+            state = _read_state(
+                archive.content("data.pkl", limits.TORCH_PICKLE_BYTES), True
+            )
         places: dict[str, Location | None] = {}
         for key, found in state.tensors.items():
             place = _locate(name, archive, starts, found)
@@ -236,7 +235,7 @@ def common_blob(root: Storage, name: str) -> bytes:
     """
     try:
         with root.open(name) as reader:
-            pickle = _open(reader).content("data.pkl", LARGEST)
+            pickle = _open(reader).content("data.pkl", limits.TORCH_PICKLE_BYTES)
         return serialization.dump(dict(_read_state(pickle, False).rest))
     except UntrustedClass as error:
         reason = str(error).partition("\n")[0]
@@ -256,7 +255,9 @@ def read_view(root: Storage, item: ReadItem, into: Target) -> None:
     file = item.chunk.location.file
     with root.open(file) as reader:
         archive = _open(reader)
-        state = _read_state(archive.content("data.pkl", LARGEST), True)
+        state = _read_state(
+            archive.content("data.pkl", limits.TORCH_PICKLE_BYTES), True
+        )
         found = state.tensors[item.entry.key]
         region = found.view[item.box.slices()]
         span = 0

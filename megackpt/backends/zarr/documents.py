@@ -17,7 +17,6 @@ from megackpt.backends.zarr.names import ARRAY, SEPARATOR
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorEntry
 
-DESCRIPTION_LIMIT = 1 << 24  # bytes that the description of an array or group may have
 EXOTIC = frozenset(d for d in ITEMSIZE if "float8" in d or d == "bfloat16")
 """Data types that zarr-python knows only once megackpt.zarr_dtypes is imported."""
 

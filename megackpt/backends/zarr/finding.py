@@ -10,6 +10,7 @@ from itertools import groupby, islice
 
 import numpy as np
 
+from megackpt import limits
 from megackpt.backends.object_files import (
     COMMON_FILE,
     OBJECTS,
@@ -17,7 +18,6 @@ from megackpt.backends.object_files import (
     objects_in,
     parse_shard,
 )
-from megackpt.backends.zarr.documents import DESCRIPTION_LIMIT
 from megackpt.backends.zarr.layout import ArrayLayout, Grid, chunk_numbers
 from megackpt.backends.zarr.names import ARRAY, MEGATRON, ZARRAY
 from megackpt.backends.zarr.stores import MISSING, layout_in, shard_index
@@ -212,9 +212,9 @@ def _look_through(found: _Found) -> None:
 def _arrays_told(root: Storage) -> object:
     """How many arrays the group's own description counts; None where it does not tell."""
     try:
-        return json.loads(root.get(ARRAY, DESCRIPTION_LIMIT))["attributes"]["megackpt"][
-            "arrays"
-        ]
+        return json.loads(root.get(ARRAY, limits.ZARR_DESCRIPTION_BYTES))["attributes"][
+            "megackpt"
+        ]["arrays"]
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

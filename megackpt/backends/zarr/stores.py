@@ -16,10 +16,10 @@ import ml_dtypes  # noqa: F401  (numpy learns bfloat16 and the float8 kinds)
 import numpy as np
 import tensorstore as ts
 
+from megackpt import limits
 from megackpt.backends.base import THREADS
 from megackpt.backends.object_files import encode_key
 from megackpt.backends.zarr.documents import (
-    DESCRIPTION_LIMIT,
     Packing,
     array_document,
     parse_array,
@@ -91,7 +91,7 @@ def layout_in(root: Storage, folder: str) -> ArrayLayout | None:
     for name, parse in ((ARRAY, parse_array), (ZARRAY, parse_zarray)):
         if root.size(f"{folder}/{name}") is not None:
             return parse(
-                root.get(f"{folder}/{name}", DESCRIPTION_LIMIT),
+                root.get(f"{folder}/{name}", limits.ZARR_DESCRIPTION_BYTES),
                 f"{root.location}/{folder}/{name}",
             )
     return None

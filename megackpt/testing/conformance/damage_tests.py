@@ -1,4 +1,4 @@
-"""Conformance tests of damage: lost, cut or changed files raise a CheckpointingException that says where."""
+"""Conformance tests of damage: lost, cut or changed files raise an error that says where."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DamageTests(Harness):
                         self._expect_corrupt(root, manifest, wanted, name, verify)
 
     def test_a_damaged_table_of_contents(self, tmp_path: Path) -> None:
-        """Whatever the format's own files contain: a clear error, or a manifest that can be planned with."""
+        """Whatever its files contain: a CheckpointingException, or a manifest that can be read."""
         world = self.small_world()
         root, manifest = self.save(tmp_path / "c", world)
         for name in sorted(self.backend.finish(root, manifest).files):

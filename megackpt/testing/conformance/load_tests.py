@@ -1,4 +1,4 @@
-"""Conformance tests of loading: any region can be read, by several threads, at the cost of its size."""
+"""Conformance tests of loading: any region can be read, by threads, at the cost of its size."""
 
 from __future__ import annotations
 
