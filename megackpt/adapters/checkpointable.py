@@ -62,7 +62,11 @@ class ShardedCheckpointable(ShardedTensorFactory):
             self.shard = self.data
 
     def _build(
-        self, key: str, data: Any, replica_id: ReplicaId, _: slice | None
+        self,
+        key: str,
+        data: Any,
+        replica_id: ReplicaId,
+        _: slice | None,
     ) -> Any:
         mesh = getattr(data, "device_mesh", None)
         if mesh is not None and mesh.get_coordinate() is None:
@@ -116,7 +120,9 @@ def has_methods(value: Any) -> bool:
 
 
 def _chunks_by_fields(
-    key: str, data: torch.Tensor, named: torch.Tensor
+    key: str,
+    data: torch.Tensor,
+    named: torch.Tensor,
 ) -> tuple[Shape, list[_Chunk]]:
     """The global shape, and the boxes of ``data`` that the fields of ``named`` name."""
     lacking = [name for name in SHARD_FIELDS if not hasattr(named, name)]
@@ -238,7 +244,11 @@ def _ints(values: Sequence[Any]) -> Shape:
     return tuple(map(index, values))
 
 
-def _is_within(start: Shape, size: Shape, shape: Shape) -> bool:
+def _is_within(
+    start: Shape,
+    size: Shape,
+    shape: Shape,
+) -> bool:
     for first, length, end in zip(start, size, shape, strict=True):
         if first < 0 or length < 0 or first + length > end:
             return False

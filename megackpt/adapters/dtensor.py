@@ -206,7 +206,10 @@ class ShardedDTensor(ShardedTensorFactory):
 
 
 def pieces(
-    key: str, tensor: DTensor, replica_id: ReplicaId, _: slice | None = None
+    key: str,
+    tensor: DTensor,
+    replica_id: ReplicaId,
+    _: slice | None = None,
 ) -> Any:
     """The boxes of a DTensor on this rank as ShardedTensors, views of its local tensor.
 
@@ -358,7 +361,11 @@ def _is_fsdp2(cuts: tuple[Cut, ...]) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _same_lengths(size: int, parts: tuple[Cut, ...], mesh: Shape) -> tuple[bool, bool]:
+def _same_lengths(
+    size: int,
+    parts: tuple[Cut, ...],
+    mesh: Shape,
+) -> tuple[bool, bool]:
     """Whether both layouts have equal lengths: on a rank with other indices; on all ranks."""
     fsdp2_parts = _fsdp2_cuts(parts, mesh)
     cutting = {dim for dim, _ in parts}
@@ -375,7 +382,12 @@ def _same_lengths(size: int, parts: tuple[Cut, ...], mesh: Shape) -> tuple[bool,
     return some_equal, all_equal
 
 
-def _held(size: int, parts: tuple[Cut, ...], mesh: Shape, place: Shape) -> list[Run]:
+def _held(
+    size: int,
+    parts: tuple[Cut, ...],
+    mesh: Shape,
+    place: Shape,
+) -> list[Run]:
     """What these cuts, one after the other, leave of an axis at one place of the mesh."""
     held = [(0, size)]
     for dim, factor in parts:
@@ -387,7 +399,12 @@ def _length(held: list[Run]) -> int:
     return sum(length for _, length in held)
 
 
-def _cut(held: list[Run], factor: int, count: int, number: int) -> list[Run]:
+def _cut(
+    held: list[Run],
+    factor: int,
+    count: int,
+    number: int,
+) -> list[Run]:
     """Of the indices held, piece ``number`` of ``count`` of each of ``factor`` pieces."""
     taken: list[Run] = []
     size = _length(held)
@@ -408,7 +425,11 @@ def _cut(held: list[Run], factor: int, count: int, number: int) -> list[Run]:
     return taken or [(0, 0)]
 
 
-def _chunk(size: int, count: int, number: int) -> tuple[int, int]:
+def _chunk(
+    size: int,
+    count: int,
+    number: int,
+) -> tuple[int, int]:
     """Start and stop of piece ``number``, as torch.chunk cuts."""
     step = -(-size // count)
     return min(step * number, size), min(step * number + step, size)

@@ -31,7 +31,10 @@ _MAX_STRETCHES = 4096
 
 
 def make_flat_range_shards(
-    param: ShardedParam, data: torch.Tensor, flat_range: slice, prefix: str
+    param: ShardedParam,
+    data: torch.Tensor,
+    flat_range: slice,
+    prefix: str,
 ) -> list[ShardedTensor]:
     """Declare ``data``, elements ``flat_range`` of a tensor like ``param``.
 
@@ -51,7 +54,9 @@ def make_flat_range_shards(
 
 
 def check_flat_range(
-    param: ShardedParam, data: torch.Tensor | None, flat_range: slice
+    param: ShardedParam,
+    data: torch.Tensor | None,
+    flat_range: slice,
 ) -> None:
     """Raise ShardingError for a range outside the parameter, or data of another length."""
     start, stop = flat_range.start, flat_range.stop
@@ -82,7 +87,12 @@ def declare_flat_range(
     """
     starts: list[int] = []
 
-    def build(key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> list[Any]:
+    def build(
+        key: str,
+        data: Any,
+        replica_id: ReplicaId,
+        _: slice | None,
+    ) -> list[Any]:
         named = replace(param, key=key, replica_id=replica_id)
         cut = _main_parts if main else _parts
         parts = cut(named, data, flat_range)
@@ -132,7 +142,9 @@ def _empty_part(
 
 
 def _main_parts(
-    param: ShardedParam, data: torch.Tensor | None, flat_range: slice
+    param: ShardedParam,
+    data: torch.Tensor | None,
+    flat_range: slice,
 ) -> list[tuple[int, ShardedTensor]]:
     parts = _parts(param, data, flat_range)
     if math.prod(param_shape(param)):  # Else all ranks have the same empty boxes.
@@ -142,7 +154,9 @@ def _main_parts(
 
 
 def _parts(
-    param: ShardedParam, data: torch.Tensor | None, flat_range: slice
+    param: ShardedParam,
+    data: torch.Tensor | None,
+    flat_range: slice,
 ) -> list[tuple[int, ShardedTensor]]:
     """(start in the range, the box that it fills), under the parameter's key and replica id."""
     if not math.prod(param_shape(param)):
@@ -168,7 +182,11 @@ def _local_box(piece: ShardedTensor) -> Box:
     return Box(offset, tuple(piece.local_shape))
 
 
-def _part(piece: ShardedTensor, box: Box, data: torch.Tensor | None) -> ShardedTensor:
+def _part(
+    piece: ShardedTensor,
+    box: Box,
+    data: torch.Tensor | None,
+) -> ShardedTensor:
     prepended = tuple(piece.global_offset)[: piece.prepend_axis_num]
     return replace(
         piece,
@@ -263,7 +281,9 @@ def _stretches_of_view(view: torch.Tensor) -> tuple[Int64, Int64]:
 
 
 def _stretches_of_copies(
-    key: str, pieces: list[ShardedTensor], numbers: torch.Tensor
+    key: str,
+    pieces: list[ShardedTensor],
+    numbers: torch.Tensor,
 ) -> list[tuple[Int64, Int64]]:
     """The same for pieces that are copies of ``numbers``: runs of consecutive values."""
     rows = [

@@ -81,7 +81,10 @@ def _build_fn(factory: Any) -> Callable[..., Any]:
     """A ``build_fn`` for our factory. It calls ``build`` of theirs, which a class may override."""
 
     def build(
-        key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None
+        key: str,
+        data: Any,
+        replica_id: ReplicaId,
+        flattened_range: slice | None,
     ) -> Any:
         theirs = copy(factory)
         vars(theirs).update(

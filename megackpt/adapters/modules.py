@@ -136,7 +136,9 @@ GroupOrLayout = ProcessGroupLike | ParallelLayout | None
 
 
 def _tp_place(
-    key: str, tp_group: GroupOrLayout, dp_cp_group: GroupOrLayout
+    key: str,
+    tp_group: GroupOrLayout,
+    dp_cp_group: GroupOrLayout,
 ) -> tuple[int, int]:
     """This rank's number in its tensor-parallel group, and the group's size."""
     if tp_group is None and isinstance(dp_cp_group, ParallelLayout):
@@ -147,7 +149,9 @@ def _tp_place(
 
 
 def _data_parallel_rank(
-    key: str, tp_group: GroupOrLayout, dp_cp_group: GroupOrLayout
+    key: str,
+    tp_group: GroupOrLayout,
+    dp_cp_group: GroupOrLayout,
 ) -> int:
     if dp_cp_group is None and isinstance(tp_group, ParallelLayout):
         dp_cp_group = tp_group
@@ -156,7 +160,11 @@ def _data_parallel_rank(
     return _place(key, "dp_cp_group", dp_cp_group)[0]
 
 
-def _place(key: str, name: str, group: ProcessGroupLike | None) -> tuple[int, int]:
+def _place(
+    key: str,
+    name: str,
+    group: ProcessGroupLike | None,
+) -> tuple[int, int]:
     if group is not None:
         return group.rank(), group.size()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -199,7 +207,9 @@ def make_tp_sharded_tensor_for_checkpoint(
 
 
 def _replica_of_copy(
-    key: str, tp_group: GroupOrLayout, dp_cp_group: GroupOrLayout
+    key: str,
+    tp_group: GroupOrLayout,
+    dp_cp_group: GroupOrLayout,
 ) -> ReplicaId:
     """(0, tensor-parallel rank, data-parallel rank)."""
     tp_rank, _ = _tp_place(key, tp_group, dp_cp_group)
@@ -366,7 +376,9 @@ def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -
 
 
 def replace_prefix_for_sharding(
-    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
+    sharded_state_dict: ShardedStateDict,
+    old_prefix: str,
+    new_prefix: str,
 ) -> None:
     """Replace the prefix of the key of every ShardedBase, in place.
 

@@ -104,7 +104,9 @@ def get_param_id_to_sharded_param_map(
 
 
 def make_sharded_optimizer_tensor(
-    model_param: ShardedParam, optim_param: torch.Tensor, prefix: str
+    model_param: ShardedParam,
+    optim_param: torch.Tensor,
+    prefix: str,
 ) -> ShardedParam:
     """``optim_param``, declared like the parameter, as ``{prefix}.{key of the parameter}``.
 
@@ -205,7 +207,11 @@ def optim_state_to_sharding_state(
     return optim_state_dict
 
 
-def _keep(stored: GroupNumbers, param: int, loaded: list[Any]) -> None:
+def _keep(
+    stored: GroupNumbers,
+    param: int,
+    loaded: list[Any],
+) -> None:
     stored[param] = {int(number) for number in loaded}
 
 
@@ -218,7 +224,12 @@ def _declare_group_number(
     """The number of a parameter's group. A load passes the stored numbers to ``keep``."""
     named = replace(param, key=f"optimizer.param_group.{param.key}")
 
-    def build(key: str, _data: Any, replica_id: ReplicaId, _: slice | None) -> Any:
+    def build(
+        key: str,
+        _data: Any,
+        replica_id: ReplicaId,
+        _: slice | None,
+    ) -> Any:
         # A new tensor each time, as a load fills it with the stored number.
         number = torch.tensor(group, device="cpu")
         own = replace(named, key=key, replica_id=replica_id)
@@ -228,7 +239,10 @@ def _declare_group_number(
 
 
 def _declare(
-    param: ShardedParam, value: Any, prefix: str, flat_range: slice | None
+    param: ShardedParam,
+    value: Any,
+    prefix: str,
+    flat_range: slice | None,
 ) -> Any:
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     if prefix == _STEP and shape == (1,):
@@ -243,7 +257,12 @@ def _declare(
     elif isinstance(param, ShardedTensor):
         return _declare_once(param, value)
 
-    def build(key: str, data: Any, replica_id: ReplicaId, _: slice | None) -> Any:
+    def build(
+        key: str,
+        data: Any,
+        replica_id: ReplicaId,
+        _: slice | None,
+    ) -> Any:
         named = replace(param, key=key, replica_id=replica_id)
         return _declare_whole(named, data, flat_range)
 
@@ -263,7 +282,9 @@ def _declare(
 
 
 def _declare_whole(
-    param: ShardedParam, value: Any, flat_range: slice | None
+    param: ShardedParam,
+    value: Any,
+    flat_range: slice | None,
 ) -> list[ShardedTensor | ShardedObject]:
     """``value`` for each tensor, and each index of prepended axes, that this rank has a part of."""
     pieces = built_tensors(param)
@@ -282,7 +303,11 @@ def _declare_whole(
     return declared
 
 
-def _choose(key: str, loaded: list[Any], is_step: bool) -> Any:
+def _choose(
+    key: str,
+    loaded: list[Any],
+    is_step: bool,
+) -> Any:
     """The value of a parameter that was saved as several."""
     if any(any(tree.diff({0: loaded[0]}, {0: value})) for value in loaded[1:]):
         if not is_step:

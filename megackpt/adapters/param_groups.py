@@ -58,7 +58,9 @@ class GroupsFactory(ShardedTensorFactory):
 
 
 def declare_groups(
-    groups: Sequence[Group], numbers: GroupNumbers | None, keys: Mapping[int, str]
+    groups: Sequence[Group],
+    numbers: GroupNumbers | None,
+    keys: Mapping[int, str],
 ) -> GroupsFactory:
     """The groups for a state dict. A load returns the stored ones, in the order of these.
 
@@ -86,7 +88,11 @@ class _GroupMatcher:
         self._keys = keys
 
     def build(
-        self, _key: str, data: Any, _replica_id: ReplicaId, _range: slice | None
+        self,
+        _key: str,
+        data: Any,
+        _replica_id: ReplicaId,
+        _range: slice | None,
     ) -> list[Group]:
         if self._numbers is not None:
             self._numbers.clear()
@@ -153,7 +159,10 @@ class _GroupMatcher:
         return found
 
     def _check_unknown(
-        self, unknown: list[Group], free: list[int], stored: list[Group]
+        self,
+        unknown: list[Group],
+        free: list[int],
+        stored: list[Group],
     ) -> None:
         """Groups without numbers take the free stored ones in order, if they have no parameters.
 
@@ -179,7 +188,11 @@ class _GroupMatcher:
             )
 
     def _mismatch(
-        self, group: Group, problem: str, candidates: Sequence[int], stored: list[Group]
+        self,
+        group: Group,
+        problem: str,
+        candidates: Sequence[int],
+        stored: list[Group],
     ) -> MismatchError:
         there = [self._describe_stored(number, stored) for number in candidates]
         advice = ""

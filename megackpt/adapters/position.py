@@ -42,7 +42,10 @@ class DataPosition:
         object.__setattr__(self, name, None if value is None else _as_int(name, value))
 
     def batches(
-        self, batch_size: int, dp_rank: int = 0, dp_size: int = 1
+        self,
+        batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
     ) -> Iterable[list[int]]:
         """The indices of this rank's batches, without end: a DataLoader's ``batch_sampler``.
 

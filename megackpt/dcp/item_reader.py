@@ -73,7 +73,12 @@ class OpenCheckpoint:
     rows: dict[ChunkName, int]
     """Rows of the manifest."""
 
-    def read_record(self, name: str, place: Location, verify: bool) -> bytearray:
+    def read_record(
+        self,
+        name: str,
+        place: Location,
+        verify: bool,
+    ) -> bytearray:
         """The bytes of a record, compared with the digests that the index has for ``name``."""
         where = f"{self.storage.location}: {name!r} in {place.file}"
         with self.storage.open(place.file) as reader:
@@ -176,7 +181,12 @@ class ItemReader:
             target.copy_(part)
         self._planner.commit_tensor(item, target)
 
-    def _decode(self, chunk: ChunkName, data: bytearray, limit: int) -> io.BytesIO:
+    def _decode(
+        self,
+        chunk: ChunkName,
+        data: bytearray,
+        limit: int,
+    ) -> io.BytesIO:
         """The record's content, after the extensions that it went through."""
         descriptors = self._checkpoint.items[chunk].place.through
         if not descriptors:
@@ -258,7 +268,12 @@ class _ItemsTarget:
     def open(self, target: int, box: Box) -> NDArray[Any]:
         return self._open_item(target).target.open(0, box)
 
-    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
+    def close(
+        self,
+        target: int,
+        box: Box,
+        filled: NDArray[Any],
+    ) -> None:
         self._open_item(target).target.close(0, box, filled)
         with self._lock:
             self._missing[target] -= box.volume

@@ -67,7 +67,11 @@ def _unpickled(*fields: Any) -> Assignment:
     return assignment
 
 
-def take_assignment(plan: SavePlan, directory: str, rank: int | None) -> Assignment:
+def take_assignment(
+    plan: SavePlan,
+    directory: str,
+    rank: int | None,
+) -> Assignment:
     """The latest assignment that this rank received for this directory."""
     sent = plan.storage_data if isinstance(plan.storage_data, Assignment) else None
     if rank is None:
@@ -241,7 +245,12 @@ class ItemWriter:
             rank = self._assignment.rank
             raise kind(f"rank {rank} cannot write {file}{at}: {text}") from error
 
-    def _write_item(self, records: Records, name: str, item: WriteItem) -> WriteResult:
+    def _write_item(
+        self,
+        records: Records,
+        name: str,
+        item: WriteItem,
+    ) -> WriteResult:
         with self._resolving:
             data, extensions = self._resolve(item)
         if isinstance(data, bytes):

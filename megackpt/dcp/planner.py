@@ -90,10 +90,20 @@ class Delegate:
         part: torch.Tensor = self.lookup_object(value, item.dest_index)
         return part[Box(tuple(item.dest_offsets), tuple(item.lengths)).slices()]
 
-    def commit_tensor(self, value: Any, item: ReadItem, tensor: torch.Tensor) -> None:
+    def commit_tensor(
+        self,
+        value: Any,
+        item: ReadItem,
+        tensor: torch.Tensor,
+    ) -> None:
         """Called when the memory of an item has been filled."""
 
-    def load_bytes(self, value: Any, item: ReadItem, stream: io.BytesIO) -> Any:  # noqa: ARG002
+    def load_bytes(
+        self,
+        value: Any,
+        item: ReadItem,
+        stream: io.BytesIO,
+    ) -> Any:  # noqa: ARG002
         """The new value in the state dict, where the checkpoint holds an object."""
         return serialization.load(stream.read(), where=repr(item.storage_index.fqn))
 
@@ -157,7 +167,10 @@ class SavePlanner(DefaultSavePlanner):
     """
 
     def __init__(
-        self, *args: Any, delegates: Delegates | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        delegates: Delegates | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._enable_plan_caching = False

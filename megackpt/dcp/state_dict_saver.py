@@ -102,7 +102,11 @@ class _Planning:
     """The first stage on one rank."""
 
     def __init__(
-        self, group: Group, planner: Any, writer: Any, loaded: Sequence[SavePlan]
+        self,
+        group: Group,
+        planner: Any,
+        writer: Any,
+        loaded: Sequence[SavePlan],
     ) -> None:
         self._group = group
         self._planner = planner
@@ -193,7 +197,9 @@ def verify_global_md_reuse(
 
 
 def save_state_dict_async_finalize(
-    storage_writer: Any, global_metadata: Metadata | None, dist_wrapper: _DistWrapper
+    storage_writer: Any,
+    global_metadata: Metadata | None,
+    dist_wrapper: _DistWrapper,
 ) -> None:
     """The last stage: gather what all ranks have written, and commit it.
 
@@ -229,7 +235,9 @@ def _write_results(writer: Any) -> list[WriteResult]:
 
 
 def _finish(
-    writer: Any, metadata: Metadata | None, results: list[list[WriteResult]]
+    writer: Any,
+    metadata: Metadata | None,
+    results: list[list[WriteResult]],
 ) -> None:
     if metadata is None:
         raise CheckpointingException(
@@ -240,14 +248,22 @@ def _finish(
 
 
 def _equals_loaded(
-    loaded: Sequence[SavePlan], local: SavePlan, rank: int, ranks: int
+    loaded: Sequence[SavePlan],
+    local: SavePlan,
+    rank: int,
+    ranks: int,
 ) -> bool:
     if len(loaded) != ranks:
         return False
     return _equal(loaded[rank], local, rank, "loaded plan")
 
 
-def _equal(old: SavePlan | None, new: SavePlan, rank: int, what: str) -> bool:
+def _equal(
+    old: SavePlan | None,
+    new: SavePlan,
+    rank: int,
+    what: str,
+) -> bool:
     """Whether two plans are equal but for ``storage_data``. Logs the keys that differ (DEBUG)."""
     if old is None:
         return False

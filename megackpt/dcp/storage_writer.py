@@ -348,7 +348,9 @@ class _HostItems:
 
 
 def _write_prepared(
-    _rank: int, source: SavePlanner | _HostItems, prepared: _PreparedWrite
+    _rank: int,
+    source: SavePlanner | _HostItems,
+    prepared: _PreparedWrite,
 ) -> None:
     resolver = source if isinstance(source, _HostItems) else KeptResolver(source)
     prepared.outcome = attempt(lambda: prepared.write(resolver))

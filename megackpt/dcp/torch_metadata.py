@@ -75,7 +75,13 @@ class _ManifestRows:
         self._writers: list[int] = []
         self._digests: list[bytes] = []
 
-    def add(self, entry: TensorEntry, box: Box, writer: int, item: StoredItem) -> None:
+    def add(
+        self,
+        entry: TensorEntry,
+        box: Box,
+        writer: int,
+        item: StoredItem,
+    ) -> None:
         number = self._tensors.setdefault(entry, len(self._tensors))
         self._rows.append((number, box, item.file, item.start, item.length))
         self._writers.append(writer)
@@ -197,7 +203,11 @@ def _planned_chunks(
             yield MetadataIndex(name, torch.Size(box.offset)), entry, box
 
 
-def opaque_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
+def opaque_key(
+    name: str,
+    box: Box,
+    shape: tuple[int, ...],
+) -> str:
     """The index's key for a chunk that is not stored as a plain tensor."""
     return name if box == Box.whole(shape) else unique_key(name, box.offset, shape)
 
@@ -244,7 +254,9 @@ def native_manifest(
 
 
 def metadata_of(
-    listing: Listing, items: Mapping[ChunkName, Listed], load_id: str
+    listing: Listing,
+    items: Mapping[ChunkName, Listed],
+    load_id: str,
 ) -> Metadata:
     """torch's Metadata of a listing. CorruptCheckpoint for a dtype that torch does not have."""
     described: dict[str, Any] = {}

@@ -124,7 +124,10 @@ class _Hook(MetaPathFinder, Loader):
         self.replaced: dict[str, ModuleType] = {}
 
     def find_spec(
-        self, fullname: str, path: Any, target: Any = None
+        self,
+        fullname: str,
+        path: Any,
+        target: Any = None,
     ) -> ModuleSpec | None:
         suffix = _suffix(fullname)
         if suffix is None:

@@ -305,7 +305,9 @@ def callable_strategy(action: StrategyAction, given: Any) -> Any:
 
 
 def get_default_strategy(
-    action: StrategyAction, backend: str, version: int | None = None
+    action: StrategyAction,
+    backend: str,
+    version: int | None = None,
 ) -> Any:
     """The strategy registered for this, else the format's own. Raises BackendError if none is.
 

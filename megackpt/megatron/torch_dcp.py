@@ -59,7 +59,11 @@ class _Checkpointable(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> NoReturn:
         raise ShardingError(
             f"{cls.__name__} is a placeholder for torch DCP: {func} cannot be applied to it"

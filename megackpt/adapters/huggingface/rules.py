@@ -235,7 +235,11 @@ def as_rule(theirs: Theirs) -> Rule:
 
 
 def _unit(
-    shape: Shape, axis: int, groups: int, ratio: tuple[int, ...], held: int
+    shape: Shape,
+    axis: int,
+    groups: int,
+    ratio: tuple[int, ...],
+    held: int,
 ) -> int:
     """The extent of 1 in a ratio, along an axis that has ``held`` of each group."""
     valid = 0 <= axis < len(shape) and groups >= 1 and min(ratio, default=0) >= 1
@@ -247,7 +251,10 @@ def _unit(
 
 
 def _shares(
-    ratio: tuple[int, ...], number: int, groups: int, unit: int
+    ratio: tuple[int, ...],
+    number: int,
+    groups: int,
+    unit: int,
 ) -> Iterator[tuple[int, int]]:
     """Where each group's share of a part begins: in the part, and in the whole."""
     for group in range(groups):
@@ -256,7 +263,11 @@ def _shares(
 
 
 def _shift(
-    pieces: Iterable[Piece], axis: int, start: int, extent: int, to: int
+    pieces: Iterable[Piece],
+    axis: int,
+    start: int,
+    extent: int,
+    to: int,
 ) -> Iterator[Piece]:
     """The pieces in ``[start, start + extent)`` along an axis, moved to ``to``."""
     for piece in pieces:
@@ -269,7 +280,11 @@ def _shift(
             yield replace(inside, box=box, exact=True)
 
 
-def _replace(values: Shape, position: int, value: int) -> Shape:
+def _replace(
+    values: Shape,
+    position: int,
+    value: int,
+) -> Shape:
     return (*values[:position], value, *values[position + 1 :])
 
 

@@ -113,7 +113,10 @@ class _PiecesOfShard:
     """
 
     def __init__(
-        self, shard: ShardedTensor, pieces: Sequence[Piece], boxes: Boxes
+        self,
+        shard: ShardedTensor,
+        pieces: Sequence[Piece],
+        boxes: Boxes,
     ) -> None:
         prepended = shard.prepend_axis_num
         self.shard = shard
@@ -149,7 +152,11 @@ class _PiecesOfShard:
         )
 
     def _build(
-        self, _key: str, _data: Any, replica_id: ReplicaId, _range: slice | None
+        self,
+        _key: str,
+        _data: Any,
+        replica_id: ReplicaId,
+        _range: slice | None,
     ) -> list[ShardedTensor]:
         shards = []
         for piece in self.pieces:
@@ -161,7 +168,10 @@ class _PiecesOfShard:
         return shards
 
     def _declare(
-        self, piece: Piece, view: torch.Tensor, replica_id: ReplicaId
+        self,
+        piece: Piece,
+        view: torch.Tensor,
+        replica_id: ReplicaId,
     ) -> ShardedTensor:
         if piece.tied:  # never the main replica
             replica_id = (

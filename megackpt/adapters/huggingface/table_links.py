@@ -30,7 +30,11 @@ _LAYERS = re.compile(r"(?:^|[._])(?:layers?|h|blocks?|experts?)\.$")
 """A prefix after which numbers are expected to have no gaps."""
 
 
-def link(table: Table, tensors: Iterable[TensorId], complete: bool = False) -> Links:
+def link(
+    table: Table,
+    tensors: Iterable[TensorId],
+    complete: bool = False,
+) -> Links:
     """The pieces of Hugging Face's tensors that each of our tensors consists of.
 
     A tensor that the table maps to None has no pieces. ``complete``: ``tensors`` are all tensors of
@@ -101,7 +105,11 @@ class _Place:
         return _fill(pattern, self.texts, self.numbers)
 
 
-def _fill(pattern: str, texts: Iterable[str], numbers: Iterable[str]) -> str:
+def _fill(
+    pattern: str,
+    texts: Iterable[str],
+    numbers: Iterable[str],
+) -> str:
     values = {"*": iter(texts), "#": iter(numbers)}
     return _WILDCARD.sub(lambda wildcard: next(values[wildcard[0]]), pattern)
 
@@ -115,7 +123,12 @@ class _Entry:
     rule: Rule | None
 
     @classmethod
-    def of(cls, pattern: str, theirs: Theirs | None, problems: list[str]) -> _Entry:
+    def of(
+        cls,
+        pattern: str,
+        theirs: Theirs | None,
+        problems: list[str],
+    ) -> _Entry:
         wildcards = sorted(_WILDCARD.findall(pattern))
         rule = None
         try:
