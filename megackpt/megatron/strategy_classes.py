@@ -276,6 +276,14 @@ def warmup_persistent_caller(*_: Any, **__: Any) -> None:
     """Do nothing: a queue starts its worker with the first save, in some hundredths of a second."""
 
 
+_CLASSES: dict[tuple[StrategyAction, str], type[_OpenStrategy]] = {
+    (StrategyAction.SAVE_SHARDED, "torch_dist"): TorchDistSaveShardedStrategy,
+    (StrategyAction.SAVE_SHARDED, "zarr"): ZarrSaveShardedStrategy,
+    (StrategyAction.LOAD_SHARDED, "torch_dist"): TorchDistLoadShardedStrategy,
+    (StrategyAction.LOAD_SHARDED, "zarr"): ZarrLoadShardedStrategy,
+}
+
+
 def callable_strategy(action: StrategyAction, given: Any) -> Any:
     """``given`` as a strategy of Megatron's class for its format and this action.
 
@@ -284,20 +292,11 @@ def callable_strategy(action: StrategyAction, given: Any) -> Any:
     strategy = strategies.as_strategy(given)
     if isinstance(given, _OpenStrategy) or type(strategy) is not Strategy:
         return given
-    kind: type[_OpenStrategy]
+    default: type[_OpenStrategy] = LoadShardedStrategy
     if action is StrategyAction.SAVE_SHARDED:
-        saving = {
-            "torch_dist": TorchDistSaveShardedStrategy,
-            "zarr": ZarrSaveShardedStrategy,
-        }
-        kind = saving.get(strategy.backend, AsyncSaveShardedStrategy)
-    else:
-        loading = {
-            "torch_dist": TorchDistLoadShardedStrategy,
-            "zarr": ZarrLoadShardedStrategy,
-        }
-        kind = loading.get(strategy.backend, LoadShardedStrategy)
-    # Not by their __init__, which takes Megatron's arguments: all fields are known here.
+        default = AsyncSaveShardedStrategy
+    kind = _CLASSES.get((action, strategy.backend), default)
+    # Not by its __init__, which takes Megatron's arguments.
     result = kind.__new__(kind)
     for field in fields(Strategy):
         setattr(result, field.name, getattr(strategy, field.name))
