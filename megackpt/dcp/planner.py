@@ -100,10 +100,10 @@ class Delegate:
 
     def load_bytes(
         self,
-        value: Any,
+        value: Any,  # noqa: ARG002
         item: ReadItem,
         stream: io.BytesIO,
-    ) -> Any:  # noqa: ARG002
+    ) -> Any:
         """The new value in the state dict, where the checkpoint holds an object."""
         return serialization.load(stream.read(), where=repr(item.storage_index.fqn))
 
