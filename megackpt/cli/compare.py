@@ -27,7 +27,7 @@ PIECE = 1 << 20
 """Elements that are read and compared at once; as float64 they take 8 MiB."""
 FIRST = 5
 """Number of differing elements that are listed for a tensor."""
-
+_MAX_BATCH = 4096
 
 Change = tuple[tuple[Any, ...], Any, Any]
 """Path in an object, value in A, value in B; ``...`` if a checkpoint has no value there."""
@@ -104,7 +104,8 @@ def compare(
     result = Comparison()
     result.only_a = [key for key in side_a.numbers if key not in side_b.numbers]
     result.only_b = [key for key in side_b.numbers if key not in side_a.numbers]
-    undecided: list[tuple[str, list[Box]]] = []
+    pieces: list[tuple[str, Box]] = []
+    shards: list[tuple[str, Box]] = []
     with events.operation("diff", a.storage.location), events.stage("read") as stage:
         for key in side_a.numbers:
             if key not in side_b.numbers:
@@ -116,19 +117,16 @@ def compare(
             if meta_a.shape != meta_b.shape or meta_a.is_object != meta_b.is_object:
                 continue
             boxes = _undecided_boxes(key, side_a, side_b)
-            if boxes:
-                undecided.append((key, boxes))
-                volume = sum(box.volume for box in boxes)
-                stage.todo += volume * (meta_a.itemsize + meta_b.itemsize)
-            else:
+            if not boxes:
                 result.by_digest += 1
-        for key, boxes in undecided:
-            if side_a.meta(key).is_object:
-                result.objects += _compare_object(key, boxes, side_a, side_b, stage)
-                continue
-            tensor = _compare_tensor(key, boxes, side_a, side_b, tolerance, stage)
-            if tensor.elements:
-                result.tensors.append(tensor)
+            for box in boxes:
+                if meta_a.is_object:
+                    shards.append((key, box))
+                    continue
+                pieces += [(key, piece) for piece in _split(box)]
+                stage.todo += box.volume * (meta_a.itemsize + meta_b.itemsize)
+        result.tensors = _compare_tensors(pieces, side_a, side_b, tolerance, stage)
+        result.objects = list(_compare_objects(shards, side_a, side_b, stage))
         result.bytes_read = events.current().operation.bytes = stage.done
     return result
 
@@ -152,8 +150,8 @@ class _Side:
     def meta(self, key: str) -> TensorMeta:
         return self.manifest.tensors[self.numbers[key]].meta
 
-    def read(self, key: str, boxes: Sequence[Box]) -> list[Raw]:
-        return self._regions.arrays([(self.numbers[key], box) for box in boxes])
+    def read(self, pieces: Sequence[tuple[str, Box]]) -> list[Raw]:
+        return self._regions.arrays([(self.numbers[key], box) for key, box in pieces])
 
     def read_object(self, key: str, box: Box) -> bytes | None:
         """The blob of one shard, if this checkpoint has it."""
@@ -193,26 +191,46 @@ def _undecided_boxes(key: str, a: _Side, b: _Side) -> list[Box]:
     return boxes
 
 
-def _compare_tensor(
-    key: str,
-    boxes: Sequence[Box],
+def _split(box: Box) -> Iterator[Box]:
+    """The box as boxes of at most PIECE elements."""
+    for start in range(0, box.volume, PIECE):
+        # A range of elements in C order is not always a box, but always a few boxes.
+        yield from box.runs(start, min(start + PIECE, box.volume))
+
+
+def _batches(pieces: Sequence[tuple[str, Box]]) -> Iterator[list[tuple[str, Box]]]:
+    """Pieces that are read together: many small tensors one by one take ten times as long."""
+    batch: list[tuple[str, Box]] = []
+    volume = 0
+    for key, box in pieces:
+        if batch and (volume + box.volume > PIECE or len(batch) == _MAX_BATCH):
+            yield batch
+            batch, volume = [], 0
+        batch.append((key, box))
+        volume += box.volume
+    if batch:
+        yield batch
+
+
+def _compare_tensors(
+    pieces: Sequence[tuple[str, Box]],
     a: _Side,
     b: _Side,
     tolerance: Tolerance | None,
     stage: events.Stage,
-) -> TensorDifference:
-    meta_a, meta_b = a.meta(key), b.meta(key)
-    found = TensorDifference(key, math.prod(meta_a.shape))
-    for box in boxes:
-        for start in range(0, box.volume, PIECE):
-            # A range of elements in C order is not always a box, but always a few boxes.
-            pieces = list(box.runs(start, min(start + PIECE, box.volume)))
-            arrays_a, arrays_b = a.read(key, pieces), b.read(key, pieces)
-            for piece, x, y in zip(pieces, arrays_a, arrays_b, strict=True):
-                dtypes = meta_a.dtype, meta_b.dtype
-                _compare_elements(found, piece, x, y, dtypes, tolerance)
-                stage.advance(x.nbytes + y.nbytes)
-    return found
+) -> list[TensorDifference]:
+    found: dict[str, TensorDifference] = {}
+    for batch in _batches(pieces):
+        arrays_a, arrays_b = a.read(batch), b.read(batch)
+        for (key, box), x, y in zip(batch, arrays_a, arrays_b, strict=True):
+            meta = a.meta(key)
+            empty = TensorDifference(key, math.prod(meta.shape))
+            dtypes = meta.dtype, b.meta(key).dtype
+            _compare_elements(
+                found.setdefault(key, empty), box, x, y, dtypes, tolerance
+            )
+            stage.advance(x.nbytes + y.nbytes)
+    return [difference for difference in found.values() if difference.elements]
 
 
 def _compare_elements(
@@ -292,13 +310,15 @@ def _as_float(values: Raw) -> Raw:
     return values if values.dtype.kind == "c" else values.astype(np.float64)
 
 
-def _compare_object(
-    key: str, boxes: Sequence[Box], a: _Side, b: _Side, stage: events.Stage
+def _compare_objects(
+    shards: Sequence[tuple[str, Box]], a: _Side, b: _Side, stage: events.Stage
 ) -> Iterator[ObjectDifference]:
+    if not shards:
+        return
     # Imports torch.
     from megackpt.serialization.inspection import look
 
-    for box in boxes:
+    for key, box in shards:
         blobs = a.read_object(key, box), b.read_object(key, box)
         stage.advance(sum(len(blob) for blob in blobs if blob))
         if blobs[0] == blobs[1]:
