@@ -1,4 +1,4 @@
-"""What ranks ask for, compared with what is stored before anything is read."""
+"""The requests of ranks, compared with the stored state before anything is read."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def exchange(
     memory: LoadTarget,
     lengths: Mapping[tuple[int, int], int],
 ) -> None:
-    """Send what this rank has read for others, and receive what they have read for it.
+    """Send the values that this rank has read for others, and receive those that others read.
 
     ``lengths``: the bytes of every object that was read, by rank and wanted row of that rank.
     """

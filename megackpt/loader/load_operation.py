@@ -68,8 +68,8 @@ def load(
     Collective over ``process_group``.
 
     Values are read into the ``.data`` of the ShardedTensors, on their device, or into new CPU
-    tensors. Only the byte ranges needed are read. All ranks compare what they ask for with what
-    is stored before any tensor is touched, so a load that does not fit changes nothing.
+    tensors. Only the byte ranges needed are read. All ranks compare their requests with the
+    stored state before any tensor is changed, so a load that does not fit changes nothing.
 
     Args:
         sharded_strategy: the format; None = the directory decides. Needed only where a

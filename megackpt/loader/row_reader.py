@@ -53,7 +53,7 @@ def read_rows(
 def read(
     root: Storage, backend: Backend, plan: LoadPlan, target: LoadTarget, verify: bool
 ) -> None:
-    """Read what is planned. ``verify`` compares it with the stored digests."""
+    """Carry out the plan. ``verify`` compares the bytes with the stored digests."""
     tensors = target.tensors
     synchronize(tensors)
     todo = 0

@@ -37,7 +37,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangePlan:
-    """One rank's part. ``chunk``, ``boxes`` and ``target`` are the LoadPlan of what it reads."""
+    """One rank's part. ``chunk``, ``boxes`` and ``target`` are the LoadPlan of its reads."""
 
     chunk: Int64
     boxes: Boxes
@@ -54,8 +54,8 @@ def plan_exchange(
 ) -> list[ExchangePlan]:
     """The plan of each rank for the load in which rank i wants ``parts[i]``.
 
-    Ranks of one domain exchange what several of them want in one dtype: they send what they
-    have read, already converted. Within a domain the reads are balanced by bytes. A rank reads
+    Ranks of one domain exchange regions that several of them want in one dtype: they send the
+    values after conversion. Within a domain the reads are balanced by bytes. A rank reads
     itself what no other rank wants, and the rows ``apart[i]`` of ``parts[i]``. Raises as
     ``plan_load``.
     """

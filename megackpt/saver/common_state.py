@@ -1,4 +1,4 @@
-"""The common state, of which a save stores rank 0's: its size, and differences between ranks."""
+"""Checks of the common state, which rank 0 stores: its size, and differences between ranks."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _BITS = _not_comparable()
 def groups_to_store(
     rank_0s: Mapping[str, HeldGroup], needed: Sequence[Mapping[str, HeldGroup]]
 ) -> dict[tree.Path, bytes]:
-    """The pickled groups that replace those of which rank 0 has no parameter.
+    """The pickled groups that replace rank 0's groups without parameters.
 
     They come from the lowest rank that has a parameter of the group. ``needed[i]`` are the
-    groups of which rank i has parameters. Raises ShardingError where the hyperparameters of
-    another rank would be lost.
+    groups with parameters on rank i. Raises ShardingError where the hyperparameters of another
+    rank would be lost.
     """
     stored = {name: (0, group) for name, group in rank_0s.items()}
     lost: list[str] = []
@@ -83,8 +83,8 @@ def groups_to_store(
     if lost:
         raise ShardingError(
             "groups of parameters differ between ranks, and one list of them is stored: "
-            f"{join_truncated(lost, 6)}. Build the optimizer of the same groups on all ranks, also of "
-            "those without a parameter there; and give groups a 'name', or leave them in the "
+            f"{join_truncated(lost, 6)}. Build the optimizer of the same groups on all ranks, "
+            "also of those without a parameter there; and give groups a 'name', or leave them in the "
             "order of the checkpoint that was loaded"
         )
     replaced = {}
@@ -130,8 +130,8 @@ def check_size(common: Mapping[Any, Any], directory: str) -> None:
     )
     if undeclared:
         text += (
-            f" (which leaves {events.format_size(undeclared)} as they are, numpy arrays and values in "
-            "tuples or sets: torch.from_numpy and lists make tensors of them that it declares)"
+            f" (which leaves {events.format_size(undeclared)} as they are, numpy arrays and "
+            "values in tuples or sets: torch.from_numpy and lists make tensors of them that it declares)"
         )
     if total >= limits.COMMON_STATE_BYTES:
         raise ShardingError(f"{text}. Or allow it: allow_large_common_state=True")
@@ -180,7 +180,7 @@ def _stored_once(value: Any, in_dicts: bool) -> tuple[Any, int]:
 def warn_of_difference(rank: int, rank_0s: bytes, own: Any) -> None:
     """Log where this rank's view of the common state differs from rank 0's pickled one.
 
-    Comparing runs code of the values. An exception in it is logged, and the save goes on.
+    Comparing runs code of the values. An exception in it is logged, and the save continues.
     """
     try:
         theirs = torch.load(io.BytesIO(rank_0s), map_location="cpu", weights_only=False)

@@ -133,10 +133,8 @@ class SaveRequest:
         options = _pickled_options(backend)
         if options is not None:
             planned = policy_for_backend(backend, policy)
-            number = fingerprint(
-                declared,
-                f"{named} {backend.properties.encoding} {planned} {group.size} {validate} {options}",
-            )
+            parts = named, backend.properties.encoding, planned, group.size, validate
+            number = fingerprint(declared, f"{parts} {options}")
         unchecked = cls(
             directory=path,
             backend=backend,
@@ -158,7 +156,7 @@ class SaveRequest:
         return unchecked._with_blobs()
 
     def _with_blobs(self) -> SaveRequest:
-        """This request with the blobs of the objects of which this rank has the main replica.
+        """This request with the blobs of objects whose main replica is on this rank.
 
         Blobs beyond ``_KEPT_BLOBS`` bytes in sum are checked, and pickled again when they are
         written.
@@ -196,7 +194,7 @@ class SaveRequest:
         return [number, -number]
 
     def needed_groups(self) -> dict[str, HeldGroup]:
-        """The groups of which this rank has parameters, with values small enough to send."""
+        """The groups with parameters on this rank; their values, if small enough to send."""
         needed = {}
         for name, group in self.groups.items():
             if group.needed:
@@ -234,7 +232,7 @@ class SaveRequest:
         return self.blobs.get(row) or loadable(*self._object(row))[0]
 
     def _object(self, row: int) -> tuple[str, Any]:
-        """The name, for error texts, and the value of a row that is no tensor."""
+        """The name, for error texts, and the value of a row of an object or common state."""
         if row == len(self.shards):
             return COMMON, dict(self.common)
         shard = cast(ShardedObject, self.shards[row])
@@ -248,7 +246,7 @@ def digest_number(data: bytes) -> int:
 
 
 def _compact(leaf: Any) -> Any:
-    """A copy of a view of a larger tensor, of which torch would store all of the memory."""
+    """A copy of a view of a larger tensor: of a view torch would store the whole tensor."""
     plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)
     if not plain or leaf.layout is not torch.strided:
         return leaf

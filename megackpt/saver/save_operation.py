@@ -134,21 +134,24 @@ def save(
 
     with operation.running(lambda: group):
         mark = group.mark() if async_sharded_save else Mark()
-        # Errors of the first two steps are raised on all ranks by the third.
+        # Declare and begin. The next step raises their errors on all ranks.
         declared = attempt(declare)
         cached = _find_plan(group, declared.value)
-        begun = operation.begin(declared, cached)
-        reuse = _all_ranks_reuse(group, declared, cached, begun)
+        started = operation.begin(declared, cached)
+        # Plan, unless all ranks hold the plan of an earlier save.
+        reuse = _all_ranks_reuse(group, declared, cached, started)
         if cached is not None and reuse:
             request, part = declared.get(), cached
         else:
-            request, part = _make_plan(group, declared, begun)
+            request, part = _make_plan(group, declared, started)
         operation.total.operation.id = part.save_id
+        # Stage, then write: now, or later while training continues.
         stage = _copy if async_sharded_save else _reference
         task = stage(operation, request, part)
         backend = request.backend
         if not async_sharded_save:
             task.run()
+            # Finish and commit, when all ranks have written.
             operation.commit(task, backend, part)
             return None
 
@@ -302,11 +305,11 @@ def _all_ranks_reuse(
     group: Group,
     declared: Attempt[SaveRequest],
     cached: _RankPart | None,
-    begun: Attempt[Place | None],
+    started: Attempt[Place | None],
 ) -> bool:
     """Vote: do all ranks hold one plan, and parameter groups as rank 0 has them? Collective."""
     votes = [_NO_PLAN] * 4
-    if cached is not None and begun.error is None:
+    if cached is not None and started.error is None:
         request = declared.get()
         number = digest_number(cached.save_id.encode() + os.fsencode(request.directory))
         groups = request.group_votes(may_abstain=not group.is_coordinator)
@@ -321,7 +324,7 @@ def _all_ranks_reuse(
 
 
 def _make_plan(
-    group: Group, declared: Attempt[SaveRequest], begun: Attempt[Place | None]
+    group: Group, declared: Attempt[SaveRequest], started: Attempt[Place | None]
 ) -> tuple[SaveRequest, _RankPart]:
     """Gather the declarations, plan on rank 0, scatter the plans. Collective.
 
@@ -345,7 +348,7 @@ def _make_plan(
 
     @events.stage("plan")
     def decide(parts: Sequence[_RankRequest]) -> list[_RankReply]:
-        place = cast(Place, begun.get())
+        place = cast(Place, started.get())
         request, manifest, replies = _plan_for_all(declared.get(), place, parts)
         planned.append((request, manifest))
         return replies

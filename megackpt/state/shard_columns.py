@@ -143,8 +143,9 @@ def _traits(shard: Shard) -> tuple[Any, ...] | None:
             getattr(data, "global_shape", None),
         )
     traits = (
-        held, shard.dtype, shard.local_shape, shard.global_shape, shard.global_offset, shard.axis_fragmentations,
-        shard.replica_id, shard.prepend_axis_num, shard.allow_shape_mismatch, shard.flattened_range,
+        held, shard.dtype, shard.local_shape, shard.global_shape, shard.global_offset,
+        shard.axis_fragmentations, shard.replica_id, shard.prepend_axis_num,
+        shard.allow_shape_mismatch, shard.flattened_range,
     )  # fmt: skip
     try:
         hash(traits)

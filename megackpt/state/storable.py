@@ -94,8 +94,8 @@ def data_problems(
     if data.is_nested:
         return [
             (
-                "nested data cannot be stored; store its parts, or data.to_padded_tensor(0) and the "
-                "lengths"
+                "nested data cannot be stored; store its parts, or data.to_padded_tensor(0) and "
+                "the lengths"
             )
         ]
     if data.layout is not torch.strided:

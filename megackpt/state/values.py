@@ -171,8 +171,8 @@ class ShardedTensor(ShardedBase):
         for size, count in pairs:
             if size % count and not self.allow_shape_mismatch:
                 raise ShardingError(
-                    f"{self.key!r}: Axis shape ({size}) not divisible by axis fragmentation ({count}) "
-                    f"in {self.global_shape} over {self.axis_fragmentations}"
+                    f"{self.key!r}: Axis shape ({size}) not divisible by axis fragmentation "
+                    f"({count}) in {self.global_shape} over {self.axis_fragmentations}"
                 )
         return tuple(size // count for size, count in pairs)
 
