@@ -31,6 +31,8 @@ MISSING_RANKS_SECONDS = 10.0
 """Seconds. After a failure rank 0 waits so long for the others, to name those that are missing."""
 CANCEL_SECONDS = 6.0
 """Seconds. After a failed save rank 0 waits so long for the others to stop writing."""
+WORKER_STOP_SECONDS = 5.0
+"""Seconds. A cancelled asynchronous save has so long to stop by itself."""
 
 # Saving.
 

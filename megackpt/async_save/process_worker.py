@@ -9,9 +9,10 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet, finalize
 
+from megackpt import limits
 from megackpt.async_save.task import Task
 from megackpt.async_save.worker_process import WorkerProcess, start_lock
-from megackpt.async_save.workers import GRACE, Worker
+from megackpt.async_save.workers import Worker
 from megackpt.distributed import Attempt
 from megackpt.errors import CheckpointingException, StorageError
 
@@ -46,7 +47,7 @@ class ProcessWorker(Worker):
         error = task.cancel(reason)
         dispatcher = self._dispatcher
         if task.started and dispatcher is not None and dispatcher.kill_process_of(task):
-            task.wait(GRACE)  # until the process is dead
+            task.wait(limits.WORKER_STOP_SECONDS)  # until the process is dead
         task.finish(Attempt(None, error))
 
     def close(self) -> None:
@@ -59,7 +60,7 @@ class ProcessWorker(Worker):
         current = dispatcher.current
         if current is not None:
             self.stop(current, dispatcher.closing)
-        dispatcher.thread.join(GRACE)
+        dispatcher.thread.join(limits.WORKER_STOP_SECONDS)
         self._detach()
 
     def forget(self) -> None:

@@ -6,12 +6,10 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
+from megackpt import limits
 from megackpt.async_save.task import Task
 from megackpt.distributed import Attempt, attempt
 from megackpt.errors import CheckpointingException
-
-GRACE = 5.0
-"""Seconds that a task which is given up has for coming to a stop by itself."""
 
 
 class Worker(ABC):
@@ -50,5 +48,5 @@ class ThreadWorker(Worker):
         self, task: Task[Any], reason: CheckpointingException | None = None
     ) -> None:
         error = task.cancel(reason)
-        if not (task.started and task.wait(GRACE)):
+        if not (task.started and task.wait(limits.WORKER_STOP_SECONDS)):
             task.finish(Attempt(None, error))

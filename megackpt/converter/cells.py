@@ -91,7 +91,7 @@ def cell_shape(shape: Shape, stored: Shape, atom: Shape, budget: int) -> Shape:
     for axis in range(len(cell)):
         if math.prod(cell) <= budget:
             break
-        # The most whole atoms along this axis of which the stored cell is made up.
+        # The largest number of whole atoms along this axis that divides the stored cell.
         atoms = -(-stored[axis] // atom[axis])
         fitting = budget // (math.prod(cell) // cell[axis])
         count = min(max(1, fitting // atom[axis]), atoms)

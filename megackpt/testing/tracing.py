@@ -1,4 +1,4 @@
-"""A local storage that records what was made durable in it, and how many bytes were read."""
+"""A local storage that records durable files and the bytes that were read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ F = TypeVar("F", FileWriter, FileUpdater, Batch)
 
 
 class WatchedStorage(LocalStorage):
-    """Records what was made durable and read.
+    """Records durable files and reads.
 
     ``durable``: files that were closed or put. ``synced``: folders. ``read``: bytes.
     Files of a batch are durable when the batch is closed. What tensorstore writes through

@@ -265,7 +265,7 @@ def test_an_error_on_one_rank_is_everybodys(
 def test_a_worker_that_hangs_is_given_up(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megackpt.async_save.workers.GRACE", 0.1)
+    monkeypatch.setattr("megackpt.limits.WORKER_STOP_SECONDS", 0.1)
     gate._closed_to.add(1)
 
     def run(group: ThreadedGroup) -> str:

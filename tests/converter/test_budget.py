@@ -49,7 +49,9 @@ def test_workers() -> None:
         ConversionOptions(workers=0)
 
 
-def test_what_does_not_fit_is_refused_with_what_would_do(tmp_path: Path) -> None:
+def test_a_limit_that_is_too_small_is_refused_with_one_that_fits(
+    tmp_path: Path,
+) -> None:
     megackpt.save(
         {"o": ShardedObject("blob", b"x" * (40 << 20), (1,), (0,)), "n": 1},
         tmp_path / "a",
@@ -57,14 +59,14 @@ def test_what_does_not_fit_is_refused_with_what_would_do(tmp_path: Path) -> None
     with pytest.raises(
         BackendError,
         match=r"'blob' \[0:1\] is an object of 4194\d+ bytes.*64MiB.* Give 1\d\dMiB",
-    ) as told:
+    ) as raised:
         megackpt.convert(tmp_path / "a", tmp_path / "b", "zarr", max_memory="64MiB")
     assert not (tmp_path / "b").exists()
     megackpt.convert(
         tmp_path / "a",
         tmp_path / "b",
         "torch_dist",
-        max_memory=str(told.value).split()[-1],
+        max_memory=str(raised.value).split()[-1],
     )
     megackpt.convert(
         tmp_path / "a", tmp_path / "c", "torch_dist", max_memory="64MiB", exclude="blob"

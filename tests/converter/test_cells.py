@@ -1,4 +1,4 @@
-"""How conversions are cut: cells that tile, of bounded size, made of what can only be read whole; tasks alike."""
+"""Planning of conversions: cells tile each tensor, are of bounded size and whole atoms; tasks are alike."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_one_file_there_and_back(
     assert all(key.startswith("model.") for key in megackpt.load_plain_tensors(file))
 
 
-def test_a_safetensors_file_has_no_room_for_state(tmp_path, source) -> None:
+def test_a_safetensors_file_cannot_hold_state(tmp_path, source) -> None:
     with pytest.raises(BackendError, match=r"rng\.objects.*common\.pt.*--no-state"):
         megackpt.convert(source, tmp_path / "m.safetensors", "safetensors")
     megackpt.convert(
@@ -110,7 +110,7 @@ def test_a_file_under_another_formats_name_is_refused(tmp_path, source) -> None:
     assert (tmp_path / "m.pt" / "metadata.json").exists()
 
 
-def test_a_run_for_one_file_goes_on_and_others_begin_anew(
+def test_a_run_for_one_file_is_resumed_by_the_same_call_only(
     tmp_path, source, monkeypatch
 ) -> None:
     file = tmp_path / "out" / "m.safetensors"
@@ -158,7 +158,7 @@ def test_a_target_in_the_source_or_around_it_is_refused(
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_target_stays_as_it_is_when_something_is_wrong(
+def test_a_failed_conversion_leaves_the_target_unchanged(
     tmp_path, source, files, to
 ) -> None:
     megackpt.save({"old": 1}, tmp_path / "b")
@@ -216,15 +216,18 @@ def test_the_number_of_files(tmp_path, source, assert_same, small_tasks) -> None
         megackpt.convert(source, tmp_path / "c", "torch_dist", shards=0)
 
 
-def test_progress_and_the_outcome(tmp_path, source, small_tasks) -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_and_the_result(tmp_path, source, small_tasks) -> None:
+    reported: list[tuple[int, int]] = []
     done = megackpt.convert(
-        source, tmp_path / "a", "zarr", progress=lambda *numbers: told.append(numbers)
+        source,
+        tmp_path / "a",
+        "zarr",
+        progress=lambda *numbers: reported.append(numbers),
     )
-    assert told[0] == (0, done.bytes)
-    assert told[-1] == (done.bytes, done.bytes)
-    assert [d for d, _ in told] == sorted(d for d, _ in told)
-    assert len(told) > 10
+    assert reported[0] == (0, done.bytes)
+    assert reported[-1] == (done.bytes, done.bytes)
+    assert [d for d, _ in reported] == sorted(d for d, _ in reported)
+    assert len(reported) > 10
     assert done.tensors == len(megackpt.load_plain_tensors(source))
     assert done.objects == 2  # "rng" and the common state
     assert done.bytes == int(
@@ -232,9 +235,7 @@ def test_progress_and_the_outcome(tmp_path, source, small_tasks) -> None:
     )
 
 
-def test_what_is_written_is_read_again_if_asked_for(
-    tmp_path, source, monkeypatch
-) -> None:
+def test_verify_target_reads_everything_again(tmp_path, source, monkeypatch) -> None:
     megackpt.convert(source, tmp_path / "a", "torch_dist", verify_target=True)
     from megackpt.backends.torch_dist import TorchDist
 
@@ -255,7 +256,7 @@ def test_what_is_written_is_read_again_if_asked_for(
     assert not (tmp_path / "b").exists()
 
 
-def test_removing_is_a_conversion(tmp_path, source) -> None:
+def test_remove_sharded_tensors(tmp_path, source) -> None:
     keys = set(megackpt.load_plain_tensors(source))
     megackpt.remove_sharded_tensors(source, "model.")
     assert set(megackpt.load_plain_tensors(source)) == {
@@ -265,7 +266,7 @@ def test_removing_is_a_conversion(tmp_path, source) -> None:
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_many_small_tensors_are_fetched_together(tmp_path, monkeypatch) -> None:
+def test_many_small_tensors_are_read_together(tmp_path, monkeypatch) -> None:
     """A thousand tensors of 1 KiB: few reads."""
     values = torch.arange(256_000, dtype=torch.float32).reshape(1000, 256)
     state = {

@@ -1,4 +1,4 @@
-"""The journal of a conversion believes neither its own lines nor the bytes that they tell of without looking."""
+"""The journal of a conversion checks its lines, and the bytes that they name."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def interrupted(
         with pytest.raises(Stop):
             megackpt.convert(folder / "source", folder / "target", to, workers=1)
     (line,) = (folder / "target" / JOURNAL).read_bytes().splitlines()
-    told: dict[str, Any] = json.loads(line.partition(b" ")[2])
-    return told
+    record: dict[str, Any] = json.loads(line.partition(b" ")[2])
+    return record
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_what_changed_since_is_written_again(
+def test_data_that_changed_since_is_written_again(
     tmp_path: Path, weight: torch.Tensor, damaged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This format takes its digests at the end, from what is there."""
-    told = interrupted(tmp_path, "safetensors", monkeypatch)
-    path = tmp_path / "target" / next(iter(told["files"]))
+    record = interrupted(tmp_path, "safetensors", monkeypatch)
+    path = tmp_path / "target" / next(iter(record["files"]))
     if damaged:
         whole = bytearray(path.read_bytes())
-        whole[told["columns"][2][0] + 5] ^= 1
+        whole[record["columns"][2][0] + 5] ^= 1
         path.write_bytes(whole)
     done = megackpt.convert(
         tmp_path / "source", tmp_path / "target", "safetensors", workers=1
@@ -79,15 +79,15 @@ def test_what_changed_since_is_written_again(
     ],
     ids=str,
 )  # fmt: skip
-def test_a_line_that_cannot_be_ends_the_journal(
+def test_an_invalid_line_ends_the_journal(
     tmp_path: Path,
     weight: torch.Tensor,
     forged: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = interrupted(tmp_path, "safetensors", monkeypatch)
+    record = interrupted(tmp_path, "safetensors", monkeypatch)
     for changes, kept in (({}, 1), (forged, 0)):
-        text = json.dumps(told | changes).encode()
+        text = json.dumps(record | changes).encode()
         (tmp_path / "target" / JOURNAL).write_bytes(
             digest(text).hex().encode() + b" " + text + b"\n"
         )

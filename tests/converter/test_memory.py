@@ -154,9 +154,7 @@ SAMPLE = {("torch_dist", "zarr"), ("zarr", "safetensors")}
         for pair in PAIRS
     ],
 )
-def test_no_pair_of_formats_takes_more_than_allowed(
-    tmp_path, sources, source, to
-) -> None:
+def test_no_pair_of_formats_exceeds_the_limit(tmp_path, sources, source, to) -> None:
     """A checkpoint ten times the cap."""
     taken = peak(sources / source, tmp_path / "out", to)
     shutil.rmtree(tmp_path / "out")
@@ -165,7 +163,7 @@ def test_no_pair_of_formats_takes_more_than_allowed(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("to", FORMATS)
-def test_casting_takes_no_more(tmp_path, sources, to) -> None:
+def test_casting_does_not_exceed_the_limit(tmp_path, sources, to) -> None:
     taken = peak(sources / "torch_dist", tmp_path / "out", to, cast="bf16")
     shutil.rmtree(tmp_path / "out")
     assert taken <= 1.1 * CAP, f"{taken / CAP:.2f} x the cap"

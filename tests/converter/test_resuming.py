@@ -1,4 +1,4 @@
-"""Conversions that die, anywhere: the next one goes on, and what comes out is the same, byte for byte."""
+"""Conversions that are killed at any step: the next one resumes, and the target is the same, byte for byte."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def dying(step: int, source: Path, target: Path, to: str, overwrite: bool) -> bo
         pytest.param("safetensors", "checkpoint", 2, marks=pytest.mark.campaign),
     ],
 )  # fmt: skip
-def test_a_death_at_any_step(
+def test_a_kill_at_any_step(
     tmp_path, source, files, monkeypatch, to, before, stride
 ) -> None:
     """Once before each change of the disk (or some of them); then the same call again."""
@@ -124,7 +124,7 @@ def test_a_death_at_any_step(
     assert saved == tasks  # some run died when nothing but the commit was left
 
 
-def test_a_run_goes_on_after_each_task(tmp_path, source, files, monkeypatch) -> None:
+def test_a_run_is_resumed_after_each_task(tmp_path, source, files, monkeypatch) -> None:
     """No task is done twice: neither those before the death nor those after it."""
     target = tmp_path / "target"
     megackpt.convert(source, tmp_path / "whole", "torch_dist")
@@ -175,7 +175,7 @@ def cut_off(tmp_path, source, monkeypatch) -> Path:
     return tmp_path / "target"
 
 
-def test_a_torn_line_and_a_shorter_file_are_done_again(
+def test_tasks_with_a_torn_line_or_a_short_file_are_repeated(
     cut_off, source, assert_same
 ) -> None:
     journal = cut_off / JOURNAL
@@ -190,7 +190,9 @@ def test_a_torn_line_and_a_shorter_file_are_done_again(
     assert megackpt.verify(cut_off).ok
 
 
-def test_a_journal_that_lies_is_not_believed(cut_off, source, assert_same) -> None:
+def test_a_journal_with_a_wrong_checksum_is_ignored(
+    cut_off, source, assert_same
+) -> None:
     (cut_off / JOURNAL).write_bytes(b"0" * 32 + b' {"task": 0}\n')
     assert megackpt.convert(source, cut_off, "torch_dist").resumed == 0
     assert_same(source, cut_off)
@@ -207,21 +209,23 @@ def test_a_journal_that_lies_is_not_believed(cut_off, source, assert_same) -> No
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_another_conversion_begins_anew(cut_off, source, options) -> None:
+def test_another_conversion_starts_from_zero(cut_off, source, options) -> None:
     assert megackpt.convert(source, cut_off, "torch_dist", **options).resumed == 0
     assert not (cut_off / JOURNAL).exists()
     assert megackpt.verify(cut_off).ok
     assert not megackpt.verify(cut_off).foreign
 
 
-def test_another_source_begins_anew(cut_off, source, tmp_path, assert_same) -> None:
+def test_another_source_starts_from_zero(
+    cut_off, source, tmp_path, assert_same
+) -> None:
     state = {"w": megackpt.ShardedTensor.from_rank_offsets("w", torch.ones(9))}
     megackpt.save(state, source)
     assert megackpt.convert(source, cut_off, "torch_dist").resumed == 0
     assert_same(source, cut_off)
 
 
-def test_a_save_clears_up_what_nobody_goes_on_with(cut_off) -> None:
+def test_a_save_removes_an_interrupted_conversion(cut_off) -> None:
     megackpt.save({"n": 1}, cut_off)
     assert set(os.listdir(cut_off)) == {
         ".metadata",
@@ -231,7 +235,7 @@ def test_a_save_clears_up_what_nobody_goes_on_with(cut_off) -> None:
     }
 
 
-def test_what_cannot_get_better_leaves_nothing_behind(tmp_path, source) -> None:
+def test_a_permanent_error_leaves_nothing_behind(tmp_path, source) -> None:
     """A damaged source: going on would end in the same place."""
     place = open_checkpoint(source).manifest.chunks_of("model.tall")[0].location
     data = bytearray((source / place.file).read_bytes())

@@ -1,4 +1,4 @@
-"""What a conversion carries: patterns, names, dtypes, and what becomes of values that do not fit."""
+"""The selection: patterns, names, dtypes, and values that do not fit."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_collisions_name_both() -> None:
         names(Selection(rename="p*=*"), "p")
 
 
-def test_what_is_cast() -> None:
+def test_which_dtypes_are_cast() -> None:
     def dtype(stored: str, wanted: object) -> str:
         return next(
             iter(Selection(cast=wanted).entries(manifest("a", dtype=stored)).values())
@@ -141,7 +141,7 @@ def test_what_is_cast() -> None:
 @pytest.mark.parametrize(
     "stored", ["float32", "bfloat16", "float64", "float16", "float8_e4m3fn"]
 )
-def test_casting_is_torchs(stored: str, wanted: str) -> None:
+def test_casting_follows_torch(stored: str, wanted: str) -> None:
     values = torch.tensor(
         [0.0, -1.5, 448.0, 1e5, -3e38, float("inf"), float("nan"), 1e-9] * 9,
         dtype=torch.float64,
@@ -157,7 +157,7 @@ def test_casting_is_torchs(stored: str, wanted: str) -> None:
     assert lost == int((finite.abs() > torch.finfo(right.dtype).max).sum())
 
 
-def test_overflows_are_told(tmp_path, caplog) -> None:
+def test_overflows_are_reported(tmp_path, caplog) -> None:
     state = {
         "a": ShardedTensor.from_rank_offsets(
             "a", torch.tensor([1.0, 1e6, -1e7, float("inf")])

@@ -53,16 +53,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_two_workers_make_what_one_makes(tmp_path, large, files, to) -> None:
     megackpt.convert(large, tmp_path / "one", to, workers=1)
-    told: list[int] = []
+    reported: list[int] = []
     megackpt.convert(
         large,
         tmp_path / "two",
         to,
         workers=2,
-        progress=lambda done, _: told.append(done),
+        progress=lambda done, _: reported.append(done),
     )
     assert files(tmp_path / "one") == files(tmp_path / "two")
-    assert len(told) > 5
+    assert len(reported) > 5
     assert megackpt.verify(tmp_path / "two").ok
 
 
@@ -84,7 +84,7 @@ def test_a_script_without_a_guard_can_convert(tmp_path, large) -> None:
 
 
 def test_a_worker_that_is_killed(tmp_path, large, files, monkeypatch, caplog) -> None:
-    """An error that names the task; nothing is committed; the same call goes on."""
+    """An error that names the task; nothing is committed; the same call resumes."""
     monkeypatch.setattr(conversion, "run_tasks", _killing(monkeypatch, after=2))
     with pytest.raises(
         RankLost,
@@ -131,7 +131,7 @@ def _killing(monkeypatch: pytest.MonkeyPatch, after: int):
     return run_tasks
 
 
-def test_errors_of_workers_are_ours(tmp_path, large) -> None:
+def test_a_worker_s_error_is_raised(tmp_path, large) -> None:
     place = (
         megackpt.checkpoint.open_checkpoint(large).manifest.chunks_of("w3")[0].location
     )
@@ -208,9 +208,9 @@ def test_the_command_is_stopped_after_every_task(
             break
         children = _children(process.pid)
         process.send_signal(stop)
-        _, told = process.communicate()
+        _, reported = process.communicate()
         killed += 1
-        assert process.returncode in (-stop, 130), told
+        assert process.returncode in (-stop, 130), reported
         assert not megackpt.check_is_distributed_checkpoint(target)
         deadline = time.monotonic() + 20
         while any(os.path.exists(f"/proc/{pid}") and _alive(pid) for pid in children):
@@ -282,7 +282,7 @@ def _alive(pid: int) -> bool:
     [("torch_dist", 2), ("zarr", 1), ("safetensors", 2), ("torch", 1)],
 )
 def test_a_full_disk(tmp_path, large, files, to, workers) -> None:
-    """A file system of 200 MiB; then room is made, and the same call goes on."""
+    """A file system of 200 MiB; then space is freed, and the same call resumes."""
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(
@@ -294,7 +294,7 @@ def test_a_full_disk(tmp_path, large, files, to, workers) -> None:
         assert not megackpt.check_is_distributed_checkpoint(disk / "out")
         subprocess.run(["mount", "-o", "remount,size=800m", disk], check=True)
         resumed = megackpt.convert(large, disk / "out", to, workers=workers).resumed
-        assert (resumed > 0) is (to != "torch")  # a torch file begins anew
+        assert (resumed > 0) is (to != "torch")  # a torch file starts from zero
         megackpt.convert(large, tmp_path / "whole", to, workers=1)
         assert files(disk / "out") == files(tmp_path / "whole")
     finally:

@@ -119,7 +119,7 @@ class Harness:
         backend.read(root, plan_load(wanted, manifest), target, verify)
         unclosed = Counter(target.opened) - Counter(target.closed)
         boxes = [str(box) for _, box in unclosed]
-        check(not unclosed, f"read did not close what it opened: {boxes}")
+        check(not unclosed, f"read did not close the regions that it opened: {boxes}")
         return target
 
     def expect(self, world: World, target: MemoryTarget) -> None:
