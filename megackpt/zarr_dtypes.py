@@ -73,7 +73,9 @@ class _Float(ZDType[Any, Any], HasItemSize):
 
     def cast_scalar(self, data: object) -> Any:
         if not self._check_scalar(data):
-            raise TypeError(f"{data!r} is no number that can be {self._zarr_v3_name}")
+            raise TypeError(
+                f"{data!r} is not a number that can be {self._zarr_v3_name}"
+            )
         return self._native().type(data)
 
     def default_scalar(self) -> Any:

@@ -17,7 +17,7 @@ from zarr.dtype import data_type_registry
 
 from megackpt import zarr_dtypes
 from megackpt.backends.zarr import Zarr
-from megackpt.backends.zarr.documents import EXOTIC
+from megackpt.backends.zarr.array_metadata import EXOTIC
 from megackpt.testing import BackendSuite, Whole, World
 
 

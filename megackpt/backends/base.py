@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -35,6 +36,29 @@ CONFIG = "metadata.json"
 
 THREADS = 2
 """Threads that one rank reads or writes with. A host has several ranks."""
+
+
+def run_in_threads(count: int, work: Callable[[Iterator[int]], None]) -> None:
+    """Run ``work`` in THREADS threads, which take the numbers below ``count`` from one iterator.
+
+    The first error ends the iterator for all, and is raised.
+    """
+    numbers = iter(range(count))  # its next() is one step of the interpreter
+    if count < 2:
+        work(numbers)
+        return
+
+    def until_error() -> None:
+        try:
+            work(numbers)
+        except BaseException:
+            for _ in numbers:
+                pass
+            raise
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for future in [pool.submit(until_error) for _ in range(THREADS)]:
+            future.result()
 
 
 class Source(Protocol):

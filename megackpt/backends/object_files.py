@@ -1,12 +1,12 @@
-"""Objects and the common state as files of their own, beside the tensors of formats that hold nothing else.
+"""Objects and the common state as files beside the tensors, for formats that hold tensors only.
 
 ====================================  ===========================================================
 ``common.pt``                         the blob of the common state
 ``<key>.objects/shard_0.1_1.2.pt``    the blob of an object's shard at (0, 1) of global shape (1, 2)
-``<key>.objects/key``                 the key in UTF-8, where it is too long to be the folder's name
+``<key>.objects/key``                 the key in UTF-8, if it is too long for the name of the folder
 ====================================  ===========================================================
 
-Shards are named in Megatron-Core's manner. Keys are percent-encoded, so that each is a name on any file system.
+Shards have Megatron-Core's names. Keys are percent-encoded, so that each is a name on any file system.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megackpt.storage import Batch, Storage, digest_blocks
 
 COMMON_FILE = "common.pt"
 OBJECTS = ".objects"
-"""The folder of an object's shards: the encoded key with this at its end, as no other name has."""
+"""The folder of an object's shards is the encoded key with this ending. Other names do not have it."""
 
 _KEY = "key"
 _RESERVED = frozenset(("zarr.json", COMMON_FILE, CONFIG, "megackpt.index"))
@@ -56,7 +56,7 @@ _SHARD = re.compile(r"shard_([0-9.]*)_([0-9.]*)\.pt")
 
 
 def encode_key(key: str) -> str:
-    """The key as a name: percent-encoded, no two alike; shortened with a hash where it is too long."""
+    """The key as a unique name: percent-encoded; shortened, with a hash, if it is too long."""
     name = _UNSAFE.sub(lambda match: _escape(match.group()), key) or _EMPTY
     if name in _RESERVED:
         name = _escape(name[0]) + name[1:]
@@ -67,7 +67,7 @@ def encode_key(key: str) -> str:
 
 
 def decode_key(name: str) -> str | None:
-    """The key that ``encode_key`` made a name of; None where the name was shortened, or is none of its names."""
+    """The key that ``encode_key`` encoded. None if the name was shortened, or is not one of its names."""
     if _SHORTENED in name:
         return None
     try:
@@ -85,7 +85,7 @@ def _escape(text: str) -> str:
 
 
 def folder(entry: TensorEntry) -> str:
-    """The name in the root under which all shards of this object (or the common state) are kept."""
+    """The name in the root of all shards of this object (or of the common state)."""
     return COMMON_FILE if entry.is_common else encode_key(entry.key) + OBJECTS
 
 
@@ -100,7 +100,7 @@ def shard_file(entry: TensorEntry, box: Box) -> str:
 
 
 def parse_shard(file: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offset and global shape told by the last part of a shard file's name; None if it is no such name."""
+    """Offset and global shape in the last part of the name of a shard file. None for other names."""
     match = _SHARD.fullmatch(file)
     if match is None:
         return None
@@ -124,7 +124,7 @@ def write_object(
     blocks: Iterator[memoryview],
     batch: Batch | None = None,
 ) -> tuple[Location, bytes]:
-    """Write the blob of one shard, durable with its batch if it has one. Returns where it is, and its digests."""
+    """Write the blob of one shard, durable with its batch if it has one. Returns its location and digests."""
     file, digests = shard_file(entry, box), []
     with (batch or root).create(file) as writer:
         for block in blocks:
@@ -148,7 +148,7 @@ def key_files(manifest: Manifest) -> list[str]:
     ]
 
 
-class Sidecar(NamedTuple):
+class ObjectFile(NamedTuple):
     """One shard of an object, found on disk."""
 
     entry: TensorEntry
@@ -156,35 +156,37 @@ class Sidecar(NamedTuple):
     location: Location
 
 
-def objects_in(root: Storage) -> Iterator[Sidecar]:
-    """The objects beside the tensors. Raises CorruptCheckpoint for folders that are no object's."""
+def objects_in(root: Storage) -> Iterator[ObjectFile]:
+    """The objects beside the tensors. Raises CorruptCheckpoint for folders that hold something else."""
     for name in root.list():
         size = root.size(name)
         if name == COMMON_FILE:
             if size is None:
                 raise CorruptCheckpoint(
-                    f"{root.location}/{name} is no regular file (a link, a folder)"
+                    f"{root.location}/{name} is not a regular file (a link, a folder)"
                 )
-            yield Sidecar(COMMON, Box((), ()), Location(name, 0, size))
+            yield ObjectFile(COMMON, Box((), ()), Location(name, 0, size))
         elif name.endswith(OBJECTS) and size is None:
             yield from _shards_in(root, name)
 
 
-def _shards_in(root: Storage, name: str) -> Iterator[Sidecar]:
+def _shards_in(root: Storage, name: str) -> Iterator[ObjectFile]:
     files = [file for file in root.list(name) if file != _KEY]
     shards = {file: shard for file in files if (shard := parse_shard(file)) is not None}
     key = _key_of(root, name)
     shapes = {shape for _, shape in shards.values()}
     if key is None or len(shapes) != 1 or len(shards) != len(files):
         raise CorruptCheckpoint(
-            f"{root.location}/{name} is no folder of one object's shards: it holds {files[:20]}"
+            f"{root.location}/{name} is not the folder of one object's shards: it holds {files[:20]}"
         )
     entry = TensorEntry(key, TensorMeta(shapes.pop(), OBJECT))
     for file, (offset, _) in shards.items():
         size = root.size(f"{name}/{file}")
         if size is None:
-            raise CorruptCheckpoint(f"{root.location}/{name}/{file} is no regular file")
-        yield Sidecar(
+            raise CorruptCheckpoint(
+                f"{root.location}/{name}/{file} is not a regular file"
+            )
+        yield ObjectFile(
             entry, Box(offset, (1,) * len(offset)), Location(f"{name}/{file}", 0, size)
         )
 
@@ -197,9 +199,7 @@ def _key_of(root: Storage, name: str) -> str | None:
         key = root.get(f"{name}/{_KEY}", _KEY_BYTES).decode("utf-8", "surrogatepass")
     except UnicodeError:
         return None
-    return (
-        key if encode_key(key) == encoded else None
-    )  # the hash in the name was made of the key
+    return key if encode_key(key) == encoded else None
 
 
 @dataclass(frozen=True)

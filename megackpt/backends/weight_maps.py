@@ -1,4 +1,4 @@
-"""Hugging Face's ``*.index.json``: which file holds which tensor of a checkpoint in several files."""
+"""Hugging Face's ``*.index.json``: the file of each tensor of a checkpoint in several files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ENDING = ".index.json"
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The dict of a JSON object (``object_pairs_hook``). ValueError for a name that stands there twice."""
+    """The dict of a JSON object (``object_pairs_hook``). Raises ValueError for a repeated name."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {twice!r} stands twice")
+        raise ValueError(f"the name {twice!r} is repeated")
     return found
 
 
@@ -47,15 +47,13 @@ def read(root: Storage, name: str) -> dict[str, str]:
             root.get(name, limits.WEIGHT_MAP_BYTES), object_pairs_hook=unique_pairs
         )
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(
-            f"{where} is no JSON that could be right: {error}"
-        ) from error
-    told = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(told, dict) or not all(
-        isinstance(file, str) for file in told.values()
+        raise CorruptCheckpoint(f"{where} cannot be parsed: {error}") from error
+    found = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(found, dict) or not all(
+        isinstance(file, str) for file in found.values()
     ):
         raise CorruptCheckpoint(f"{where} has no weight_map of tensors to files")
-    files = list(dict.fromkeys(told.values()))
+    files = list(dict.fromkeys(found.values()))
     if unsafe := unsafe_names(files):
         raise CorruptCheckpoint(
             f"{where} names the file {unsafe[0]!r}, which leads out of the directory"
@@ -64,23 +62,25 @@ def read(root: Storage, name: str) -> dict[str, str]:
         raise CorruptCheckpoint(
             f"{where} names files that are not there: {join_truncated(missing, separator=', ')}"
         )
-    return told
+    return found
 
 
 def check(
-    where: str, told: Mapping[str, str], found: Iterable[tuple[str, str]]
+    where: str, weight_map: Mapping[str, str], found: Iterable[tuple[str, str]]
 ) -> None:
-    """Raise CorruptCheckpoint where the files hold other tensors than is told. ``found``: (key, file)."""
+    """Raise CorruptCheckpoint if the files hold other tensors than the weight map. ``found``: (key, file)."""
     problems, held = [], dict[str, str]()
     for key, file in found:
         if held.setdefault(key, file) != file:
             problems.append(f"{key!r} is in {held[key]} and in {file}")
-        elif told.get(key) != file:
+        elif weight_map.get(key) != file:
             problems.append(
-                f"{key!r} is in {file}, and the weight_map says {told.get(key, 'nothing of it')}"
+                f"{key!r} is in {file}, and the weight_map says {weight_map.get(key, 'nothing')}"
             )
     problems += [
-        f"{key!r} is not in {file}" for key, file in told.items() if key not in held
+        f"{key!r} is not in {file}"
+        for key, file in weight_map.items()
+        if key not in held
     ]
     if problems:
         raise CorruptCheckpoint(

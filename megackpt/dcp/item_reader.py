@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megackpt import limits
-from megackpt.backends.ranges import refuse_hollow
+from megackpt.backends.ranges import refuse_sparse
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.metadata_reader import (
-    Listed,
+    ListedItem,
     Listing,
-    Location,
+    RecordPlace,
 )
 from megackpt.dcp.item_writer import local_tensors, synchronize_stream
 from megackpt.dcp.planner import LoadPlanner
@@ -68,21 +68,16 @@ class OpenCheckpoint:
 
     storage: Storage
     listing: Listing
-    items: dict[ChunkName, Listed]
+    items: dict[ChunkName, ListedItem]
     manifest: Manifest
     rows: dict[ChunkName, int]
     """Rows of the manifest."""
 
-    def read_record(
-        self,
-        name: str,
-        place: Location,
-        verify: bool,
-    ) -> bytearray:
+    def read_record(self, name: str, place: RecordPlace, verify: bool) -> bytearray:
         """The bytes of a record, compared with the digests that the index has for ``name``."""
         where = f"{self.storage.location}: {name!r} in {place.file}"
         with self.storage.open(place.file) as reader:
-            refuse_hollow(reader, place.start, place.length, where)
+            refuse_sparse(reader, place.start, place.length, where)
             data = allocate(place.length, where)
             reader.read_into(place.start, [memoryview(data)])
         row = self.rows.get((name, None))

@@ -26,7 +26,7 @@ from megackpt import serialization
 from megackpt.backends.base import Finished, config_file
 from megackpt.backends.torch_dist import METADATA, TorchDist
 from megackpt.backends.torch_dist.metadata_pickle import Record
-from megackpt.backends.torch_dist.metadata_reader import Listed, Listing
+from megackpt.backends.torch_dist.metadata_reader import ListedItem, Listing
 from megackpt.backends.torch_dist.object_names import LISTED_COMMON, objects_named
 from megackpt.checkpoint import decode_index, encode_index
 from megackpt.dcp.item_writer import StoredItem
@@ -242,7 +242,7 @@ def rows_of(manifest: Manifest) -> dict[ChunkName, int]:
 
 
 def native_manifest(
-    tensors: Mapping[str, TensorMeta], listed: Iterable[Listed]
+    tensors: Mapping[str, TensorMeta], listed: Iterable[ListedItem]
 ) -> Manifest:
     """The manifest of the plain tensors in a checkpoint that has no index."""
     rows = _ManifestRows()
@@ -254,9 +254,7 @@ def native_manifest(
 
 
 def metadata_of(
-    listing: Listing,
-    items: Mapping[ChunkName, Listed],
-    load_id: str,
+    listing: Listing, items: Mapping[ChunkName, ListedItem], load_id: str
 ) -> Metadata:
     """torch's Metadata of a listing. CorruptCheckpoint for a dtype that torch does not have."""
     described: dict[str, Any] = {}

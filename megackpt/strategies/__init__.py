@@ -1,4 +1,4 @@
-"""The registry: which format a name or a directory means, and the policy of a save. Values: others act."""
+"""The registry of formats, the format of a directory, and the policy of one save or load."""
 
 from __future__ import annotations
 

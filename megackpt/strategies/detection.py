@@ -1,4 +1,4 @@
-"""Which format a directory is of: by its metadata.json, else by asking the formats."""
+"""The format of a directory: by its metadata.json, else by the formats that recognise it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megackpt.strategies.policy import Strategy, reader_of
 def find_backend(storage: Storage, asked: Strategy | None = None) -> Backend:
     """The format of the complete checkpoint in this directory.
 
-    ``metadata.json`` says which. Without one the formats are asked whether they recognise it: all of them, or the
-    one that the caller ``asked`` for.
+    ``metadata.json`` names it. Without one, ``recognises`` of all formats is called, or of the one that
+    the caller ``asked`` for.
 
     Raises:
-        NotACheckpoint: none does.
-        BackendError: several do, or it is not the one that was asked for.
+        NotACheckpoint: no format recognises it.
+        BackendError: several formats do, or it is not the one that was asked for.
     """
     config = read_config(storage)
     if config is not None:
@@ -39,7 +39,7 @@ def find_backend(storage: Storage, asked: Strategy | None = None) -> Backend:
         if backend.recognises(storage):
             return backend
         raise NotACheckpoint(
-            f"{storage.called} is not a distributed checkpoint: the format {asked.backend!r} is not recognised in it"
+            f"{storage.called} is not a distributed checkpoint: the format {asked.backend!r} does not recognise it"
         )
     found, unasked = _recognised(storage)
     if len(found) > 1:
@@ -54,14 +54,14 @@ def find_backend(storage: Storage, asked: Strategy | None = None) -> Backend:
         raise CorruptCheckpoint(
             f"{storage.location}/{CONFIG} is damaged: it does not say which format wrote the checkpoint"
         )
-    told = f" (not asked: {'; '.join(unasked)})" if unasked else ""
+    errors = f" (not asked: {'; '.join(unasked)})" if unasked else ""
     raise NotACheckpoint(
-        f"{storage.called} is not a distributed checkpoint: no known format is recognised in it{told}"
+        f"{storage.called} is not a distributed checkpoint: no known format is recognised in it{errors}"
     )
 
 
 def _is_damaged(storage: Storage) -> bool:
-    """Is there a ``metadata.json`` that holds no JSON? One with other fields belongs to another program."""
+    """Is ``metadata.json`` not JSON? One with other fields belongs to another program."""
     size = storage.size(CONFIG)
     if size is None or size > 1 << 20:
         return False
@@ -73,7 +73,7 @@ def _is_damaged(storage: Storage) -> bool:
 
 
 def _recognised(storage: Storage) -> tuple[dict[str, Backend], list[str]]:
-    """The formats that a directory could be of, by name, and why others could not be asked."""
+    """The formats that recognise a directory, by name, and the errors of those that failed."""
     found: dict[str, Backend] = {}
     unasked = []
     for entry in formats():

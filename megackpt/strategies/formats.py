@@ -1,4 +1,4 @@
-"""Which backend a name means: the built-in formats, and those that packages register by entry point."""
+"""The registry: the built-in formats, and those that packages register by entry point."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Format:
-    """One line of the registry: where a backend's class is, and what to say when it cannot be imported."""
+    """One entry of the registry. ``install``: what the error says if the class cannot be imported."""
 
     name: str
     version: int
@@ -54,7 +54,7 @@ def _built_in(module: str, attribute: str) -> Callable[[], type[Backend]]:
     )
 
 
-# In the order in which a directory without metadata.json is looked at.
+# In the order in which they are asked to recognise a directory.
 BUILT_IN = (
     Format(
         "torch_dist",
@@ -72,7 +72,7 @@ BUILT_IN = (
         "zarr",
         2,
         _built_in("megackpt.backends.zarr", "Zarr"),
-        "pip install tensorstore ml_dtypes google-crc32c",
+        "pip install numcodecs google-crc32c",
     ),
     Format(
         "torch",
@@ -83,17 +83,17 @@ BUILT_IN = (
 )
 
 
-@functools.cache  # looking through all installed packages takes milliseconds
+@functools.cache  # reading the entry points of all packages takes milliseconds
 def formats() -> tuple[Format, ...]:
-    """Every known format, the built-in ones first. A broken plug-in is told of when it is asked for."""
+    """Every known format, the built-in ones first. The error of a broken plug-in is raised when it is used."""
     reserved = {entry.name for entry in BUILT_IN}
     plugged: dict[tuple[str, int], list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINTS):
         name, _, number = point.name.partition("@")
         if name in reserved:
             logger.warning(
-                "the package %s registers a format %r, which is built in: it is left aside "
-                "(pass an object of its class, or use register_default_strategy, to put it in the place)",
+                "the package %s registers a format %r, which is built in: it is ignored "
+                "(to use it, pass an object of its class, or call register_default_strategy)",
                 _package(point),
                 point.name,
             )
@@ -110,23 +110,23 @@ def _package(point: EntryPoint) -> str:
 
 
 def _plug_in(name: str, version: int, points: Sequence[EntryPoint]) -> Format:
-    """The format that an entry point ``name`` or ``name@version`` stands for."""
+    """The format of an entry point ``name`` or ``name@version``."""
     packages = " and ".join(map(_package, points))
 
     def load() -> type[Backend]:
         where = f"the format {name!r} of {packages} is broken"
         if len(points) > 1:
             raise BackendError(
-                f"{where}: all of them register it, so which one is meant? Uninstall the others"
+                f"{where}: all of them register it. Uninstall all but one"
             )
         if not version:
             raise BackendError(
-                f"{where}: in the entry point {points[0].name!r} no version from 1 on follows the @"
+                f"{where}: in the entry point {points[0].name!r} the version after @ is not a number >= 1"
             )
         kind: object = points[0].load()
         if not isinstance(kind, type) or not issubclass(kind, Backend):
             raise BackendError(
-                f"{where}: {points[0].value} is no subclass of megackpt.backends.base.Backend"
+                f"{where}: {points[0].value} is not a subclass of megackpt.backends.base.Backend"
             )
         if inspect.isabstract(kind):
             raise BackendError(
@@ -153,7 +153,7 @@ def _plug_in(name: str, version: int, points: Sequence[EntryPoint]) -> Format:
 
 
 def kinds(name: str) -> Iterator[type[Backend]]:
-    """The classes of this name, the newest version first, each imported when it is asked for."""
+    """The classes of this name, the newest version first. Each is imported when it is reached."""
     named = [entry for entry in formats() if entry.name == name]
     if not named:
         known = sorted({entry.name for entry in formats()})

@@ -1,4 +1,4 @@
-"""What a caller asks for: a format with its options and the policy of a save; and what is meant by its bare name."""
+"""Strategies: a format with its options and the policy of one save or load; and the defaults of format names."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from megackpt.strategies.formats import backend_named, formats, kinds, made
 
 EXCHANGES = ("auto", "always", "never")
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
-"""Megatron's names for ways to hand bytes on."""
-COMMON_IS_KEPT = "the format keeps the common state itself: give it to save, together with what is sharded"
+"""Megatron's names of exchange algorithms."""
+COMMON_IS_KEPT = (
+    "the format stores the common state itself: pass it to save with the sharded state"
+)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How to save: the format, its options, and who may write what.
+    """How to save: the format, its options, and which ranks write.
 
     ``options`` go to the backend's constructor (torch_dist: ``files_per_rank``, ``separation_hint``; zarr:
     ``compression``, ``checksum``; safetensors: ``shards``, ``max_shard_bytes``).
-    ``balance`` spreads the writing of tensors over all ranks that hold a shard, whose copies are taken to be equal;
-    False = its main replica writes it. Objects are always written by their main replica.
-    ``dedup_group`` is the torch process group within which replicas stand in for one another (None: all ranks).
-    ``staging_memory`` is how many bytes of host memory an asynchronous save may take for its copy on each rank
-    (None: see ``staging.memory``); what does not fit is written before ``save`` returns. Objects and the common state
-    of a save that does not fit are kept beside that until they are written: they have to be pickled whole.
+    ``balance`` distributes the writing of tensors over all ranks that hold a shard; their copies must be
+    equal. False: the main replica writes it. The main replica always writes objects.
+    ``dedup_group`` is the torch process group within which replicas write for each other (None: all ranks).
+    ``staging_memory`` is how many bytes of host memory an asynchronous save may use for its copy on each
+    rank (None: see ``staging.memory``). Data that does not fit is written before ``save`` returns. Objects
+    and the common state of such a save need more memory, because they are pickled whole.
 
-    For a load the format and its options matter, and who reads: with ``exchange`` "never" each rank what it wants;
-    with "always" ranks of ``load_group`` (None: of all) read each byte once and hand it on; "auto" does that where
-    bytes come over a network (network file systems, buckets), not where ranks have a page cache in common.
-    Without a ``backend`` torch_dist is meant: for whatever is found, FullyParallelLoadStrategyWrapper wraps None.
+    A load uses the format, its options, and ``exchange``. "never": each rank reads what it needs.
+    "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send it to the ranks
+    that need it. "auto": as "always" if bytes come over a network (network file systems, object stores),
+    as "never" if ranks share a page cache.
     """
 
     backend: str = "torch_dist"
@@ -53,15 +55,15 @@ class Strategy:
         memory: object = self.staging_memory
         if memory is not None and (type(memory) is not int or memory < 1 << 20):
             raise BackendError(
-                f"staging_memory is a number of bytes from 1 MiB on, or None, not {memory!r}"
+                f"staging_memory must be None or at least 1 MiB in bytes, not {memory!r}"
             )
         if self.exchange not in EXCHANGES:
             raise BackendError(
-                f"exchange is one of {', '.join(map(repr, EXCHANGES))}, not {self.exchange!r}"
+                f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, not {self.exchange!r}"
             )
 
     def make_writer(self) -> Backend:
-        """As ``make_backend``, to save with. BackendError for a format that only ``convert`` writes."""
+        """As ``make_backend``, for a save. Raises BackendError for a format that only ``convert`` writes."""
         backend = self.make_backend()
         name = backend.properties.name
         if backend.properties.export_only:
@@ -73,9 +75,9 @@ class Strategy:
         return backend
 
     def make_backend(self) -> Backend:
-        """The format that this names, to write.
+        """The backend to write with.
 
-        Raises BackendError where it is unknown, its package is missing, or the version is read but not written.
+        Raises BackendError if it is unknown, if its package is missing, or if the version is read but not written.
         """
         for kind in kinds(self.backend):
             if self.version in (None, kind.properties.version):
@@ -86,7 +88,7 @@ class Strategy:
         )
 
     def make_reader(self, version: int | None = None) -> Backend:
-        """The format that this names, to read what was written as ``version`` (None: its newest)."""
+        """The backend to read a checkpoint of this version with (None: the newest)."""
         return backend_named(self.backend, version, **self.options)
 
 
@@ -95,7 +97,7 @@ StrategyLike = str | tuple[str, int] | Strategy | Backend | None
 
 @dataclass(frozen=True)
 class _Given(Strategy):
-    """A strategy around a backend object that the caller made."""
+    """A strategy of a backend object that the caller made."""
 
     instance: Backend = field(kw_only=True)
 
@@ -113,12 +115,12 @@ class _Given(Strategy):
 
 @dataclass(frozen=True, init=False)
 class _Wrapper(Strategy):
-    """A strategy around another one, which tells the format; as both are values, it has all that the other has."""
+    """A strategy around another one, with a copy of all of its values. The other one chooses the format."""
 
     base_strategy: StrategyLike = None
     parallelization_group: Any = None
     do_cache_distribution: bool = False
-    """Nothing hangs on it: every save keeps its plan, and goes by it again while it fits."""
+    """Has no effect: every save caches its plan, and reuses it while it fits."""
 
     def _hold(self, base: StrategyLike, wrapped: Strategy, **own: Any) -> None:
         held = {each.name: getattr(wrapped, each.name) for each in fields(Strategy)}
@@ -135,7 +137,7 @@ class _Wrapper(Strategy):
 
 @dataclass(frozen=True, init=False)
 class FullyParallelSaveStrategyWrapper(_Wrapper):
-    """Megatron's name: all ranks of a group (None: all ranks) that hold a shard share the writing."""
+    """Megatron's name: the ranks of a group (None: all ranks) that hold a shard divide the writing."""
 
     def __init__(
         self,
@@ -155,11 +157,11 @@ class FullyParallelSaveStrategyWrapper(_Wrapper):
 
 @dataclass(frozen=True, init=False)
 class FullyParallelLoadStrategyWrapper(_Wrapper):
-    """Megatron's name: all ranks of a group (None: all ranks) share the reading, where that pays.
+    """Megatron's name: the ranks of a group (None: all ranks) divide the reading, if that is faster.
 
-    ``exchange_algo``: "always" and "never" as in ``Strategy.exchange``; "auto", and Megatron's names of algorithms
-    ("broadcast", "gather_rounds", "gather_object"), leave it to the file system. However bytes are handed on, they
-    are so in one way, which suits every dtype. ``strategy`` None: the format is found out from the directory.
+    ``exchange_algo``: "always" and "never" as in ``Strategy.exchange``; "auto" and Megatron's names of
+    algorithms ("broadcast", "gather_rounds", "gather_object") decide by the file system. All use the same
+    exchange. ``strategy`` None: the directory decides the format.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class FullyParallelLoadStrategyWrapper(_Wrapper):
 
 
 def as_strategy(given: StrategyLike) -> Strategy:
-    """What a caller may give (name, (name, version), Strategy, Backend, None) as a Strategy of just that."""
+    """The Strategy of a name, a pair (name, version), a Strategy, a Backend, or None."""
     match given:
         case None:
             return Strategy()
@@ -194,13 +196,13 @@ def as_strategy(given: StrategyLike) -> Strategy:
             properties = given.properties
             return _Given(properties.name, properties.version, instance=given)
     raise BackendError(
-        f"a strategy is a name ('zarr'), a pair (('zarr', 2)), a Strategy or a Backend, not {given!r}; for one of "
-        "Megatron-Core's own give the one of its name in megackpt.megatron.strategies, or None"
+        f"a strategy is a name ('zarr'), a pair (('zarr', 2)), a Strategy or a Backend, not {given!r}; in place of "
+        "one of Megatron-Core's, pass the class of its name in megackpt.megatron.strategies, or None"
     )
 
 
 def resolve(given: StrategyLike) -> Strategy:
-    """The strategy to save with: what was registered for the name that is given, else ``as_strategy``."""
+    """The strategy to save with: the one registered for the name, else ``as_strategy``."""
     strategy = as_strategy(given)
     if isinstance(given, Strategy | Backend):
         return strategy
@@ -211,7 +213,7 @@ def resolve(given: StrategyLike) -> Strategy:
 
 
 def loading(given: StrategyLike, name: str, version: int) -> Strategy:
-    """The policy of a load that has found this format: the caller's own, else what was registered for the format."""
+    """The policy of a load of this format: the caller's, else the one registered for the format."""
     if isinstance(given, Strategy | Backend):
         return as_strategy(given)
     default = _registered(StrategyAction.LOAD_SHARDED, name, version)
@@ -219,14 +221,14 @@ def loading(given: StrategyLike, name: str, version: int) -> Strategy:
 
 
 def _wrapped(given: StrategyLike) -> StrategyLike:
-    """What tells the format."""
+    """The innermost strategy, which chooses the format."""
     while isinstance(given, _Wrapper):
         given = given.base_strategy
     return given
 
 
 def asked_format(given: StrategyLike) -> Strategy | None:
-    """What the caller of a load asks for; None: whatever is found. BackendError where there is no such format."""
+    """The format that the caller of a load asks for; None: any. Raises BackendError for an unknown one."""
     given = _wrapped(given)
     if given is None:
         return None
@@ -236,7 +238,7 @@ def asked_format(given: StrategyLike) -> Strategy | None:
 
 
 class StrategyAction(Enum):
-    """What a strategy can be the default for, by Megatron-Core's names (``strategies/base.py``) and values."""
+    """The actions that a strategy can be the default for. Names and values are Megatron-Core's."""
 
     LOAD_COMMON = "load_common"
     LOAD_SHARDED = "load_sharded"
@@ -247,24 +249,24 @@ class StrategyAction(Enum):
 default_strategies: defaultdict[str, dict[tuple[str, int], StrategyLike]] = defaultdict(
     dict
 )
-"""What callers registered: the value of a StrategyAction -> (name, version) -> strategy. Nothing else is in it."""
+"""The registered defaults: value of a StrategyAction -> (name, version) -> strategy."""
 
 
 def register_default_strategy(
     action: StrategyAction, backend: str, version: int, strategy: StrategyLike
 ) -> None:
-    """From now on ``strategy`` is meant by this format and version: Megatron's name, for this process.
+    """Make ``strategy`` the default for this format and version in this process. Megatron's name.
 
-    For SAVE_SHARDED, ``save(..., backend)`` uses it, as do None and (backend, version); for LOAD_SHARDED, every
-    load of what was written as (backend, version), with its policy. Register alike on all ranks. A Strategy or a
-    Backend that a caller passes comes first. NotImplementedError for the other actions: the format keeps the common
-    state itself.
+    SAVE_SHARDED: ``save(..., backend)`` uses it, as do None and (backend, version). LOAD_SHARDED: every
+    load of a checkpoint of (backend, version) uses it. Register the same on all ranks. A Strategy or a
+    Backend that a caller passes has priority. Raises NotImplementedError for the other actions: the
+    format stores the common state itself.
     """
     if action not in (StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED):
         raise NotImplementedError(f"{action}: {COMMON_IS_KEPT}")
     if strategy is None:
         raise BackendError(
-            f"None is no strategy to register for {(action.value, backend, version)}"
+            f"None is not a strategy: nothing to register for {(action.value, backend, version)}"
         )
     as_strategy(strategy)
     default_strategies[action.value][backend, version] = strategy
@@ -273,10 +275,10 @@ def register_default_strategy(
 def get_default_strategy(
     action: StrategyAction, backend: str, version: int | None = None
 ) -> StrategyLike:
-    """What was registered for this, else the format itself as a Strategy: Megatron's name. None: its newest version.
+    """The registered default, else a Strategy of the format. Megatron's name. None: the newest version.
 
-    Raises BackendError "Cannot import a default strategy for ..." where a package is missing or broken, "Cannot find
-    a default strategy for ..." where there is none.
+    Raises BackendError "Cannot import a default strategy for ..." if a package is missing or broken,
+    "Cannot find a default strategy for ..." if there is no such format.
     """
     default = _registered(action, backend, version)
     if default is not None:
@@ -311,22 +313,22 @@ def _registered(action: StrategyAction, name: str, version: int | None) -> Strat
 def get_default_save_sharded_strategy(
     backend: str = "torch_dist", version: int | None = None
 ) -> Strategy:
-    """Megatron's name for choosing a format to save in."""
+    """The default strategy to save with. Megatron's name."""
     return as_strategy(
         get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
     )
 
 
 def reader_of(name: str, version: int | None, asked: Strategy | None = None) -> Backend:
-    """The backend that reads what was written as this format and version (None: its newest).
+    """The backend that reads checkpoints of this format and version (None: the newest).
 
-    That is what the caller ``asked`` for where it is an object or has options, else what was registered for
-    LOAD_SHARDED, else the format itself. BackendError where another format was asked for.
+    It is the one that the caller ``asked`` for if that is an object or has options, else the one registered
+    for LOAD_SHARDED, else that of the registry. Raises BackendError if another format was asked for.
     """
     if asked is not None and asked.backend != name:
         raise BackendError(
             f"it holds the format {name!r}, not {asked.backend!r}: "
-            "leave sharded_strategy out, and the format is found by itself"
+            "leave sharded_strategy out to load any format"
         )
     if isinstance(asked, _Given) or (asked is not None and asked.options):
         return asked.make_reader(version)

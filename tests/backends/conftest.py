@@ -1,19 +1,14 @@
-"""What tests of formats share."""
+"""Fixtures for tests of formats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from megackpt.backends.zarr import documents, layout
+from megackpt.backends.zarr import grid
 
 
 @pytest.fixture
-def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """zarr's shards as large tensors have them, in small ones: chunks of some tens of bytes."""
-    monkeypatch.setattr(layout, "LARGEST_CHUNK", 48)
-    monkeypatch.setattr(layout, "SMALLEST_CHUNK", 4)
-    documents.array_document.cache_clear()
-    yield
-    documents.array_document.cache_clear()
+    monkeypatch.setattr(grid, "LARGEST_CHUNK", 48)
+    monkeypatch.setattr(grid, "SMALLEST_CHUNK", 4)

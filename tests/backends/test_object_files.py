@@ -89,18 +89,18 @@ def test_folders_of_something_else_are_refused(tmp_path: Path) -> None:
     entry = TensorEntry("n" * 300, TensorMeta((1,), OBJECT))
     write_object(root, entry, Box((0,), (1,)), iter([memoryview(b"blob")]))
     (tmp_path / folder(entry) / "key").write_text("another")
-    with pytest.raises(CorruptCheckpoint, match=r"n+%~.*\.objects is no folder"):
+    with pytest.raises(CorruptCheckpoint, match=r"n+%~.*\.objects is not the folder"):
         list(objects_in(root))
     root.delete(folder(entry))
     for name in ("shard_0_1.pt", "shard_0.0_1.1.pt"):
         (tmp_path / "x.objects").mkdir(exist_ok=True)
         (tmp_path / "x.objects" / name).write_bytes(b"")
     with pytest.raises(
-        CorruptCheckpoint, match=r"x\.objects is no folder of one object's shards"
+        CorruptCheckpoint, match=r"x\.objects is not the folder of one object's shards"
     ):
         list(objects_in(root))
     root.delete("x.objects")
     (tmp_path / "y.objects").mkdir()
     (tmp_path / "y.objects/shard_0_1.pt").symlink_to("/etc/passwd")
-    with pytest.raises(CorruptCheckpoint, match="no regular file"):
+    with pytest.raises(CorruptCheckpoint, match="not a regular file"):
         list(objects_in(root))

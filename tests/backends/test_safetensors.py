@@ -537,9 +537,9 @@ INDEX_LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "no map": (_index(lambda d: [d.pop("weight_map")]), "no weight_map"),
     "numbers": (_index(lambda d: d["weight_map"].update(b=5)), "no weight_map"),
-    "no JSON": (_index(lambda _: "{x"), "no JSON"),
-    "twice": (_index(lambda _: '{"weight_map":{"b":"x","b":"y"}}'), "'b' stands twice"),
-    "deep": (_index(lambda _: '{"a":' * 100_000), "no JSON"),
+    "no JSON": (_index(lambda _: "{x"), "cannot be parsed"),
+    "twice": (_index(lambda _: '{"weight_map":{"b":"x","b":"y"}}'), "'b' is repeated"),
+    "deep": (_index(lambda _: '{"a":' * 100_000), "cannot be parsed"),
     "in two files": (
         lambda f: save_file({"b": torch.zeros(1), "half": torch.zeros(1)}, f / FIRST),
         "'half' is in",

@@ -78,7 +78,7 @@ def write(
     root: LocalStorage, world: World, plans: list[SavePlan], manifest: Manifest
 ) -> Manifest:
     results = [
-        shared_files.result(p, write_tensors(root, p, MemorySource(world, p)))
+        shared_files.write_result(p, write_tensors(root, p, MemorySource(world, p)))
         for p in plans
     ]
     return manifest.located(results)

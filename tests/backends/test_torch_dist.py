@@ -620,7 +620,7 @@ class TestHostile:
                 setattr(i, "relative_path", path) for i in t.storage_data.values()
             ],
         )
-        with pytest.raises(CorruptCheckpoint, match="no file inside the checkpoint"):
+        with pytest.raises(CorruptCheckpoint, match="not a file inside the checkpoint"):
             TorchDist().read_manifest(root)
 
     def test_a_link_is_not_followed(self, stock: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore as ts
 import torch
 import zarr
 from numcodecs import Blosc, Zstd
@@ -185,3 +186,105 @@ def read_bomb(path: str) -> None:
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 64 << 10, f"{grown} KiB"
     print(caught.value)
+
+
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+CODECS = {
+    "gzip": [LITTLE, {"name": "gzip", "configuration": {"level": 1}}],
+    "zstd behind a checksum": [
+        LITTLE,
+        {"name": "crc32c"},
+        {"name": "zstd", "configuration": {"level": 1, "checksum": False}},
+    ],
+    "big-endian": [{"name": "bytes", "configuration": {"endian": "big"}}],
+    "transposed": [
+        {"name": "transpose", "configuration": {"order": [2, 0, 1]}},
+        LITTLE,
+        {"name": "crc32c"},
+    ],
+    "transposed twice": [
+        {"name": "transpose", "configuration": {"order": [2, 0, 1]}},
+        {"name": "transpose", "configuration": {"order": [1, 0, 2]}},
+        LITTLE,
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "int16", "uint8"])
+@pytest.mark.parametrize("codecs", CODECS.values(), ids=list(CODECS))
+def test_arrays_with_other_codecs_are_read(
+    tmp_path: Path, codecs: list[object], dtype: str
+) -> None:
+    """As tensorstore writes them: in place of ours."""
+    values = np.random.default_rng(1).integers(0, 99, (5, 6, 7)).astype(dtype)
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.from_numpy(values))}
+    megackpt.save(state, tmp_path, "zarr")
+    (tmp_path / "megackpt.index").unlink()
+    document = json.loads((tmp_path / "w/zarr.json").read_text())
+    document["codecs"] = codecs
+    document["chunk_grid"]["configuration"]["chunk_shape"] = [3, 4, 5]
+    (tmp_path / "w/c.0.0.0").unlink()
+    (tmp_path / "w/zarr.json").unlink()
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{tmp_path}/w/"},
+        "metadata": {k: v for k, v in document.items() if k != "attributes"},
+        "store_data_equal_to_fill_value": True,
+    }
+    ts.open(spec, create=True).result().write(values).result()
+    (tmp_path / "w/zarr.json").write_text(json.dumps(document))
+    found = megackpt.load_plain_tensors(tmp_path)["w"]
+    assert found.numpy().tobytes() == values.tobytes()
+    part = ShardedTensor("w", None, found.dtype, (2, 3, 4), (5, 6, 7), (2, 2, 2), None)
+    state = megackpt.load({"w": part}, tmp_path, validate_access_integrity=False)
+    assert np.array_equal(state["w"].numpy(), values[2:4, 2:5, 2:6])
+
+
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        [LITTLE, {"name": "zstd"}, {"name": "gzip"}],
+        [{"name": "transpose", "configuration": {"order": [0, 0]}}, LITTLE],
+        [{"name": "transpose", "configuration": {"order": [1.0, 0]}}, LITTLE],
+        [{"name": "transpose", "configuration": {"order": "C"}}, LITTLE],
+        [{"name": "zstd"}, LITTLE],
+        [LITTLE, LITTLE],
+        [LITTLE, {"name": "packbits"}],
+        [{"name": "bytes"}],
+        [{"name": "crc32c"}],
+    ],
+    ids=str,
+)
+def test_codecs_that_cannot_be_read_are_refused(
+    tmp_path: Path, codecs: list[object]
+) -> None:
+    world = World({"t": Whole.random("float32", (4, 4), (4, 4))})
+    root, _ = TestZstd().save(tmp_path, world)
+    document = json.loads((tmp_path / "t/zarr.json").read_text())
+    document["codecs"] = codecs
+    (tmp_path / "t/zarr.json").write_text(json.dumps(document))
+    with pytest.raises(BackendError, match=r"t/zarr\.json: the codecs .* cannot be"):
+        Zarr().read_manifest(root)
+
+
+@pytest.mark.parametrize("compression", ["zstd", "blosc"])
+@pytest.mark.parametrize("damage", ["cut", "longer", "short"])
+def test_damaged_chunks_are_corrupt(
+    tmp_path: Path, compression: str, damage: str
+) -> None:
+    world = World({"t": Whole.random("float32", (64, 64), (64, 64))})
+    suite = TestZstd()
+    root, _ = TestBloscWithoutChecksums().save(tmp_path, world)
+    if compression == "zstd":
+        document = json.loads((tmp_path / "t/zarr.json").read_text())
+        document["codecs"] = [LITTLE, {"name": "zstd", "configuration": {"level": 1}}]
+        (tmp_path / "t/zarr.json").write_text(json.dumps(document))
+        chunk = world.tensors["t"].values.tobytes()
+        (tmp_path / "t/c.0.0").write_bytes(Zstd(1).encode(chunk))
+    path = tmp_path / "t/c.0.0"
+    data = path.read_bytes()
+    contents = {"cut": data[:-5], "longer": data + b"12345", "short": data[:7]}
+    path.write_bytes(contents[damage])
+    rows = world.declared(list(world.shards()))
+    with pytest.raises(CorruptCheckpoint, match=f"'t'.*{compression} cannot"):
+        suite.load(root, Zarr().read_manifest(root), rows)

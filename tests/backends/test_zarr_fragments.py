@@ -252,13 +252,13 @@ def test_a_save_that_fails_while_assembling_leaves_nothing(
 
     borders = [[(0, 100_001)], [(100_001, 350_000)]]
     with monkeypatch.context() as patch:
-        patch.setattr("megackpt.backends.zarr.assembled", refuse)
+        patch.setattr("megackpt.backends.zarr.assemble", refuse)
         with pytest.raises(megackpt.CheckpointingException, match="no"):
             run_save(tmp_path / "c", 350_000, borders)
     assert os.listdir(tmp_path) == []
     run_save(tmp_path / "c", 350_000, borders)
     with monkeypatch.context() as patch:
-        patch.setattr("megackpt.backends.zarr.assembled", refuse)
+        patch.setattr("megackpt.backends.zarr.assemble", refuse)
         with pytest.raises(megackpt.CheckpointingException, match="no"):
             run_save(tmp_path / "c", 350_000, borders)
     assert os.listdir(tmp_path) == ["c"]

@@ -307,7 +307,7 @@ def file_to(place: Place, path: str) -> None:
 
 
 _INSIDE = (
-    r"two chunks of 'w' are to begin|File name too|no file inside|leads out|no name of a file|not there|names files"
+    r"two chunks of 'w' begin|File name too|not a file inside|leads out|no name of a file|not there|names files"
     r"|empty|bytes instead|missing"
 )
 for _path in LEADING:
@@ -430,7 +430,10 @@ _FILES = {
     "torch": ("model.pt",),
     "bins": ("pytorch_model-00001-of-00002.bin",),
 }
-_NO_FILE = r"no directory|Too many levels|no regular file|missing|no file|is not a distributed|not there|lacks|tells of"
+_NO_FILE = (
+    r"no directory|Too many levels|(no|not a) regular file|missing|no file|"
+    r"is not a distributed|not there|lacks|tells of|lists"
+)
 _number = 0
 for _kind, _names in _FILES.items():
     for _name in _names:
@@ -763,12 +766,12 @@ add(
 )
 add("a group that tells of more arrays", "zarr",
     lambda p: p.json("zarr.json", lambda d: d["attributes"]["megackpt"].update(arrays=7)),
-    "tells of 7 arrays")  # fmt: skip
+    "lists 7 arrays")  # fmt: skip
 add(
     "an array that is gone",
     "zarr",
     lambda p: shutil.rmtree(p.folder / "b"),
-    "tells of 2 arrays",
+    "lists 2 arrays",
 )
 add(
     "a chunk that is gone",

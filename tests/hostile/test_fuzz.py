@@ -21,8 +21,8 @@ from megackpt.backends.base import read_config
 from megackpt.backends.safetensors import Safetensors
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_file import TorchFile
-from megackpt.backends.zarr.documents import parse_array, parse_zarray
-from megackpt.backends.zarr.stores import shard_index
+from megackpt.backends.zarr.array_metadata import parse_array, parse_zarray
+from megackpt.backends.zarr.codecs import shard_index
 from megackpt.checkpoint import decode_index
 from megackpt.checkpoint.marker import markers
 from megackpt.errors import CheckpointingException

@@ -569,7 +569,7 @@ def test_wrappers_are_values_that_hold_the_policy() -> None:
     assert exchanges == {"auto": 4, "always": 1, "never": 1}
     with pytest.raises(
         megackpt.BackendError,
-        match="exchange is one of 'auto', 'always', 'never', not 'nccl'",
+        match="exchange must be one of 'auto', 'always', 'never', not 'nccl'",
     ):
         FullyParallelLoadStrategyWrapper("zarr", exchange_algo="nccl")
     with pytest.raises(megackpt.BackendError, match="not 5"):

@@ -383,7 +383,7 @@ def test_the_common_state(tmp_path: Path) -> None:
     ) == {"o": {"rank": 0}}
     assert "o/shard_0_1" in strategy.load_sharded_metadata(tmp_path / "ckpt")
     with pytest.raises(
-        megackpt.CheckpointingException, match="keeps the common state itself"
+        megackpt.CheckpointingException, match="stores the common state itself"
     ):
         TorchCommonSaveStrategy("torch", 1).save_common({}, tmp_path / "ckpt")
 

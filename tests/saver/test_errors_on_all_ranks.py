@@ -201,10 +201,10 @@ def test_a_missing_package_makes_no_directory_a_checkpoint(
     monkeypatch.setitem(sys.modules, "megackpt.backends.zarr", None)
     assert not megackpt.check_is_distributed_checkpoint(tmp_path)
     with pytest.raises(
-        NotACheckpoint, match=r"'zarr' needs a package.*pip install tensorstore"
+        NotACheckpoint, match=r"'zarr' needs a package.*pip install numcodecs"
     ):
         megackpt.load({}, tmp_path)
-    with pytest.raises(megackpt.BackendError, match="pip install tensorstore"):
+    with pytest.raises(megackpt.BackendError, match="pip install numcodecs"):
         megackpt.save({}, tmp_path / "c", "zarr")
 
 

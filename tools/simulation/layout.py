@@ -18,10 +18,8 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.distcp_writer import distribute
 from megackpt.backends.torch_dist.record_frame import frame_lengths
 from megackpt.backends.zarr import Zarr
-from megackpt.backends.zarr.cells import Cell, Written
-from megackpt.backends.zarr.layout import Cells
-from megackpt.backends.zarr.names import cell_file, entry_name, fragments_file
-from megackpt.backends.zarr.writing import result_of
+from megackpt.backends.zarr.cell_writer import Cell, CellResult, write_result
+from megackpt.backends.zarr.grid import Cells, cell_file, entry_name, fragments_file
 from megackpt.checkpoint import encode_index
 from megackpt.errors import CheckpointingException
 from megackpt.planning.box import Boxes, Int64
@@ -109,20 +107,20 @@ def _zarr(backend: Zarr, plan: SavePlan, lengths: Int64) -> WriteResult:
         length = boxes.volume * item.meta.itemsize
         if not whole[row]:
             # Pieces of cells that ranks share go into one file of this rank, back to back.
-            found = Written(
+            found = CellResult(
                 boxes, fragments_file(plan.rank), np.array([position]), length, b""
             )
             position += item.nbytes
         elif item.meta.is_object:
-            found = Written(
+            found = CellResult(
                 boxes, shard_file(entry, item.shard.box), front, lengths[[row]], b""
             )
         elif not item.nbytes:
             first = cell_file(entry_name(entry), (0,) * len(entry.meta.shape))
-            found = Written(boxes, first, front, length, b"")
+            found = CellResult(boxes, first, front, length, b"")
         else:
             cell = Cell.of(entry, item.grid, item.shard.box)
             starts = cell.starts(backend.packing.checksum)
-            found = Written(cell.boxes, cell.file, starts, cell.lengths, b"")
+            found = CellResult(cell.boxes, cell.file, starts, cell.lengths, b"")
         rows.append(found)
-    return result_of(rows, plan.boxes.width)
+    return write_result(rows, plan.boxes.width)

@@ -1,8 +1,9 @@
-"""The one engine that fetches planned regions out of raw C-order chunks: exact ranges, few calls, no needless copy.
+"""Reads planned regions of raw C-order chunks: exact ranges, few calls, few copies. All formats use it.
 
-The plan's regions are cut into pieces of bounded size, put into file order and dealt out to threads. A piece
-whose bytes lie together in the file goes straight into the target's memory (neighbouring small ones in one
-call); others pass through a small scratch memory. With ``verify`` whole digest blocks are read and hashed.
+Regions are cut into pieces of bounded size, sorted by their place in the files, and distributed over
+threads. A piece that is consecutive in the file is read directly into the target's memory, small
+neighbours by one call. Others pass through a small scratch memory. With ``verify``, whole digest blocks
+are read and hashed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megackpt.backends.ranges.reader import (
     Job,
     ThreadReader,
     octets as octets,
-    refuse_hollow as refuse_hollow,
+    refuse_sparse as refuse_sparse,
 )
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
@@ -29,11 +30,11 @@ from megackpt.storage import Storage
 
 
 def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
-    """Fetch every region of the plan; the manifest's encoding is "raw".
+    """Read every region of a plan. The encoding of the manifest is "raw".
 
-    With ``verify`` whole digest blocks are read and compared where the manifest has digests, otherwise only the
-    bytes needed (and gaps too small to be worth a call). Raises CorruptCheckpoint naming key, box, file and
-    block; of several failures, all are told.
+    With ``verify``, whole digest blocks are read and compared if the manifest has digests. Otherwise
+    only the bytes needed are read, and gaps that are cheaper than a call. Raises CorruptCheckpoint naming
+    key, box, file and block, for all failures at once.
     """
     if not len(plan):
         return

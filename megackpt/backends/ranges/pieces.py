@@ -1,4 +1,4 @@
-"""Where the bytes of planned regions are: columns of pieces in file order, and which of them to fetch together."""
+"""The bytes of planned regions: columns of pieces in file order, and groups that one call reads."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import DIGEST_BLOCK, Bool, LoadPlan
 
 PIECE = 32 << 20
-"""A larger region is cut: the target lends memory for one piece at a time, and threads share the work."""
+"""Larger regions are cut: the target provides memory for one piece at a time, and threads divide the work."""
 SMALL = 256 << 10
-"""Pieces up to this size are fetched together with their neighbours."""
+"""Pieces up to this size are read together with their neighbours."""
 TOGETHER = 1 << 20
-"""Bytes fetched by one call for small pieces: few enough to be still in the cache when they are hashed."""
+"""Bytes that one call reads for small pieces: few enough to be in the cache when they are hashed."""
 CALL = 512
-"""Pieces that one call fetches at most: with what is skipped between them, so many vectors are a call's limit."""
+"""Pieces of one call: with the gaps between them, the limit of buffers of a call."""
 SKIP = 4 << 10
-"""Between small pieces, up to so many unwanted bytes are read and dropped rather than making another call."""
+"""Unwanted bytes between small pieces that are read and dropped to save another call."""
 
 FAR = 4 << 20
-"""Between the runs of one region, from so many unwanted bytes on, a request for each run is better than one for all."""
+"""With more unwanted bytes between the runs of one region, a request for each run is faster than one for all."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Columns: regions, each with its place in its chunk. In file order, none of them empty."""
+    """Columns: regions, each with its place in its chunk. In file order, without empty ones."""
 
     row: Int64  # of the plan
     boxes: Boxes
@@ -90,9 +90,9 @@ class Pieces:
         )
 
     def spans(self, rows: slice, checked: bool) -> Iterator[tuple[int, int]]:
-        """Starts and stops in the file of what will be read for these pieces; computed when asked for.
+        """Starts and stops in the file of the bytes that will be read for these pieces, lazily.
 
-        Left out are those whose runs lie so far apart that what is between them is better left alone.
+        Pieces whose runs are far apart are left out.
         """
         mine = self.take(rows)
         low, high = mine.low, mine.high
@@ -109,7 +109,7 @@ class Pieces:
         )
 
     def _run(self) -> Int64:
-        """Bytes of each piece that lie together in its chunk, at least."""
+        """Bytes of each piece that are consecutive in its chunk, at least."""
         run = self.nbytes // self.boxes.volume
         together = np.ones(len(self), np.bool_)
         for axis in reversed(range(self.strides.shape[1])):
@@ -121,9 +121,9 @@ class Pieces:
     def shares(
         self, threads: int, checked: bool
     ) -> Iterator[tuple[Pieces, list[slice]]]:
-        """Consecutive pieces of about equal bytes: several shares a thread, so that all end together.
+        """Consecutive pieces of about equal bytes: several shares a thread, so that threads end together.
 
-        With each share its groups: the pieces that one call fetches, all of one file.
+        Each share comes with its groups: the pieces of one file that one call reads.
         """
         if not len(self):
             return
@@ -142,7 +142,7 @@ class Pieces:
             )
 
     def _begins_group(self, checked: bool, before: Int64) -> Bool:
-        """Where a group begins: what is not small and simple, or does not follow closely, is a group by itself."""
+        """Where a group begins. A piece that is large, has gaps, or does not follow closely is its own group."""
         simple: Bool = (self.high - self.low == self.nbytes) & (self.nbytes <= SMALL)
         if checked:  # only whole blocks can be hashed where they land
             ends = (self.high % DIGEST_BLOCK == 0) | (self.high == self.length)
@@ -171,7 +171,7 @@ def _cut(boxes: Boxes, itemsize: Int64) -> tuple[Boxes, Int64]:
 
 
 def _halves(box: Box, limit: int) -> Iterator[Box]:
-    """Boxes of at most ``limit`` elements, cut along the outermost axis that can be, at powers of two if possible."""
+    """Boxes of at most ``limit`` elements, cut along the outermost axis possible, at powers of two if possible."""
     if box.volume <= limit:
         yield box
         return
@@ -198,12 +198,12 @@ def _check_places(
     if len(wrong):
         name = name_of(plan, int(rows[wrong[0]]))
         raise CorruptCheckpoint(
-            f"{name} is not wholly in the {length[wrong[0]]} bytes at which the checkpoint says that it is"
+            f"{name} does not fit the {length[wrong[0]]} bytes of its location"
         )
 
 
 def name_of(plan: LoadPlan, row: int) -> str:
-    """What to call the chunk of a plan's row in an error."""
+    """The name of the chunk of a plan's row in errors."""
     manifest, number = plan.manifest, int(plan.chunk[row])
     chunk = manifest.chunk(number, np.zeros(len(manifest.chunks) + 1, np.int64))
     return f"{manifest.tensors[manifest.chunks.tensor[number]].key!r} {chunk.box} in {chunk.location.file}"

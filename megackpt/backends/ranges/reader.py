@@ -1,4 +1,4 @@
-"""One thread's share of the pieces: fetched, checked, and put where the target says."""
+"""The pieces of one thread: read, compared with digests, and put into the target."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from megackpt.storage import (
 )
 
 GAP = 16 << 10
-"""Between the runs of one region, up to so many unwanted bytes are read along: what a call of its own costs."""
+"""Unwanted bytes between the runs of one region that are read along: more would cost more than a call."""
 WINDOW = 1 << 20
-"""Bytes of scratch memory of one share. It stays in the cache, so that a copy through it costs next to nothing:
-less than handing over a strided target's rows one by one."""
+"""Bytes of scratch memory of one thread. It stays in the cache, so a copy through it costs less than
+passing the rows of a strided target one by one."""
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What all threads share."""
+    """What all threads of one load have in common."""
 
     root: Storage
     plan: LoadPlan
@@ -87,7 +87,7 @@ class Job:
                         f"{self.root.location}: {name_of(self.plan, row)} should end at byte {start + length}, "
                         f"but the file has {reader.size}"
                     )
-                refuse_hollow(
+                refuse_sparse(
                     reader,
                     start,
                     length,
@@ -108,9 +108,10 @@ class Job:
                 self.into.blob(int(self.plan.target[row]), bytes(data))
 
 
-def refuse_hollow(reader: FileReader, start: int, length: int, where: str) -> None:
-    """CorruptCheckpoint, before a large blob comes into memory, where its pickle is a hole in a sparse file, or all of
-    it is and it is no archive. Tensors in it may be holes: they are zeros.
+def refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> None:
+    """Raise CorruptCheckpoint if the pickle of a large blob is a hole in a sparse file, before memory is taken.
+
+    The whole blob counts if it is not an archive. Tensors in an archive may be holes: they are zeros.
     """
     if length <= limits.HOLE_BYTES:
         return
@@ -132,7 +133,7 @@ def octets(array: Array) -> memoryview:
 
 
 class _Piece(NamedTuple):
-    """One region: the view of one row of Pieces, and the memory that it goes to."""
+    """One region: one row of Pieces, and its destination."""
 
     row: int  # of the plan
     target: int
@@ -145,7 +146,7 @@ class _Piece(NamedTuple):
 
 
 class ThreadReader:
-    """Consecutive pieces and their groups, read by one thread."""
+    """Reads consecutive pieces, group by group."""
 
     def __init__(self, job: Job, pieces: Pieces, groups: list[slice]) -> None:
         self.job = job
@@ -168,7 +169,7 @@ class ThreadReader:
                     part.fetch(list(islice(opened, group.stop - group.start)))
 
     def _opened(self) -> Iterator[_Piece]:
-        """Ask the target for the memory of each piece, as its turn comes."""
+        """Open the target of each piece when it is reached."""
         pieces, open_ = self.pieces, self.job.into.open
         rows, targets = pieces.row.tolist(), self.job.plan.target[pieces.row].tolist()
         boxes = zip(
@@ -191,7 +192,7 @@ class ThreadReader:
 
 
 class _FilePart:
-    """Pieces of one file, on their way into memory."""
+    """Reads pieces of one file."""
 
     def __init__(self, job: Job, reader: FileReader) -> None:
         self.job = job
@@ -212,7 +213,7 @@ class _FilePart:
             self.job.into.close(piece.target, piece.box, piece.array)
 
     def _together(self, pieces: list[_Piece]) -> None:
-        """Fetch small neighbours by one call, dropping what lies between them."""
+        """Read small neighbours by one call. The bytes between them are dropped."""
         buffers: list[memoryview] = []
         begin = position = pieces[0].base + pieces[0].low
         landed = [
@@ -299,7 +300,7 @@ class _FilePart:
             position = last
 
     def _edge(self, piece: _Piece, block: int) -> memoryview:
-        """A block of which only a part is wanted. It is kept: the next piece often wants the rest."""
+        """A block that is needed in part. It is kept, because the next piece often needs the rest."""
         size = min(DIGEST_BLOCK, piece.length - block * DIGEST_BLOCK)
         if self._block_of != (piece.base, block):
             if not self._block:
@@ -314,7 +315,7 @@ class _FilePart:
 
 
 def _outer_axes(array: Array, strides: list[int]) -> int:
-    """How many leading axes remain when the trailing ones that lie together in the chunk are one run."""
+    """The number of leading axes; the trailing ones are one run of bytes in the chunk."""
     inner = array.itemsize
     for axis in range(array.ndim - 1, -1, -1):
         if array.shape[axis] > 1 and strides[axis] != inner:
@@ -331,7 +332,7 @@ def _c_strides(array: Array) -> list[int]:
 
 
 def _slabs(low: int, array: Array, strides: list[int]) -> Iterator[tuple[int, Array]]:
-    """Slices across the outermost axis that has several, of about a window each, with their first bytes."""
+    """Slices along the outermost axis with several elements, of about a window each, with their first bytes."""
     axis = next(i for i, extent in enumerate(array.shape) if extent > 1)
     step = max(1, WINDOW // strides[axis])
     before = (slice(None),) * axis

@@ -5,8 +5,8 @@
     model.safetensors.index.json         which file holds which: its appearance is the commit
     common.pt, <key>.objects/            the common state and objects (see backends/sidecars)
 
-Ranks write their pieces of each tensor to where these belong; the headers come when all have written. Reads any
-directory or file of this kind, also one that has but links to files, as the Hugging Face cache makes them.
+Ranks write their parts of each tensor to its place, and the coordinator writes the headers at the end.
+Reads any directory or file of this kind, and links to files, which the Hugging Face cache has.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class Safetensors(Backend):
             entry = plan.tensors[number]
             if entry.meta.is_object:
                 box = plan.boxes.row(row, len(entry.meta.shape))
-                found[row] = shared_files.Written(
+                found[row] = shared_files.WrittenRow(
                     *object_files.write_object(root, entry, box, data.blocks(row))
                 )
-        return shared_files.result(plan, found)
+        return shared_files.write_result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         manifest, _ = shared_files.compute_digests(
@@ -134,7 +134,7 @@ class Safetensors(Backend):
         )
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
-        # What an author noted in a header is no blob: it becomes one when it is read.
+        # The metadata of a header becomes a blob when it is read.
         made = [
             entry.is_common and manifest.encoding == "noted"
             for entry in manifest.tensors
@@ -159,16 +159,16 @@ class Safetensors(Backend):
             raise NotACheckpoint(
                 f"{root.location} has no safetensors file, or several and no index of them"
             )
-        told = weight_maps.read(root, index) if index else {}
+        weight_map = weight_maps.read(root, index) if index else {}
         contents = {
             file: read_header(root, file)
-            for file in files or dict.fromkeys(told.values())
+            for file in files or dict.fromkeys(weight_map.values())
         }
         tensors = [found for content in contents.values() for found in content.tensors]
         if index:
             weight_maps.check(
                 f"{root.location}/{index}",
-                told,
+                weight_map,
                 [(e.key, place.file) for e, place in tensors],
             )
         found = [

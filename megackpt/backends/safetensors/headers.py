@@ -79,7 +79,7 @@ def _unfit(key: str, meta: TensorMeta) -> str:
     try:
         key.encode()
     except UnicodeEncodeError:
-        return "the name is no text that UTF-8 can hold"
+        return "the name cannot be encoded as UTF-8"
     return ""
 
 
@@ -211,14 +211,12 @@ def _parsed(text: bytearray, name: str, size: int) -> Contents:
     try:
         header = json.loads(text, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(
-            f"its header is no JSON that could be right: {error}"
-        ) from error
+        raise CorruptCheckpoint(f"its header cannot be parsed: {error}") from error
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise CorruptCheckpoint(f"its {METADATA} is no dict of texts")
+        raise CorruptCheckpoint(f"its {METADATA} is not a dict of texts")
     first = _PREFIX + len(text)
     found = [
         (TensorEntry(key, _meta(key, info)), *_offsets(key, info))

@@ -1,4 +1,4 @@
-"""The write pass: which rows go into which file, and each file from front to back, digests on the way."""
+"""The write pass: which rows go into which file, and each file from front to back with digests."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from megackpt.planning.manifest import (
     DIGEST_SIZE,
     ITEMSIZE,
     SavePlan,
-    TensorEntry,
     WriteResult,
 )
 from megackpt.storage import FileWriter, Storage, digest
 
 COMMON_FILE = "common.pt"
 BATCH = 8 << 20
-"""Bytes of small records that are gathered into one write."""
+"""Bytes of small records that one write gathers."""
 VIEWS = 1024
-"""Pieces of memory that one write takes."""
+"""Buffers that one write takes."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class FilePart:
     rows: list[int]
 
 
-class Landed(NamedTuple):
-    """Where one row landed: its raw bytes, and the digests of their blocks."""
+class WrittenRecord(NamedTuple):
+    """The raw bytes of one row in its file, and the digests of their blocks."""
 
     start: int
     length: int
@@ -49,76 +48,56 @@ class Landed(NamedTuple):
 
 
 def file_name(rank: int, number: int, hint: str = "") -> str:
-    """Megatron's name for the ``number``-th file of a rank, optionally of a group of keys."""
+    """Megatron's name for the ``number``-th file of a rank, or of a group of keys of the rank."""
     return f"{hint}__{rank}_{number}.distcp"
 
 
 def distribute(plan: SavePlan, files: int, hint: str | None) -> list[FilePart]:
-    """The rows of a plan over files: objects in turn, then tensors, largest first, into the least full file.
+    """Distribute the rows of a plan over files: objects in turn, then tensors, largest first.
 
-    The common state has a file of its own; keys that begin with ``hint`` have files of their own, too.
+    The common state has a file of its own. So have keys that begin with ``hint``.
     """
-    common = [
-        i
-        for i, number in enumerate(plan.tensor.tolist())
-        if plan.tensors[number].is_common
-    ]
+    metas = [entry.meta for entry in plan.tensors]
+    itemsize = np.array([meta.itemsize for meta in metas], np.int64)
+    is_object = np.array([meta.is_object for meta in metas], np.bool_)
+    sizes = plan.boxes.volume * itemsize[plan.tensor] if len(plan) else np.zeros(0)
+    sizes = np.where(is_object[plan.tensor], -1, sizes).astype(np.int64)
+    common: list[int] = []
+    groups: dict[str, list[int]] = {"": []}
+    for row, number in enumerate(plan.tensor.tolist()):
+        entry = plan.tensors[number]
+        if entry.is_common:
+            common.append(row)
+        elif hint is not None and entry.key.startswith(hint):
+            groups.setdefault(hint, []).append(row)
+        else:
+            groups[""].append(row)
     parts = [FilePart(COMMON_FILE, common)] if common else []
-    named = _matching(plan.tensors, plan.tensor.tolist(), hint)
-    for group, prefix in (
-        ((False, ""),) if hint is None else ((False, ""), (True, hint))
-    ):
-        rows = [
-            i for i, match in enumerate(named) if match is group and i not in common
-        ]
-        bins = _bins(plan, rows, files)
-        parts += [
-            FilePart(file_name(plan.rank, n, prefix), mine)
-            for n, mine in enumerate(bins)
-            if mine
-        ]
+    for prefix, rows in groups.items():
+        bins = spread(sizes[rows].tolist(), files)
+        for number, positions in enumerate(bins):
+            if positions:
+                name = file_name(plan.rank, number, prefix)
+                parts.append(FilePart(name, [rows[i] for i in positions]))
     return parts
 
 
-def _matching(
-    tensors: Sequence[TensorEntry], numbers: list[int], hint: str | None
-) -> list[bool]:
-    table = [hint is not None and entry.key.startswith(hint) for entry in tensors]
-    return [table[number] for number in numbers]
-
-
-def _bins(plan: SavePlan, rows: list[int], files: int) -> list[list[int]]:
-    is_object = np.array([entry.meta.is_object for entry in plan.tensors], np.bool_)[
-        plan.tensor
-    ]
-    itemsize = np.array([entry.meta.itemsize for entry in plan.tensors], np.int64)[
-        plan.tensor
-    ]
-    size = (
-        np.where(is_object, -1, plan.boxes.volume * itemsize).tolist()
-        if len(plan)
-        else []
-    )
-    return [
-        [rows[i] for i in mine] for mine in spread([size[row] for row in rows], files)
-    ]
-
-
 def spread(sizes: Sequence[int], files: int) -> list[list[int]]:
-    """Rows by their bytes (-1: an object, of which nobody knows) over files: objects in turn, then tensors, largest
-    first, each into the least full file.
+    """Distribute items by their bytes over files, each into the least full one.
+
+    Objects (-1: their size is not known) come first, in turn; then tensors, largest first.
     """
     bins: list[list[int]] = [[] for _ in range(files)]
-    for turn, row in enumerate(row for row, size in enumerate(sizes) if size < 0):
+    objects = [row for row, size in enumerate(sizes) if size < 0]
+    for turn, row in enumerate(objects):
         bins[turn % files].append(row)
-    load = [(0, n) for n in range(files)]
-    for row in sorted(
-        (row for row, size in enumerate(sizes) if size >= 0),
-        key=lambda row: -sizes[row],
-    ):
-        filled, n = load[0]
-        bins[n].append(row)
-        heapq.heapreplace(load, (filled + sizes[row], n))
+    tensors = [row for row, size in enumerate(sizes) if size >= 0]
+    tensors.sort(key=lambda row: -sizes[row])
+    load = [(0, number) for number in range(files)]
+    for row in tensors:
+        filled, number = load[0]
+        bins[number].append(row)
+        heapq.heapreplace(load, (filled + sizes[row], number))
     return bins
 
 
@@ -126,122 +105,111 @@ def write_files(
     root: Storage, plan: SavePlan, data: Source, parts: list[FilePart]
 ) -> WriteResult:
     """Write all files, one thread each, durably."""
-    landed: dict[int, Landed] = {}
     with ThreadPoolExecutor(max(len(parts), 1), "megackpt-write") as pool:
         jobs = [pool.submit(_write_file, root, part, plan, data) for part in parts]
-    for part, job in zip(parts, jobs, strict=True):
-        landed.update(zip(part.rows, job.result(), strict=True))
     file = np.zeros(len(plan), np.int32)
-    for number, part in enumerate(parts):
-        file[part.rows] = number
-    places = [landed[i] for i in range(len(plan))]
-    return WriteResult.of_rows(
-        plan.boxes,
-        [part.name for part in parts],
-        file,
-        np.array([p.start for p in places], np.int64),
-        np.array([p.length for p in places], np.int64),
-        np.frombuffer(b"".join(p.digests for p in places), np.uint8).reshape(
-            -1, DIGEST_SIZE
-        ),
-    )
+    start = np.zeros(len(plan), np.int64)
+    length = np.zeros(len(plan), np.int64)
+    digests = [b""] * len(plan)
+    for number, (part, job) in enumerate(zip(parts, jobs, strict=True)):
+        for row, record in zip(part.rows, job.result(), strict=True):
+            file[row] = number
+            start[row], length[row], digests[row] = record
+    table = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_SIZE)
+    names = [part.name for part in parts]
+    return WriteResult.of_rows(plan.boxes, names, file, start, length, table)
 
 
 def _write_file(
     root: Storage, part: FilePart, plan: SavePlan, data: Source
-) -> list[Landed]:
+) -> list[WrittenRecord]:
     metas = [plan.tensors[number].meta for number in plan.tensor[part.rows].tolist()]
     extents = plan.boxes.shape[part.rows].tolist()
-    landed: list[Landed] = []
+    written: list[WrittenRecord] = []
     with root.create(part.name) as writer:
         itemsize = np.array([meta.itemsize for meta in metas], np.int64)
         writer.expect(int((plan.boxes.volume[part.rows] * itemsize).sum()))
         records = Records(writer)
         for row, meta, extent in zip(part.rows, metas, extents, strict=True):
             if meta.is_object:
-                landed.append(records.blob(data.blocks(row)))
+                written.append(records.blob(data.blocks(row)))
                 continue
             shape = tuple(extent[: len(meta.shape)])
-            place = records.tensor(meta.dtype, shape, data.blocks(row))
-            if place.length != math.prod(shape) * meta.itemsize:
-                shard = plan.row(row).shard
+            record = records.tensor(meta.dtype, shape, data.blocks(row))
+            size = math.prod(shape) * meta.itemsize
+            if record.length != size:
                 raise BackendError(
-                    f"{shard} should have {math.prod(shape) * meta.itemsize} bytes, but {place.length} came from the "
-                    "model"
+                    f"{plan.row(row).shard} should have {size} bytes, "
+                    f"but {record.length} came from the model"
                 )
-            landed.append(place)
+            written.append(record)
         records.end()
-    return landed
+    return written
 
 
 class Records:
-    """Records on their way into one file, one after the other; ``end`` ends the last one."""
+    """Writes records into one file, one after the other. ``end`` ends the last one.
 
-    def __init__(self, writer: FileWriter) -> None:
-        self._batch = _Batch(writer)
-        self._tail = (
-            b""  # of the record before: written in one piece with the next one's head
-        )
-
-    def blob(self, pieces: Iterator[memoryview]) -> Landed:
-        """Bytes as they are."""
-        self._end_record()
-        return _write_payload(self._batch, pieces, -1)
-
-    def tensor(
-        self, dtype: str, shape: tuple[int, ...], pieces: Iterator[memoryview]
-    ) -> Landed:
-        """The archive of a C-order tensor: where its elements landed, which are these pieces."""
-        padding = bytes(-(self._batch.position + len(self._tail)) % ALIGNMENT)
-        head, ending = frame(dtype, shape)
-        self._batch.add(memoryview(self._tail + padding + head))
-        self._tail = ending
-        return _write_payload(self._batch, pieces, math.prod(shape) * ITEMSIZE[dtype])
-
-    def end(self) -> None:
-        self._end_record()
-        self._batch.flush()
-
-    def _end_record(self) -> None:
-        self._batch.add(memoryview(self._tail))
-        self._tail = b""
-
-
-class _Batch:
-    """Bytes on their way into a file. Memory that is handed over must stay unchanged until the next flush."""
+    Memory that is handed over must not change until the next flush: of a payload that comes in
+    several blocks, every block but the last is flushed before the next one is taken.
+    """
 
     def __init__(self, writer: FileWriter) -> None:
         self._writer = writer
+        self._position = writer.position
         self._waiting: list[memoryview] = []
         self._size = 0
-        self.position = writer.position
+        # The end of the last record is written together with the head of the next one.
+        self._tail = b""
 
-    def add(self, data: memoryview) -> None:
+    def blob(self, blocks: Iterator[memoryview]) -> WrittenRecord:
+        """Write bytes as they are."""
+        self._add(memoryview(self._tail))
+        self._tail = b""
+        return self._write_payload(blocks, -1)
+
+    def tensor(
+        self, dtype: str, shape: tuple[int, ...], blocks: Iterator[memoryview]
+    ) -> WrittenRecord:
+        """Write the archive of a C-order tensor. Returns the place of its elements, which are these blocks."""
+        padding = bytes(-(self._position + len(self._tail)) % ALIGNMENT)
+        head, ending = frame(dtype, shape)
+        self._add(memoryview(self._tail + padding + head))
+        self._tail = ending
+        return self._write_payload(blocks, math.prod(shape) * ITEMSIZE[dtype])
+
+    def end(self) -> None:
+        self._add(memoryview(self._tail))
+        self._tail = b""
+        self._flush()
+
+    def _add(self, data: memoryview) -> None:
         self._waiting.append(data)
         self._size += len(data)
-        self.position += len(data)
+        self._position += len(data)
         if self._size >= BATCH or len(self._waiting) == VIEWS:
-            self.flush()
+            self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         if self._waiting:
             self._writer.write(self._waiting)
             self._waiting, self._size = [], 0
 
-
-def _write_payload(batch: _Batch, pieces: Iterator[memoryview], size: int) -> Landed:
-    """Hash and write in one go. ``size``: bytes to come, or -1 where nobody knows."""
-    start, length = batch.position, 0
-    digests: list[bytes] = []
-    for piece in pieces:
-        for first in range(0, len(piece), DIGEST_BLOCK):
-            block = piece[first : first + DIGEST_BLOCK]
-            digests.append(digest(block))
-            batch.add(block)
-            if len(block) == DIGEST_BLOCK:
-                batch.flush()  # while the block that was hashed is still in the cache
-        length += len(piece)
-        if length == size:
-            break
-        batch.flush()  # before the memory of this piece is used for the next one
-    return Landed(start, length, b"".join(digests))
+    def _write_payload(self, blocks: Iterator[memoryview], size: int) -> WrittenRecord:
+        """Hash and write in one pass. ``size``: the bytes to come; -1 if that is not known."""
+        start, length = self._position, 0
+        digests: list[bytes] = []
+        for block in blocks:
+            for first in range(0, len(block), DIGEST_BLOCK):
+                part = block[first : first + DIGEST_BLOCK]
+                digests.append(digest(part))
+                self._add(part)
+                if len(part) == DIGEST_BLOCK:
+                    # The bytes that were hashed are still in the processor's cache.
+                    self._flush()
+            length += len(block)
+            if length == size:
+                break
+            # The memory of this block is reused for the next one.
+            self._flush()
+        return WrittenRecord(start, length, b"".join(digests))

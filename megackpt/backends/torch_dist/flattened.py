@@ -1,4 +1,4 @@
-"""Megatron-Core up to 0.15: optimizer state in flattened runs, told as boxes of the tensors that they were cut from.
+"""Megatron-Core up to 0.15: optimizer state in flattened runs, mapped to boxes of the true tensors.
 
 A tensor of shape (X, Y), cut into cells of (x, y), is listed with the size (X/x, Y/y, x*y): a chunk at
 (i, j, start) holds elements [start, start + n) of cell (i, j) in C order. Its record holds the elements of several

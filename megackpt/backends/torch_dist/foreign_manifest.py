@@ -1,7 +1,7 @@
-"""Checkpoints that others wrote: from ``.metadata`` (stock torch DCP, Megatron-Core) to a manifest.
+"""The manifest of a checkpoint that others wrote (stock torch DCP, Megatron-Core), from its ``.metadata``.
 
-Every number is bounded by what is on disk before anybody relies on it. Nested state dicts keep DCP's flat names
-as keys. What Megatron-Core kept flattened stands in the manifest as the tensor that it was.
+Every number is compared with the files before it is used. Keys are DCP's flat names. A tensor that
+Megatron-Core flattened has its true shape in the manifest.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 from megackpt.backends.torch_dist import flattened
 from megackpt.backends.torch_dist.distcp_writer import COMMON_FILE
 from megackpt.backends.torch_dist.metadata_reader import (
-    Listed,
+    ListedItem,
     Listing,
-    Location,
+    RecordPlace,
     check_files,
     read_listing,
 )
@@ -33,18 +33,18 @@ from megackpt.storage import Storage
 
 
 class _Stored(NamedTuple):
-    """One chunk, or one object's shard, and the record that holds it."""
+    """One chunk, or one shard of an object, and its record."""
 
     entry: TensorEntry
     box: Box
-    place: Location
+    place: RecordPlace
 
 
 def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifest:
-    """The manifest of a checkpoint that has no index of ours; encoding "native".
+    """The manifest of a checkpoint without our index; encoding "native".
 
-    Raises NotACheckpoint without ``.metadata``; CorruptCheckpoint where it contradicts itself or the files;
-    UntrustedClass where it names what it should not; BackendError for what this release cannot read.
+    Raises NotACheckpoint without ``.metadata``; CorruptCheckpoint if it contradicts itself or the files;
+    UntrustedClass if it names a class that is not allowed; BackendError for unsupported contents.
     """
     listing = read_listing(root, name)
     try:
@@ -52,16 +52,18 @@ def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifes
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{root.location}/{name}: {error}") from error
     if COMMON_FILE in root.list():
-        # Where there are both, common.pt counts: Megatron-Core, too, looks for it first.
+        # common.pt takes precedence, as in Megatron-Core.
         found = [item for item in found if not item.entry.is_common]
         found.append(
             _Stored(
                 COMMON,
                 Box((), ()),
-                Location(COMMON_FILE, 0, root.size(COMMON_FILE) or 0),
+                RecordPlace(COMMON_FILE, 0, root.size(COMMON_FILE) or 0),
             )
         )
-    check_files(root, [Listed(item.entry.key, item.box, item.place) for item in found])
+    check_files(
+        root, [ListedItem(item.entry.key, item.box, item.place) for item in found]
+    )
     tensors: dict[TensorEntry, int] = {}
     rows = [
         (tensors.setdefault(entry, len(tensors)), box, *place[:3])
@@ -88,7 +90,7 @@ def _items(listing: Listing) -> Iterator[_Stored]:
         listed = listing.tensors[name]
         if listed.dtype not in ITEMSIZE:
             raise BackendError(
-                f"{name!r} is of {listed.dtype}, which cannot be read: its elements are no whole bytes"
+                f"{name!r} is of {listed.dtype}, which cannot be read: its elements are not whole bytes"
             )
         shape = shapes.get(name, listed.shape)
         cells = flattened.Cells(name, listed.shape, shape) if name in shapes else None

@@ -86,7 +86,7 @@ def _path(*parts: str) -> str:
 
 def _layout(name: Any) -> str:
     if type(name) is not str:
-        raise CorruptCheckpoint("it names a layout by something that is no text")
+        raise CorruptCheckpoint("it names a layout by something that is not a text")
     return name
 
 

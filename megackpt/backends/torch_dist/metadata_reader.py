@@ -1,4 +1,4 @@
-"""What ``.metadata`` lists, as it stands there under torch DCP's flat names: every number checked, nothing run."""
+"""The items that ``.metadata`` lists, under torch DCP's flat names. Every number is checked, no code runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from megackpt.planning.box import Box
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorMeta
 from megackpt.storage import Storage
 
+_TOO_LARGE = 1 << 63
 
-class Location(NamedTuple):
-    """A record. ``through``: extensions of DCP's (their descriptors) that its bytes have gone through."""
+
+class RecordPlace(NamedTuple):
+    """The bytes of a record. ``through``: descriptors of DCP's extensions that encoded them."""
 
     file: str
     start: int
@@ -29,18 +31,19 @@ class Location(NamedTuple):
     through: tuple[str, ...] = ()
 
 
-class Listed(NamedTuple):
+class ListedItem(NamedTuple):
     """One chunk of a tensor, or (box ``()``) one object."""
 
     name: str
     box: Box
-    place: Location
+    place: RecordPlace
 
 
 class Listing:
-    """The items that a Metadata record lists: ``tensors`` (OBJECT: an object), and iterated, their chunks.
+    """The items of a Metadata record: ``tensors`` by name, and iterated, their chunks.
 
-    A dtype is any name; the chunks of one that we know, if they went through no extension, fit into their records.
+    The dtype of an object is OBJECT; that of a tensor is any name. Chunks of a known dtype fit into
+    their records, if no extension encoded them.
     """
 
     def __init__(self, metadata: Record) -> None:
@@ -49,21 +52,20 @@ class Listing:
         if type(described) is not dict:
             raise CorruptCheckpoint("it lists no items")
         if not all(type(name) is str for name in described):
-            raise CorruptCheckpoint("an item has a name that is no string")
+            raise CorruptCheckpoint("an item has a name that is not a string")
         self._described: dict[str, Any] = described
         self._places = dict(_places(metadata.field("storage_data")))
         self.tensors = {name: _meta(name, item) for name, item in described.items()}
 
-    def __iter__(self) -> Iterator[Listed]:
+    def __iter__(self) -> Iterator[ListedItem]:
         for name, meta in self.tensors.items():
             if meta.is_object:
-                yield Listed(name, Box((), ()), self._found(name, None))
+                yield ListedItem(name, Box((), ()), self._place_of(name, None))
             else:
-                yield from self._chunks(
-                    name, meta, self._described[name].field("chunks")
-                )
+                yield from self._chunks(name, meta)
 
-    def _chunks(self, name: str, meta: TensorMeta, chunks: Any) -> Iterator[Listed]:
+    def _chunks(self, name: str, meta: TensorMeta) -> Iterator[ListedItem]:
+        chunks = self._described[name].field("chunks")
         if type(chunks) is not list:
             raise CorruptCheckpoint(f"{name!r} has no chunks")
         if not chunks and 0 not in meta.shape:
@@ -71,34 +73,33 @@ class Listing:
                 f"it lists no chunk of {name!r}, which has the shape {meta.shape}"
             )
         whole = Box.whole(meta.shape)
+        itemsize = ITEMSIZE.get(meta.dtype, 0)
         taken: set[tuple[str, int]] = set()
-        for box in dict.fromkeys(
-            _box(name, chunk, len(meta.shape)) for chunk in chunks
-        ):
+        boxes = [_box(name, chunk, len(meta.shape)) for chunk in chunks]
+        for box in dict.fromkeys(boxes):
             if not whole.contains(box):
                 raise CorruptCheckpoint(
-                    f"the chunk {box} of {name!r} lies outside of its shape {meta.shape}"
+                    f"the chunk {box} of {name!r} is outside of its shape {meta.shape}"
                 )
-            place = self._found(name, box.offset)
-            if not place.through and place.length < box.volume * ITEMSIZE.get(
-                meta.dtype, 0
-            ):
+            place = self._place_of(name, box.offset)
+            if not place.through and place.length < box.volume * itemsize:
                 raise CorruptCheckpoint(
                     f"{place.length} bytes cannot hold {name!r} {box} of {meta.dtype}"
                 )
             if (place.file, place.start) in taken:
                 raise CorruptCheckpoint(
-                    f"two chunks of {name!r} are to begin at byte {place.start} of {place.file!r}"
+                    f"two chunks of {name!r} begin at byte {place.start} of {place.file!r}"
                 )
-            taken |= {(place.file, place.start)} if box.volume else set()
-            yield Listed(name, box, place)
+            if box.volume:
+                taken.add((place.file, place.start))
+            yield ListedItem(name, box, place)
 
-    def _found(self, name: str, offset: tuple[int, ...] | None) -> Location:
+    def _place_of(self, name: str, offset: tuple[int, ...] | None) -> RecordPlace:
         try:
             return self._places[name, offset]
         except KeyError:
             raise CorruptCheckpoint(
-                f"it does not tell where {name!r:.300} (at {offset}) is stored"
+                f"it lacks the place of {name!r:.300} (at {offset})"
             ) from None
 
 
@@ -108,7 +109,7 @@ def read_listing(root: Storage, name: str) -> Listing:
         return Listing(read_metadata(root.get(name, limits.DCP_METADATA_BYTES)))
     except FileNotFoundError as error:
         raise NotACheckpoint(
-            f"{root.location} has no {name}: it is no complete torch_dist checkpoint"
+            f"{root.location} has no {name}: it is not a complete torch_dist checkpoint"
         ) from error
     except UntrustedClass as error:
         raise UntrustedClass(f"{root.location}/{name}: {error}") from None
@@ -116,16 +117,16 @@ def read_listing(root: Storage, name: str) -> Listing:
         raise type(error)(f"{root.location}/{name}: {error}") from error
 
 
-def check_files(root: Storage, found: Sequence[Listed]) -> None:
-    """Every record lies inside its file, and every file inside the directory."""
-    files = list(dict.fromkeys(item.place.file for item in found))
+def check_files(root: Storage, items: Sequence[ListedItem]) -> None:
+    """Raise CorruptCheckpoint unless every record is inside its file, and every file inside the directory."""
+    files = list(dict.fromkeys(item.place.file for item in items))
     sizes = dict(zip(files, root.sizes(files), strict=True))
     problems = [
-        f"the file {file!r} is missing, or is no file of its own (a link, a folder)"
+        f"the file {file!r} is missing, or is not a regular file (a link, a folder)"
         for file in files
         if sizes[file] is None
     ]
-    for name, box, (file, start, length, _) in found:
+    for name, box, (file, start, length, _) in items:
         size = sizes[file]
         if size is not None and start + length > size:
             problems.append(
@@ -135,17 +136,17 @@ def check_files(root: Storage, found: Sequence[Listed]) -> None:
         raise CorruptCheckpoint(f"{root.location}: {join_truncated(problems)}")
 
 
-def _places(stored: Any) -> Iterator[tuple[tuple[str, Any], Location]]:
-    """(name, offset or None) -> where."""
+def _places(stored: Any) -> Iterator[tuple[tuple[str, Any], RecordPlace]]:
+    """(name, offset or None), and the place."""
     if type(stored) is not dict:
-        raise CorruptCheckpoint("it tells no places of items")
+        raise CorruptCheckpoint("it has no table of places")
     for index, info in stored.items():
         if not _is(index, "MetadataIndex") or not _is(info, "_StorageInfo"):
             raise CorruptCheckpoint("its table of places holds something else")
         name, offset = index.field("fqn"), index.field("offset")
         if type(name) is not str or not (offset is None or type(offset) is Size):
             raise CorruptCheckpoint(
-                "its table of places tells of an item without a name or offset"
+                "its table of places has an item without a name or offset"
             )
         yield (name, offset), _place(name, info)
 
@@ -159,64 +160,49 @@ def _meta(name: str, item: Any) -> TensorMeta:
         return TensorMeta((), OBJECT)
     if not _is(item, "TensorStorageMetadata"):
         raise CorruptCheckpoint(f"{name!r} is neither a tensor nor an object")
-    size, dtype = item.field("size"), _dtype(name, item.field("properties"))
+    size, properties = item.field("size"), item.field("properties")
+    # The properties are a tuple in torch's own pickles, a dict in others.
+    dtype = None
+    if _is(properties, "TensorProperties"):
+        state = properties.state
+        if type(state) is tuple and state:
+            dtype = state[0]
+        else:
+            dtype = properties.field("dtype")
+    if type(dtype) is not str or dtype == OBJECT:
+        raise CorruptCheckpoint(f"{name!r} has no dtype")
     if type(size) is not Size:
         raise CorruptCheckpoint(f"{name!r} has no size")
-    if math.prod(max(n, 1) for n in size) * ITEMSIZE.get(dtype, 1) >= 1 << 63:
+    if math.prod(max(n, 1) for n in size) * ITEMSIZE.get(dtype, 1) >= _TOO_LARGE:
         raise CorruptCheckpoint(f"{name!r} of shape {tuple(size)} cannot exist")
     return TensorMeta(tuple(size), dtype)
 
 
-def _dtype(name: str, properties: Any) -> str:
-    state = properties.state if _is(properties, "TensorProperties") else None
-    dtype = (
-        state[0]
-        if type(state) is tuple and state
-        else properties.field("dtype")
-        if state
-        else None
-    )
-    if type(dtype) is not str or dtype == OBJECT:
-        raise CorruptCheckpoint(f"{name!r} has no dtype")
-    return dtype
-
-
 def _box(name: str, chunk: Any, ndim: int) -> Box:
-    offset, shape = (
-        (chunk.field("offsets"), chunk.field("sizes"))
-        if isinstance(chunk, Record)
-        else (None, None)
+    if isinstance(chunk, Record):
+        offset, shape = chunk.field("offsets"), chunk.field("sizes")
+        sizes = type(offset) is Size and type(shape) is Size
+        if sizes and len(offset) == len(shape) == ndim:
+            return Box(tuple(offset), tuple(shape))
+    raise CorruptCheckpoint(
+        f"a chunk of {name!r} is not a region of a tensor of {ndim} dimensions"
     )
-    if (
-        type(offset) is not Size
-        or type(shape) is not Size
-        or not len(offset) == len(shape) == ndim
-    ):
-        raise CorruptCheckpoint(
-            f"a chunk of {name!r} is no region of a tensor of {ndim} dimensions"
-        )
-    return Box(tuple(offset), tuple(shape))
 
 
-def _place(name: str, info: Record) -> Location:
-    file, start, length = (
-        info.field("relative_path"),
-        info.field("offset"),
-        info.field("length"),
-    )
+def _place(name: str, info: Record) -> RecordPlace:
+    file, start = info.field("relative_path"), info.field("offset")
+    length = info.field("length")
     if type(file) is not str or type(start) is not int or type(length) is not int:
-        raise CorruptCheckpoint(f"the place of {name!r} is none")
+        raise CorruptCheckpoint(f"the place of {name!r} is not a file and two numbers")
     if any(part in ("", ".", "..") for part in file.split("/")) or "\0" in file:
         raise CorruptCheckpoint(
-            f"the place of {name!r}, {file!r}, is no file inside the checkpoint"
+            f"the place of {name!r}, {file!r}, is not a file inside the checkpoint"
         )
-    if min(start, length) < 0 or start + length >= 1 << 63:
+    if min(start, length) < 0 or start + length >= _TOO_LARGE:
         raise CorruptCheckpoint(
-            f"the place of {name!r} is {length} bytes from {start} on"
+            f"the place of {name!r} is {length} bytes from byte {start} on"
         )
     through = info.field("transform_descriptors") or []
     if type(through) is not list or not all(type(one) is str for one in through):
-        raise CorruptCheckpoint(
-            f"{name!r} is stored through something that is no extension"
-        )
-    return Location(file, start, length, tuple(through))
+        raise CorruptCheckpoint(f"{name!r} has descriptors that are not strings")
+    return RecordPlace(file, start, length, tuple(through))

@@ -1,7 +1,7 @@
 """Writing ``.metadata``: the pickle of torch's ``Metadata``, emitted straight from a manifest's columns.
 
 No object of torch is made: the pickle is put together from templates in which only numbers differ, filled for
-many shards at once. Strings stand once, at the front, in the unpickler's memo, and are fetched by number.
+many shards at once. Strings are written once, at the front, into the unpickler's memo, and fetched by number.
 Only classes of torch are named. Source of the structure: torch.distributed.checkpoint.metadata and
 filesystem._StorageInfo, format version 1.0.0, as DCP of torch 2.13 writes it.
 """
@@ -249,7 +249,7 @@ class _Emission:
             name = unique_key(entry.key, box.offset, entry.meta.shape)
             if names.setdefault(name, row) != row:
                 raise BackendError(
-                    f"two shards of the object {entry.key!r} stand at {box}: torch DCP knows one"
+                    f"two shards of the object {entry.key!r} are at {box}: torch DCP has one"
                 )
         return names
 

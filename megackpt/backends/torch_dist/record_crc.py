@@ -40,7 +40,7 @@ def _share(root: Storage, manifest: Manifest, rows: Int64) -> tuple[list[str], b
     for number, group in groupby(rows.tolist(), lambda row: int(chunks.file[row])):
         name = manifest.files[number]
         if root.size(name) is None:
-            continue  # told already, once for the file
+            continue  # reported once for the file
         with root.open(name) as reader:
             for row in group:
                 start, length = int(chunks.start[row]), int(chunks.length[row])

@@ -58,7 +58,7 @@ def frame_lengths(dtype: str, shapes: Int64) -> tuple[Int64, Int64]:
     lengths = np.zeros((2, len(shapes)), np.int64)
     for kind in np.unique(kinds):
         rows = np.flatnonzero(kinds == kind)
-        # One record of each kind tells the lengths of all.
+        # All records of one kind have the same lengths.
         lengths[:, rows] = np.array(
             [list(map(len, frame(dtype, tuple(shapes[rows[0]].tolist()))))]
         ).T

@@ -84,10 +84,10 @@ class TorchFile(Backend):
                 updater.write_at(start, [memoryview(blob)])
                 number, end = number + 1, start + len(blob)
                 place = Location(NAME, start, len(blob))
-                found[row] = shared_files.Written(
+                found[row] = shared_files.WrittenRow(
                     place, digest_blocks(memoryview(blob))
                 )
-        return shared_files.result(plan, found)
+        return shared_files.write_result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """Read every payload once, for digests and for the checksums of the archive."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from typing import ClassVar
@@ -20,14 +21,21 @@ from megackpt.backends.base import (
     config_file,
     read_config,
 )
-from megackpt.backends.zarr.assembling import assembled, fragment_names
-from megackpt.backends.zarr.documents import Packing, refuse_unfit
-from megackpt.backends.zarr.finding import discover, holds
-from megackpt.backends.zarr.layout import grid_of, inner_of
-from megackpt.backends.zarr.listing import contents
-from megackpt.backends.zarr.names import ARRAY, MEGATRON, VERSION, ZARRAY, entry_name
-from megackpt.backends.zarr.reading import damage, raw_rows, read_rows
-from megackpt.backends.zarr.writing import write_rows
+from megackpt.backends.zarr.array_metadata import metadata_files, refuse_unfit
+from megackpt.backends.zarr.cell_writer import write_rows
+from megackpt.backends.zarr.chunk_reader import damage, raw_rows, read_rows
+from megackpt.backends.zarr.codecs import Packing
+from megackpt.backends.zarr.discovery import discover, holds
+from megackpt.backends.zarr.fragments import assemble, fragment_names
+from megackpt.backends.zarr.grid import (
+    ARRAY,
+    MEGATRON,
+    VERSION,
+    ZARRAY,
+    entry_name,
+    grid_of,
+    inner_of,
+)
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import Bool, LoadPlan, Manifest, SavePlan, WriteResult
@@ -38,24 +46,25 @@ class Zarr(Backend):
     """A directory that is a zarr group: any zarr reader opens it. Byte by byte: docs/zarr.md.
 
     ====================================  ==========================================================
-    ``zarr.json``                         the group, with consolidated metadata where all can read it
+    ``zarr.json``                         the group, with consolidated metadata if all can read it
     ``<key>/zarr.json``                   an array; attribute ``key``: the tensor's key, unencoded
-    ``<key>/c.0.1``                       one cell of the grid, which is a shard where it is large
+    ``<key>/c.0.1``                       one cell of the grid; a shard if it is large
     ``<key>.objects/shard_0.1_1.2.pt``    the blob of an object's shard at (0, 1) of global shape (1, 2)
     ``common.pt``                         the blob of the common state
-    ``metadata.json``                     last: which format this is
-    ``__fragments_3``                     while a save goes on: rank 3's pieces of cells that ranks share
+    ``metadata.json``                     last: the name of the format
+    ``__fragments_3``                     during a save: rank 3's parts of cells that ranks share
     ====================================  ==========================================================
 
-    Keys are percent-encoded, objects and common state kept as object_files.py has it. The chunks of the manifest are
-    zarr's own (inner) chunks. Those at the end of a tensor are padded to full size, as zarr demands. Their locations
-    tell the length of the tensor's own bytes; these begin at the location unless padding stands between them
-    (``Cells.prefix``), and then only this backend can read them: digests of such chunks are checked through ``read``.
+    Keys are percent-encoded, and objects stored, as object_files.py describes. The chunks of the
+    manifest are zarr's chunks. Those at the end of a tensor are padded to full size, as zarr demands.
+    The length of their location is that of the tensor's own bytes. These begin at the location,
+    unless there is padding between them (``Cells.prefix``): then only this backend can read them.
 
-    Version 1 is the format that Megatron-Core called so up to 0.15 (finding.py): read, not written.
+    Version 1 is the format of this name in Megatron-Core up to 0.15 (discovery.py): read, not written.
 
-    ``compression`` is None, "zstd", "blosc", or one of these with a level ("zstd:5"). Digests are those of what was
-    compressed. ``checksum``: a crc32c ends each chunk, for readers that do not know our digests. A load needs neither.
+    ``compression`` is None, "zstd", "blosc", or one of these with a level ("zstd:5"). Digests are
+    those of the uncompressed bytes. ``checksum``: a crc32c ends each chunk, for readers that do not
+    know our digests. A load needs neither option.
     """
 
     properties: ClassVar[Properties] = Properties(
@@ -67,31 +76,25 @@ class Zarr(Backend):
     )
 
     def __init__(self, compression: str | None = None, checksum: bool = True) -> None:
-        """Raises BackendError for a compression that is unknown."""
+        """Raises BackendError for an unknown compression."""
         self.packing = Packing(compression, checksum)
         encoding = "raw" if compression is None else "native"
         properties = replace(type(self).properties, encoding=encoding)
         self.properties = properties  # type: ignore[misc] # see Backend.properties
 
-    def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 (the manifest knows the ranks)
-        """Raises BackendError where an array cannot hold a tensor, before anything is written."""
+    def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 - the manifest has the ranks
+        """Raises BackendError if an array cannot hold a tensor, before anything is written."""
         refuse_unfit(manifest.tensors, manifest.grids)
-        return Layout(
-            [
-                *map(entry_name, manifest.tensors),
-                *fragment_names(manifest),
-                ARRAY,
-                CONFIG,
-            ]
-        )
+        entries = map(entry_name, manifest.tensors)
+        return Layout([*entries, *fragment_names(manifest), ARRAY, CONFIG])
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         return write_rows(root, plan, data, self.packing)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
-        """The table of contents, once the cells that ranks share are assembled."""
-        manifest = assembled(root, manifest, self.packing)
-        files = contents(manifest, self.packing) | config_file(self.properties)
+        """The table of contents, after the cells that ranks share are assembled."""
+        manifest = assemble(root, manifest, self.packing)
+        files = metadata_files(manifest, self.packing) | config_file(self.properties)
         return Finished(manifest, files)
 
     def raw_chunks(self, manifest: Manifest) -> Bool:
@@ -100,58 +103,45 @@ class Zarr(Backend):
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         chunks = manifest.chunks
         sizes = np.zeros(len(manifest.tensors), np.int64)
-        for number, ((_, meta), grid) in enumerate(
-            zip(manifest.tensors, manifest.grids, strict=True)
-        ):
-            cell = grid_of(meta.shape, grid)
-            if not meta.is_object:
-                inner = (
-                    cell
-                    if manifest.backend[1] == MEGATRON
-                    else inner_of(cell, meta.itemsize)
-                )
-                sizes[number] = min(
-                    float(np.prod(inner, dtype=np.float64)) * meta.itemsize, 1 << 62
-                )
-        return np.where(
-            self.raw_chunks(manifest),
-            0,
-            np.maximum(sizes[chunks.tensor], chunks.length),
-        )
+        rows = zip(manifest.tensors, manifest.grids, strict=True)
+        for number, (entry, grid) in enumerate(rows):
+            meta = entry.meta
+            if meta.is_object:
+                continue
+            inner = grid_of(meta.shape, grid)
+            if manifest.backend[1] != MEGATRON:
+                inner = inner_of(inner, meta.itemsize)
+            # A damaged description may claim more than fits into 63 bits.
+            sizes[number] = min(math.prod(inner) * meta.itemsize, 1 << 62)
+        decoded = np.maximum(sizes[chunks.tensor], chunks.length)
+        return np.where(self.raw_chunks(manifest), 0, decoded)
 
     def recognises(self, root: Storage) -> bool:
-        """Does metadata.json say so? Directories of Megatron's without one are known by an array in them."""
+        """By metadata.json. A directory of Megatron's without one, by an array in it."""
         if super().recognises(root):
             return True
-        return self._unnamed(root) and any(
-            holds(root, name, ZARRAY) for name in root.list()
-        )
-
-    def _unnamed(self, root: Storage) -> bool:
-        """Is there no metadata.json that names a format?"""
         try:
-            return read_config(root) is None
+            if read_config(root) is not None:
+                return False
         except CorruptCheckpoint:
             return False
+        return any(holds(root, name, ZARRAY) for name in root.list())
 
     def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
-        keys = object_files.key_files(manifest)
+        files = []
         if manifest.backend[1] == MEGATRON:
-            arrays = [
-                entry.key for entry in manifest.tensors if not entry.meta.is_object
-            ]
-            return [f"{key}/{name}" for key in arrays for name in (ZARRAY, ".zattrs")]
-        return [
-            ARRAY,
-            *(f"{entry_name(entry)}/{ARRAY}" for entry in manifest.tensors),
-            *keys,
-        ]
+            for key, meta in manifest.tensors:
+                if not meta.is_object:
+                    files += [f"{key}/{ZARRAY}", f"{key}/.zattrs"]
+            return files
+        for entry in manifest.tensors:
+            files.append(f"{entry_name(entry)}/{ARRAY}")
+        return [ARRAY, *files, *object_files.key_files(manifest)]
 
     def read_manifest(self, root: Storage) -> Manifest:
         config = read_config(root)
-        return discover(
-            root, MEGATRON if config is None else config.sharded_backend_version
-        )
+        version = MEGATRON if config is None else config.sharded_backend_version
+        return discover(root, version)
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         read_rows(root, plan, into, verify)

@@ -186,11 +186,12 @@ def check_pieces(plan: SavePlan, result: WriteResult) -> None:
         box = shard.box
         own = np.flatnonzero(result.item == row).tolist()
         pieces = [boxes.row(i, len(box.shape)) for i in own]
-        listed = ", ".join(map(str, pieces))
-        where = f"row {row}, {shard}, was written as the pieces {listed}"
+        # There may be many pieces: the message is made once.
+        where = f"row {row}, {shard}, was written as the pieces {', '.join(map(str, pieces))}"
+        within = all(box.contains(piece) for piece in pieces)
+        check(within, f"{where}: not within it")
         counts = np.zeros(box.shape, np.int64)
         for piece in pieces:
-            check(box.contains(piece), f"{where}: not within it")
             counts[piece.relative_to(box).slices()] += 1
         exact = bool(pieces) and bool((counts == 1).all())
         check(exact, f"{where}: holes or overlaps")

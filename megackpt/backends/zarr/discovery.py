@@ -1,0 +1,283 @@
+"""The manifest of a directory without our index: arrays by their descriptions, chunks by files and shard indexes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+
+import numpy as np
+
+from megackpt import limits
+from megackpt.backends.object_files import (
+    COMMON_FILE,
+    OBJECTS,
+    decode_key,
+    objects_in,
+    parse_shard,
+)
+from megackpt.backends.zarr.array_metadata import read_layout
+from megackpt.backends.zarr.codecs import MISSING, shard_index
+from megackpt.backends.zarr.grid import (
+    ARRAY,
+    MEGATRON,
+    ZARRAY,
+    ArrayLayout,
+    Grid,
+    chunk_numbers,
+)
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Box, Boxes, cut
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    ITEMSIZE,
+    OBJECT,
+    Location,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+    listed,
+)
+from megackpt.storage import LocalStorage, Storage
+
+_NAMED = 5  # missing chunks that an error names for each tensor
+_DEEPEST = 32  # nested folders, for keys with "/" in version 1
+_MOST_ENTRIES = 10_000  # that are looked at behind a link
+_LOCKS = ".sync"
+"""Megatron-Core up to 0.15 writes flattened tensors under zarr's ProcessSynchronizer. It leaves empty files with the
+names of what they lock (".zarray", "0.0"), in a folder with the name of the array and this ending.
+"""
+
+
+def holds(root: Storage, folder: str, name: str) -> bool:
+    """Is there a file of this name in a folder of this name?"""
+    try:
+        return root.size(folder) is None and root.size(f"{folder}/{name}") is not None
+    except CorruptCheckpoint:  # the folder is a link
+        return False
+
+
+def discover(root: Storage, version: int) -> Manifest:
+    """The manifest, from the files alone. Raises CorruptCheckpoint naming all chunks that are missing or cut off."""
+    found = _Found(root)
+    if version == MEGATRON:
+        if COMMON_FILE in root.list():
+            found.entry(COMMON_KEY, TensorMeta((), OBJECT))
+            found.chunk(Box((), ()), COMMON_FILE, 0, found.size(COMMON_FILE))
+        _find_nested(found, "", 0)
+        if not found.entries and not found.problems:
+            found.problems.append(
+                "it holds neither an array nor an object nor a common state"
+            )
+    else:
+        _find_in_root(found)
+    if found.problems:
+        raise CorruptCheckpoint(
+            f"{root.location} is damaged: {'; '.join(found.problems)}. "
+            "hint: every chunk of an array must be there (zarr would give its fill value for a lost one)"
+        )
+    manifest = listed(found.entries, found.chunks, ("zarr", version))
+    encoding = "raw" if found.raw else "native"
+    return replace(manifest, grids=tuple(found.grids), encoding=encoding)
+
+
+@dataclass(slots=True)
+class _Found:
+    """The contents of a directory as far as it was read, and everything that is wrong with it."""
+
+    root: Storage
+    entries: list[TensorEntry] = field(default_factory=list)
+    grids: list[Grid | None] = field(default_factory=list)
+    chunks: list[tuple[int, Box, Location]] = field(default_factory=list)
+    raw: bool = True
+    problems: list[str] = field(default_factory=list)
+
+    def entry(self, key: str, meta: TensorMeta, grid: Grid | None = None) -> None:
+        self.entries.append(TensorEntry(key, meta))
+        self.grids.append(grid)
+
+    def chunk(self, box: Box, file: str, start: int, length: int) -> None:
+        self.chunks.append((len(self.entries) - 1, box, Location(file, start, length)))
+
+    def size(self, file: str) -> int:
+        size = self.root.size(file)
+        if size is None:
+            self.problems.append(f"{file} is not a regular file (a link, a folder)")
+        return size or 0
+
+    def object(self, folder: str, files: list[str]) -> None:
+        """The shards of one object of version 1."""
+        shards = {file: parse_shard(file) for file in files}
+        shapes = {shard[1] for shard in shards.values() if shard is not None}
+        if None in shards.values() or len(shapes) != 1:
+            self.problems.append(
+                f"{folder} is not the folder of one object's shards: it holds {files}"
+            )
+            return
+        self.entry(folder, TensorMeta(shapes.pop(), OBJECT))
+        for file, shard in shards.items():
+            offset = shard[0] if shard else ()
+            path, box = f"{folder}/{file}", Box(offset, (1,) * len(offset))
+            self.chunk(box, path, 0, self.size(path))
+
+    def array(self, folder: str, key: str, layout: ArrayLayout) -> None:
+        """An array, whose chunks must all be there."""
+        self.entry(key, TensorMeta(layout.shape, layout.dtype), layout.cell)
+        self.raw &= layout.raw
+        if 0 in layout.shape:
+            origin = (0,) * len(layout.shape)
+            self.chunk(Box.whole(layout.shape), f"{folder}/{layout.file(origin)}", 0, 0)
+            return
+        # Files that are there bound the work: a description may claim any number of cells.
+        levels = layout.file([0] * len(layout.shape)).count("/")
+        there = set(_files_below(self.root, folder, levels))
+        expected = (f"{folder}/{layout.file(index)}" for index in layout.indices())
+        missing = list(islice((f for f in expected if f not in there), _NAMED))
+        if missing:
+            self.problems.append(
+                f"tensor {key!r} ({folder}) lacks the chunk {', '.join(missing)}"
+            )
+            return
+        for index in layout.indices():
+            box, file = layout.box(index), f"{folder}/{layout.file(index)}"
+            if layout.index is not None:
+                self._shard(layout, layout.index, box, file)
+                continue
+            size, stored = self.size(file), layout.stored_bytes
+            if stored not in (None, size):
+                self.problems.append(f"{file} has {size} bytes instead of {stored}")
+            self.chunk(box, file, 0, box.volume * ITEMSIZE[layout.dtype])
+
+    def _shard(
+        self, layout: ArrayLayout, index: tuple[str, bool], box: Box, file: str
+    ) -> None:
+        """The chunks in one shard, except for those beyond the end of the tensor."""
+        try:
+            count = layout.chunks_in_a_cell
+            starts, lengths = shard_index(self.root, file, count, index)
+        except CorruptCheckpoint as error:
+            self.problems.append(str(error))
+            return
+        inner = np.array([layout.inner], np.int64)
+        _, boxes = cut(Boxes.of([box]), inner, np.zeros_like(inner))
+        numbers = chunk_numbers(boxes, layout.cell, layout.inner).tolist()
+        for row, number in enumerate(numbers):
+            part = boxes.row(row, len(layout.shape))
+            start, length = int(starts[number]), int(lengths[number])
+            if start == MISSING or layout.stored_bytes not in (None, length):
+                self.problems.append(
+                    f"{file} has {length} bytes of chunk {number}, {part}"
+                )
+                return
+            self.chunk(part, file, start, part.volume * ITEMSIZE[layout.dtype])
+
+
+def _files_below(root: Storage, name: str, levels: int) -> Iterator[str]:
+    for entry in root.list(name):
+        if levels and entry not in (ARRAY, ZARRAY):
+            yield from _files_below(root, f"{name}/{entry}", levels - 1)
+        else:
+            yield f"{name}/{entry}"
+
+
+def _find_in_root(found: _Found) -> None:
+    """Version 2: the folders of arrays and of objects are in the root."""
+    root = found.root
+    for entry, shards in groupby(objects_in(root), lambda shard: shard.entry):
+        found.entry(*entry)
+        for _, box, place in shards:
+            found.chunk(box, place.file, 0, place.length)
+    names = [name for name in root.list() if not name.endswith(OBJECTS)]
+    arrays = [name for name in names if holds(root, name, ARRAY)]
+    if root.size(ARRAY) is None:
+        found.problems.append(f"it lacks the {ARRAY} of the group")
+    try:
+        group = json.loads(root.get(ARRAY, limits.ZARR_DESCRIPTION_BYTES))
+        count = group["attributes"]["megackpt"]["arrays"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        count = None  # another program's
+    if count not in (None, len(arrays)):
+        found.problems.append(
+            f"{ARRAY} lists {count} arrays, and {len(arrays)} are there"
+        )
+    for name in arrays:
+        layout = read_layout(root, name)
+        key = layout.key if layout and layout.key is not None else decode_key(name)
+        if layout is not None and key is not None:
+            found.array(name, key, layout)
+        else:
+            found.problems.append(
+                f"{name}/{ARRAY} lacks the tensor's key, which was shortened"
+            )
+
+
+def _find_nested(found: _Found, folder: str, depth: int) -> None:
+    """Version 1: keys are not encoded, so that "/" in them makes nested folders."""
+    root = found.root
+    if depth > _DEEPEST:
+        raise CorruptCheckpoint(
+            f"{root.location}/{folder}: folders in folders, {depth} deep"
+        )
+    try:
+        names = root.list(folder)
+    except CorruptCheckpoint as error:
+        if _link_may_hold_data(root, folder):
+            found.problems.append(str(error))
+        return
+    layout = None
+    if ZARRAY in names:
+        layout = read_layout(root, folder)
+        if layout is None:
+            found.problems.append(f"{folder}/{ZARRAY} is not a regular file")
+    shards = [
+        name for name in names if name.startswith("shard_") and name.endswith(".pt")
+    ]
+    if layout is not None:
+        found.array(folder, folder, layout)
+        if layout.separator == "/":
+            return  # the folders in this one have numbers of chunks as names
+    elif folder and shards:
+        found.object(folder, shards)
+    for name in names:
+        below = f"{folder}/{name}" if folder else name
+        is_chunk = layout is not None and name.replace(".", "").isdigit()
+        if is_chunk or name in shards or root.size(below) is not None:
+            continue
+        if not (name.endswith(_LOCKS) and _is_locks(root, below)):
+            _find_nested(found, below, depth + 1)
+
+
+def _link_may_hold_data(root: Storage, link: str) -> bool:
+    """Could this link lead to an array or an object?
+
+    Not if it leads to a file, to a folder above, or to a folder with nothing of the kind, as that of
+    a tokenizer.
+    """
+    if not isinstance(root, LocalStorage):
+        return True
+    path = os.path.realpath(f"{root.location}/{link}")
+    within = os.path.realpath(root.location)
+    if os.path.isfile(path) or os.path.commonpath([path, within]) == path:
+        return False
+    errors: list[OSError] = []
+    entries = 0
+    for _, folders, files in os.walk(path, onerror=errors.append):
+        entries += len(folders) + len(files)
+        if errors or entries > _MOST_ENTRIES:
+            break
+        if ZARRAY in files or any(map(parse_shard, files)):
+            return True
+    # What cannot be read, or is large, may hold anything.
+    return bool(errors) or entries > _MOST_ENTRIES
+
+
+def _is_locks(root: Storage, folder: str) -> bool:
+    """Are these the locks of an array, beside it? The files of an array of that name would not be empty."""
+    if not holds(root, folder.removesuffix(_LOCKS), ZARRAY):
+        return False
+    try:
+        return all(root.size(f"{folder}/{name}") == 0 for name in root.list(folder))
+    except CorruptCheckpoint:  # a link
+        return False

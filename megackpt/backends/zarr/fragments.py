@@ -1,0 +1,140 @@
+"""Cells that several ranks hold parts of: assembled on the coordinator, one at a time, and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from megackpt.backends.base import run_in_threads
+from megackpt.backends.zarr.cell_writer import (
+    Cell,
+    CellResult,
+    write_cell,
+    write_result,
+)
+from megackpt.backends.zarr.codecs import Octets, Packing
+from megackpt.backends.zarr.grid import Cells, fragments_file
+from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.manifest import Chunk, Chunks, Int32, Manifest, ShardId
+from megackpt.storage import Batch, Storage, digest_blocks
+
+_COORDINATOR = 0
+
+
+def fragment_names(manifest: Manifest) -> list[str]:
+    """The temporary files of parts that a save of this (unwritten) manifest makes."""
+    chunks = manifest.chunks
+    cells = Cells.of(manifest.tensors, manifest.grids, chunks.tensor, chunks.boxes)
+    ranks = np.unique(chunks.writer[~cells.whole]).tolist()
+    return [fragments_file(rank) for rank in ranks]
+
+
+def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
+    """Write the cells that ranks share, and remove the parts. Returns the manifest with whole cells.
+
+    Raises BackendError if parts do not fill their cell (holes that nothing checked for), and
+    CorruptCheckpoint if a part is not what its rank wrote.
+    """
+    chunks = manifest.chunks
+    ranks = np.unique(chunks.writer).tolist()
+    temporary = {fragments_file(rank) for rank in ranks} & set(manifest.files)
+    if not temporary:
+        return manifest
+    is_temporary = np.array([name in temporary for name in manifest.files], np.bool_)
+    is_part = is_temporary[chunks.file]
+    groups = _by_cell(manifest, np.flatnonzero(is_part))
+    found: dict[int, CellResult] = {}
+    bounds = chunks.block_bounds
+
+    def work(numbers: Iterator[int]) -> None:
+        with root.batch() as batch:
+            for number in numbers:
+                rows = groups[number].tolist()
+                parts = [manifest.chunk(row, bounds) for row in rows]
+                tensor = int(chunks.tensor[rows[0]])
+                found[number] = _write(root, batch, manifest, tensor, parts, packing)
+
+    run_in_threads(len(groups), work)
+    for name in sorted(temporary):
+        root.delete(name)
+    tensors = np.array([chunks.tensor[group[0]] for group in groups], np.int32)
+    cells = [found[number] for number in range(len(groups))]
+    return _with_cells(manifest, np.flatnonzero(~is_part), tensors, cells)
+
+
+def _by_cell(manifest: Manifest, rows: Int64) -> list[Int64]:
+    """These chunks in groups: those of one cell of one tensor."""
+    tensor, boxes = manifest.chunks.tensor[rows], manifest.chunks.boxes.take(rows)
+    cells = Cells.of(manifest.tensors, manifest.grids, tensor, boxes)
+    columns = [*cells.index.T[::-1], tensor]
+    order = np.lexsort(columns)
+    changes = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
+    return np.split(rows[order], np.flatnonzero(changes) + 1)
+
+
+def _write(
+    root: Storage,
+    batch: Batch,
+    manifest: Manifest,
+    tensor: int,
+    parts: list[Chunk],
+    packing: Packing,
+) -> CellResult:
+    entry, grid = manifest.tensors[tensor], manifest.grids[tensor] or ()
+    first = parts[0].box.offset
+    offset = tuple(o // g * g for o, g in zip(first, grid, strict=True))
+    extents = zip(grid, entry.meta.shape, offset, strict=True)
+    shape = tuple(min(extent, end - start) for extent, end, start in extents)
+    box = Box(offset, shape)
+    name = f"{ShardId(entry.key, box)}"
+    if sum(part.box.volume for part in parts) != box.volume:
+        raise BackendError(
+            f"{name} is a cell of zarr's grid, which is stored whole, and not all of it was declared, "
+            "or some of it twice"
+        )
+    values = np.empty((*shape, entry.meta.itemsize), np.uint8)
+    for part in parts:
+        region = values[part.box.relative_to(box).slices()]
+        region[...] = _read_part(root, part, name).reshape(region.shape)
+    blocks = iter([values.reshape(-1).data])
+    return write_cell(batch, Cell.of(entry, grid, box), blocks, packing)
+
+
+def _read_part(root: Storage, part: Chunk, name: str) -> Octets:
+    data: Octets = np.empty(part.location.length, np.uint8)
+    where = f"{root.location}/{part.location.file}"
+    try:
+        with root.open(part.location.file) as reader:
+            reader.read_into(part.location.start, [data.data])
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{name}: {where} has been removed") from None
+    if digest_blocks(data.data) != part.digests.tobytes():
+        raise CorruptCheckpoint(
+            f"{name}: what rank {part.writer} wrote of it ({part.box}) is not what is read again "
+            f"from {where}"
+        )
+    return data
+
+
+def _with_cells(
+    manifest: Manifest, kept: Int64, tensors: Int32, cells: list[CellResult]
+) -> Manifest:
+    """The manifest with these chunks of its own, and cells that the coordinator wrote."""
+    old = manifest.chunks.take(kept, manifest.chunks.block_bounds)
+    new = write_result(cells, old.boxes.width)
+    used, file = np.unique(old.file, return_inverse=True)
+    writer = np.full(len(new.item), _COORDINATOR, np.int32)
+    chunks = Chunks(
+        np.concatenate([old.tensor, tensors[new.item]]),
+        Boxes.concat([old.boxes, new.boxes.widened(old.boxes.width)]),
+        np.concatenate([old.writer, writer]),
+        np.concatenate([file, new.file + len(used)]).astype(np.int32),
+        np.concatenate([old.start, new.start]),
+        np.concatenate([old.length, new.length]),
+        np.concatenate([old.digests, new.digests]),
+    )
+    files = (*(manifest.files[number] for number in used.tolist()), *new.files)
+    return replace(manifest, chunks=chunks, files=files)

@@ -1,0 +1,214 @@
+"""The layout of an array: its grid, the cells of the grid, the chunks in a cell, and their files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megackpt.backends.object_files import encode_key, folder
+from megackpt.planning.box import Box, Boxes, Int64, largest_divisor
+from megackpt.planning.manifest import ITEMSIZE, Bool, Int32, TensorEntry
+
+Grid = tuple[int, ...]
+
+VERSION = 2
+"""The version of this format that we write."""
+MEGATRON = 1
+"""The version that Megatron-Core wrote up to 0.15: read, not written."""
+
+ARRAY = "zarr.json"
+ZARRAY = ".zarray"
+"""The description of an array in version 2 of zarr, which Megatron's old format uses."""
+
+SEPARATOR = "."
+"""Between the numbers of a cell in the name of its file. Folders would cost as much as files."""
+
+LARGEST_CHUNK, SMALLEST_CHUNK = 4 << 20, 1 << 19
+"""Bytes of a chunk in a shard: a larger cell is cut into chunks of this size, if it can be cut evenly."""
+
+
+def entry_name(entry: TensorEntry) -> str:
+    """The name in the root of everything that belongs to this entry."""
+    return folder(entry) if entry.meta.is_object else encode_key(entry.key)
+
+
+def cell_file(name: str, index: Sequence[int]) -> str:
+    """The file of one cell of an array: zarr's default chunk keys."""
+    return f"{name}/{SEPARATOR.join(['c', *map(str, index)])}"
+
+
+def fragments_file(rank: int) -> str:
+    """The file of a rank's parts of shared cells. The name of an array does not begin like it."""
+    return f"__fragments_{rank}"
+
+
+def grid_of(shape: Grid, grid: Grid | None) -> Grid:
+    """The cell shape of the array: that of the plan, without empty extents, which zarr does not have."""
+    return tuple(max(1, extent) for extent in (shape if grid is None else grid))
+
+
+def inner_of(cell: Grid, itemsize: int) -> Grid:
+    """The chunks of a cell that we write: slices along the outermost axis whose slices are small enough.
+
+    A chunk is a run of the cell's bytes in C order. It is the cell itself if that is small, or if the
+    axis has no useful divisor.
+    """
+    if math.prod(cell) * itemsize <= LARGEST_CHUNK:
+        return cell
+    axis = 0
+    while math.prod(cell[axis + 1 :]) * itemsize > LARGEST_CHUNK:
+        axis += 1
+    slice_bytes = math.prod(cell[axis + 1 :]) * itemsize
+    step = largest_divisor(cell[axis], LARGEST_CHUNK // slice_bytes)
+    if step * slice_bytes < SMALLEST_CHUNK:
+        return cell
+    return (*(1,) * axis, step, *cell[axis + 1 :])
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """An array as its description has it.
+
+    ``cell``: the shape of a grid cell, which is one file. ``inner``: the shape of the chunks that a
+    shard consists of, or ``cell``. ``order``: the stored axes, outermost first. ``codecs``: names of
+    the codecs that the bytes of a chunk went through. ``index``: where the index of a shard is
+    ("start", "end"), and whether a crc32c follows it. ``prefix`` and ``separator`` make the names of
+    files.
+    """
+
+    shape: Grid
+    dtype: str
+    cell: Grid
+    inner: Grid
+    order: Grid
+    big_endian: bool
+    codecs: tuple[str, ...]
+    prefix: str
+    separator: str
+    index: tuple[str, bool] | None = None
+    key: str | None = None
+
+    @property
+    def raw(self) -> bool:
+        """A chunk is its elements in C order, little-endian, and perhaps their crc32c."""
+        in_order = self.order == tuple(range(len(self.shape)))
+        return in_order and not self.big_endian and self.codecs in ((), ("crc32c",))
+
+    @property
+    def checksum(self) -> bool:
+        """Each chunk ends with its crc32c."""
+        return self.codecs[-1:] == ("crc32c",)
+
+    @property
+    def counts(self) -> Grid:
+        """Cells along each axis."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.cell, strict=True))
+
+    @property
+    def chunks_in_a_cell(self) -> int:
+        return math.prod(self.cell) // math.prod(self.inner)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the elements of one chunk, padding included."""
+        return math.prod(self.inner) * ITEMSIZE[self.dtype]
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of a chunk that can belong to the tensor. The rest is padding."""
+        return math.prod(map(min, self.inner, self.shape)) * ITEMSIZE[self.dtype]
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of each stored chunk; None if chunks differ."""
+        return self.chunk_bytes + 4 * self.checksum if self.raw else None
+
+    def indices(self) -> Iterator[Grid]:
+        """The numbers of all cells, lazily: a damaged description may have any number of cells."""
+        counts = self.counts
+        for number in range(math.prod(counts)):
+            index = []
+            for count in reversed(counts):
+                number, i = divmod(number, count)
+                index.append(i)
+            yield tuple(reversed(index))
+
+    def box(self, index: Grid) -> Box:
+        """The region of the tensor that a cell holds."""
+        offset = tuple(i * extent for i, extent in zip(index, self.cell, strict=True))
+        ends = zip(self.cell, self.shape, offset, strict=True)
+        shape = tuple(min(extent, end - start) for extent, end, start in ends)
+        return Box(offset, shape)
+
+    def file(self, index: Sequence[int]) -> str:
+        """The file of a cell, relative to the folder of the array."""
+        numbers = [str(i) for i in index]
+        if self.prefix:
+            return self.separator.join([self.prefix, *numbers])
+        return self.separator.join(numbers) or "0"
+
+
+def chunk_numbers(boxes: Boxes, cell: Grid, inner: Grid) -> Int64:
+    """The positions of these chunks in the index of their shard."""
+    numbers = np.zeros(len(boxes), np.int64)
+    for axis, (extent, step) in enumerate(zip(cell, inner, strict=True)):
+        numbers = numbers * (extent // step) + boxes.offset[:, axis] % extent // step
+    return numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """Boxes in the grids of their tensors, as columns of shape (n, width). An object's box is its own cell."""
+
+    grid: Int64
+    shape: Int64
+    index: Int64
+    is_object: Bool
+    whole: Bool
+    """The box is a whole cell (up to the end of the tensor), or is empty."""
+    within: Bool
+    """The box is in a single cell, or is empty."""
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[TensorEntry],
+        grids: Sequence[Grid | None],
+        tensor: Int32,
+        boxes: Boxes,
+    ) -> Cells:
+        # A plan may use a few tensors of a large table.
+        used, number = np.unique(tensor, return_inverse=True)
+        shapes = np.ones((len(used), boxes.width), np.int64)
+        cells = np.ones((len(used), boxes.width), np.int64)
+        objects = np.zeros(len(used), np.bool_)
+        for i, t in enumerate(used.tolist()):
+            meta = tensors[t].meta
+            shapes[i, : len(meta.shape)] = meta.shape
+            cells[i, : len(meta.shape)] = grid_of(meta.shape, grids[t])
+            objects[i] = meta.is_object
+        is_object = objects[number]
+        grid = np.where(is_object[:, None], boxes.shape, cells[number])
+        index = boxes.offset // np.maximum(grid, 1)
+        end = np.minimum(index * grid + grid, shapes[number])
+        whole = ((index * grid == boxes.offset) & (boxes.stop == end)).all(axis=1)
+        within = (boxes.stop <= index * grid + grid).all(axis=1)
+        # Parts of a tensor without elements need not be assembled.
+        alone = is_object | (boxes.shape == 0).any(axis=1)
+        return cls(grid, boxes.shape, index, is_object, whole | alone, within | alone)
+
+    @property
+    def prefix(self) -> Bool:
+        """True if the bytes of a cell, or of a chunk in it, are in the file without gaps.
+
+        Chunks at the end of a tensor are padded to full size. Padding along an axis separates the
+        bytes if the box has an extent along an earlier axis. Chunks in a shard have no extent along
+        the axes before the one that they are cut along, and all of the cell's after it.
+        """
+        extended = self.shape > 1
+        earlier = np.cumsum(extended, axis=1) - extended > 0
+        gaps: Bool = ((self.grid != self.shape) & earlier).any(axis=1)
+        return ~gaps
