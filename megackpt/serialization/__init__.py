@@ -105,19 +105,18 @@ class _Storages:
         self._loaded: dict[str, torch.TypedStorage] = {}
 
     def get(self, persistent_id: tuple[Any, ...]) -> torch.TypedStorage:
-        """The storage of ("storage", dtype, name, device, number of elements)."""
         import torch
 
-        tag, dtype, name, _, count = persistent_id
-        known = isinstance(dtype, torch.dtype) and type(name) is str
-        if tag != "storage" or not known or type(count) is not int:
-            raise CorruptCheckpoint("a pickle refers to a storage in an unknown way")
+        from megackpt.serialization.allowlist import make_storage, parse_storage_id
+
+        dtype, name, count = parse_storage_id(persistent_id)
         if name in self._loaded:
             return self._loaded[name]
         if f"data/{name}" not in self._archive.members:
             raise CorruptCheckpoint(f"the storage {name!r} of a tensor is missing")
         content = self._archive.content(f"data/{name}")
-        if count < 0 or count * dtype.itemsize != len(content):
+        known = isinstance(dtype, torch.dtype)
+        if not known or count * dtype.itemsize != len(content):
             raise CorruptCheckpoint(
                 f"the storage {name!r} holds {len(content)} bytes, not {count} of {dtype}"
             )
@@ -125,8 +124,5 @@ class _Storages:
             octets = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         else:
             octets = torch.empty(0, dtype=torch.uint8, device="cpu")
-        storage = torch.TypedStorage(  # type: ignore[no-untyped-call]
-            wrap_storage=octets.untyped_storage(), dtype=dtype, _internal=True
-        )
-        self._loaded[name] = storage
+        storage = self._loaded[name] = make_storage(octets, dtype)
         return storage

@@ -26,6 +26,7 @@ import torch
 
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.serialization import numpy_rules
+from megackpt.serialization.archive import STORAGES
 from megackpt.serialization.standins import StandIn, StandInClass
 from megackpt.serialization.trust import (
     current_name,
@@ -37,20 +38,6 @@ from megackpt.serialization.unpickler import Find, Rule, items_of, keys_of
 
 _LARGEST = 1 << 62
 """A bound on sizes, strides and numbers of elements with which torch does not overflow."""
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
 _ZONE = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,4}")
 
 
@@ -146,6 +133,20 @@ def _set_attributes(instance: Any, state: Any) -> None:
     vars(instance).update(state)
 
 
+def _checked(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
+    """A constructor that takes arguments of these types only."""
+
+    def call(*args: Any) -> Any:
+        for arg in args:
+            if not isinstance(arg, kinds):
+                raise CorruptCheckpoint(
+                    f"a {make.__name__} is made of a {type(arg).__name__}"
+                )
+        return make(*args)
+
+    return call
+
+
 def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise CorruptCheckpoint(f"bytes are pickled in the encoding {encoding!r}")
@@ -191,21 +192,6 @@ def _deque(items: Any = (), size: int | None = None) -> collections.deque[Any]:
     return collections.deque(items, size)
 
 
-def _slice(*bounds: Any) -> slice:
-    for bound in bounds:  # containers would allow any depth of nesting
-        if not isinstance(bound, int | float | str | bytes | type(None)):
-            raise CorruptCheckpoint(
-                "a slice has bounds that are neither numbers nor text"
-            )
-    return slice(*bounds)
-
-
-def _decimal(text: str) -> decimal.Decimal:
-    if type(text) is not str:
-        raise CorruptCheckpoint("a Decimal is not made of text")
-    return decimal.Decimal(text)
-
-
 def _zone(key: str, cached: bool = True) -> zoneinfo.ZoneInfo:  # noqa: ARG001 - zoneinfo's order
     if type(key) is not str or not _ZONE.fullmatch(key):
         raise CorruptCheckpoint("a time zone has a name that no time zone has")
@@ -225,24 +211,12 @@ def _type_of(value: Any) -> type:
     raise UntrustedClass("the object calls builtins.type, and nothing of it was loaded")
 
 
-def _bytes_io(*args: Any) -> io.BytesIO:
-    if args and (len(args) != 1 or type(args[0]) is not bytes):
-        raise CorruptCheckpoint("a BytesIO is not made of bytes")
-    return io.BytesIO(*args)
-
-
 def _set_bytes_io(stream: io.BytesIO, state: Any) -> None:
     content, position, _ = state
     if type(content) is not bytes or type(position) is not int:
         raise CorruptCheckpoint("the state of a BytesIO is not bytes and position")
     stream.__init__(content)  # type: ignore[misc] # pickle itself fills it so
     stream.seek(position)
-
-
-def _path(kind: type[pathlib.PurePath], *parts: str) -> pathlib.PurePath:
-    if not all(type(part) is str for part in parts):
-        raise CorruptCheckpoint("a path has parts that are not text")
-    return kind(*parts)
 
 
 def _path_cost(*parts: Any) -> int:
@@ -299,6 +273,21 @@ def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any) -> Any:  # n
         raise CorruptCheckpoint("a Parameter is not made of a tensor")
     return torch.nn.Parameter(
         data, requires_grad=_checked_grad(data, bool(requires_grad))
+    )
+
+
+def parse_storage_id(persistent_id: tuple[Any, ...]) -> tuple[Any, str, int]:
+    """dtype, name and number of elements of ("storage", dtype, name, device, number)."""
+    tag, dtype, name, _, count = persistent_id
+    if tag != "storage" or type(name) is not str or type(count) is not int or count < 0:
+        raise CorruptCheckpoint("a pickle refers to a storage in an unknown way")
+    return dtype, name, count
+
+
+def make_storage(octets: torch.Tensor, dtype: torch.dtype) -> torch.TypedStorage:
+    """The storage of a uint8 tensor, as one of another dtype."""
+    return torch.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=octets.untyped_storage(), dtype=dtype, _internal=True
     )
 
 
@@ -376,9 +365,12 @@ def _python_rules() -> dict[str, Rule]:
         "builtins.bytearray": Rule(bytearray, _bytearray),
         "builtins.complex": Rule(complex, complex),
         "builtins.range": Rule(range, range),
-        "builtins.slice": Rule(slice, _slice),
+        # Containers as bounds would allow any depth of nesting.
+        "builtins.slice": Rule(
+            slice, _checked(slice, int, float, str, bytes, type(None))
+        ),
         "_codecs.encode": Rule(_encode, _encode),
-        "decimal.Decimal": Rule(decimal.Decimal, _decimal),
+        "decimal.Decimal": Rule(decimal.Decimal, _checked(decimal.Decimal, str)),
         "zoneinfo.ZoneInfo": Rule(zoneinfo.ZoneInfo),
         "zoneinfo.ZoneInfo._unpickle": Rule(_zone, _zone),
         "signal.Signals": Rule(signal.Signals, signal.Signals),
@@ -399,7 +391,9 @@ def _python_rules() -> dict[str, Rule]:
         "collections.deque": Rule(
             collections.deque, _deque, clear=collections.deque.clear
         ),
-        "io.BytesIO": Rule(io.BytesIO, _bytes_io, _set_bytes_io, by_reference=True),
+        "io.BytesIO": Rule(
+            io.BytesIO, _checked(io.BytesIO, bytes), _set_bytes_io, by_reference=True
+        ),
     }
     rules["_io.BytesIO"] = rules["io.BytesIO"]
     for space in (argparse.Namespace, types.SimpleNamespace):
@@ -418,7 +412,7 @@ def _python_rules() -> dict[str, Rule]:
             made = pathlib.PureWindowsPath
         elif name.startswith("Pure"):
             made = pathlib.PurePosixPath
-        rules[f"pathlib.{name}"] = Rule(path, partial(_path, made), cost=_path_cost)
+        rules[f"pathlib.{name}"] = Rule(path, _checked(made, str), cost=_path_cost)
     for member in (*signal.Signals, *signal.Handlers):
         # Python 3.11 pickles members of these enums by name.
         rules[f"signal.{member.name}"] = Rule(member)
@@ -426,7 +420,9 @@ def _python_rules() -> dict[str, Rule]:
 
 
 def _torch_rules() -> dict[str, Rule]:
-    rules = {f"torch.{name}": Rule(dtype) for name, dtype in _STORAGES.items()}
+    rules: dict[str, Rule] = {}
+    for dtype, storage in STORAGES.items():
+        rules[f"torch.{storage}Storage"] = Rule(getattr(torch, dtype))
     data = torch.dtype | torch.layout | torch.memory_format | torch.qscheme
     for name, value in vars(torch).items():
         if isinstance(value, data):

@@ -14,6 +14,21 @@ from megackpt.errors import CorruptCheckpoint
 
 LOCAL = struct.Struct("<4s5H3L2H")
 """A member's local header, as in APPNOTE.TXT of the zip format."""
+STORAGES = {
+    "float32": "Float",
+    "float64": "Double",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "uint8": "Byte",
+    "int8": "Char",
+    "int16": "Short",
+    "int32": "Int",
+    "int64": "Long",
+    "bool": "Bool",
+    "complex64": "ComplexFloat",
+    "complex128": "ComplexDouble",
+}
+"""dtype to the typed storage that torch.save names; all others have an untyped one."""
 _END_SIZE = 22  # bytes of the record that ends an archive without a comment
 _MEMBERS = 1 << 20  # more than any state has
 

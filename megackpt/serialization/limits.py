@@ -88,17 +88,8 @@ class Budget:
         waiting, count = [(key, 1)], 0
         while waiting:
             part, depth = waiting.pop()
-            inner: Iterable[Any] = ()
-            if isinstance(part, tuple | frozenset | list):
-                inner = part
-            elif isinstance(part, dict):
-                inner = [*dict.keys(part), *dict.values(part)]
-            elif type(part) is StandIn:
-                inner = (*part.args, part.state)
-            elif type(part) is int:
+            if type(part) is int:
                 count += _weight(part) // _ITEM
-            elif type(part) is range:
-                inner = (part.start, part.stop, part.step)
             if depth > limits.PICKLE_DEPTH:
                 raise CorruptCheckpoint(
                     f"the key of a dict is nested more than {limits.PICKLE_DEPTH} levels deep"
@@ -106,7 +97,7 @@ class Budget:
             count += 1
             if (count + len(waiting)) * _ITEM > self._left:
                 raise CorruptCheckpoint("the keys of a dict or set have too many parts")
-            waiting.extend((part, depth + 1) for part in inner)
+            waiting.extend((below, depth + 1) for below in _parts(part) or ())
         return count
 
 
@@ -182,6 +173,8 @@ def _parts(value: Any) -> Iterable[Any] | None:
         return vars(value).values()
     if isinstance(value, StandIn):
         return (*value.args, value.state)
+    if isinstance(value, range):  # its numbers may be long
+        return (value.start, value.stop, value.step)
     if isinstance(value, Name):
         raise UntrustedClass(refusal(value.module, value.name))
     return None

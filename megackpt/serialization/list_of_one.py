@@ -11,7 +11,8 @@ import struct
 import zipfile
 from collections.abc import Callable
 from itertools import islice
-from pickletools import genops, markobject
+from pickletools import dis, genops
+from typing import Any
 
 from megackpt.errors import CorruptCheckpoint
 from megackpt.serialization.archive import LOCAL, Archive
@@ -90,31 +91,25 @@ def _unwrap(pickle: bytes) -> bytes:
 
 def _check_single(pickle: bytes, removed: int | None = None) -> None:
     """Check that the pickle leaves one value, ends there, and does not fetch memo ``removed``."""
-    height, marks, stop = 0, list[int](), -1
-    for opcode, arg, at in genops(pickle):
-        before = opcode.stack_before
-        if opcode.name == "STOP":
-            stop = at or 0
-            break
+    for opcode, arg, _ in genops(pickle):
         if opcode.name in ("GET", "BINGET", "LONG_BINGET") and arg == removed:
             raise CorruptCheckpoint("a pickle refers to the list around its value")
-        if markobject in before:
-            height = marks.pop() - before.index(markobject)
-        elif opcode.name == "POP" and marks and marks[-1] == height - 1:
-            height = marks.pop()
-        else:
-            height -= len(before)
-        if height < (marks[-1] + 1 if marks else 0):
-            raise CorruptCheckpoint(
-                "a pickle takes what it has not made, or holds no list of one"
-            )
-        if opcode.name == "MARK":
-            marks.append(height)
-        height += len(opcode.stack_after)
-    if height != 1 or marks or stop != len(pickle) - 1:
+    file = io.BytesIO(pickle)
+    try:
+        dis(
+            file, out=io.TextIOWrapper(_Discard())
+        )  # which checks the stack and the memo
+    except ValueError as error:
         raise CorruptCheckpoint(
-            "a pickle leaves another number of values than one, or goes on after its end"
-        )
+            f"a pickle holds no list of one, or another number of values: {error}"
+        ) from error
+    if file.read(1):
+        raise CorruptCheckpoint("a pickle goes on after its end")
+
+
+class _Discard(io.BytesIO):
+    def write(self, data: Any) -> int:
+        return len(data)
 
 
 def _zipped(contents: dict[str, bytes]) -> bytes:

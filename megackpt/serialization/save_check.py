@@ -13,7 +13,12 @@ import torch
 
 from megackpt import limits
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.serialization.allowlist import is_megatron, known_rules
+from megackpt.serialization.allowlist import (
+    is_megatron,
+    known_rules,
+    make_storage,
+    parse_storage_id,
+)
 from megackpt.serialization.archive import Archive
 from megackpt.serialization.limits import check_shape
 from megackpt.serialization.trust import (
@@ -91,14 +96,13 @@ def check_loadable(blob: bytes) -> list[str]:
         return Rule(kind, kind, lambda *_: None, trusted=True)
 
     def storage(persistent_id: tuple[Any, ...]) -> torch.TypedStorage:
-        _, dtype, name, _, count = persistent_id
+        dtype, name, count = parse_storage_id(persistent_id)
         if not isinstance(dtype, torch.dtype):
             raise CorruptCheckpoint("a tensor is of a kind that no load reads")
         size = archive.members[f"data/{name}"].size
         if count * dtype.itemsize != size:
             raise CorruptCheckpoint(f"a tensor's storage has {size} bytes, not {count}")
-        octets = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
-        return torch.TypedStorage(wrap_storage=octets, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+        return make_storage(torch.empty(size, dtype=torch.uint8, device="meta"), dtype)
 
     unpickler = _CheckingUnpickler(archive.content("data.pkl"), find, storage)
     try:

@@ -34,6 +34,7 @@ from hypothesis import given, settings, strategies as st
 
 import megackpt
 from megackpt import CheckpointManager, ShardedObject, ShardedTensor, serialization
+from tests.serialization.pickles import archive, named, text
 
 
 class Plain(enum.Enum):
@@ -279,10 +280,10 @@ def test_the_bad_one_is_named_on_all_ranks(tmp_path: Path) -> None:
             megackpt.save({"o": mine}, tmp_path / "c", process_group=group)
         return str(caught.value)
 
-    for text in ThreadedGroup.run(2, save):
-        assert "the object 'o1/shard_0_1'" in text
-        assert "functools.partial" in text
-        assert "['f']" in text
+    for message in ThreadedGroup.run(2, save):
+        assert "the object 'o1/shard_0_1'" in message
+        assert "functools.partial" in message
+        assert "['f']" in message
 
 
 class TestTrust:
@@ -380,24 +381,6 @@ class Loud:
 
     def __getstate__(self) -> Any:
         return {"a": 1}
-
-
-def named(full: str) -> bytes:
-    module, _, name = full.rpartition(".")
-    return f"c{module}\n{name}\n".encode()
-
-
-def text(value: str) -> bytes:
-    return b"X" + len(value).to_bytes(4, "little") + value.encode()
-
-
-def archive(pickled: bytes, protocol: int = 2) -> bytes:
-    import zipfile
-
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr("a/data.pkl", b"\x80" + bytes([protocol]) + pickled + b".")
-    return buffer.getvalue()
 
 
 def pickled_call(function: Any, argument: str) -> bytes:

@@ -15,26 +15,13 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.errors import CheckpointingException
+from tests.serialization.pickles import named, number, text
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 MEMORY = 256 << 20
 SECONDS = 20  # of processor time: what is to be caught takes minutes, or does not end
 TIMES = 60_000
-
-
-def named(name: str) -> bytes:
-    module, _, name = name.rpartition(".")
-    return f"c{module}\n{name}\n".encode()
-
-
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
-
-
-def number(value: int) -> bytes:
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes([len(data)]) + data
 
 
 def again(function: str, argument: bytes) -> bytes:

@@ -85,20 +85,18 @@ def _find(rest: Find, module: str, name: str) -> Rule:
 
 
 def _storage(persistent_id: tuple[Any, ...]) -> _Storage:
-    """The storage of ("storage", dtype, name, device, number of elements)."""
     import torch
 
-    tag, dtype, name, _, count = persistent_id
-    if tag != "storage" or type(name) is not str or type(count) is not int or count < 0:
-        raise CorruptCheckpoint("a pickle refers to a storage in an unknown way")
+    from megackpt.serialization.allowlist import make_storage, parse_storage_id
+
+    dtype, name, count = parse_storage_id(persistent_id)
     if not isinstance(dtype, torch.dtype):
         return _Storage(name, 0, None)
     nbytes = count * dtype.itemsize
     if nbytes >= 1 << 63:
         raise CorruptCheckpoint(f"the storage {name!r} is larger than any can be")
-    octets = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
-    typed = torch.TypedStorage(wrap_storage=octets, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-    return _Storage(name, nbytes, typed)
+    octets = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    return _Storage(name, nbytes, make_storage(octets, dtype))
 
 
 def _tensor(storage: Any, *args: Any) -> StoredTensor | UnsupportedTensor:

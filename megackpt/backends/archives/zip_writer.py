@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 
 from megackpt.planning.manifest import ITEMSIZE
-from megackpt.serialization.archive import LOCAL
+from megackpt.serialization.archive import LOCAL, STORAGES
 
 ALIGNMENT = 64
 LIMIT = 0xFFFF0000
@@ -23,21 +23,6 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
-_STORAGES = {
-    "float32": "Float",
-    "float64": "Double",
-    "float16": "Half",
-    "bfloat16": "BFloat16",
-    "uint8": "Byte",
-    "int8": "Char",
-    "int16": "Short",
-    "int32": "Int",
-    "int64": "Long",
-    "bool": "Bool",
-    "complex64": "ComplexFloat",
-    "complex128": "ComplexDouble",
-}
-"""dtypes that torch pickles with a typed storage (``_rebuild_tensor_v2``); others use v3."""
 _FOLDER = b"archive/"
 _UTF8 = 0x0800  # torch sets this flag in every header
 _MAX32 = 0xFFFFFFFF  # the value is in the zip64 record
@@ -130,7 +115,7 @@ def tensor_opcodes(dtype: str, shape: tuple[int, ...], storage: str) -> bytes:
         step *= max(extent, 1)
     wide = step * ITEMSIZE[dtype] >= WIDE
     length = math.prod(shape)
-    if typed := _STORAGES.get(dtype):
+    if typed := STORAGES.get(dtype):
         function, kind, last = "v2", f"torch\n{typed}Storage", b""
     else:
         function, kind = "v3", "torch.storage\nUntypedStorage"
