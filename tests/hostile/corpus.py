@@ -685,8 +685,12 @@ for _kind, _names in _CUT.items():
                 f"{_name} cut at {'all but one' if _keep < 0 else _keep}",
                 _kind,
                 cut(_name, _keep),
-                # This one ends with a line break.
-                "" if _keep < 0 and _name.endswith(".index.json") else ".",
+                # The index ends with a line break. A metadata.json without a format is another
+                # program's, and what has a .metadata is stock DCP's, and the same.
+                ""
+                if (_keep < 0 and _name.endswith(".index.json"))
+                or (_kind, _name) == ("dcp", "metadata.json")
+                else ".",
                 long=_number % 3 != 0,
             )
 
