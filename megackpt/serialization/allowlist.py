@@ -174,7 +174,7 @@ def _default_dict(factory: Any = None, items: Any = ()) -> Any:
             "load"
         )
     # A pickle can name only types of this list, trusted globals, and the functions of this
-    # package that stand for some. The last are no factories.
+    # package that stand for some. The last cannot be factories.
     ours = getattr(factory, "__module__", "").startswith(f"{__package__}.")
     refused = ours and not isinstance(factory, type)
     if refused or not (factory is None or callable(factory)):

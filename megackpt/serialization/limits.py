@@ -1,4 +1,4 @@
-"""Limits on pickles: what they may copy and hash, how deep values nest, how often parts are shared."""
+"""Limits on pickles: the work for copies and hashes, the depth of values, how often parts repeat."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _check_single(pickle: bytes, removed: int | None = None) -> None:
             f"a pickle holds no list of one, or another number of values: {error}"
         ) from error
     if file.read(1):
-        raise CorruptCheckpoint("a pickle goes on after its end")
+        raise CorruptCheckpoint("a pickle has bytes after its end")
 
 
 class _Discard(io.BytesIO):

@@ -79,7 +79,7 @@ def _reduce_enum(value: Any) -> Any:
 class _StandInPickler(pickle._Pickler):
     """Writes stand-ins for plain classes of Megatron-Core as objects of these, for Megatron.
 
-    Others stay stand-ins: a class that was not trusted must not run in whoever loads our copy.
+    Others stay stand-ins: a class that was not trusted must not run where our copy is loaded.
     It derives from the pickler in Python, as the one in C cannot write a class by its name alone.
     """
 

@@ -1,4 +1,4 @@
-"""Which names in a pickle the user trusts, and which nobody can trust."""
+"""Which names in a pickle the user trusts, and which cannot be trusted."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def read_by() -> dict[str, Callable[[Mapping[str, Any]], Any]]:
                 raise RuntimeError(f"exit status {code}")
             if code:
                 raise CheckpointingException(
-                    f"status {code}: {err.getvalue() or out.getvalue()}"
+                    f"status {code}: {err.getvalue()}{out.getvalue()}"
                 )
             return None
 

@@ -29,7 +29,7 @@ def check_archive(
     unchecked = False
     for name, member in archive.members.items():
         begin = archive.start(name)
-        if not member.crc:  # torch writes 0 where it is told to compute none
+        if not member.crc:  # torch writes 0 where checksums are off
             unchecked = unchecked or member.size > 0
             continue
         crc = 0

@@ -9,14 +9,13 @@ Reads any file of torch.save by its path, also nested states and views, and the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends import object_files, shared_files, weight_maps
+from megackpt.backends import shared_files, weight_maps
 from megackpt.backends.archives import Member, aligned_start, check_archive
 from megackpt.backends.base import (
     Backend,
@@ -30,23 +29,18 @@ from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_file import file_reader, file_writer
 from megackpt.backends.torch_file.file_writer import NAME
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
-from megackpt.planning.box import Box, Int64
+from megackpt.planning.box import Int64
 from megackpt.planning.manifest import (
-    COMMON,
-    OBJECT,
     Bool,
     LoadPlan,
     Location,
     Manifest,
     SavePlan,
-    TensorEntry,
-    TensorMeta,
     WriteResult,
 )
 from megackpt.storage import SingleFile, Storage, digest_blocks
 
 _BIN = "pytorch_model.bin"
-_Shard = tuple[TensorEntry, Box, Location]
 
 
 class TorchFile(Backend):
@@ -134,34 +128,35 @@ class TorchFile(Backend):
             raise NotACheckpoint(
                 f"{root.location} has no torch.save file of a name that is known"
             )
-        shards, has_bytes = list[_Shard](), list[bool]()
-        names, common = list[tuple[str, str]](), list[str]()
-        for file in files:
-            contents = file_reader.read_contents(root, file)
-            names += [(key, file) for key in contents.tensors]
-            shards += _shards(file, contents)
-            has_bytes += [place is not None for place in contents.places.values()]
-            has_bytes += [True] * len(contents.objects)
-            if contents.has_rest:
-                # It becomes a blob when it is read.
-                place = Location(file, contents.pickle, 0)
-                shards.append((COMMON, Box((), ()), place))
-                has_bytes.append(False)
-            common += [file] * (contents.has_rest + (COMMON.key in contents.objects))
+        shards = [
+            shard for file in files for shard in file_reader.read_shards(root, file)
+        ]
         if index:
+            names = [
+                (shard.entry.key, shard.place.file)
+                for shard in shards
+                if not shard.entry.meta.is_object
+            ]
             weight_maps.check(f"{root.location}/{index}", keys, names)
+        common = [shard.place.file for shard in shards if shard.entry.is_common]
         if len(common) > 1:
             raise BackendError(
                 f"{root.location}: {' and '.join(common)} hold more than tensors, and there is "
                 "one common state only: save all but tensors in one place"
             )
         manifest = shared_files.manifest_from_files(
-            root, shards, (self.properties.name, self.properties.version)
+            root,
+            [shard[:3] for shard in shards],
+            (self.properties.name, self.properties.version),
         )
+        # A shard without bytes of its own has no length: ``raw_chunks`` goes by that.
+        has_bytes = [shard.has_bytes for shard in shards]
         length = np.where(has_bytes, manifest.chunks.length, 0)
-        encoding = "raw" if all(has_bytes) else "native"
-        chunks = replace(manifest.chunks, length=length)
-        return replace(manifest, chunks=chunks, encoding=encoding)
+        return replace(
+            manifest,
+            chunks=replace(manifest.chunks, length=length),
+            encoding="raw" if all(has_bytes) else "native",
+        )
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         raw = self.raw_chunks(plan.manifest)[plan.chunk]
@@ -185,21 +180,6 @@ class TorchFile(Backend):
             problems += [f"{problem}: {root.location}/{name}" for problem in damage]
             any_unchecked = any_unchecked or unchecked
         return None if any_unchecked and not problems else problems
-
-
-def _shards(file: str, contents: file_reader.Contents) -> Iterator[_Shard]:
-    """The tensors and objects of one file. Views in another order have the place of the pickle."""
-    for key, found in contents.tensors.items():
-        meta = TensorMeta(found.shape, found.dtype)
-        size = math.prod(found.shape) * meta.itemsize
-        place = contents.places[key] or Location(file, contents.pickle, size)
-        yield TensorEntry(key, meta), Box.whole(found.shape), place
-    for name, blob in contents.objects.items():
-        # The name is that of ``unique_key``.
-        key, _, cell = name.rpartition("/")
-        offset, shape = object_files.parse_shard(f"{cell}.pt") or ((), ())
-        entry = TensorEntry(key if shape else name, TensorMeta(shape, OBJECT))
-        yield entry, Box(offset, (1,) * len(offset)), blob
 
 
 def _files_in(root: Storage) -> tuple[str, list[str]]:

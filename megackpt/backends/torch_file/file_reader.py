@@ -14,11 +14,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megackpt import limits, serialization, tree
+from megackpt.backends import object_files
 from megackpt.backends.archives import StoredTensor, UnsupportedTensor, load_structure
 from megackpt.backends.base import Target
 from megackpt.backends.torch_file.file_writer import STATE
 from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
-from megackpt.planning.manifest import ITEMSIZE, Location, ReadItem
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import (
+    COMMON,
+    ITEMSIZE,
+    OBJECT,
+    Location,
+    ReadItem,
+    TensorEntry,
+    TensorMeta,
+)
 from megackpt.serialization.archive import Archive
 from megackpt.storage import FileReader, Storage, allocate, read_dense
 
@@ -32,22 +42,17 @@ _NOTHING: Any = object()
 """Remains of a value that has tensors only."""
 
 
-class Contents(NamedTuple):
-    """The contents of one file.
+class Shard(NamedTuple):
+    """A tensor, or a shard of an object that ``convert`` wrote.
 
-    Args:
-        tensors: name to tensor.
-        places: name to the tensor's bytes, or None where they are not in C order.
-        objects: name of a shard to the blob of an object that ``convert`` wrote.
-        has_rest: whether the file holds more than these.
-        pickle: the byte at which data.pkl begins.
+    ``has_bytes``: its bytes are at ``place``. Otherwise a view makes them, and ``place`` only has
+    their length.
     """
 
-    tensors: dict[str, StoredTensor]
-    places: dict[str, Location | None]
-    objects: dict[str, Location]
-    has_rest: bool
-    pickle: int
+    entry: TensorEntry
+    box: Box
+    place: Location
+    has_bytes: bool
 
 
 class _State(NamedTuple):
@@ -187,8 +192,12 @@ def _are_blobs(value: Any) -> bool:
     return True
 
 
-def read_contents(root: Storage, name: str) -> Contents:
-    """The contents of a file. Raises BackendError for kinds that cannot be read."""
+def read_shards(root: Storage, name: str) -> list[Shard]:
+    """The tensors and objects of a file. All else in it, if any, is one shard of the common state.
+
+    Raises BackendError for kinds that cannot be read.
+    """
+    found: list[Shard] = []
     try:
         with root.open(name) as reader:
             archive = _open(reader)
@@ -196,36 +205,42 @@ def read_contents(root: Storage, name: str) -> Contents:
             state = _read_state(
                 archive.content("data.pkl", limits.TORCH_PICKLE_BYTES), True
             )
-        places: dict[str, Location | None] = {}
-        for key, found in state.tensors.items():
-            place = _locate(name, archive, starts, found)
-            places[key] = place if found.is_plain else None
-        objects = {}
-        for key, found in state.blobs.items():
-            objects[key] = _locate(name, archive, starts, found)
+        for key, stored in state.tensors.items():
+            meta = TensorMeta(stored.shape, stored.dtype)
+            place = _locate(name, archive, starts, stored)
+            entry = TensorEntry(key, meta)
+            found.append(Shard(entry, Box.whole(meta.shape), place, stored.is_plain))
+        for unique, stored in state.blobs.items():
+            place = _locate(name, archive, starts, stored)
+            # The name is that of ``unique_key``.
+            key, _, cell = unique.rpartition("/")
+            offset, shape = object_files.parse_shard(f"{cell}.pt") or ((), ())
+            entry = TensorEntry(key if shape else unique, TensorMeta(shape, OBJECT))
+            found.append(Shard(entry, Box(offset, (1,) * len(offset)), place, True))
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{root.location}/{name}: {error}") from error
-    return Contents(
-        state.tensors, places, objects, bool(state.rest), starts["data.pkl"]
-    )
+    if state.rest:
+        place = Location(name, starts["data.pkl"], 0)
+        found.append(Shard(COMMON, Box((), ()), place, False))
+    return found
 
 
 def _locate(
     file: str, archive: Archive, starts: dict[str, int], found: StoredTensor
 ) -> Location:
-    """The bytes of a tensor, if it is plain."""
+    """The bytes of a tensor, if it is plain; else only their length counts."""
     storage = f"data/{found.storage}"
     member = archive.members.get(storage)
-    if member is None or member.size != found.nbytes:
-        size = None if member is None else member.size
+    size = None if member is None else member.size
+    if size != found.nbytes:
         raise CorruptCheckpoint(
             f"{storage} should have {found.nbytes} bytes, and has {size}"
         )
     itemsize = ITEMSIZE[found.dtype]
-    size = math.prod(found.shape) * itemsize
+    length = math.prod(found.shape) * itemsize
     # A tensor without elements may have any offset.
-    offset = int(found.view.storage_offset()) * itemsize if size else 0
-    return Location(file, starts[storage] + offset, size)
+    offset = int(found.view.storage_offset()) * itemsize if length else 0
+    return Location(file, starts[storage] + offset, length)
 
 
 def common_blob(root: Storage, name: str) -> bytes:
