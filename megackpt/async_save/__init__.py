@@ -1,4 +1,4 @@
-"""Later: what is done while training goes on. Requests, the queue that finalizes them in order, and their workers."""
+"""Asynchronous saves: requests, the queue that finalizes them in order, thread and process workers."""
 
 from __future__ import annotations
 

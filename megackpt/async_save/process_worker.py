@@ -126,7 +126,7 @@ class _Dispatcher:
             task.cancel(self.closing)
         if task.cancelled is not None:
             task.finish(Attempt(None, task.cancelled))
-        elif task.begin():
+        elif task.claim():
             task.finish(self._perform(task))
         with self._lock:
             self.current = None

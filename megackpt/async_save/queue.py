@@ -1,9 +1,9 @@
-"""The queue of requests under way: each is begun at once, and all are finalized in their order, on all ranks alike."""
+"""AsyncCallsQueue: starts requests at once, and finalizes them in order on all ranks."""
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - has set its hook when we set ours
+import concurrent.futures.thread  # noqa: F401 - registers its exit hook before ours
 import logging
 import os
 import threading
@@ -25,32 +25,32 @@ from megackpt.errors import CheckpointingException, RankLost, StorageError
 logger = logging.getLogger("megackpt.async_calls")
 
 ENDED = 1000
-"""How far a task is that has ended, in thousandths; one that has not is below."""
+"""The progress, in thousandths, of a task that has ended, and of no other."""
 _RANKS = 1 << 32
 _FIRST_PAUSE, _LONGEST_PAUSE = (
     0.002,
     0.5,
-)  # seconds between two looks of a blocking call
+)  # seconds between two votes of a blocking call
 
-_under_way: set[AsyncCallsQueue] = set()
-"""Queues with something under way. They stay until it is finalized or given up, also when nobody else keeps them."""
+_unfinished: set[AsyncCallsQueue] = set()
+"""Queues with unfinalized requests; kept here even if the caller drops them."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """A request under way on this rank."""
+    """An unfinalized request on this rank."""
 
     index: int
     request: AsyncRequest
     pending: Pending
     first: float = field(default_factory=time.monotonic)
-    """When it came to be the oldest one; before that it may have had to wait for another."""
+    """When it became the oldest one; before that it may have waited for another."""
     slowest: tuple[int, int] | None = None
-    """The rank that was least far when all ranks looked last, and how far (thousandths)."""
-    looks: int = 0
-    """Of this rank, those included that were refused."""
+    """The slowest rank in the last vote, and its progress in thousandths."""
+    votes: int = 0
+    """Of this rank, including refused ones."""
     agreed: bool = False
-    """Do all ranks know that all have done their work?"""
+    """Whether all ranks know that all tasks have ended."""
 
     @property
     def task(self) -> Task[Any]:
@@ -58,42 +58,39 @@ class _Call:
 
     @property
     def progress(self) -> int:
-        """In thousandths; ENDED exactly when it has ended."""
+        """In thousandths."""
         if self.task.outcome is not None:
             return ENDED
-        return (
-            min(ENDED - 1, self.task.done * ENDED // self.task.todo)
-            if self.task.todo
-            else 0
-        )
+        if not self.task.todo:
+            return 0
+        return min(ENDED - 1, self.task.done * ENDED // self.task.todo)
 
     def __str__(self) -> str:
         name = self.task.name or f"call {self.index}"
         outcome = self.task.outcome
         if outcome is None:
-            told = (
-                f"{name}: writing, {self.progress // 10} %"
-                if self.task.todo
-                else f"{name}: under way"
-            )
+            text = f"{name}: in progress"
+            if self.task.todo:
+                text = f"{name}: writing, {self.progress // 10} %"
         elif outcome.error is not None:
             why = events.format_error(outcome.error)
-            told = f"{name}: failed here ({why}), which all ranks hear when it is finalized"
+            text = f"{name}: failed here ({why}), to be raised on all ranks when it is finalized"
         else:
-            told = f"{name}: written here"
+            text = f"{name}: written here"
         if self.slowest is None or self.slowest[1] == ENDED:
-            return told
-        return f"{told}, waiting for rank {self.slowest[0]} ({self.slowest[1] // 10} %)"
+            return text
+        return f"{text}, waiting for rank {self.slowest[0]} ({self.slowest[1] // 10} %)"
 
 
 class AsyncCallsQueue:
-    """Asynchronous saves under way: schedule each, look now and then, close at the end. On all ranks alike.
+    """Asynchronous saves: schedule each, finalize regularly, close at the end; the same on all ranks.
 
     Args:
-        persistent: a writer process of low priority, started once, does the work; else threads of this process.
-        process_group: whose ranks take part where a request does not say it (None: the default one's).
-        timeout: how long a worker may go without moving a byte before it is given up; a function of the caller's
-            own, which tells nothing of bytes, may take so long.
+        persistent: a writer process of low priority, started once, does the work; else threads of this
+            process.
+        process_group: the ranks of requests that do not know theirs (None: the default process group).
+        timeout: how long a worker may go without progress before it is given up. A function of the
+            caller's own reports no progress, so this bounds its time.
     """
 
     def __init__(
@@ -109,83 +106,82 @@ class AsyncCallsQueue:
         self._calls: deque[_Call] = deque()
         self._index = -1
         self._worker: Worker | None = None
-        self._lock = threading.RLock()  # the handler of a signal may come between
+        self._lock = (
+            threading.RLock()
+        )  # a signal handler may call methods during others
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Begin the work of a request, and return its number at once: 0, 1, 2, ... Call it on all ranks alike."""
-        with self._alone():
+        """Start the task of a request; returns its number (0, 1, 2, ...) at once. Call it on all ranks."""
+        with self._exclusive():
             request = AsyncRequest(*async_request).freeze()  # also Megatron's own
-            pending = request.begun(self._process_group)
+            pending = request.prepare(self._process_group)
             self._index += 1
             self._calls.append(_Call(self._index, request, pending))
-            _under_way.add(self)
-            if (
-                error := attempt(lambda: self._at_work().start(pending.task)).error
-            ) is not None:
+            _unfinished.add(self)
+            error = attempt(lambda: self._get_worker().start(pending.task)).error
+            if error is not None:
                 pending.task.finish(Attempt(None, error))
             return self._index
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Finalize, in their order, the requests whose work all ranks have done; returns their numbers.
+        """Finalize, in order, the requests whose tasks have ended on all ranks; returns their numbers.
 
-        Collective: one small vote for each of them, and one for the first that goes on. ``blocking``: wait for all.
-        ``no_dist``: this rank's work alone is looked at, for callers who know of the others'.
+        Collective: one small vote for each of them, and one for the first unfinished one. ``blocking``:
+        wait for all. ``no_dist``: check the task of this rank only, for callers who know about the others.
 
-        Raises, on all ranks, what went wrong with a request on any; that one is over then, and the next call goes
-        on with the next request. Where ranks have lost one another (RankLost), all that were under way are over.
-        While another thread saves or loads over the same ranks it is refused, and nothing has changed.
+        Raises, on all ranks, the error of a request on any rank. That request has ended then; the next
+        call continues with the next one. After RankLost all requests have ended. Raises Busy, without
+        effect, while another thread saves or loads over the same ranks.
         """
         finalized: list[int] = []
         lost: RankLost | None = None
-        with self._alone():
+        with self._exclusive():
             while self._calls:
                 call = self._calls[0]
-                before = call.pending.over  # of one that was scheduled twice
+                before = call.pending.ended  # set if it was scheduled twice
                 try:
-                    if self._done(call, blocking, no_dist) and self._out(call):
+                    if self._all_ended(call, blocking, no_dist) and self._remove(call):
                         call.request.finalize(call.pending)
                         finalized.append(call.index)
                     elif call in self._calls:
                         break
                 except Exception as error:
-                    if (
-                        call.pending.over == "done" != before
-                    ):  # a function of the caller's has failed
+                    if call.pending.ended == "done" != before:
+                        # A finalize function of the caller has failed: the save is committed.
                         finalized.append(call.index)
-                    elif isinstance(
-                        error, RankLost
-                    ):  # as is all begun before, as some ranks know already
+                    elif isinstance(error, RankLost):
+                        # The ranks cannot finalize any of the earlier requests either.
                         lost = lost or error
                         lost.add_note(
                             f"{call.task.name} was not finalized, and is given up"
                         )
                         continue
                     if finalized:
-                        error.add_note(f"this call has finalized before: {finalized}")
+                        error.add_note(f"finalized before in this call: {finalized}")
                     raise
         if lost is not None:
             raise lost
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many requests are under way."""
+        """The number of unfinalized requests."""
         return len(self._calls)
 
     def status(self) -> str:
-        """A line for each request under way, for people: "iter_300: writing, 41 %, waiting for rank 3 (12 %)".
+        """One line a request, such as "iter_300: writing, 41 %, waiting for rank 3 (12 %)".
 
-        Of other ranks it tells what the last look of all ranks has shown. From any thread; asks nobody.
+        The progress of other ranks is that of the last vote. Not collective; may be called on any thread.
         """
         return "\n".join(map(str, tuple(self._calls))) or "nothing is being saved"
 
     def close(self, abort: bool = False) -> None:
-        """Finalize all that is under way (collective), or ``abort`` it (not collective); the worker ends.
+        """Finalize all requests (collective), or ``abort`` them (not collective); then end the worker.
 
-        What is aborted is no checkpoint, and what stood in its directory before still stands. Ranks that go on with it,
-        or with another asynchronous save of this process group that is under way, hear RankLost. Raises the first error
-        of all requests. Where it is refused because another thread is at work, nothing is given up: call it again.
+        Aborted saves leave their directories as they were. Other ranks that continue with them, or with
+        other asynchronous saves of this process group, raise RankLost. Raises the first error of all
+        requests. Raises Busy, without effect, while another thread uses the queue: call it again.
         """
         failed: Exception | None = None
         while self._calls and not abort:
@@ -193,7 +189,7 @@ class AsyncCallsQueue:
                 self.maybe_finalize_async_calls(blocking=True)
             except Busy as error:
                 raise error from failed
-            except Exception as error:  # noqa: BLE001 - raised below, when the others have had their turn
+            except Exception as error:  # noqa: BLE001 - raised below, after the other requests
                 failed = failed or error
             except BaseException:
                 self._end()
@@ -210,11 +206,11 @@ class AsyncCallsQueue:
             worker.close()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         lock = self._lock
         if not lock.acquire(blocking=False):
             raise Busy(
-                "another thread is at work with this AsyncCallsQueue: let it finish first, or give each thread a queue "
+                "another thread is using this AsyncCallsQueue: let it finish first, or give each thread a queue "
                 "and a process group of its own (status() and close(abort=True) may be called from any thread)"
             )
         try:
@@ -222,7 +218,7 @@ class AsyncCallsQueue:
         finally:
             lock.release()
 
-    def _at_work(self) -> Worker:
+    def _get_worker(self) -> Worker:
         if self._worker is None:
             if self.persistent:
                 from megackpt.async_save.process_worker import ProcessWorker
@@ -232,26 +228,25 @@ class AsyncCallsQueue:
                 self._worker = ThreadWorker()
         return self._worker
 
-    def _done(self, call: _Call, blocking: bool, no_dist: bool) -> bool:
-        """Have all ranks done the work of their oldest request? Then it is this thread's turn to finalize it."""
+    def _all_ended(self, call: _Call, blocking: bool, no_dist: bool) -> bool:
+        """Whether the oldest request has ended on all ranks, and this thread may finalize it."""
         pause = _FIRST_PAUSE
         while call in self._calls:
-            self._watch(call)
+            self._check_timeout(call)
             try:
                 call.agreed = call.agreed or (
-                    call.progress == ENDED if no_dist else self._all_done(call)
+                    call.progress == ENDED if no_dist else self._vote(call)
                 )
                 if call.agreed:
                     call.pending.meet()
-            except Busy:  # all is as it was
+            except Busy:  # without effect
                 raise
-            except (
-                BaseException
-            ) as error:  # whoever was lost, this request cannot be finalized any more
+            except BaseException as error:
+                # This request cannot be finalized any more. A signal handler may have aborted it.
                 if not self._give_up(call) and isinstance(
                     error, CheckpointingException
                 ):
-                    return False  # a signal's handler did so
+                    return False
                 raise
             if call.agreed or not blocking:
                 return call.agreed
@@ -261,37 +256,37 @@ class AsyncCallsQueue:
             pause = min(2 * pause, _LONGEST_PAUSE)
         return False
 
-    def _all_done(self, call: _Call) -> bool:
-        call.looks += 1
-        far = least = opposite = first = last = 0
-        own = call.index, -call.index, call.looks, -call.looks
+    def _vote(self, call: _Call) -> bool:
+        call.votes += 1
+        slowest = least = opposite = first = last = 0
+        own = call.index, -call.index, call.votes, -call.votes
         with call.pending.meet() as ranks:
-            # Again for who waits in a look that was refused to this rank.
-            while first < call.looks and least == -opposite:
-                told = ranks.lowest([call.progress * _RANKS + ranks.rank, *own])
-                far, least, opposite, first, last = told
+            # Vote again for ranks that wait in a vote that was refused on this rank.
+            while first < call.votes and least == -opposite:
+                lowest = ranks.lowest([call.progress * _RANKS + ranks.rank, *own])
+                slowest, least, opposite, first, last = lowest
         if least != -opposite:
             raise CheckpointingException(
                 f"Unmatched async calls. The ranks' oldest unfinalized requests are the numbers {least} to "
                 f"{-opposite} (here {call.index}): every rank must schedule and finalize the same requests"
             )
-        progress, rank = divmod(far, _RANKS)
+        progress, rank = divmod(slowest, _RANKS)
         call.slowest = rank, progress
-        return progress == ENDED and -last == call.looks
+        return progress == ENDED and -last == call.votes
 
-    def _watch(self, call: _Call) -> None:
-        """Give up work that does not move any more."""
-        still = time.monotonic() - max(call.task.moved, call.first)
-        if call.task.outcome is None and still > self._timeout.total_seconds():
+    def _check_timeout(self, call: _Call) -> None:
+        """Give up a task without progress."""
+        idle = time.monotonic() - max(call.task.moved_at, call.first)
+        if call.task.outcome is None and idle > self._timeout.total_seconds():
             reason = StorageError(
-                f"{call.task.name}: its worker has not moved a byte for {still:.0f} s and is given up after "
-                f"{call.task.done} of {call.task.todo} bytes (timeout {self._timeout.total_seconds():g} s): does the "
-                "disk still answer? Where it is only slow, give the AsyncCallsQueue a longer timeout"
+                f"{call.task.name}: its worker has not moved a byte for {idle:.0f} s and is given up after "
+                f"{call.task.done} of {call.task.todo} bytes (timeout {self._timeout.total_seconds():g} s): check "
+                "the disk; if it is only slow, give the AsyncCallsQueue a longer timeout"
             )
-            self._at_work().stop(call.task, reason)
+            self._get_worker().stop(call.task, reason)
 
-    def _out(self, call: _Call) -> bool:
-        """Take this one out. Was it there?"""
+    def _remove(self, call: _Call) -> bool:
+        """Remove a request. Whether it was there."""
         try:
             self._calls.remove(call)
         except ValueError:
@@ -299,29 +294,29 @@ class AsyncCallsQueue:
         if self._calls:
             self._calls[0].first = time.monotonic()
         else:
-            _under_way.discard(self)
+            _unfinished.discard(self)
         return True
 
     def _give_up(self, call: _Call) -> bool:
-        """False: somebody else has done so."""
-        if not self._out(call):
+        """Whether the request was still there."""
+        if not self._remove(call):
             return False
         try:
-            self._at_work().stop(call.task)
+            self._get_worker().stop(call.task)
             call.pending.give_up()
-        except Exception:  # there may be others to give up
+        except Exception:  # continue with the others
             logger.exception(
-                "%s is given up, but not cleared away: the next save does that",
+                "%s is given up, but its files were not removed: the next save does that",
                 call.task.name,
             )
         return True
 
 
 def _end_of_process() -> None:
-    """What was not finalized is not committed: say so, and let it stop."""
-    for queue in list(_under_way):
+    """Warn of unfinalized saves, which are not committed, and give them up."""
+    for queue in list(_unfinished):
         logger.warning(
-            "the process ends before these saves are finalized, so they are no checkpoints "
+            "the process ends before these saves are finalized, so they are not committed "
             "(AsyncCallsQueue.close() finalizes them): %s",
             queue.status(),
         )
@@ -329,14 +324,15 @@ def _end_of_process() -> None:
 
 
 def _forked() -> None:
-    """What is under way is the parent's: this process has none of its threads, and leaves its files alone."""
-    for queue in list(_under_way):
+    """In a forked child: the requests and their files belong to the parent."""
+    for queue in list(_unfinished):
         queue._calls.clear()
         queue._worker = None
         queue._lock = threading.RLock()
-    _under_way.clear()
+    _unfinished.clear()
 
 
-# Before the interpreter joins the threads of pools: they would write to the end first. Hooks run last set first.
+# This must run before the interpreter joins the threads of pools, which would finish writing first.
+# Hooks run in reverse order.
 getattr(threading, "_register_atexit", atexit.register)(_end_of_process)
 os.register_at_fork(after_in_child=_forked)

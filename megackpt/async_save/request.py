@@ -1,4 +1,4 @@
-"""A request: what is still to be done of a save when training goes on. Megatron's tuple, with a task of ours in it."""
+"""AsyncRequest: the remaining stages of an asynchronous save, with the fields of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from megackpt.errors import CheckpointingException
 
 @dataclass(eq=False)
 class Pending:
-    """A request on this rank between its first stage and its last; to call it is to do the one between."""
+    """A request on this rank between its first and its last stage; calling it performs its task."""
 
     task: Task[Any]
     group: Group | None
-    """None when this is over: whoever keeps the request keeps nothing else."""
+    """None when the request has ended, so that it does not keep the memory of the save."""
     mark: Mark
-    """When that group began the request."""
+    """The call of the group that started the request."""
     finish: Callable[[Callable[[], Group]], None] | None = None
-    """The last stage, collective over the group that is given: all ranks hear what became of the task."""
+    """The last stage, collective over the group that its argument returns."""
     abandon: Callable[[], None] | None = None
-    """Give up what the first stage began. The task has ended by then; no other rank takes part."""
+    """Undo the first stage, on this rank alone, after the task has ended."""
     scheduled: bool = False
-    over: str = ""
-    """"done", on all ranks, or "failed"."""
+    ended: str = ""
+    """"done" (on all ranks) or "failed"; empty before that."""
 
     def __call__(self) -> None:
         self.task.run()
 
     def meet(self) -> Group:
-        """For the ranks to come together once more. Busy: nothing has happened, and this may be tried again."""
+        """The group for the last stage. Raises Busy, without effect, while another thread uses the group."""
         if self.group is None:
             raise CheckpointingException(
-                f"{self.task.name}: this save is over, {self.over}, already"
+                f"{self.task.name}: this save has already ended ({self.ended})"
             )
         return self.group.resumed(self.mark)
 
     def conclude(self) -> None:
-        """The last stage, collective: a failure of any rank's work is raised on all. Busy as of ``meet``."""
+        """The last stage, collective: an error of any rank's task is raised on all. Busy as in ``meet``."""
         met = attempt(self.meet)
         if self.group is None or isinstance(met.error, Busy):
             met.get()
@@ -52,12 +52,12 @@ class Pending:
             else:
                 with met.get() as group:
                     group.reduce_broadcast("write", self.task.get, _nothing)
-            self.over = "done"
+            self.ended = "done"
         finally:
             self._end()
 
     def give_up(self) -> None:
-        """On this rank alone."""
+        """End the request as failed, on this rank alone."""
         try:
             if self.abandon is not None:
                 self.abandon()
@@ -65,17 +65,18 @@ class Pending:
             self._end()
 
     def _end(self) -> None:
-        self.over = self.over or "failed"
+        self.ended = self.ended or "failed"
         self.group = self.finish = self.abandon = None
 
 
 class AsyncRequest(NamedTuple):
-    """Two more stages: ``async_fn``, which talks to no other rank, and then ``finalize_fns``, in their order.
+    """Two stages: ``async_fn``, without communication, and then the collective ``finalize_fns`` in order.
 
-    ``save(..., async_sharded_save=True)`` gives one; give it to ``AsyncCallsQueue.schedule_async_request``, or call
-    ``execute_sync``, alike on all ranks. Others may be made by hand: the fields are Megatron-Core's (0.16,
-    ``strategies/async_utils.py``). ``preload_fn``, if any, is called when the request is scheduled, and makes the
-    second of ``async_fn_args``.
+    ``save(..., async_sharded_save=True)`` returns one. Pass it to
+    ``AsyncCallsQueue.schedule_async_request``, or call ``execute_sync``, on all ranks. The fields are
+    Megatron-Core's (0.16, ``strategies/async_utils.py``), so other requests can be made by hand.
+    ``preload_fn``, if given, is called when the request is scheduled; its result replaces the second
+    of ``async_fn_args``.
     """
 
     async_fn: Callable[..., Any] | None
@@ -88,37 +89,42 @@ class AsyncRequest(NamedTuple):
 
     @property
     def task(self) -> Task[Any] | None:
-        """Of a save: what ``async_fn`` does, how far it is, and what became of it on this rank."""
+        """The task of a save on this rank, with its progress and outcome; None for other requests."""
         return self.async_fn.task if isinstance(self.async_fn, Pending) else None
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Call ``fn`` last of all when this is finalized. RuntimeError once a save is scheduled, or this is frozen."""
+        """Call ``fn`` after the other finalize functions.
+
+        Raises RuntimeError if the request is frozen, or the save is scheduled.
+        """
         if self.is_frozen or (
             isinstance(self.async_fn, Pending) and self.async_fn.scheduled
         ):
             raise RuntimeError(
-                "this request is scheduled already: add its finalize functions before that"
+                "this request is scheduled already: add finalize functions before scheduling it"
             )
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
-        """The same, to which nothing can be added any more."""
+        """A copy that takes no more finalize functions."""
         return self._replace(is_frozen=True)
 
     def execute_sync(self) -> None:
-        """Do all of it now, on all ranks alike. Raises on all of them what went wrong on any."""
-        pending = self.begun()
+        """Perform all stages now; collective. An error of any rank is raised on all."""
+        pending = self.prepare()
         pending.task.run()
         self.finalize(pending)
 
-    def begun(self, process_group: Any = None) -> Pending:
-        """The work to be done; what ``preload_fn`` makes is made now. ``process_group``: whose, if nothing tells."""
+    def prepare(self, process_group: Any = None) -> Pending:
+        """The request as a task; ``preload_fn`` is called now.
+
+        ``process_group``: the ranks of the last stage, where the request does not know them.
+        """
         if isinstance(self.async_fn, Pending):
             self.async_fn.scheduled = True
             return self.async_fn
-        with group_over(
-            process_group
-        ) as group:  # found now, for it may be gone when this is finalized
+        # Now, because the process group may not exist any more when the request is finalized.
+        with group_over(process_group) as group:
             mark = group.mark()
         work = attempt(self._work)
         task: Task[None] = Task(work.value or _nothing, "async call")
@@ -133,34 +139,34 @@ class AsyncRequest(NamedTuple):
         if self.preload_fn is not None:
             if len(args) < 2:
                 raise CheckpointingException(
-                    "preload_fn makes the second of async_fn_args, and there is none"
+                    "the result of preload_fn replaces the second of async_fn_args, but there are fewer than two"
                 )
             args[1] = self.preload_fn()
-        return _Unmeasured(partial(self.async_fn, *args, **self.async_fn_kwargs))
+        return _WithoutProgress(partial(self.async_fn, *args, **self.async_fn_kwargs))
 
     def finalize(self, pending: Pending) -> None:
-        """The last stage, collective: a failure of any rank's work is raised on all.
+        """The last stage, collective: an error of any rank's task is raised on all.
 
-        Where there was none, all functions are called, and the first error of theirs is raised then.
+        Without one, all finalize functions are called, and the first error of theirs is raised after that.
         """
         if pending.conclude not in self.finalize_fns:
             pending.conclude()
         failed: BaseException | None = None
         for finish in self.finalize_fns:
             error = attempt(finish).error
-            if error is not None and pending.over != "done":
+            if error is not None and pending.ended != "done":
                 raise error
             failed = failed or error
         if failed is not None:
             failed.add_note(
-                f"{pending.task.name} was done on all ranks before that: a save is committed"
+                f"{pending.task.name} had succeeded on all ranks before that: the save is committed"
             )
             raise failed
 
 
 @dataclass(frozen=True)
-class _Unmeasured:
-    """A function that knows of no progress, as the work of a task."""
+class _WithoutProgress:
+    """A function that reports no progress, as the work of a task."""
 
     function: Callable[[], Any]
 
@@ -170,4 +176,4 @@ class _Unmeasured:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """There is nothing to do."""
+    """No work."""

@@ -1,4 +1,4 @@
-"""A task: work of one rank that talks to no other rank, how far it is, and what became of it."""
+"""A task: work of one rank without communication, with its progress and its outcome."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Work = Callable[[Advance], T]
 
 
 class Task(Generic[T]):
-    """``work`` is called once, by whatever worker, with a function that it calls as bytes are handed on.
+    """``work`` is called once by a worker, with a function that takes the bytes done since its last call.
 
-    Its outcome, a value or an error, is set once and stays. ``todo`` is how many bytes there are to hand on (0: not
-    known), ``done`` how many were; ``moved`` is when the last of them were, by ``time.monotonic``. From any thread.
+    The outcome, a value or an error, is set once. ``todo`` is the number of bytes of the work (0:
+    unknown), ``done`` how many of them are done, ``moved_at`` the ``time.monotonic()`` of the last
+    progress. Thread-safe.
     """
 
     def __init__(
@@ -32,53 +33,53 @@ class Task(Generic[T]):
         work: Work[T],
         name: str = "",
         todo: int = 0,
-        heard: Callable[[int], None] | None = None,
+        on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """``heard`` is told as well of all that is handed on."""
+        """``on_progress`` is also called with the bytes of each progress."""
         self.work = work
-        self._heard = heard
+        self._on_progress = on_progress
         self.name = name
         self.todo = todo
         self.done = 0
-        self.moved = time.monotonic()
+        self.moved_at = time.monotonic()
         self.started = False
         self.outcome: Attempt[T] | None = None
         self.cancelled: CheckpointingException | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._hearers: list[Callable[[Attempt[T]], object]] = []
+        self._callbacks: list[Callable[[Attempt[T]], object]] = []
 
     def advance(self, count: int) -> None:
-        """So many more bytes are handed on. Raises what the task was cancelled with."""
+        """Count bytes that are done. Raises the error of ``cancel`` if the task was cancelled."""
         if self.cancelled is not None:
             raise self.cancelled
         with self._lock:
             self.done += count
-            self.moved = time.monotonic()
-        if self._heard is not None:
-            self._heard(count)
+            self.moved_at = time.monotonic()
+        if self._on_progress is not None:
+            self._on_progress(count)
 
-    def begin(self) -> bool:
-        """Whoever hears True does the work; it is said once."""
+    def claim(self) -> bool:
+        """True for the first caller, which performs the work."""
         with self._lock:
             first, self.started = not self.started, True
-        self.moved = time.monotonic()
+        self.moved_at = time.monotonic()
         return first
 
-    def run(self, apart: bool = False) -> None:
-        """Do the work on this thread, or wait for whoever does it. Never raises what the work raises.
+    def run(self, contain_exit: bool = False) -> None:
+        """Perform the work on this thread, or wait for the thread that does. Errors become the outcome.
 
-        ``apart``: the thread is there for this alone, so that what would end a process is a failure like others.
+        ``contain_exit``: SystemExit and the like, on a worker thread, are failures of the task.
         """
-        if not self.begin():
+        if not self.claim():
             self._ended.wait()
             return
         try:
             value = self.work(self.advance)
-        except BaseException as raised:  # noqa: BLE001 - torch raises some that are no Exception; told to all ranks
+        except BaseException as raised:  # noqa: BLE001 - torch raises BaseExceptions; raised on all ranks
             error = raised
-            if apart and isinstance(raised, DEPARTURES):
-                error = RuntimeError(f"the thread was told to end: {raised!r}")
+            if contain_exit and isinstance(raised, DEPARTURES):
+                error = RuntimeError(f"the work tried to end its thread: {raised!r}")
                 error.__cause__ = raised
             self.finish(Attempt(None, error))
         else:
@@ -90,29 +91,27 @@ class Task(Generic[T]):
             if self.outcome is not None:
                 return
             self.outcome = outcome
-            del self.work  # and with it whatever memory it holds
-            hearers, self._hearers = self._hearers, []
-        for hear in hearers:
+            del self.work  # it may hold much memory
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
             try:
-                hear(outcome)
-            except Exception:  # whoever waits for the outcome need not suffer for it
-                logger.exception(
-                    "%s has ended, but somebody who was told so failed", self.name
-                )
+                callback(outcome)
+            except Exception:  # the outcome counts all the same
+                logger.exception("%s has ended, but a callback failed", self.name)
         self._ended.set()
 
-    def on_end(self, hear: Callable[[Attempt[T]], object]) -> None:
-        """Call ``hear`` with the outcome, on the thread that sets it; at once if it is set."""
+    def on_end(self, callback: Callable[[Attempt[T]], object]) -> None:
+        """Call ``callback`` with the outcome, on the thread that sets it; at once if it is set."""
         with self._lock:
             if self.outcome is None:
-                self._hearers.append(hear)
+                self._callbacks.append(callback)
                 return
-        hear(self.outcome)
+        callback(self.outcome)
 
     def cancel(
         self, reason: CheckpointingException | None = None
     ) -> CheckpointingException:
-        """Let the work stop when it next advances, with this error."""
+        """Make the work stop at its next progress, with this error."""
         self.cancelled = (
             self.cancelled
             or reason
@@ -123,14 +122,14 @@ class Task(Generic[T]):
         return self.cancelled
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the outcome is set, at most so long. Is it?"""
+        """Wait for the outcome, at most so many seconds. Returns whether it is set."""
         return self._ended.wait(seconds)
 
     def get(self) -> T:
-        """The value; or raise the error. The work must have ended."""
+        """The value. Raises the error of the work, or CheckpointingException if it has not ended."""
         if self.outcome is None:
             raise CheckpointingException(
-                f"{self.name}: nobody has done this yet: schedule it in megackpt's AsyncCallsQueue (others do not know "
-                "how), or execute_sync()"
+                f"{self.name}: not executed yet: schedule it in megackpt's AsyncCallsQueue (other queues "
+                "cannot run it), or call execute_sync()"
             )
         return self.outcome.get()

@@ -1,4 +1,4 @@
-"""Who does the tasks: a worker starts one at once and gives it up when told. Here: threads of this process."""
+"""Workers perform the tasks of the queue: their interface, and threads of this process."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from megackpt.errors import CheckpointingException
 
 
 class Worker(ABC):
-    """Does tasks while this process goes on."""
+    """Performs tasks in the background."""
 
     @abstractmethod
     def start(self, task: Task[Any]) -> None:
-        """Begin, or take note for later; returns at once. What goes wrong is the outcome of the task."""
+        """Start or queue the task, without blocking. Errors become its outcome."""
 
     @abstractmethod
     def stop(
         self, task: Task[Any], reason: CheckpointingException | None = None
     ) -> None:
-        """Give a task up. When this returns it has an outcome (this error), and the worker is ready for others."""
+        """Give up a task. On return it has an outcome (this error), and the worker takes other tasks."""
 
     def close(self) -> None:  # noqa: B027 - threads end with their tasks
-        """There will be no more tasks."""
+        """Release what the worker holds; no task may follow."""
 
 
 class ThreadWorker(Worker):
-    """A thread for each task. They write through system calls and digests that let go of the interpreter."""
+    """One thread a task. System calls and digests release the interpreter's lock."""
 
     def start(self, task: Task[Any]) -> None:
         if not task.started:
-            # A daemon, for a process that ends has nothing to wait for: what was not finalized is no checkpoint.
+            # A daemon: without finalization there is no checkpoint, so an ending process need not wait.
             name = f"megackpt-{task.name}"
             thread = threading.Thread(
                 target=task.run, args=(True,), name=name, daemon=True
             )
-            if (
-                error := attempt(thread.start).error
-            ) is not None:  # the system has none left
+            error = attempt(thread.start).error
+            if error is not None:  # the system has no thread left
                 task.finish(Attempt(None, error))
 
     def stop(

@@ -543,7 +543,7 @@ def test_an_error_in_a_vote_ends_the_request(tmp_path: Path) -> None:
     outcomes = ThreadedGroup.outcomes(2, run)
     assert outcomes[0] is None
     assert not megackpt.check_is_distributed_checkpoint(tmp_path / "a")
-    calls._under_way.clear()  # the queue of the rank that is gone
+    calls._unfinished.clear()  # the queue of the rank that is gone
 
 
 def test_a_function_that_cannot_be_begun_on_one_rank_is_everybodys_error() -> None:
@@ -598,7 +598,7 @@ def test_a_request_that_is_over_cannot_be_added_to_or_finalized_again(
         request.add_finalize_fn(lambda: None)
     queue.close()
     with pytest.raises(
-        CheckpointingException, match="this save is over, done, already"
+        CheckpointingException, match=r"this save has already ended \(done\)"
     ):
         request.execute_sync()
     check(tmp_path / "a", 1, 1.0)
@@ -613,8 +613,8 @@ def test_a_queue_that_nobody_keeps_is_not_forgotten(
     gc.collect()
     with caplog.at_level(logging.WARNING):
         calls._end_of_process()
-    assert "so they are no checkpoints" in caplog.text
-    assert not calls._under_way
+    assert "so they are not committed" in caplog.text
+    assert not calls._unfinished
 
 
 def test_status_can_be_read_by_any_thread_at_any_time() -> None:
@@ -645,7 +645,7 @@ def test_what_was_finalized_before_an_error_is_told() -> None:
         queue.schedule_async_request(AsyncRequest(work, (), []))
     with pytest.raises(RankFailure) as raised:
         queue.maybe_finalize_async_calls(blocking=True)
-    assert raised.value.__notes__ == ["this call has finalized before: [0, 1]"]
+    assert raised.value.__notes__ == ["finalized before in this call: [0, 1]"]
 
 
 def test_somebody_who_fails_at_being_told_hinders_nobody(
@@ -660,7 +660,7 @@ def test_somebody_who_fails_at_being_told_hinders_nobody(
     assert task.wait(1)
     assert task.get() == 7
     assert len(told) == 2
-    assert "somebody who was told so failed" in caplog.text
+    assert "a callback failed" in caplog.text
 
 
 FORKING = """
@@ -691,7 +691,7 @@ def test_a_forked_process_that_ends_leaves_its_parents_save_alone(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "so they are no checkpoints" not in done.stderr
+    assert "so they are not committed" not in done.stderr
 
 
 def refused_looks(directory: str) -> None:
@@ -774,7 +774,7 @@ def test_a_second_thread_is_refused_and_takes_nothing_away() -> None:
         for refused in (queue.maybe_finalize_async_calls, queue.close):
             with pytest.raises(
                 CheckpointingException,
-                match="another thread is at work with this AsyncCalls",
+                match="another thread is using this AsyncCalls",
             ):
                 refused()
         assert told == []
@@ -838,7 +838,8 @@ def test_who_would_end_the_process_from_a_thread_has_failed() -> None:
     queue = AsyncCallsQueue()
     queue.schedule_async_request(AsyncRequest(sys.exit, (3,), []))
     with pytest.raises(
-        RankFailure, match=r"RuntimeError: the thread was told to end: SystemExit\(3\)"
+        RankFailure,
+        match=r"RuntimeError: the work tried to end its thread: SystemExit\(3\)",
     ):
         queue.close()
     with pytest.raises(SystemExit):
@@ -867,8 +868,8 @@ def test_a_finalize_function_that_fails_undoes_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="first") as raised:
         queue.maybe_finalize_async_calls(blocking=True)
     assert raised.value.__notes__ == [
-        "a was done on all ranks before that: a save is committed",
-        "this call has finalized before: [0]",
+        "a had succeeded on all ranks before that: the save is committed",
+        "finalized before in this call: [0]",
     ]
     check(tmp_path / "a", 1, 1.0)
     with pytest.raises(RankLost, match="of a load in it"):
@@ -881,9 +882,7 @@ def test_the_first_error_is_that_of_close(monkeypatch: pytest.MonkeyPatch) -> No
         raise RankLost("a rank is gone")
 
     def fail() -> None:
-        monkeypatch.setattr(
-            AsyncCallsQueue, "_all_done", lost
-        )  # from the next request on
+        monkeypatch.setattr(AsyncCallsQueue, "_vote", lost)  # from the next request on
         raise OSError("the disk is full")
 
     queue = AsyncCallsQueue()

@@ -243,7 +243,7 @@ def test_a_task_that_somebody_else_has_begun_is_left_to_them(
     worker: ProcessWorker,
 ) -> None:
     task: Task[int] = Task(chores.pid, "elsewhere")
-    assert task.begin()
+    assert task.claim()
     worker.start(task)
     assert isinstance(done(worker, chores.pid), int)
     assert task.outcome is None
@@ -396,7 +396,7 @@ def test_a_forked_process_leaves_the_writer_alone(
     assert done(worker, chores.pid) == pid
 
 
-def test_closing_gives_up_what_is_under_way(
+def test_closing_gives_up_what_is_unfinished(
     worker: ProcessWorker, tmp_path: Path
 ) -> None:
     first, pid = begun(worker, tmp_path / "w")

@@ -122,7 +122,7 @@ class Fault:
         self.before(committing.DirectoryPlace, "_confirm", "commit")
         self.before(load_operation, "_compare", "compare")
         self.before(AsyncCallsQueue, "schedule_async_request", "returned")
-        self.before(AsyncCallsQueue, "_all_done", "look")
+        self.before(AsyncCallsQueue, "_vote", "look")
         for backend in (torch_dist.TorchDist, zarr.Zarr):
             self.before(backend, "write", "write")
             self.after(backend, "write", "written")
