@@ -1,4 +1,4 @@
-"""The other ranks: every message between them passes here, and one rank's error becomes everybody's."""
+"""Communication between ranks: the control group, votes, and errors that all ranks raise."""
 
 from __future__ import annotations
 

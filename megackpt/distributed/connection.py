@@ -1,7 +1,7 @@
 """The connection between the ranks of one process group, remade when it has failed.
 
-The job's store tells what the broken connections cannot: who was missing, and to a rank that comes late, that the
-others have gone on.
+Broken connections do not show which ranks are missing, or to a late rank that the others have continued. Ranks
+write that to the job's store.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ ADVICE = (
 )
 LATE = "came late"
 REFUSED = "began one while another thread of its process was at work over the same group, and was refused"
-LAST_ADVICE = "The control group could not be made anew; the job must restart."
+LAST_ADVICE = "The control group could not be made again; the job must restart."
 
 _made: Counter[str] = Counter()
 
 
-class Line:
+class Connection:
     """The connection between the ranks of one process group, remade when it has failed.
 
-    A call is one save or load, with all that goes on with it later. Keys in the job's store, below a prefix for this
-    line: ``failed``, the number of the latest call in which the line broke; ``here/C/R``, how rank R came
-    out of call C; ``left/C``, some rank says there that it left; ``story/C``, what the coordinator found out about the
-    failure of call C.
+    A *call* is one save or load, including its asynchronous completion. Keys in the job's store, below a
+    prefix for this connection: ``failed``, the latest call in which the connection failed; ``here/C/R``,
+    the status of rank R after call C; ``left/C``, set by a rank that left; ``story/C``, the coordinator's
+    report on the failure of call C.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -59,19 +59,19 @@ class Line:
         self.call = 0
         self.made_in = 0
         self._late_before = False
-        self._told: tuple[int, dict[int, str]] = (
+        self._reported: tuple[int, dict[int, str]] = (
             0,
             {},
-        )  # in which call this rank was told last, and of whom
+        )  # the last reported call, and its missing ranks
         self.gloo: Any = None  # a ProcessGroupGloo, whose messages torch does not describe to type checkers
 
     def open(
         self, timeout: timedelta, refused: Sequence[bool] = (), since: int = 0
     ) -> None:
-        """Begin a call: connected to all ranks, or a RankFailure.
+        """Start a call: connect to all ranks, or raise RankFailure.
 
-        ``since``: go on with what that call began, which is over if the line has broken then or later. ``refused``:
-        what never came here before this, and whether it would have been a call.
+        ``since``: continue with that call, which has failed if the connection has failed then or later.
+        ``refused``: earlier steps that were refused to threads, and whether each would have been a call.
         """
         from torch.distributed import ProcessGroupGloo, distributed_c10d
 
@@ -79,9 +79,9 @@ class Line:
         try:
             if refused:  # other ranks may be waiting in them
                 self.gloo = None
-                self._sign(REFUSED)
+                self._post_status(REFUSED)
             self.call += not since
-            failed = self._came_through(self.call)
+            failed = self._last_failure(self.call)
             if failed < (since or self.call) and (
                 self.gloo is None or failed >= self.made_in
             ):
@@ -115,31 +115,31 @@ class Line:
             self.gloo = connect()
 
     def broken(self, stage: str, timeout: timedelta, error: Exception) -> RankLost:
-        """Give the connection up, find out who is missing, and say so."""
+        """Give up the connection, and find the missing ranks. Returns the error to raise."""
         try:
-            earlier = self._came_through(self.call)
-            self._sign("here")  # before the others can notice
+            earlier = self._last_failure(self.call)
+            self._post_status("here")  # before the others can notice
             self.gloo = None
             patience = min(limits.MISSING_RANKS_SECONDS, timeout.total_seconds())
-            told = self._call_the_roll if self.rank == 0 else self._story
-            story = told(self.call, patience)
+            read = self._find_missing_ranks if self.rank == 0 else self._read_report
+            report = read(self.call, patience)
             if (
                 self.made_in <= earlier < self.call
             ):  # the others may have stayed away because of that
-                story["missing"] = {
-                    **self._story(earlier, 0)["missing"],
-                    **story["missing"],
+                report["missing"] = {
+                    **self._read_report(earlier, 0)["missing"],
+                    **report["missing"],
                 }
         except (
             RuntimeError
         ) as lost:  # the store's server is gone too, as when rank 0 held it and died
             self.gloo = None
-            story = {
+            report = {
                 "text": f"the job's store cannot be reached either ({_first_line(lost)})",
                 "missing": {},
             }
-        missing = {int(rank): str(word) for rank, word in story["missing"].items()}
-        self._told = self.call, missing
+        missing = {int(rank): str(word) for rank, word in report["missing"].items()}
+        self._reported = self.call, missing
         who = "; ".join(
             f"rank {rank}{self._globally(rank)} {word}"
             for rank, word in missing.items()
@@ -147,7 +147,7 @@ class Line:
         advice = LAST_ADVICE if stage == "connect" and self.call > 1 else ADVICE
         return RankLost(
             f"the ranks lost one another in the stage {stage!r} (timeout {timeout.total_seconds():g} s): "
-            f"{who or story['text']}.\n  torch says: {_first_line(error)}\n  {advice}",
+            f"{who or report['text']}.\n  torch says: {_first_line(error)}\n  {advice}",
             missing,
         )
 
@@ -159,7 +159,7 @@ class Line:
         )
 
     def confirm(self, timeout: timedelta, since: int = 0) -> None:
-        """RankLost if any rank has given this up, as after this process was stopped for long."""
+        """Raise RankLost if any rank has given this up, as after this process was stopped for long."""
         try:
             failed = self._failed()
         except RuntimeError as error:
@@ -168,29 +168,31 @@ class Line:
             raise self._given_up(failed)
 
     def parted(self, what: str, since: int, patience: float) -> bool:
-        """Say that this rank has given up what that call began; on rank 0: have all, or do they in so many seconds?"""
+        """Give up the operation of a call. On rank 0: whether all ranks do within so many seconds."""
         try:
-            if self._failed() < since:  # nobody may wait for this rank to go on with it
-                self._sign("gave it up")
+            if self._failed() < since:  # no rank may wait for this one to continue
+                self._post_status("gave it up")
                 self.gloo = None
             self.store.set(f"parted/{what}/{self.rank}", "")
             keys = [f"parted/{what}/{rank}" for rank in range(self.size)]
             return self.rank > 0 or _until(lambda: self.store.check(keys), patience)
-        except RuntimeError:  # the store is gone: nobody can be heard of
+        except RuntimeError:  # the store is gone
             return False
 
     def leave(self, reason: BaseException) -> None:
-        """Give the connection up because this rank cannot go on; the others notice at once."""
+        """Give up the connection because this rank leaves; the others notice at once."""
         self.gloo = None
         try:
-            self._sign(departure(reason))
+            self._post_status(departure(reason))
             self.store.set(f"left/{self.call}", "")
         except RuntimeError as error:
-            reason.add_note(f"the other ranks could not be told: {_first_line(error)}")
+            reason.add_note(
+                f"the other ranks could not be notified: {_first_line(error)}"
+            )
 
-    def _sign(self, word: str) -> None:
+    def _post_status(self, word: str) -> None:
         self.store.set(self._here(self.call), word)
-        if self.rank == 0 and word != "here":  # it is itself who tells it
+        if self.rank == 0 and word != "here":  # rank 0 writes the report itself
             self.store.set(
                 f"story/{self.call}", json.dumps({"text": "", "missing": {0: word}})
             )
@@ -199,8 +201,8 @@ class Line:
     def _failed(self) -> int:
         return int(self.store.compare_set("failed", "", "-1"))
 
-    def _came_through(self, call: int) -> int:
-        """The latest call in which the line broke; where that is one before this call, this rank was there."""
+    def _last_failure(self, call: int) -> int:
+        """The latest call in which the connection failed. Posts that this rank was present in it."""
         failed = self._failed()
         if self.made_in <= failed < call:
             self.store.compare_set(self._here(failed), "", "here")
@@ -209,7 +211,7 @@ class Line:
     def _here(self, call: int) -> str:
         return f"here/{call}/{self.rank}"
 
-    def _call_the_roll(self, call: int, patience: float) -> dict[str, Any]:
+    def _find_missing_ranks(self, call: int, patience: float) -> dict[str, Any]:
         keys = [f"here/{call}/{rank}" for rank in range(self.size)]
         _until(
             lambda: self.store.check(keys) or self.store.check([f"left/{call}"]),
@@ -226,46 +228,46 @@ class Line:
                 missing[rank] = word
         left = {rank: word for rank, word in missing.items() if word.startswith(LEFT)}
         gone = {rank: word for rank, word in missing.items() if word != LATE}
-        # Who has left says so, and others may not have noticed. Nobody is late where somebody is gone: it was told
-        # before he could come.
+        # Prefer ranks that announced their exit, then ranks that vanished. Report ranks as late only if
+        # there are neither.
         missing = left or gone or missing
-        story = {
+        report = {
             "text": "every rank is there, but a connection broke",
             "missing": missing,
         }
-        self.store.set(f"story/{call}", json.dumps(story))
-        return story
+        self.store.set(f"story/{call}", json.dumps(report))
+        return report
 
-    def _story(self, call: int, patience: float) -> dict[str, Any]:
+    def _read_report(self, call: int, patience: float) -> dict[str, Any]:
         key = f"story/{call}"
         if _until(
             lambda: self.store.check([key]), 2 * patience + 2
-        ):  # who tells it waits as well
+        ):  # rank 0 waits as well
             return dict(json.loads(self.store.get(key)))
         return {"text": "", "missing": {0: "did not answer"}}
 
     def _given_up(self, failed: int) -> RankLost:
-        """The others have lost one another in this call, to which this rank comes later, or has come through."""
+        """The error of a rank that comes later to a call in which the connection failed."""
         self.gloo = None
-        if self._told[0] != failed:
+        if self._reported[0] != failed:
             self.store.compare_set(self._here(failed), "", LATE)
-            teller = self.rank == 0 and not self.store.check([f"story/{failed}"])
-            story = (self._call_the_roll if teller else self._story)(
+            reporter = self.rank == 0 and not self.store.check([f"story/{failed}"])
+            report = (self._find_missing_ranks if reporter else self._read_report)(
                 failed, limits.MISSING_RANKS_SECONDS / 2
             )
-            self._told = (
+            self._reported = (
                 failed,
-                {int(rank): str(word) for rank, word in story["missing"].items()},
+                {int(rank): str(word) for rank, word in report["missing"].items()},
             )
-        missing = self._told[1]
-        told = (
+        missing = self._reported[1]
+        who = (
             "; ".join(f"rank {rank} {word}" for rank, word in missing.items())
             or "a connection was lost"
         )
         late = f"rank {self.rank} comes too late: " if self.rank in missing else ""
         return RankLost(
-            f"{late}the other ranks have given this save or load up ({told}). "
-            "They were told so too; the next one begins afresh.",
+            f"{late}the other ranks have given this save or load up ({who}). "
+            "They have raised this as well; the next one starts afresh.",
             missing,
         )
 

@@ -1,4 +1,4 @@
-"""One rank's error becomes everybody's: what of an exception travels, and what all ranks raise in the end.
+"""An error of one rank is raised on all: what is sent of an exception, and what all ranks raise.
 
 An exception may hold anything (open files, tensors, locks), so it is never sent itself: a ``Failure`` carries
 its class where that is one of ours, its text and its formatted traceback.
@@ -24,19 +24,19 @@ from megackpt.events import format_error
 T = TypeVar("T")
 
 DEPARTURES = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""Not failures of a step: somebody ends the process. They pass through unchanged."""
+"""These end the process. They are not failures of a step, and pass through unchanged."""
 
-STORIES_TOLD = 8
-"""Different stories that one message holds at most; all of them are in ``RankFailure.failures``."""
+TRACEBACKS_SHOWN = 8
+"""Tracebacks that one error text holds at most; all are in ``RankFailure.failures``."""
 
 LEFT = "left:"
-"""So begins what a rank says that leaves the others."""
+"""The prefix of the exit reason of a rank that leaves the others."""
 _LONGEST = 300  # characters of it
 
 
 @dataclass(frozen=True)
 class Attempt(Generic[T]):
-    """A value, or the exception that stood in its way, kept until the step in which all ranks hear of it."""
+    """A value, or the exception in its place, kept for the next collective step."""
 
     value: T | None
     error: BaseException | None = None
@@ -50,13 +50,13 @@ class Attempt(Generic[T]):
 def attempt(work: Callable[[], T]) -> Attempt[T]:
     try:
         return Attempt(work())
-    except Exception as error:  # noqa: BLE001 - told to all ranks by the next collective
+    except Exception as error:  # noqa: BLE001 - the next collective raises it on all ranks
         return Attempt(None, error)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank's failed step, reduced to what can travel."""
+    """One rank's failed step, reduced to what can be sent."""
 
     rank: int
     kind: type[CheckpointingException] | None
@@ -68,7 +68,8 @@ class Failure:
         """``kind`` is None for an exception that is not ours, or whose class other ranks cannot import."""
         kind = (
             type(error)
-            if isinstance(error, CheckpointingException) and _travels(type(error))
+            if isinstance(error, CheckpointingException)
+            and _can_be_pickled(type(error))
             else None
         )
         text = format_error(error)
@@ -76,12 +77,12 @@ class Failure:
         return cls(rank, kind, headline, "".join(traceback.format_exception(error)))
 
 
-def everybodys(
+def for_all_ranks(
     stage: str, failures: Sequence[Failure], size: int
 ) -> CheckpointingException:
     """The one exception that all ``size`` ranks raise after these failed in ``stage``.
 
-    If all failures are of one class of ours, it is of that class; otherwise a RankFailure with all stories.
+    If all failures are of one class of ours, it is of that class; otherwise a RankFailure with all tracebacks.
     """
     kinds = {failure.kind for failure in failures}
     kind = kinds.pop() if len(kinds) == 1 else None
@@ -89,14 +90,14 @@ def everybodys(
         return _rank_failure(stage, failures, size)
     texts = _by_likeness(failures, size)
     return kind(
-        join_truncated(texts, STORIES_TOLD, "\n", "more such texts of other ranks")
+        join_truncated(texts, TRACEBACKS_SHOWN, "\n", "more such texts of other ranks")
     )
 
 
-def coordinators(stage: str, error: BaseException) -> CheckpointingException:
-    """What all ranks raise after the coordinator failed to decide: its own words where the error is ours."""
+def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
+    """What all ranks raise after the coordinator's step failed: its own text where the error is ours."""
     if isinstance(error, CheckpointingException):
-        if _travels(error):
+        if _can_be_pickled(error):
             return error
         failure = Failure.of(0, error)
         return (failure.kind or CheckpointingException)(failure.text)
@@ -105,14 +106,14 @@ def coordinators(stage: str, error: BaseException) -> CheckpointingException:
     return RankFailure(text, {0: failure.story})
 
 
-def alone(stage: str, error: BaseException) -> RankFailure:
+def of_single_process(stage: str, error: BaseException) -> RankFailure:
     """What a single process raises for an error that is not ours; raise it ``from`` that error."""
     failure = Failure.of(0, error)
     return RankFailure(f"{_what_failed(stage)}: {failure.text}", {0: failure.story})
 
 
 def parted(stage: str, rank: int, error: BaseException) -> RankLost:
-    """What a rank raises that has to leave the others; raise it ``from`` that error. They hear ``departure``."""
+    """What a rank raises that leaves the others; raise it ``from`` its error. They get ``departure``."""
     failure = Failure.of(rank, error)
     return RankLost(
         f"{_what_failed(stage)}: rank {rank} {departure(error)}", {rank: failure.story}
@@ -120,7 +121,7 @@ def parted(stage: str, rank: int, error: BaseException) -> RankLost:
 
 
 def departure(reason: BaseException) -> str:
-    """In one line, which any store takes, why a rank leaves the others."""
+    """The exit reason of a rank, in one line that any store takes."""
     line = ": ".join([type(reason).__name__, *format_error(reason).splitlines()[:1]])
     return f"{LEFT} {line[:_LONGEST]}".encode(errors="backslashreplace").decode()
 
@@ -141,13 +142,13 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def _rank_failure(stage: str, failures: Sequence[Failure], size: int) -> RankFailure:
-    told = _by_text(failures, size)
+    texts_shown = _by_text(failures, size)
     lines = [f"{_what_failed(stage)}: {len(failures)} of {size} ranks failed"]
-    for text, first in told[:STORIES_TOLD]:
+    for text, first in texts_shown[:TRACEBACKS_SHOWN]:
         lines += [_indented(text), _indented(first.story, by=4)]
-    if len(told) > STORIES_TOLD:
+    if len(texts_shown) > TRACEBACKS_SHOWN:
         lines.append(
-            f"  and {len(told) - STORIES_TOLD} more stories, in .failures of this exception"
+            f"  and {len(texts_shown) - TRACEBACKS_SHOWN} more tracebacks, in .failures of this exception"
         )
     return RankFailure(
         "\n".join(lines), {failure.rank: failure.story for failure in failures}
@@ -155,7 +156,7 @@ def _rank_failure(stage: str, failures: Sequence[Failure], size: int) -> RankFai
 
 
 def _by_text(failures: Sequence[Failure], size: int) -> list[tuple[str, Failure]]:
-    """Each different text once, with the ranks that say it, beside the first failure of those."""
+    """Each different text once, with its ranks, and the first failure of those."""
     same: dict[str, list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.rank):
         same.setdefault(failure.text, []).append(failure)
@@ -173,16 +174,19 @@ def _by_likeness(failures: Sequence[Failure], size: int) -> list[str]:
     alike: dict[str, list[tuple[str, Failure]]] = {}
     for text, first in _by_text(failures, size):
         alike.setdefault(re.sub("[0-9]+", "", first.text), []).append((text, first))
-    told = []
+    texts_shown = []
     for texts in alike.values():
         if len(texts) < 3:
-            told += [text for text, _ in texts]
+            texts_shown += [text for text, _ in texts]
             continue
         others = [
             f.rank for f in failures if f.text in {first.text for _, first in texts[1:]}
         ]
-        told += [texts[0][0], f"{name_ranks(others)}: the same, but for the numbers"]
-    return told
+        texts_shown += [
+            texts[0][0],
+            f"{name_ranks(others)}: the same, but for the numbers",
+        ]
+    return texts_shown
 
 
 def _what_failed(stage: str) -> str:
@@ -198,8 +202,8 @@ def _indented(text: str, by: int = 2) -> str:
     return "\n".join(" " * by + line for line in text.rstrip().splitlines())
 
 
-def _travels(value: object) -> bool:
-    """Whether other ranks can have this exception, or class, as it is."""
+def _can_be_pickled(value: object) -> bool:
+    """Whether this exception, or class, can be pickled and unpickled."""
     try:
         pickle.loads(pickle.dumps(value))
     except Exception:  # noqa: BLE001  # pickling calls the value's own code, which may raise anything

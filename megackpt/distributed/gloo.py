@@ -1,7 +1,7 @@
 """Ranks as processes: a gloo group of our own over the ranks of a torch process group.
 
-Nothing of ours travels on the caller's group, which may be NCCL's, and a group that has failed or timed out
-is thrown away and made anew, so that the trainer's groups are never touched.
+We send nothing over the caller's group, which may be NCCL's, and a group that has failed or timed out
+is replaced, so that the trainer's groups are never touched.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from megackpt import limits
+from megackpt.distributed.connection import Connection
 from megackpt.distributed.group import (
     Busy,
     Group,
@@ -29,7 +30,6 @@ from megackpt.distributed.group import (
     RankGroup,
     SingleGroup,
 )
-from megackpt.distributed.line import Line
 from megackpt.distributed.waiting import Wait
 from megackpt.errors import CheckpointingException, RankLost
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(seconds=limits.RANK_TIMEOUT_SECONDS)
 FIRST = 4096
-"""Bytes of the first, and mostly only, message that carries a value: a short one takes no second round."""
+"""Bytes of the first message of a value; most values need no second one."""
 BUSY = (
     "another thread of this process is saving or loading over the same process group: let it finish first, or "
     "give each thread a process group of its own (torch.distributed.new_group, in the same order on all ranks)"
@@ -92,7 +92,7 @@ def group_over(
     with _finding:
         group = _groups.get(over)
         if group is None:
-            group = _groups[over] = ProcessGroup(Line(over))
+            group = _groups[over] = ProcessGroup(Connection(over))
     group.begin(timeout)
     return group
 
@@ -112,14 +112,14 @@ def domain_of(
         return int(min(distributed.get_process_group_ranks(process_group)))
     except KeyError:
         raise CheckpointingException(
-            f"{called} is a process group that has been destroyed, {process_group!r}: make the strategy anew, over a "
+            f"{called} is a process group that has been destroyed, {process_group!r}: make a new strategy, over a "
             "group that there is"
         ) from None
 
 
 @atexit.register
 def _hang_up() -> None:
-    """A gloo thread that still lets go of a message while the interpreter ends would abort the process."""
+    """Gloo threads must end before the interpreter: releasing a message later would abort the process."""
     for group in list(_groups.values()):
         group.close()
 
@@ -127,11 +127,11 @@ def _hang_up() -> None:
 class ProcessGroup(RankGroup):
     """The ranks of a torch process group."""
 
-    def __init__(self, line: Line) -> None:
-        self.rank, self.size = line.rank, line.size
-        self._line = line
+    def __init__(self, connection: Connection) -> None:
+        self.rank, self.size = connection.rank, connection.size
+        self._connection = connection
         self._taking = threading.Lock()
-        self._thread: int | None = None  # which has begun a save or load
+        self._thread: int | None = None  # the one in a save or load
         self._entered = False
         self._refused: list[
             int
@@ -148,33 +148,33 @@ class ProcessGroup(RankGroup):
             self._entered, self._thread = False, None
 
     def mark(self) -> Mark:
-        return Mark(self._line.call, self._timeout)
+        return Mark(self._connection.call, self._timeout)
 
     def resumed(self, since: Mark) -> Group:
         self.begin(since.timeout or self._timeout, since.call)
         return self
 
     def parted(self, what: str, since: Mark, patience: float) -> bool:
-        return self._line.parted(what, since.call, patience)
+        return self._connection.parted(what, since.call, patience)
 
     def confirm(self) -> None:
-        self._line.confirm(self._timeout, self._since)
+        self._connection.confirm(self._timeout, self._since)
 
     def begin(self, timeout: timedelta, since: int = 0) -> None:
-        """Make sure of the connection for one save or load of this thread, or a step of one. Raises RankLost."""
+        """Connect for one save or load of this thread, or a step of one. Raises RankLost."""
         with self._taking:
             if self._entered or self._thread not in (None, threading.get_ident()):
                 self._refused.append(since)
                 raise Busy(BUSY)
-            # Nobody waits in vain for what is done after all.
+            # No rank must wait for what is done after all.
             refused = [not call for call in self._refused if not since or call != since]
             self._thread, self._refused = threading.get_ident(), []
         self._timeout, self._since = timeout, since
-        made_in = self._line.made_in
+        made_in = self._connection.made_in
         try:
-            self._line.open(timeout, refused, since)
+            self._connection.open(timeout, refused, since)
             if (
-                self._line.made_in != made_in
+                self._connection.made_in != made_in
             ):  # ranks may have left steps out while they were apart
                 self._step = 0
         except BaseException:
@@ -183,7 +183,7 @@ class ProcessGroup(RankGroup):
 
     def close(self) -> None:
         """Close the connection, and wait for its threads."""
-        self._line.gloo = None
+        self._connection.gloo = None
 
     def _lowest(self, numbers: Sequence[int]) -> list[int]:
         import torch
@@ -209,16 +209,16 @@ class ProcessGroup(RankGroup):
             gloo.allreduce([votes], options).wait()
 
         with self._waiting("vote"):
-            self._over_line("vote", reduce)
+            self._over_connection("vote", reduce)
         return [int(vote) for vote in votes.tolist()]
 
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
         with self._waiting(stage):
             if self.rank:
-                self._over_line(stage, lambda gloo: self._send(gloo, {0: packed}))
+                self._over_connection(stage, lambda gloo: self._send(gloo, {0: packed}))
                 return None
             others = range(1, self.size)
-            messages = self._over_line(
+            messages = self._over_connection(
                 stage, lambda gloo: self._receive(gloo, others, self._timeout)
             )
         return [packed, *messages]
@@ -226,11 +226,11 @@ class ProcessGroup(RankGroup):
     def _scatter(self, stage: str, packed: Sequence[Packed] | None) -> Packed:
         with self._waiting(stage):
             if packed is None:
-                return self._over_line(
+                return self._over_connection(
                     stage, lambda gloo: self._receive(gloo, [0], 2 * self._timeout)
                 )[0]
             others = {rank: packed[rank] for rank in range(1, self.size)}
-            self._over_line(stage, lambda gloo: self._send(gloo, others))
+            self._over_connection(stage, lambda gloo: self._send(gloo, others))
         return packed[0]
 
     def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
@@ -257,7 +257,7 @@ class ProcessGroup(RankGroup):
             return message if packed is None else packed
 
         with self._waiting(stage):
-            return self._over_line(stage, spread)
+            return self._over_connection(stage, spread)
 
     def _swap(
         self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
@@ -272,7 +272,7 @@ class ProcessGroup(RankGroup):
                 *((to, gloo.send([part], to, 0)) for part in out),
             ]
 
-        works = self._over_line(stage, begin)
+        works = self._over_connection(stage, begin)
 
         def wait_for(peer: int, work: Any) -> None:
             with Wait(
@@ -287,15 +287,18 @@ class ProcessGroup(RankGroup):
             for peer, work in works:
                 wait_for(peer, work)
 
-        return lambda: self._over_line(stage, wait_for_all)
+        return lambda: self._over_connection(stage, wait_for_all)
 
     def _leave(self, reason: BaseException) -> None:
-        self._line.leave(reason)
+        self._connection.leave(reason)
 
     @contextmanager
     def _waiting(self, stage: str) -> Iterator[None]:
-        """While this rank waits for the others in its present step."""
-        step, arrivals = (self._line.made_in, self._step), self._line.arrivals
+        """A Wait for the other ranks in the current step."""
+        step, arrivals = (
+            (self._connection.made_in, self._step),
+            self._connection.arrivals,
+        )
         arrive, absent = partial(arrivals.post, step), partial(arrivals.absent, step)
         with Wait(
             self.rank, stage, absent, arrive, self._timeout.total_seconds()
@@ -304,19 +307,19 @@ class ProcessGroup(RankGroup):
         if wait.long and self.is_coordinator:  # from here on all wait for this rank
             arrivals.post(step, answering=True)
 
-    def _over_line(self, stage: str, use: Callable[[Any], T]) -> T:
-        if self._line.gloo is None:
+    def _over_connection(self, stage: str, use: Callable[[Any], T]) -> T:
+        if self._connection.gloo is None:
             raise RankLost(
                 f"stage {stage!r}: this group has failed before; the next save or load makes one"
             )
         try:
-            return use(self._line.gloo)
+            return use(self._connection.gloo)
         except (
             Exception
         ) as error:  # whatever it was, the ranks are no longer at the same message
             # Its frames hold the connection, whose end the other ranks wait for.
             traceback.clear_frames(error.__traceback__)
-            raise self._line.broken(stage, self._timeout, error) from error
+            raise self._connection.broken(stage, self._timeout, error) from error
 
     def _send(self, gloo: Any, messages: dict[int, Packed]) -> None:
         tensors: list[tuple[int, torch.Tensor]] = []
@@ -368,7 +371,7 @@ def _parted(packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _begun(first: torch.Tensor) -> tuple[memoryview, torch.Tensor | None]:
-    """The message that begins so, and the part of its memory that is still to be filled."""
+    """The message with this beginning, and the part of its memory that is still to be filled."""
     length = int.from_bytes(bytes(first[:_LENGTH].numpy().data), "little")
     if length <= FIRST - _LENGTH:
         return first.numpy().data[_LENGTH : _LENGTH + length], None

@@ -1,7 +1,7 @@
-"""Ranks that work together: the four things they do with one another, and how the error of one reaches all.
+"""Groups of ranks: their collective steps, and how the error of one rank reaches all.
 
-``Group`` is the door. ``RankGroup`` writes it once over primitives that only move bytes, so that real
-processes and the threads of a test behave alike; ``SingleGroup`` is a process that is alone.
+``Group`` is the interface. ``RankGroup`` implements it over primitives that only move bytes, so that
+processes and the threads of a test behave alike; ``SingleGroup`` is a single process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megackpt.distributed.failures import (
     DEPARTURES,
     Attempt,
     Failure,
-    alone,
-    coordinators,
-    everybodys,
+    for_all_ranks,
+    of_coordinator,
+    of_single_process,
     parted,
 )
 from megackpt.distributed.streams import Stream, Swap, hand_over, within
@@ -32,20 +32,20 @@ U = TypeVar("U")
 Packed = bytes | memoryview
 
 Streams = Mapping[int, Stream]
-"""For each other rank what passes between it and this one."""
+"""For each other rank the bytes between it and this one."""
 
 _NO_TOKEN = -(2**63) + 1
 
 
 class Mark(NamedTuple):
-    """Which of a group's calls began something whose later steps are to come, and how long its ranks wait in them."""
+    """The call of a group that started an operation with later steps, and the timeout of these."""
 
     call: int = 0
     timeout: timedelta | None = None
 
 
 class Busy(CheckpointingException):
-    """Another thread of this process is at work over the same ranks. Nothing has been sent."""
+    """Another thread of this process is using the same ranks. Nothing has been sent."""
 
 
 class Group(ABC):
@@ -65,42 +65,44 @@ class Group(ABC):
         return self.rank == 0
 
     def __enter__(self) -> Group:
-        """One save or load of one thread; of another thread none can begin meanwhile where ranks are processes."""
+        """Start one save or load. Where ranks are processes, other threads cannot start one meanwhile."""
         return self
 
     def __exit__(self, *_: object) -> None:  # noqa: B027 - threads and single processes keep no order
-        """It is over."""
+        """End it."""
 
     def mark(self) -> Mark:
-        """For something that is being begun now: see ``resumed``."""
+        """A mark for an operation that starts now: see ``resumed``."""
         return Mark()
 
     def resumed(self, since: Mark) -> Group:  # noqa: ARG002 - threads and single processes lose nobody
-        """For a later step of something begun before: enter what this returns. Raises as ``group_over`` does.
+        """The group for a later step of the operation of a mark; enter it as a context.
 
-        RankLost, too, if ranks have lost one another in the call of this mark or since: some of them gave it up then.
-        Until it is entered and left no other thread comes between. A step that was refused (Busy) may be tried again.
+        No other thread can use the group until it was entered and left. Raises as ``group_over`` does,
+        and RankLost if the connection has failed since the mark. A step that was refused (Busy) may be
+        tried again.
         """
         return self
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """If this process is being ended within, the others hear of it at once."""
+        """If this process is ended inside the block, the other ranks are notified at once."""
         yield
 
     def parted(self, what: str, since: Mark, patience: float) -> bool:  # noqa: ARG002 - as above
-        """This rank gives up what was begun at this mark. On the coordinator: have all, or do so in that many seconds?
+        """Give up the operation of a mark, on this rank.
 
-        Not collective: other ranks may have done so, do so later, or never. Those that go on with it hear RankLost.
+        Returns, on the coordinator, whether all ranks have given it up within ``patience`` seconds. Not
+        collective: ranks that continue with the operation raise RankLost.
         """
         return True
 
     def confirm(self) -> None:  # noqa: B027 - threads and single processes are not stopped apart
-        """Before a step that cannot be undone: raises RankLost if the other ranks have given this call up."""
+        """Before a step that cannot be undone: raise RankLost if other ranks have given up this call."""
 
     @abstractmethod
     def lowest(self, numbers: Sequence[int]) -> list[int]:
-        """For each place the lowest number of all ranks (of 64 bits, as many on each). One tiny message."""
+        """The element-wise minimum over all ranks (64 bits each, as many on each rank). One tiny message."""
 
     def all_agree(self, token: int | None) -> bool:
         """True on every rank if all ranks passed the same token, none of them None. One tiny message.
@@ -140,9 +142,10 @@ class Group(ABC):
     def exchange(
         self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
     ) -> None:
-        """Hand each rank (by number) its stream, and take from each rank what it hands this one; then one gather and
-        one broadcast. ``streams`` gives what goes out and what comes in: what one end passes the other awaits, with as
-        many bytes. An error of any stream is raised on every rank.
+        """Send each rank (by number) its stream and receive one from each; then one gather, one broadcast.
+
+        ``streams`` returns the outgoing and the incoming ones; both ends must agree on their sizes. An
+        error of any stream is raised on every rank.
         """
 
 
@@ -161,36 +164,36 @@ class SingleGroup(Group):
         work: Callable[[], T],
         decide: Callable[[list[T]], Sequence[U]],
     ) -> U:
-        with _telling(stage):
+        with _own_errors(stage):
             return _one_each(decide([work()]), 1)[0]
 
     def reduce_broadcast(
         self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]
     ) -> U:
-        with _telling(stage):
+        with _own_errors(stage):
             return decide([work()])
 
     def broadcast(self, stage: str, decide: Callable[[], U]) -> U:
-        with _telling(stage):
+        with _own_errors(stage):
             return decide()
 
     def exchange(
         self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
     ) -> None:
-        with _telling(stage):
+        with _own_errors(stage):
             Attempt(None, _exchanged(self, *streams(), lambda *_: within)).get()
 
 
 @dataclass(frozen=True, slots=True)
-class _Verdict:
-    """A message that is an exception for everybody to raise."""
+class _ErrorReply:
+    """A message that is an exception for all ranks to raise."""
 
     error: CheckpointingException
 
 
 @dataclass(frozen=True, slots=True)
 class _Done(Generic[T]):
-    """A step that this rank has made: its result or what stopped it, and the message that tells so."""
+    """The finished step of this rank: its result or error, and the message with it."""
 
     packed: Packed
     value: T | None = None
@@ -198,20 +201,20 @@ class _Done(Generic[T]):
     verdict: CheckpointingException | None = None
 
     def settled(self, own: BaseException | None = None) -> T:
-        """The value; or raise everybody's exception, from this rank's own where it has one."""
+        """The value. Raises the exception of all ranks, from this rank's own if there is one."""
         if self.verdict is not None:
             _raise(self.verdict, own if self.error is self.verdict else self.error)
         return cast("T", self.value)
 
 
 class RankGroup(Group):
-    """Several ranks, over primitives that move bytes. A message is a pickled value, Failure or _Verdict."""
+    """Several ranks, over primitives that move bytes. A message is a pickled value, Failure or _ErrorReply."""
 
-    _step = 0  # how many steps this rank has begun; on all ranks the same
+    _step = 0  # the number of steps so far; the same on all ranks
 
     @abstractmethod
     def _lowest(self, numbers: Sequence[int]) -> list[int]:
-        """What ``lowest`` says."""
+        """See ``lowest``."""
 
     @abstractmethod
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
@@ -229,14 +232,14 @@ class RankGroup(Group):
     def _swap(
         self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
     ) -> Callable[[], None]:
-        """Begin to send one rank some bytes and to receive some from another; what is returned waits for both.
+        """Start to send bytes to one rank and to receive some from another; the result waits for both.
 
-        Messages between two ranks arrive in the order in which they were begun. Empty ones are not sent.
+        Messages between two ranks arrive in the order of their calls. Empty ones are not sent.
         """
 
     @abstractmethod
     def _leave(self, reason: BaseException) -> None:
-        """This rank cannot go on in the middle of a step: let the others know, without waiting."""
+        """Notify the other ranks that this one leaves in the middle of a step, without waiting."""
 
     def lowest(self, numbers: Sequence[int]) -> list[int]:
         self._step += 1
@@ -251,11 +254,11 @@ class RankGroup(Group):
     ) -> U:
         self._step += 1
         with self.leaving():
-            mine = self._worked(work)
+            mine = self._perform(work)
             gathered = self._gather(stage, mine.packed)
             if gathered is None:
                 return cast(
-                    "U", self._opened(stage, self._scatter(stage, None), mine.error)
+                    "U", self._unpack(stage, self._scatter(stage, None), mine.error)
                 )
             replies = _decided(
                 stage,
@@ -264,18 +267,18 @@ class RankGroup(Group):
             )
             reply = self._scatter(stage, replies.value or [replies.packed] * self.size)
             replies.settled(mine.error)
-            return cast("U", self._opened(stage, reply))
+            return cast("U", self._unpack(stage, reply))
 
     def reduce_broadcast(
         self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]
     ) -> U:
         self._step += 1
         with self.leaving():
-            mine = self._worked(work)
+            mine = self._perform(work)
             gathered = self._gather(stage, mine.packed)
             if gathered is None:
                 return cast(
-                    "U", self._opened(stage, self._broadcast(stage, None), mine.error)
+                    "U", self._unpack(stage, self._broadcast(stage, None), mine.error)
                 )
             decided = _decided(
                 stage, lambda: decide(self._results(stage, gathered, mine))
@@ -287,7 +290,7 @@ class RankGroup(Group):
         self._step += 1
         with self.leaving():
             if not self.is_coordinator:
-                return cast("U", self._opened(stage, self._broadcast(stage, None)))
+                return cast("U", self._unpack(stage, self._broadcast(stage, None)))
             decided = _decided(stage, decide)
             self._broadcast(stage, decided.packed)
             return decided.settled()
@@ -309,21 +312,21 @@ class RankGroup(Group):
             error = _exchanged(self, *streams(), swap)
         self.reduce_broadcast(stage, Attempt(None, error).get, len)
 
-    def _worked(self, work: Callable[[], T]) -> _Done[T]:
+    def _perform(self, work: Callable[[], T]) -> _Done[T]:
         try:
             value = work()
             return _Done(_pack(value), value)
         except DEPARTURES:
             raise
-        except BaseException as error:  # noqa: BLE001  # torch raises some that are no Exception; all are told
+        except BaseException as error:  # noqa: BLE001  # torch raises BaseExceptions; raised on all ranks
             return _Done(_pack(Failure.of(self.rank, error)), error=error)
 
     def _results(self, stage: str, gathered: list[Packed], mine: _Done[T]) -> list[T]:
-        """All ranks' results; raises everybody's exception if any rank failed."""
+        """All ranks' results. Raises the exception of all ranks if any rank failed."""
         failures: list[Failure] = []
         results: list[T] = []
         for rank, packed in enumerate(gathered):
-            # What this rank has made itself it need not unpack.
+            # The own result needs no unpacking.
             value = (
                 mine.value
                 if rank == self.rank and mine.error is None
@@ -334,7 +337,7 @@ class RankGroup(Group):
             else:
                 results.append(cast("T", value))
         if failures:
-            raise everybodys(stage, failures, self.size)
+            raise for_all_ranks(stage, failures, self.size)
         return results
 
     def _replies(
@@ -347,17 +350,17 @@ class RankGroup(Group):
         replies = _one_each(decide(self._results(stage, gathered, mine)), self.size)
         return [_pack(reply) for reply in replies]
 
-    def _opened(
+    def _unpack(
         self, stage: str, packed: Packed, own: BaseException | None = None
     ) -> Any:
-        """The value of a message; or raise the exception that it holds, from this rank's own where it has one.
+        """The value of a message. Raises the exception that it holds, from this rank's own if there is one.
 
-        A rank that cannot open it leaves, which the others hear of in the next message of the same operation: the last
-        one is of plain values.
+        A rank that cannot unpack it leaves; the others notice at the next message of the operation. The
+        last message has plain values only.
         """
-        with self._parting(stage):  # a value's own code makes it anew
+        with self._parting(stage):  # unpickling runs the code of the value's class
             value = pickle.loads(packed)
-        if isinstance(value, _Verdict):
+        if isinstance(value, _ErrorReply):
             _raise(value.error, own)
         return value
 
@@ -371,7 +374,7 @@ class RankGroup(Group):
 
     @contextmanager
     def _parting(self, stage: str) -> Iterator[None]:
-        """What goes wrong here is heard of by nobody: this rank leaves, so that the others do not wait for it."""
+        """No later message reports an error in this block: the rank leaves, so that no other waits for it."""
         try:
             yield
         except (RankLost, *DEPARTURES):
@@ -387,7 +390,7 @@ def _exchanged(
     incoming: Mapping[int, Stream],
     swap: Callable[[int, int], Swap],
 ) -> BaseException | None:
-    """In each turn ranks give to the one so far above them and take from the one so far below: none waits in a ring.
+    """In turn d, ranks send to the rank d above and receive from the one d below, so none waits in a ring.
 
     Returns the first error of a stream.
     """
@@ -419,9 +422,9 @@ def _decided(
         return _Done(pack(value), value)
     except (RankLost, *DEPARTURES):  # of a RankLost, the others know already
         raise
-    except BaseException as error:  # noqa: BLE001  # as above; the caller raises it once all ranks are told
-        verdict = coordinators(stage, error)
-        return _Done(_pack(_Verdict(verdict)), error=error, verdict=verdict)
+    except BaseException as error:  # noqa: BLE001  # as above; raised after all ranks know
+        verdict = of_coordinator(stage, error)
+        return _Done(_pack(_ErrorReply(verdict)), error=error, verdict=verdict)
 
 
 def _packed_already(_: object) -> bytes:
@@ -441,10 +444,10 @@ def _one_each(parts: Sequence[U], size: int) -> Sequence[U]:
 
 
 @contextmanager
-def _telling(stage: str) -> Iterator[None]:
+def _own_errors(stage: str) -> Iterator[None]:
     try:
         yield
     except (CheckpointingException, *DEPARTURES):
         raise
     except BaseException as error:
-        raise alone(stage, error) from error
+        raise of_single_process(stage, error) from error

@@ -1,4 +1,4 @@
-"""What one rank hands another: pieces of memory as one stream of bytes, which passes through small windows."""
+"""Streams of bytes between two ranks, sent through small windows of memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 from megackpt.distributed.failures import DEPARTURES
 
 Swap = Callable[[memoryview, memoryview], Callable[[], None]]
-"""Begin to send one window and to receive another; what is returned waits for both. Empty ones are not sent."""
+"""Starts to send one window and to receive another; the result waits for both. Empty ones are not sent."""
 
 WINDOW = 4 << 20
-"""Bytes of one message. A rank has four such windows at most, whatever is exchanged."""
+"""Bytes of one message. A rank holds at most four such windows."""
 
 
 class Stream:
-    """``nbytes`` in pieces of memory, each a view of bytes. The next one is asked for when one is done with.
+    """``nbytes`` bytes in pieces of memory. The next piece is taken from the iterator when one is used up.
 
-    Both ends know ``nbytes``; how they cut it into pieces is their own affair. An error of the pieces is kept in
-    ``error``: the bytes go on, so that nobody waits in vain, but mean nothing.
+    Both ends know ``nbytes``, and may cut it into different pieces. An error of the iterator is kept in
+    ``error``: the transfer continues with undefined bytes, so that the other rank does not wait.
     """
 
     def __init__(self, nbytes: int, pieces: Iterable[memoryview]) -> None:
@@ -45,11 +45,11 @@ class Stream:
                     piece[:] = part
         except DEPARTURES:
             raise
-        except BaseException as error:  # noqa: BLE001 - told by the step in which all ranks hear of it
+        except BaseException as error:  # noqa: BLE001 - the next step raises it on all ranks
             self.error = error
 
     def _along(self, window: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
-        """The stream's memory beside that of the window; a piece that is at its end is done with at once."""
+        """Pairs of the stream's memory and the window's. A used piece is released at once."""
         while True:
             while not len(self._piece):
                 following = next(self._pieces, None)
@@ -68,7 +68,7 @@ class Stream:
 
 
 def hand_over(outgoing: Stream, incoming: Stream, swap: Swap) -> None:
-    """Move two streams through windows: while two are on their way, those before are emptied and the next filled."""
+    """Transfer two streams: while one pair of windows is sent, the previous one is emptied and the next filled."""
     longest = max(outgoing.nbytes, incoming.nbytes)
     windows = [
         memoryview(bytearray(min(WINDOW, longest)))
@@ -97,4 +97,4 @@ def within(leaving: memoryview, coming: memoryview) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """There is nothing to wait for."""
+    """Nothing to wait for."""

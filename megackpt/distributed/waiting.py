@@ -1,9 +1,9 @@
-"""Long waits for other ranks: one WARNING for each, with the stage and the ranks that have not come.
+"""One WARNING for each long wait for other ranks, with the stage and the missing ranks.
 
-A wait that is over within a second costs two operations on a set and, at most once a second, the start of a thread.
-A longer one gets a thread of its own, which writes to the job's store that this rank has come: only so can another
-rank tell who is missing, as the connections themselves do not show it. Rank 0 looks at what all ranks have written;
-the others look at rank 0, so that the store has one reader for each rank and not one for each pair.
+A wait of less than a second costs two operations on a set and, at most once a second, the start of a
+thread. A longer one gets a thread, which writes to the job's store that this rank is present; the
+connections do not show which ranks are missing. Rank 0 reads the keys of all ranks, the others that of
+rank 0, so the store has one reader a rank.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megackpt.distributed.failures import name_ranks
 logger = logging.getLogger("megackpt.waiting")
 
 VARIABLE = "MEGACKPT_WAIT_WARNING_SECONDS"
-"""The environment variable that is looked up for another number; 0 or less: never."""
+"""The environment variable with another number of seconds; 0 or less: never warn."""
 
 LOOKED_AT = 64
-"""Ranks that each waiting rank looks for itself, where rank 0 names no more than these."""
+"""Ranks that each waiting rank checks itself, where rank 0 names at most that many."""
 
 Step = tuple[int, int]
 """The call in which the ranks connected, and how many steps they have made together since."""
@@ -50,7 +50,7 @@ def _seconds(text: str) -> float:
         )  # "inf" and "nan": never
     except ValueError:
         logger.warning(
-            "%s is %r, which is no number of seconds: %g are taken",
+            "%s is %r, which is not a number of seconds: using %g",
             VARIABLE,
             text,
             limits.WAIT_WARNING_SECONDS,
@@ -59,16 +59,16 @@ def _seconds(text: str) -> float:
 
 
 def interval(after: float) -> float:
-    """Seconds after which a wait is a long one, whose rank says that it has come."""
+    """Seconds after which a wait is a long one, and its rank posts that it is present."""
     return min(max(after / 30, 0.02), 1.0) if after > 0 else 1.0
 
 
 class Wait:
-    """For the time of a ``with`` block this rank waits for others.
+    """This rank waits for others during a ``with`` block.
 
-    ``absent`` gives those that have not come, and is called on a thread of its own; it stops early if the event that it
-    gets is set: then the wait is over. It gives None where this rank is not waiting after all. ``arrive`` is called
-    there before, once the wait is a long one.
+    ``absent`` returns the missing ranks, or None where this rank is not waiting after all. It is called
+    on a thread of its own, with an event that is set when the wait ends. ``arrive`` is called on that
+    thread before it, once the wait is a long one.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Wait:
         _waits.discard(self)
 
     def watch(self, after: float) -> None:
-        """On a thread of its own, from when the wait is a long one."""
+        """Runs on a thread of its own once the wait is a long one."""
         self._over = over = threading.Event()
         if self._ended:
             return
@@ -124,7 +124,7 @@ class Wait:
             RuntimeError
         ) as error:  # the store's; the wait itself ends in its own way
             first = (str(error).splitlines() or [type(error).__name__])[0]
-            whom = f"other ranks (the job's store cannot tell which: {first})"
+            whom = f"other ranks (the job's store does not answer: {first})"
         if not self._ended:
             self._warn(whom, after)
 
@@ -149,7 +149,7 @@ class Wait:
 
 
 def _start_clock() -> None:
-    """See to it that long waits are found; the thread ends when it finds nobody waiting."""
+    """Start the thread that finds long waits, unless it runs; it ends when there are no waits."""
     global _clock  # noqa: PLW0603 - one for the process
     if _clock is None or not _clock.is_alive():
         _clock = threading.Thread(target=_find_long, name="megackpt-waits", daemon=True)
@@ -174,24 +174,24 @@ def _find_long() -> None:
                 target=wait.watch, args=(after,), name="megackpt-wait", daemon=True
             ).start()
         if not _waits:
-            _clock = None  # who begins to wait from here on starts another one
+            _clock = None  # waits from here on start another one
             if not _waits:
                 return
             _clock = threading.current_thread()
 
 
 class Arrivals:
-    """In the job's store: in which step each rank was when it last waited long, and for whom rank 0 waits."""
+    """Keys in the job's store: the step of each rank at its last long wait, and the ranks that rank 0 awaits."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
 
     def post(self, step: Step, answering: bool = False) -> None:
-        """This rank has come to this step; on rank 0, ``answering``: so have all others, and it is at work."""
+        """Post that this rank is at this step; ``answering``: all ranks are, and rank 0 is working."""
         self._store.set(f"waits/{self._rank}", json.dumps([*step, int(answering)]))
 
     def absent(self, step: Step, over: threading.Event) -> list[int]:
-        """The ranks for which this one waits in a step, as far as it can know. None of them had come to it."""
+        """The ranks for which this one waits in a step, as far as it can know; all of them are missing."""
         store = (
             self._store.clone()
         )  # a client of its own: the other one may be waiting in a call
@@ -216,8 +216,8 @@ class Arrivals:
         deadline = time.monotonic() + max(after / 6, 2 * grace)
         while not over.wait(max(after / 10, 0.05)) and time.monotonic() < deadline:
             if store.check(["awaited"]):
-                *told, ranks = json.loads(store.get("awaited"))
-                if told == [*at]:
+                *posted, ranks = json.loads(store.get("awaited"))
+                if posted == [*at]:
                     if len(ranks) <= LOOKED_AT:  # some may have come since
                         ranks = [
                             rank

@@ -15,7 +15,7 @@ from megackpt.distributed import Group, SingleGroup, Stream, group_over, streams
 from megackpt.distributed.failures import (
     Failure,
     departure,
-    everybodys,
+    for_all_ranks,
     name_ranks,
 )
 from megackpt.errors import (
@@ -452,14 +452,14 @@ def test_notes_are_told():
     error = StorageError("full")
     error.add_note("hint: delete something")
     assert "hint: delete something" in str(
-        everybodys("write", [Failure.of(1, error)], 2)
+        for_all_ranks("write", [Failure.of(1, error)], 2)
     )
 
 
 def test_many_stories_are_cut_in_the_message_but_kept():
     failures = [Failure.of(rank, OSError(f"story {rank}")) for rank in range(20)]
-    error = everybodys("write", failures, 20)
-    assert "and 12 more stories" in str(error)
+    error = for_all_ranks("write", failures, 20)
+    assert "and 12 more tracebacks" in str(error)
     assert len(error.failures) == 20
     assert pickle.loads(pickle.dumps(error)).failures == error.failures
 
