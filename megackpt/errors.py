@@ -6,7 +6,7 @@ CheckpointingException              the root; the name that Megatron-Core uses
 ├── MismatchError                   requested keys, shapes or dtypes differ from the stored ones
 ├── NotACheckpoint                  there is no (complete) checkpoint at this path
 ├── CheckpointExists                a complete checkpoint exists and may not be replaced
-├── SaveInProgress                  another running job is saving to the same directory
+├── SaveInProgress                  another save to the same directory committed first
 ├── CorruptCheckpoint               damaged, truncated, contradictory or hostile files
 │   ├── UntrustedClass              a pickle names a class that is not trusted
 │   ├── RefusedObject               an undamaged pickle that is not safe to load
@@ -48,7 +48,7 @@ class CheckpointExists(CheckpointingException):
 
 
 class SaveInProgress(CheckpointingException):
-    """Another running job is saving to the same directory."""
+    """Another save to the same directory has committed first, or is at work on it."""
 
 
 class CorruptCheckpoint(CheckpointingException):

@@ -103,7 +103,8 @@ def test_the_command_line(
     for step in (100, 200):
         saved(f"{bucket.url}/run/iter_{step}", "torch_dist", 2, 1, 1)
     BucketStorage(f"{bucket.url}/run").put("latest_checkpointed_iteration.txt", b"100")
-    BucketStorage(f"{bucket.url}/run").put("iter_300/.megackpt-saving", b"{}")
+    begun = f"iter_300/megackpt-{'a' * 32}/.megackpt-saving-{'a' * 32}"
+    BucketStorage(f"{bucket.url}/run").put(begun, b"{}")
     other = f"{bucket.url}/run/iter_200"
     told = {}
     for command in (

@@ -5,35 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import megackpt
 from megackpt import ShardedTensor
-from megackpt.checkpoint import (
-    begin,
-    buckets,
-    clear,
-    committing,
-    marker,
-    remove,
-    removing,
-)
+from megackpt.checkpoint import begin, clear, directory_target, remove
 from megackpt.checkpoint.marker import Marker
 from megackpt.errors import (
     CheckpointingException,
     NotACheckpoint,
-    SaveInProgress,
     ShardingError,
 )
 from megackpt.manager import (
     CheckpointManager,
 )
-from megackpt.storage import LocalStorage
 from megackpt.testing import ThreadedGroup
 from tests.manager.runs import (
     TRACKER,
@@ -47,7 +35,8 @@ from tests.manager.runs import (
 
 def disowned(checkpoint: Path) -> None:
     """A save that goes on loses its marker, so it fails, however far it is."""
-    for path in checkpoint.glob(".megackpt-saving-*"):
+    staging = f".{checkpoint.name}.megackpt-*/.megackpt-saving-*"
+    for path in checkpoint.parent.glob(staging):
         path.unlink()
 
 
@@ -100,30 +89,21 @@ def test_other_naming_styles(tmp_path: Path, naming: str, name: str) -> None:
 
 def test_leftovers_of_dead_saves_are_cleared(tmp_path: Path) -> None:
     saved(CheckpointManager(tmp_path), 1)
-    dead = Marker(
-        "ab" * 16, pid=2**22 + 5, started=1, names=("__0_0.distcp", "common.pt")
-    )
-    for name in (
-        "iter_0000002",
-        "iter_0000003",
-        ".iter_0000001.megackpt-" + dead.save_id,
-    ):
-        (tmp_path / name).mkdir()
-        dead.put(LocalStorage(tmp_path / name))
-        (tmp_path / name / "__0_0.distcp").write_text("half")
-    (tmp_path / "iter_0000003" / "notes.txt").write_text("mine")
-    for name in ("iter_0000004", "iter_0000006"):
-        (tmp_path / name).mkdir()  # somebody has just begun, perhaps
-    os.utime(tmp_path / "iter_0000006", (1, 1))
+    dead = Marker("ab" * 16, pid=2**22 + 5, started=1)
+    for step in (1, 2):
+        staging = tmp_path / f".iter_000000{step}.megackpt-{dead.save_id}"
+        staging.mkdir()
+        (staging / dead.name).write_bytes(dead.encode())
+        (staging / "__0_0.distcp").write_text("half")
+    (tmp_path / "iter_0000004").mkdir()
     old, new = tmp_path / ".megackpt-put-1", tmp_path / ".megackpt-put-2"
     for torn in (old, new):
         torn.write_text("")
     os.utime(old, (1, 1))
     saved(CheckpointManager(tmp_path), 5)
     assert names(tmp_path) == [
-        ".megackpt-put-2", "iter_0000001", "iter_0000003", "iter_0000004", "iter_0000005", TRACKER
+        ".megackpt-put-2", "iter_0000001", "iter_0000004", "iter_0000005", TRACKER
     ]  # fmt: skip
-    assert names(tmp_path / "iter_0000003") == ["notes.txt"]
 
 
 @pytest.mark.parametrize("how", [True, "process"])
@@ -164,7 +144,7 @@ def test_an_error_in_the_loop_drops_running_saves(tmp_path: Path) -> None:
 def test_training_continues_after_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(committing, "_PAUSES", (0.0,))
+    monkeypatch.setattr(directory_target, "_PAUSES", (0.0,))
     with CheckpointManager(tmp_path, asynchronous=True, keep_last=1) as manager:
         saved(manager, 1)
         assert manager.finalize() == [1]
@@ -317,7 +297,7 @@ def test_options_of_the_manager_are_refused_for_one_step(tmp_path: Path) -> None
 def test_steps_committed_before_a_failure_are_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(committing, "_PAUSES", (0.0,))
+    monkeypatch.setattr(directory_target, "_PAUSES", (0.0,))
     with CheckpointManager(tmp_path, asynchronous=True) as manager:
         saved(manager, 1, 2)
         disowned(tmp_path / "iter_0000002")
@@ -325,50 +305,6 @@ def test_steps_committed_before_a_failure_are_returned(
             manager.finalize()
         assert manager.finalize() == [1]
         assert manager.finalize() == []
-
-
-def test_a_removal_in_a_bucket_keeps_its_lock_and_stops_without(
-    bucket: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"{bucket.url}/step"
-    megackpt.save(state(1), url)
-    monkeypatch.setattr(marker, "HEARTBEAT", 0.01)
-    renewed = threading.Event()
-    renew, read = buckets.Lock.renew, removing.read_record
-    monkeypatch.setattr(
-        buckets.Lock, "renew", lambda self: renew(self) and (renewed.set() or True)
-    )
-
-    def reading(outer: Any) -> Any:
-        found = read(outer)
-        assert renewed.wait(20)
-        return found
-
-    def robbed(outer: Any) -> Any:
-        found = read(outer)
-        bucket.client.delete_object(Bucket=bucket.name, Key="step/.megackpt-saving")
-        return found
-
-    def outrun(outer: Any) -> Any:
-        found, version = read(outer)
-        key = "step/megackpt.commit"
-        body = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
-        bucket.client.put_object(
-            Bucket=bucket.name, Key=key, Body=body.rstrip() + b" " * (len(body) % 7 + 1)
-        )
-        return found, version
-
-    for reader, told in (
-        (robbed, "took the removal"),
-        (outrun, "saved to by another job"),
-    ):
-        monkeypatch.setattr(removing, "read_record", reader)
-        with pytest.raises(SaveInProgress, match=told):
-            remove(url)
-        assert megackpt.verify(url).ok
-    monkeypatch.setattr(removing, "read_record", reading)
-    remove(url)
-    assert stored(bucket) == []
 
 
 @pytest.mark.parametrize("again", [None, False])

@@ -403,11 +403,12 @@ def test_readers_write_nothing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1))
     other = tmp_path / "iter_0000002"
-    put(other, {"__0_0.distcp": b"half"})
+    staging = tmp_path / f".iter_0000002.megackpt-{'a' * 32}"
+    put(staging, {"__0_0.distcp": b"half"})
     marker = {"save_id": "a" * 32, "host": "node7", "pid": 7, "started": 7, "boot": "another",
               "namespace": "pid:[1]", "time": time.time(), "names": ["__0_0.distcp"]}  # fmt: skip
-    put(other, {f".megackpt-saving-{'a' * 32}": json.dumps(marker).encode()})
-    for path in (other, tmp_path):
+    put(staging, {f".megackpt-saving-{'a' * 32}": json.dumps(marker).encode()})
+    for path in (staging, tmp_path):
         os.utime(path, (1, 1))  # of a directory: when an entry was made or removed
     for call in (megackpt.load_plain_tensors, megackpt.verify):
         with pytest.raises(NotACheckpoint, match="goes on, or died"):
@@ -420,7 +421,7 @@ def test_readers_write_nothing(tmp_path: Path) -> None:
         assert found is not None
         assert found.step == 1
     assert reader.restore(state(0)).step == 1
-    assert [path.stat().st_mtime for path in (other, tmp_path)] == [1, 1]
+    assert [path.stat().st_mtime for path in (staging, tmp_path)] == [1, 1]
 
 
 def changed_index(where: Path, change: Any) -> None:

@@ -107,8 +107,11 @@ def test_why_a_step_is_not_complete(tmp_path: Path, checkpoint: Path) -> None:
         tmp_path / "iter_0000003",
         ignore=shutil.ignore_patterns("metadata.json", ".metadata"),
     )
-    (tmp_path / "iter_0000004").mkdir()
-    Marker("0123", pid=1, started=0).put(LocalStorage(tmp_path / "iter_0000004"))
+    marker = Marker("0123", pid=1, started=0)
+    (tmp_path / ".iter_0000004.megackpt-0123").mkdir()
+    (tmp_path / ".iter_0000004.megackpt-0123" / marker.name).write_bytes(
+        marker.encode()
+    )
     steps = named(list_run(tmp_path))
     assert [step.complete for step in steps.values()] == [True, False, False, False]
     assert steps["iter_0000002"].reason == "it is empty"

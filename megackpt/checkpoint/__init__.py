@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megackpt.checkpoint.committing import begin as begin, place_of as place_of
 from megackpt.checkpoint.index import (
     INDEX as INDEX,
     decode_index as decode_index,
@@ -17,6 +16,12 @@ from megackpt.checkpoint.opening import (
     open_checkpoint as open_checkpoint,
     open_same as open_same,
 )
-from megackpt.checkpoint.place import Place as Place, commit as commit
-from megackpt.checkpoint.removing import clear as clear, remove as remove
+from megackpt.checkpoint.transaction import (
+    Transaction as Transaction,
+    begin as begin,
+    clear as clear,
+    completed as completed,
+    remove as remove,
+    staging_storage as staging_storage,
+)
 from megackpt.checkpoint.verifying import Report as Report, verify as verify

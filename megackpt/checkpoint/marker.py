@@ -1,8 +1,9 @@
-"""Who is saving here: markers that stand while a save goes on, and whether the process behind one lives.
+"""The marker file of a save: which process writes here, and what it is about to replace.
 
-A marker is a small JSON file in the directory that a save writes to. It says who saves, which names the save
-may put there, and, once the commit has begun, which file will be the last. While that file is absent the
-directory is no checkpoint, whatever else is in it.
+A directory beside the target, ``.NAME.megackpt-ID``, holds one save. While the marker of ID is
+in it, the save is not published. After an exchange the marker is in the target, and the
+directory beside it holds what was replaced. A suffix (``.NAME.megackpt-ID.SUFFIX``) says that
+another owner has taken the directory: no process may publish it any more.
 """
 
 from __future__ import annotations
@@ -14,63 +15,71 @@ import os
 import re
 import socket
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
-from megackpt.errors import CorruptCheckpoint, StorageError
+from megackpt.errors import CorruptCheckpoint, SaveInProgress
 from megackpt.planning import cache
-from megackpt.storage import LocalStorage, unsafe_names
+from megackpt.storage import LocalStorage, Storage
 
 logger = logging.getLogger("megackpt.checkpoint")
 
 PREFIX = ".megackpt-saving-"
-LOCK = ".megackpt-saving"
-"""What a marker is called in a bucket: there one save at a time can have it."""
-HEARTBEAT = 20.0
-"""Seconds between two signs of life of a save."""
-SILENCE = 300.0
-"""Seconds without one after which a save is taken for dead, where its process cannot be looked at."""
 
-PATIENCE = 2.0
-"""Seconds that a save waits at most for its ``turn``."""
+LONGEST_NAME = 255
+"""Bytes of a name on the usual file systems."""
 
-LONGEST = 255
-"""Bytes that a name may have on any file system that we know."""
+ASIDE = "old"
+"""The suffix of a directory that was renamed away because the file system cannot exchange."""
+
+ABANDONED_AFTER = 24 * 3600.0
+"""Seconds after which removals take a save for dead whose process they cannot look at."""
 
 active: set[str] = set()
 """Ids of the saves of this process that have begun and not ended."""
 
-os.register_at_fork(
-    after_in_child=cache.forget
-)  # markers and locks know a save by its id alone
+_LARGEST_MARKER = 1 << 20
+
+# A forked child must not use the plans of its parent: markers identify a save by its id alone.
+os.register_at_fork(after_in_child=cache.forget)
 
 
 def staging_name(name: str, save_id: str) -> str:
-    """The sibling of a directory that a save grows in when it replaces a checkpoint."""
+    """The directory beside ``name`` in which a save writes."""
     return f".{name}.megackpt-{save_id}"
 
 
-def siblings(outer: LocalStorage, name: str) -> dict[str, str]:
-    """The siblings that saves to ``name`` made: entry -> save id. ``.old``: a directory set aside."""
-    pattern = re.compile(re.escape(f".{name}.megackpt-") + r"([^./]+)(\.old)?")
-    found = ((entry, pattern.fullmatch(entry)) for entry in outer.list())
-    return {
-        entry: match[1] for entry, match in found if match and _is_folder(outer, entry)
-    }
+def owner_suffix(save_id: str) -> str:
+    """The suffix by which a save marks directories that it has taken from others."""
+    return save_id[:8]
 
 
-def _is_folder(outer: LocalStorage, entry: str) -> bool:
-    """A link or a file that bears such a name is somebody else's."""
-    status = outer.stat(entry)
-    return status is not None and stat.S_ISDIR(status.st_mode)
+class Sibling(NamedTuple):
+    """A directory beside the target: its name, the id in the name, and the suffix or ""."""
+
+    entry: str
+    save_id: str
+    suffix: str
+
+
+def siblings(outer: LocalStorage, name: str) -> list[Sibling]:
+    """The directories that saves to ``name`` made. Links and files of such names are ignored."""
+    pattern = re.compile(re.escape(f".{name}.megackpt-") + r"([^./]+)(?:\.([^./]+))?")
+    found = []
+    for entry in outer.list():
+        match = pattern.fullmatch(entry)
+        if match is None:
+            continue
+        status = outer.stat(entry)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            found.append(Sibling(entry, match[1], match[2] or ""))
+    return found
 
 
 @functools.cache
 def boot() -> str:
-    """Names this boot of this machine; empty where it cannot be told."""
+    """The id of this boot of this machine; "" where the system does not say."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -80,7 +89,7 @@ def boot() -> str:
 
 @functools.cache
 def namespace() -> str:
-    """Names the set of processes that numbers of processes belong to; empty where there is none."""
+    """The namespace of process ids; "" where the system does not say."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -88,22 +97,23 @@ def namespace() -> str:
 
 
 def started(pid: int) -> int:
-    """When a process started (ticks since boot), which tells apart those of one number; 0 = it is dead."""
+    """When a process started, in ticks since boot; 0 if it is dead. Process ids are reused."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, *numbers = file.read().rpartition(b")")[2].split()
-    except OSError:  # there is none, or none that we may see
+    except OSError:
         return 0
-    return 0 if state in (b"Z", b"X") else int(numbers[18])
+    if state in (b"Z", b"X"):
+        return 0
+    return int(numbers[18])
 
 
 @dataclass(frozen=True)
 class Marker:
-    """What a marker says.
+    """The content of a marker file.
 
-    ``names`` are the top-level names that the save may make; ``last`` is the file whose appearance completes
-    it (empty before the commit); ``retire`` are the files of the replaced checkpoint, which may be removed.
-    ``removes``: it is no save but the removal of the files in ``names``, which whoever clears up goes on with.
+    ``base`` identifies the checkpoint that the save replaces ("" for none), see
+    ``sibling_directories.version``. ``removes``: this is a removal, not a save.
     """
 
     save_id: str
@@ -113,154 +123,83 @@ class Marker:
     boot: str = field(default_factory=boot)
     namespace: str = field(default_factory=namespace)
     time: float = field(default_factory=time.time)
-    names: tuple[str, ...] = ()
-    last: str = ""
-    retire: tuple[str, ...] = ()
+    base: str = ""
     removes: bool = False
 
     @property
     def name(self) -> str:
         return PREFIX + self.save_id
 
-    def put(self, storage: LocalStorage) -> None:
-        storage.put(self.name, json.dumps(asdict(self)).encode())
-
-    def finished(self, storage: LocalStorage) -> bool:
-        """Did the save complete the directory that it marks?"""
-        return bool(self.last) and storage.size(self.last) is not None
-
-    def lives(self, storage: LocalStorage) -> bool:
-        """Is this save going on?
-
-        Certain where the process belongs to this boot and namespace. Elsewhere (another host or container) a
-        save lives as long as it touches its marker, by the clock of the file system.
-        """
-        certain = self.runs()
-        if certain is not None:
-            return certain
-        status = storage.stat(self.name)
-        return status is not None and storage.now() - status.st_mtime < SILENCE
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
     def runs(self) -> bool | None:
-        """Does the process go on with this save? None if it cannot be looked at from here."""
-        if self.boot != boot() or not self.boot or self.namespace != namespace():
+        """Does the process still work on this save? None if this process cannot find out."""
+        if not self.boot or self.boot != boot() or self.namespace != namespace():
             return None
         if self.pid == os.getpid():
             return self.save_id in active
         return started(self.pid) == self.started != 0
 
+    @property
+    def is_dead(self) -> bool:
+        """Is it certain that the process has ended?"""
+        return self.runs() is False
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Is it dead, or old where this process cannot find out?"""
+        if self.runs() is None:
+            return time.time() - self.time > ABANDONED_AFTER
+        return self.is_dead
+
     def __str__(self) -> str:
         try:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
-        except (
-            ValueError,
-            OverflowError,
-            OSError,
-        ):  # markers are files, and may say anything
-            since = "at no time"
-        what = "a removal" if self.removes else "a save"
-        return f"{what} by process {self.pid} on host {self.host!r}, begun {since}"
+        except (ValueError, OverflowError, OSError):
+            since = "at an unknown time"
+        kind = "removal" if self.removes else "save"
+        return f"a {kind} by process {self.pid} on host {self.host!r}, started {since}"
 
 
-def markers(storage: LocalStorage) -> list[Marker]:
-    """The markers in a directory. One that cannot be understood counts as a save by nobody we can ask."""
-    names = [name for name in storage.list() if name.startswith(PREFIX)]
-    return [marker for name in names if (marker := _read(storage, name)) is not None]
-
-
-def _read(storage: LocalStorage, name: str) -> Marker | None:
-    save_id = name.removeprefix(PREFIX)
-    try:
-        return parsed(storage.get(name, limit=1 << 28), save_id)
-    except FileNotFoundError:
-        return None  # it was removed since we saw its name
-    except CorruptCheckpoint:
-        return parsed(b"", save_id)
-
-
-def parsed(data: bytes, save_id: str | None = None) -> Marker:
-    """The marker in these bytes, as far as they tell what they should. ``save_id``: known by the file's name."""
-    given = asdict(Marker(save_id or "", "unknown", 0, 0, "", "", 0.0))
+def parse_marker(data: bytes, save_id: str) -> Marker:
+    """The marker in these bytes. Fields that are missing or of a wrong type are unknown."""
+    values: dict[str, Any] = asdict(Marker(save_id, "unknown", 0, 0, "", "", 0.0))
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError):
         fields = None
-    for key, value in fields.items() if isinstance(fields, dict) else ():
-        default = given.get(key)
-        if isinstance(default, tuple) and isinstance(value, list):
-            given[key] = tuple(
-                name for name in value if isinstance(name, str) and _is_name(name)
-            )
-        elif type(value) is type(default):
-            given[key] = value
-    last = given["last"] if _is_name(given["last"]) else ""
-    return Marker(
-        **{
-            **given,
-            "save_id": given["save_id"] if save_id is None else save_id,
-            "last": last,
-        }
-    )
+    if isinstance(fields, dict):
+        for key, value in fields.items():
+            if key != "save_id" and type(value) is type(values.get(key)):
+                values[key] = value
+    return Marker(**values)
 
 
-def _is_name(name: str) -> bool:
-    """Markers are read back to remove what they name: only what is below the directory can be meant."""
-    if unsafe_names([name]):
-        return False
-    return all(len(os.fsencode(part)) <= LONGEST for part in name.split("/"))
-
-
-@contextmanager
-def turn(outer: LocalStorage) -> Iterator[None]:
-    """One after the other, the saves to directories of ``outer`` begin, are published, and are cleared away.
-
-    Thus one of several that meet wins. Where nobody can be kept out (a file system without locks) or somebody
-    clears up for long, their markers still keep saves apart, but all those that meet may lose. Turns do not nest:
-    the end of an inner one (of ``Place.abort``) ends the outer one, too.
-    """
-    deadline = time.monotonic() + PATIENCE
-    while not outer.lock() and time.monotonic() < deadline:
-        time.sleep(0.01)
+def read_marker(storage: Storage, name: str, save_id: str) -> Marker | None:
+    """The marker in the file ``name``; None if there is no such file."""
     try:
-        yield
-    finally:
-        outer.unlock()
-
-
-class Heartbeat:
-    """A sign of life now and then, from a thread of its own, until stopped. ``beat``: whether to go on."""
-
-    def __init__(self, where: str, beat: Callable[[], bool]) -> None:
-        self._stopped = threading.Event()
-        work = functools.partial(_beat, self._stopped, where, beat)
-        self._thread = threading.Thread(
-            target=work, name="megackpt-heartbeat", daemon=True
-        )
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def join(self) -> None:
-        """Wait for the one that may be under way."""
-        self._thread.join()
-
-
-def _beat(stopped: threading.Event, where: str, beat: Callable[[], bool]) -> None:
-    while not stopped.wait(HEARTBEAT):
-        try:
-            if not beat():
-                return  # the save will find out by itself
-        except (OSError, StorageError) as error:
-            logger.warning(
-                "no sign of life could be left for the save in %s: %s", where, error
-            )
-
-
-def touched(storage: LocalStorage, marker: str) -> bool:
-    """A sign of life of a save in a directory; False if its marker is gone."""
-    try:
-        storage.touch(marker)
+        return parse_marker(storage.get(name, limit=_LARGEST_MARKER), save_id)
     except FileNotFoundError:
-        return False
-    return True
+        return None
+    except CorruptCheckpoint:
+        return parse_marker(b"", save_id)
+
+
+def markers(storage: Storage) -> list[Marker]:
+    """The markers in a directory."""
+    found = []
+    for name in storage.list():
+        if name.startswith(PREFIX):
+            marker = read_marker(storage, name, name.removeprefix(PREFIX))
+            if marker is not None:
+                found.append(marker)
+    return found
+
+
+def refuse_working(location: str, alive: list[Marker]) -> None:
+    """SaveInProgress if there are markers of saves that may be alive."""
+    for marker in alive:
+        raise SaveInProgress(
+            f"{location} is being written by {marker}, and is left alone"
+        )

@@ -14,8 +14,15 @@ import numpy as np
 from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
 from megackpt.checkpoint.index import INDEX, decode_index, read_head
-from megackpt.checkpoint.marker import LOCK, PREFIX, markers, parsed, siblings
-from megackpt.checkpoint.records import Committed, read_record
+from megackpt.checkpoint.marker import (
+    ASIDE,
+    PREFIX,
+    Marker,
+    markers,
+    read_marker,
+    siblings,
+)
+from megackpt.checkpoint.records import Committed, read_record, save_folders
 from megackpt.checkpoint.tables import (
     by_its_own_account,
     small_file_problems,
@@ -181,7 +188,7 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> Storage
         if aside := set_aside(target):
             return aside
         if storage is not None or not os.path.isdir(target):
-            raise NotACheckpoint(f"{reason}{_elsewhere(target)}")
+            raise NotACheckpoint(f"{reason}{_unfinished(target)}{_elsewhere(target)}")
     raise CheckpointReplaced(
         f"{os.fspath(directory)} is being replaced again and again"
     )
@@ -204,15 +211,13 @@ def _in_bucket(url: str, asked: Strategy | None) -> Storage:
     try:
         strategies.find_backend(outer, asked)
     except NotACheckpoint as error:
-        if LOCK not in names:
-            raise
-        try:
-            marker = parsed(outer.get(LOCK))
-        except FileNotFoundError:  # somebody has ended since
-            raise error from None
-        raise NotACheckpoint(
-            f"{url} is not a distributed checkpoint: {marker} goes on, or died before it was complete"
-        ) from error
+        for folder in save_folders(names):
+            inner = outer.folder(folder)
+            for marker in markers(inner):
+                raise NotACheckpoint(
+                    f"{url} is not a distributed checkpoint: {_progress(marker)}"
+                ) from error
+        raise
     except CheckpointingException:
         return outer  # there is one; opening it will tell what is wrong with it
     return outer
@@ -263,42 +268,58 @@ def _is_complete(directory: str) -> bool:
         return False  # what went wrong first tells more
 
 
-def incomplete(
-    storage: LocalStorage, own: str = "", asked: Strategy | None = None
-) -> str | None:
-    """Why this directory is no complete checkpoint, or None if it is one (perhaps a damaged one).
-
-    The marker of the save ``own`` is not looked at.
-    """
-    what = f"{storage.called} is not a distributed checkpoint"
-    for marker in markers(storage):
-        if marker.save_id != own and not marker.finished(storage):
-            # A reader does not ask a file system for its time, as that would need a file to be written.
-            runs = marker.runs()
-            states = {True: "goes on", False: "died before it was complete"}
-            return f"{what}: {marker} {states.get(runs, 'goes on, or died before it was complete')}"  # type: ignore[arg-type]
+def incomplete(storage: LocalStorage, asked: Strategy | None = None) -> str | None:
+    """Why this directory is not a checkpoint; None if it is one (perhaps a damaged one)."""
     if not storage.list():
-        return f"{what}: it is empty"
+        return f"{storage.called} is not a distributed checkpoint: it is empty"
     try:
         strategies.find_backend(storage, asked)
     except NotACheckpoint as error:
         return str(error)
     except CheckpointingException:
-        return None  # there is one; opening it will tell what is wrong with it
+        return None  # there is one; opening it says what is wrong with it
     return None
 
 
-def set_aside(target: str) -> LocalStorage | None:
-    """The complete checkpoint that was moved away from here by a replacement that has not gone on since."""
+def _unfinished(target: str) -> str:
+    """A hint where saves to this directory have begun and are not committed."""
     above, name = os.path.split(target)
     try:
         outer = LocalStorage(above)
-        for sibling, save_id in siblings(outer, name).items():
-            storage = outer.folder(sibling)
-            if storage.size(PREFIX + save_id) is None and incomplete(storage) is None:
+        for entry, save_id, _ in siblings(outer, name):
+            marker = read_marker(outer.folder(entry), PREFIX + save_id, save_id)
+            if marker is not None:
+                return f"; {_progress(marker)}"
+    except (CheckpointingException, OSError):
+        return ""
+    return ""
+
+
+def _progress(marker: Marker) -> str:
+    runs = marker.runs()
+    if runs is None:
+        return f"{marker} goes on, or died before it was complete"
+    if runs:
+        return f"{marker} goes on"
+    return f"{marker} died before it was complete"
+
+
+def set_aside(target: str) -> LocalStorage | None:
+    """The checkpoint that a save on a file system without exchange has renamed away.
+
+    For a moment, or until the next save if it died then.
+    """
+    above, name = os.path.split(target)
+    try:
+        outer = LocalStorage(above)
+        for entry, save_id, suffix in siblings(outer, name):
+            if suffix != ASIDE or outer.stat(f"{name}/{PREFIX}{save_id}") is not None:
+                continue
+            storage = outer.folder(entry)
+            if incomplete(storage) is None:
                 return storage
     except (FileNotFoundError, NotADirectoryError):
-        return None  # nothing there, or gone again: the replacement went on
+        return None  # it was renamed back meanwhile
     return None
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
 from megackpt.checkpoint.index import INDEX, MAGIC, decode_index, read_head
-from megackpt.checkpoint.marker import PREFIX, markers
+from megackpt.checkpoint.marker import PREFIX
 from megackpt.checkpoint.tables import (
     by_its_own_account,
     native_format,
@@ -27,25 +27,19 @@ from megackpt.errors import (
     join_truncated,
 )
 from megackpt.planning.manifest import Manifest
-from megackpt.storage import TEMPORARY, LocalStorage, Storage
+from megackpt.storage import TEMPORARY, Storage
 
 OURS = (PREFIX, TEMPORARY)
 """How the names begin of files that saves make for their own time only."""
 
 
-def is_replaceable(storage: Storage, own: str = "") -> bool:
-    """Is there a checkpoint here, which a save replaces? It may be damaged.
+def is_replaceable(storage: Storage) -> bool:
+    """Is there a checkpoint here, perhaps a damaged one, which a save replaces?
 
-    True for an index of ours, a ``metadata.json`` that names a known format, and a ``.metadata`` that can be parsed
-    (stock DCP). Other formats are recognised for reading only, because files of other programs can look like them.
-    The marker of the save ``own`` is not looked at; any other unfinished save or removal makes it False.
+    True for an index of ours, a ``metadata.json`` that names a known format, and a ``.metadata``
+    that can be parsed (stock DCP). Other formats are recognised for reading only, because files
+    of other programs can look like them.
     """
-    if isinstance(storage, LocalStorage):
-        unfinished = (
-            m for m in markers(storage) if m.save_id != own and not m.finished(storage)
-        )
-        if next(unfinished, None) is not None:
-            return False
     return _has_index(storage) or native_format(storage) is not None
 
 

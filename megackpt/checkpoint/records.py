@@ -1,10 +1,6 @@
-"""What makes a prefix of a bucket a checkpoint: one record, put in one step, that names the save that counts.
+"""The record of an object store, ``URL/megackpt.commit``: it names the save that is the checkpoint.
 
-    URL/megackpt.commit      the record; its appearance, or its replacement, is the commit
-    URL/megackpt-<save id>/  all files of one save, an ordinary checkpoint by itself
-    URL/.megackpt-saving     the lock of the save that goes on
-
-The record holds size and digest of the save's ``megackpt.index``, which holds those of everything else.
+It holds size and digest of the save's ``megackpt.index``, which holds those of all other files.
 """
 
 from __future__ import annotations
@@ -19,25 +15,27 @@ from megackpt.storage import BucketStorage, Version, digest
 
 RECORD = "megackpt.commit"
 FORMAT = 1
-_LIMIT = 1 << 20
-_FOLDER = re.compile(
-    r"megackpt-[0-9a-f]{32}"
-)  # a uuid: folders of other people are called otherwise
+LARGEST_RECORD = 1 << 20
+_FOLDER = re.compile(r"megackpt-[0-9a-f]{32}")
+"""A uuid: folders of other programs are named otherwise."""
 
 
-def folder_of(save_id: str) -> str:
-    """Where the files of a save are: under keys that no other save ever has."""
+def save_folder(save_id: str) -> str:
+    """The folder of a save."""
     return f"megackpt-{save_id}"
 
 
-def folders_among(names: list[str]) -> list[str]:
-    """Those that saves have made."""
+def save_folders(names: list[str]) -> list[str]:
+    """The folders of saves among these names."""
     return [name for name in names if _FOLDER.fullmatch(name)]
 
 
 @dataclass(frozen=True)
 class Record:
-    """``index``: size and digest. ``objects`` and ``nbytes`` are those of all files of the save, for people."""
+    """The content of the record. ``index``: size and digest of the save's ``megackpt.index``.
+
+    ``objects`` and ``nbytes`` count all files of the save, for people who read it.
+    """
 
     save_id: str
     time: float
@@ -47,38 +45,40 @@ class Record:
 
     def encode(self) -> bytes:
         size, checksum = self.index
-        told = {
+        fields = {
             "format": FORMAT,
             "save_id": self.save_id,
-            "folder": folder_of(self.save_id),
+            "folder": save_folder(self.save_id),
             "time": self.time,
             "index": {"size": size, "xxh3_128": checksum.hex()},
             "objects": self.objects,
             "bytes": self.nbytes,
         }
-        return json.dumps(told, indent=1).encode()
+        return json.dumps(fields, indent=1).encode()
 
     @classmethod
-    def parse(cls, data: bytes, where: str) -> Record:
-        """From what stands in a bucket, of which nothing is believed."""
+    def parse(cls, data: bytes, where: str) -> Record | None:
+        """The record in untrusted bytes; None for that of a removal."""
         try:
-            told = json.loads(data)
-            if type(told["format"]) is int and told["format"] > FORMAT:
+            fields = json.loads(data)
+            if type(fields["format"]) is int and fields["format"] > FORMAT:
                 raise BackendError(
-                    f"{where}: format {told['format']} is too new: this release reads up to {FORMAT}"
+                    f"{where}: format {fields['format']} is too new: this release reads "
+                    f"up to {FORMAT}"
                 )
-            index = told["index"]["size"], bytes.fromhex(told["index"]["xxh3_128"])
+            if fields.get("removed") is True:
+                return None
+            index = fields["index"]["size"], bytes.fromhex(fields["index"]["xxh3_128"])
             record = cls(
-                told["save_id"],
-                float(told["time"]),
+                fields["save_id"],
+                float(fields["time"]),
                 index,
-                told["objects"],
-                told["bytes"],
+                fields["objects"],
+                fields["bytes"],
             )
             numbers = (index[0], record.objects, record.nbytes)
-            if _FOLDER.fullmatch(folder_of(record.save_id)) and all(
-                type(n) is int for n in numbers
-            ):
+            named = _FOLDER.fullmatch(save_folder(record.save_id))
+            if named and all(type(number) is int for number in numbers):
                 return record
         except (
             ValueError,
@@ -95,19 +95,19 @@ class Record:
 
 
 def read_record(outer: BucketStorage) -> tuple[Record | None, Version | None]:
-    """The record under this URL, and its version; None where there is none."""
+    """The record under this URL and its version; None where there is no checkpoint."""
     try:
-        data, version = outer.get_version(RECORD, _LIMIT)
+        data, version = outer.get_version(RECORD, LARGEST_RECORD)
     except FileNotFoundError:
         return None, None
     return Record.parse(data, outer.url(RECORD)), version
 
 
 class Committed(BucketStorage):
-    """The files of the save that a record names; called by the URL under which the record stands."""
+    """The files of the save that a record names, known by the URL of the record."""
 
     def __init__(self, url: str, record: Record) -> None:
-        super().__init__(f"{url}/{folder_of(record.save_id)}")
+        super().__init__(f"{url}/{save_folder(record.save_id)}")
         self._outer = url
         self.record = record
 
@@ -133,7 +133,7 @@ class Committed(BucketStorage):
             ) from error
         if name == INDEX and (len(data), digest(data)) != self.record.index:
             raise CorruptCheckpoint(
-                f"{self.url(INDEX)} is not the one that {self._outer}/{RECORD} names: it is damaged, or was "
-                "written by somebody else"
+                f"{self.url(INDEX)} is not the one that {self._outer}/{RECORD} names: it "
+                f"is damaged, or was written by another program"
             )
         return data

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megackpt.backends.base import Backend, Source
-from megackpt.checkpoint.committing import place_of
+from megackpt.checkpoint.transaction import staging_storage
 from megackpt.planning.manifest import SavePlan, WriteResult
 from megackpt.staging.progress import CountedSource
 
@@ -22,5 +22,6 @@ class Writing:
     source: Source
 
     def __call__(self, advance: Callable[[int], None]) -> WriteResult:
-        root = place_of(self.directory, self.save_id)
-        return self.backend.write(root, self.plan, CountedSource(self.source, advance))
+        counted = CountedSource(self.source, advance)
+        with staging_storage(self.directory, self.save_id) as root:
+            return self.backend.write(root, self.plan, counted)

@@ -11,8 +11,14 @@ from hashlib import blake2b
 
 from megackpt import limits
 from megackpt.backends.base import Backend, plan_for_backend
-from megackpt.checkpoint import INDEX, Opened, Place, begin, commit, encode_index
-from megackpt.checkpoint.committing import completed
+from megackpt.checkpoint import (
+    INDEX,
+    Opened,
+    Transaction,
+    begin,
+    completed,
+    encode_index,
+)
 from megackpt.converter.budget import worker_bytes, worker_count
 from megackpt.converter.cells import (
     ConversionTask,
@@ -184,7 +190,7 @@ class Conversion:
                 place.storage.put(name, data)
             results = [done[number].result for number in range(len(self.plans))]
             manifest = self.manifest.located(results)
-            commit(place, self.backend, manifest, self.options.verify_target)
+            place.commit(self.backend, manifest, self.options.verify_target)
         except BaseException as error:
             # Kept only if the same call may succeed later: after an interruption, on a full disk,
             # without a worker. A damaged source or an unfit format would fail again.
@@ -205,7 +211,7 @@ class Conversion:
             raise
         return self.outcome(target, done, resumed)
 
-    def _run_tasks(self, place: Place, journal: Journal, resumed: int) -> None:
+    def _run_tasks(self, place: Transaction, journal: Journal, resumed: int) -> None:
         """Do the tasks that are not done yet, in this process or in worker processes."""
         options, opened, reader = self.options, self.opened, self.opened.backend
         written = resumed
@@ -241,7 +247,7 @@ class Conversion:
             tensors = [self.numbers[entry.key] for entry in plan.tensors]
             yield ConversionTask(number, plan, self.parts.excerpt(tensors))
 
-    def _announce_files(self, place: Place, target: str) -> dict[str, bytes]:
+    def _announce_files(self, place: Transaction, target: str) -> dict[str, bytes]:
         """Announce and return the small files to write: those that are not there yet."""
         present = _identical_entries(place.storage, self.files)
         added = {
@@ -250,7 +256,10 @@ class Conversion:
             if name.partition("/")[0] not in present
         }
         if added:
-            same = _identical_entries(root_at(target), self.files)
+            try:
+                same = _identical_entries(root_at(target), self.files)
+            except FileNotFoundError:
+                same = set()
             place.announce(added, replaces=same)
         return added
 

@@ -31,7 +31,13 @@ from megackpt.backends.torch_dist.distcp_writer import (
     file_name as default_file_name,
 )
 from megackpt.backends.torch_dist.object_names import LISTED_COMMON
-from megackpt.checkpoint import INDEX, Place, absolute, begin, commit, place_of
+from megackpt.checkpoint import (
+    INDEX,
+    Transaction,
+    absolute,
+    begin,
+    staging_storage,
+)
 from megackpt.dcp.item_writer import (
     Assignment,
     ItemWriter,
@@ -246,7 +252,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             if listed:
                 check_common(place.storage, manifest)
             table = encode_metadata(metadata, results, self.storage_meta())
-            commit(place, PlannedByDcp(table=table), manifest)
+            place.commit(PlannedByDcp(table=table), manifest)
         except BaseException:
             place.abort()
             raise
@@ -320,9 +326,10 @@ class _PreparedWrite:
     outcome: Attempt[list[WriteResult]] | None = None
 
     def write(self, resolver: Resolver) -> list[WriteResult]:
-        root = place_of(self.assignment.directory, self.assignment.save_id)
-        writer = ItemWriter(root, self.assignment, resolver, self.transforms)
-        return writer.write(self.plan.items)
+        assignment = self.assignment
+        with staging_storage(assignment.directory, assignment.save_id) as root:
+            writer = ItemWriter(root, assignment, resolver, self.transforms)
+            return writer.write(self.plan.items)
 
     def preload(self) -> _HostItems:
         items = {}
@@ -365,7 +372,7 @@ class _UnfinishedSave:
     called torch; None for a save in three stages, which only ``reset`` of its writer ends early.
     """
 
-    place: Place
+    place: Transaction
     directory: str
     thread: threading.Thread | None
     failed: bool = False
@@ -433,7 +440,7 @@ def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
     refuse_unstorable(tuple(entries))
 
 
-def _write_common(place: Place) -> StoredItem:
+def _write_common(place: Transaction) -> StoredItem:
     """The empty common state that Megatron-Core expects."""
     with place.storage.create(COMMON_FILE) as writer:
         records = Records(writer)

@@ -199,8 +199,6 @@ class RunDirectory:
             return []
         path = f"{self.storage.location}/{name}"
         step, storage = _examine(path, Step(name, style, number, True, ""))
-        if name not in self.entries and step.complete is False:
-            return []
         if kind == stat.S_IFLNK and not step.complete:
             # The file system that it leads to may be unmounted.
             step = replace(step, complete=None, reason=f"a link to: {step.reason}")

@@ -22,7 +22,7 @@ from megackpt import events, gc_pause, limits
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task
 from megackpt.backends.base import Backend, Source, plan_for_backend
-from megackpt.checkpoint import Place, begin, commit
+from megackpt.checkpoint import Transaction, begin
 from megackpt.checkpoint.writing import Writing
 from megackpt.distributed import (
     DEFAULT_TIMEOUT,
@@ -202,7 +202,7 @@ class _SaveOperation:
 
     def __init__(self, group: Group, directory: str) -> None:
         self.group = group
-        self.transaction: Place | None = None
+        self.transaction: Transaction | None = None
         self.total = events.start(
             events.TOTAL, events.Operation("save", directory, group.rank, group.size)
         )
@@ -226,13 +226,13 @@ class _SaveOperation:
 
     def begin(
         self, declared: Attempt[SaveRequest], cached: _RankPart | None
-    ) -> Attempt[Place | None]:
+    ) -> Attempt[Transaction | None]:
         """On rank 0: begin the transaction, under the id of the cached plan if there is one."""
         if not self.group.is_coordinator:
             return Attempt(None)
 
         @events.stage("begin")
-        def work() -> Place:
+        def work() -> Transaction:
             request = declared.get()
             save_id = cached.save_id if cached else uuid.uuid4().hex
             self.total.operation.id = save_id
@@ -258,8 +258,7 @@ class _SaveOperation:
 
         @events.stage("commit")
         def work(results: Sequence[WriteResult]) -> int:
-            commit(
-                cast(Place, self.transaction),
+            cast(Transaction, self.transaction).commit(
                 backend,
                 cast(Manifest, part.manifest).located(results),
                 confirm=self.group.confirm,
@@ -305,7 +304,7 @@ def _all_ranks_reuse(
     group: Group,
     declared: Attempt[SaveRequest],
     cached: _RankPart | None,
-    started: Attempt[Place | None],
+    started: Attempt[Transaction | None],
 ) -> bool:
     """Vote: do all ranks hold one plan, and parameter groups as rank 0 has them? Collective."""
     votes = [_NO_PLAN] * 4
@@ -324,7 +323,7 @@ def _all_ranks_reuse(
 
 
 def _make_plan(
-    group: Group, declared: Attempt[SaveRequest], started: Attempt[Place | None]
+    group: Group, declared: Attempt[SaveRequest], started: Attempt[Transaction | None]
 ) -> tuple[SaveRequest, _RankPart]:
     """Gather the declarations, plan on rank 0, scatter the plans. Collective.
 
@@ -348,7 +347,7 @@ def _make_plan(
 
     @events.stage("plan")
     def decide(parts: Sequence[_RankRequest]) -> list[_RankReply]:
-        place = cast(Place, started.get())
+        place = cast(Transaction, started.get())
         request, manifest, replies = _plan_for_all(declared.get(), place, parts)
         planned.append((request, manifest))
         return replies
@@ -363,7 +362,7 @@ def _make_plan(
 
 
 def _plan_for_all(
-    request: SaveRequest, place: Place, parts: Sequence[_RankRequest]
+    request: SaveRequest, place: Transaction, parts: Sequence[_RankRequest]
 ) -> tuple[SaveRequest, Manifest, list[_RankReply]]:
     """On rank 0: the plan of every rank, and the manifest of the checkpoint."""
     _check_same("name different directories", [part.directory for part in parts])

@@ -24,7 +24,7 @@ _NETWORKED = frozenset((
     0x5346414F, 0x01021997, 0x65735546,
 ))  # fmt: skip
 _PR_SET_PDEATHSIG = 1
-_RENAME_EXCHANGE = 2
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _SYNC_FILE_RANGE_WRITE = 2
 _ABSENT = frozenset(
     (
@@ -130,20 +130,37 @@ def is_networked(fd: int) -> bool:
 
 
 def exchange(folder: int, one: str, other: str) -> bool:
-    """Swap two entries of an open directory in one atomic step; False, and nothing done, where that fails.
+    """Swap two entries of an open directory in one atomic step; False where that cannot be done.
 
-    Not every file system can, and a mount point cannot be swapped at all. Other failures raise OSError.
+    Some file systems cannot, and a mount point cannot be swapped. Other failures raise OSError.
     """
+    return _rename(folder, one, other, _RENAME_EXCHANGE)
+
+
+def rename_folder(folder: int, name: str, to: str) -> bool:
+    """Rename a directory within an open directory; False, and nothing done, if ``to`` exists.
+
+    Where the system cannot check that, an empty directory is replaced; no other entry is.
+    """
+    try:
+        if _rename(folder, name, to, _RENAME_NOREPLACE):
+            return True
+        os.rename(name, to, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            return False
+        raise
+    return True
+
+
+def _rename(folder: int, name: str, to: str, flag: int) -> bool:
     path = ctypes.c_char_p
     call = _function("renameat2", ctypes.c_int, path, ctypes.c_int, path, ctypes.c_uint)
     if call is None:
         return False
-    if (
-        call(folder, os.fsencode(one), folder, os.fsencode(other), _RENAME_EXCHANGE)
-        == 0
-    ):
+    if call(folder, os.fsencode(name), folder, os.fsencode(to), flag) == 0:
         return True
     number = ctypes.get_errno()
     if number in _ABSENT:
         return False
-    raise OSError(number, os.strerror(number), one, None, other)
+    raise OSError(number, os.strerror(number), name, None, to)

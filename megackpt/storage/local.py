@@ -319,6 +319,17 @@ class LocalStorage(Storage):
             os.fsync(self._fd)
             return True
 
+    def rename_new(self, name: str, to: str) -> bool:
+        """Rename a folder of the root itself, durably; False, and nothing done, if ``to`` exists.
+
+        Where the file system cannot check that, ``to`` may be replaced if it is an empty folder.
+        """
+        with self._refusals("rename", name):
+            if not kernel.rename_folder(self._fd, name, to):
+                return False
+            os.fsync(self._fd)
+            return True
+
     def dress_as(self, name: str, model: str) -> bool:
         """Give an entry of the root another's owner, group and mode; False if owner and group are refused."""
         with self._refusals("set the owner and mode of", name):
@@ -330,10 +341,6 @@ class LocalStorage(Storage):
                 given = False
             os.chmod(name, stat.S_IMODE(status.st_mode), dir_fd=self._fd)
             return given
-
-    def touch(self, name: str) -> None:
-        """Set the time of a file to now. FileNotFoundError if it is absent."""
-        os.utime(name, dir_fd=self._fd, follow_symlinks=False)
 
     def now(self) -> float:
         """What time it is by the clock that dates the files of this root (seconds since 1970)."""

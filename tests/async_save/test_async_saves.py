@@ -327,13 +327,13 @@ def test_two_saves_into_one_directory_at_once(tmp_path: Path, gate: Gate) -> Non
     def run(group: ThreadedGroup) -> None:
         queue = queue_of(group)
         queue.schedule_async_request(begun(group, tmp_path / "a", 1.0, gate))
-        with pytest.raises(SaveInProgress):
-            begun(group, tmp_path / "a", 2.0)
+        begun(group, tmp_path / "a", 2.0).execute_sync()
         gate._open.set()
-        queue.close()
+        with pytest.raises(SaveInProgress):
+            queue.close()
 
     ThreadedGroup.run(2, run)
-    check(tmp_path / "a", 2, 1.0)
+    check(tmp_path / "a", 2, 2.0)
 
 
 def test_ranks_that_finalize_different_saves_are_told(tmp_path: Path) -> None:

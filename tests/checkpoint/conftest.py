@@ -13,8 +13,6 @@ from megackpt import strategies
 from megackpt.backends.base import Backend, Finished, Layout, Properties, config_file
 from megackpt.checkpoint import (
     begin,
-    commit,
-    committing as committing_room,
     decode_index,
     encode_index,
     open_checkpoint,
@@ -94,12 +92,16 @@ def find_backend(storage, asked=None):
     )
 
 
+@pytest.fixture
+def tiny_formats():
+    return {"tiny": Tiny, "native": Native}
+
+
 @pytest.fixture(autouse=True)
-def tiny_format(monkeypatch):
+def tiny_format(monkeypatch, tiny_formats):
     monkeypatch.setattr(strategies, "find_backend", find_backend)
-    formats = {"tiny": Tiny, "native": Native}
     for function in ("backend_named", "reader_of"):
-        monkeypatch.setattr(strategies, function, lambda name, *_: formats[name]())
+        monkeypatch.setattr(strategies, function, lambda name, *_: tiny_formats[name]())
 
 
 def planned(size: int, ranks: int = RANKS) -> Manifest:
@@ -138,7 +140,7 @@ class Saves:
         return Tiny().write(root_at(place.path), rank, bytes([value]) * self.size)
 
     def commit(self, place, results, **options):
-        commit(place, Tiny(), planned(self.size).located(results), **options)
+        place.commit(Tiny(), planned(self.size).located(results), **options)
 
     def save(
         self,
@@ -157,7 +159,7 @@ class Saves:
                 backend.write(root_at(place.path), rank, bytes([value]) * self.size)
                 for rank in range(RANKS)
             ]
-            commit(place, backend, manifest.located(results))
+            place.commit(backend, manifest.located(results))
         except BaseException:
             place.abort()
             raise
@@ -178,7 +180,7 @@ class Saves:
 
 @pytest.fixture
 def saves(caplog) -> Saves:
-    caplog.set_level("ERROR", logger=committing_room.logger.name)
+    caplog.set_level("ERROR", logger="megackpt.checkpoint")
     return Saves()
 
 

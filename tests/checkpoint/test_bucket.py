@@ -15,15 +15,15 @@ import pytest
 
 from megackpt.checkpoint import (
     begin,
-    buckets,
-    marker,
+    object_target,
     open_checkpoint,
     open_same,
-    place_of,
+    remove,
+    staging_storage,
     verify,
     verifying,
 )
-from megackpt.checkpoint.marker import Marker
+from megackpt.checkpoint.records import RECORD
 from megackpt.errors import (
     BackendError,
     CheckpointExists,
@@ -123,7 +123,8 @@ def test_a_save_whose_id_is_no_uuid_is_refused_before_anything_is_put(
     bucket, url, save_id
 ):
     with pytest.raises(
-        StorageError, match=r"no id for a save in a bucket: give uuid\.uuid4\(\)\.hex"
+        StorageError,
+        match=r"no id for a save in an object store: give uuid\.uuid4\(\)\.hex",
     ):
         begin(url, save_id=save_id)
     assert held(bucket) == []
@@ -163,11 +164,8 @@ def test_what_others_put_beside_a_checkpoint_is_left_alone(bucket, url, saves):
 def test_a_failed_save_leaves_what_was_there(bucket, url, saves):
     saves.save(url, 1)
     place, results = written(saves, url, 2)
-    assert place_of(url, place.save_id).location == place.path
-    with pytest.raises(
-        SaveInProgress, match=r"is being written by a save by process \d+ on host"
-    ):
-        begin(url, save_id=identity())
+    with staging_storage(url, place.save_id) as storage:
+        assert storage.location == place.path
 
     def refuse() -> None:
         raise StorageError("a rank is gone")
@@ -177,53 +175,18 @@ def test_a_failed_save_leaves_what_was_there(bucket, url, saves):
     place.abort()
     assert saves.load(url) == 1
     assert_only(bucket, url)
-    with pytest.raises(StorageError, match="nobody saves there"):
-        place_of(url, place.save_id)
+    with pytest.raises(StorageError, match="not visible from here"):
+        staging_storage(url, place.save_id).__enter__()
 
 
 @pytest.mark.parametrize("before", [None, 99])
 def test_of_sixteen_racing_saves_one_wins(bucket, url, saves, before):
+    """All write in full, and commit at once."""
     if before is not None:
         saves.save(url, before)
-    start = threading.Barrier(RACERS)
-    begun = threading.Barrier(RACERS)
-    told: dict[int, Exception] = {}
-
-    def race(number: int) -> None:
-        start.wait()
-        try:
-            place = begin(url, save_id=identity())
-        except SaveInProgress as error:
-            told[number] = error
-            begun.wait()
-            return
-        begun.wait()  # the winner keeps the lock until all have asked for it
-        saves.commit(place, [saves.write(place, rank, number) for rank in range(2)])
-
-    threads = [
-        threading.Thread(target=race, args=(number,)) for number in range(RACERS)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (winner,) = {*range(RACERS)} - told.keys()
-    assert saves.load(url) == winner
-    assert_only(bucket, url)
-
-
-def test_where_no_lock_keeps_them_apart_the_record_does(
-    bucket, url, saves, monkeypatch
-):
-    """All write in full, each taking the others for dead, and commit at once."""
-    saves.save(url, 99)
-    monkeypatch.setattr(Marker, "runs", lambda _: False)
-    monkeypatch.setattr(buckets.Lock, "held", lambda _: True)
-    monkeypatch.setattr(buckets.BucketPlace, "_clear_up", lambda _: None)
-    monkeypatch.setattr(buckets.Lock, "take", lambda _: None)
     places = [written(saves, url, number) for number in range(RACERS)]
     start = threading.Barrier(RACERS)
-    told: dict[int, Exception] = {}
+    lost: dict[int, Exception] = {}
 
     def race(number: int) -> None:
         place, results = places[number]
@@ -231,7 +194,7 @@ def test_where_no_lock_keeps_them_apart_the_record_does(
         try:
             saves.commit(place, results)
         except SaveInProgress as error:
-            told[number] = error
+            lost[number] = error
             place.abort()
 
     threads = [
@@ -241,62 +204,78 @@ def test_where_no_lock_keeps_them_apart_the_record_does(
         thread.start()
     for thread in threads:
         thread.join()
-    (winner,) = {*range(RACERS)} - told.keys()
+    (winner,) = {*range(RACERS)} - lost.keys()
     assert saves.load(url) == winner
-    assert all(
-        "was saved to by another job meanwhile" in str(error) for error in told.values()
-    )
-    folders = {key.split("/")[2] for key in held(bucket) if "megackpt-" in key}
-    assert (
-        len(folders) == 2
-    )  # the losers have removed theirs; what was replaced is left to the next
+    assert_only(bucket, url)
 
 
-def test_a_save_that_was_taken_for_dead_cannot_commit(bucket, url, saves, monkeypatch):
-    saves.save(url, 1)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_save_that_wakes_up_late_cannot_commit(bucket, url, saves, before):
+    if before:
+        saves.save(url, 1)
     stopped, results = written(saves, url, 2)
-    with monkeypatch.context() as patched:
-        patched.setattr(Marker, "runs", lambda _: False)
-        place, others = written(saves, url, 3)
-    with pytest.raises(SaveInProgress, match=r"took the save .* for dead"):
+    saves.save(url, 3)
+    with pytest.raises(SaveInProgress, match="another save has"):
         saves.commit(stopped, results)
     stopped.abort()
-    saves.commit(place, others)
     assert saves.load(url) == 3
     assert_only(bucket, url)
 
 
-@pytest.mark.parametrize(("silence", "alive"), [(1e9, True), (-1e9, False)])
-def test_a_save_on_another_host_lives_by_the_stores_clock(
-    bucket, url, saves, monkeypatch, silence, alive
+def test_a_save_that_wakes_up_at_its_commit_cannot_commit(
+    bucket, url, saves, monkeypatch
 ):
-    lock = json.dumps(
-        {"save_id": "elsewhere", "host": "h2", "pid": 1, "boot": "b", "time": 0.0}
-    )
-    BucketStorage(url).put(".megackpt-saving", lock.encode())
-    monkeypatch.setattr(buckets, "SILENCE", silence)
-    if alive:
-        with pytest.raises(SaveInProgress, match="process 1 on host 'h2'"):
-            saves.save(url, 1)
-        with pytest.raises(NotACheckpoint, match="goes on, or died"):
-            open_checkpoint(url)
-        assert held(bucket) == ["run/iter_100/.megackpt-saving"]
-    else:
-        saves.save(url, 1)
-        assert_only(bucket, url)
+    """Stopped between its last look and the put of its record."""
+    stopped, results = written(saves, url, 2)
+    real = BucketStorage.put_if_match
+
+    def put_if_match(self, name, data, version):
+        if name == RECORD:
+            monkeypatch.setattr(BucketStorage, "put_if_match", real)
+            saves.save(url, 3)
+        return real(self, name, data, version)
+
+    monkeypatch.setattr(BucketStorage, "put_if_match", put_if_match)
+    with pytest.raises(SaveInProgress, match="since this one began"):
+        saves.commit(stopped, results)
+    stopped.abort()
+    assert saves.load(url) == 3
+    assert_only(bucket, url)
 
 
-def test_the_lock_is_renewed_while_a_save_lives(url, saves):
-    place, _ = written(saves, url, 1)
-    lock = place._lock
-    assert lock.renew()
-    assert lock.held()
+def test_a_save_that_began_after_a_commit_is_not_removed_by_it(
+    bucket, url, saves, monkeypatch
+):
+    first, results = written(saves, url, 1)
+    real, later = object_target.ObjectTarget.settle, []
+
+    def settle(self, save_id):
+        later.append(written(saves, url, 2))
+        real(self, save_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_target.ObjectTarget, "settle", settle)
+        saves.commit(first, results)
+    saves.commit(*later[0])
+    assert saves.load(url) == 2
+    assert_only(bucket, url)
+
+
+def test_what_another_host_left_is_removed_after_the_next_commit(bucket, url, saves):
+    dead = identity()
+    fields = {"host": "h2", "pid": 1, "boot": "b", "time": 0.0}
+    folder = BucketStorage(f"{url}/megackpt-{dead}")
+    folder.put(f".megackpt-saving-{dead}", json.dumps(fields).encode())
+    with pytest.raises(NotACheckpoint, match=r"process 1 on host 'h2'.* goes on, or"):
+        open_checkpoint(url)
+    place = begin(url, save_id=identity())
+    assert f"run/iter_100/megackpt-{dead}/.megackpt-saving-{dead}" in held(bucket)
     place.abort()
-    assert not lock.renew()
-    assert not lock.held()
+    saves.save(url, 1)
+    assert_only(bucket, url)
 
 
-def test_after_a_killed_save_the_next_one_clears_up(bucket, url, saves):
+def test_what_a_killed_save_left_is_removed_at_begin(bucket, url, saves):
     saves.save(url, 1)
     dead = identity()
     process = subprocess.Popen(
@@ -307,11 +286,40 @@ def test_after_a_killed_save_the_next_one_clears_up(bucket, url, saves):
     )
     with process:
         assert process.stdout.readline() == "begun\n"
-        with pytest.raises(SaveInProgress):
-            saves.save(url, 2)
         process.kill()
     assert saves.load(url) == 1
     assert f"run/iter_100/megackpt-{dead}/rank0.bin" in held(bucket)
+    begin(url, save_id=identity()).abort()
+    assert_only(bucket, url)
+
+
+def test_removal(bucket, url, saves, monkeypatch):
+    saves.save(url, 1)
+    remove(url)
+    assert held(bucket) == []
+    with pytest.raises(NotACheckpoint):
+        remove(url)
+    saves.save(url, 1)
+    real = BucketStorage.put_if_match
+
+    def put_if_match(self, name, data, version):
+        monkeypatch.setattr(BucketStorage, "put_if_match", real)
+        saves.save(url, 2)
+        return real(self, name, data, version)
+
+    monkeypatch.setattr(BucketStorage, "put_if_match", put_if_match)
+    with pytest.raises(SaveInProgress, match="is left alone"):
+        remove(url)
+    assert saves.load(url) == 2
+
+
+def test_a_removal_that_died_leaves_no_checkpoint(bucket, url, saves, monkeypatch):
+    saves.save(url, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketStorage, "delete", lambda *_: None)
+        remove(url)
+    with pytest.raises(NotACheckpoint):
+        open_checkpoint(url)
     saves.save(url, 2)
     assert saves.load(url) == 2
     assert_only(bucket, url)
@@ -335,7 +343,7 @@ def test_a_checkpoint_that_was_uploaded_as_it_is(tmp_path, bucket, url, saves):
 
 
 def faults() -> Iterator[tuple[str, str, int | str]]:
-    for path in ("rank0.bin", "megackpt.index", "megackpt.commit", ".megackpt-saving"):
+    for path in ("rank0.bin", "megackpt.index", "megackpt.commit"):
         for how in (503, "reset", "swallow"):
             yield "PUT", path, how
     for path in ("megackpt.commit", "megackpt.index", "rank0.bin"):
@@ -370,7 +378,9 @@ def test_a_commit_of_which_nothing_is_known_removes_nothing(
     saves.save(url, 1)
     place, results = written(saves, url, 2)
     line.once(503, "PUT", "megackpt.commit", times=1000)
-    with pytest.raises(StorageError, match="is not known, so nothing is removed"):
+    with pytest.raises(
+        StorageError, match=r"not known whether .* so nothing is removed"
+    ):
         saves.commit(place, results)
     place.abort()
     assert saves.load(url) == 1
@@ -399,7 +409,7 @@ def test_a_record_that_cannot_even_be_read_leaves_it_open(
 
     line.fault = fault
     with pytest.raises(
-        StorageError, match=f"is not known.*if it names {place.save_id} later"
+        StorageError, match=rf"not known whether.*If it names {place.save_id} later"
     ):
         saves.commit(place, results)
     line.fault = lambda _: None
@@ -451,7 +461,7 @@ def poor(request):
 def test_a_store_without_conditional_puts_is_refused(poor, bucket, url, saves):
     with pytest.raises(
         StorageError,
-        match=r"does not keep to conditional puts.*MEGACKPT_SINGLE_WRITER=1",
+        match=r"ignores the conditions of puts.*MEGACKPT_SINGLE_WRITER=1",
     ):
         saves.save(url, 1)
     assert held(bucket) == []
@@ -463,39 +473,6 @@ def test_a_single_writer_may_use_it(poor, bucket, url, saves, monkeypatch):
         saves.save(url, value)
         assert saves.load(url) == value
         assert_only(bucket, url)
-    place = begin(url, save_id=identity())
-    with pytest.raises(SaveInProgress):
-        begin(url, save_id=identity())
-    place.abort()
-    assert_only(bucket, url)
-
-
-def test_a_renewal_does_not_outlive_its_save(poor, bucket, url, saves, monkeypatch):
-    """It is under way while the save ends. If the lock were not released after it, it would put the lock back."""
-    monkeypatch.setenv("MEGACKPT_SINGLE_WRITER", "1")
-    monkeypatch.setattr(marker, "HEARTBEAT", 0.0)
-    renewing, ended, released = threading.Event(), threading.Event(), threading.Event()
-    put, stop, release = BucketStorage.put, marker.Heartbeat.stop, buckets.Lock.release
-
-    def slow(self, name, data) -> None:
-        if threading.current_thread().name == "megackpt-heartbeat":
-            renewing.set()
-            ended.wait()
-            released.wait(0.3)
-        put(self, name, data)
-
-    monkeypatch.setattr(BucketStorage, "put", slow)
-    monkeypatch.setattr(
-        marker.Heartbeat, "stop", lambda beat: (stop(beat), ended.set())
-    )
-    monkeypatch.setattr(
-        buckets.Lock, "release", lambda lock: (release(lock), released.set())
-    )
-    place, results = written(saves, url, 1)
-    renewing.wait()
-    saves.commit(place, results)
-    place._beat._thread.join()
-    assert_only(bucket, url)
 
 
 # ---- damage

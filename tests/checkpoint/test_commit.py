@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 import uuid
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import pytest
 
 from megackpt.checkpoint import (
     begin,
-    committing as committing_room,
-    marker as marker_room,
+    clear,
+    directory_target,
+    marker as markers,
     open_checkpoint,
     open_same,
-    place_of,
+    staging_storage,
 )
 from megackpt.errors import (
     CheckpointExists,
@@ -108,13 +110,13 @@ def test_a_small_file_that_others_put_there_meanwhile(tmp_path, saves):
 
     class Slow(type(open_backend())):
         def finish(self, root, manifest):
+            (tmp_path / "c").mkdir()
             (tmp_path / "c/metadata.json").write_text("mine")
             return super().finish(root, manifest)
 
-    with pytest.raises(
-        StorageError, match=r"metadata\.json would collide with this save"
-    ):
+    with pytest.raises(SaveInProgress, match="nothing of this save is committed"):
         saves.save(tmp_path / "c", 1, backend=Slow())
+    assert entries(tmp_path) == {"c"}
     assert entries(tmp_path / "c") == {"metadata.json"}
     assert (tmp_path / "c/metadata.json").read_text() == "mine"
 
@@ -227,11 +229,12 @@ def test_other_ranks_find_the_place(tmp_path, saves, monkeypatch, before):
     if before:
         saves.save(where, 1)
     place = begin(where, save_id="aa")
-    assert place_of(where, "aa").location == place.path
-    monkeypatch.setattr(committing_room, "_PAUSES", (0.0,))
+    with staging_storage(where, "aa") as storage:
+        assert storage.location == place.path
+    monkeypatch.setattr(directory_target, "_PAUSES", (0.0,))
     for other in (where, tmp_path / "elsewhere"):
         with pytest.raises(StorageError, match="shared between all hosts"):
-            place_of(other, "bb")
+            staging_storage(other, "bb").__enter__()
     place.abort()
 
 
@@ -245,7 +248,7 @@ def child_that_begins(where: Path) -> int:
         (Path(place.path) / "rank0.bin").write_text("part")
         os.write(tell, b"x")
         while True:
-            marker_room.time.sleep(100)
+            time.sleep(100)
     os.read(ready, 1)
     os.close(ready)
     os.close(tell)
@@ -253,14 +256,12 @@ def child_that_begins(where: Path) -> int:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_two_jobs(tmp_path, saves, before):
+def test_a_save_does_not_wait_for_another_one(tmp_path, saves, before):
     where = tmp_path / "c"
     if before:
         saves.save(where, 1)
     pid = child_that_begins(where)
     try:
-        with pytest.raises(SaveInProgress, match=f"process {pid} on host"):
-            saves.save(where, 2)
         if before:
             assert saves.load(where) == 1
         else:
@@ -268,24 +269,37 @@ def test_two_jobs(tmp_path, saves, before):
                 NotACheckpoint, match=f"save by process {pid} .* goes on"
             ):
                 saves.load(where)
+        saves.save(where, 2)
+        assert saves.load(where) == 2
+        assert entries(tmp_path) == {"c"}
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
-    if not before:
-        with pytest.raises(NotACheckpoint, match="died before it was complete"):
-            saves.load(where)
-    saves.save(where, 3)
-    assert saves.load(where) == 3
-    assert entries(where) == OWN
-    assert entries(tmp_path) == {"c"}
 
 
-def test_two_saves_of_one_process(tmp_path, saves):
-    place = begin(tmp_path / "c", save_id="aa")
-    with pytest.raises(SaveInProgress):
-        begin(tmp_path / "c", save_id="bb")
+def test_what_a_killed_save_left_is_removed_at_begin(tmp_path, saves):
+    where = tmp_path / "c"
+    pid = child_that_begins(where)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    with pytest.raises(NotACheckpoint, match="died before it was complete"):
+        saves.load(where)
+    place = begin(where, save_id="bb")
+    assert entries(tmp_path) == {".c.megackpt-bb"}
     place.abort()
-    saves.save(tmp_path / "c", 1)
+    assert entries(tmp_path) == set()
+
+
+def test_of_two_saves_of_one_process_the_first_to_commit_wins(tmp_path, saves):
+    places = [begin(tmp_path / "c", save_id=save_id) for save_id in ("aa", "bb")]
+    results = [[saves.write(place, rank, 1) for rank in range(2)] for place in places]
+    saves.commit(places[1], results[1])
+    with pytest.raises(SaveInProgress, match="another save"):
+        saves.commit(places[0], results[0])
+    places[0].abort()
+    assert saves.load(tmp_path / "c") == 1
+    assert open_checkpoint(tmp_path / "c").manifest.save_id == "bb"
+    assert entries(tmp_path) == {"c"}
 
 
 def test_a_place_that_is_dropped_is_a_dead_save(tmp_path, saves):
@@ -294,43 +308,48 @@ def test_a_place_that_is_dropped_is_a_dead_save(tmp_path, saves):
     assert entries(tmp_path / "c") == OWN
 
 
-def marker_of(path: Path, **changes) -> Path:
-    fields = {
-        "save_id": "ff",
-        "host": "other",
-        "pid": os.getpid(),
-        "started": 1,
-        "boot": "elsewhere",
-    }
-    file = path / ".megackpt-saving-ff"
-    file.write_text(json.dumps({**fields, "names": ["rank0.bin"], **changes}))
-    return file
+def left_by(path: Path, content: bytes) -> Path:
+    """What an unfinished save beside ``path`` left."""
+    staging = path.parent / f".{path.name}.megackpt-ff"
+    staging.mkdir(parents=True)
+    (staging / "rank0.bin").write_text("half")
+    (staging / ".megackpt-saving-ff").write_bytes(content)
+    return staging
 
 
-def test_markers_of_other_hosts_live_by_their_touch(tmp_path, saves):
+def test_what_a_save_on_another_host_left_is_removed_after_the_next_commit(
+    tmp_path, saves
+):
     where = tmp_path / "c"
-    where.mkdir()
-    file = marker_of(where)
-    (where / "rank0.bin").write_text("half")
+    fields = {"host": "other", "pid": os.getpid(), "boot": "elsewhere"}
+    fields["time"] = time.time()
+    staging = left_by(where, json.dumps(fields).encode())
+    with pytest.raises(NotACheckpoint, match=r"on host 'other'.* goes on, or died"):
+        saves.load(where)
+    place = begin(where, save_id="aa")
+    assert staging.exists()
+    place.abort()
     with pytest.raises(SaveInProgress, match="on host 'other'"):
-        saves.save(where, 1)
-    os.utime(file, (file.stat().st_mtime - marker_room.SILENCE - 1,) * 2)
+        clear(where)
+    assert staging.exists()
     saves.save(where, 1)
-    assert entries(where) == OWN
+    assert entries(tmp_path) == {"c"}
+
+
+def test_what_another_host_left_is_cleared_after_a_day(tmp_path, monkeypatch):
+    now = time.time()
+    fields = {"host": "other", "pid": 1, "boot": "elsewhere", "time": now - 90_000}
+    left_by(tmp_path / "c", json.dumps(fields).encode())
+    clear(tmp_path / "c")
+    assert entries(tmp_path) == set()
 
 
 def test_a_number_that_another_process_has_by_now(tmp_path, saves):
-    where = tmp_path / "c"
-    where.mkdir()
-    marker_of(
-        where,
-        pid=1,
-        started=1,
-        boot=marker_room.boot(),
-        namespace=marker_room.namespace(),
-    )
-    saves.save(where, 1)
-    assert entries(where) == OWN
+    fields = {"pid": 1, "started": 1, "boot": markers.boot()}
+    fields["namespace"] = markers.namespace()
+    left_by(tmp_path / "c", json.dumps(fields).encode())
+    clear(tmp_path / "c")
+    assert entries(tmp_path) == set()
 
 
 NONSENSE = [
@@ -345,65 +364,29 @@ NONSENSE = [
 @pytest.mark.parametrize("content", NONSENSE)
 def test_a_marker_that_makes_no_sense(tmp_path, saves, content):
     where = tmp_path / "a/c"
-    where.mkdir(parents=True)
-    file = where / ".megackpt-saving-ff"
-    file.write_bytes(content)
+    left_by(where, content)
     (tmp_path / "x").touch()
-    with pytest.raises(SaveInProgress):
-        saves.save(where, 1)
     with pytest.raises(NotACheckpoint):
         saves.load(where)
-    os.utime(file, (1, 1))
     saves.save(where, 1)
+    assert entries(tmp_path / "a") == {"c"}
     assert (tmp_path / "x").exists()
-
-
-def test_heartbeat(tmp_path, saves, monkeypatch):
-    monkeypatch.setattr(marker_room, "HEARTBEAT", 0.01)
-    place = begin(tmp_path / "c", save_id="aa")
-    file = tmp_path / "c/.megackpt-saving-aa"
-    os.utime(file, (1, 1))
-    for _ in range(500):
-        if file.stat().st_mtime > 1:
-            break
-        marker_room.time.sleep(0.01)
-    assert file.stat().st_mtime > 1
-    place.abort()
 
 
 def test_a_save_whose_marker_was_removed_commits_nothing(tmp_path, saves):
     place = begin(tmp_path / "c", save_id="aa")
-    os.unlink(tmp_path / "c/.megackpt-saving-aa")
-    with pytest.raises(StorageError, match="nothing was committed"):
-        place.announce(["x"])
+    os.unlink(tmp_path / ".c.megackpt-aa/.megackpt-saving-aa")
+    with pytest.raises(SaveInProgress, match="has taken over"):
+        saves.commit(place, [])
     place.abort()
 
 
 def test_the_working_directory_cannot_be_replaced(tmp_path, saves, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     saves.save(tmp_path, 1)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(StorageError, match="is the working directory of this process"):
         begin(tmp_path, save_id=uuid.uuid4().hex)
     assert saves.load(tmp_path) == 1
-
-
-def test_a_rival_that_completes_while_a_save_begins_is_replaced(
-    tmp_path, saves, monkeypatch
-):
-    where, real = tmp_path / "ckpt", committing_room.DirectoryPlace
-
-    def slow(*args, **options):
-        monkeypatch.setattr(committing_room, "DirectoryPlace", real)
-        saves.save(where, 1)
-        return real(*args, **options)
-
-    where.mkdir()
-    monkeypatch.setattr(committing_room, "DirectoryPlace", slow)
-    place = begin(where, save_id=uuid.uuid4().hex)
-    assert place.staged
-    assert saves.load(where) == 1
-    place.abort()
-    assert entries(where) == OWN
 
 
 def test_mount_points_cannot_be_replaced(tmp_path, saves, monkeypatch):

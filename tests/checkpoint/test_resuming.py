@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megackpt.checkpoint import begin
-from megackpt.checkpoint.committing import completed
+from megackpt.checkpoint import begin, completed
 from megackpt.checkpoint.marker import Marker, active
 from megackpt.errors import CheckpointExists, CorruptCheckpoint, SaveInProgress
 from megackpt.storage import LocalStorage
@@ -92,7 +91,7 @@ def test_others_clear_it_up(tmp_path, saves, before):
     died(saves, where)
     other = begin(where, save_id="cd" * 16, resume=True)
     assert not other.resumed
-    assert not (where / "journal").exists()
+    assert not (tmp_path / f".ckpt.megackpt-{ID}").exists()
     other.abort()
     died(saves, where)
     assert not begin(where, save_id=ID).resumed  # not asked to
@@ -102,20 +101,24 @@ def test_a_live_one_is_not_taken_over(tmp_path, saves):
     place = saves.begin(tmp_path / "ckpt", ID)
     with pytest.raises(SaveInProgress):
         begin(tmp_path / "ckpt", save_id=ID, resume=True)
-    assert Marker(ID).name in os.listdir(tmp_path / "ckpt")
+    assert Marker(ID).name in os.listdir(place.path)
     place.abort()
 
 
-def test_one_of_two_gets_it(tmp_path, saves):
-    """Both have seen the dead marker; the lock on the directory decides."""
+def test_one_of_two_gets_it(tmp_path, saves, monkeypatch):
+    """Both have seen the dead marker; the one that renames the directory first goes on."""
     died(saves, tmp_path / "ckpt")
-    rival = LocalStorage(tmp_path / "ckpt")
-    assert rival.lock()
-    with pytest.raises(SaveInProgress, match="another process goes on"):
+    staging, real = tmp_path / f".ckpt.megackpt-{ID}", LocalStorage.rename
+
+    def rename(self, name, to, replace=True):
+        monkeypatch.setattr(LocalStorage, "rename", real)
+        os.rename(staging, tmp_path / f".ckpt.megackpt-{ID}.rival")
+        real(self, name, to, replace)
+
+    monkeypatch.setattr(LocalStorage, "rename", rename)
+    with pytest.raises(SaveInProgress, match="has taken over"):
         begin(tmp_path / "ckpt", save_id=ID, resume=True)
     assert ID not in active
-    rival.close()
-    begin(tmp_path / "ckpt", save_id=ID, resume=True).abort()
 
 
 def test_a_checkpoint_that_stands_is_replaced_only_if_asked(tmp_path, saves):

@@ -95,7 +95,8 @@ def test_what_was_written_and_cannot_be_read_again_is_not_committed(
 
     monkeypatch.setattr(LocalStorage, "open", gone)
     with pytest.raises(
-        CorruptCheckpoint, match=r"not what is read again:\n.*rank1\.bin is missing$"
+        CorruptCheckpoint,
+        match=r"read again is not what was written:\n.*rank1\.bin is missing$",
     ):
         saves.commit(place, results, reread=True)
     place.abort()
@@ -173,11 +174,11 @@ def test_without_digests(where, monkeypatch):
 def test_formats_that_only_they_can_read(where, monkeypatch, saves, tmp_path):
     from dataclasses import replace
 
-    from megackpt.checkpoint import committing
+    from megackpt.checkpoint import transaction
 
-    real = committing.sealed_index
+    real = transaction.sealed_index
     monkeypatch.setattr(
-        committing,
+        transaction,
         "sealed_index",
         lambda manifest, small: real(replace(manifest, encoding="native"), small),
     )

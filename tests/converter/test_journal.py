@@ -31,6 +31,12 @@ def weight(tmp_path: Path) -> torch.Tensor:
     return weight
 
 
+def staging(target: Path) -> Path:
+    """The directory in which a conversion that was cut off has written."""
+    (found,) = target.parent.glob(f".{target.name}.megackpt-*")
+    return found
+
+
 def interrupted(
     folder: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
@@ -47,7 +53,7 @@ def interrupted(
         patch.setattr(WorkerContext, "perform", perform)
         with pytest.raises(Stop):
             megackpt.convert(folder / "source", folder / "target", to, workers=1)
-    (line,) = (folder / "target" / JOURNAL).read_bytes().splitlines()
+    (line,) = (staging(folder / "target") / JOURNAL).read_bytes().splitlines()
     record: dict[str, Any] = json.loads(line.partition(b" ")[2])
     return record
 
@@ -58,7 +64,7 @@ def test_data_that_changed_since_is_written_again(
 ) -> None:
     """This format takes its digests at the end, from what is there."""
     record = interrupted(tmp_path, "safetensors", monkeypatch)
-    path = tmp_path / "target" / next(iter(record["files"]))
+    path = staging(tmp_path / "target") / next(iter(record["files"]))
     if damaged:
         whole = bytearray(path.read_bytes())
         whole[record["columns"][2][0] + 5] ^= 1
@@ -88,7 +94,8 @@ def test_an_invalid_line_ends_the_journal(
     record = interrupted(tmp_path, "safetensors", monkeypatch)
     for changes, kept in (({}, 1), (forged, 0)):
         text = json.dumps(record | changes).encode()
-        (tmp_path / "target" / JOURNAL).write_bytes(
+        written = staging(tmp_path / "target")
+        (written / JOURNAL).write_bytes(
             digest(text).hex().encode() + b" " + text + b"\n"
         )
-        assert len(Journal(LocalStorage(tmp_path / "target")).done) == kept
+        assert len(Journal(LocalStorage(written)).done) == kept

@@ -145,7 +145,7 @@ def test_a_run_is_resumed_after_each_task(tmp_path, source, files, monkeypatch) 
         except KeyboardInterrupt:
             with pytest.raises(NotACheckpoint):
                 megackpt.load({}, target)
-            assert (target / JOURNAL).exists()
+            assert (staging(target) / JOURNAL).exists()
             finished += performed
             performed.clear()
         else:
@@ -154,6 +154,12 @@ def test_a_run_is_resumed_after_each_task(tmp_path, source, files, monkeypatch) 
     assert finished == list(range(len(finished)))
     assert done.resumed > 0
     assert files(target) == files(tmp_path / "whole")
+
+
+def staging(target: Path) -> Path:
+    """The directory in which a conversion that was cut off has written."""
+    (found,) = target.parent.glob(f".{target.name}.megackpt-*")
+    return found
 
 
 @pytest.fixture
@@ -178,11 +184,11 @@ def cut_off(tmp_path, source, monkeypatch) -> Path:
 def test_tasks_with_a_torn_line_or_a_short_file_are_repeated(
     cut_off, source, assert_same
 ) -> None:
-    journal = cut_off / JOURNAL
+    journal = staging(cut_off) / JOURNAL
     lines = journal.read_bytes().splitlines(keepends=True)
     assert len(lines) == 3
     journal.write_bytes(b"".join(lines)[:-10])
-    first = next(cut_off.glob("__0_0.distcp"))
+    first = next(staging(cut_off).glob("__0_0.distcp"))
     os.truncate(first, first.stat().st_size - 1)
     done = megackpt.convert(source, cut_off, "torch_dist")
     assert 0 < done.resumed < 17 << 10  # the second task alone was kept
@@ -193,7 +199,7 @@ def test_tasks_with_a_torn_line_or_a_short_file_are_repeated(
 def test_a_journal_with_a_wrong_checksum_is_ignored(
     cut_off, source, assert_same
 ) -> None:
-    (cut_off / JOURNAL).write_bytes(b"0" * 32 + b' {"task": 0}\n')
+    (staging(cut_off) / JOURNAL).write_bytes(b"0" * 32 + b' {"task": 0}\n')
     assert megackpt.convert(source, cut_off, "torch_dist").resumed == 0
     assert_same(source, cut_off)
 

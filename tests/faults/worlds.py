@@ -30,7 +30,7 @@ import torch.distributed as dist
 import megackpt
 from megackpt import AsyncCallsQueue, ShardedTensor
 from megackpt.backends import torch_dist, zarr
-from megackpt.checkpoint import committing
+from megackpt.checkpoint import Transaction
 from megackpt.distributed.gloo import ProcessGroup
 from megackpt.errors import StorageError
 from megackpt.loader import load_operation
@@ -119,7 +119,7 @@ class Fault:
             self.message(name)
         self.before(request, "declare", "declare")
         self.before(save_operation, "begin", "begin")
-        self.before(committing.DirectoryPlace, "_confirm", "commit")
+        self.before(Transaction, "_publish", "commit")
         self.before(load_operation, "_compare", "compare")
         self.before(AsyncCallsQueue, "schedule_async_request", "returned")
         self.before(AsyncCallsQueue, "_vote", "look")

@@ -273,10 +273,8 @@ def in_marker(data: bytes) -> object:
     file = made("dcp") / ".megackpt-saving-ff"
     try:
         file.write_bytes(data)
-        root = LocalStorage(made("dcp"))
-        return [
-            (str(mark), mark.finished(root), mark.lives(root)) for mark in markers(root)
-        ]
+        found = markers(LocalStorage(made("dcp")))
+        return [(str(mark), mark.is_dead, mark.is_abandoned) for mark in found]
     finally:
         file.unlink()
 

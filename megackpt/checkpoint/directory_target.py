@@ -1,0 +1,491 @@
+"""The target of a transaction in a file system: a directory, and the directories beside it.
+
+A save writes into ``.NAME.megackpt-ID``, which only it uses. It becomes NAME by one rename that
+replaces nothing, or by one exchange with the NAME that is there. Both name the save's directory
+by its path, and so the right to commit is the path: before a save commits, it renames the
+directories of all other saves. A save that was stopped meanwhile, wherever, finds no directory
+under its path any more, and its rename fails. This needs no lock, no clock and no guess about
+which process is alive. A lock on the parent directory is tried first, for at most ``PATIENCE``
+seconds, so that of several live saves one wins; without it all may lose.
+
+What a directory beside the target is follows from its content:
+
+===================================  =======================================================
+it holds the marker of its own id    not published. Removed when its process is dead, or
+                                     when another save has taken it (suffix)
+no such marker, no suffix            it was exchanged with NAME. Swapped back if it is not
+                                     what that save began from, else retired
+no such marker, suffix ``old``       NAME, renamed away where no exchange exists; renamed
+                                     back if NAME is missing, else retired
+no such marker, another suffix       to be retired: entries of others move to NAME, the
+                                     files of its checkpoint are removed
+===================================  =======================================================
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from megackpt.checkpoint.index import INDEX
+from megackpt.checkpoint.marker import (
+    ASIDE,
+    LONGEST_NAME,
+    PREFIX,
+    Marker,
+    Sibling,
+    logger,
+    markers,
+    owner_suffix,
+    read_marker,
+    refuse_working,
+    siblings,
+    staging_name,
+)
+from megackpt.checkpoint.opening import incomplete
+from megackpt.checkpoint.ownership import (
+    foreign_entries,
+    is_replaceable,
+    refuse_collisions,
+)
+from megackpt.checkpoint.sibling_directories import SiblingDirectories, version
+from megackpt.errors import (
+    CheckpointExists,
+    CheckpointingException,
+    NotACheckpoint,
+    SaveInProgress,
+    StorageError,
+)
+from megackpt.storage import LocalStorage
+
+PATIENCE = 2.0
+"""Seconds that a step waits for the lock of the parent directory; then it goes on without."""
+
+_PAUSES = (0.0, 0.2, 1.0, 3.0)  # seconds; network file systems show new entries late
+
+
+class DirectoryTarget(SiblingDirectories):
+    """The directory NAME in ``outer``, which is open."""
+
+    def __init__(self, path: str, *, create: bool) -> None:
+        """``path``: absolute, without links. ``create``: make its parents."""
+        super().__init__(path, create=create)
+        self._begins = ""  # the id of a save that has no marker yet
+
+    def check_name(self, save_id: str) -> None:
+        """StorageError where no save to a directory of this name can be committed."""
+        if not self.name:
+            raise StorageError(
+                f"cannot save to {self.location}: name a directory below it"
+            )
+        longest = f"{staging_name(self.name, save_id)}.{owner_suffix(save_id)}"
+        excess = len(os.fsencode(longest)) - LONGEST_NAME
+        if excess > 0:
+            raise StorageError(
+                f"cannot save to {self.location}: the last part of the path is {excess} "
+                f"bytes too long. The save writes into a directory beside it, whose "
+                f"name is longer"
+            )
+        if self.outer.size(self.name) is not None:
+            raise StorageError(f"cannot save to {self.location}: a file is in the way")
+
+    def check_replaceable(self) -> None:
+        """StorageError where the directory is there and cannot be exchanged."""
+        if self._folder(self.name) is None:
+            return
+        try:
+            working = os.path.realpath(os.getcwd())
+        except FileNotFoundError:
+            working = ""
+        if self.location == working:
+            raise StorageError(
+                f"{self.location} is the working directory of this process, and a save "
+                f"replaces it by a new directory: change to another directory first"
+            )
+        if os.path.ismount(self.location):
+            raise StorageError(
+                f"{self.location} is a mount point, which cannot be replaced: save to a "
+                f"directory below it"
+            )
+
+    def begin(self, marker: Marker, overwrite: bool, resume: bool) -> tuple[str, bool]:
+        """Make the directory of this save. The checkpoint it replaces; was it resumed?"""
+        self._begins = marker.save_id
+        with self._turn(), self._others_meanwhile():
+            self.recover(spared=marker.save_id if resume else "")
+            self.check_replaceable()
+            folder = self._folder(self.name)
+            base = "" if folder is None else version(folder)
+            if folder is not None and is_replaceable(folder):
+                if not overwrite:
+                    raise CheckpointExists(
+                        f"{self.location} holds a complete checkpoint: pass "
+                        f"overwrite=True to replace it, or save elsewhere"
+                    )
+                self._own_files(folder)  # raises where they cannot be found out
+            # A new target gets the usual mode, one that is replaced gives its own later.
+            mode = 0o777 if folder is None else 0o700
+            staging = staging_name(self.name, marker.save_id)
+            resumed = resume and self._take_over(marker.save_id)
+            if not resumed and not self.outer.make_folder(staging, mode):
+                raise SaveInProgress(
+                    f"another save of the id {marker.save_id} is at work in "
+                    f"{self.outer.location}/{staging}: wait for it, or remove that "
+                    f"directory if its job is gone"
+                )
+            self._put_marker(marker, base)
+            self._begins = ""
+            return base, resumed
+
+    def _put_marker(self, marker: Marker, base: str) -> None:
+        fields = Marker(marker.save_id, base=base, removes=marker.removes)
+        staging = staging_name(self.name, marker.save_id)
+        self.outer.folder(staging).put(marker.name, fields.encode())
+
+    def _take_over(self, save_id: str) -> bool:
+        """Is the directory of a dead save of this id ours now? Of several, one gets it."""
+        staging = staging_name(self.name, save_id)
+        folder = self._folder(staging)
+        marker = (
+            None if folder is None else read_marker(folder, PREFIX + save_id, save_id)
+        )
+        if marker is None:
+            return False
+        if not self._is_over(marker):
+            raise SaveInProgress(
+                f"{marker} may be at work in {self.outer.location}/{staging}: wait for "
+                f"it, or remove that directory if its job is gone"
+            )
+        taken = f"{staging}.{os.getpid()}"
+        self.outer.rename(staging, taken)
+        self.outer.rename(taken, staging)
+        return True
+
+    def staging_folder(self, save_id: str) -> LocalStorage:
+        with self._others_meanwhile():
+            return self.outer.folder(staging_name(self.name, save_id))
+
+    def holds(self, save_id: str) -> bool:
+        """Is the directory of this save where it was made?"""
+        marker = f"{staging_name(self.name, save_id)}/{PREFIX}{save_id}"
+        return self.outer.size(marker) is not None
+
+    def staging(self, save_id: str) -> LocalStorage:
+        """Where the ranks write. StorageError where this host does not see it."""
+        path = os.path.join(self.outer.location, staging_name(self.name, save_id))
+        for pause in _PAUSES:
+            time.sleep(pause)
+            try:
+                storage = LocalStorage(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if f"{PREFIX}{save_id}" in storage.list():
+                return storage
+        raise StorageError(
+            f"the save {save_id}, which the coordinator has begun in {self.location}, "
+            f"is not visible on host {socket.gethostname()!r}: is the directory shared "
+            f"between all hosts?"
+        )
+
+    def refuse_collisions(
+        self, names: Collection[str], replaces: Collection[str]
+    ) -> None:
+        """StorageError if files of others in the target have these names."""
+        folder = self._folder(self.name)
+        if folder is None or not set(names).intersection(folder.list()):
+            return
+        foreign = set(foreign_entries(folder, self._own_files(folder), names))
+        refuse_collisions(self.location, foreign.difference(replaces), names)
+
+    def publish(
+        self,
+        save_id: str,
+        base: str,
+        names: Collection[str],
+        replaces: Collection[str],
+    ) -> None:
+        """Make the directory of this save the target, in one step.
+
+        Raises:
+            SaveInProgress: another save has committed since this one began, or is about to.
+            StorageError: files of others have names of this save; the file system refused.
+        """
+        with self._turn(), self._others_meanwhile():
+            if self._folder(self.name) is not None:
+                self._require(base)  # before others lose their work for nothing
+            self._take_from_others(save_id)
+            if not self.holds(save_id):
+                raise SaveInProgress(
+                    f"another save has taken over {self.location} from this one, or "
+                    f"{self.outer.location}/{staging_name(self.name, save_id)} was "
+                    f"removed: nothing is committed"
+                )
+            # From here on no other save can commit that began before. One that begins now
+            # takes our directory before it commits, and then the step below fails.
+            self._require(base)
+            self.refuse_collisions(names, replaces)
+            self._swap_in(save_id, base)
+
+    def _swap_in(self, save_id: str, base: str) -> None:
+        staging = staging_name(self.name, save_id)
+        if self.outer.stat(self.name) is None:
+            if self.outer.rename_new(staging, self.name):
+                return
+            self._require(base)  # somebody has made a directory meanwhile
+        if not self.outer.dress_as(staging, self.name):
+            logger.warning(
+                "%s: the new directory cannot have the owner of the old one",
+                self.location,
+            )
+        if self.outer.exchange(staging, self.name):
+            taken = self.outer.folder(staging)
+            if version(taken) != base:
+                self.outer.exchange(staging, self.name)
+                self._refuse_changed()
+            self.outer.rename(staging, f"{staging}.{owner_suffix(save_id)}")
+            return
+        # Two renames, where there is no exchange. Each fails if another save has come
+        # first: the one finds no directory, the other finds one that is not empty.
+        aside = f"{staging}.{ASIDE}"
+        self.outer.rename(self.name, aside)
+        if version(self.outer.folder(aside)) != base:
+            self.outer.rename_new(aside, self.name)
+            self._refuse_changed()
+        try:
+            published = self.outer.rename_new(staging, self.name)
+        except StorageError:
+            self.outer.rename_new(aside, self.name)
+            raise
+        if not published:
+            self._refuse_changed()
+        self.outer.rename(aside, f"{staging}.{owner_suffix(save_id)}")
+
+    def settle(self, marker: Marker) -> None:
+        """Remove what the save has replaced, and what it has taken from others.
+
+        SaveInProgress if another save has replaced this one already.
+        """
+        save_id = marker.save_id
+        with self._turn(), self._others_meanwhile():
+            folder = self.outer.folder(self.name)
+            if folder.size(PREFIX + save_id) is None:
+                self._refuse_changed()
+            try:
+                self._remove_taken(save_id)
+                self._remove_marker(folder, marker)
+            except (CheckpointingException, FileNotFoundError) as error:
+                logger.warning(
+                    "%s is committed, but clearing up is left to the next save: %s",
+                    self.location,
+                    error,
+                )
+            if not marker.removes and not folder.is_current():
+                self._refuse_changed()
+
+    def discard(self, save_id: str) -> None:
+        """Remove the directory of a save that is not published."""
+        with self._turn():
+            self._discard(save_id)
+
+    def _discard(self, save_id: str) -> None:
+        for sibling in siblings(self.outer, self.name):
+            if sibling.save_id != save_id:
+                continue
+            # Without its marker the directory is what this save has replaced.
+            if self._marker_in(sibling) is not None:
+                self._remove_unpublished(sibling)
+
+    def _remove_taken(self, save_id: str) -> None:
+        for sibling in siblings(self.outer, self.name):
+            if sibling.suffix == owner_suffix(save_id):
+                self._remove_sibling(sibling)
+
+    def recover(self, *, spared: str = "", abandoned: bool = False) -> list[Marker]:
+        """Finish or undo what dead saves to this directory left behind. The others' markers.
+
+        ``spared``: the unpublished save of this id stays. ``abandoned``: also what is a day old
+        of processes that cannot be looked at.
+        """
+        found = siblings(self.outer, self.name)
+        unpublished = {}
+        for sibling in found:
+            unpublished[sibling.entry] = self._marker_in(sibling)
+        # Read after the siblings: an exchange moves a marker from there to here.
+        folder = self._folder(self.name)
+        here = [] if folder is None else markers(folder)
+        found_markers = [m for m in (*unpublished.values(), *here) if m is not None]
+        alive = [m for m in found_markers if not self._is_over(m, abandoned)]
+        working = {owner_suffix(marker.save_id) for marker in alive}
+        for sibling in found:
+            published = next((m for m in here if m.save_id == sibling.save_id), None)
+            owner = sibling.suffix or owner_suffix(sibling.save_id)
+            is_staging = unpublished[sibling.entry] is not None
+            if is_staging and sibling.save_id == spared:
+                continue
+            try:
+                if not is_staging and self._goes_back(sibling, published):
+                    self._put_back(sibling, published is not None)
+                elif owner not in working or (is_staging and sibling.suffix):
+                    self._remove_sibling(sibling)
+            except (CheckpointingException, FileNotFoundError) as error:
+                # No leftover stops a save.
+                logger.warning(
+                    "%s/%s is left alone: %s",
+                    self.outer.location,
+                    sibling.entry,
+                    error,
+                )
+        folder = self._folder(self.name)
+        for marker in here:
+            if folder is not None and owner_suffix(marker.save_id) not in working:
+                self._remove_marker(folder, marker)
+        return alive
+
+    def remove(self, marker: Marker) -> None:
+        """Replace the checkpoint by an empty directory, then remove that, too."""
+        save_id = marker.save_id
+        with self._turn(), self._others_meanwhile():
+            refuse_working(self.location, self.recover(abandoned=True))
+            folder = self._folder(self.name)
+            if folder is None:
+                raise NotACheckpoint(f"directory {self.location} does not exist")
+            if (reason := incomplete(folder)) is not None:
+                raise NotACheckpoint(reason)
+            if folder.size(INDEX) is None:
+                raise NotACheckpoint(
+                    f"{self.location} was not written by megackpt, and is left alone"
+                )
+            self.check_replaceable()
+            self._own_files(folder)
+            base = version(folder)
+            self.outer.make_folder(staging_name(self.name, save_id), 0o700)
+            self._put_marker(marker, base)
+            try:
+                self._take_from_others(save_id)
+                self._require(base)
+                # First: without a checkpoint in the target, they would be taken for it.
+                self._remove_taken(save_id)
+                self._swap_in(save_id, base)
+            except BaseException:
+                self._discard(save_id)
+                raise
+        self.settle(marker)
+
+    def clear(self) -> None:
+        """Remove what dead saves left, see ``transaction.clear``."""
+        with self._turn(), self._others_meanwhile():
+            refuse_working(self.location, self.recover(abandoned=True))
+
+    def completed(self, save_id: str) -> bool:
+        """Did a save of this id publish the target, and die before it was settled?"""
+        if self.outer.size(self.name) is not None:
+            return False  # a file
+        with self._turn(), self._others_meanwhile():
+            folder = self._folder(self.name)
+            here = [] if folder is None else markers(folder)
+            if not any(m.save_id == save_id and m.is_dead for m in here):
+                return False
+            self.recover()
+            return True
+
+    def _is_over(self, marker: Marker, abandoned: bool = False) -> bool:
+        if marker.save_id == self._begins and marker.pid == os.getpid():
+            return (
+                True  # that of an earlier save of this id, as the new one has none yet
+            )
+        return marker.is_abandoned if abandoned else marker.is_dead
+
+    def _goes_back(self, sibling: Sibling, published: Marker | None) -> bool:
+        """Is this directory the one that readers should find in the target?"""
+        folder = self._folder(sibling.entry)
+        if folder is None or sibling.suffix not in ("", ASIDE):
+            return False
+        if published is not None:
+            exchanged = not sibling.suffix and not published.removes
+            return exchanged and version(folder) != published.base
+        target = self._folder(self.name)
+        if target is not None and is_replaceable(target):
+            return False
+        return sibling.suffix == ASIDE or is_replaceable(folder)
+
+    def _put_back(self, sibling: Sibling, exchanged: bool) -> None:
+        """Undo the publication of a save that died in it, or met what it did not expect."""
+        logger.warning(
+            "%s: going back to the checkpoint that an interrupted save moved to %s",
+            self.location,
+            sibling.entry,
+        )
+        if exchanged:
+            self.outer.exchange(sibling.entry, self.name)
+            self._remove_sibling(sibling)
+            return
+        target = self._folder(self.name)
+        if target is not None:
+            # Somebody has made the directory again. What is in it moves.
+            for entry in target.list():
+                self._move(f"{self.name}/{entry}", f"{sibling.entry}/{entry}")
+            self.outer.remove_folder(self.name)
+        self.outer.rename_new(sibling.entry, self.name)
+
+    def _take_from_others(self, save_id: str) -> None:
+        """Rename the directories of all other saves: none of them can commit after this."""
+        for entry, other, suffix in siblings(self.outer, self.name):
+            if other == save_id:
+                continue
+            if suffix == ASIDE and self.outer.stat(self.name) is None:
+                # Its save is stopped between two renames, and must find its step undone.
+                self.outer.rename_new(entry, self.name)
+                continue
+            taken = f"{staging_name(self.name, other)}.{owner_suffix(save_id)}"
+            if entry != taken:
+                self.outer.rename(entry, taken)
+
+    def _require(self, base: str) -> None:
+        folder = self._folder(self.name)
+        if ("" if folder is None else version(folder)) != base:
+            self._refuse_changed()
+
+    def _refuse_changed(self) -> None:
+        raise SaveInProgress(
+            f"another save has written to {self.location} since this one began: what is "
+            f"there now is the other's, and nothing of this save is committed"
+        )
+
+    def _remove_marker(self, folder: LocalStorage, marker: Marker) -> None:
+        if marker.removes and folder.list() == [marker.name]:
+            # The empty directory of a removal goes with its marker.
+            hidden = Sibling(
+                staging_name(self.name, marker.save_id), marker.save_id, ""
+            )
+            self.outer.rename(self.name, hidden.entry)
+            self._remove_unpublished(hidden)
+        else:
+            folder.delete(marker.name)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the lock of the parent directory, if it can be had soon."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.outer.lock() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            self.outer.unlock()
+
+    @contextmanager
+    def _others_meanwhile(self) -> Iterator[None]:
+        """SaveInProgress where a directory of this save is no longer where it was."""
+        try:
+            yield
+        except (FileNotFoundError, StorageError) as error:
+            cause = error if isinstance(error, FileNotFoundError) else error.__cause__
+            if not isinstance(cause, FileNotFoundError):
+                raise
+            raise SaveInProgress(
+                f"another save is at work on {self.location}, and has taken over from "
+                f"this one: {error}"
+            ) from error

@@ -1,0 +1,251 @@
+"""The target of a transaction in an object store: a record, and a folder for each save.
+
+    URL/megackpt.commit      the record: its put is the commit
+    URL/megackpt-<save id>/  all files of one save, a checkpoint by itself
+
+A save reads the version of the record when it begins, writes into a folder of its own, and puts
+its record on the condition that the record is still of that version. The store decides who wins;
+no object is renamed or written twice. The folders that were there before the put belong to saves
+that began before it: none of them can commit any more, so they are removed afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from megackpt.checkpoint.marker import (
+    PREFIX,
+    Marker,
+    logger,
+    read_marker,
+    refuse_working,
+)
+from megackpt.checkpoint.ownership import is_replaceable, own_files
+from megackpt.checkpoint.records import (
+    FORMAT,
+    LARGEST_RECORD,
+    RECORD,
+    Record,
+    read_record,
+    save_folder,
+    save_folders,
+)
+from megackpt.errors import (
+    CheckpointExists,
+    CheckpointingException,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    SaveInProgress,
+    StorageError,
+)
+from megackpt.storage import (
+    SINGLE_WRITER,
+    BucketStorage,
+    Storage,
+    Version,
+    conditional_puts,
+    digest,
+)
+
+
+class ObjectTarget:
+    """A URL as the target of a save. ``base``: the version of the record that it replaces."""
+
+    def __init__(self, url: str) -> None:
+        self.outer = BucketStorage(url)
+        self.location = self.outer.location
+        self._base: Version | None = None
+        self._replaced: list[
+            str
+        ] = []  # folders, and files uploaded under the URL itself
+        self._foreign: tuple[str, ...] = ()
+        self.uncertain = False
+        """It is not known whether the record was put: nothing may be removed."""
+
+    def check_name(self, save_id: str) -> None:
+        """StorageError where no save of this id can be committed here."""
+        if not save_folders([save_folder(save_id)]):
+            raise StorageError(
+                f"{save_id!r} is no id for a save in an object store: give "
+                f"uuid.uuid4().hex. Folders of other programs in {self.location} are "
+                f"recognised by it"
+            )
+        if not conditional_puts(self.outer):
+            raise StorageError(
+                f"{self.location}: this store ignores the conditions of puts, so of two "
+                f"jobs that save to one place both could win. If there is never more than "
+                f"one, set {SINGLE_WRITER}=1 in the environment"
+            )
+
+    def begin(self, marker: Marker, overwrite: bool) -> None:
+        """Read what is to be replaced, and make the folder of this save."""
+        names = self.outer.list()
+        current = self._read_base(overwrite, names)
+        if current is not None:
+            self._remove_dead(names, current, abandoned=False)
+        self.staging_folder(marker.save_id).put(marker.name, marker.encode())
+
+    def staging_folder(self, save_id: str) -> BucketStorage:
+        return self.outer.folder(save_folder(save_id))
+
+    def holds(self, save_id: str) -> bool:
+        """Is the marker of this save where it was put?"""
+        return self.staging_folder(save_id).size(PREFIX + save_id) is not None
+
+    def _read_base(self, overwrite: bool, names: list[str]) -> str | None:
+        """The folder of the checkpoint that is there, "" for none, None if it is damaged."""
+        try:
+            record, self._base = read_record(self.outer)
+        except CorruptCheckpoint as error:
+            if not overwrite:
+                raise CorruptCheckpoint(
+                    f"{error}. Pass overwrite=True to replace it, or remove "
+                    f"{self.outer.url(RECORD)}"
+                ) from error
+            logger.warning("%s; replacing it", error)
+            self._base = self.outer.version(RECORD)
+            return None  # nothing is known of the folders
+        # Other objects stay: no save has names like theirs. What somebody has uploaded under
+        # the URL itself, without a record, is a checkpoint too.
+        others = set(names).difference(save_folders(names), [RECORD])
+        if record is None and others and is_replaceable(self.outer):
+            self._foreign = own_files(self.outer)
+        if (record or self._foreign) and not overwrite:
+            raise CheckpointExists(
+                f"{self.location} holds a complete checkpoint: pass overwrite=True to "
+                f"replace it"
+            )
+        return "" if record is None else save_folder(record.save_id)
+
+    def _remove_dead(
+        self, names: list[str], current: str, abandoned: bool
+    ) -> list[Marker]:
+        """Remove folders that no record can name any more. The markers of live saves."""
+        alive = []
+        for folder in save_folders(names):
+            if folder == current:
+                continue
+            save_id = folder.removeprefix("megackpt-")
+            marker = read_marker(self.outer.folder(folder), PREFIX + save_id, save_id)
+            if marker is not None:
+                over = marker.is_abandoned if abandoned else marker.is_dead
+                if not over:
+                    alive.append(marker)
+                    continue
+            # It may have been committed since the record was read. What has no marker was
+            # committed once: if the record does not name it now, it never will again.
+            record, _ = read_record(self.outer)
+            if record is None or save_folder(record.save_id) != folder:
+                self.outer.delete(folder)
+        return alive
+
+    def staging(self, save_id: str) -> Storage:
+        """Where the ranks write. StorageError where this rank does not see it."""
+        if not self.holds(save_id):
+            raise StorageError(
+                f"the save {save_id}, which the coordinator has begun in {self.location}, "
+                f"is not visible from here: do all ranks reach the same store "
+                f"(AWS_ENDPOINT_URL, region, account)?"
+            )
+        return self.staging_folder(save_id)
+
+    def publish(self, save_id: str, data: bytes) -> None:
+        """Put the record of this save in the place of the one that it replaces.
+
+        Raises:
+            SaveInProgress: another save has put its record meanwhile.
+            StorageError: the store refused, or it is not known whether the record was put.
+        """
+        own = save_folder(save_id)
+        # Listed before the put: later folders may be of saves that replace this one.
+        found = save_folders(self.outer.list())
+        self._replaced = [folder for folder in found if folder != own]
+        if own not in found:
+            raise SaveInProgress(
+                f"another job has removed the save in {self.outer.url(own)}: nothing is "
+                f"committed"
+            )
+        url = self.outer.url(RECORD)
+        failure: CheckpointingException | None = None
+        self.uncertain = True
+        try:
+            if self.outer.put_if_match(RECORD, data, self._base):
+                return
+        except StorageError as error:
+            failure = error
+        try:
+            # The answer to a put that succeeded may have been lost.
+            found_record, _ = read_record(self.outer)
+            if found_record is not None and found_record.save_id == save_id:
+                return
+        except CheckpointingException as error:
+            failure = failure or error
+        if failure is not None:
+            raise StorageError(
+                f"it is not known whether {url} was put, so nothing is removed. If it "
+                f"names {save_id} later, the save is complete: {failure}"
+            ) from failure
+        self.uncertain = False
+        raise SaveInProgress(
+            f"another save has written to {self.location} since this one began: {url} is "
+            f"the other's, and nothing of this save is committed"
+        )
+
+    def settle(self, save_id: str) -> None:
+        """Remove what the record has replaced."""
+        try:
+            for folder in self._replaced:
+                self.outer.delete(folder)
+            self.outer.remove_objects(self._foreign)
+            self.staging_folder(save_id).delete(PREFIX + save_id)
+        except CheckpointingException as error:
+            logger.warning(
+                "%s is committed, but clearing up is left to the next save: %s",
+                self.location,
+                error,
+            )
+
+    def discard(self, save_id: str) -> None:
+        """Remove the folder of a save that is not committed."""
+        if not self.uncertain:
+            self.outer.delete(save_folder(save_id))
+
+    def remove(self, save_id: str) -> None:
+        """Remove the checkpoint, and what saves that are over or cannot commit have left.
+
+        Its record is replaced by one that says so, on the condition that it has not changed.
+        """
+        self.check_name(save_id)
+        self.clear()
+        record, self._base = read_record(self.outer)
+        if record is None:
+            raise NotACheckpoint(f"no save of megackpt is complete in {self.location}")
+        found = save_folders(self.outer.list())
+        removed = {"format": FORMAT, "removed": True, "save_id": save_id}
+        if not self.outer.put_if_match(
+            RECORD, json.dumps(removed).encode(), self._base
+        ):
+            raise SaveInProgress(
+                f"{self.location} was saved to by another job meanwhile, and is left alone"
+            )
+        for folder in found:
+            self.outer.delete(folder)
+        # Stores have no conditional removal. A save that puts its record between these two
+        # requests would lose it.
+        data, _ = self.outer.get_version(RECORD, LARGEST_RECORD)
+        if data == json.dumps(removed).encode():
+            self.outer.delete(RECORD)
+
+    def clear(self) -> None:
+        """Remove what dead saves have left."""
+        record, _ = read_record(self.outer)
+        current = "" if record is None else save_folder(record.save_id)
+        names = self.outer.list()
+        refuse_working(self.location, self._remove_dead(names, current, abandoned=True))
+
+
+def record_of(save_id: str, index: bytes, objects: int, nbytes: int) -> bytes:
+    """The record of a save that is complete, encoded."""
+    checksum = len(index), digest(index)
+    return Record(save_id, time.time(), checksum, objects, nbytes).encode()

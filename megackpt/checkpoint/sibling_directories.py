@@ -1,0 +1,178 @@
+"""Directories beside the target of a save: what belongs to them, and how they are removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+
+from megackpt.backends.base import CONFIG
+from megackpt.checkpoint.index import INDEX
+from megackpt.checkpoint.marker import (
+    PREFIX,
+    Marker,
+    Sibling,
+    logger,
+    read_marker,
+)
+from megackpt.checkpoint.ownership import (
+    OURS,
+    foreign_entries,
+    is_replaceable,
+    own_files,
+)
+from megackpt.checkpoint.tables import METADATA
+from megackpt.storage import TEMPORARY, LocalStorage, unsafe_names
+
+_COMPARED = 1 << 30  # bytes; files beside a checkpoint, as of an export, are smaller
+_PASSES = 5  # over a replaced directory into which others still write
+_OWN_FILES = f"{TEMPORARY}own-files"  # in a directory that is being removed
+
+
+def version(folder: LocalStorage) -> str:
+    """Identifies the checkpoint in a directory, by its tables of contents; "" for none."""
+    found = []
+    for name in (METADATA, CONFIG, INDEX):
+        status = folder.stat(name)
+        if status is not None:
+            found.append(
+                f"{name}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+            )
+    return " ".join(found)
+
+
+class SiblingDirectories:
+    """The directory NAME in ``outer``, which is open, and those beside it."""
+
+    def __init__(self, path: str, *, create: bool) -> None:
+        """``path``: absolute, without links. ``create``: make its parents."""
+        above, self.name = os.path.split(path)
+        self.outer = LocalStorage(above, create=create)
+        self.location = path
+        self._owned: tuple[str, tuple[str, ...]] | None = None
+
+    def _remove_sibling(self, sibling: Sibling) -> None:
+        if self._marker_in(sibling) is not None:
+            self._remove_unpublished(sibling)
+        else:
+            self._retire(sibling.entry)
+
+    def _remove_unpublished(self, sibling: Sibling) -> None:
+        """Remove a directory that no reader has seen; its marker last, as it says so."""
+        entry, marker = sibling.entry, PREFIX + sibling.save_id
+        content = self.outer.get(f"{entry}/{marker}")
+        for name in self.outer.list(entry):
+            if name != marker:
+                self.outer.delete(f"{entry}/{name}")
+        self.outer.delete(f"{entry}/{marker}")
+        if not self.outer.remove_folder(entry):
+            self.outer.put(f"{entry}/{marker}", content)
+            logger.warning(
+                "%s/%s cannot be removed, the next save will: a rank of the save that "
+                "failed still writes into it",
+                self.outer.location,
+                entry,
+            )
+
+    def _retire(self, entry: str) -> None:
+        """Move what belongs to others from a replaced directory to the target; remove it."""
+        folder = self._folder(entry)
+        if folder is None:
+            return
+        own = self._files_to_remove(folder)
+        for _ in range(_PASSES):
+            for name in list(foreign_entries(folder, own)):
+                self._move(f"{entry}/{name}", f"{self.name}/{name}")
+            folder.remove_files(own)
+            folder.remove_files([n for n in folder.list() if n.startswith(OURS)])
+            if self.outer.remove_folder(entry):
+                return
+        logger.warning(
+            "%s/%s cannot be removed, the next save will: others write files into it",
+            self.outer.location,
+            entry,
+        )
+
+    def _files_to_remove(self, folder: LocalStorage) -> set[str]:
+        """The files of the checkpoint in a replaced directory.
+
+        Written down before the first of them goes: later, nothing else would name them all.
+        """
+        if folder.size(_OWN_FILES) is not None:
+            try:
+                names = json.loads(folder.get(_OWN_FILES))
+            except ValueError:
+                names = None  # not ours: it is written in one step
+            if isinstance(names, list) and all(isinstance(n, str) for n in names):
+                return set(names).difference(unsafe_names(names))
+        own = self._own_files(folder)
+        if own:
+            folder.put(_OWN_FILES, json.dumps(own).encode())
+        return set(own)
+
+    def _move(self, source: str, target: str) -> None:
+        """Move an entry of others back to its path.
+
+        If the path is taken meanwhile, nothing is lost: of two files of one content the older
+        stays; a file of the new checkpoint keeps its name; else the newer file has it. The
+        other one is called NAME.old.
+        """
+        outer = self.outer
+        here, there = outer.stat(source), outer.stat(target)
+        if here is None:
+            return
+        if there is None or self._are_alike(source, target):
+            outer.rename(source, target)
+        elif stat.S_ISDIR(here.st_mode) and stat.S_ISDIR(there.st_mode):
+            for entry in outer.list(source):
+                self._move(f"{source}/{entry}", f"{target}/{entry}")
+            outer.remove_folder(source)
+        elif self._is_own(target) or here.st_mtime <= there.st_mtime:
+            outer.rename(source, free_name(outer, target))
+        else:
+            outer.rename(target, free_name(outer, target))
+            outer.rename(source, target)
+
+    def _is_own(self, path: str) -> bool:
+        """Is this a file of the checkpoint in the target, or a folder of such files?"""
+        top, _, name = path.partition("/")
+        folder = self._folder(self.name)
+        if top != self.name or folder is None:
+            return False
+        return any(f"{own}/".startswith(f"{name}/") for own in self._own_files(folder))
+
+    def _are_alike(self, one: str, other: str) -> bool:
+        size = self.outer.size(one)
+        if size is None or size > _COMPARED or self.outer.size(other) != size:
+            return False
+        return self.outer.get(one) == self.outer.get(other)
+
+    def _own_files(self, folder: LocalStorage) -> tuple[str, ...]:
+        """The files of the checkpoint in a directory; none if there is no checkpoint."""
+        known = version(folder)
+        if self._owned is None or self._owned[0] != known:
+            files = own_files(folder) if is_replaceable(folder) else ()
+            self._owned = known, files
+        return self._owned[1]
+
+    def _marker_in(self, sibling: Sibling) -> Marker | None:
+        """The marker of its own id: the directory is not published."""
+        folder = self._folder(sibling.entry)
+        if folder is None:
+            return None
+        return read_marker(folder, PREFIX + sibling.save_id, sibling.save_id)
+
+    def _folder(self, name: str) -> LocalStorage | None:
+        try:
+            return self.outer.folder(name)
+        except FileNotFoundError:
+            return None
+
+
+def free_name(storage: LocalStorage, name: str) -> str:
+    """``name.old``, or ``name.old2`` and so on where that is taken."""
+    number, free = 1, f"{name}.old"
+    while storage.stat(free) is not None:
+        number += 1
+        free = f"{name}.old{number}"
+    return free

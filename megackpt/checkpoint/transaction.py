@@ -1,0 +1,384 @@
+"""The transaction of a save: what makes a directory, or a URL of an object store, a checkpoint.
+
+========== ============================== ==================== ===========================
+state      what has happened              a reader finds       recovery, if the save dies
+========== ============================== ==================== ===========================
+BEGUN      staging directory and marker;  the old checkpoint,  removes the staging
+           the ranks write                or none              directory
+FILLED     the files of all ranks are     the same             the same
+           there, in full
+COMPLETE   table of contents and index    the same             the same
+           are durable
+PUBLISHED  staging is the target          the new checkpoint   removes what was replaced,
+                                                               moves files of others back
+RETIRED    nothing else is left           the new checkpoint   has nothing to do
+ABORTED    the staging directory is gone  the old checkpoint,  has nothing to do
+                                          or none
+========== ============================== ==================== ===========================
+
+``publish`` alone is seen by readers, and it is exclusive: of two saves that reach it, one wins
+and the other raises, however late it wakes up. What is provably dead (its process ran on this
+host, since this boot, and has ended) is removed at ``begin``; other leftovers are removed after
+the next commit. No save waits for another one. ``directory_target`` and ``object_target`` say
+how each step is done.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from uuid import uuid4
+
+from megackpt.backends.base import Backend
+from megackpt.checkpoint.chunk_checks import damage
+from megackpt.checkpoint.directory_target import DirectoryTarget
+from megackpt.checkpoint.index import INDEX, sealed_index
+from megackpt.checkpoint.marker import Marker, active, logger
+from megackpt.checkpoint.object_target import ObjectTarget, record_of
+from megackpt.checkpoint.opening import Directory, absolute, shortfalls
+from megackpt.errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    SaveInProgress,
+    StorageError,
+    join_truncated,
+)
+from megackpt.planning.manifest import Manifest
+from megackpt.storage import Storage, digest, is_url
+
+
+class State(enum.Enum):
+    BEGUN = "begun"
+    FILLED = "filled"
+    COMPLETE = "complete"
+    PUBLISHED = "published"
+    RETIRED = "retired"
+    ABORTED = "aborted"
+
+
+_NEXT = {
+    State.BEGUN: (State.FILLED, State.ABORTED),
+    State.FILLED: (State.COMPLETE, State.ABORTED),
+    State.COMPLETE: (State.PUBLISHED, State.ABORTED),
+    State.PUBLISHED: (State.RETIRED,),
+    State.RETIRED: (),
+    State.ABORTED: (),
+}
+
+
+class Transaction:
+    """One save, on the coordinator. Ranks write below ``path``: see ``staging_storage``.
+
+    ``resumed``: a save of this id died, and what it has written is there.
+    """
+
+    def __init__(
+        self,
+        target: DirectoryTarget | ObjectTarget,
+        save_id: str,
+        *,
+        overwrite: bool = True,
+        resume: bool = False,
+    ) -> None:
+        self.target = target
+        self.save_id = save_id
+        self.state = State.BEGUN
+        self.resumed = False
+        self._base = ""
+        self._names: set[str] = set()
+        self._replaces: set[str] = set()
+        self._scratch: tuple[str, ...] = ()
+        self._record = b""
+        target.check_name(save_id)
+        if save_id in active:
+            raise SaveInProgress(
+                f"this process is saving under the id {save_id} already, see "
+                f"{target.location}"
+            )
+        self.marker = Marker(save_id)
+        active.add(save_id)
+        # A transaction that is dropped is a dead save, too.
+        self._ended = weakref.finalize(self, _end, save_id, os.getpid())
+        try:
+            if isinstance(target, DirectoryTarget):
+                self._base, self.resumed = target.begin(self.marker, overwrite, resume)
+            else:
+                target.begin(self.marker, overwrite)
+            self.storage: Storage = target.staging_folder(save_id)
+        except BaseException:
+            self._ended()
+            raise
+
+    @property
+    def path(self) -> str:
+        """Where the ranks write: a directory, or a URL."""
+        return self.storage.location
+
+    def announce(
+        self,
+        names: Iterable[str],
+        scratch: Iterable[str] = (),
+        replaces: Iterable[str] = (),
+    ) -> None:
+        """Check that the names which this save writes are free in the target.
+
+        Args:
+            names: the files that the save may make; their first parts count.
+            scratch: files for the time of the save only. The commit removes them.
+            replaces: files of others, by full name, with the bytes that this save writes.
+                They stay, and are no collision.
+
+        Raises:
+            StorageError: files of others have such names. Nothing has been changed.
+        """
+        self._scratch = (*self._scratch, *scratch)
+        self._replaces.update(replaces)
+        new = {name.partition("/")[0] for name in (*names, INDEX)} - self._names
+        self._names.update(new)
+        if isinstance(self.target, DirectoryTarget):
+            self.target.refuse_collisions(new, self._replaces)
+
+    def keep_only(self, files: Collection[str]) -> None:
+        """In a resumed save: remove all files but these and its scratch files."""
+        kept = {*files, *self._scratch, self.marker.name}
+        folders = {""}
+        for name in kept:
+            parts = name.split("/")
+            folders.update("/".join(parts[:end]) for end in range(1, len(parts)))
+        waiting = self.storage.list()
+        while waiting:
+            name = waiting.pop()
+            if name in folders:
+                waiting += [f"{name}/{entry}" for entry in self.storage.list(name)]
+            elif name not in kept:
+                self.storage.delete(name)
+
+    def commit(
+        self,
+        backend: Backend,
+        manifest: Manifest,
+        reread: bool = False,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
+        """All ranks have written: make it the checkpoint. It is complete and durable then.
+
+        When this raises, nothing is committed, and ``abort`` is the next call.
+
+        Args:
+            manifest: with the locations that the ranks reported.
+            reread: read everything once more first, and compare it with its digests.
+            confirm: called before the step that readers see; it stops the commit by raising.
+
+        Raises:
+            StorageError: the disk refused, or files of ranks are not visible from here.
+            CorruptCheckpoint: what is read again is not what was written.
+            SaveInProgress: another save has committed since this one began.
+        """
+        properties = backend.properties
+        manifest = replace(
+            manifest,
+            backend=(properties.name, properties.version),
+            encoding=properties.encoding,
+            save_id=self.save_id,
+        )
+        try:
+            small, manifest = self._fill(backend, manifest, reread)
+            self._complete(small, manifest)
+        except (CheckpointingException, FileNotFoundError) as error:
+            if self.target.holds(self.save_id):
+                raise
+            raise _taken_over(self.target.location, error) from error
+        confirm()
+        self._publish()
+        if isinstance(self.target, DirectoryTarget):
+            self.target.settle(self.marker)
+        else:
+            self.target.settle(self.save_id)
+        self._enter(State.RETIRED)
+        self._ended()
+
+    def _fill(
+        self, backend: Backend, manifest: Manifest, reread: bool
+    ) -> tuple[dict[str, bytes], Manifest]:
+        """Check what the ranks have written. The small files that complete it."""
+        if missing := shortfalls(self.storage, manifest):
+            raise StorageError(
+                f"{len(missing)} of {len(manifest.files)} files that ranks wrote are not "
+                f"visible to the coordinator in {self.path}: {join_truncated(missing, 5)}. Is the "
+                f"directory shared between all hosts?"
+            )
+        self._enter(State.FILLED)
+        result = backend.finish(self.storage, manifest)
+        if reread and (problems := damage(self.storage, backend, result.manifest)):
+            raise CorruptCheckpoint(
+                "what was read again is not what was written:\n" + "\n".join(problems)
+            )
+        return dict(result.files), result.manifest
+
+    def _complete(self, small: dict[str, bytes], manifest: Manifest) -> None:
+        """Write the small files and the index."""
+        self.announce(small)
+        digests = {name: (len(data), digest(data)) for name, data in small.items()}
+        index = sealed_index(manifest, digests)
+        # Nobody reads them before the directory is published: one wait for all of them.
+        self.storage.put_new({**small, INDEX: index})
+        for name in self._scratch:
+            self.storage.delete(name)
+        if isinstance(self.target, ObjectTarget):
+            nbytes = int(manifest.chunks.length.sum()) + len(index)
+            nbytes += sum(map(len, small.values()))
+            count = len(manifest.files) + len(small) + 1
+            self._record = record_of(self.save_id, index, count, nbytes)
+        self._enter(State.COMPLETE)
+
+    def _publish(self) -> None:
+        kind = "replacing the checkpoint" if self._base else "publishing a checkpoint"
+        logger.debug("%s in %s", kind, self.target.location)
+        if isinstance(self.target, DirectoryTarget):
+            self.target.publish(self.save_id, self._base, self._names, self._replaces)
+        else:
+            self.target.publish(self.save_id, self._record)
+        self._enter(State.PUBLISHED)
+
+    def _enter(self, state: State) -> None:
+        if state not in _NEXT[self.state]:
+            raise StorageError(
+                f"the save in {self.path} is {self.state.value}, and cannot be "
+                f"{state.value}"
+            )
+        self.state = state
+
+    def abort(self) -> None:
+        """Remove what this save has written. What cannot be removed is left to the next save."""
+        if not self._ended() or self.state in (State.PUBLISHED, State.RETIRED):
+            return
+        self._enter(State.ABORTED)
+        try:
+            self.target.discard(self.save_id)
+        except (CheckpointingException, OSError) as error:
+            logger.warning(
+                "the failed save in %s is not removed, the next save will: %s",
+                self.path,
+                error,
+            )
+
+    def abandon(self) -> None:
+        """End without touching a file: ranks that were lost may still write."""
+        self._ended()
+
+
+def _taken_over(location: str, error: Exception) -> SaveInProgress:
+    return SaveInProgress(
+        f"another save has committed to {location}, or is about to, and has taken over "
+        f"from this one: {error}"
+    )
+
+
+def _end(save_id: str, process: int) -> bool:
+    """False in a forked process: the save is its parent's."""
+    if os.getpid() != process:
+        return False
+    active.discard(save_id)
+    return True
+
+
+def begin(
+    directory: Directory, *, save_id: str, overwrite: bool = True, resume: bool = False
+) -> Transaction:
+    """Begin a save to this directory. No reader sees it before it is committed.
+
+    Parents are made; a symbolic link is followed. Leftovers of dead saves are removed, except
+    those of this id with ``resume``: then the save goes on where they end.
+
+    Raises:
+        CheckpointExists: a complete checkpoint is there, and ``overwrite`` is False.
+        SaveInProgress: ``resume``, and the save of this id may be alive.
+        StorageError: the directory cannot be made, or cannot be replaced.
+    """
+    target = absolute(directory)
+    if is_url(target):
+        return Transaction(ObjectTarget(target), save_id, overwrite=overwrite)
+    place = DirectoryTarget(os.path.realpath(target), create=True)
+    return Transaction(place, save_id, overwrite=overwrite, resume=resume)
+
+
+@contextmanager
+def staging_storage(directory: Directory, save_id: str) -> Iterator[Storage]:
+    """On any rank, after the coordinator has begun the save of this id: where its files go.
+
+    Raises:
+        StorageError: it is not visible from this rank.
+        SaveInProgress: writing fails because another save has committed meanwhile.
+    """
+    target: DirectoryTarget | ObjectTarget
+    if is_url(directory):
+        target = ObjectTarget(os.fspath(directory))
+    else:
+        target = DirectoryTarget(os.path.realpath(directory), create=False)
+    storage = target.staging(save_id)
+    try:
+        yield storage
+    except (StorageError, FileNotFoundError) as error:
+        if target.holds(save_id):
+            raise
+        raise _taken_over(target.location, error) from error
+
+
+def remove(directory: Directory) -> None:
+    """Remove the checkpoint of this library that is complete here. Files of others stay.
+
+    A load that has opened it may fail. It is removed for readers in one step.
+
+    Raises:
+        NotACheckpoint: nothing complete is here, or another library wrote it.
+        CorruptCheckpoint: the files that belong to it cannot be found out.
+        SaveInProgress: another process writes to it, or has written meanwhile.
+        StorageError: the storage refused. The next save or removal continues.
+    """
+    target = absolute(directory)
+    if is_url(target):
+        ObjectTarget(target).remove(uuid4().hex)
+        return
+    place = _existing(target)
+    save_id = uuid4().hex
+    active.add(save_id)
+    try:
+        place.remove(Marker(save_id, removes=True))
+    finally:
+        active.discard(save_id)
+
+
+def clear(directory: Directory) -> None:
+    """Remove what dead saves and removals left here, and nothing else.
+
+    Saves of processes that this one cannot look at count as dead after a day. SaveInProgress if
+    one may be alive.
+    """
+    target = absolute(directory)
+    if is_url(target):
+        ObjectTarget(target).clear()
+    else:
+        _existing(target).clear()
+
+
+def completed(directory: Directory, save_id: str) -> bool:
+    """Has a save of this id, which died since, completed this directory?"""
+    target = absolute(directory)
+    if is_url(target):
+        return False
+    try:
+        return _existing(target).completed(save_id)
+    except NotACheckpoint:
+        return False
+
+
+def _existing(target: str) -> DirectoryTarget:
+    try:
+        return DirectoryTarget(os.path.realpath(target), create=False)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotACheckpoint(f"directory {target} does not exist") from error
