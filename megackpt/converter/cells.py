@@ -1,6 +1,6 @@
 """Planning of a conversion: each tensor is cut into cells, and the cells are grouped into tasks.
 
-The plan depends on the source and on what is converted, not on the number of workers or the
+The plan depends on the source and on the selection, not on the number of workers or the
 memory limit. So the same conversion always writes the same bytes.
 """
 

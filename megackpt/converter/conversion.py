@@ -141,7 +141,7 @@ class Conversion:
         stored, backend = self.opened.manifest, self.backend
         stamps: list[object] = []
         if not len(stored.chunks.digests):
-            # Without digests, sizes and times of the files stand for the content.
+            # Without digests, sizes and times of the files identify the content.
             storage = self.opened.storage
             sizes = storage.sizes(stored.files)
             for name, size in zip(stored.files, sizes, strict=True):

@@ -68,7 +68,7 @@ def convert(
         verify: check the source's digests while reading.
         verify_target: read everything that was written again, and check it, before the commit.
         max_memory: bytes ("64MiB", "1GB", or a number) that this process and its workers may take
-            together, above what they take when idle.
+            together, above their idle usage.
         workers: processes that do the work. 1: this process alone. None: by size and processors.
             Never more than fit into ``max_memory``; one for a torch file.
         select, exclude: patterns of keys (``*``, ``?``, ``[...]``) to carry (default: all), and to
@@ -88,7 +88,7 @@ def convert(
             the target with such a name stays if its bytes are the same; else it is an error.
 
     Raises:
-        NotACheckpoint, CorruptCheckpoint: there is no source, or it is damaged.
+        NotACheckpoint, CorruptCheckpoint: the source is absent or damaged.
         CheckpointExists, SaveInProgress: the target is complete already, or being written.
         StorageError: the file system refused.
         BackendError: the format cannot hold this, or a part does not fit into ``max_memory``.

@@ -21,7 +21,7 @@ _FLOATING = {
 }  # fmt: skip
 CASTS = tuple(sorted({*_FLOATING, *_FLOATING.values()}))
 """What floating tensors can be cast to."""
-# What is cast. Not float8_e8m0fnu: these are scales.
+# Dtypes that are cast. Not float8_e8m0fnu, which holds scales.
 _SOURCES = {"float8_e4m3fnuz", "float8_e5m2fnuz", *_FLOATING.values()}
 
 

@@ -1,7 +1,7 @@
 """The allow-list: the globals that a saved object may name, and the rule for each.
 
 Everything here is harmless with any arguments: data types of Python, numpy and torch, made by
-functions that check their arguments. Classes of Megatron-Core become inert stand-ins.
+functions that check their arguments. Classes of Megatron-Core become inert ``StandIn`` objects.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def finder(trusted: Sequence[Any] = (), stand_ins: bool = False) -> Find:
 
 
 def is_megatron(module: str) -> bool:
-    """True for modules of Megatron-Core, whose classes become stand-ins."""
+    """True for modules of Megatron-Core, whose classes become ``StandInClass`` objects."""
     return module.partition(".")[0] == "megatron"
 
 
@@ -174,7 +174,7 @@ def _default_dict(factory: Any = None, items: Any = ()) -> Any:
             "load"
         )
     # A pickle can name only types of this list, trusted globals, and the functions of this
-    # package that stand for some. The last cannot be factories.
+    # package that replace some globals. The last cannot be factories.
     ours = getattr(factory, "__module__", "").startswith(f"{__package__}.")
     refused = ours and not isinstance(factory, type)
     if refused or not (factory is None or callable(factory)):

@@ -1,4 +1,4 @@
-"""Values to blobs: torch.save, with enums and stand-ins pickled as other readers expect them."""
+"""Values to blobs: torch.save, with enums and ``StandIn`` objects pickled as other readers expect them."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def _reduce_enum(value: Any) -> Any:
 
 
 class _StandInPickler(pickle._Pickler):
-    """Writes stand-ins for plain classes of Megatron-Core as objects of these, for Megatron.
+    """Writes a ``StandIn`` for a plain class of Megatron-Core as an object of that class.
 
-    Others stay stand-ins: a class that was not trusted must not run where our copy is loaded.
-    It derives from the pickler in Python, as the one in C cannot write a class by its name alone.
+    Other ``StandIn`` objects stay as they are: a class that was not trusted must not run where
+    the copy is loaded. The base is Python's pickler, because the one in C cannot write a class by its name alone.
     """
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)

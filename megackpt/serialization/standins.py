@@ -1,4 +1,4 @@
-"""Inert stand-ins for objects of classes whose code must not, or cannot, run.
+"""Inert replacements for objects of classes whose code must not, or cannot, run.
 
 The names of this module and its classes are part of blobs on disk.
 """

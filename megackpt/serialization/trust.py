@@ -34,7 +34,7 @@ class Name:
 
 GETATTR = Name("builtins", "getattr")
 """Protocols 2 and 3 write a nested class or a class method as ``getattr(Outer, "Inner")``. So do
-Python 3.11.0 to 3.11.3 for a member of an enum. It stands for the dotted name; no getattr runs."""
+Python 3.11.0 to 3.11.3 for a member of an enum. It means the dotted name; no getattr runs."""
 
 
 def is_unsafe(module: str, name: str) -> bool:

@@ -139,7 +139,7 @@ def _built(
 
 @contextmanager
 def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
-    """Add a note to an exception of the caller's function: which function of which factory."""
+    """Add a note to an exception of the caller's function: the function, and its factory."""
     try:
         yield
     except Exception as error:
@@ -190,8 +190,8 @@ def _misplaced(path: Path, leaf: Any) -> list[str]:
         kind = distributed_name(hidden)
         return [
             (
-                f"{tree.show(path)}: a {kind} is no common state, of which one rank's is kept; "
-                f"{SHARDED}"
+                f"{tree.show(path)}: a {kind} is not common state, because a checkpoint "
+                f"keeps only one rank's; {SHARDED}"
             )
         ]
     what, where = type(hidden).__name__, type(leaf).__name__

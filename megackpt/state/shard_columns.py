@@ -158,7 +158,9 @@ def _check_readable(shard: Shard) -> None:
     if not isinstance(shard, ShardedTensor):
         return
     if shard.data is None:
-        raise ShardingError(f"{shard.key!r}: there is no data to save (data is None)")
+        raise ShardingError(
+            f"{shard.key!r}: the shard has no data to save (data is None)"
+        )
     if shard.data.is_meta:
         raise ShardingError(
             f"{shard.key!r}: data on the meta device has no values to save; materialise it "

@@ -185,7 +185,7 @@ class ShardedTensor(ShardedBase):
         dim += len(self.local_shape) if dim < 0 else 0
         if not 0 <= dim < len(self.local_shape):
             raise ShardingError(
-                f"{self.key!r}: there is no axis {dim} to narrow in {self.local_shape}"
+                f"{self.key!r}: cannot narrow axis {dim}, which {self.local_shape} lacks"
             )
         axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
         whole, offset = self.global_shape[axis], self.global_offset[axis]
@@ -212,7 +212,7 @@ class ShardedTensor(ShardedBase):
         device: torch.device | str,
         init_fn: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
-        """If there is no data, make it: ``init_fn(local_shape, dtype=, device=)``."""
+        """Make absent data by ``init_fn(local_shape, dtype=, device=)``."""
         if self.data is None:
             self.data = init_fn(self.local_shape, dtype=self.dtype, device=device)
 

@@ -141,7 +141,7 @@ def _plug_in(name: str, version: int, points: Sequence[EntryPoint]) -> Format:
         if own != (name, version):
             raise BackendError(
                 f"{where}: the entry point {points[0].name!r} is of {(name, version)}, and "
-                f"{kind.__name__}.properties of {own}: loads would not find what it saves"
+                f"{kind.__name__}.properties of {own}: loads would not find its checkpoints"
             )
         if version not in properties.reads:
             raise BackendError(

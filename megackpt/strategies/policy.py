@@ -33,7 +33,7 @@ class Strategy:
     rank (None: see ``staging.memory``). Data that does not fit is written before ``save`` returns. Objects
     and the common state of such a save need more memory, because they are pickled whole.
 
-    A load uses the format, its options, and ``exchange``. "never": each rank reads what it needs.
+    A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that it needs.
     "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send it to the ranks
     that need it. "auto": as "always" if bytes come over a network (network file systems, object stores),
     as "never" if ranks share a page cache.
@@ -278,7 +278,7 @@ def get_default_strategy(
     """The registered default, else a Strategy of the format. Megatron's name. None: the newest version.
 
     Raises BackendError "Cannot import a default strategy for ..." if a package is missing or broken,
-    "Cannot find a default strategy for ..." if there is no such format.
+    "Cannot find a default strategy for ..." if the format is unknown.
     """
     default = _registered(action, backend, version)
     if default is not None:

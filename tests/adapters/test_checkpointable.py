@@ -197,7 +197,7 @@ def test_fields_that_make_no_place_are_refused(
             )
     with pytest.raises(
         ShardingError,
-        match=r"\['x'\]: a Tensor with .* is no common state.*\.sharded\(",
+        match=r"\['x'\]: a Tensor with .* is not common state.*\.sharded\(",
     ):
         megackpt.save({"x": tensor}, tmp_path / "a")
     assert not (tmp_path / "a").exists()
@@ -216,11 +216,11 @@ def test_no_shard_becomes_common_state_or_part_of_an_object(tmp_path: Path) -> N
         kind = type(shard).__name__
         for state in ({"x": shard}, {"x": [(1, {"y": shard})]}):
             with pytest.raises(
-                ShardingError, match=rf"\['x'\].*: a {kind} with .* is no common state"
+                ShardingError, match=rf"\['x'\].*: a {kind} with .* is not common state"
             ):
                 megackpt.save(state, tmp_path / "a")
             with pytest.raises(
-                ShardingError, match=rf"\['x'\].*: a {kind} with .* is no common state"
+                ShardingError, match=rf"\['x'\].*: a {kind} with .* is not common state"
             ):
                 megackpt.load(state, tmp_path / "there")
         for state in (

@@ -304,7 +304,8 @@ def test_a_dtensor_that_is_not_declared_is_refused_with_the_way(
     way = r"megackpt\.sharded\(state_dict\)"
     for state in ({"w": [tensor]}, {"w": [(1, {"x": tensor})]}):
         with pytest.raises(
-            ShardingError, match=rf"\['w'\]\[0\]: a DTensor is no common state, .*{way}"
+            ShardingError,
+            match=rf"\['w'\]\[0\]: a DTensor is not common state, .*{way}",
         ):
             megackpt.save(state, tmp_path / "a")
         with pytest.raises(ShardingError, match=way):
@@ -326,7 +327,7 @@ def test_what_fsdp1_makes_without_a_mesh_is_refused_with_the_way(
     piece = sharded_tensor.Shard.from_tensor_and_offsets(torch.ones(4), [0], 0)
     state = {"w": sharded_tensor.init_from_local_shards([piece], 4)}
     megackpt.save({"w": torch.ones(4)}, tmp_path / "there")
-    way = r"a ShardedTensor is no common state.*FSDP1 makes DTensors .* device_mesh"
+    way = r"a ShardedTensor is not common state.*FSDP1 makes DTensors .* device_mesh"
     for replicated in ("tensors", "all", "nothing"):
         with pytest.raises(ShardingError, match=way):
             megackpt.save(sharded(state, replicated=replicated), tmp_path / "a")
@@ -359,7 +360,7 @@ def test_nothing_sharded_is_stored_within_an_object(
         for replicated in ("tensors", "all"):
             with pytest.raises(
                 ShardingError,
-                match=r"(of which one rank's|is no common state).*\.sharded\(",
+                match=r"(of which one rank's|is not common state).*\.sharded\(",
             ):
                 megackpt.save(
                     sharded({"x": value}, replicated=replicated), tmp_path / "a"

@@ -274,7 +274,7 @@ def test_absent_values_are_left_out_with_the_factories_around_them():
     assert result == {"l": [None, 1]}
 
 
-# A class as Megatron-Core's own, which is no common state either.
+# A class as Megatron-Core's own, which is not common state either.
 MEGATRONS = type(
     "ShardedTensor", (type("ShardedBase", (), {}),), {"__module__": "mapping"}
 )
