@@ -116,7 +116,7 @@ def test_the_command_line(
     listed = told[f"ls {bucket.url}/run"]
     assert "3 checkpoints, 2 complete" in listed
     assert "iter_200 is newer, and complete" in listed
-    assert "goes on, or died before it was complete" in listed
+    assert "is running, or died before it was complete" in listed
     assert "is a checkpoint: torch_dist 1" in told[f"ls {url}"]
     assert "megackpt-" not in told[f"ls {url}"]
     assert "the same" in told[f"diff {url} {other}"]

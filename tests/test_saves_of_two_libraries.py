@@ -66,9 +66,9 @@ def test_another_library_saves_over_a_checkpoint_of_ours(
     (where / "notes.txt").write_text("mine")
     notes = (where / "notes.txt").stat().st_ino
     other(2, where, after)
-    # Which of the two is meant cannot be told: no load gives the older one silently.
+    # It is unknown which of the two is meant: no load gives the older one silently.
     with pytest.raises(
-        CorruptCheckpoint, match=r"two checkpoints|written by somebody else"
+        CorruptCheckpoint, match=r"two checkpoints|written by another program"
     ):
         megackpt.load(state(-1, step=False), where)
     assert not megackpt.verify(where).ok

@@ -1,4 +1,4 @@
-"""What makes a directory a checkpoint: begin, commit, open, verify, and the index that they keep."""
+"""Checkpoints in a storage: begin, commit, open and verify them, and the index of each."""
 
 from __future__ import annotations
 

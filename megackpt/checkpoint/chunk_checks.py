@@ -1,4 +1,7 @@
-"""The chunks of a checkpoint, read and compared with their digests; what is damaged told from what cannot be read."""
+"""Read the chunks of a checkpoint and compare them with their digests.
+
+Damaged chunks and chunks that the storage refuses to read are reported apart.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,22 @@ from megackpt.planning.manifest import (
 )
 from megackpt.storage import FileReader, Storage, digest_blocks
 
-_READ = 8 * DIGEST_BLOCK  # bytes read at once by one thread
+_READ = 8 * DIGEST_BLOCK  # bytes that one thread reads at once
 _SHARE = 64  # chunks that one thread takes at a time
 
 Count = Callable[[int], None]
 
 
 def nobody(_nbytes: int) -> None:
-    """Nobody wants to know how far it is."""
+    """The default ``Count``: ignores the progress."""
 
 
 def damage(
     storage: Storage, backend: Backend, manifest: Manifest, threads: int = 2
 ) -> list[str]:
-    """Read all chunks of a manifest with digests: what is wrong with any of them. StorageError where the storage
-    refuses some, and the others are as they should be.
+    """Compare all chunks of a manifest with their digests. Returns the problems.
+
+    Raises StorageError if the storage refuses to read some chunks and all others are intact.
     """
     work = ChunkChecks(storage, backend, manifest)
     problems = work.run(threads)
@@ -65,13 +69,16 @@ class ChunkChecks:
         self.manifest = manifest
         self.bounds = manifest.chunks.block_bounds
         self.parts = TensorParts(manifest)
-        self.missing: set[str] = set()  # files that were to be opened
+        self.missing: set[str] = set()  # files that do not exist
         self.bad: set[int] = set()  # rows of chunks with problems
-        self.unread: dict[str, None] = {}  # texts, each once
+        self.unread: dict[str, None] = {}  # error messages, each once
         self.untrusted: dict[str, None] = {}
 
     def problem(self, error: Exception, what: str = "") -> list[str]:
-        """The text of an error if it shows damage. What only could not be read is noted in ``unread`` instead."""
+        """The message of an error that shows damage.
+
+        An error of the storage or of the backend shows none: its message goes to ``unread``.
+        """
         text = f"{what}: {error}" if what else str(error)
         refused = isinstance(error, OSError) and not isinstance(
             error, FileNotFoundError
@@ -82,9 +89,12 @@ class ChunkChecks:
         return [text]
 
     def run(
-        self, threads: int, told: Collection[str] = (), rows: Int64 | None = None
+        self, threads: int, reported: Collection[str] = (), rows: Int64 | None = None
     ) -> list[str]:
-        """``told``: files of which it is known already that something of them is missing. ``rows``: by default all."""
+        """Compare these rows (by default all) with their digests. Returns the problems.
+
+        ``reported``: files that the caller has already reported as missing or truncated.
+        """
         chunks = self.manifest.chunks
         order = np.lexsort((chunks.start, chunks.file))
         if rows is not None:
@@ -96,14 +106,14 @@ class ChunkChecks:
                 pool.map(self.native_share, shares(order[~raw])),
             ]
             problems = [problem for problems in chain(*found) for problem in problems]
-        gone = sorted(self.missing.difference(told))
+        gone = sorted(self.missing.difference(reported))
         return [
             *(f"{self.storage.location}/{name} is missing" for name in gone),
             *problems,
         ]
 
     def plan(self, row: int) -> LoadPlan:
-        """To read one chunk."""
+        """The plan that reads one chunk."""
         chunks = self.manifest.chunks
         number = int(chunks.tensor[row])
         within = np.flatnonzero(self.parts.rows(number) == row)
@@ -115,7 +125,7 @@ class ChunkChecks:
         )
 
     def raw_share(self, rows: Int64) -> list[str]:
-        """Chunks whose bytes lie as they are in files."""
+        """Check chunks whose files hold their bytes unencoded."""
         buffer = memoryview(bytearray(_READ))
         problems: list[str] = []
         number = -1
@@ -139,9 +149,8 @@ class ChunkChecks:
         try:
             return files.enter_context(self.storage.open(name))
         except FileNotFoundError:
-            self.missing.add(
-                name
-            )  # to be told once for the file, not for each chunk of it
+            # Reported once for the file, not for each of its chunks.
+            self.missing.add(name)
             return None
         except (CheckpointingException, OSError) as error:
             problems += self.problem(error)
@@ -150,7 +159,7 @@ class ChunkChecks:
     def bad_blocks(
         self, row: int, reader: FileReader, buffer: memoryview
     ) -> Iterator[str]:
-        """A problem for each block of this chunk that is not what its digest says."""
+        """A problem for each block of this chunk that does not match its digest."""
         chunk = self.manifest.chunk(row, self.bounds)
         start, length = chunk.location.start, chunk.location.length
         for done in range(0, length, _READ):
@@ -177,7 +186,7 @@ class ChunkChecks:
                 )
 
     def native_share(self, rows: Int64) -> list[str]:
-        """Chunks that only the format itself can read; it compares the digests as it does in a load."""
+        """Check chunks that only the backend can read. It compares digests as in a load."""
         problems = []
         chunks = self.manifest.chunks
         for row in rows.tolist():
@@ -202,7 +211,7 @@ def shares(rows: Int64) -> list[Int64]:
 
 @dataclass(frozen=True)
 class Nowhere:
-    """A Target that forgets the tensors that it is given."""
+    """A Target that discards tensors and keeps blobs."""
 
     itemsize: int
     blobs: list[bytes] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""Columns of integers as bytes: few of them, decoded without a loop, never trusted unchecked.
+"""Columns of integers, encoded as few bytes and decoded without a loop.
 
-Every number in an index lies in ``[-1, LARGEST)``.
+The bytes are untrusted. Every number in an index is in ``[-1, LARGEST)``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def damaged(what: str) -> NoReturn:
 class Layout:
     """How a column of ``count`` numbers is stored.
 
-    Row i is ``base + step * small[i]``; ``small`` are unsigned integers of ``width`` bytes (0: all are 0).
-    Then come ``patches`` rows that differ: their row numbers (uint32), then their values (int64).
+    Row i is ``base + step * small[i]``. ``small`` are unsigned integers of ``width`` bytes; if
+    ``width`` is 0, all are 0. ``patches`` rows that differ follow: first their row numbers
+    (uint32), then their values (int64).
     """
 
     count: int
@@ -49,7 +50,7 @@ class Layout:
 
     @classmethod
     def parse(cls, fields: Any) -> Layout:
-        """From what stands in the head of an index; CorruptCheckpoint if it makes no sense."""
+        """The layout in the head of an index. CorruptCheckpoint if it is invalid."""
         if (
             not isinstance(fields, list)
             or len(fields) != 5
@@ -94,7 +95,7 @@ def pack(values: Int64) -> tuple[Layout, list[bytes]]:
 
 
 def _step(values: Int64, low: int, high: int) -> int:
-    """The largest number that all differences are multiples of, where knowing it can help."""
+    """The greatest common divisor of all differences; 1 where a step would not help."""
     if _width(high - low) <= 1 or math.gcd(*(values[:_SAMPLE] - low).tolist()) == 1:
         return 1
     return int(np.gcd.reduce(values - low)) or 1
@@ -105,7 +106,10 @@ def _width(span: int) -> int:
 
 
 def unpack(layout: Layout, data: memoryview) -> Int64:
-    """The numbers of a column from exactly ``layout.nbytes`` bytes. Allocates ``8 * layout.count`` bytes."""
+    """The numbers of a column from exactly ``layout.nbytes`` bytes.
+
+    Allocates ``8 * layout.count`` bytes.
+    """
     if not layout.width:
         values = np.full(layout.count, layout.base, np.int64)
     else:

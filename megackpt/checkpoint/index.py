@@ -1,4 +1,4 @@
-"""``megackpt.index``: what a checkpoint holds, where it lies, and the digests. Columnar, pickle-free.
+"""``megackpt.index``: the manifest of a checkpoint with its digests. Columnar, pickle-free.
 
 The bytes, all integers little-endian::
 
@@ -6,14 +6,16 @@ The bytes, all integers little-endian::
     4   version (1)
     4   length of the head
     .   head: JSON in UTF-8
-    .   columns: integers, in the order of ``column_names`` (see columns.Layout for each one's bytes)
+    .   columns: integers, in the order of ``column_names``, each as in ``columns.Layout``
     .   text of all keys, then of all file names, UTF-8 without separators
-    .   digests: 16 bytes for each block of at most 1 MiB of each chunk, in the chunks' order; or nothing
+    .   digests: 16 bytes for each block of at most 1 MiB of each chunk, in the order of the
+        chunks; or nothing
     16  xxh3-128 of all that precedes
 
-Chunks are sorted by tensor, so a count per tensor replaces a number per chunk. Shapes are stored as how often
-they go into the tensor's shape and what then remains, offsets as how many of the chunk's own shape they lie
-away and what remains: small numbers in regular grids, with remainders that are all zero and take no bytes.
+Chunks are sorted by tensor, so a count per tensor replaces a number per chunk. A shape is stored
+as the quotient of the tensor's shape by it, and the remainder. An offset is stored as its quotient
+by the chunk's own shape, and the remainder. In regular grids the quotients are small, and the
+remainders are all zero and take no bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ START = _START.size
 
 
 def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
-    """The content of ``megackpt.index`` for a manifest whose chunks are written, and the small files."""
+    """The content of ``megackpt.index`` for a manifest of written chunks and the small files."""
     manifest = _sorted_by_tensor(manifest)
     columns, derived = _columns(manifest)
     packed = {name: pack(column) for name, column in columns.items()}
@@ -85,9 +87,9 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
 
 
 def sealed_index(manifest: Manifest, small: SmallFiles) -> bytes:
-    """``encode_index``, and a look whether it can be read: a save that no reader takes must not be committed.
+    """``encode_index``, and a check that the result can be decoded.
 
-    Raises CheckpointingException where it cannot.
+    Raises CheckpointingException if it cannot, so no save is committed that no reader accepts.
     """
     try:
         data = encode_index(manifest, small)
@@ -102,15 +104,15 @@ def sealed_index(manifest: Manifest, small: SmallFiles) -> bytes:
 def decode_index(
     data: bytes, where: str = INDEX, *, intact: bool = True
 ) -> tuple[Manifest, dict[str, tuple[int, bytes]]]:
-    """What ``encode_index`` was given; chunks sorted by tensor, digests as a view of ``data``.
+    """The arguments of ``encode_index``: chunks sorted by tensor, digests as a view of ``data``.
 
-    ``intact=False`` also reads one that does not match its own digest.
+    ``intact=False`` also reads an index that does not match its own digest.
 
-    Nothing in ``data`` is believed: whatever it says, the outcome is a consistent manifest or an error, and
-    the memory taken is in proportion to its length.
+    ``data`` is untrusted. The result is a consistent manifest or an error, and the memory that it
+    takes is proportional to the length of ``data``.
 
     Raises:
-        CorruptCheckpoint: damaged, truncated or lying.
+        CorruptCheckpoint: the index is damaged, truncated or inconsistent.
         BackendError: a version of the index that this release does not know.
     """
     try:
@@ -126,7 +128,7 @@ def decode_index(
 
 
 def head_length(start: bytes) -> int:
-    """How many bytes the beginning and the head take, told by the first ``START`` bytes of an index."""
+    """The bytes of the beginning and the head, from the first ``START`` bytes of an index."""
     if len(start) < START:
         damaged("it is truncated")
     magic, version, length = _START.unpack_from(start)
@@ -140,9 +142,10 @@ def head_length(start: bytes) -> int:
 
 
 def read_head(storage: Storage) -> Head | None:
-    """The head of the index in this directory, without the rest; None where there is no index.
+    """Read only the head of the index in this directory; None without an index.
 
-    CorruptCheckpoint if it is damaged, BackendError if it is of a version that this release does not know.
+    Raises CorruptCheckpoint if it is damaged, BackendError if this release does not know its
+    version.
     """
     try:
         reader = storage.open(INDEX)
@@ -173,7 +176,7 @@ def _sorted_by_tensor(manifest: Manifest) -> Manifest:
 
 
 def _columns(manifest: Manifest) -> tuple[Columns, bool]:
-    """All columns by name, and whether the lengths of tensor chunks follow from their boxes."""
+    """All columns by name, and whether the boxes of tensor chunks determine their lengths."""
     chunks, tensors = manifest.chunks, manifest.tensors
     metas: dict[TensorMeta, int] = {}
     grids: dict[Dims, int] = {}
@@ -215,7 +218,7 @@ def _columns(manifest: Manifest) -> tuple[Columns, bool]:
 
 
 def _relative(boxes: Boxes, whole: Int64) -> Iterator[tuple[str, Int64]]:
-    """The columns of each axis: how often shapes go into the tensor's, and into offsets."""
+    """The columns of each axis: tensor shapes and offsets, divided by the chunks' shapes."""
     for axis in range(whole.shape[1]):
         shape, offset = boxes.shape[:, axis], boxes.offset[:, axis]
         divisor: Int64 = np.maximum(shape, 1)

@@ -1,8 +1,8 @@
-"""The marker file of a save: which process writes here, and what it is about to replace.
+"""The marker file of a save: the process that writes, and the checkpoint that it replaces.
 
 A directory beside the target, ``.NAME.megackpt-ID``, holds one save. While the marker of ID is
 in it, the save is not published. After an exchange the marker is in the target, and the
-directory beside it holds what was replaced. A suffix (``.NAME.megackpt-ID.SUFFIX``) says that
+directory beside it holds the old checkpoint. A suffix (``.NAME.megackpt-ID.SUFFIX``) means that
 another owner has taken the directory: no process may publish it any more.
 """
 
@@ -34,10 +34,10 @@ ASIDE = "old"
 """The suffix of a directory that was renamed away because the file system cannot exchange."""
 
 ABANDONED_AFTER = 24 * 3600.0
-"""Seconds after which removals take a save for dead whose process they cannot look at."""
+"""Seconds after which a removal regards a save as dead whose process it cannot inspect."""
 
 active: set[str] = set()
-"""Ids of the saves of this process that have begun and not ended."""
+"""Ids of the saves of this process that have not ended."""
 
 _LARGEST_MARKER = 1 << 20
 
@@ -163,7 +163,7 @@ class Marker:
 
 
 def parse_marker(data: bytes, save_id: str) -> Marker:
-    """The marker in these bytes. Fields that are missing or of a wrong type are unknown."""
+    """Parse a marker. Fields that are missing or of a wrong type are unknown."""
     values: dict[str, Any] = asdict(Marker(save_id, "unknown", 0, 0, "", "", 0.0))
     try:
         fields = json.loads(data)
@@ -177,7 +177,7 @@ def parse_marker(data: bytes, save_id: str) -> Marker:
 
 
 def read_marker(storage: Storage, name: str, save_id: str) -> Marker | None:
-    """The marker in the file ``name``; None if there is no such file."""
+    """The marker in the file ``name``; None if the file does not exist."""
     try:
         return parse_marker(storage.get(name, limit=_LARGEST_MARKER), save_id)
     except FileNotFoundError:

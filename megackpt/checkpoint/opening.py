@@ -1,4 +1,4 @@
-"""Opening: which directory a path means, whether it holds a checkpoint, and what that one says it holds."""
+"""Open a checkpoint: find its directory, and read its manifest."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from megackpt.strategies import Strategy
 Directory = str | os.PathLike[str]
 T = TypeVar("T")
 
-_ATTEMPTS = 3  # at a directory that is replaced at the very moment
+_ATTEMPTS = 3  # to open a directory while saves replace it
 
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """An open checkpoint. ``small`` is what its index says of the small files (empty without an index)."""
+    """An open checkpoint. ``small``: the small files in its index (empty without an index)."""
 
     storage: Storage
     backend: Backend
@@ -62,16 +62,15 @@ class Opened:
 
 
 def absolute(directory: Directory) -> str:
-    """The directory, or the URL, that a caller names. Raises StorageError for what is neither."""
+    """The absolute path of a directory, or a URL. Raises StorageError if it is neither."""
     path: object = (
         os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     )
     if not isinstance(path, str):
-        told = (
-            repr(path) if path is None else f"a {type(path).__name__}"
-        )  # it may be a whole state
+        # The type alone: the value may be a whole state.
+        given = repr(path) if path is None else f"a {type(path).__name__}"
         raise StorageError(
-            f"a checkpoint's directory must be a str or a Path, not {told}"
+            f"a checkpoint's directory must be a str or a Path, not {given}"
         )
     if not path or "\0" in path:
         raise StorageError(f"{path!r} names no directory (the current one is '.')")
@@ -87,20 +86,21 @@ def absolute(directory: Directory) -> str:
 
 
 def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Opened:
-    """Open a complete checkpoint and read what it holds: by its index, else by the format's own account.
+    """Open a complete checkpoint and read its manifest: from its index, else from the format's table.
 
-    The directory is opened once. What is later read through ``storage`` belongs to this checkpoint even when
-    the path is given to another one meanwhile. The small files that the index names are checked against it.
-    ``asked`` is the format that the caller names; it decides where a directory could be of several.
+    The directory is opened once. Later reads through ``storage`` return this checkpoint even if
+    a save replaces it at its path. The small files are checked against the index. ``asked`` is
+    the format that the caller names; it decides if several formats recognise the directory.
 
     Raises:
-        NotACheckpoint: "directory X does not exist", or nothing complete is in it, with the reason.
-        CorruptCheckpoint: the index or a small file is damaged, or they do not belong together; CheckpointReplaced
-            where others replace it at every attempt.
-        BackendError: the format is unknown or needs a package that is not there, several formats recognise the
-            directory, or it is not of the one asked for.
+        NotACheckpoint: the directory does not exist, or holds no complete checkpoint. The message
+            says why.
+        CorruptCheckpoint: the index or a small file is damaged, or they do not match.
+        CheckpointReplaced: other saves replace the checkpoint at every attempt.
+        BackendError: the format is unknown or needs a missing package, several formats recognise
+            the directory, or it is not of the format ``asked`` for.
     """
-    # Without an index nothing ties the files together, so see that nobody began to clear them away.
+    # Without an index nothing ties the files together: check that no save began to remove them.
     return unreplaced(
         directory,
         lambda storage: _read(storage, asked),
@@ -115,8 +115,10 @@ def unreplaced(
     sure: Callable[[T], bool],
     asked: Strategy | None = None,
 ) -> T:
-    """What ``look`` finds in a checkpoint. Where it fails, or finds what is not ``sure``, because the checkpoint was
-    replaced meanwhile, it looks again. Raises CheckpointReplaced after some attempts.
+    """The result of ``look`` at a checkpoint.
+
+    If the checkpoint was replaced meanwhile, and ``look`` failed or its result is not ``sure``, it
+    is called again. Raises CheckpointReplaced after ``_ATTEMPTS`` attempts.
     """
     failed: Exception | None = None
     for _ in range(_ATTEMPTS):
@@ -140,8 +142,8 @@ def open_same(
 ) -> Storage:
     """The storage of a checkpoint that another rank has opened, on this rank.
 
-    ``save_id`` is its manifest's. Raises CheckpointReplaced if the directory bears another one by now,
-    NotACheckpoint if there is none to be seen from here.
+    ``save_id`` is that of its manifest. Raises CheckpointReplaced if the directory now holds
+    another checkpoint, NotACheckpoint if this host sees none.
     """
     try:
         storage = find_storage(directory, asked)
@@ -154,16 +156,18 @@ def open_same(
     if found != save_id:
         raise CheckpointReplaced(
             f"{storage.called} was replaced while it was being read: opened as save "
-            f"{save_id or '(foreign)'}, now it is {found or '(foreign)'} on host {socket.gethostname()!r}; load "
-            "again, and where that does not help: is the directory shared between all hosts?"
+            f"{save_id or '(foreign)'}, now it is {found or '(foreign)'} on host "
+            f"{socket.gethostname()!r}; load again, and where that does not help: is the "
+            "directory shared between all hosts?"
         )
     return storage
 
 
 def find_storage(directory: Directory, asked: Strategy | None = None) -> Storage:
-    """The directory (or file) itself, or what an interrupted replacement set aside; else NotACheckpoint.
+    """The storage of the checkpoint in this directory or file; NotACheckpoint without one.
 
-    In a bucket: the save that the record names, or what somebody uploaded as it is.
+    It may be the old checkpoint that an interrupted replacement renamed away. In an object store:
+    the save that the record names, else a checkpoint that was uploaded without a record.
     """
     where = absolute(directory)
     if is_url(where):
@@ -176,15 +180,21 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> Storage
             storage = SingleFile(target) if one else LocalStorage(target)
             reason = incomplete(storage, asked=asked)
             if one and os.path.basename(target) in (CONFIG, ".metadata"):
-                reason = f"{os.fspath(directory)} is not a distributed checkpoint, but one of its files"
+                reason = (
+                    f"{os.fspath(directory)} is not a distributed checkpoint, but one of its "
+                    "files"
+                )
         except FileNotFoundError:
             reason = f"directory {os.fspath(directory)} does not exist"
         except NotADirectoryError:
-            reason = f"{os.fspath(directory)} is not a distributed checkpoint: it is neither directory nor file"
+            reason = (
+                f"{os.fspath(directory)} is not a distributed checkpoint: it is neither "
+                "directory nor file"
+            )
         if storage is not None and reason is None:
             return storage
         if storage is not None and not storage.is_current():
-            continue  # replaced at this very moment, and the old one is being cleared away
+            continue  # a save has just replaced it and removes the old files
         if aside := set_aside(target):
             return aside
         if storage is not None or not os.path.isdir(target):
@@ -219,12 +229,12 @@ def _in_bucket(url: str, asked: Strategy | None) -> Storage:
                 ) from error
         raise
     except CheckpointingException:
-        return outer  # there is one; opening it will tell what is wrong with it
+        return outer  # a checkpoint is there; opening it reports its problem
     return outer
 
 
 def _elsewhere(target: str) -> str:
-    """The hint where checkpoints are in this directory, or near by under a similar name."""
+    """A hint at checkpoints in this directory, or near it under a similar name."""
     missing = ""
     if os.path.isfile(target):
         above = os.path.dirname(target)
@@ -252,7 +262,7 @@ def _elsewhere(target: str) -> str:
             or near.size(f"{n}/.metadata") is not None
         ]
     except (CheckpointingException, OSError):
-        return ""  # what went wrong first tells more
+        return ""  # the first error is more useful
     more = f" (the last of {len(within)})" if len(within) > 1 else ""
     return (
         f"; a checkpoint is in {os.path.join(target, within[-1])}{more}: is that meant?"
@@ -265,7 +275,7 @@ def _is_complete(directory: str) -> bool:
     try:
         return incomplete(LocalStorage(directory)) is None
     except (CheckpointingException, OSError):
-        return False  # what went wrong first tells more
+        return False  # the first error is more useful
 
 
 def incomplete(storage: LocalStorage, asked: Strategy | None = None) -> str | None:
@@ -277,12 +287,12 @@ def incomplete(storage: LocalStorage, asked: Strategy | None = None) -> str | No
     except NotACheckpoint as error:
         return str(error)
     except CheckpointingException:
-        return None  # there is one; opening it says what is wrong with it
+        return None  # a checkpoint is there; opening it reports its problem
     return None
 
 
 def _unfinished(target: str) -> str:
-    """A hint where saves to this directory have begun and are not committed."""
+    """A hint at a save to this directory that is not committed."""
     above, name = os.path.split(target)
     try:
         outer = LocalStorage(above)
@@ -298,16 +308,16 @@ def _unfinished(target: str) -> str:
 def _progress(marker: Marker) -> str:
     runs = marker.runs()
     if runs is None:
-        return f"{marker} goes on, or died before it was complete"
+        return f"{marker} is running, or died before it was complete"
     if runs:
-        return f"{marker} goes on"
+        return f"{marker} is running"
     return f"{marker} died before it was complete"
 
 
 def set_aside(target: str) -> LocalStorage | None:
     """The checkpoint that a save on a file system without exchange has renamed away.
 
-    For a moment, or until the next save if it died then.
+    It is there for a moment, or until the next save if that save died.
     """
     above, name = os.path.split(target)
     try:
@@ -326,7 +336,7 @@ def set_aside(target: str) -> LocalStorage | None:
 def stored_manifest(
     storage: Storage, asked: Strategy | None = None
 ) -> tuple[Backend, Manifest, dict[str, tuple[int, bytes]]]:
-    """What the checkpoint here says that it holds: its format, its contents, its small files (unchecked)."""
+    """The backend of the checkpoint, its manifest, and the small files in its index (unchecked)."""
     if not isinstance(storage, Committed) and storage.size(INDEX) is None:
         backend = strategies.find_backend(storage, asked)
         return backend, by_its_own_account(backend, storage), {}
@@ -337,7 +347,10 @@ def stored_manifest(
 def backend_of(
     storage: Storage, manifest: Manifest, asked: Strategy | None = None
 ) -> Backend:
-    """The backend that reads what this manifest tells of. BackendError where it cannot, or another was asked for."""
+    """The backend that reads the chunks of this manifest.
+
+    Raises BackendError if it is not available, or if another format was ``asked`` for.
+    """
     try:
         return strategies.reader_of(*manifest.backend, asked)
     except BackendError as error:
@@ -346,7 +359,7 @@ def backend_of(
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A file of which bytes are not there. ``size`` is None if all of it is missing."""
+    """A file that is missing (``size`` is None) or truncated."""
 
     name: str
     writer: int  # a rank that wrote it
@@ -363,7 +376,7 @@ class Shortfall:
 
 
 def shortfalls(storage: Storage, manifest: Manifest) -> list[Shortfall]:
-    """The files of a manifest that are missing, or end before the chunks that should be in them."""
+    """The files of a manifest that are missing, or shorter than their chunks need."""
     chunks = manifest.chunks
     placed = chunks.file >= 0
     ends = np.zeros(len(manifest.files), np.int64)
@@ -391,12 +404,12 @@ def _read(storage: Storage, asked: Strategy | None = None) -> Opened:
 
 
 def as_read_by(backend: Backend, storage: Storage) -> Storage:
-    """The storage, with links where the format may have them."""
+    """The storage. It follows links if the format allows them."""
     return storage.following() if backend.properties.follows_links else storage
 
 
 def _save_id(storage: Storage) -> str:
-    """The id in the commit record or the index's head, or empty where there is neither."""
+    """The id in the commit record or in the head of the index; empty without both."""
     if isinstance(storage, Committed):
         return storage.record.save_id
     head = read_head(storage)

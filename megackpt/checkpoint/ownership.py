@@ -1,7 +1,7 @@
-"""Which files of a directory a save may replace: whether there is a checkpoint, and which files belong to it.
+"""The files of a directory that a save may replace: those of the checkpoint in it.
 
-Decided strictly, because what belongs to the old checkpoint is removed. All other files are foreign: they stay, and a
-save that would write a file of such a name is refused.
+The rules are strict, because a save removes the files of the old checkpoint. All other files are
+foreign: they stay, and a save that would write a file of the same name is refused.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megackpt.planning.manifest import Manifest
 from megackpt.storage import TEMPORARY, Storage
 
 OURS = (PREFIX, TEMPORARY)
-"""How the names begin of files that saves make for their own time only."""
+"""Prefixes of the names of files that exist only during a save."""
 
 
 def is_replaceable(storage: Storage) -> bool:
-    """Is there a checkpoint here, perhaps a damaged one, which a save replaces?
+    """Is there a checkpoint here, perhaps a damaged one, that a save replaces?
 
     True for an index of ours, a ``metadata.json`` that names a known format, and a ``.metadata``
     that can be parsed (stock DCP). Other formats are recognised for reading only, because files
@@ -54,11 +54,11 @@ def _has_index(storage: Storage) -> bool:
 
 
 def own_files(storage: Storage) -> tuple[str, ...]:
-    """The files of the checkpoint that ``is_replaceable`` found, by full name; they need not be there.
+    """The files of the checkpoint that ``is_replaceable`` found, by full name.
 
-    Named by its index, else by the format's own table of contents. Both are asked where the index is damaged, and
-    where another library has saved over this checkpoint, so that the table is not the index's.
-    CorruptCheckpoint where neither can be read.
+    The files need not exist. The index names them, else the format's own table of contents. Both
+    are read if the index is damaged, or if another library has saved over this checkpoint and
+    replaced the table. Raises CorruptCheckpoint if neither can be read.
     """
     named: set[str] = set()
     problem: CheckpointingException | None = None
@@ -69,9 +69,8 @@ def own_files(storage: Storage) -> tuple[str, ...]:
             manifest, small = decode_index(data, f"{storage.location}/{INDEX}")
         except CorruptCheckpoint as error:
             problem = error
-            with suppress(
-                CorruptCheckpoint
-            ):  # a flipped bit in a digest, say; a wrong name names no file
+            # Only a digest may be damaged. A damaged name matches no file.
+            with suppress(CorruptCheckpoint):
                 manifest, small = decode_index(data, INDEX, intact=False)
                 named.update(files_of(storage, _backend_of(manifest), manifest, small))
         else:
@@ -93,8 +92,8 @@ def own_files(storage: Storage) -> tuple[str, ...]:
             problem = problem or CorruptCheckpoint(str(error))
     if not named:
         raise CorruptCheckpoint(
-            f"{storage.location} holds a damaged checkpoint, and which of the files belong to it cannot be told: "
-            f"{problem}. Move the directory away, or save elsewhere"
+            f"{storage.location} holds a damaged checkpoint, and it is unknown which files "
+            f"belong to it: {problem}. Move the directory away, or save elsewhere"
         ) from problem
     return tuple(sorted(named))
 
@@ -102,12 +101,12 @@ def own_files(storage: Storage) -> tuple[str, ...]:
 def _backend_of(manifest: Manifest) -> Backend | None:
     try:
         return strategies.reader_of(*manifest.backend)
-    except BackendError:  # a plug-in that is not installed: the index names the files
+    except BackendError:  # the plug-in is not installed; the index names the files
         return None
 
 
 def find_format(storage: Storage) -> Backend:
-    """As ``strategies.find_backend``; where files beside the checkpoint look like another's, its index decides.
+    """Like ``strategies.find_backend``, but the index decides where files match several formats.
 
     Raises NotACheckpoint, BackendError, and CorruptCheckpoint.
     """
@@ -123,7 +122,7 @@ def find_format(storage: Storage) -> Backend:
 def files_of(
     storage: Storage, backend: Backend | None, manifest: Manifest, small: SmallFiles
 ) -> Collection[str]:
-    """The files of a checkpoint that has been read; ``small`` as the index names them."""
+    """The files of an opened checkpoint. ``small``: the small files that its index names."""
     named = (
         {*manifest.files, *small, INDEX}
         if manifest.save_id or small
@@ -137,9 +136,10 @@ def files_of(
 def foreign_entries(
     storage: Storage, own: Collection[str], names: Collection[str] | None = None
 ) -> Iterator[str]:
-    """The topmost entries that are none of these files, nor folders that lead to one. Saves' own files are left out.
+    """The topmost entries that are neither one of these files nor a folder above one.
 
-    ``names``: the entries of the directory itself that are looked at; by default all.
+    Temporary files of saves are left out. ``names``: the entries of the directory itself to
+    examine; by default all.
     """
     folders: set[str] = set()
     for name in own:
@@ -165,7 +165,7 @@ def foreign_entries(
 
 
 def _listed(storage: Storage, name: str) -> list[str] | None:
-    """What is in a folder; None of a file, and of a link: what it leads to is not below the root."""
+    """The entries of a folder; None for a file, and for a link, which leads out of the root."""
     if storage.size(name) is not None:
         return None
     try:
@@ -181,8 +181,9 @@ def refuse_collisions(
     met = sorted(name for name in foreign if name.partition("/")[0] in names)
     if met:
         raise StorageError(
-            f"cannot save to {location}: {join_truncated(met, 10, ', ')} would collide with this save, and "
-            f"{'is' if len(met) == 1 else 'are'} of no checkpoint that a save replaces (Hugging Face's files are "
-            "of none): rename or move away what is yours, remove what a failed save of another program left, or save "
-            "elsewhere. Nothing was changed"
+            f"cannot save to {location}: {join_truncated(met, 10, ', ')} would collide with "
+            f"this save, and {'does' if len(met) == 1 else 'do'} not belong to a checkpoint that "
+            "a save replaces (Hugging Face's files never do): rename or move away your files, "
+            "remove those that a failed save of another program left, or save elsewhere. "
+            "Nothing was changed"
         )

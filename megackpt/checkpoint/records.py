@@ -95,7 +95,7 @@ class Record:
 
 
 def read_record(outer: BucketStorage) -> tuple[Record | None, Version | None]:
-    """The record under this URL and its version; None where there is no checkpoint."""
+    """The record under this URL and its version; None without a checkpoint."""
     try:
         data, version = outer.get_version(RECORD, LARGEST_RECORD)
     except FileNotFoundError:

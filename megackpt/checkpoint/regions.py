@@ -1,4 +1,4 @@
-"""Regions of an open checkpoint's tensors as arrays of numpy, and its objects' blobs, for those who have no model."""
+"""Read regions of tensors as numpy arrays, and objects as blobs, without a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Region = tuple[int, Box]
 
 
 class Regions:
-    """Fetches regions of one checkpoint. ``verify``: check the digests of all blocks that are touched."""
+    """Reads regions of one checkpoint.
+
+    ``verify``: check the digests of all blocks that a read touches.
+    """
 
     def __init__(self, opened: Opened, verify: bool = True) -> None:
         self.opened = opened
@@ -34,7 +37,10 @@ class Regions:
         self._parts = TensorParts(opened.manifest)
 
     def arrays(self, regions: Sequence[Region]) -> list[NDArray[Any]]:
-        """One new array of ``carried_dtype`` items for each region. All are held at once: ask for few MiB at a time."""
+        """One new array of ``carried_dtype`` items for each region.
+
+        All arrays are in memory at once: request a few MiB at a time.
+        """
         tensors = self.opened.manifest.tensors
         found = [
             np.empty(box.shape, carried_dtype(tensors[number].meta.itemsize))
@@ -50,7 +56,7 @@ class Regions:
         return [landing.blobs[row] for row in range(len(regions))]
 
     def common(self) -> bytes | None:
-        """The blob of the common state, or None where there is none."""
+        """The blob of the common state, or None without one."""
         number = self.opened.manifest.numbers().get(COMMON_KEY)
         if number is None or not self.opened.manifest.tensors[number].is_common:
             return None
@@ -79,7 +85,7 @@ class Regions:
 
 @dataclass(frozen=True, eq=False)
 class _Landing:
-    """The Target of a fetch: the arrays themselves."""
+    """The Target of a read: it writes directly into the arrays."""
 
     arrays: list[NDArray[Any]]
     holders: list[Box]
@@ -87,12 +93,11 @@ class _Landing:
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
         inside: tuple[Any, ...] = box.relative_to(self.holders[target]).slices()
-        return self.arrays[target][
-            (*inside, ...)
-        ]  # with "...", a view even where there are no dimensions
+        # With "..." the result is a view even of an array without dimensions.
+        return self.arrays[target][(*inside, ...)]
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
-        """Nothing to do: the array is the place itself."""
+        """Do nothing: ``open`` returned a view of the array."""
 
     def blob(self, target: int, data: bytes) -> None:
         self.blobs[target] = data

@@ -1,4 +1,4 @@
-"""Tables of contents: what a format's own one says, and whether the small files are those that our index names."""
+"""A format's own table of contents, and the small files that our index names."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ METADATA = ".metadata"
 
 
 def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
-    """The manifest that the format's own table of contents gives. Errors are all of this package's."""
+    """The manifest from the format's own table of contents.
+
+    Raises only errors of this package: others become BackendError.
+    """
     try:
         return backend.read_manifest(storage)
     except (CheckpointingException, FileNotFoundError):
         raise
     except Exception as error:  # a plug-in's own code
         raise BackendError(
-            f"{storage.called}: the format {backend.properties.name!r} failed at reading what is there: "
+            f"{storage.called}: the format {backend.properties.name!r} failed at reading the checkpoint: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -37,15 +40,19 @@ def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
 def small_file_problems(
     storage: Storage, small: Mapping[str, tuple[int, bytes]]
 ) -> list[str]:
-    """What is wrong with the small files that an index names, or that another library's table is beside it."""
+    """The problems of the small files that an index names.
+
+    If they are intact, another library's table of contents beside the index is the problem.
+    """
     problems = _problems(storage, small)
     if problems or (other := table_of_another(storage, small)) is None:
         return problems
     table, _ = other
     two = (
-        f"{storage.location} holds two checkpoints: the one that {INDEX} describes, and one of another library, which "
-        f"{table} describes ({_compared(storage, table)}). Which is meant cannot be told: move away {INDEX}, or the "
-        f"other's {table}. The next save to this directory replaces both"
+        f"{storage.location} holds two checkpoints: {INDEX} describes one, and {table} of "
+        f"another library describes the other ({_compared(storage, table)}). It is unknown "
+        f"which one is meant: move away {INDEX} or {table}. The next save to this directory "
+        "replaces both"
     )
     return [two]
 
@@ -73,8 +80,9 @@ def _small_file_problem(
         else "does not match its digest"
     )
     return (
-        f"{path} {what}: it is damaged, or was written by somebody else ({_compared(storage, name)}). "
-        f"If it is right, remove {INDEX} and the format's own files are trusted"
+        f"{path} {what}: it is damaged, or was written by another program "
+        f"({_compared(storage, name)}). If it is right, remove {INDEX}: loads then trust the "
+        "format's own files"
     )
 
 
@@ -93,10 +101,10 @@ def _compared(storage: Storage, name: str) -> str:
 def table_of_another(
     storage: Storage, small: Mapping[str, tuple[int, bytes]]
 ) -> tuple[str, Backend] | None:
-    """The table of contents that another library has put beside the index, or over a file that the index names.
+    """The name and format of a table of contents that another library wrote; None without one.
 
-    Its name and its format. Stock DCP and Megatron save into a directory as it is, and leave our index where it was.
-    ``small``: the files that the index names.
+    It is beside the index, or in place of a file that the index names (``small``). Stock DCP and
+    Megatron save into a directory without clearing it, and leave our index there.
     """
     if isinstance(storage, Committed) or storage.size(INDEX) is None:
         return None
@@ -110,7 +118,7 @@ def table_of_another(
 
 
 def native_format(storage: Storage) -> Backend | None:
-    """The format that ``metadata.json`` names, or torch_dist where a ``.metadata`` can be parsed."""
+    """The format that ``metadata.json`` names, or torch_dist if ``.metadata`` can be parsed."""
     try:
         named = strategies.read_config(storage) is not None
     except (CorruptCheckpoint, FileNotFoundError):

@@ -1,4 +1,7 @@
-"""The second stage of a save on one rank, as a value: it can travel to a writer process, and needs no torch there."""
+"""The write stage of a save on one rank, as a value.
+
+It can be sent to a writer process, and needs no torch there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from megackpt.staging.progress import CountedSource
 
 @dataclass(frozen=True, eq=False)
 class Writing:
-    """Write this rank's rows to where the coordinator has begun the save."""
+    """Write this rank's rows into the staging storage of the save."""
 
     directory: str
     save_id: str

@@ -324,7 +324,7 @@ def test_what_a_save_on_another_host_left_is_removed_after_the_next_commit(
     fields = {"host": "other", "pid": os.getpid(), "boot": "elsewhere"}
     fields["time"] = time.time()
     staging = left_by(where, json.dumps(fields).encode())
-    with pytest.raises(NotACheckpoint, match=r"on host 'other'.* goes on, or died"):
+    with pytest.raises(NotACheckpoint, match=r"on host 'other'.* is running, or died"):
         saves.load(where)
     place = begin(where, save_id="aa")
     assert staging.exists()
