@@ -169,3 +169,14 @@ def test_the_index_of_design_notes_lists_each_of_them() -> None:
     notes = {note.name for note in folder.glob("[0-9]*.md")}
     listed = LINK.findall((folder / "index.md").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(notes)
+
+
+@pytest.mark.parametrize(
+    ("page", "package"), [("api", megackpt), ("dcp", megackpt.dcp)]
+)
+def test_the_reference_lists_every_public_name(page: str, package: ModuleType) -> None:
+    text = (ROOT / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8")
+    listed = re.findall(
+        rf"^::: {re.escape(package.__name__)}\.(\w+)$", text, re.MULTILINE
+    )
+    assert sorted(listed) == sorted({*package.__all__} - {"__version__"})
