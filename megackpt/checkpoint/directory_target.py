@@ -1,20 +1,20 @@
 """The target of a transaction in a file system: a directory, and the directories beside it.
 
 A save writes into ``.NAME.megackpt-ID``, which only it uses. It becomes NAME by one rename that
-replaces nothing, or by one exchange with the NAME that is there. Both name the save's directory
-by its path, and so the right to commit is the path: before a save commits, it renames the
-directories of all other saves. A save that was stopped meanwhile, wherever, finds no directory
-under its path any more, and its rename fails. This needs no lock, no clock and no guess about
-which process is alive. A lock on the parent directory is tried first, for at most ``PATIENCE``
-seconds, so that of several live saves one wins; without it all may lose.
+replaces nothing, or by one exchange with the existing NAME. Both operations name the save's
+directory by its path, so the path is the right to commit: before a save commits, it renames the
+directories of all other saves. A save that was suspended meanwhile, at any point, no longer finds
+a directory under its path, and its rename fails. This needs no lock, no clock and no guess about
+which process is alive. A save first waits at most ``PATIENCE`` seconds for a lock on the parent
+directory, so that one of several live saves wins; without the lock all may lose.
 
-What a directory beside the target is follows from its content:
+The content of a directory beside the target determines its state:
 
 ===================================  =======================================================
 it holds the marker of its own id    not published. Removed when its process is dead, or
                                      when another save has taken it (suffix)
 no such marker, no suffix            it was exchanged with NAME. Swapped back if it is not
-                                     what that save began from, else retired
+                                     the checkpoint at that save's begin, else retired
 no such marker, suffix ``old``       NAME, renamed away where no exchange exists; renamed
                                      back if NAME is missing, else retired
 no such marker, another suffix       to be retired: entries of others move to NAME, the
@@ -62,7 +62,7 @@ from megackpt.errors import (
 from megackpt.storage import LocalStorage
 
 PATIENCE = 2.0
-"""Seconds that a step waits for the lock of the parent directory; then it goes on without."""
+"""Seconds that a step waits for the lock of the parent directory; then it continues without."""
 
 _PAUSES = (0.0, 0.2, 1.0, 3.0)  # seconds; network file systems show new entries late
 
@@ -112,7 +112,7 @@ class DirectoryTarget(SiblingDirectories):
             )
 
     def begin(self, marker: Marker, overwrite: bool, resume: bool) -> tuple[str, bool]:
-        """Make the directory of this save. The checkpoint it replaces; was it resumed?"""
+        """Make the directory of this save. Returns the version it replaces, and if it resumes."""
         self._begins = marker.save_id
         with self._turn(), self._others_meanwhile():
             self.recover(spared=marker.save_id if resume else "")
@@ -125,14 +125,14 @@ class DirectoryTarget(SiblingDirectories):
                         f"{self.location} holds a complete checkpoint: pass "
                         f"overwrite=True to replace it, or save elsewhere"
                     )
-                self._own_files(folder)  # raises where they cannot be found out
-            # A new target gets the usual mode, one that is replaced gives its own later.
+                self._own_files(folder)  # raises if they cannot be determined
+            # A new target gets the usual mode. One that replaces a directory gets its mode later.
             mode = 0o777 if folder is None else 0o700
             staging = staging_name(self.name, marker.save_id)
             resumed = resume and self._take_over(marker.save_id)
             if not resumed and not self.outer.make_folder(staging, mode):
                 raise SaveInProgress(
-                    f"another save of the id {marker.save_id} is at work in "
+                    f"another save with the id {marker.save_id} is running in "
                     f"{self.outer.location}/{staging}: wait for it, or remove that "
                     f"directory if its job is gone"
                 )
@@ -146,7 +146,7 @@ class DirectoryTarget(SiblingDirectories):
         self.outer.folder(staging).put(marker.name, fields.encode())
 
     def _take_over(self, save_id: str) -> bool:
-        """Is the directory of a dead save of this id ours now? Of several, one gets it."""
+        """Take the directory of a dead save of this id, if there is one. Only one process can."""
         staging = staging_name(self.name, save_id)
         folder = self._folder(staging)
         marker = (
@@ -156,7 +156,7 @@ class DirectoryTarget(SiblingDirectories):
             return False
         if not self._is_over(marker):
             raise SaveInProgress(
-                f"{marker} may be at work in {self.outer.location}/{staging}: wait for "
+                f"{marker} may be running in {self.outer.location}/{staging}: wait for "
                 f"it, or remove that directory if its job is gone"
             )
         taken = f"{staging}.{os.getpid()}"
@@ -185,7 +185,7 @@ class DirectoryTarget(SiblingDirectories):
             if f"{PREFIX}{save_id}" in storage.list():
                 return storage
         raise StorageError(
-            f"the save {save_id}, which the coordinator has begun in {self.location}, "
+            f"the save {save_id}, which the coordinator began in {self.location}, "
             f"is not visible on host {socket.gethostname()!r}: is the directory shared "
             f"between all hosts?"
         )
@@ -211,11 +211,11 @@ class DirectoryTarget(SiblingDirectories):
 
         Raises:
             SaveInProgress: another save has committed since this one began, or is about to.
-            StorageError: files of others have names of this save; the file system refused.
+            StorageError: files of others have names of this save, or the file system refused.
         """
         with self._turn(), self._others_meanwhile():
             if self._folder(self.name) is not None:
-                self._require(base)  # before others lose their work for nothing
+                self._require(base)  # a save that must fail takes nothing from others
             self._take_from_others(save_id)
             if not self.holds(save_id):
                 raise SaveInProgress(
@@ -223,7 +223,7 @@ class DirectoryTarget(SiblingDirectories):
                     f"{self.outer.location}/{staging_name(self.name, save_id)} was "
                     f"removed: nothing is committed"
                 )
-            # From here on no other save can commit that began before. One that begins now
+            # From here on, no other save that began earlier can commit. One that begins now
             # takes our directory before it commits, and then the step below fails.
             self._require(base)
             self.refuse_collisions(names, replaces)
@@ -234,7 +234,7 @@ class DirectoryTarget(SiblingDirectories):
         if self.outer.stat(self.name) is None:
             if self.outer.rename_new(staging, self.name):
                 return
-            self._require(base)  # somebody has made a directory meanwhile
+            self._require(base)  # another process has made the directory meanwhile
         if not self.outer.dress_as(staging, self.name):
             logger.warning(
                 "%s: the new directory cannot have the owner of the old one",
@@ -247,8 +247,8 @@ class DirectoryTarget(SiblingDirectories):
                 self._refuse_changed()
             self.outer.rename(staging, f"{staging}.{owner_suffix(save_id)}")
             return
-        # Two renames, where there is no exchange. Each fails if another save has come
-        # first: the one finds no directory, the other finds one that is not empty.
+        # The file system cannot exchange: rename twice. Each rename fails if another save was
+        # first: the first finds no directory, the second finds one that is not empty.
         aside = f"{staging}.{ASIDE}"
         self.outer.rename(self.name, aside)
         if version(self.outer.folder(aside)) != base:
@@ -264,9 +264,9 @@ class DirectoryTarget(SiblingDirectories):
         self.outer.rename(aside, f"{staging}.{owner_suffix(save_id)}")
 
     def settle(self, marker: Marker) -> None:
-        """Remove what the save has replaced, and what it has taken from others.
+        """Remove the old checkpoint, and the directories taken from other saves.
 
-        SaveInProgress if another save has replaced this one already.
+        Raises SaveInProgress if another save has already replaced this one.
         """
         save_id = marker.save_id
         with self._turn(), self._others_meanwhile():
@@ -294,7 +294,7 @@ class DirectoryTarget(SiblingDirectories):
         for sibling in siblings(self.outer, self.name):
             if sibling.save_id != save_id:
                 continue
-            # Without its marker the directory is what this save has replaced.
+            # Without its marker, the directory is the one that this save replaced.
             if self._marker_in(sibling) is not None:
                 self._remove_unpublished(sibling)
 
@@ -304,10 +304,10 @@ class DirectoryTarget(SiblingDirectories):
                 self._remove_sibling(sibling)
 
     def recover(self, *, spared: str = "", abandoned: bool = False) -> list[Marker]:
-        """Finish or undo what dead saves to this directory left behind. The others' markers.
+        """Finish or undo dead saves to this directory. Returns the markers of the others.
 
-        ``spared``: the unpublished save of this id stays. ``abandoned``: also what is a day old
-        of processes that cannot be looked at.
+        ``spared``: the unpublished save of this id stays. ``abandoned``: a save counts as dead
+        after a day, too, if its process cannot be inspected.
         """
         found = siblings(self.outer, self.name)
         unpublished = {}
@@ -331,7 +331,7 @@ class DirectoryTarget(SiblingDirectories):
                 elif owner not in working or (is_staging and sibling.suffix):
                     self._remove_sibling(sibling)
             except (CheckpointingException, FileNotFoundError) as error:
-                # No leftover stops a save.
+                # A leftover does not stop a save.
                 logger.warning(
                     "%s/%s is left alone: %s",
                     self.outer.location,
@@ -366,7 +366,7 @@ class DirectoryTarget(SiblingDirectories):
             try:
                 self._take_from_others(save_id)
                 self._require(base)
-                # First: without a checkpoint in the target, they would be taken for it.
+                # First: without a checkpoint in the target, recovery would take one of them for it.
                 self._remove_taken(save_id)
                 self._swap_in(save_id, base)
             except BaseException:
@@ -375,12 +375,12 @@ class DirectoryTarget(SiblingDirectories):
         self.settle(marker)
 
     def clear(self) -> None:
-        """Remove what dead saves left, see ``transaction.clear``."""
+        """Remove leftovers of dead saves, see ``transaction.clear``."""
         with self._turn(), self._others_meanwhile():
             refuse_working(self.location, self.recover(abandoned=True))
 
     def completed(self, save_id: str) -> bool:
-        """Did a save of this id publish the target, and die before it was settled?"""
+        """Did a save of this id publish the target, and die before ``settle``?"""
         if self.outer.size(self.name) is not None:
             return False  # a file
         with self._turn(), self._others_meanwhile():
@@ -393,13 +393,11 @@ class DirectoryTarget(SiblingDirectories):
 
     def _is_over(self, marker: Marker, abandoned: bool = False) -> bool:
         if marker.save_id == self._begins and marker.pid == os.getpid():
-            return (
-                True  # that of an earlier save of this id, as the new one has none yet
-            )
+            return True  # of an earlier save of this id: the new one has no marker yet
         return marker.is_abandoned if abandoned else marker.is_dead
 
     def _goes_back(self, sibling: Sibling, published: Marker | None) -> bool:
-        """Is this directory the one that readers should find in the target?"""
+        """Does this directory hold the checkpoint that belongs in the target?"""
         folder = self._folder(sibling.entry)
         if folder is None or sibling.suffix not in ("", ASIDE):
             return False
@@ -412,7 +410,7 @@ class DirectoryTarget(SiblingDirectories):
         return sibling.suffix == ASIDE or is_replaceable(folder)
 
     def _put_back(self, sibling: Sibling, exchanged: bool) -> None:
-        """Undo the publication of a save that died in it, or met what it did not expect."""
+        """Undo the publication of a save that died in it, or that found an unexpected version."""
         logger.warning(
             "%s: going back to the checkpoint that an interrupted save moved to %s",
             self.location,
@@ -424,19 +422,19 @@ class DirectoryTarget(SiblingDirectories):
             return
         target = self._folder(self.name)
         if target is not None:
-            # Somebody has made the directory again. What is in it moves.
+            # Another process has made the directory again. Move its entries.
             for entry in target.list():
                 self._move(f"{self.name}/{entry}", f"{sibling.entry}/{entry}")
             self.outer.remove_folder(self.name)
         self.outer.rename_new(sibling.entry, self.name)
 
     def _take_from_others(self, save_id: str) -> None:
-        """Rename the directories of all other saves: none of them can commit after this."""
+        """Rename the directories of all other saves, so that none of them can commit."""
         for entry, other, suffix in siblings(self.outer, self.name):
             if other == save_id:
                 continue
             if suffix == ASIDE and self.outer.stat(self.name) is None:
-                # Its save is stopped between two renames, and must find its step undone.
+                # Its save was suspended between two renames. Undo its first one.
                 self.outer.rename_new(entry, self.name)
                 continue
             taken = f"{staging_name(self.name, other)}.{owner_suffix(save_id)}"
@@ -450,8 +448,8 @@ class DirectoryTarget(SiblingDirectories):
 
     def _refuse_changed(self) -> None:
         raise SaveInProgress(
-            f"another save has written to {self.location} since this one began: what is "
-            f"there now is the other's, and nothing of this save is committed"
+            f"another save has written to {self.location} since this one began: the "
+            f"directory is the other's now, and nothing of this save is committed"
         )
 
     def _remove_marker(self, folder: LocalStorage, marker: Marker) -> None:
@@ -467,7 +465,7 @@ class DirectoryTarget(SiblingDirectories):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Hold the lock of the parent directory, if it can be had soon."""
+        """Hold the lock of the parent directory, if it is free within ``PATIENCE`` seconds."""
         deadline = time.monotonic() + PATIENCE
         while not self.outer.lock() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -478,7 +476,7 @@ class DirectoryTarget(SiblingDirectories):
 
     @contextmanager
     def _others_meanwhile(self) -> Iterator[None]:
-        """SaveInProgress where a directory of this save is no longer where it was."""
+        """Raise SaveInProgress if another save has moved a directory of this one."""
         try:
             yield
         except (FileNotFoundError, StorageError) as error:
@@ -486,6 +484,6 @@ class DirectoryTarget(SiblingDirectories):
             if not isinstance(cause, FileNotFoundError):
                 raise
             raise SaveInProgress(
-                f"another save is at work on {self.location}, and has taken over from "
+                f"another save is writing to {self.location}, and has taken over from "
                 f"this one: {error}"
             ) from error

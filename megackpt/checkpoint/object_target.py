@@ -1,12 +1,12 @@
 """The target of a transaction in an object store: a record, and a folder for each save.
 
     URL/megackpt.commit      the record: its put is the commit
-    URL/megackpt-<save id>/  all files of one save, a checkpoint by itself
+    URL/megackpt-<save id>/  all files of one save, a checkpoint on its own
 
 A save reads the version of the record when it begins, writes into a folder of its own, and puts
-its record on the condition that the record is still of that version. The store decides who wins;
-no object is renamed or written twice. The folders that were there before the put belong to saves
-that began before it: none of them can commit any more, so they are removed afterwards.
+its record on the condition that the record still has that version. The store decides which save
+wins. No object is renamed or written twice. The folders that existed before the put belong to
+saves that began before it. None of them can commit any more, so they are removed afterwards.
 """
 
 from __future__ import annotations
@@ -56,18 +56,16 @@ class ObjectTarget:
         self.outer = BucketStorage(url)
         self.location = self.outer.location
         self._base: Version | None = None
-        self._replaced: list[
-            str
-        ] = []  # folders, and files uploaded under the URL itself
+        self._replaced: list[str] = []  # folders of saves
         self._foreign: tuple[str, ...] = ()
         self.uncertain = False
-        """It is not known whether the record was put: nothing may be removed."""
+        """It is unknown whether the record was put, so nothing may be removed."""
 
     def check_name(self, save_id: str) -> None:
         """StorageError where no save of this id can be committed here."""
         if not save_folders([save_folder(save_id)]):
             raise StorageError(
-                f"{save_id!r} is no id for a save in an object store: give "
+                f"{save_id!r} is not an id for a save in an object store: give "
                 f"uuid.uuid4().hex. Folders of other programs in {self.location} are "
                 f"recognised by it"
             )
@@ -79,7 +77,7 @@ class ObjectTarget:
             )
 
     def begin(self, marker: Marker, overwrite: bool) -> None:
-        """Read what is to be replaced, and make the folder of this save."""
+        """Read the record to replace, and make the folder of this save."""
         names = self.outer.list()
         current = self._read_base(overwrite, names)
         if current is not None:
@@ -94,7 +92,7 @@ class ObjectTarget:
         return self.staging_folder(save_id).size(PREFIX + save_id) is not None
 
     def _read_base(self, overwrite: bool, names: list[str]) -> str | None:
-        """The folder of the checkpoint that is there, "" for none, None if it is damaged."""
+        """The folder of the current checkpoint, "" without one, None if the record is damaged."""
         try:
             record, self._base = read_record(self.outer)
         except CorruptCheckpoint as error:
@@ -105,9 +103,9 @@ class ObjectTarget:
                 ) from error
             logger.warning("%s; replacing it", error)
             self._base = self.outer.version(RECORD)
-            return None  # nothing is known of the folders
-        # Other objects stay: no save has names like theirs. What somebody has uploaded under
-        # the URL itself, without a record, is a checkpoint too.
+            return None  # any folder may be that of the checkpoint
+        # Other objects stay: no save has names like theirs. A checkpoint uploaded under the URL
+        # itself, without a record, is a checkpoint too.
         others = set(names).difference(save_folders(names), [RECORD])
         if record is None and others and is_replaceable(self.outer):
             self._foreign = own_files(self.outer)
@@ -121,7 +119,7 @@ class ObjectTarget:
     def _remove_dead(
         self, names: list[str], current: str, abandoned: bool
     ) -> list[Marker]:
-        """Remove folders that no record can name any more. The markers of live saves."""
+        """Remove folders that no record can name any more. Returns the markers of live saves."""
         alive = []
         for folder in save_folders(names):
             if folder == current:
@@ -133,8 +131,8 @@ class ObjectTarget:
                 if not over:
                     alive.append(marker)
                     continue
-            # It may have been committed since the record was read. What has no marker was
-            # committed once: if the record does not name it now, it never will again.
+            # It may have been committed since the record was read. A folder without a marker
+            # was committed once: if the record does not name it now, it never will again.
             record, _ = read_record(self.outer)
             if record is None or save_folder(record.save_id) != folder:
                 self.outer.delete(folder)
@@ -144,14 +142,14 @@ class ObjectTarget:
         """Where the ranks write. StorageError where this rank does not see it."""
         if not self.holds(save_id):
             raise StorageError(
-                f"the save {save_id}, which the coordinator has begun in {self.location}, "
+                f"the save {save_id}, which the coordinator began in {self.location}, "
                 f"is not visible from here: do all ranks reach the same store "
                 f"(AWS_ENDPOINT_URL, region, account)?"
             )
         return self.staging_folder(save_id)
 
     def publish(self, save_id: str, data: bytes) -> None:
-        """Put the record of this save in the place of the one that it replaces.
+        """Replace the record by that of this save.
 
         Raises:
             SaveInProgress: another save has put its record meanwhile.
@@ -193,7 +191,7 @@ class ObjectTarget:
         )
 
     def settle(self, save_id: str) -> None:
-        """Remove what the record has replaced."""
+        """Remove the files that the new record no longer names."""
         try:
             for folder in self._replaced:
                 self.outer.delete(folder)
@@ -212,9 +210,9 @@ class ObjectTarget:
             self.outer.delete(save_folder(save_id))
 
     def remove(self, save_id: str) -> None:
-        """Remove the checkpoint, and what saves that are over or cannot commit have left.
+        """Remove the checkpoint, and the leftovers of saves that are dead or cannot commit.
 
-        Its record is replaced by one that says so, on the condition that it has not changed.
+        A record of the removal replaces its record, on the condition that it has not changed.
         """
         self.check_name(save_id)
         self.clear()
@@ -238,7 +236,7 @@ class ObjectTarget:
             self.outer.delete(RECORD)
 
     def clear(self) -> None:
-        """Remove what dead saves have left."""
+        """Remove leftovers of dead saves."""
         record, _ = read_record(self.outer)
         current = "" if record is None else save_folder(record.save_id)
         names = self.outer.list()

@@ -86,11 +86,12 @@ def absolute(directory: Directory) -> str:
 
 
 def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Opened:
-    """Open a complete checkpoint and read its manifest: from its index, else from the format's table.
+    """Open a complete checkpoint and read its manifest.
 
-    The directory is opened once. Later reads through ``storage`` return this checkpoint even if
-    a save replaces it at its path. The small files are checked against the index. ``asked`` is
-    the format that the caller names; it decides if several formats recognise the directory.
+    The manifest is in the index, else in the format's own table of contents. The directory is
+    opened once. Later reads through ``storage`` return this checkpoint even if a save replaces it
+    at its path. The small files are checked against the index. ``asked`` is the format that the
+    caller names; it decides if several formats recognise the directory.
 
     Raises:
         NotACheckpoint: the directory does not exist, or holds no complete checkpoint. The message

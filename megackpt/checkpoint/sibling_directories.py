@@ -1,4 +1,4 @@
-"""Directories beside the target of a save: what belongs to them, and how they are removed."""
+"""Directories beside the target of a save: their files, and how they are removed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SiblingDirectories:
             self._retire(sibling.entry)
 
     def _remove_unpublished(self, sibling: Sibling) -> None:
-        """Remove a directory that no reader has seen; its marker last, as it says so."""
+        """Remove a directory that no reader has seen. Its marker says so, and is removed last."""
         entry, marker = sibling.entry, PREFIX + sibling.save_id
         content = self.outer.get(f"{entry}/{marker}")
         for name in self.outer.list(entry):
@@ -75,7 +75,7 @@ class SiblingDirectories:
             )
 
     def _retire(self, entry: str) -> None:
-        """Move what belongs to others from a replaced directory to the target; remove it."""
+        """Move the entries of others from a replaced directory to the target, and remove it."""
         folder = self._folder(entry)
         if folder is None:
             return
@@ -96,13 +96,13 @@ class SiblingDirectories:
     def _files_to_remove(self, folder: LocalStorage) -> set[str]:
         """The files of the checkpoint in a replaced directory.
 
-        Written down before the first of them goes: later, nothing else would name them all.
+        A file records them before the first is removed. Later, nothing else would name them all.
         """
         if folder.size(_OWN_FILES) is not None:
             try:
                 names = json.loads(folder.get(_OWN_FILES))
             except ValueError:
-                names = None  # not ours: it is written in one step
+                names = None  # not ours: we write this file atomically
             if isinstance(names, list) and all(isinstance(n, str) for n in names):
                 return set(names).difference(unsafe_names(names))
         own = self._own_files(folder)
@@ -113,9 +113,9 @@ class SiblingDirectories:
     def _move(self, source: str, target: str) -> None:
         """Move an entry of others back to its path.
 
-        If the path is taken meanwhile, nothing is lost: of two files of one content the older
-        stays; a file of the new checkpoint keeps its name; else the newer file has it. The
-        other one is called NAME.old.
+        If the path is taken meanwhile, no content is lost. Of two files with the same content,
+        the moved one stays. A file of the new checkpoint keeps its name. Otherwise the newer file
+        gets the name, and the other one becomes NAME.old.
         """
         outer = self.outer
         here, there = outer.stat(source), outer.stat(target)
@@ -148,7 +148,7 @@ class SiblingDirectories:
         return self.outer.get(one) == self.outer.get(other)
 
     def _own_files(self, folder: LocalStorage) -> tuple[str, ...]:
-        """The files of the checkpoint in a directory; none if there is no checkpoint."""
+        """The files of the checkpoint in a directory; none without a checkpoint."""
         known = version(folder)
         if self._owned is None or self._owned[0] != known:
             files = own_files(folder) if is_replaceable(folder) else ()
@@ -156,7 +156,7 @@ class SiblingDirectories:
         return self._owned[1]
 
     def _marker_in(self, sibling: Sibling) -> Marker | None:
-        """The marker of its own id: the directory is not published."""
+        """The marker of the directory's own id. With it, the directory is not published."""
         folder = self._folder(sibling.entry)
         if folder is None:
             return None

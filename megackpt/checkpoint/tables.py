@@ -32,8 +32,8 @@ def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
         raise
     except Exception as error:  # a plug-in's own code
         raise BackendError(
-            f"{storage.called}: the format {backend.properties.name!r} failed at reading the checkpoint: "
-            f"{type(error).__name__}: {error}"
+            f"{storage.called}: the format {backend.properties.name!r} failed at reading the "
+            f"checkpoint: {type(error).__name__}: {error}"
         ) from error
 
 

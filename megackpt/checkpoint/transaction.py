@@ -1,4 +1,4 @@
-"""The transaction of a save: what makes a directory, or a URL of an object store, a checkpoint.
+"""The transaction of a save: it makes a directory, or a URL of an object store, a checkpoint.
 
 ========== ============================== ==================== ===========================
 state      what has happened              a reader finds       recovery, if the save dies
@@ -9,18 +9,18 @@ FILLED     the files of all ranks are     the same             the same
            there, in full
 COMPLETE   table of contents and index    the same             the same
            are durable
-PUBLISHED  staging is the target          the new checkpoint   removes what was replaced,
+PUBLISHED  staging is the target          the new checkpoint   removes the old files,
                                                                moves files of others back
 RETIRED    nothing else is left           the new checkpoint   has nothing to do
 ABORTED    the staging directory is gone  the old checkpoint,  has nothing to do
                                           or none
 ========== ============================== ==================== ===========================
 
-``publish`` alone is seen by readers, and it is exclusive: of two saves that reach it, one wins
-and the other raises, however late it wakes up. What is provably dead (its process ran on this
-host, since this boot, and has ended) is removed at ``begin``; other leftovers are removed after
-the next commit. No save waits for another one. ``directory_target`` and ``object_target`` say
-how each step is done.
+Readers see only ``publish``, and it is exclusive: of two saves that reach it, one wins and the
+other raises, however late its process continues. ``begin`` removes saves that are provably dead
+(their process ran on this host, since this boot, and has ended). The next commit removes other
+leftovers. No save waits for another one. ``directory_target`` and ``object_target`` describe how
+each step is done.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _NEXT = {
 class Transaction:
     """One save, on the coordinator. Ranks write below ``path``: see ``staging_storage``.
 
-    ``resumed``: a save of this id died, and what it has written is there.
+    ``resumed``: a save of this id died, and the files that it wrote are there.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Transaction:
             )
         self.marker = Marker(save_id)
         active.add(save_id)
-        # A transaction that is dropped is a dead save, too.
+        # A transaction that is garbage collected is a dead save, too.
         self._ended = weakref.finalize(self, _end, save_id, os.getpid())
         try:
             if isinstance(target, DirectoryTarget):
@@ -125,13 +125,13 @@ class Transaction:
         scratch: Iterable[str] = (),
         replaces: Iterable[str] = (),
     ) -> None:
-        """Check that the names which this save writes are free in the target.
+        """Check that the names that this save writes are free in the target.
 
         Args:
             names: the files that the save may make; their first parts count.
-            scratch: files for the time of the save only. The commit removes them.
+            scratch: files that exist only during the save. The commit removes them.
             replaces: files of others, by full name, with the bytes that this save writes.
-                They stay, and are no collision.
+                They stay, and do not collide.
 
         Raises:
             StorageError: files of others have such names. Nothing has been changed.
@@ -165,18 +165,18 @@ class Transaction:
         reread: bool = False,
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
-        """All ranks have written: make it the checkpoint. It is complete and durable then.
+        """Make the save the checkpoint, complete and durable, after all ranks have written.
 
-        When this raises, nothing is committed, and ``abort`` is the next call.
+        If this raises, nothing is committed, and the caller calls ``abort``.
 
         Args:
             manifest: with the locations that the ranks reported.
-            reread: read everything once more first, and compare it with its digests.
+            reread: first read all chunks back, and compare them with their digests.
             confirm: called before the step that readers see; it stops the commit by raising.
 
         Raises:
             StorageError: the disk refused, or files of ranks are not visible from here.
-            CorruptCheckpoint: what is read again is not what was written.
+            CorruptCheckpoint: the data read back differs from the data written.
             SaveInProgress: another save has committed since this one began.
         """
         properties = backend.properties
@@ -205,7 +205,7 @@ class Transaction:
     def _fill(
         self, backend: Backend, manifest: Manifest, reread: bool
     ) -> tuple[dict[str, bytes], Manifest]:
-        """Check what the ranks have written. The small files that complete it."""
+        """Check the files of the ranks. Returns the small files and the final manifest."""
         if missing := shortfalls(self.storage, manifest):
             raise StorageError(
                 f"{len(missing)} of {len(manifest.files)} files that ranks wrote are not "
@@ -216,7 +216,8 @@ class Transaction:
         result = backend.finish(self.storage, manifest)
         if reread and (problems := damage(self.storage, backend, result.manifest)):
             raise CorruptCheckpoint(
-                "what was read again is not what was written:\n" + "\n".join(problems)
+                "the data read back differs from the data written:\n"
+                + "\n".join(problems)
             )
         return dict(result.files), result.manifest
 
@@ -225,7 +226,7 @@ class Transaction:
         self.announce(small)
         digests = {name: (len(data), digest(data)) for name, data in small.items()}
         index = sealed_index(manifest, digests)
-        # Nobody reads them before the directory is published: one wait for all of them.
+        # No reader sees these files before the publication, so they are synced together.
         self.storage.put_new({**small, INDEX: index})
         for name in self._scratch:
             self.storage.delete(name)
@@ -254,7 +255,7 @@ class Transaction:
         self.state = state
 
     def abort(self) -> None:
-        """Remove what this save has written. What cannot be removed is left to the next save."""
+        """Remove the files of this save. The next save removes those that cannot be removed now."""
         if not self._ended() or self.state in (State.PUBLISHED, State.RETIRED):
             return
         self._enter(State.ABORTED)
@@ -268,7 +269,7 @@ class Transaction:
             )
 
     def abandon(self) -> None:
-        """End without touching a file: ranks that were lost may still write."""
+        """End without touching a file: lost ranks may still write."""
         self._ended()
 
 
@@ -292,8 +293,8 @@ def begin(
 ) -> Transaction:
     """Begin a save to this directory. No reader sees it before it is committed.
 
-    Parents are made; a symbolic link is followed. Leftovers of dead saves are removed, except
-    those of this id with ``resume``: then the save goes on where they end.
+    It makes parent directories and follows a symbolic link. It removes leftovers of dead saves,
+    except those of this id with ``resume``: then the save continues from them.
 
     Raises:
         CheckpointExists: a complete checkpoint is there, and ``overwrite`` is False.
@@ -309,11 +310,11 @@ def begin(
 
 @contextmanager
 def staging_storage(directory: Directory, save_id: str) -> Iterator[Storage]:
-    """On any rank, after the coordinator has begun the save of this id: where its files go.
+    """The storage into which any rank writes, after the coordinator began the save of this id.
 
     Raises:
         StorageError: it is not visible from this rank.
-        SaveInProgress: writing fails because another save has committed meanwhile.
+        SaveInProgress: a write failed because another save has committed meanwhile.
     """
     target: DirectoryTarget | ObjectTarget
     if is_url(directory):
@@ -330,13 +331,13 @@ def staging_storage(directory: Directory, save_id: str) -> Iterator[Storage]:
 
 
 def remove(directory: Directory) -> None:
-    """Remove the checkpoint of this library that is complete here. Files of others stay.
+    """Remove a complete checkpoint of this library. Files of others stay.
 
-    A load that has opened it may fail. It is removed for readers in one step.
+    For readers it disappears in one step. A load that has opened it may fail.
 
     Raises:
         NotACheckpoint: nothing complete is here, or another library wrote it.
-        CorruptCheckpoint: the files that belong to it cannot be found out.
+        CorruptCheckpoint: the files that belong to it cannot be determined.
         SaveInProgress: another process writes to it, or has written meanwhile.
         StorageError: the storage refused. The next save or removal continues.
     """
@@ -354,10 +355,10 @@ def remove(directory: Directory) -> None:
 
 
 def clear(directory: Directory) -> None:
-    """Remove what dead saves and removals left here, and nothing else.
+    """Remove only the leftovers of dead saves and removals.
 
-    Saves of processes that this one cannot look at count as dead after a day. SaveInProgress if
-    one may be alive.
+    A save whose process this one cannot inspect counts as dead after a day. Raises SaveInProgress
+    if a save may be alive.
     """
     target = absolute(directory)
     if is_url(target):
@@ -367,7 +368,7 @@ def clear(directory: Directory) -> None:
 
 
 def completed(directory: Directory, save_id: str) -> bool:
-    """Has a save of this id, which died since, completed this directory?"""
+    """Did a save of this id complete this directory before it died?"""
     target = absolute(directory)
     if is_url(target):
         return False

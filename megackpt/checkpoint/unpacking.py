@@ -1,4 +1,4 @@
-"""From the bytes of an index to a manifest, believing nothing: claims are checked before memory is taken."""
+"""Decode a manifest from the untrusted bytes of an index: check sizes before allocating."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ _OF_METAS = ("meta_dtype", "meta_ndim")
 _OF_CHUNKS = ("file", "writer", "start", "length")
 _PER_AXIS = ("pieces", "rest", "place", "shift")
 _NUMBERS = 1 << 31  # tensors, files and ranks are numbered in 32 bits
-_ROOM = 16  # chunks x dimensions for which there may be one byte of index
+_ROOM = 16  # chunks x dimensions that one byte of index may describe
 
 
 def column_names(axes: int) -> list[str]:
-    """The columns of an index of tensors with at most this many dimensions, in the order of their bytes."""
+    """The columns of an index, in the order of their bytes.
+
+    ``axes``: the most dimensions of a tensor in it.
+    """
     per_axis = [f"{name}{axis}" for axis in range(axes) for name in _PER_AXIS]
     tables = (
         *_OF_TENSORS,
@@ -56,7 +59,7 @@ def column_names(axes: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Head:
-    """What stands in the JSON at the beginning of an index, checked by itself."""
+    """The JSON at the beginning of an index. Its fields are checked without the body."""
 
     save_id: str
     backend: tuple[str, int]
@@ -64,13 +67,14 @@ class Head:
     small: dict[str, tuple[int, bytes]]
     dtypes: list[str]
     axes: int
-    derived: bool  # lengths of tensor chunks follow from their boxes; the column has those of objects only
+    derived: bool
+    """Boxes determine the lengths of tensor chunks. The column has only those of objects."""
     text: tuple[int, int]  # bytes of all keys, bytes of all file names
     layouts: dict[str, Layout]
 
 
 def parse_head(text: bytes) -> Head:
-    """CorruptCheckpoint if anything is missing or of the wrong kind."""
+    """Parse the head. CorruptCheckpoint if a field is missing or of a wrong type."""
     try:
         head = json.loads(text)
         axes = _natural(head["axes"], MOST_AXES + 1)
@@ -99,13 +103,13 @@ def parse_head(text: bytes) -> Head:
 
 def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not a string")
     return value
 
 
 def _natural(value: Any, end: int = LARGEST) -> int:
     if type(value) is not int or not 0 <= value < end:
-        raise ValueError(f"{value!r} is no number from 0 to {end}")
+        raise ValueError(f"{value!r} is not an integer from 0 to {end - 1}")
     return value
 
 
@@ -135,7 +139,7 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
     digests_at = sum(layout.nbytes for layout in head.layouts.values()) + sum(head.text)
     if digests_at > len(body) or (len(body) - digests_at) % DIGEST_SIZE:
         damaged(
-            f"its length is {len(body)}, its head tells of {digests_at} bytes and digests"
+            f"its length is {len(body)}, its head describes {digests_at} bytes and digests"
         )
     _check_counts(head, len(body))
     columns, text = _unpacked(head, body)
@@ -150,7 +154,7 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
     files = _split(text[head.text[0] :], columns["file_chars"])
     _check_names(files)
     if len(set(keys)) != len(keys):
-        damaged("a key stands twice")
+        damaged("a key occurs twice")
     _check_below(columns["meta"], len(metas))
     digests = np.frombuffer(body, np.uint8, offset=digests_at).reshape(-1, DIGEST_SIZE)
     entries = zip(keys, map(metas.__getitem__, columns["meta"].tolist()), strict=True)
@@ -168,7 +172,10 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
 
 
 def _check_counts(head: Head, size: int) -> None:
-    """Rows that take no bytes must not take memory at will: bound every count by bytes that are there."""
+    """Bound every count by the length of the index.
+
+    Rows may take no bytes in a column, so a small index could otherwise request much memory.
+    """
     counts = {name: layout.count for name, layout in head.layouts.items()}
     tensors, metas, grids = (
         counts["key_chars"],
@@ -191,7 +198,7 @@ def _check_counts(head: Head, size: int) -> None:
         and max(metas, grids) <= tensors
         and counts["meta_dim"] <= head.axes * metas
         and counts["grid_dim"] <= head.axes * grids
-        # Of chunks without bytes, and so without digests, each tensor has one.
+        # Each tensor may have one chunk without bytes, and so without digests.
         and chunks * max(head.axes, 1) <= _ROOM * size + head.axes * tensors
     )
     if not same or not bounded:
@@ -298,7 +305,7 @@ def _check_objects(boxes: Boxes, itemsize: Int64) -> None:
 
 
 def _boxes(head: Head, columns: Columns, meta: Int64) -> Boxes:
-    """The boxes of all chunks, each within its tensor; the axes that a tensor does not have are 0:1."""
+    """The boxes of all chunks, each within its tensor. Axes that a tensor lacks are 0:1."""
     boxes = Boxes(
         np.empty((len(meta), head.axes), np.int64),
         np.empty((len(meta), head.axes), np.int64),
@@ -316,7 +323,10 @@ def _boxes(head: Head, columns: Columns, meta: Int64) -> Boxes:
 
 
 def _fill_axis(boxes: Boxes, columns: Columns, axis: int, whole: Int64) -> bool:
-    """Offsets and extents along one axis; False if any leaves ``[0, whole]``. No step can overflow."""
+    """Fill in offsets and extents along one axis; False if any leaves ``[0, whole]``.
+
+    No step can overflow.
+    """
     pieces, rest, place, shift = (columns[f"{name}{axis}"] for name in _PER_AXIS)
     if (rest > whole).any():
         return False

@@ -1,4 +1,4 @@
-"""Verifying: read all that a checkpoint holds, compare it with the digests, and report all problems."""
+"""Verify a checkpoint: read all its bytes, compare them with digests, report all problems."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from megackpt.storage import Storage
 
 @dataclass(frozen=True)
 class Report:
-    """What was looked at and what is wrong. Printed, it is the answer for people."""
+    """The problems of a checkpoint, and its sizes. ``str()`` gives the text for users."""
 
     location: str
     files: int
@@ -55,15 +55,19 @@ class Report:
     foreign: tuple[str, ...] = ()
     """Entries of the directory that do not belong to the checkpoint."""
     unread: tuple[str, ...] = ()
-    """What the storage refused to give (no permission, input/output errors), or what this installation cannot decode.
-    Whether it is damaged is not known."""
+    """Parts that the storage refused to read (no permission, input/output errors), or that this
+    installation cannot decode. It is not known whether they are damaged."""
     untrusted: tuple[str, ...] = ()
-    """Objects that a load gives back only with more than the checkpoint: where their classes are trusted, or with an
-    extension of DCP's. No damage; nothing of them was run, so these objects were not tried."""
+    """Objects that a load restores only if their classes are trusted, or with an extension of DCP.
+
+    They are not damaged. ``verify`` runs none of their code, so it did not open them."""
 
     @property
     def ok(self) -> bool:
-        """Nothing is damaged and nothing was kept from us: a load works (with ``trusted=`` for ``untrusted``)."""
+        """Everything could be read and nothing is damaged.
+
+        A load works, with ``trusted=`` for the objects in ``untrusted``.
+        """
         return not self.problems and not self.unread
 
     def __str__(self) -> str:
@@ -98,18 +102,25 @@ def verify(
     start: Count = nobody,
     advance: Count = nobody,
 ) -> Report:
-    """Check that a load of all tensors and objects would work: compare all bytes with their digests, in parallel,
-    look at all sizes, and open all objects, the common state among them.
+    """Check that a load of all tensors and objects would work.
 
-    Checkpoints without digests are checked by the format's own means, where it has any (torch_dist: the
-    checksums of its zip records), and what is encoded is
-    decoded. ``start`` is told how many bytes will be compared with digests, ``advance`` (by
-    several threads) how many have been.
+    Compares all bytes with their digests, in parallel, checks all file sizes, and opens all
+    objects, including the common state. A checkpoint without digests is checked by its format's
+    own checksums, if it has any (torch_dist: those of its zip records), and encoded chunks are
+    decoded. A checkpoint that is replaced meanwhile is checked again.
 
-    One that is replaced meanwhile is checked anew. What is wrong with one is reported, not raised, and so is what
-    cannot be read of one that could be opened. Raises NotACheckpoint where there is none, CheckpointReplaced where it
-    is replaced again and again, StorageError where it cannot be opened, BackendError where its format is unknown or
-    needs a package that is not there.
+    Problems of a checkpoint are reported, not raised. So are parts that cannot be read, if the
+    checkpoint could be opened.
+
+    Args:
+        start: called with the number of bytes to compare with digests.
+        advance: called with the number of bytes just compared, from several threads.
+
+    Raises:
+        NotACheckpoint: no checkpoint is there.
+        CheckpointReplaced: other saves replace the checkpoint at every attempt.
+        StorageError: the checkpoint cannot be opened.
+        BackendError: the format is unknown or needs a missing package.
     """
     with events.operation("verify", directory) as running:
         report = unreplaced(
@@ -168,12 +179,12 @@ def _uncovered(manifest: Manifest) -> list[str]:
 
 
 class _Work(ChunkChecks):
-    """All of one checkpoint, read, compared and opened by several threads."""
+    """Reads, compares and opens all of one checkpoint with several threads."""
 
     def report(
         self, small: Mapping[str, tuple[int, bytes]], threads: int, start: Count
     ) -> Report:
-        """Compare everything that there is to compare; ``small`` are the small files of the index."""
+        """Run all checks. ``small``: the small files that the index names."""
         storage, manifest, chunks = self.storage, self.manifest, self.manifest.chunks
         problems = self.looked(lambda: small_file_problems(storage, small))
         short: list[Shortfall] = []
@@ -182,7 +193,7 @@ class _Work(ChunkChecks):
         problems += _uncovered(manifest)
         total = int(chunks.length.sum())
         checked = len(chunks.digests) > 0 or total == 0
-        # Bytes without digests say nothing by being read; what is encoded shows whether it can be decoded.
+        # Without digests, reading raw bytes proves nothing, but decoding native chunks does.
         rows = np.arange(len(chunks), dtype=np.int64)
         if not checked:
             native: list[list[str] | None] = []
@@ -217,14 +228,17 @@ class _Work(ChunkChecks):
         )
 
     def looked(self, look: Callable[[], list[str] | None]) -> list[str]:
-        """The problems that this finds, or the one that it raises."""
+        """The problems that ``look`` returns, or the one that it raises."""
         try:
             return look() or []
         except (CheckpointingException, OSError) as error:
             return self.problem(error)
 
     def rows_named_in(self, problems: Sequence[str]) -> set[int]:
-        """The chunks with whose names these problems begin: what is wrong with them need not be said twice."""
+        """The chunks whose names begin these problems.
+
+        Their problems are already reported.
+        """
         if not problems:
             return set()
         names = {self.name(row): row for row in range(len(self.manifest.chunks))}
@@ -236,7 +250,7 @@ class _Work(ChunkChecks):
         return {names[head] for head in heads if head in names}
 
     def open_objects(self, threads: int) -> list[str]:
-        """Open every object whose bytes are as they should be, as a load does."""
+        """Open every object with intact bytes, as a load does."""
         chunks, tensors = self.manifest.chunks, self.manifest.tensors
         is_object = np.array([entry.meta.is_object for entry in tensors], np.bool_)
         rows = np.flatnonzero(is_object[chunks.tensor])
@@ -260,7 +274,7 @@ class _Work(ChunkChecks):
         try:
             return extension_keys(self.storage)
         except (CheckpointingException, FileNotFoundError):
-            return ()  # what is wrong with the table that would tell is reported by itself
+            return ()  # another check reports the damaged table
 
     def object_share(self, rows: Int64) -> list[str]:
         problems = []
@@ -272,7 +286,7 @@ class _Work(ChunkChecks):
                 self.backend.read(self.storage, self.plan(row), blobs, False)
                 value = serialization.load(b"".join(blobs.blobs), where=where)
                 file = self.manifest.files[self.manifest.chunks.file[row]]
-                # Beside tensors of torch_dist it is a list of one, as DCP's planner was given it.
+                # In a torch_dist .distcp file an object is a list of one, as DCP's planner got it.
                 listed = (
                     self.backend.properties.name == "torch_dist" and file != COMMON_FILE
                 )
@@ -286,10 +300,13 @@ class _Work(ChunkChecks):
             except UntrustedClass as error:
                 self.untrusted[str(error).split("\n")[0]] = None
             except FileNotFoundError:
-                continue  # the sizes have told of it
+                continue  # the check of the sizes has reported it
             except CorruptCheckpoint as error:
                 if key in self.extension_keys:
-                    needs = f"{where} went through an extension of DCP's, which has to be registered"
+                    needs = (
+                        f"{where} went through an extension of DCP's, which has to be "
+                        "registered"
+                    )
                     self.untrusted[needs] = None
                 else:
                     problems += self.problem(error)

@@ -96,7 +96,7 @@ def test_what_was_written_and_cannot_be_read_again_is_not_committed(
     monkeypatch.setattr(LocalStorage, "open", gone)
     with pytest.raises(
         CorruptCheckpoint,
-        match=r"read again is not what was written:\n.*rank1\.bin is missing$",
+        match=r"read back differs from the data written:\n.*rank1\.bin is missing$",
     ):
         saves.commit(place, results, reread=True)
     place.abort()

@@ -250,7 +250,7 @@ def test_verify_target_reads_everything_again(tmp_path, source, monkeypatch) -> 
 
     monkeypatch.setattr(TorchDist, "write", damaging)
     with pytest.raises(
-        CorruptCheckpoint, match="what was read again is not what was written"
+        CorruptCheckpoint, match="the data read back differs from the data written"
     ):
         megackpt.convert(source, tmp_path / "b", "torch_dist", verify_target=True)
     assert not (tmp_path / "b").exists()

@@ -125,7 +125,7 @@ def test_metadata_that_tells_another_dtype_or_makes_no_index_is_refused(
         dcp.save(state, storage_writer=FileSystemWriter(where), planner=Lying())
     odd = {"y": torch.ones(2), "y/shard_0_1": 1, "y/shard_0_1/shard_0_1": 2}
     with pytest.raises(
-        CheckpointException, match=r"no index that can be read: .* a key stands twice"
+        CheckpointException, match=r"no index that can be read: .* a key occurs twice"
     ):
         dcp.save(odd, storage_writer=FileSystemWriter(where))
     assert not where.exists()
