@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -69,11 +69,7 @@ class BucketStorage(Storage):
             raise StorageError(
                 f"{url!r} is no URL of a bucket: it should be s3://BUCKET/FOLDER (or gs://, az://)"
             )
-        self._scheme, self.bucket, self._prefix = (
-            found["scheme"],
-            found["bucket"],
-            found["prefix"] or "",
-        )
+        self.bucket, self._prefix = found["bucket"], found["prefix"] or ""
         if self._prefix and unsafe_names([self._prefix]):
             raise StorageError(f"{url!r} has a part that is empty, '.' or '..'")
         self.location = f"{self.bucket}/{self._prefix}".rstrip("/")
@@ -102,34 +98,6 @@ class BucketStorage(Storage):
         """A folder of this root as a storage of its own, whether something is in it or not."""
         self.key(name)
         return BucketStorage(self.url(name))
-
-    def kvstore(self, folder: str) -> dict[str, Any]:
-        path = (
-            f"{self.key(folder) if folder not in ('', '.') else self._prefix}/".lstrip(
-                "/"
-            )
-        )
-        bucket = self.bucket.partition("://")[2]
-        if self._scheme in clients.GOOGLE:
-            return {"driver": "gcs", "bucket": bucket, "path": path}
-        if self._scheme in clients.AZURE:
-            raise StorageError(
-                f"zarr arrays go through tensorstore, which cannot reach {self.location}. hint: save as torch_dist"
-            )
-        spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
-        if place := clients.endpoint():
-            spec["endpoint"] = place
-            spec["aws_region"] = (
-                os.environ.get("AWS_REGION")
-                or os.environ.get("AWS_DEFAULT_REGION")
-                or "us-east-1"
-            )
-        if "AWS_ACCESS_KEY_ID" in os.environ:
-            spec["aws_credentials"] = {"type": "environment"}
-        return spec
-
-    def sync(self, folders: Iterable[str]) -> None:
-        """Nothing to do: what a store has acknowledged is durable."""
 
     def create(self, name: str) -> FileWriter:
         self.key(name)

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from megackpt import limits
 from megackpt.errors import CorruptCheckpoint
@@ -169,14 +169,6 @@ class Storage(ABC):
     def called(self) -> str:
         """What somebody who opened it calls it: the root, or the one file in it that is meant."""
         return self.location
-
-    @abstractmethod
-    def kvstore(self, folder: str) -> dict[str, Any]:
-        """A folder of this root as a key-value store of tensorstore's, for formats that it reads and writes."""
-
-    @abstractmethod
-    def sync(self, folders: Iterable[str]) -> None:
-        """Make the entries of these folders ("": the root) durable, where files were made without ``create``."""
 
     @abstractmethod
     def create(self, name: str) -> FileWriter:

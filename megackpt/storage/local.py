@@ -7,7 +7,6 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.storage import kernel
@@ -80,15 +79,7 @@ class LocalStorage(Storage):
         except OSError as error:
             raise failure("open", self.location, error) from error
 
-    def kvstore(self, folder: str) -> dict[str, Any]:
-        # By the descriptor: the open directory itself, whatever bears its name by now.
-        path = f"/proc/self/fd/{self._fd}"
-        return {
-            "driver": "file",
-            "path": f"{path if os.path.isdir(path) else self.location}/{folder}/",
-        }
-
-    def sync(self, folders: Iterable[str]) -> None:
+    def _sync(self, folders: Iterable[str]) -> None:
         for folder in folders:
             with self._refusals("make durable", folder):
                 descriptor = os.open(folder or ".", BELOW, dir_fd=self._fd)
@@ -118,7 +109,7 @@ class LocalStorage(Storage):
             folder, last = self._parent(name, make=True, durably=False)
             return folder, last, self._path(name)
 
-        return LocalBatch(open_folder, self.sync)
+        return LocalBatch(open_folder, self._sync)
 
     def update(self, name: str) -> FileUpdater:
         folder, last = self._parent(name, make=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 from megackpt.storage import Batch, FileUpdater, FileWriter, LocalStorage
 from megackpt.storage.files import LocalReader
@@ -16,34 +16,21 @@ F = TypeVar("F", FileWriter, FileUpdater, Batch)
 class WatchedStorage(LocalStorage):
     """Records durable files and reads.
 
-    ``durable``: files that were closed or put. ``synced``: folders. ``read``: bytes.
-    Files of a batch are durable when the batch is closed. What tensorstore writes through
-    ``kvstore`` is not recorded: it makes each file durable with its name in its folder, and leaves
-    the names of new folders to ``sync``.
+    ``durable``: files that were closed or put. ``read``: bytes. Files of a batch are durable when
+    the batch is closed.
     """
 
     def __init__(self, path: str | os.PathLike[str], create: bool = False) -> None:
         super().__init__(path, create)
         self.durable: set[str] = set()
-        self.synced: set[str] = set()
-        self.stores = False
         self.read = 0
 
     def lost(self) -> Iterator[str]:
         """Yield the files here that a power failure could take."""
         for path in sorted(Path(self.location).rglob("*")):
             name = path.relative_to(self.location).as_posix()
-            if not path.is_file() or name in self.durable:
-                continue
-            folders = {str(folder) for folder in PurePosixPath(name).parent.parents}
-            if not self.stores or not self.synced.issuperset(
-                "" if folder == "." else folder for folder in folders
-            ):
+            if path.is_file() and name not in self.durable:
                 yield name
-
-    def kvstore(self, folder: str) -> dict[str, Any]:
-        self.stores = True
-        return super().kvstore(folder)
 
     def create(self, name: str) -> FileWriter:
         return _after_close(super().create(name), lambda: self.durable.add(name))
@@ -65,11 +52,6 @@ class WatchedStorage(LocalStorage):
     def put(self, name: str, data: bytes) -> None:
         super().put(name, data)
         self.durable.add(name)
-
-    def sync(self, folders: Iterable[str]) -> None:
-        folders = list(folders)
-        super().sync(folders)
-        self.synced.update(folders)
 
     def open(self, name: str) -> LocalReader:
         reader = super().open(name)
