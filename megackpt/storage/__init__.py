@@ -1,4 +1,4 @@
-"""The disk (and, behind the same few verbs, object stores): durable writes, ranged reads, digests."""
+"""Storage on disks and in object stores: durable writes, ranged reads, digests."""
 
 from __future__ import annotations
 

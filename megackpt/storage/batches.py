@@ -1,4 +1,4 @@
-"""Many new files of a local file system, made durable together: the disk is waited for once, not once for each."""
+"""Many new local files made durable together: one wait for the disk, not one for each file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from megackpt.storage.files import LocalWriter, failure
 from megackpt.storage.interface import Batch, FileWriter
 
 _OPEN = 120
-"""Files that are held open until they are synced: on ext4 the first fsync commits what all of them need."""
+"""Files held open until they are synced. On ext4, the first fsync commits for all of them."""
 _THREADS = 4
-"""That sync: a disk flushes its cache once for all who wait for it."""
+"""Threads that sync. A disk flushes its cache once for all waiting threads."""
 
 T = TypeVar("T")
 
 
 class LocalBatch(Batch):
-    """``open_folder`` opens the folder that a file is to be in, made if need be, and tells its path and the file's
-    name; ``sync`` makes the entries of folders durable.
+    """A batch of local files.
+
+    ``open_folder`` opens the folder of a file, and creates it if absent. It returns the descriptor,
+    the last part of the file's name, and the file's path. ``sync`` makes the entries of folders
+    durable.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ def _sync_file(file: tuple[int, str]) -> None:
 
 
 def _each(work: Callable[[T], None], items: Sequence[T]) -> None:
-    """Do this to each, many in a few threads; raises what one of them raises, when all have ended."""
+    """Call ``work`` on each, in a few threads if there are many. Raise when all have ended."""
 
     def each(part: Sequence[T]) -> None:
         for item in part:
@@ -85,7 +88,7 @@ def _each(work: Callable[[T], None], items: Sequence[T]) -> None:
 
 
 def _folders_above(name: str) -> Iterator[str]:
-    """Also those that somebody else has made, and may not have synced yet."""
+    """Yield all folders above: another writer may have made one and not synced it yet."""
     while name:
         name = name.rpartition("/")[0]
         yield name

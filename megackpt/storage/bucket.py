@@ -1,4 +1,4 @@
-"""A prefix of a bucket (S3, Google, Azure) as a Storage: objects that appear whole, or not at all."""
+"""A prefix of a bucket (S3, Google, Azure) as a Storage. Objects appear whole, or not at all."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ _URL = re.compile(
     r"(?P<bucket>(?P<scheme>[a-z0-9]+)://[^/]+)(?:/+(?P<prefix>.*))?", re.DOTALL
 )
 PROBE = ".megackpt-probe-"
-"""How names of objects begin by which a store is tried. One that is left over belongs to a process that died."""
+"""Prefix of the names of probe objects. A leftover one belongs to a process that died."""
 SINGLE_WRITER = "MEGACKPT_SINGLE_WRITER"
-"""Set to 1, it promises that no two jobs save to one place at once: for stores without conditional puts."""
+"""Environment variable. 1 promises that no two jobs save to one place at once.
+
+It serves stores without conditional puts.
+"""
 _PAGE = 1000
-"""Objects that one request tells of, or removes."""
+"""Objects that one request lists, or removes."""
 _LISTED = 1 << 23
-"""Objects that a listing may tell of: what tells of more fills our memory, and is no checkpoint."""
+"""Most objects of a listing. A longer one would fill the memory, and is not a checkpoint's."""
 _FEW = 4
-"""Objects that are looked at one by one: of more, a listing tells."""
+"""From this number of objects on, a listing replaces one request for each."""
 
 
 class Version(NamedTuple):
-    """Which content of an object is meant: what the store calls it. Opaque."""
+    """The version of an object's content, as the store names it. Opaque."""
 
     e_tag: str | None
     version: str | None
@@ -49,17 +52,17 @@ class Version(NamedTuple):
 class BucketStorage(Storage):
     """The objects below a URL such as ``s3://bucket/run/iter_100``.
 
-    Nothing is asked before something is wanted, and folders are but the beginnings of names: they are there when
-    something is in them. Where and as whom: as the environment says (AWS_*, GOOGLE_*, AZURE_*; Amazon's profiles by
-    boto3, if it is installed). What ``create`` makes appears when it is closed; an object that is there already
-    may be found out no sooner than that.
+    The constructor sends no request to the store. Folders are prefixes of names: a folder exists
+    while an object is in it. The environment sets the endpoint and the credentials (AWS_*,
+    GOOGLE_*, AZURE_*; boto3, if installed, reads Amazon's profiles). A created object appears when
+    it is closed. An object that exists already may be detected only then.
     """
 
     def __init__(self, url: str) -> None:
         if ":" in url.partition("://")[2].partition("/")[0]:
-            raise StorageError(  # which does not repeat what may be secret
-                "a URL of a bucket has no ':' before the bucket's name ends: where the store is, and who asks, the "
-                "environment says (AWS_*, GOOGLE_*, AZURE_*)"
+            raise StorageError(  # without the URL, which may hold a secret
+                "a URL of a bucket has no ':' before the bucket's name ends: the environment sets "
+                "the endpoint and the credentials (AWS_*, GOOGLE_*, AZURE_*)"
             )
         found = _URL.fullmatch(url.rstrip("/"))
         if (
@@ -67,7 +70,8 @@ class BucketStorage(Storage):
             or found["scheme"] not in clients.AMAZON | clients.GOOGLE | clients.AZURE
         ):
             raise StorageError(
-                f"{url!r} is no URL of a bucket: it should be s3://BUCKET/FOLDER (or gs://, az://)"
+                f"{url!r} is not a URL of a bucket: it should be s3://BUCKET/FOLDER "
+                "(or gs://, az://)"
             )
         self.bucket, self._prefix = found["bucket"], found["prefix"] or ""
         if self._prefix and unsafe_names([self._prefix]):
@@ -84,10 +88,10 @@ class BucketStorage(Storage):
         return self.client.traffic
 
     def key(self, name: str) -> str:
-        """The object that a name stands for, or CorruptCheckpoint if it could lead out of the root."""
+        """Return the key of a name. CorruptCheckpoint if it could lead out of the root."""
         if unsafe_names([name]) or any(ord(c) < 32 for c in name):
             raise CorruptCheckpoint(
-                f"{name!r} is no name of a file inside a checkpoint"
+                f"{name!r} is not a name of a file inside a checkpoint"
             )
         return f"{self._prefix}/{name}" if self._prefix else name
 
@@ -95,7 +99,7 @@ class BucketStorage(Storage):
         return f"{self.location}/{name}" if name else self.location
 
     def folder(self, name: str) -> BucketStorage:
-        """A folder of this root as a storage of its own, whether something is in it or not."""
+        """Return a folder of this root as a storage. It may be empty."""
         self.key(name)
         return BucketStorage(self.url(name))
 
@@ -109,7 +113,8 @@ class BucketStorage(Storage):
     def update(self, name: str) -> FileUpdater:
         self.key(name)
         raise StorageError(
-            f"cannot fill {self.url(name)} at several places: an object is written once, from front to back. "
+            f"cannot fill {self.url(name)} at several places: an object is written once, "
+            "from front to back. "
             "hint: save as torch_dist or zarr, or save to a file system and copy the files"
         )
 
@@ -128,8 +133,11 @@ class BucketStorage(Storage):
         return self.put_if_match(name, data, None)
 
     def put_if_match(self, name: str, data: bytes, version: Version | None) -> bool:
-        """Like ``put``, but False, and nothing done, if the object is not this version of it (None: is there)."""
-        if _single_writer():  # nobody comes between a look and a put
+        """Like ``put``, but only if the object has this version. Else change nothing; return False.
+
+        None: only if the object is absent.
+        """
+        if _single_writer():  # no other writer acts between these
             if self.version(name) != version:
                 return False
             self.put(name, data)
@@ -141,7 +149,10 @@ class BucketStorage(Storage):
         )
 
     def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
-        """A conditional put. If an answer was lost, the store refuses our own second try: then what is there tells."""
+        """Send a conditional put.
+
+        After a lost answer, the store refuses our own second try. Then the content decides.
+        """
         url, key, refused = (
             self.url(name),
             self.key(name),
@@ -160,7 +171,7 @@ class BucketStorage(Storage):
             except (refused.AlreadyExistsError, refused.PreconditionError) as error:
                 self.client.traffic.count(1)
                 found = self._whole(key, len(data))
-                if found is None and mode == "create":  # a race that nobody has won yet
+                if found is None and mode == "create":  # an undecided race
                     raise Interrupted(str(error)) from error
                 return doubtful and found == data
             except (refused.BaseError, OSError):
@@ -171,11 +182,11 @@ class BucketStorage(Storage):
             return self.client.ask("write", url, request)
         except FileNotFoundError as error:
             if mode != "create":
-                return False  # what should be replaced is gone
+                return False  # the object to replace is gone
             raise clients.failure("write", url, error) from error
 
     def _whole(self, key: str, size: int) -> bytes | None:
-        """The content of an object: None if it is absent, nothing if it is not of this size."""
+        """Return an object's content: None if it is absent, b"" if it has another size."""
         try:
             answer = self.client.obstore.get(self.client.store, key)
         except FileNotFoundError:
@@ -198,21 +209,23 @@ class BucketStorage(Storage):
         return clients.pool().map(self.get, names)
 
     def get_version(self, name: str, limit: int = 1 << 32) -> tuple[bytes, Version]:
-        """As ``get``, and which version of the object that is."""
+        """Like ``get``, but return the version of the object as well."""
         url, key = self.url(name), self.key(name)
 
         def request() -> tuple[bytes, Version]:
             answer = self.client.obstore.get(self.client.store, key)
-            told = answer.meta
-            if told["size"] > limit:
+            meta = answer.meta
+            if meta["size"] > limit:
                 raise CorruptCheckpoint(
-                    f"{url} has {told['size']} bytes: at most {limit} can be right there"
+                    f"{url} has {meta['size']} bytes: at most {limit} are valid"
                 )
             data = bytes(answer.bytes())
             self.client.traffic.count(0, read=len(data))
-            if len(data) != told["size"]:
-                raise Interrupted(f"it has {told['size']} bytes, and {len(data)} came")
-            return data, Version(told["e_tag"], told["version"])
+            if len(data) != meta["size"]:
+                raise Interrupted(
+                    f"it has {meta['size']} bytes, but {len(data)} arrived"
+                )
+            return data, Version(meta["e_tag"], meta["version"])
 
         try:
             return self.client.ask("read", url, request)
@@ -220,8 +233,8 @@ class BucketStorage(Storage):
             raise _absent(url) from None
 
     def size(self, name: str) -> int | None:
-        told = self._head(name)
-        return None if told is None else int(told["size"])
+        meta = self._head(name)
+        return None if meta is None else int(meta["size"])
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         if len(names) < _FEW:
@@ -230,13 +243,13 @@ class BucketStorage(Storage):
         return [found[name][0] if name in found else None for name in names]
 
     def modified(self, name: str) -> float | None:
-        told = self._head(name)
-        return None if told is None else float(told["last_modified"].timestamp())
+        meta = self._head(name)
+        return None if meta is None else float(meta["last_modified"].timestamp())
 
     def version(self, name: str) -> Version | None:
-        """Which content an object has now; None if it is absent."""
-        told = self._head(name)
-        return None if told is None else Version(told["e_tag"], told["version"])
+        """Return the current version of an object; None if it is absent."""
+        meta = self._head(name)
+        return None if meta is None else Version(meta["e_tag"], meta["version"])
 
     def _head(self, name: str) -> Any:
         url, key = self.url(name), self.key(name)
@@ -248,7 +261,10 @@ class BucketStorage(Storage):
             return None
 
     def objects(self, name: str = "") -> dict[str, tuple[int, float]]:
-        """All that is below a folder: by name, its size and when it was put. A request tells of a thousand."""
+        """Return the size and time of each object below a folder, by name.
+
+        One request lists a thousand objects.
+        """
         prefix, above = self._listed(name)
 
         def request() -> dict[str, tuple[int, float]]:
@@ -275,10 +291,10 @@ class BucketStorage(Storage):
         found = self.client.ask("list", self.url(name), request)
         paths = [
             *found["common_prefixes"],
-            *(told["path"] for told in found["objects"]),
+            *(meta["path"] for meta in found["objects"]),
         ]
         self._check_listed(len(paths))
-        # Some tools leave an empty object that is named as the folder itself.
+        # Some tools leave an empty object with the name of the folder itself.
         return sorted(
             {
                 path[len(above) :]
@@ -288,7 +304,7 @@ class BucketStorage(Storage):
         )
 
     def _listed(self, name: str) -> tuple[str, str]:
-        """A folder's key, and how the keys of what is in it begin."""
+        """Return a folder's key, and the prefix of the keys of its entries."""
         prefix = self.key(name) if name else self._prefix
         return prefix, f"{prefix}/" if prefix else ""
 
@@ -297,15 +313,13 @@ class BucketStorage(Storage):
             self.client.store, prefix or None, chunk_size=_PAGE
         )
         for number, page in enumerate(pages):
-            self.client.traffic.count(
-                1 if number else 0
-            )  # the first is that of whoever asks
+            self.client.traffic.count(1 if number else 0)  # the caller counts the first
             yield page
 
     def _check_listed(self, count: int) -> None:
         if count > _LISTED:
             raise CorruptCheckpoint(
-                f"{self.location} holds more than {_LISTED} objects: it is no checkpoint"
+                f"{self.location} holds more than {_LISTED} objects: it is not a checkpoint"
             )
 
     def delete(self, name: str) -> None:
@@ -319,7 +333,7 @@ class BucketStorage(Storage):
         self.client.ask("remove", url, request)
 
     def remove_objects(self, names: Sequence[str]) -> None:
-        """Remove just these objects, where they are."""
+        """Remove these objects only. An absent one is not an error."""
         for first in range(0, len(names), _PAGE):
             keys = [self.key(name) for name in names[first : first + _PAGE]]
             self.client.ask("remove", self.url(""), partial(self._delete, keys))
@@ -329,22 +343,20 @@ class BucketStorage(Storage):
         try:
             self.client.obstore.delete(self.client.store, keys)
         except FileNotFoundError as error:
-            if (
-                len(keys) > 1
-            ):  # somebody removes the same: of the others some may be there still
+            if len(keys) > 1:  # another process removes them, too; some may remain
                 raise Interrupted(str(error)) from error
 
 
 _proven: set[tuple[str, str | None]] = set()
-"""Buckets, and where they are, that this process has seen refuse."""
+"""Buckets, with their endpoints, that have refused as they should in this process."""
 
 
 def conditional_puts(storage: BucketStorage) -> bool:
-    """Whether this store keeps its word: a put that may only create, or only replace one version, is refused else.
+    """Return whether this store honours conditional puts: only create, or only replace one version.
 
-    Some take the condition, ignore it, and say that all went well, others do not know it (501). Asked once for each
-    bucket and process, by a few puts of an object of our own; raises StorageError where none can be put. Not asked
-    where there is but one writer.
+    Some stores ignore the condition and report success. Others do not know it (501). A few puts of
+    a probe object decide, once for each bucket and process. StorageError if the probe cannot be
+    put. With a single writer the answer is True, without a probe.
     """
     known = (storage.bucket, clients.endpoint())
     if known not in _proven and not _single_writer():

@@ -1,4 +1,4 @@
-"""One bucket, asked through obstore: where it is, who asks, how often, and what refusals are called."""
+"""Access to one bucket through obstore: endpoint, credentials, retries and errors."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ GOOGLE = frozenset(("gs",))
 AZURE = frozenset(("az", "azure", "abfs", "abfss"))
 
 PART = 8 << 20
-"""Bytes of one request where many are asked or sent; an object of no more is sent by one request."""
+"""Bytes of one request of a large transfer. One request sends an object of at most this size."""
 TRIES = 10
-"""How often one thing is asked before it has failed: for about half a minute, with the pauses below."""
+"""Tries of one request before it has failed: about half a minute, with the pauses below."""
 PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before the second try, doubled for each further one, and the most; up to half of it is left to chance."""
+"""Seconds before the second try, doubled for each further one, and the most. Up to half is cut."""
 AT_ONCE = 16
-"""Requests of one process at the same time, beside those of uploads in parts."""
+"""Concurrent requests of one process, in addition to those of multipart uploads."""
 
 _FOREVER = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
-"""Answers that would come again: the request itself is wrong, or may not be made."""
+"""Answers that a retry would repeat: the request is wrong, or forbidden."""
 _STATUS = re.compile(r"status code: \d{3}[\w ]*")
 _ANSWER = re.compile(
     r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>"
 )
-"""The XML in which S3, Google and Azure say what is wrong."""
+"""The XML in which S3, Google and Azure describe an error."""
 _NO_BUCKET = frozenset(("NoSuchBucket", "ContainerNotFound"))
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
@@ -50,11 +50,11 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):
-    """An answer that is not whole, or decides nothing: to be asked again."""
+    """An incomplete or inconclusive answer: send the request again."""
 
 
 class Traffic:
-    """What was asked and moved, counted once for each try; what obstore repeats by itself is not seen."""
+    """Requests and bytes so far. Each try counts; retries inside obstore do not."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -70,7 +70,7 @@ class Traffic:
 
 
 class Client:
-    """How a storage asks its bucket. ``bucket`` is a URL without a path."""
+    """Sends a storage's requests to its bucket. ``bucket`` is a URL without a path."""
 
     def __init__(self, bucket: str) -> None:
         self.obstore = _obstore()
@@ -78,8 +78,10 @@ class Client:
         self.store, self.uploads = _stores(bucket, _settings())
 
     def ask(self, doing: str, url: str, request: Callable[[], T]) -> T:
-        """Do this, again and again if need be. Raises StorageError when that was in vain, and lets through
-        FileNotFoundError and what obstore says of objects that are there already or have changed.
+        """Send a request, and retry it if it may succeed later. StorageError when that fails.
+
+        Passes on FileNotFoundError, and obstore's errors about objects that exist already or have
+        changed.
         """
         _refuse_forked()
         refused = self.obstore.exceptions
@@ -99,25 +101,26 @@ class Client:
             time.sleep(
                 min(PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.5, 1)
             )
-        raise StorageError(f"cannot {doing} {url}: it may not be tried at all")
+        raise StorageError(f"cannot {doing} {url}: TRIES allows no request")
 
 
 def passing(error: Exception, refused: ModuleType) -> bool:
-    """Whether the same request may succeed a little later."""
+    """Return whether the same request may succeed a little later."""
     if isinstance(error, Interrupted | OSError):
         return True
     return isinstance(error, refused.GenericError) and not _FOREVER.search(str(error))
 
 
 def failure(doing: str, url: str, error: Exception, tries: int = 1) -> StorageError:
-    """The error to raise when the object store refuses."""
+    """Return the error to raise when the object store refuses."""
     text = str(error).partition("\n\nDebug source")[0].strip()
     status, answer = _STATUS.search(text), _ANSWER.search(text)
     if answer and answer["code"] in _NO_BUCKET:
         scheme, _, path = url.partition("://")
         return StorageError(
-            f"there is no bucket {scheme}://{path.partition('/')[0]}. Is its name right, and the endpoint "
-            f"({endpoint() or 'the default of ' + scheme + '://'})? megackpt creates no buckets"
+            f"there is no bucket {scheme}://{path.partition('/')[0]}. Is its name right, and the "
+            f"endpoint ({endpoint() or 'the default of ' + scheme + '://'})? "
+            "megackpt creates no buckets"
         )
     if status and answer:
         text = f"{status[0]}, {answer['code']}: {answer['message']}"
@@ -126,7 +129,7 @@ def failure(doing: str, url: str, error: Exception, tries: int = 1) -> StorageEr
 
 
 def pool() -> ThreadPoolExecutor:
-    """Threads for requests, each of which is one: nothing in here waits for others in here."""
+    """Return the threads for requests. A job sends requests, and waits for no other job."""
     _refuse_forked()
     return _threads()
 
@@ -138,20 +141,24 @@ def _threads() -> ThreadPoolExecutor:
 
 @functools.cache
 def _asking() -> int:
-    """The process that was the first to ask. Its threads, and obstore's, are in no process that it forks."""
+    """Return the process that sent the first request.
+
+    A process that it forks has neither its threads nor obstore's.
+    """
     return os.getpid()
 
 
 def _refuse_forked() -> None:
     if _asking() != os.getpid():
         raise StorageError(
-            f"process {os.getpid()} was forked from one that has used buckets, and cannot use them: start it by "
-            "multiprocessing's 'spawn' or 'forkserver', or fork before the first use"
+            f"process {os.getpid()} was forked from one that has used buckets, and "
+            "cannot use them: start it by multiprocessing's 'spawn' or 'forkserver', or fork "
+            "before the first use"
         )
 
 
 def endpoint() -> str | None:
-    """Where S3 is, if the environment says that it is not Amazon's."""
+    """Return the endpoint of S3 that the environment sets, or None: Amazon's."""
     return next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
 
 
@@ -168,17 +175,17 @@ def _obstore() -> ModuleType:
 
 
 def _settings() -> tuple[tuple[str, str], ...]:
-    """What the environment says. Endpoints with a password are refused: obstore and tensorstore would print it."""
-    told = tuple(
+    """Return the environment's settings. Refuse a password in a URL: obstore would print it."""
+    settings = tuple(
         sorted((k, v) for k, v in os.environ.items() if k.startswith(_SETTINGS))
     )
-    spoilt = [name for name, value in told if _names_place(name) and "@" in value]
+    spoilt = [name for name, value in settings if _names_place(name) and "@" in value]
     if spoilt:
         raise StorageError(
-            f"{spoilt[0]} has an '@', and so a user or a password, in it: take them out. Who asks is said by "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or GOOGLE_*, AZURE_*)"
+            f"{spoilt[0]} has an '@', and so a user or a password, in it: take them out. "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or GOOGLE_*, AZURE_*) set the credentials"
         )
-    return told
+    return settings
 
 
 def _names_place(setting: str) -> bool:
@@ -187,8 +194,10 @@ def _names_place(setting: str) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _stores(bucket: str, settings: tuple[tuple[str, str], ...]) -> tuple[Store, Store]:
-    """The bucket twice, by what the environment says now: for single requests, which we repeat ourselves, and for
-    uploads in parts, which obstore repeats. They are kept, for they hold open connections.
+    """Return two stores of the bucket with these settings: without and with obstore's retries.
+
+    The first is for single requests, which ``Client.ask`` retries. The second is for multipart
+    uploads. They are cached, because they hold open connections.
     """
     repeated: RetryConfig = {
         "max_retries": TRIES - 1,
@@ -211,7 +220,7 @@ def _store(
         value.startswith("http://") for name, value in settings if _names_place(name)
     )
     options: dict[str, Any] = {
-        # A part may be large and a link slow; an end that says nothing for a minute is dead.
+        # A part may be large and a link slow; a peer that is silent for a minute is dead.
         "client_options": {
             "allow_http": plain,
             "timeout": "10m",
@@ -229,22 +238,23 @@ def _store(
 
 
 def _profile(settings: dict[str, str]) -> dict[str, Any]:
-    """Credentials from Amazon's files (profiles, single sign-on), which boto3 reads and obstore does not."""
-    told = [os.path.expanduser(f"~/.aws/{name}") for name in ("credentials", "config")]
-    told += [
+    """Return credentials from Amazon's files (profiles, single sign-on), which obstore ignores."""
+    files = [os.path.expanduser(f"~/.aws/{name}") for name in ("credentials", "config")]
+    files += [
         settings[name]
         for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")
         if name in settings
     ]
     by_name = "AWS_PROFILE" in settings
     if "AWS_ACCESS_KEY_ID" in settings or not (
-        by_name or any(map(os.path.exists, told))
+        by_name or any(map(os.path.exists, files))
     ):
-        return {}  # the environment, or what the machine itself is allowed to
+        return {}  # those of the environment, or of the machine
     if importlib.util.find_spec("boto3") is None:
         if by_name:
             raise StorageError(
-                "AWS_PROFILE is set, and the files of profiles are read by boto3: pip install boto3"
+                "AWS_PROFILE is set, and the files of profiles are read by boto3: "
+                "pip install boto3"
             )
         return {}
     from obstore.auth.boto3 import Boto3CredentialProvider

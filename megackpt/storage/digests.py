@@ -1,4 +1,4 @@
-"""Digests: the xxh3-128 of bytes, whole and by blocks. What a digest protects is told elsewhere."""
+"""Digests: the xxh3-128 of bytes, whole and by blocks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from megackpt.planning.manifest import DIGEST_BLOCK
 from megackpt.storage.interface import FileReader
 
 _STRIDE = 256 << 10
-"""Bytes that are read before they are hashed: both copies of them are still in the inner caches then."""
+"""Bytes to read before hashing them. Both copies are then still in the inner caches."""
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """The 16 bytes of xxh3-128, in canonical (big-endian) order."""
-    # The object form lets go of the GIL on large input.
+    """Return the 16 bytes of xxh3-128, in canonical (big-endian) order."""
+    # The object form releases the GIL on large input.
     return xxhash.xxh3_128(data).digest()
 
 
 def digest_blocks(view: memoryview) -> bytes:
-    """The digests, one after the other, of each DIGEST_BLOCK of a C-contiguous view; nothing for no bytes."""
+    """Return the joined digests of the DIGEST_BLOCKs of a C-contiguous view; b"" for no bytes."""
     flat = view.cast("B") if view.nbytes else memoryview(b"")
     blocks = range(0, len(flat), DIGEST_BLOCK)
     return b"".join(digest(flat[start : start + DIGEST_BLOCK]) for start in blocks)
 
 
 def read_digested(reader: FileReader, start: int, place: memoryview) -> bytes:
-    """Fill a flat view with the bytes from ``start`` on, and give their digest. Raises as ``read_into``."""
+    """Fill a flat view with the bytes from ``start`` on; return their digest.
+
+    Raises as ``read_into``.
+    """
     hasher = xxhash.xxh3_128()
     for first in range(0, len(place), _STRIDE):
         part = place[first : first + _STRIDE]

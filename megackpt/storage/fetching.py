@@ -1,4 +1,4 @@
-"""Reading an object of a bucket: few large requests for many small wishes, each answer compared with its question."""
+"""Reads of an object of a bucket. Few large, checked requests serve many small reads."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megackpt.storage.client import PART, Client, Interrupted, pool
 from megackpt.storage.interface import FileReader
 
 _GLANCE = 64 << 10
-"""Bytes that opening fetches along: a small object is then known, and of a large one the head."""
+"""Bytes that opening fetches: all of a small object, the head of a large one."""
 _GAP = 1 << 20
-"""Between spans that are expected, up to so many unwanted bytes are fetched along: what a request costs in time."""
+"""Unwanted bytes, at most, fetched between expected spans. They take about a request's time."""
 _AHEAD, _KEPT = 4, 6
-"""Parts that are under way while one is read, and those that are held."""
+"""Parts in flight while one is read, and parts held at most."""
 
 
 class BucketReader(FileReader):
-    """An object as it was when it was opened: if it is replaced meanwhile, reading says so.
+    """An object as of its opening. A read raises CheckpointReplaced if it was replaced since.
 
-    To be made by ``Client.ask``: raises FileNotFoundError, and what may be tried again.
+    Construct it within ``Client.ask``: it raises FileNotFoundError, and errors that need a retry.
     """
 
     def __init__(self, client: Client, key: str, url: str) -> None:
@@ -32,12 +32,12 @@ class BucketReader(FileReader):
         self._key = key
         self._url = url
         self._parts: list[tuple[int, int]] = []
-        self._coming: dict[int, Future[memoryview]] = {}  # the one used last at the end
+        self._coming: dict[int, Future[memoryview]] = {}  # in order of last use
         self._lock = Lock()
         self._head = memoryview(b"")
-        told = self._glance()
-        self.size = int(told["size"])
-        self._tag = told["e_tag"]
+        meta = self._glance()
+        self.size = int(meta["size"])
+        self._tag = meta["e_tag"]
 
     def _glance(self) -> Any:
         obstore, store = self._client.obstore, self._client.store
@@ -72,7 +72,8 @@ class BucketReader(FileReader):
         if stop > self.size:
             missing = stop - max(start, self.size)
             raise CorruptCheckpoint(
-                f"{self._url} ends at byte {self.size}: {missing} bytes from byte {stop - missing} on are missing"
+                f"{self._url} ends at byte {self.size}: {missing} bytes "
+                f"from byte {stop - missing} on are missing"
             )
         if stop <= len(self._head):
             _scatter(self._head[start:stop], views)
@@ -90,12 +91,12 @@ class BucketReader(FileReader):
         try:
             self._fill(*mine)
         finally:
-            wait(jobs)  # nobody writes into memory that was given back
+            wait(jobs)  # no write after the caller has its memory back
         for job in jobs:
             job.result()
 
     def _expected(self, start: int, stop: int) -> range:
-        """The parts that these bytes are in, if all of them are."""
+        """Return the expected parts that hold these bytes; empty unless they hold all."""
         first = number = bisect_right(self._parts, (start, self.size + 1)) - 1
         while (
             0 <= number < len(self._parts)
@@ -108,7 +109,7 @@ class BucketReader(FileReader):
         return range(0)
 
     def _part(self, number: int) -> Future[memoryview]:
-        """A part that is here or coming; and send for those after it."""
+        """Return a part, present or in flight. Request the parts after it."""
         with self._lock:
             for n in range(number, min(number + _AHEAD, len(self._parts))):
                 if n not in self._coming:
@@ -118,7 +119,7 @@ class BucketReader(FileReader):
             return part
 
     def _forget(self, kept: int) -> None:
-        """Not cancelled: another thread may be waiting for it."""
+        """Drop the oldest parts. They are not cancelled: another thread may wait for one."""
         while len(self._coming) > kept:
             del self._coming[next(iter(self._coming))]
 
@@ -126,7 +127,7 @@ class BucketReader(FileReader):
         _scatter(self._fetch(start, start + sum(map(len, views))), views)
 
     def _fetch(self, start: int, stop: int) -> memoryview:
-        """These bytes, by one request if all of them come."""
+        """Fetch these bytes: one request, and more only after a short answer."""
         whole: list[memoryview] = []
         while start < stop:
             whole.append(
@@ -150,7 +151,7 @@ class BucketReader(FileReader):
         self._client.traffic.count(0, read=len(data))
         if first != start or not 0 < len(data) <= stop - start:
             raise Interrupted(
-                f"bytes {start} to {stop} were asked for, {len(data)} from byte {first} on came"
+                f"requested bytes {start} to {stop}, received {len(data)} from byte {first} on"
             )
         return data
 
@@ -161,7 +162,7 @@ class BucketReader(FileReader):
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Sorted spans, those that overlap or nearly touch as one."""
+    """Merge sorted spans that overlap or nearly touch."""
     begin, end = 0, -1
     for start, stop in spans:
         if end < 0 or start > end + _GAP:
@@ -174,7 +175,7 @@ def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 def _split(
     start: int, views: list[memoryview]
 ) -> Iterator[tuple[int, list[memoryview]]]:
-    """The same memory, cut where requests are."""
+    """Divide the memory at the boundaries of requests."""
     part: list[memoryview] = []
     room = PART
     for view in views:
@@ -188,7 +189,7 @@ def _split(
 
 
 def _scatter(data: memoryview, views: list[memoryview]) -> list[memoryview]:
-    """Put the data into the views, one after the other; what remains of them."""
+    """Copy the data into the views, one after the other. Return the rest of the views."""
     done = 0
     for number, view in enumerate(views):
         part = data[done : done + len(view)]

@@ -15,7 +15,7 @@ from megackpt.storage.interface import FileReader, FileUpdater, FileWriter
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 TEMPORARY = ".megackpt-put-"
-"""How names of temporary files begin. One that is left over belongs to a process that died."""
+"""Prefix of the names of temporary files. A leftover one belongs to a process that died."""
 
 _BATCH = 16 << 20  # bytes handed to one writev, and to early write-back
 _VECTORS = min(
@@ -28,7 +28,7 @@ _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def failure(doing: str, path: str, error: OSError) -> StorageError:
-    """What to tell the user when the file system refuses."""
+    """Return the error to raise when the file system refuses."""
     hint = (
         "; free some space (or raise the quota) and save again"
         if error.errno in _FULL
@@ -42,7 +42,7 @@ def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes in lists that one writev should take: not too many vectors, not too many bytes."""
+    """Divide the buffers into lists for one writev each: limited vectors, limited bytes."""
     views = list(_flat(buffers))
     if len(views) <= _VECTORS and sum(map(len, views)) <= _BATCH:
         yield views
@@ -64,7 +64,7 @@ def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _after(batch: list[memoryview], done: int) -> list[memoryview]:
-    """What remains of the batch when its first ``done`` bytes are dealt with."""
+    """Return the rest of the batch after its first ``done`` bytes."""
     if done == sum(map(len, batch)):
         return []
     for i, view in enumerate(batch):
@@ -75,7 +75,7 @@ def _after(batch: list[memoryview], done: int) -> list[memoryview]:
 
 
 class _Open:
-    """A file being written, and the folder that its name is in; both are ours to close."""
+    """A file being written, and its folder. This object closes both descriptors."""
 
     _fd: int
     _folder: int
@@ -109,7 +109,10 @@ class LocalWriter(_Open, FileWriter):
         path: str,
         later: Callable[[int, str], None] | None = None,
     ) -> None:
-        """``later``: who makes the file durable, and closes it, instead of ``close``; the folder is theirs, too."""
+        """``later`` makes the file durable and closes it, in place of ``close``.
+
+        Its owner makes the folder durable, too.
+        """
         self._folder = folder  # ours to close
         self._name = name
         self._path = path
@@ -161,7 +164,7 @@ class LocalWriter(_Open, FileWriter):
             ):  # or a later save has made another
                 os.unlink(self._name, dir_fd=self._folder)
         except FileNotFoundError:
-            return  # somebody cleaned up before us
+            return  # another process has removed it
         except OSError as error:
             raise failure("remove", self._path, error) from error
         finally:
@@ -184,7 +187,7 @@ class LocalUpdater(_Open, FileUpdater):
         try:
             alone = (
                 buffers[0] if len(buffers) == 1 else None
-            )  # one of very many, perhaps
+            )  # perhaps one of very many
             if (
                 alone
                 and alone.nbytes < _BATCH
@@ -229,7 +232,8 @@ class LocalReader(FileReader):
         if not done:
             missing = sum(map(len, batch))
             raise CorruptCheckpoint(
-                f"{self._path} ends at byte {self.size}: {missing} bytes from byte {start} on are missing"
+                f"{self._path} ends at byte {self.size}: {missing} bytes from byte {start} on "
+                "are missing"
             )
         return done
 
@@ -243,12 +247,12 @@ class LocalReader(FileReader):
         except (OSError, AttributeError) as error:
             if (
                 getattr(error, "errno", None) != errno.ENXIO
-            ):  # this system tells of no holes
+            ):  # this system does not report holes
                 return length
-        return found  # ENXIO: there is nothing but a hole from here on
+        return found  # ENXIO: the rest is a hole
 
     def again(self) -> LocalReader:
-        """The same open file once more, to be closed by itself."""
+        """Return a second reader of the open file. Its caller closes it separately."""
         return LocalReader(os.dup(self._fd), self._path, self.size)
 
     def status(self) -> os.stat_result:
@@ -277,8 +281,11 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def create(name: str, folder: int, flags: int = NEW) -> int:
-    """Open a file to be written. Its descriptor is none of the standard streams': in a process that was started without
-    them it would be, and whatever prints to them (C libraries do) would write into the file."""
+    """Open a file for writing, by a descriptor that is not one of the standard streams'.
+
+    A process that was started without standard streams would get one of theirs. Then code that
+    prints to them, such as C libraries, would write into the file.
+    """
     fd = os.open(name, flags, 0o666, dir_fd=folder)
     if fd > 2:
         return fd
@@ -289,7 +296,7 @@ def create(name: str, folder: int, flags: int = NEW) -> int:
 
 
 def write_temporary(folder: int, data: bytes) -> str:
-    """A new durable file beside the one that it is for; its name."""
+    """Write a durable temporary file in the folder of its target. Return its name."""
     name = f"{TEMPORARY}{uuid.uuid4().hex}"
     fd = create(name, folder)
     try:
@@ -303,7 +310,7 @@ def write_temporary(folder: int, data: bytes) -> str:
 
 
 def link_new(folder: int, temporary: str, name: str, data: bytes) -> bool:
-    """Give the temporary file its name if that is free. Where links cannot be made, write the file anew."""
+    """Link the temporary file to ``name`` if that is free. Without links, write the file again."""
     try:
         os.link(
             temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False

@@ -7,16 +7,16 @@ import os
 import stat
 
 BELOW = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-"""How a folder is opened that must not be a link."""
+"""Flags that open a folder, but not a link."""
 
 
 def unlink(folder: int, name: str) -> None:
-    """Remove a file or a link; a folder of this name stays."""
+    """Remove a file or a link; keep a folder of this name."""
     try:
         os.unlink(name, dir_fd=folder)
     except (FileNotFoundError, IsADirectoryError):
         return
-    except PermissionError:  # what some systems say of a folder
+    except PermissionError:  # some systems raise it for a folder
         if not stat.S_ISDIR(
             os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
         ):
@@ -24,7 +24,7 @@ def unlink(folder: int, name: str) -> None:
 
 
 def remove_tree(folder: int, name: str) -> None:
-    """Remove a file, a link, or a folder with all that is in it; no error if it is absent."""
+    """Remove a file, a link, or a folder and its content. An absent one is not an error."""
     try:
         fd = os.open(name, BELOW, dir_fd=folder)
     except FileNotFoundError:
@@ -32,9 +32,7 @@ def remove_tree(folder: int, name: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        os.unlink(
-            name, dir_fd=folder
-        )  # a file or a link: the link goes, not what it leads to
+        os.unlink(name, dir_fd=folder)  # a file, or a link but not its target
         return
     try:
         for entry in os.listdir(fd):

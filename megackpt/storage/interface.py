@@ -1,4 +1,4 @@
-"""The few verbs of storage, whatever is behind them: durable writes, ranged reads."""
+"""The interface of all storage: durable writes and ranged reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _SAFE = re.compile(r"(?!\.\.?(?:/|\Z))[^/\0]+(?:/(?!\.\.?(?:/|\Z))[^/\0]+)*")
 
 
 def unsafe_names(names: Iterable[str]) -> list[str]:
-    """Those that could lead out of a root: absolute, with ``.``, ``..``, NUL or empty parts, or no text."""
+    """Return the names that could lead out of a root.
+
+    They are absolute, contain NUL, have an empty, ``.`` or ``..`` part, or cannot be encoded.
+    """
     return [name for name in names if not _is_safe(name)]
 
 
@@ -31,7 +34,10 @@ def _is_safe(name: str) -> bool:
 
 
 def allocate(size: int, where: str) -> bytearray:
-    """Memory for what a file is said to hold. CorruptCheckpoint if there is not so much: files may have holes."""
+    """Allocate memory for the size that a file claims.
+
+    Raises CorruptCheckpoint if memory does not suffice: a sparse file can claim any size.
+    """
     try:
         return bytearray(size)
     except (MemoryError, OverflowError) as error:
@@ -41,11 +47,12 @@ def allocate(size: int, where: str) -> bytearray:
 
 
 def read_dense(reader: FileReader, start: int, length: int, where: str) -> bytearray:
-    """Bytes that say something, and so cannot be holes, for the most part: tables, documents, pickles.
+    """Read bytes that should not be sparse: tables, documents, pickles.
 
-    A sparse file costs its author nothing, and may claim more than there is memory for. CorruptCheckpoint if this range
-    is larger than ``limits.HOLE_BYTES`` and less than one byte in ``limits.HOLE_RATIO`` of it is stored, before any
-    memory is taken; and if there is no memory for it.
+    A sparse file costs its author no disk space, and may claim more than fits into memory. Raises
+    CorruptCheckpoint, before any allocation, if this range is larger than ``limits.HOLE_BYTES`` and
+    less than one byte in ``limits.HOLE_RATIO`` of the excess is stored. Raises it also if memory
+    does not suffice.
     """
     refuse_holes(reader, start, length, where)
     data = allocate(length, where)
@@ -54,7 +61,7 @@ def read_dense(reader: FileReader, start: int, length: int, where: str) -> bytea
 
 
 def refuse_holes(reader: FileReader, start: int, length: int, where: str) -> None:
-    """CorruptCheckpoint where ``read_dense`` would not read this range."""
+    """Raise CorruptCheckpoint where ``read_dense`` would refuse this range as a hole."""
     needed = -(-(length - limits.HOLE_BYTES) // limits.HOLE_RATIO)
     if needed > 0 and (stored := reader.stored(start, length, needed)) < needed:
         raise CorruptCheckpoint(
@@ -63,15 +70,15 @@ def refuse_holes(reader: FileReader, start: int, length: int, where: str) -> Non
 
 
 class Durable(ABC):
-    """What is being written. Leaving the ``with`` block without error makes it durable."""
+    """A write in progress. Leaving the ``with`` block without an error makes it durable."""
 
     @abstractmethod
     def close(self) -> None:
-        """Make what was written durable (fsync). A failure here is a failed save: never retried."""
+        """Make the written data durable (fsync). A failure fails the save; it is never retried."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Give up."""
+        """Abandon the write."""
 
     def __enter__(self) -> Self:
         return self
@@ -86,11 +93,11 @@ class Durable(ABC):
 
 
 class FileWriter(Durable):
-    """One new file, written from front to back; ``abort`` removes it if it can be."""
+    """A new file, written from front to back. ``abort`` removes it if possible."""
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append these bytes, gathered straight from the memory given."""
+        """Append the bytes of these buffers, in order."""
 
     @property
     @abstractmethod
@@ -98,30 +105,34 @@ class FileWriter(Durable):
         """Bytes written so far."""
 
     def expect(self, size: int) -> None:
-        """About so many bytes will come: asked before the first, it lets an object store choose its parts."""
+        """Announce about how many bytes will follow. Call it before the first ``write``.
+
+        An object store chooses the size of its parts by it.
+        """
 
 
 class FileUpdater(Durable):
-    """One file of which several writers fill disjoint parts; ``abort`` lets it stay."""
+    """A file in which several writers fill disjoint ranges. ``abort`` keeps the file."""
 
     @abstractmethod
     def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
-        """Put these bytes, one buffer after the other, at ``start`` and on; the file grows as needed."""
+        """Write the buffers, one after the other, from ``start`` on. The file grows as needed."""
 
 
 class Batch(Durable):
-    """Many new files, written one after the other by one thread, and made durable together; ``abort`` lets them stay.
+    """Many new files that one thread writes one after the other, and that become durable together.
 
-    A file costs more to be waited for than to be written. Here the disk works on many at a time.
+    Waiting for a file costs more than writing it, so a batch waits for many at a time. ``abort``
+    keeps the files.
     """
 
     @abstractmethod
     def create(self, name: str) -> FileWriter:
-        """As ``Storage.create``, but that what is closed is durable only when the batch is."""
+        """Like ``Storage.create``, but a closed file becomes durable only with the batch."""
 
 
 class FileReader(ABC):
-    """One existing file, read by ranges, from any number of threads."""
+    """An existing file. Any number of threads may read ranges of it."""
 
     size: int
 
@@ -133,15 +144,17 @@ class FileReader(ABC):
         """
 
     def stored(self, start: int, length: int, enough: int) -> int:  # noqa: ARG002
-        """How many bytes of this range are no hole; no more than ``enough`` of them need be counted.
+        """Count the bytes of this range outside of holes. The count may end at ``enough``.
 
-        All of them, unless the storage has sparse files and tells of their holes.
+        Returns ``length`` unless the storage has sparse files and reports their holes.
         """
         return length
 
-    def expect(self, spans: Iterable[tuple[int, int]]) -> None:  # noqa: B027  nothing, unless it is of use
-        """These bytes (starts and stops) will be read, about in this order, in whatever small pieces: an object store
-        fetches them ahead, by few large requests. Where reading costs nothing, nobody looks at them.
+    def expect(self, spans: Iterable[tuple[int, int]]) -> None:  # noqa: B027  optional
+        """Announce that these ranges (start, stop) will be read, about in this order.
+
+        The reads may be small. An object store fetches the ranges ahead with few large requests.
+        Other storage ignores the call, and may leave ``spans`` unread.
         """
 
     @abstractmethod
@@ -157,36 +170,39 @@ class FileReader(ABC):
 class Storage(ABC):
     """The files under one root.
 
-    Names are relative, with ``/`` between parts. A name that could lead out of the root (see unsafe_names)
-    is CorruptCheckpoint, for such names come from files. What the storage refuses (no space, no permission,
-    input/output errors) is StorageError, naming the file.
+    Names are relative, with ``/`` between parts. Files may supply them, so a name that could lead
+    out of the root (see unsafe_names) raises CorruptCheckpoint. A refusal by the storage (no space,
+    no permission, input/output errors) raises StorageError, which names the file.
     """
 
     location: str
-    """Where the root is, for messages."""
+    """The path or URL of the root, for messages."""
 
     @property
     def called(self) -> str:
-        """What somebody who opened it calls it: the root, or the one file in it that is meant."""
+        """The name for messages: the root, or the single file that the caller opened in it."""
         return self.location
 
     @abstractmethod
     def create(self, name: str) -> FileWriter:
-        """A new file; StorageError if one of that name exists. Parents are made."""
+        """Create a file, and its parent folders. StorageError if the file exists."""
 
     @abstractmethod
     def batch(self) -> Batch:
-        """Many small files to be made durable together."""
+        """Start a batch of small files that become durable together."""
 
     @abstractmethod
     def update(self, name: str) -> FileUpdater:
-        """A file to fill at any place, made where it is absent, else as it is.
+        """Open a file for writes at any offset. Create it if it is absent, else keep its content.
 
-        StorageError where a storage has no such files (object stores).
+        Raises StorageError where the storage lacks such files (object stores).
         """
 
     def following(self) -> Storage:
-        """The same root, in which a link that ends at a regular file, wherever that is, counts as that file."""
+        """Return the same root with final links followed.
+
+        A link that ends at a regular file, inside or outside the root, counts as that file.
+        """
         return self
 
     @abstractmethod
@@ -194,7 +210,7 @@ class Storage(ABC):
         """Write a small file durably and atomically, replacing one of that name."""
 
     def put_new(self, files: Mapping[str, bytes]) -> None:
-        """Write many small files, none of which is there yet, all durable when this returns."""
+        """Write many small new files. All are durable when this returns."""
         with self.batch() as batch:
             for name, data in files.items():
                 with batch.create(name) as writer:
@@ -202,62 +218,69 @@ class Storage(ABC):
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Like ``put``, but False, and nothing done, if there is one already."""
+        """Like ``put``, but if the file exists, change nothing and return False."""
 
     @abstractmethod
     def open(self, name: str) -> FileReader:
         """Open for ranged reads.
 
-        FileNotFoundError if absent; CorruptCheckpoint if it is no regular file of this root.
+        Raises FileNotFoundError if the file is absent, and CorruptCheckpoint if it is not a regular
+        file of this root.
         """
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """Size in bytes of a regular file, or None if there is none."""
+        """Return the size in bytes of a regular file, or None if the root has no such file."""
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Of each of these files, what ``size`` tells."""
+        """Return ``size`` of each of these files."""
         return [self.size(name) for name in names]
 
     @abstractmethod
     def modified(self, name: str) -> float | None:
-        """When a regular file was written (seconds since 1970, by the storage's clock), or None if there is none."""
+        """Return when a regular file was written, or None if the root has no such file.
+
+        The time is in seconds since 1970, by the storage's clock.
+        """
 
     def is_remote(self) -> bool:
-        """Does each reader fetch the bytes over a network? (False: from a disk and a page cache of its machine.)"""
+        """Return whether each reader fetches the bytes over a network.
+
+        False: readers use a disk and a page cache of their machine.
+        """
         return True
 
     def is_current(self) -> bool:
-        """Does what this was opened by still lead to the same? Object stores open nothing: True."""
+        """Return whether the path still leads to the opened storage. True for object stores."""
         return True
 
     @abstractmethod
     def list(self, name: str = "") -> list[str]:
-        """Sorted names of the entries of the root, or of this folder in it (none if it is absent)."""
+        """Return the sorted names of the entries of a folder ("": the root); empty if absent."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it; no error if absent."""
+        """Remove a file, or a folder and its content. An absent one is not an error."""
 
     def contents(self, names: Sequence[str]) -> Iterator[bytes]:
-        """Of each of these small files, what ``get`` gives."""
+        """Yield the content of each of these small files, as ``get`` returns it."""
         return map(self.get, names)
 
     def get(self, name: str, limit: int = 1 << 32) -> bytes:
-        """The whole of a small file.
+        """Return the content of a small file.
 
-        FileNotFoundError if absent, CorruptCheckpoint if it is larger than ``limit`` bytes, or is large and consists
-        of holes (see read_dense).
+        Raises FileNotFoundError if the file is absent. Raises CorruptCheckpoint if it is larger
+        than ``limit`` bytes, or large and mostly holes (see read_dense).
         """
         with self.open(name) as reader:
             if reader.size > limit:
                 raise CorruptCheckpoint(
-                    f"{self.location}/{name} has {reader.size} bytes: at most {limit} can be right there"
+                    f"{self.location}/{name} has {reader.size} bytes: at most {limit} are valid"
                 )
             data = read_dense(reader, 0, reader.size, f"{self.location}/{name}")
             try:
                 return bytes(data)
             except MemoryError as error:
                 raise CorruptCheckpoint(
-                    f"there is no memory for {self.location}/{name}"
+                    f"memory does not suffice for {self.location}/{name}"
                 ) from error

@@ -1,4 +1,4 @@
-"""What Linux offers beyond Python's os module, each behind a function that says whether it was there."""
+"""Functions of Linux that Python's os module lacks. Each reports whether it was available."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 _IOPRIO_SET = {
     "x86_64": 251,
     "aarch64": 30,
-}  # numbers of the system call, which libc has no function for
+}  # system call numbers; libc has no wrapper
 _IOPRIO_LOWEST = 2 << 13 | 7  # best effort, the last of eight levels
-# f_type of NFS, SMB (three generations), Lustre, GPFS, Ceph, BeeGFS, PanFS, OrangeFS, AFS, 9P, and of FUSE, by which
-# buckets, GlusterFS and JuiceFS are mounted.
+# f_type of NFS, SMB (three generations), Lustre, GPFS, Ceph, BeeGFS, PanFS, OrangeFS, AFS, 9P, and
+# of FUSE, by which buckets, GlusterFS and JuiceFS are mounted.
 _NETWORKED = frozenset((
-    0x6969, 0x517B, 0xFF534D42, 0xFE534D42, 0x0BD00BD0, 0x47504653, 0x00C36400, 0x19830326, 0xAAD7AAEA, 0x20030528,
-    0x5346414F, 0x01021997, 0x65735546,
+    0x6969, 0x517B, 0xFF534D42, 0xFE534D42, 0x0BD00BD0, 0x47504653, 0x00C36400, 0x19830326,
+    0xAAD7AAEA, 0x20030528, 0x5346414F, 0x01021997, 0x65735546,
 ))  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
@@ -50,7 +50,7 @@ def _function(name: str, *arguments: Any) -> Callable[..., int] | None:
 
 
 def start_writeback(fd: int, start: int, length: int) -> None:
-    """Ask for these dirty pages to be written soon. Only advice: errors show up again in fsync."""
+    """Ask for these dirty pages to be written soon. Only advice: fsync reports errors."""
     int64 = ctypes.c_int64
     call = _function("sync_file_range", ctypes.c_int, int64, int64, ctypes.c_uint)
     if call is not None:
@@ -58,7 +58,7 @@ def start_writeback(fd: int, start: int, length: int) -> None:
 
 
 def rename_new(name: str, to: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
-    """Like os.rename for files, but FileExistsError, and nothing done, where the new name is taken."""
+    """Like os.rename for files, but raise FileExistsError if the new name is taken."""
     try:
         os.link(
             name,
@@ -70,7 +70,7 @@ def rename_new(name: str, to: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
     except OSError as error:
         if error.errno not in _ABSENT:
             raise
-        # No links here, so only a look can tell.
+        # This file system has no links: check before renaming.
         if os.path.lexists(f"/proc/self/fd/{dst_dir_fd}/{to}"):
             raise FileExistsError(
                 errno.EEXIST, os.strerror(errno.EEXIST), to
@@ -81,7 +81,10 @@ def rename_new(name: str, to: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
 
 
 def lock(fd: int) -> bool:
-    """Lock an open file or directory; False if somebody else has. Where there are no locks, nobody is kept out."""
+    """Lock an open file or directory. False if another holder has the lock.
+
+    Where the file system lacks locks, every caller gets True.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -90,7 +93,7 @@ def lock(fd: int) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Let go of what ``lock`` has locked; nothing happens where that is nothing."""
+    """Release the lock of ``lock``, if it is held."""
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     except (OSError, ValueError):
@@ -98,13 +101,16 @@ def unlock(fd: int) -> None:
 
 
 def die_with_parent() -> bool:
-    """Have this process killed when its parent dies; False where that cannot be had."""
+    """Have the kernel kill this process when its parent dies. False if that is unsupported."""
     call = _function("prctl", ctypes.c_int, ctypes.c_ulong)
     return call is not None and call(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
 
 
 def give_way() -> bool:
-    """Have this thread, and those it starts, use processor and disk when others leave them; False where it cannot."""
+    """Give this thread, and those it starts, the lowest priority for processor and disk.
+
+    False if a part of that is unsupported.
+    """
     call = _function("syscall", *[ctypes.c_long] * 4)
     number = _IOPRIO_SET.get(os.uname().machine)
     given = (
@@ -113,7 +119,8 @@ def give_way() -> bool:
         and call(number, 1, 0, _IOPRIO_LOWEST) == 0
     )
     try:
-        # Not merely nicer: whoever else wakes up runs at once, and does not wait for the end of a time slice.
+        # Stronger than nice: other threads that wake up run at once, without waiting for the
+        # end of a time slice.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError):  # not Linux, or a sandbox
         return False
@@ -121,7 +128,7 @@ def give_way() -> bool:
 
 
 def is_networked(fd: int) -> bool:
-    """Is this open file or directory on a file system whose bytes come from other machines, or may?"""
+    """Return whether an open file is on a file system that may fetch from other machines."""
     call = _function("fstatfs", ctypes.c_int, ctypes.c_char_p)
     found = ctypes.create_string_buffer(512)
     if call is None or call(fd, found):
@@ -130,7 +137,7 @@ def is_networked(fd: int) -> bool:
 
 
 def exchange(folder: int, one: str, other: str) -> bool:
-    """Swap two entries of an open directory in one atomic step; False where that cannot be done.
+    """Swap two entries of an open directory atomically. False where that is unsupported.
 
     Some file systems cannot, and a mount point cannot be swapped. Other failures raise OSError.
     """
@@ -138,7 +145,7 @@ def exchange(folder: int, one: str, other: str) -> bool:
 
 
 def rename_folder(folder: int, name: str, to: str) -> bool:
-    """Rename a directory within an open directory; False, and nothing done, if ``to`` exists.
+    """Rename a directory within an open directory. If ``to`` exists, return False.
 
     Where the system cannot check that, an empty directory is replaced; no other entry is.
     """

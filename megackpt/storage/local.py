@@ -1,4 +1,4 @@
-"""A directory of a local or mounted file system as a Storage: everything relative to one open descriptor."""
+"""A directory of a local or mounted file system as a Storage, by one open descriptor."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _READ = (
     os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 )  # NONBLOCK: a FIFO must not hang us
 
-_LONGEST = 255  # bytes that a name may have on any file system that we know
+_LONGEST = 255  # most bytes of a name on any known file system
 
 
 def _checked(name: str, new: bool = False) -> list[str]:
-    """The parts of a name, or CorruptCheckpoint if it could lead out of the root, or no file can have it.
+    """Return a name's parts. CorruptCheckpoint if it could lead out of the root, or is too long.
 
-    ``new``: the name is no checkpoint's, but one that a save gives. The file system says whether it is too long.
+    ``new``: a save chose the name, and the file system checks its length.
     """
     parts = name.split("/")
     if unsafe_names([name]) or (
         not new and any(len(os.fsencode(part)) > _LONGEST for part in parts)
     ):
         raise CorruptCheckpoint(
-            f"{name!r:.300} is no name of a file inside a checkpoint"
+            f"{name!r:.300} is not a name of a file inside a checkpoint"
         )
     return parts
 
@@ -54,15 +54,16 @@ def _checked(name: str, new: bool = False) -> list[str]:
 class LocalStorage(Storage):
     """The files of a directory.
 
-    The directory is opened once. Everything goes through that descriptor, so this storage stays with the
-    directory even when another one takes its name. Links are never followed below it.
+    The constructor opens the directory once. All access goes through that descriptor, so this
+    storage stays with the directory even when another one takes its name. Links below it are not
+    followed (see ``following`` for final ones).
 
-    Raises FileNotFoundError or NotADirectoryError if there is no such directory; with ``create`` it is made
-    (with its parents), StorageError if it cannot be.
+    Raises FileNotFoundError or NotADirectoryError if the directory is absent. ``create`` makes it,
+    with its parents, and raises StorageError if that fails.
     """
 
     _fd = -1
-    _links = False  # final links are followed
+    _links = False  # whether final links are followed
 
     def __init__(self, path: str | os.PathLike[str], create: bool = False) -> None:
         self.location = os.path.abspath(path)
@@ -89,7 +90,7 @@ class LocalStorage(Storage):
                     os.close(descriptor)
 
     def close(self) -> None:
-        """Let go of the directory. Open files stay usable. Also happens when nobody refers to it any more."""
+        """Close the directory. Open files stay usable. Deletion of this object closes it, too."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -125,7 +126,7 @@ class LocalStorage(Storage):
             temporary = write_temporary(folder, data)
             try:
                 os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError:  # a directory has this name, say
+            except OSError:  # such as a directory of this name
                 os.unlink(temporary, dir_fd=folder)
                 raise
             os.fsync(folder)
@@ -154,7 +155,7 @@ class LocalStorage(Storage):
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
                 raise CorruptCheckpoint(
-                    f"{path} is no regular file (a link, socket or device)"
+                    f"{path} is not a regular file (a link, socket or device)"
                 ) from error
             raise failure("open", path, error) from error
         finally:
@@ -162,7 +163,7 @@ class LocalStorage(Storage):
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
-            raise CorruptCheckpoint(f"{path} is no regular file")
+            raise CorruptCheckpoint(f"{path} is not a regular file")
         return LocalReader(fd, path, status.st_size)
 
     def size(self, name: str) -> int | None:
@@ -181,7 +182,7 @@ class LocalStorage(Storage):
         return status.st_mtime if status is not None else None
 
     def stat(self, name: str) -> os.stat_result | None:
-        """The state of an entry (of a link itself, but for ``following``), or None if there is none."""
+        """Return an entry's status (of a link itself, unless ``following``); None if absent."""
         try:
             folder, last = self._parent(name)
         except FileNotFoundError:
@@ -191,7 +192,7 @@ class LocalStorage(Storage):
         except FileNotFoundError:
             return None
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a link that leads nowhere
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a dangling link
                 return None
             raise failure("look at", self._path(name), error) from error
         finally:
@@ -218,7 +219,7 @@ class LocalStorage(Storage):
             os.fsync(folder)
 
     def remove_files(self, names: Iterable[str]) -> None:
-        """Remove files that are there, durably, and the folders that are empty then; other folders stay."""
+        """Remove existing files, and folders that become empty, durably. Keep other folders."""
         files: dict[str, list[str]] = {}
         for name in names:
             folder, _, last = name.rpartition("/")
@@ -245,30 +246,30 @@ class LocalStorage(Storage):
                     for last in files.get(folder, []):
                         unlink(fd, last)
                     for last in inner.get(folder, []):
-                        with suppress(OSError):  # not empty, or no folder: it stays
+                        with suppress(OSError):  # not empty, or not a folder: keep it
                             os.rmdir(last, dir_fd=fd)
                     os.fsync(fd)
             finally:
                 os.close(fd)
 
-    # What a file system can do to folders and an object store cannot: for the commit, not for formats.
+    # Operations on folders that object stores lack: for the commit, not for formats.
 
     def folder(self, name: str) -> LocalStorage:
-        """A folder of this root as a storage of its own; raises as ``open`` does."""
+        """Return a folder of this root as a storage. Raises as ``open`` does."""
         below = object.__new__(LocalStorage)
         below._fd = self._descend(_checked(name) if name else [])
         below.location = self._path(name) if name else self.location
         return below
 
     def lock(self) -> bool:
-        """Hold the directory against others that ask for this, until ``unlock`` or ``close``; False if it is held."""
+        """Lock the directory until ``unlock`` or ``close``. False if another holds the lock."""
         return kernel.lock(self._fd)
 
     def unlock(self) -> None:
         kernel.unlock(self._fd)
 
     def make_folder(self, name: str, mode: int = 0o777) -> bool:
-        """Make a folder, durably; False if the name is taken."""
+        """Make a folder durably. False if the name is taken."""
         with self._refusals("make the directory", name):
             try:
                 os.mkdir(name, mode, dir_fd=self._fd)
@@ -278,7 +279,7 @@ class LocalStorage(Storage):
             return True
 
     def remove_folder(self, name: str) -> bool:
-        """Remove a folder, durably; False if something is in it."""
+        """Remove a folder durably. False if it is not empty."""
         with self._refusals("remove", name):
             try:
                 os.rmdir(name, dir_fd=self._fd)
@@ -290,7 +291,10 @@ class LocalStorage(Storage):
             return True
 
     def rename(self, name: str, to: str, replace: bool = True) -> None:
-        """Move an entry within this root, durably; a file that is there is replaced, or in the way (StorageError)."""
+        """Move an entry within this root, durably.
+
+        An existing file ``to`` is replaced, or raises StorageError without ``replace``.
+        """
         (source, last), (target, new) = self._parent(name), self._parent(to, make=True)
         try:
             with self._refusals("rename", name):
@@ -303,7 +307,7 @@ class LocalStorage(Storage):
             os.close(target)
 
     def exchange(self, one: str, other: str) -> bool:
-        """Swap two entries of the root itself, durably and atomically; False where that cannot be done."""
+        """Swap two entries of the root itself, durably and atomically. False if unsupported."""
         with self._refusals("exchange", one):
             if not kernel.exchange(self._fd, one, other):
                 return False
@@ -311,7 +315,7 @@ class LocalStorage(Storage):
             return True
 
     def rename_new(self, name: str, to: str) -> bool:
-        """Rename a folder of the root itself, durably; False, and nothing done, if ``to`` exists.
+        """Rename a folder of the root itself, durably. If ``to`` exists, return False.
 
         Where the file system cannot check that, ``to`` may be replaced if it is an empty folder.
         """
@@ -322,7 +326,7 @@ class LocalStorage(Storage):
             return True
 
     def dress_as(self, name: str, model: str) -> bool:
-        """Give an entry of the root another's owner, group and mode; False if owner and group are refused."""
+        """Copy ``model``'s owner, group and mode to ``name``. False if chown is refused."""
         with self._refusals("set the owner and mode of", name):
             status = os.stat(model, dir_fd=self._fd)
             try:
@@ -334,7 +338,7 @@ class LocalStorage(Storage):
             return given
 
     def now(self) -> float:
-        """What time it is by the clock that dates the files of this root (seconds since 1970)."""
+        """Return the time (seconds since 1970) of the clock that dates the files of this root."""
         with self._refusals("write in", ""):
             temporary = write_temporary(self._fd, b"")
             status = os.stat(temporary, dir_fd=self._fd)
@@ -342,7 +346,7 @@ class LocalStorage(Storage):
             return status.st_mtime
 
     def is_current(self) -> bool:
-        """Does the path still lead to the directory that was opened?"""
+        """Return whether the path still leads to the opened directory."""
         try:
             return os.path.samestat(os.stat(self.location), os.fstat(self._fd))
         except FileNotFoundError:
@@ -361,7 +365,7 @@ class LocalStorage(Storage):
     def _within(
         self, doing: str, name: str, make: bool = False
     ) -> Iterator[tuple[int, str]]:
-        """The folder that an entry is in, and its last part. FileNotFoundError if there is no such folder."""
+        """Yield an entry's folder and its name there. FileNotFoundError if the folder is absent."""
         folder, last = self._parent(name, make)
         try:
             yield folder, last
@@ -376,7 +380,7 @@ class LocalStorage(Storage):
     def _parent(
         self, name: str, make: bool = False, durably: bool = True
     ) -> tuple[int, str]:
-        """A descriptor of the folder that an entry is in (the caller's to close), and its last part."""
+        """Return a descriptor of an entry's folder, which the caller closes, and its name there."""
         *folders, last = _checked(name, new=make)
         return self._descend(folders, make, durably), last
 
@@ -399,7 +403,7 @@ class LocalStorage(Storage):
                 path = self._path("/".join(folders[: i + 1]))
                 if error.errno in (errno.ELOOP, errno.ENOTDIR):
                     raise CorruptCheckpoint(
-                        f"{path} is no directory (a file, or a link)"
+                        f"{path} is not a directory (a file, or a link)"
                     ) from error
                 raise failure("enter", path, error) from error
             finally:
@@ -410,7 +414,7 @@ class LocalStorage(Storage):
 
 
 def make_folders(path: str) -> None:
-    """Make a directory and its missing parents, durably. No error if it is there."""
+    """Make a directory and its missing parents durably. An existing one is not an error."""
     if os.path.isdir(path):
         return
     above = os.path.dirname(path)
@@ -428,7 +432,7 @@ def _make_folder(fd: int, name: str, durably: bool = True) -> None:
         if durably:
             os.fsync(fd)
     except FileExistsError:
-        return  # another rank was faster, or a file is in the way: opening it will tell
+        return  # another rank was faster, or a file is in the way: opening it will fail
 
 
 def _enter(fd: int, part: str, make: bool, durably: bool) -> int:

@@ -1,4 +1,4 @@
-"""New objects of a bucket: sent whole or in parts, from front to back; many small ones side by side."""
+"""New objects of a bucket, sent whole or in parts. A batch sends many small ones at a time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megackpt.storage.interface import Batch, FileWriter
 if TYPE_CHECKING:
     from megackpt.storage.bucket import BucketStorage
 
-_UNTOLD_PART = 16 << 20
-"""Bytes of a part of an object of which nobody told how large it will be: then 160 GiB are the most."""
+_DEFAULT_PART = 16 << 20
+"""Bytes of a part of an object of unknown size. They limit it to about 160 GiB."""
 _MOST_PARTS = 10_000
 _IN_FLIGHT = 4
-"""Parts of one object that are under way at a time."""
+"""Parts of one object in flight at a time."""
 _WAITING = 32
-"""Objects of a batch that are."""
+"""Objects of one batch in flight at a time."""
 
 
 class BucketWriter(FileWriter):
-    """A new object. It is there when it is closed, whole; before that there is nothing to be seen."""
+    """A new object. It appears, whole, when it is closed; nothing is visible before."""
 
     def __init__(self, bucket: BucketStorage, name: str) -> None:
         self._bucket = bucket
@@ -32,14 +32,14 @@ class BucketWriter(FileWriter):
         self._url = bucket.url(name)
         self._held: bytearray | None = bytearray()
         self._upload: Any = None
-        self.part = _UNTOLD_PART
+        self.part = _DEFAULT_PART
         self._position = 0
-        self._why = ""  # it has failed
+        self._why = ""  # set by a failure
 
     def expect(self, size: int) -> None:
         self.part = max(
             PART, -(-size * 21 // (20 * _MOST_PARTS))
-        )  # a twentieth more than was told
+        )  # a twentieth more than announced
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         if self._held is None and self._upload is None:
@@ -57,7 +57,8 @@ class BucketWriter(FileWriter):
     def _send(self, flat: memoryview) -> None:
         if self._position > self.part * _MOST_PARTS:
             raise StorageError(
-                f"cannot write {self._url}: it would be larger than {_MOST_PARTS} parts of {self.part} bytes"
+                f"cannot write {self._url}: it would be larger than {_MOST_PARTS} parts of "
+                f"{self.part} bytes"
             )
         client = self._bucket.client
         try:
@@ -112,7 +113,7 @@ class BucketWriter(FileWriter):
         try:
             upload.close()
         except (client.obstore.exceptions.BaseError, OSError) as error:
-            # Nothing was there before us. If the answer alone was lost, all is there now.
+            # The object was absent before. If only the answer was lost, it is complete now.
             if self._bucket.size(self._name) != self._position:
                 raise failure("write", self._url, error) from error
 
@@ -135,7 +136,7 @@ def _taken(url: str) -> StorageError:
 
 
 class BucketBatch(Batch):
-    """Small objects on their way, many at a time; large ones are sent as ever."""
+    """Small objects in flight, many at a time. BucketWriter sends the large ones."""
 
     def __init__(self, bucket: BucketStorage) -> None:
         self._bucket = bucket
@@ -155,7 +156,7 @@ class BucketBatch(Batch):
         while self._waiting:
             job = self._waiting.popleft()
             if not job.cancel():
-                job.exception()  # wait: what was begun ends
+                job.exception()  # wait for the end of a running request
 
 
 class _BatchWriter(BucketWriter):

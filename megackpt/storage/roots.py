@@ -1,4 +1,4 @@
-"""From what a user calls a place to its storage: a directory's path, or the URL of a bucket."""
+"""The storage of a place that a user names: a directory's path, or the URL of a bucket."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _SPOILT = re.compile(r"(?:s3a?|gs|az|azure|abfss?):/[^/]")
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether this names a place in a bucket rather than a directory. StorageError for what was a URL."""
+    """Return whether this is a URL rather than a path. StorageError for a URL that Path damaged."""
     if _SPOILT.match(str(place)):
         raise StorageError(
-            f"{str(place)!r} was a URL, and a Path has made one slash of two: give it as a str"
+            f"{str(place)!r} was a URL, and a Path has made one slash of two: "
+            "give it as a str"
         )
     return isinstance(place, str) and _SCHEME.match(place) is not None
 
 
 def root_at(place: str | os.PathLike[str], create: bool = False) -> Storage:
-    """The storage of a directory or of a bucket; raises as these do. ``create``: make the directory if need be."""
+    """Return the storage of a directory or a bucket. ``create`` makes an absent directory."""
     return BucketStorage(str(place)) if is_url(place) else LocalStorage(place, create)

@@ -1,4 +1,4 @@
-"""One file as a storage: a checkpoint that is a single file, whatever else lies beside it."""
+"""One file as a storage: a checkpoint that is a single file in a directory with others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megackpt.storage.local import LocalStorage
 
 
 class SingleFile(LocalStorage):
-    """The directory of a file, in which nothing but that file can be seen.
+    """The directory of a file, with only that file visible.
 
-    The file is opened once, so this storage stays with it even when another one takes its name. Raises
-    FileNotFoundError if it is absent, CorruptCheckpoint if it is no regular file.
+    The file is opened once, so this storage stays with it even when another one takes its name.
+    Raises FileNotFoundError if it is absent, and CorruptCheckpoint if it is not a regular file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

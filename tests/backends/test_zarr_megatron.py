@@ -133,7 +133,7 @@ def test_keys_stand_as_they_are(folder: Path) -> None:
         key: i for i, key in enumerate(keys)
     }
     (folder / "link").symlink_to(folder / "a")  # a tensor's
-    with pytest.raises(CorruptCheckpoint, match="link is no directory"):
+    with pytest.raises(CorruptCheckpoint, match="link is not a directory"):
         megackpt.load_plain_tensors(folder)
 
 

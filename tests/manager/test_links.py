@@ -133,5 +133,5 @@ def test_an_array_behind_a_link_is_not_passed_over(tmp_path: Path, lost: bool) -
     folder = shutil.copytree(GOLDEN / "mcore-0.12.3-zarr-tp2pp1dp2", tmp_path / "c")
     shutil.move(folder / "misc.fp64", tmp_path / "elsewhere")
     (folder / "misc.fp64").symlink_to("../nowhere" if lost else "../elsewhere")
-    with pytest.raises(CorruptCheckpoint, match=r"misc\.fp64 is no directory"):
+    with pytest.raises(CorruptCheckpoint, match=r"misc\.fp64 is not a directory"):
         megackpt.load_plain_tensors(folder)

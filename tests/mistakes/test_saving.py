@@ -748,7 +748,7 @@ def only_one_rank_forgets_the_iteration_directory(r):
 
 @mistake(
     StorageError,
-    "'ftp://host/run' is no URL of a bucket: it should be s3://BUCKET/FOLDER",
+    "'ftp://host/run' is not a URL of a bucket: it should be s3://BUCKET/FOLDER",
 )
 def the_url_is_not_that_of_a_bucket(r):
     megackpt.save(r.model(), "ftp://host/run", process_group=r.group)

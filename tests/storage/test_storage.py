@@ -342,7 +342,7 @@ def test_things_that_are_no_files(root, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "dir").mkdir()
     for name in ("fifo", "dir"):
-        with pytest.raises(CorruptCheckpoint, match="no regular file"):
+        with pytest.raises(CorruptCheckpoint, match="not a regular file"):
             root.open(name)
         assert root.size(name) is None
 
@@ -522,7 +522,7 @@ def test_a_single_file_sees_itself_only(tmp_path):
     assert not root.is_current()
     with pytest.raises(FileNotFoundError):
         SingleFile(tmp_path / "x")
-    with pytest.raises(CorruptCheckpoint, match="no regular file"):
+    with pytest.raises(CorruptCheckpoint, match="not a regular file"):
         SingleFile(tmp_path)
 
 
