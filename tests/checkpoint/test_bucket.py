@@ -124,7 +124,7 @@ def test_a_save_whose_id_is_no_uuid_is_refused_before_anything_is_put(
 ):
     with pytest.raises(
         StorageError,
-        match=r"no id for a save in an object store: give uuid\.uuid4\(\)\.hex",
+        match=r"not an id for a save in an object store: give uuid\.uuid4\(\)\.hex",
     ):
         begin(url, save_id=save_id)
     assert held(bucket) == []
@@ -266,7 +266,9 @@ def test_what_another_host_left_is_removed_after_the_next_commit(bucket, url, sa
     fields = {"host": "h2", "pid": 1, "boot": "b", "time": 0.0}
     folder = BucketStorage(f"{url}/megackpt-{dead}")
     folder.put(f".megackpt-saving-{dead}", json.dumps(fields).encode())
-    with pytest.raises(NotACheckpoint, match=r"process 1 on host 'h2'.* goes on, or"):
+    with pytest.raises(
+        NotACheckpoint, match=r"process 1 on host 'h2'.* is running, or"
+    ):
         open_checkpoint(url)
     place = begin(url, save_id=identity())
     assert f"run/iter_100/megackpt-{dead}/.megackpt-saving-{dead}" in held(bucket)

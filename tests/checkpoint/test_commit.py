@@ -266,7 +266,7 @@ def test_a_save_does_not_wait_for_another_one(tmp_path, saves, before):
             assert saves.load(where) == 1
         else:
             with pytest.raises(
-                NotACheckpoint, match=f"save by process {pid} .* goes on"
+                NotACheckpoint, match=f"save by process {pid} .* is running"
             ):
                 saves.load(where)
         saves.save(where, 2)
