@@ -307,7 +307,7 @@ def file_to(place: Place, path: str) -> None:
 
 
 _INSIDE = (
-    r"two chunks of 'w' begin|File name too|not a file inside|leads out|no name of a file|not there|names files"
+    r"two chunks of 'w' begin|File name too|not a file inside|leads out|(no|not a) name of a file|not there|names files"
     r"|empty|bytes instead|missing"
 )
 for _path in LEADING:
@@ -431,7 +431,7 @@ _FILES = {
     "bins": ("pytorch_model-00001-of-00002.bin",),
 }
 _NO_FILE = (
-    r"no directory|Too many levels|(no|not a) regular file|missing|no file|"
+    r"(no|not a) directory|Too many levels|(no|not a) regular file|missing|no file|"
     r"is not a distributed|not there|lacks|tells of|lists"
 )
 _number = 0
