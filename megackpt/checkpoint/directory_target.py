@@ -27,7 +27,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from megackpt.checkpoint.index import INDEX
@@ -187,7 +187,7 @@ class DirectoryTarget(SiblingDirectories):
         raise StorageError(
             f"the save {save_id}, which the coordinator began in {self.location}, "
             f"is not visible on host {socket.gethostname()!r}: is the directory shared "
-            f"between all hosts?"
+            f"between all hosts? (Or another save to it has committed meanwhile.)"
         )
 
     def refuse_collisions(
@@ -206,8 +206,11 @@ class DirectoryTarget(SiblingDirectories):
         base: str,
         names: Collection[str],
         replaces: Collection[str],
+        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         """Make the directory of this save the target, in one step.
+
+        ``confirm`` is called right before that step. If it raises, the target is unchanged.
 
         Raises:
             SaveInProgress: another save has committed since this one began, or is about to.
@@ -227,6 +230,7 @@ class DirectoryTarget(SiblingDirectories):
             # takes our directory before it commits, and then the step below fails.
             self._require(base)
             self.refuse_collisions(names, replaces)
+            confirm()
             self._swap_in(save_id, base)
 
     def _swap_in(self, save_id: str, base: str) -> None:

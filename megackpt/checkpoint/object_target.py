@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 
 from megackpt.checkpoint.marker import (
     PREFIX,
@@ -148,8 +149,12 @@ class ObjectTarget:
             )
         return self.staging_folder(save_id)
 
-    def publish(self, save_id: str, data: bytes) -> None:
+    def publish(
+        self, save_id: str, data: bytes, confirm: Callable[[], None] = lambda: None
+    ) -> None:
         """Replace the record by that of this save.
+
+        ``confirm`` is called right before the put. If it raises, the record is unchanged.
 
         Raises:
             SaveInProgress: another save has put its record meanwhile.
@@ -165,6 +170,7 @@ class ObjectTarget:
                 f"committed"
             )
         url = self.outer.url(RECORD)
+        confirm()
         failure: CheckpointingException | None = None
         self.uncertain = True
         try:

@@ -172,7 +172,7 @@ class Transaction:
         Args:
             manifest: with the locations that the ranks reported.
             reread: first read all chunks back, and compare them with their digests.
-            confirm: called before the step that readers see; it stops the commit by raising.
+            confirm: called right before the step that readers see; it stops the commit by raising.
 
         Raises:
             StorageError: the disk refused, or files of ranks are not visible from here.
@@ -193,8 +193,7 @@ class Transaction:
             if self.target.holds(self.save_id):
                 raise
             raise _taken_over(self.target.location, error) from error
-        confirm()
-        self._publish()
+        self._publish(confirm)
         if isinstance(self.target, DirectoryTarget):
             self.target.settle(self.marker)
         else:
@@ -237,13 +236,16 @@ class Transaction:
             self._record = record_of(self.save_id, index, count, nbytes)
         self._enter(State.COMPLETE)
 
-    def _publish(self) -> None:
+    def _publish(self, confirm: Callable[[], None]) -> None:
+        confirm()  # a save that must fail takes nothing from other saves
         kind = "replacing the checkpoint" if self._base else "publishing a checkpoint"
         logger.debug("%s in %s", kind, self.target.location)
         if isinstance(self.target, DirectoryTarget):
-            self.target.publish(self.save_id, self._base, self._names, self._replaces)
+            self.target.publish(
+                self.save_id, self._base, self._names, self._replaces, confirm
+            )
         else:
-            self.target.publish(self.save_id, self._record)
+            self.target.publish(self.save_id, self._record, confirm)
         self._enter(State.PUBLISHED)
 
     def _enter(self, state: State) -> None:
@@ -321,7 +323,14 @@ def staging_storage(directory: Directory, save_id: str) -> Iterator[Storage]:
         target = ObjectTarget(os.fspath(directory))
     else:
         target = DirectoryTarget(os.path.realpath(directory), create=False)
-    storage = target.staging(save_id)
+    try:
+        storage = target.staging(save_id)
+    except StorageError as error:
+        if (
+            save_id in active
+        ):  # begun by this process, so not a directory that is not shared
+            raise _taken_over(target.location, error) from error
+        raise
     try:
         yield storage
     except (StorageError, FileNotFoundError) as error:
