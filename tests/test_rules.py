@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows. Thermometers rather than laws: read one before you break it."""
+"""Project rules that no linter checks. The limits are guides: read a rule before you change it."""
 
 from __future__ import annotations
 
@@ -90,17 +90,15 @@ def test_only_collectives_names_torch_distributed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_a_module_has_its_law_on_its_door(path: Path) -> None:
-    law = ast.get_docstring(tree(path))
-    assert law, f"{name(path)} has no docstring: what belongs there?"
+def test_a_module_says_what_belongs_in_it(path: Path) -> None:
+    doc = ast.get_docstring(tree(path))
+    assert doc, f"{name(path)} has no docstring: what belongs there?"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_sizes(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").count("\n")
-    assert lines <= 500, (
-        f"{name(path)} has {lines} lines: make it a folder of rooms with the same door"
-    )
+    assert lines <= 500, f"{name(path)} has {lines} lines: make it a package"
     long = [
         f"{name(path)}:{node.lineno}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
         for node in ast.walk(tree(path))

@@ -1,4 +1,4 @@
-"""torchtitan's own checkpoint manager saves and loads through our doors, and through stock's, crosswise."""
+"""torchtitan's own checkpoint manager saves and loads with our reader and writer and with stock DCP's, crosswise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models as people train them, saved and loaded through our doors of torch DCP and through stock's, crosswise."""
+"""Models as people train them, saved and loaded with our reader and writer and with stock DCP's, crosswise."""
 
 from __future__ import annotations
 
@@ -139,15 +139,15 @@ def saves() -> dict[str, Save]:
     }
 
 
-def loads(state: dict[str, Any], where: str, door: str) -> None:
-    if door == "stock":
+def loads(state: dict[str, Any], where: str, library: str) -> None:
+    if library == "stock":
         dcp.load(state, storage_reader=dcp.FileSystemReader(where))
     else:
         dcp.load(state, storage_reader=FileSystemReader(where), planner=LoadPlanner())
 
 
 def save_all(folder: str) -> None:
-    """On 4 ranks: each kind through each door, and what it is, whole; then back, through the other doors."""
+    """On 4 ranks: each kind with each library, compared as a whole; then loaded with the other library."""
     for kind in KINDS:
         training = Training(kind, seed=1)
         expected = training.whole()
@@ -156,11 +156,11 @@ def save_all(folder: str) -> None:
         for name, save in saves().items():
             save(training.state(), f"{folder}/{kind}-{name}")
         for name in saves():
-            for door in ("ours", "stock"):
-                if name != door:
+            for library in ("ours", "stock"):
+                if name != library:
                     other = Training(kind, seed=9)
                     state = other.state()
-                    loads(state, f"{folder}/{kind}-{name}", door)
+                    loads(state, f"{folder}/{kind}-{name}", library)
                     other.restore(state)
                     assert_same(other.whole(), expected)
 
@@ -170,10 +170,14 @@ def load_all(folder: str) -> None:
     for saved in KINDS:
         expected = torch.load(f"{folder}/{saved}.pt")
         for kind in KINDS:
-            for name, door in (("ours", "stock"), ("stock", "ours"), ("ours", "ours")):
+            for name, library in (
+                ("ours", "stock"),
+                ("stock", "ours"),
+                ("ours", "ours"),
+            ):
                 training = Training(kind, seed=9)
                 state = training.state()
-                loads(state, f"{folder}/{saved}-{name}", door)
+                loads(state, f"{folder}/{saved}-{name}", library)
                 training.restore(state)
                 assert_same(training.whole(), expected)
 

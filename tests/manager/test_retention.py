@@ -219,9 +219,9 @@ def test_a_step_that_proved_damaged_does_not_count(tmp_path: Path) -> None:
     assert names(tmp_path) == ["iter_0000003", "iter_0000004", TRACKER]
 
 
-@pytest.mark.parametrize("door", ["restore", "latest", "step"])
+@pytest.mark.parametrize("call", ["restore", "latest", "step"])
 def test_a_damaged_step_counts_again_when_it_has_changed(
-    tmp_path: Path, door: str
+    tmp_path: Path, call: str
 ) -> None:
     manager, other = (
         CheckpointManager(tmp_path, keep_last=2),
@@ -229,11 +229,11 @@ def test_a_damaged_step_counts_again_when_it_has_changed(
     )
     saved(other, 1, 2, 3)
     hurt(tmp_path / "iter_0000003")
-    if door == "step":
+    if call == "step":
         with pytest.raises(CorruptCheckpoint, match="block 0"):
             manager.restore(state(-1), step=3)
     else:
-        assert manager.latest(verify=True) if door == "latest" else restored(manager)
+        assert manager.latest(verify=True) if call == "latest" else restored(manager)
     assert restored(manager, step=2) == (2, 2, [])
     saved(manager, 4)
     assert restored(manager) == (4, 4, [])  # a rollback
