@@ -51,6 +51,7 @@ from megackpt.checkpoint.ownership import (
     is_replaceable,
     refuse_collisions,
 )
+from megackpt.checkpoint.records import Record
 from megackpt.checkpoint.sibling_directories import SiblingDirectories, version
 from megackpt.errors import (
     CheckpointExists,
@@ -74,6 +75,12 @@ class DirectoryTarget(SiblingDirectories):
         """``path``: absolute, without links. ``create``: make its parents."""
         super().__init__(path, create=create)
         self._begins = ""  # the id of a save that has no marker yet
+        self._base = ""  # the version of the directory that the save replaces
+
+    @property
+    def replaces_something(self) -> bool:
+        """Was there a directory when the save began?"""
+        return bool(self._base)
 
     def check_name(self, save_id: str) -> None:
         """StorageError where no save to a directory of this name can be committed."""
@@ -111,14 +118,14 @@ class DirectoryTarget(SiblingDirectories):
                 f"directory below it"
             )
 
-    def begin(self, marker: Marker, overwrite: bool, resume: bool) -> tuple[str, bool]:
-        """Make the directory of this save. Returns the version it replaces, and if it resumes."""
+    def begin(self, marker: Marker, overwrite: bool, resume: bool) -> bool:
+        """Make the directory of this save. Returns whether it resumes a dead save of its id."""
         self._begins = marker.save_id
         with self._turn(), self._others_meanwhile():
             self.recover(spared=marker.save_id if resume else "")
             self.check_replaceable()
             folder = self._folder(self.name)
-            base = "" if folder is None else version(folder)
+            self._base = "" if folder is None else version(folder)
             if folder is not None and is_replaceable(folder):
                 if not overwrite:
                     raise CheckpointExists(
@@ -136,9 +143,9 @@ class DirectoryTarget(SiblingDirectories):
                     f"{self.outer.location}/{staging}: wait for it, or remove that "
                     f"directory if its job is gone"
                 )
-            self._put_marker(marker, base)
+            self._put_marker(marker, self._base)
             self._begins = ""
-            return base, resumed
+            return resumed
 
     def _put_marker(self, marker: Marker, base: str) -> None:
         fields = Marker(marker.save_id, base=base, removes=marker.removes)
@@ -202,20 +209,20 @@ class DirectoryTarget(SiblingDirectories):
 
     def publish(
         self,
-        save_id: str,
-        base: str,
+        record: Record,
         names: Collection[str],
         replaces: Collection[str],
-        confirm: Callable[[], None] = lambda: None,
+        confirm: Callable[[], None],
     ) -> None:
-        """Make the directory of this save the target, in one step.
+        """Make the directory of the save that ``record`` names the target, in one step.
 
-        ``confirm`` is called right before that step. If it raises, the target is unchanged.
+        ``confirm`` is called right before the step. If it raises, the target is unchanged.
 
         Raises:
             SaveInProgress: another save has committed since this one began, or is about to.
             StorageError: files of others have names of this save, or the file system refused.
         """
+        save_id, base = record.save_id, self._base
         with self._turn(), self._others_meanwhile():
             if self._folder(self.name) is not None:
                 self._require(base)  # a save that must fail takes nothing from others

@@ -12,8 +12,7 @@ saves that began before it. None of them can commit any more, so they are remove
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from megackpt.checkpoint.marker import (
     PREFIX,
@@ -46,7 +45,6 @@ from megackpt.storage import (
     Storage,
     Version,
     conditional_puts,
-    digest,
 )
 
 
@@ -77,13 +75,28 @@ class ObjectTarget:
                 f"one, set {SINGLE_WRITER}=1 in the environment"
             )
 
-    def begin(self, marker: Marker, overwrite: bool) -> None:
-        """Read the record to replace, and make the folder of this save."""
+    @property
+    def replaces_something(self) -> bool:
+        """Was there a record when the save began?"""
+        return self._base is not None
+
+    def begin(self, marker: Marker, overwrite: bool, resume: bool) -> bool:
+        """Read the record to replace, and make the folder of this save.
+
+        Returns False: a save in an object store does not continue a dead one.
+        """
+        del resume
         names = self.outer.list()
         current = self._read_base(overwrite, names)
         if current is not None:
             self._remove_dead(names, current, abandoned=False)
         self.staging_folder(marker.save_id).put(marker.name, marker.encode())
+        return False
+
+    def refuse_collisions(
+        self, names: Collection[str], replaces: Collection[str]
+    ) -> None:
+        """Nothing to refuse: a save has a folder of its own, so no name is taken."""
 
     def staging_folder(self, save_id: str) -> BucketStorage:
         return self.outer.folder(save_folder(save_id))
@@ -150,7 +163,11 @@ class ObjectTarget:
         return self.staging_folder(save_id)
 
     def publish(
-        self, save_id: str, data: bytes, confirm: Callable[[], None] = lambda: None
+        self,
+        record: Record,
+        names: Collection[str],
+        replaces: Collection[str],
+        confirm: Callable[[], None],
     ) -> None:
         """Replace the record by that of this save.
 
@@ -160,6 +177,8 @@ class ObjectTarget:
             SaveInProgress: another save has put its record meanwhile.
             StorageError: the store refused, or it is not known whether the record was put.
         """
+        del names, replaces  # see refuse_collisions
+        save_id, data = record.save_id, record.encode()
         own = save_folder(save_id)
         # Listed before the put: later folders may be of saves that replace this one.
         found = save_folders(self.outer.list())
@@ -196,13 +215,13 @@ class ObjectTarget:
             f"the other's, and nothing of this save is committed"
         )
 
-    def settle(self, save_id: str) -> None:
+    def settle(self, marker: Marker) -> None:
         """Remove the files that the new record no longer names."""
         try:
             for folder in self._replaced:
                 self.outer.delete(folder)
             self.outer.remove_objects(self._foreign)
-            self.staging_folder(save_id).delete(PREFIX + save_id)
+            self.staging_folder(marker.save_id).delete(marker.name)
         except CheckpointingException as error:
             logger.warning(
                 "%s is committed, but clearing up is left to the next save: %s",
@@ -247,9 +266,3 @@ class ObjectTarget:
         current = "" if record is None else save_folder(record.save_id)
         names = self.outer.list()
         refuse_working(self.location, self._remove_dead(names, current, abandoned=True))
-
-
-def record_of(save_id: str, index: bytes, objects: int, nbytes: int) -> bytes:
-    """The record of a save that is complete, encoded."""
-    checksum = len(index), digest(index)
-    return Record(save_id, time.time(), checksum, objects, nbytes).encode()

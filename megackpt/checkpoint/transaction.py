@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import enum
 import os
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -38,8 +39,9 @@ from megackpt.checkpoint.chunk_checks import damage
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.checkpoint.index import INDEX, sealed_index
 from megackpt.checkpoint.marker import Marker, active, logger
-from megackpt.checkpoint.object_target import ObjectTarget, record_of
+from megackpt.checkpoint.object_target import ObjectTarget
 from megackpt.checkpoint.opening import Directory, absolute, shortfalls
+from megackpt.checkpoint.records import Record
 from megackpt.errors import (
     CheckpointingException,
     CorruptCheckpoint,
@@ -89,11 +91,9 @@ class Transaction:
         self.save_id = save_id
         self.state = State.BEGUN
         self.resumed = False
-        self._base = ""
         self._names: set[str] = set()
         self._replaces: set[str] = set()
         self._scratch: tuple[str, ...] = ()
-        self._record = b""
         target.check_name(save_id)
         if save_id in active:
             raise SaveInProgress(
@@ -105,10 +105,7 @@ class Transaction:
         # A transaction that is garbage collected is a dead save, too.
         self._ended = weakref.finalize(self, _end, save_id, os.getpid())
         try:
-            if isinstance(target, DirectoryTarget):
-                self._base, self.resumed = target.begin(self.marker, overwrite, resume)
-            else:
-                target.begin(self.marker, overwrite)
+            self.resumed = target.begin(self.marker, overwrite, resume)
             self.storage: Storage = target.staging_folder(save_id)
         except BaseException:
             self._ended()
@@ -140,8 +137,7 @@ class Transaction:
         self._replaces.update(replaces)
         new = {name.partition("/")[0] for name in (*names, INDEX)} - self._names
         self._names.update(new)
-        if isinstance(self.target, DirectoryTarget):
-            self.target.refuse_collisions(new, self._replaces)
+        self.target.refuse_collisions(new, self._replaces)
 
     def keep_only(self, files: Collection[str]) -> None:
         """In a resumed save: remove all files but these and its scratch files."""
@@ -188,16 +184,13 @@ class Transaction:
         )
         try:
             small, manifest = self._fill(backend, manifest, reread)
-            self._complete(small, manifest)
+            record = self._complete(small, manifest)
         except (CheckpointingException, FileNotFoundError) as error:
             if self.target.holds(self.save_id):
                 raise
             raise _taken_over(self.target.location, error) from error
-        self._publish(confirm)
-        if isinstance(self.target, DirectoryTarget):
-            self.target.settle(self.marker)
-        else:
-            self.target.settle(self.save_id)
+        self._publish(record, confirm)
+        self.target.settle(self.marker)
         self._enter(State.RETIRED)
         self._ended()
 
@@ -220,8 +213,8 @@ class Transaction:
             )
         return dict(result.files), result.manifest
 
-    def _complete(self, small: dict[str, bytes], manifest: Manifest) -> None:
-        """Write the small files and the index."""
+    def _complete(self, small: dict[str, bytes], manifest: Manifest) -> Record:
+        """Write the small files and the index. Returns the record of this save."""
         self.announce(small)
         digests = {name: (len(data), digest(data)) for name, data in small.items()}
         index = sealed_index(manifest, digests)
@@ -229,23 +222,19 @@ class Transaction:
         self.storage.put_new({**small, INDEX: index})
         for name in self._scratch:
             self.storage.delete(name)
-        if isinstance(self.target, ObjectTarget):
-            nbytes = int(manifest.chunks.length.sum()) + len(index)
-            nbytes += sum(map(len, small.values()))
-            count = len(manifest.files) + len(small) + 1
-            self._record = record_of(self.save_id, index, count, nbytes)
         self._enter(State.COMPLETE)
+        nbytes = int(manifest.chunks.length.sum()) + len(index)
+        nbytes += sum(map(len, small.values()))
+        count = len(manifest.files) + len(small) + 1
+        checksum = len(index), digest(index)
+        return Record(self.save_id, time.time(), checksum, count, nbytes)
 
-    def _publish(self, confirm: Callable[[], None]) -> None:
+    def _publish(self, record: Record, confirm: Callable[[], None]) -> None:
         confirm()  # a save that must fail takes nothing from other saves
-        kind = "replacing the checkpoint" if self._base else "publishing a checkpoint"
+        replacing = self.target.replaces_something
+        kind = "replacing the checkpoint" if replacing else "publishing a checkpoint"
         logger.debug("%s in %s", kind, self.target.location)
-        if isinstance(self.target, DirectoryTarget):
-            self.target.publish(
-                self.save_id, self._base, self._names, self._replaces, confirm
-            )
-        else:
-            self.target.publish(self.save_id, self._record, confirm)
+        self.target.publish(record, self._names, self._replaces, confirm)
         self._enter(State.PUBLISHED)
 
     def _enter(self, state: State) -> None:

@@ -32,12 +32,13 @@ from megackpt.distributed import (
     attempt,
     group_over,
 )
-from megackpt.distributed.failures import DEPARTURES, name_ranks
+from megackpt.distributed.failures import DEPARTURES
 from megackpt.errors import (
     CheckpointingException,
     RankLost,
     ShardingError,
     join_truncated,
+    name_ranks,
 )
 from megackpt.planning.cache import cache_of
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult

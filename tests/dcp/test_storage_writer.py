@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import megackpt
 from megackpt import ShardedTensor, checkpoint
+from megackpt.checkpoint.records import Record
 from megackpt.dcp import FileSystemReader, FileSystemWriter, FileSystemWriterAsync
 from megackpt.errors import CheckpointingException, SaveInProgress
 from megackpt.storage.objects import BucketWriter
@@ -213,11 +214,12 @@ def test_a_save_of_another_thread_is_left_alone_by_a_reset(where: Path) -> None:
     assert_same(loaded(FileSystemReader(where), state), state)
 
 
-def test_another_save_to_the_directory_is_told(where: Path) -> None:
-    place = checkpoint.begin(where, save_id="somebody")
+def test_of_two_saves_to_one_directory_the_first_to_commit_wins(where: Path) -> None:
+    place = checkpoint.begin(where, save_id="another")
+    record = Record("another", 0.0, (0, b""), 0, 0)
     dcp.save({"w": torch.ones(5)}, storage_writer=FileSystemWriter(where))
     with pytest.raises(SaveInProgress):
-        place.target.publish("somebody", "", (), ())
+        place.target.publish(record, (), (), lambda: None)
     place.abort()
     assert megackpt.verify(where).ok
 
