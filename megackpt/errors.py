@@ -20,7 +20,8 @@ CheckpointingException              the root; the name that Megatron-Core uses
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class CheckpointingException(Exception):
@@ -107,3 +108,19 @@ def join_truncated(
     if len(items) > limit:
         texts.append(f"and {len(items) - limit} {others}")
     return separator.join(texts)
+
+
+def name_ranks(ranks: Iterable[int], limit: int = sys.maxsize) -> str:
+    """``rank 3``, or ``ranks 0-3, 7`` for many: at most ``limit`` spans."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = []
+    for first, last in spans:
+        separator = ", " if last == first + 1 else "-"
+        texts.append(str(first) if first == last else f"{first}{separator}{last}")
+    plural = "s" if len(spans) > 1 or spans[0][0] != spans[0][1] else ""
+    return f"rank{plural} {join_truncated(texts, limit, ', ')}"

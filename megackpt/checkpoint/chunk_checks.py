@@ -35,7 +35,7 @@ _SHARE = 64  # chunks that one thread takes at a time
 Count = Callable[[int], None]
 
 
-def nobody(_nbytes: int) -> None:
+def ignore_progress(_nbytes: int) -> None:
     """The default ``Count``: ignores the progress."""
 
 
@@ -61,7 +61,7 @@ class ChunkChecks:
         storage: Storage,
         backend: Backend,
         manifest: Manifest,
-        advance: Count = nobody,
+        advance: Count = ignore_progress,
     ) -> None:
         self.storage = storage
         self.advance = advance

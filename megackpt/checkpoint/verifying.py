@@ -14,7 +14,13 @@ from megackpt import events, serialization, strategies
 from megackpt.backends.base import CONFIG
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.torch_dist import extension_keys
-from megackpt.checkpoint.chunk_checks import ChunkChecks, Count, Nowhere, nobody, shares
+from megackpt.checkpoint.chunk_checks import (
+    ChunkChecks,
+    Count,
+    Nowhere,
+    ignore_progress,
+    shares,
+)
 from megackpt.checkpoint.opening import (
     Directory,
     Shortfall,
@@ -99,8 +105,8 @@ def verify(
     directory: Directory,
     threads: int = 2,
     *,
-    start: Count = nobody,
-    advance: Count = nobody,
+    start: Count = ignore_progress,
+    advance: Count = ignore_progress,
 ) -> Report:
     """Check that a load of all tensors and objects would work.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import re
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -18,6 +18,7 @@ from megackpt.errors import (
     RankFailure,
     RankLost,
     join_truncated,
+    name_ranks,
 )
 from megackpt.events import format_error
 
@@ -124,21 +125,6 @@ def departure(reason: BaseException) -> str:
     """The exit reason of a rank, in one line that any store takes."""
     line = ": ".join([type(reason).__name__, *format_error(reason).splitlines()[:1]])
     return f"{LEFT} {line[:_LONGEST]}".encode(errors="backslashreplace").decode()
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0-3, 7``."""
-    ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    spans = ", ".join(
-        str(low) if low == high else f"{low}-{high}" for low, high in runs
-    )
-    return f"rank {spans}" if len(ordered) == 1 else f"ranks {spans}"
 
 
 def _rank_failure(stage: str, failures: Sequence[Failure], size: int) -> RankFailure:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from megackpt import events, limits
-from megackpt.distributed.failures import name_ranks
+from megackpt.errors import name_ranks
 
 logger = logging.getLogger("megackpt.waiting")
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from megackpt.errors import join_truncated
+from megackpt.errors import join_truncated, name_ranks
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import Declarations, TensorMeta
 from megackpt.planning.tiling import miscounted
@@ -26,6 +26,8 @@ REGIONS = 4
 """Regions of one kind named for a tensor."""
 BOXES = 6
 """Declared boxes named for a tensor."""
+RANKS_SHOWN = 6
+"""Spans of ranks named for a box."""
 _EXAMINED = 1024  # boxes of a tensor in which causes are searched
 
 
@@ -154,7 +156,7 @@ def _explain_tensor(declared: Declarations, number: int) -> Problem:
 
     holders = []
     for shard in shards[:BOXES]:
-        text = f"{name_ranks(shard.ranks)} {shard.box}"
+        text = f"{name_ranks(shard.ranks, RANKS_SHOWN)} {shard.box}"
         if not shard.mains:
             ids = join_truncated(sorted(set(shard.replica_ids)), 3, ", ")
             text += f" (replica_id {ids})"
@@ -269,7 +271,9 @@ def _explain_conflict(declared: Declarations, numbers: Sequence[int]) -> Problem
     key = declared.tensors[numbers[0]].key
     texts = []
     for meta, ranks in variants:
-        texts.append(f"{name_ranks(ranks)} {_shape_text(meta)} {meta.dtype}")
+        texts.append(
+            f"{name_ranks(ranks, RANKS_SHOWN)} {_shape_text(meta)} {meta.dtype}"
+        )
     # The variant of the fewest ranks is probably the wrong one; of equals, the last.
     by_count = sorted(variants, key=lambda variant: -len(variant.ranks))
     hint = _hint_of_conflict(by_count[0], by_count[-1])
@@ -282,7 +286,7 @@ def _explain_conflict(declared: Declarations, numbers: Sequence[int]) -> Problem
 
 def _hint_of_conflict(most: _Variant, fewest: _Variant) -> str:
     one, other = most.meta, fewest.meta
-    where = name_ranks(fewest.ranks)
+    where = name_ranks(fewest.ranks, RANKS_SHOWN)
     if set(most.ranks) & set(fewest.ranks):
         verb = "declares" if len(fewest.ranks) == 1 else "declare"
         return (
@@ -306,19 +310,3 @@ def _hint_of_conflict(most: _Variant, fewest: _Variant) -> str:
 def _shape_text(meta: TensorMeta) -> str:
     shape = str(tuple(int(size) for size in meta.shape))
     return f"objects {shape}" if meta.is_object else shape
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0-7, 16`` for many."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    texts = []
-    for first, last in spans:
-        separator = ", " if last == first + 1 else "-"
-        texts.append(str(first) if first == last else f"{first}{separator}{last}")
-    plural = "s" if len(spans) > 1 or spans[0][0] != spans[0][1] else ""
-    return f"rank{plural} {join_truncated(texts, 6, ', ')}"

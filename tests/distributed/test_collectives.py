@@ -16,7 +16,6 @@ from megackpt.distributed.failures import (
     Failure,
     departure,
     for_all_ranks,
-    name_ranks,
 )
 from megackpt.errors import (
     CheckpointingException,
@@ -24,6 +23,7 @@ from megackpt.errors import (
     RankFailure,
     RankLost,
     StorageError,
+    name_ranks,
 )
 from megackpt.testing import ThreadedGroup
 
@@ -466,7 +466,7 @@ def test_many_stories_are_cut_in_the_message_but_kept():
 
 def test_ranks_are_named_in_runs():
     assert name_ranks([3]) == "rank 3"
-    assert name_ranks([4, 0, 1, 2, 7, 8]) == "ranks 0-2, 4, 7-8"
+    assert name_ranks([4, 0, 1, 2, 7, 8]) == "ranks 0-2, 4, 7, 8"
 
 
 # Which group

@@ -39,7 +39,7 @@ def test_a_directory_that_is_not_shared(tmp_path: Path, worlds: Any) -> None:
         for told in report["told"]:
             assert told["error"], report
             assert "/disk/c" in told["text"], report
-            blind = "ranks 1-2" if asked["victim"] == 0 else "rank 2"
+            blind = "ranks 1, 2" if asked["victim"] == 0 else "rank 2"
             if (
                 asked["job"] == "load" and asked["victim"] == 0
             ):  # where the coordinator looks there is nothing

@@ -459,7 +459,7 @@ def the_run_is_misspelt(r):
 
 @mistake(
     ShardingError,
-    "ranks 6-7: the ranks of one load name different directories",
+    "ranks 6, 7: the ranks of one load name different directories",
     "iter_0000200, on rank 0 ",
 )
 def the_ranks_name_different_directories(r):

@@ -739,7 +739,7 @@ def an_option_of_the_format_is_misspelt(r):
 
 @mistake(
     ShardingError,
-    "name different directories: ranks 0-4, 6-7: ",
+    "name different directories: ranks 0-4, 6, 7: ",
     "; rank 5: ",
 )
 def only_one_rank_forgets_the_iteration_directory(r):
