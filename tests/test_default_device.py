@@ -291,5 +291,6 @@ def two_ranks(directory: str) -> None:
     save_and_load()
 
 
+@pytest.mark.slow
 def test_two_ranks_over_gloo(ranks: Callable[..., Any], tmp_path: Path) -> None:
     ranks(two_ranks, 2, tmp_path / "a")

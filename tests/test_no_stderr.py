@@ -55,7 +55,9 @@ def run(command: str, *arguments: str, where: Path) -> int:
     ).returncode
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", [pytest.param("2>&-", marks=pytest.mark.slow), "<&- >&- 2>&-"]
+)
 def test_saves_queues_and_conversions(tmp_path: Path, closed: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))

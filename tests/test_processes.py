@@ -185,6 +185,7 @@ def one_rank_dies(directory: str) -> None:
     os._exit(0)  # the default group has lost a rank: leave without a farewell
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_told_and_the_old_checkpoint_stands(
     ranks: Any, tmp_path: Path
 ) -> None:

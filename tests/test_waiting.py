@@ -189,6 +189,7 @@ def come_late(folder: str) -> None:
     megackpt.load(state(rank), seen / "c")
 
 
+@pytest.mark.slow
 def test_processes_name_the_rank_that_has_not_come(ranks: Any, tmp_path: Path) -> None:
     ranks(come_late, 3, tmp_path, timeout=200, env={SECONDS: "0.5"})
 

@@ -261,6 +261,7 @@ def test_a_process_that_is_stopped_is_killed(worker: ProcessWorker) -> None:
     assert isinstance(done(worker, chores.pid), int)
 
 
+@pytest.mark.slow
 def test_the_queue_gives_up_a_process_that_hangs(tmp_path: Path) -> None:
     # Longer than a process takes to start on a busy machine, where it gets only what others leave.
     queue = AsyncCallsQueue(persistent=True, timeout=timedelta(seconds=10))
@@ -531,6 +532,7 @@ def save(directory):
 """
 
 
+@pytest.mark.slow
 def test_it_works_in_a_daemonic_process(tmp_path: Path) -> None:
     """multiprocessing lets these start no processes."""
     text = """

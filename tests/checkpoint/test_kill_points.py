@@ -83,9 +83,8 @@ def outcome(saves, where: Path) -> int | None:
         return None
 
 
-@pytest.mark.parametrize(
-    "exchange", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", [True, False])
 def test_dying_again_while_clearing_up(tmp_path, saves, monkeypatch, exchange):
     """Two deaths in a row: in the publication, then anywhere in the save that finds it."""
     if not exchange:

@@ -23,6 +23,7 @@ COMMAND = [sys.executable, "-m", "megackpt"]
 ESCAPE = "\x1b"
 
 
+@pytest.mark.slow
 def test_names_cannot_steer_a_terminal(
     tmp_path: Path,
     plain: Callable[..., str],
@@ -99,6 +100,7 @@ def test_narrow_terminals_fold_and_cut_nothing(
     assert "…" not in shown.text
 
 
+@pytest.mark.slow
 def test_a_bar_shows_the_progress(
     checkpoint: Path, on_terminal: Callable[..., Any], piped: Callable[..., Any]
 ) -> None:

@@ -128,6 +128,7 @@ def together(folder: str) -> None:
         assert sorted(os.listdir(folder)) == ["0", "a", "b", "c", "one"]
 
 
+@pytest.mark.slow
 def test_two_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(together, 2, tmp_path)
     assert float(megackpt.load_plain_tensors(tmp_path / "one")["w"][0]) in (23.0, 24.0)
@@ -191,6 +192,7 @@ def in_the_background(folder: str) -> None:
         check(f"{folder}/5", 5)
 
 
+@pytest.mark.slow
 def test_two_ranks_in_the_background(ranks: Any, tmp_path: Path) -> None:
     ranks(in_the_background, 2, tmp_path, timeout=120)
     assert sorted(os.listdir(tmp_path)) == [

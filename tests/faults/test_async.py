@@ -108,7 +108,7 @@ def started(folder: Path, later: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("later", "ways"),
     [
-        ("thread", ["exception", "terminated"]),
+        pytest.param("thread", ["exception", "terminated"], marks=pytest.mark.slow),
         ("process", ["end of main", "at once"]),
         pytest.param("thread", list(ENDS), marks=pytest.mark.campaign),
         pytest.param("process", list(ENDS), marks=pytest.mark.campaign),

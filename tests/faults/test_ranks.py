@@ -149,6 +149,7 @@ def one_never_calls(directory: str) -> None:
         assert "(timeout 1.5 s)" in told[0], told
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_calls_is_named_and_finds_its_way_back(
     ranks: Any, tmp_path: Path
 ) -> None:

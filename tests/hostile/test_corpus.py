@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MEMORY = 512 << 20
 WARM = "dcp"  # a kind that is read without tensorstore
 SHORT = corpus.in_every_run()
+QUICK = {*SHORT[::2], *corpus.WENT_WRONG}
 METADATA = ("load_sharded_metadata", "load_tensors_metadata")
 TOLD = re.compile(rf"{corpus.STEP}|'|for key|the common state|checkpoint")
 """An error tells of a file, a key, or the whole."""
@@ -141,12 +142,15 @@ def told(found: Mapping[str, Outcome]) -> None:
     )
 
 
+def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    if name in QUICK:
+        return ()
+    return (pytest.mark.slow,) if name in SHORT else (pytest.mark.campaign,)
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in SHORT else pytest.mark.campaign)
-        for name in CASES
-    ],
+    [pytest.param(name, marks=marks(name)) for name in CASES],
 )
 def test_broken_checkpoints(name: str, outcomes: dict[str, Outcome]) -> None:
     case, outcome = CASES[name], outcomes[name]

@@ -178,6 +178,7 @@ def cut(
 class TestFlattened:
     @settings(max_examples=30, deadline=None)
     @given(st.lists(flats(), min_size=1, max_size=3), st.integers(1, 3), st.data())
+    @pytest.mark.slow
     def test_any_is_the_tensor_that_it_was(
         self, flat: list[Flat], size: int, data: st.DataObject
     ) -> None:

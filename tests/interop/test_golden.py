@@ -140,7 +140,14 @@ def test_converted(tmp_path: Path, folder: Path, to: str) -> None:
     assert megackpt.verify(new).ok
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", "__3_0.distcp", "common.pt"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param("__0_0.distcp", marks=pytest.mark.slow),
+        "__3_0.distcp",
+        "common.pt",
+    ],
+)
 def test_any_flipped_byte_in_what_is_stored_is_found(tmp_path: Path, file: str) -> None:
     """Each byte that carries content, a few at a time; others (padding, names) may go unnoticed."""
     folder = shutil.copytree(NEW, tmp_path / "ckpt")

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from megackpt.planning.box import Box
 from megackpt.planning.dedup import assign
@@ -112,6 +112,7 @@ def test_it_is_the_plain_greedy_rule(shards: list[tuple[int, set[int]]]) -> None
     assert writers(world(held, [0] * 5)) == plain(held, 5)
 
 
+@settings(max_examples=30)
 @given(
     st.integers(2, 3),
     st.integers(1, 3),

@@ -189,6 +189,7 @@ def test_enums_of_a_table_of_contents_as_python_3_11_0_names_them(
         )
 
 
+@pytest.mark.slow
 def test_what_is_dropped_does_no_harm_either() -> None:
     pickled = BOMBS["deques"] + b"0" + BOMBS["default dicts"] + b"0Nq\x00"
     assert serialization.load(archive(pickled)) is None
