@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     )
     from megackpt.manager import CheckpointManager as CheckpointManager
     from megackpt.planning.strict import StrictHandling as StrictHandling
-    from megackpt.progress_bar import progress as progress
+    from megackpt.progress_line import progress as progress
     from megackpt.saver import save as save
     from megackpt.state import (
         LocalNonpersistentObject as LocalNonpersistentObject,
@@ -101,7 +101,7 @@ _MODULES = {
     ),
     "manager": ("CheckpointManager",),
     "planning.strict": ("StrictHandling",),
-    "progress_bar": ("progress",),
+    "progress_line": ("progress",),
     "async_save": ("AsyncCallsQueue", "AsyncRequest"),
     "saver": ("save",),
     "state": (

@@ -10,12 +10,8 @@ from importlib import import_module
 from typing import TypeAlias
 
 from megackpt import __version__, errors
-from megackpt.cli.output import (
-    Answer,
-    print_answer,
-    print_error,
-    show_progress,
-)
+from megackpt.cli.output import Answer, print_answer, print_error
+from megackpt.progress_line import show_progress
 
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_NOTHING, EXIT_CORRUPT, EXIT_FORMAT, EXIT_STORAGE = (
     range(7)
@@ -113,7 +109,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     show.add_argument("key", metavar="KEY", nargs="?", help=help_text)
     help_text = "the layout of every entry shown"
     show.add_argument("--chunks", action="store_true", help=help_text)
-    help_text = "on a terminal: every key in full, instead of a tree"
+    help_text = "on a terminal: every key, also of layers that are alike"
     show.add_argument("--all", action="store_true", help=help_text)
     help_text = "the common state; none of its classes is imported"
     show.add_argument("--common", action="store_true", help=help_text)

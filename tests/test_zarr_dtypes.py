@@ -118,7 +118,7 @@ def test_other_data_types_are_not_ours() -> None:
 
 
 def test_it_is_light() -> None:
-    code = "import megackpt.zarr_dtypes, sys; print([m for m in ('torch', 'tensorstore', 'rich') if m in sys.modules])"
+    code = "import megackpt.zarr_dtypes, sys; print([m for m in ('torch', 'tensorstore') if m in sys.modules])"
     assert run(code).strip() == "[]"
 
 

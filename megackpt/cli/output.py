@@ -1,35 +1,31 @@
-"""Prints the answer of a command: as JSON, as plain text, or decorated on a terminal (by rich).
+"""Prints the answer of a command: as JSON, or as lines of text, with colours on a terminal.
 
-An answer has data and blocks. The blocks are lines and tables; both text forms show the same ones.
+An answer has data for JSON, and blocks for text. A block is a line or a table.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from megackpt import events, limits
-from megackpt.events import format_size
-from megackpt.progress_bar import is_terminal, show_bars
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
+from megackpt.progress_line import is_open, is_terminal
 
 _COLUMN_GAP = "  "
+_CODES = {
+    "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"
+}  # fmt: skip
+"""Escape codes of terminals."""
 
 
 class Cell(NamedTuple):
-    """Text, and its style on a terminal (in rich's words: "bold", "red", "dim cyan")."""
+    """Text, and its style on a terminal: "bold", "red", "bold green"."""
 
     text: str
     style: str = ""
@@ -64,164 +60,73 @@ class Answer:
 
 def print_answer(answer: Answer, as_json: bool) -> None:
     """Print to stdout. A process may have no stdout."""
-    if not _is_open(sys.stdout):
+    if not is_open(sys.stdout):
         return
     if as_json:
         print(json.dumps(to_json(answer.data), indent=2, allow_nan=False))
-    elif is_terminal(sys.stdout):
-        _print_decorated(answer.blocks)
     else:
-        for line in plain_lines(answer.blocks):
+        for line in format_blocks(answer.blocks, _shows_styles(sys.stdout)):
             print(line)
     sys.stdout.flush()
 
 
 def print_error(text: str) -> None:
     """Print a message to stderr. The exit status reports the error, too, so this may fail."""
-    if not _is_open(sys.stderr):
+    if not is_open(sys.stderr):
         return
-    first, *others = [escape(line) for line in text.split("\n")]
+    first, *others = text.split("\n")
+    kind, colon, rest = first.partition(": ")
+    lines: list[Line] = [(Cell(kind, "bold red"), colon, rest)]
+    lines += [(line,) for line in others]
     with suppress(OSError):
-        if is_terminal(sys.stderr):
-            kind, colon, rest = first.partition(": ")
-            styled = _rich_text([Cell(kind, "bold red"), colon + rest])
-            _console(sys.stderr).print(styled, soft_wrap=True)
-        else:
-            print(first, file=sys.stderr)
-        for line in others:
+        for line in format_blocks(lines, _shows_styles(sys.stderr)):
             print(line, file=sys.stderr)
 
 
-@contextmanager
-def show_progress() -> Iterator[None]:
-    """Show the progress of the operations in the block on stderr: bars, or lines in a log."""
-    if is_terminal(sys.stderr):
-        with show_bars(transient=True):
-            yield
-        return
-    lines = _ProgressLines()
-    events.add_observer(lines)
-    try:
-        yield
-    finally:
-        events.remove_observer(lines)
-        lines.stopped.set()
+def _shows_styles(stream: TextIO) -> bool:
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
-class _ProgressLines(events.Observer):
-    """Prints a line every few seconds while an operation runs. Short operations print nothing."""
-
-    shows_progress = True
-
-    def __init__(self) -> None:
-        self.stopped = threading.Event()
-        self._stage: events.Stage | None = None
-
-    def stage_started(self, stage: events.Stage) -> None:
-        """Show this stage from now on."""
-        if self._stage is None:
-            threading.Thread(target=self._print_lines, daemon=True).start()
-        self._stage = stage
-
-    def _print_lines(self) -> None:
-        while not self.stopped.wait(limits.PROGRESS_SECONDS):
-            stage = self._stage
-            if stage is None or not stage.todo or not _is_open(sys.stderr):
-                continue
-            percent = 100 * stage.done // stage.todo
-            sizes = f"{format_size(stage.done)} of {format_size(stage.todo)}"
-            # A log that cannot be written must not fail the operation.
-            with suppress(OSError, ValueError):
-                name = f"{stage.operation.name}: {stage.name}"
-                print(f"{name}, {percent} %, {sizes}", file=sys.stderr, flush=True)
-
-
-def _is_open(stream: TextIO | None) -> bool:
-    return stream is not None and not stream.closed
-
-
-def plain_lines(blocks: Iterable[Block]) -> Iterator[str]:
-    """Undecorated text. No line is cut or wrapped."""
+def format_blocks(blocks: Iterable[Block], has_styles: bool) -> Iterator[str]:
+    """The blocks as lines. No line is cut or wrapped."""
     follows_table = False
     for block in blocks:
         if not isinstance(block, Table):
-            yield "".join(_texts(block))
+            yield "".join(_format_cell(cell, 0, has_styles) for cell in block)
         elif block.rows:
             if follows_table:
                 yield ""
-            yield from _aligned_rows(block)
+            yield from _table_lines(block, has_styles)
         else:
             continue
         follows_table = isinstance(block, Table)
 
 
-def _aligned_rows(table: Table) -> Iterator[str]:
-    rows = [[heading.upper() for heading in table.headings]]
-    rows += [_texts(row) for row in table.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _table_lines(table: Table, has_styles: bool) -> Iterator[str]:
+    rows = [[Cell(heading.upper(), "dim") for heading in table.headings], *table.rows]
+    widths = [0] * len(table.headings)
+    for row in rows:
+        for i, cell in enumerate(row):
+            widths[i] = max(widths[i], len(_format_cell(cell, 0, False)))
     for row in rows:
         cells = []
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            cells.append(cell.rjust(width) if i in table.right else cell.ljust(width))
+        for i, cell in enumerate(row):
+            # Negative: aligned left.
+            width = widths[i] if i in table.right else -widths[i]
+            cells.append(_format_cell(cell, width, has_styles))
         yield _COLUMN_GAP.join(cells).rstrip()
 
 
-def _texts(line: Line) -> list[str]:
-    return [escape(cell if isinstance(cell, str) else cell.text) for cell in line]
-
-
-def _print_decorated(blocks: Iterable[Block]) -> None:
-    console = _console(sys.stdout)
-    follows_table = False
-    for block in blocks:
-        if not isinstance(block, Table):
-            if follows_table and block:
-                console.print()
-            console.print(_rich_text(block))
-        elif block.rows:
-            if follows_table:
-                console.print()
-            console.print(_rich_table(block))
-        else:
-            continue
-        follows_table = isinstance(block, Table)
-
-
-def _console(stream: TextIO) -> Console:
-    # rich takes 50 ms to import.
-    from rich.console import Console
-
-    return Console(file=stream, highlight=False, markup=False, emoji=False)
-
-
-def _rich_text(line: Line) -> Text:
-    from rich.text import Text
-
-    styles = ["" if isinstance(cell, str) else cell.style for cell in line]
-    return Text.assemble(*zip(_texts(line), styles, strict=True))
-
-
-def _rich_table(table: Table) -> RichTable:
-    from rich import box
-    from rich.table import Table as RichTable
-
-    drawn = RichTable(
-        box=box.SIMPLE_HEAD,
-        header_style="dim",
-        border_style="dim",
-        show_edge=False,
-        pad_edge=False,
-    )
-    for i, heading in enumerate(table.headings):
-        if i not in table.right:
-            drawn.add_column(heading, overflow="fold")
-            continue
-        # On a narrow terminal text is wrapped, but numbers stay whole.
-        width = max(len(heading), *(len(_texts([row[i]])[0]) for row in table.rows))
-        drawn.add_column(heading, justify="right", min_width=width, no_wrap=True)
-    for row in table.rows:
-        drawn.add_row(*(_rich_text([cell]) for cell in row))
-    return drawn
+def _format_cell(cell: Cell | str, width: int, has_styles: bool) -> str:
+    """The text, escaped, aligned and styled."""
+    if isinstance(cell, str):
+        cell = Cell(cell)
+    text = escape(cell.text)
+    text = text.rjust(width) if width > 0 else text.ljust(-width)
+    if not has_styles or not cell.style:
+        return text
+    codes = ";".join(_CODES[name] for name in cell.style.split())
+    return f"\x1b[{codes}m{text}\x1b[0m"
 
 
 def to_json(value: Any) -> Any:

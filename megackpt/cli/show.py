@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import fnmatch
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ from megackpt.errors import MismatchError, StorageError
 from megackpt.events import format_size
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import OBJECT, Manifest, TensorParts
-from megackpt.progress_bar import is_terminal
+from megackpt.progress_line import is_terminal
 
 _HEADINGS = ("key", "dtype", "shape", "chunks", "size")
 _LAYOUT_HEADINGS = ("box", "file", "start", "length", "rank", "digest")
-_MAX_DEPTH = 40
-"""Levels of the tree of keys; the rest of a longer key is one name."""
+# int() refuses the longest numbers, and 10 digits do not number layers.
+_NUMBER = re.compile(r"(?<![^.])\d{1,9}(?![^.])", re.ASCII)
+"""A part of a key, between two dots."""
 
 Entry = dict[str, Any]
 
@@ -146,12 +147,9 @@ def _blocks(data: Mapping[str, Any], has_layout: bool, folds: bool) -> Iterator[
             yield from _layout_blocks(entry)
     elif "entries" in data:
         entries = data["entries"]
-        rows: list[Line] = []
-        if folds:
-            for node in _tree(entries):
-                rows += _node_rows(node, 0)
-        else:
-            rows += [_row(entry["key"], entry) for entry in entries]
+        rows = _folded(entries)
+        if not folds:
+            rows = [_row(entry["key"], entry) for entry in entries]
         yield Table(_HEADINGS, rows, right=(3, 4))
         counts = [
             counted(len(entries), "entry"),
@@ -218,74 +216,23 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, path + step)
 
 
-@dataclass
-class _Node:
-    """A part of the keys, between two dots. Alike siblings with numbers (layers) are one node."""
-
-    label: str
-    entry: Entry | None = None
-    children: dict[str, _Node] = field(default_factory=dict)
-    count: int = 1
-    """Number of siblings that this node shows."""
-
-    def total_bytes(self) -> int:
-        own = self.entry["bytes"] if self.entry else 0
-        below = sum(child.total_bytes() for child in self.children.values())
-        return self.count * (own + below)
-
-    def signature(self) -> object:
-        """Equal for nodes that differ in their label and keys only."""
-        own = None
-        if self.entry:
-            own = [self.entry[name] for name in ("dtype", "shape", "chunks", "bytes")]
-        below = [(name, node.signature()) for name, node in self.children.items()]
-        return self.count, own, below
-
-
-def _tree(entries: Sequence[Entry]) -> list[_Node]:
-    root = _Node("")
+def _folded(entries: Sequence[Entry]) -> list[Line]:
+    """Rows. Entries that differ only in numbers of their keys, as layers do, are one."""
+    groups: dict[object, list[Entry]] = {}
     for entry in entries:
-        node = root
-        for name in entry["key"].split(".", _MAX_DEPTH):
-            node = node.children.setdefault(name, _Node(name))
-        node.entry = entry
-    return [_joined(node) for node in root.children.values()]
-
-
-def _joined(node: _Node) -> _Node:
-    """Join a node without an entry with its only child: ``self_attention.linear_proj``."""
-    while node.entry is None and len(node.children) == 1:
-        (child,) = node.children.values()
-        node = _Node(f"{node.label}.{child.label}", child.entry, child.children)
-    return node
-
-
-def _node_rows(node: _Node, depth: int) -> Iterator[Line]:
-    label = "  " * depth + node.label
-    if node.count > 1:
-        label += f" ({node.count} alike)"
-    if node.entry:
-        yield _row(label, node.entry)
-    else:
-        size = Cell(format_size(node.total_bytes()), "dim")
-        yield Cell(label, "bold"), "", "", "", size
-    for child in _folded(list(node.children.values())):
-        yield from _node_rows(_joined(child) if child.count == 1 else child, depth + 1)
-
-
-def _folded(siblings: Sequence[_Node]) -> list[_Node]:
-    """Join runs of numbered siblings that are alike: ``0-31 (32 alike)``."""
-    # int() refuses the longest numbers, and 10 digits do not number layers.
-    numbered = [n for n in siblings if n.label.isdecimal() and len(n.label) < 10]
-    result = [node for node in siblings if node not in numbered]
-    last = None
-    for node in sorted(numbered, key=lambda node: int(node.label)):
-        signature = node.signature()
-        if signature == last:
-            first = result[-1]
-            first.label = f"{first.label.partition('-')[0]}-{node.label}"
-            first.count += 1
-        else:
-            result.append(node)
-        last = signature
-    return result
+        pattern = _NUMBER.sub("#", entry["key"])
+        alike = [entry[name] for name in ("dtype", "shape", "chunks", "bytes")]
+        groups.setdefault((pattern, *alike), []).append(entry)
+    rows = []
+    for group in groups.values():
+        label = group[0]["key"]
+        if len(group) > 1:
+            numbers = [map(int, _NUMBER.findall(entry["key"])) for entry in group]
+            label, *rest = _NUMBER.split(label)
+            for column, text in zip(zip(*numbers, strict=True), rest, strict=True):
+                low, high = min(column), max(column)
+                span = str(low) if low == high else f"{low}-{high}"
+                label += span + text
+            label += f" ({len(group)} alike)"
+        rows.append(_row(label, group[0]))
+    return rows
