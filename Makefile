@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Tests start some hundred interpreters: without bytecode each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check compat compat-core campaign faults bench lint types layers reference docs cover peers system clean
+.PHONY: help demo test check compat compat-core campaign faults bench lint types layers docs cover peers system clean
 .NOTPARALLEL:
 
 help:
@@ -29,7 +29,7 @@ help:
 	@echo "make faults  saves killed at every system call, power cuts, flipped bits, failing ranks and disks: the figures"
 	@echo "make bench   speed beside the plain-I/O limit and the peers"
 	@echo "make docs    the documentation, with the API reference, as a site: site/index.html"
-	@echo "also: lint, types, layers, reference (the API, from docstrings), cover, peers, clean"
+	@echo "also: lint, types, layers, cover, peers, clean"
 
 $(READY): setup.cfg pyproject.toml .constraints.txt
 	@echo "setting up .venv (the first time this downloads some hundred megabytes)"
@@ -64,7 +64,7 @@ demo: $(READY)
 test: $(READY)
 	@$(PYTEST) -m '$(EXPRESSION)'
 
-check: lint types layers reference docs peers system
+check: lint types layers docs peers system
 	@$(PYTEST) -m 'not campaign'
 
 # ONLY: names of pairs, of those in docs/compatibility.md; PATHS: tests (all by default).
@@ -93,9 +93,6 @@ types: $(READY)
 
 layers: $(READY)
 	@$(BIN)/lint-imports --config setup.cfg
-
-reference: $(READY)
-	@$(BIN)/python tools/reference.py
 
 # Strict: a broken link or an unknown name is an error. The line about mkdocs 2 is an advertisement.
 docs: .venv/.site
