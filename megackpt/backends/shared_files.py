@@ -203,19 +203,17 @@ def merge_pieces(
     starts = np.array([place.start for place in found], np.int64)
     lengths = np.array([place.length for place in found], np.int64)
     boxes = [chunks.boxes.take(blobs), Boxes(np.zeros_like(whole), whole)]
-    bounds = chunks.block_bounds
     merged = replace(
-        chunks.take(rows, bounds),
+        chunks.take(rows),
         boxes=Boxes.concat(boxes),
         writer=np.where(several, -1, chunks.writer[rows]).astype(np.int32),
         start=np.concatenate([chunks.start[blobs], starts]),
         length=np.concatenate([chunks.length[blobs], lengths]),
     )
-    new_bounds = merged.block_bounds
-    digests = np.zeros((int(new_bounds[-1]), DIGEST_SIZE), np.uint8)
+    digests = np.zeros((int(merged.block_bounds[-1]), DIGEST_SIZE), np.uint8)
     alone = np.flatnonzero(~several)
-    known = chunks.digests[chunks.blocks(rows[alone], bounds)]
-    digests[merged.blocks(alone, new_bounds)] = known
+    known = chunks.digests[chunks.blocks(rows[alone])]
+    digests[merged.blocks(alone)] = known
     merged = replace(merged, digests=digests)
     return replace(manifest, chunks=merged), np.flatnonzero(several)
 
@@ -239,7 +237,7 @@ def compute_digests(
             checksums[row] = checksum
             known = digests[bounds[row] : bounds[row + 1]]
             if chunks.writer[row] >= 0 and known.tobytes() != found:
-                chunk = manifest.chunk(row, bounds)
+                chunk = manifest.chunk(row)
                 shard = ShardId(manifest.tensors[chunks.tensor[row]].key, chunk.box)
                 raise CorruptCheckpoint(
                     f"{shard}: what was written is not what is read again from "

@@ -67,7 +67,6 @@ class ChunkChecks:
         self.advance = advance
         self.backend = backend
         self.manifest = manifest
-        self.bounds = manifest.chunks.block_bounds
         self.parts = TensorParts(manifest)
         self.missing: set[str] = set()  # files that do not exist
         self.bad: set[int] = set()  # rows of chunks with problems
@@ -118,7 +117,7 @@ class ChunkChecks:
         number = int(chunks.tensor[row])
         within = np.flatnonzero(self.parts.rows(number) == row)
         return LoadPlan(
-            self.parts.part(number),
+            self.parts.excerpt([number]),
             within,
             chunks.boxes.take([row]),
             np.zeros(1, np.int64),
@@ -160,7 +159,7 @@ class ChunkChecks:
         self, row: int, reader: FileReader, buffer: memoryview
     ) -> Iterator[str]:
         """A problem for each block of this chunk that does not match its digest."""
-        chunk = self.manifest.chunk(row, self.bounds)
+        chunk = self.manifest.chunk(row)
         start, length = chunk.location.start, chunk.location.length
         for done in range(0, length, _READ):
             part = buffer[: min(_READ, length - done)]

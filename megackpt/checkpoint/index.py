@@ -172,7 +172,7 @@ def _sorted_by_tensor(manifest: Manifest) -> Manifest:
     if not (np.diff(chunks.tensor) < 0).any():
         return manifest
     order = np.argsort(chunks.tensor, kind="stable")
-    return replace(manifest, chunks=chunks.take(order, chunks.block_bounds))
+    return replace(manifest, chunks=chunks.take(order))
 
 
 def _columns(manifest: Manifest) -> tuple[Columns, bool]:

@@ -66,7 +66,7 @@ class Regions:
         manifest = self.opened.manifest
         numbers = {number for number, _ in regions}
         if len(numbers) == 1:  # planned in time that depends on this tensor alone
-            manifest = self._parts.part(*numbers)
+            manifest = self._parts.excerpt([*numbers])
         wanted = [self._declared(number, box) for number, box in regions]
         plan = plan_load(Declarations.of(wanted), manifest)
         self.opened.backend.read(self.opened.storage, plan, landing, self._verify)

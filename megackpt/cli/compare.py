@@ -140,7 +140,6 @@ class _Side:
         self._regions = Regions(opened)
         self.has_digests = len(opened.manifest.chunks.digests) > 0
         self._parts = TensorParts(opened.manifest)
-        self._bounds = opened.manifest.chunks.block_bounds
         self.numbers = {
             key: number
             for key, number in opened.manifest.numbers().items()
@@ -167,7 +166,7 @@ class _Side:
         for row in self._parts.rows(self.numbers[key]).tolist():
             box = chunks.boxes.row(row, len(meta.shape))
             volume += box.volume
-            blocks = chunks.digests[self._bounds[row] : self._bounds[row + 1]]
+            blocks = self.manifest.chunk(row).digests
             found[box] = blocks.tobytes()
         # Where B has holes or overlaps, reading the boxes of A from it fails.
         if volume != math.prod(meta.shape) and not meta.is_object:

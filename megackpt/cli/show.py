@@ -86,7 +86,6 @@ def _entries(
     manifest: Manifest, numbers: Sequence[int], has_layout: bool
 ) -> list[Entry]:
     parts = TensorParts(manifest)
-    bounds = manifest.chunks.block_bounds
     entries = []
     for number in numbers:
         key, meta = manifest.tensors[number]
@@ -104,7 +103,7 @@ def _entries(
             continue
         entry["layout"] = []
         for row in rows.tolist():
-            chunk = manifest.chunk(row, bounds)
+            chunk = manifest.chunk(row)
             layout = {
                 "offset": chunk.box.offset,
                 "shape": chunk.box.shape,

@@ -290,7 +290,7 @@ def test_no_archive_is_made_where_a_tensor_was_not_written(tmp_path: Path) -> No
     rows = np.array(
         [row for row in range(len(manifest.chunks)) if manifest.chunks.tensor[row] != 1]
     )
-    chunks = manifest.chunks.take(rows, manifest.chunks.block_bounds)
+    chunks = manifest.chunks.take(rows)
     with pytest.raises(
         BackendError, match=r"model\.pt: a payload is missing before byte"
     ):

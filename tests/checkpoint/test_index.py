@@ -129,11 +129,8 @@ def manifests(draw) -> Manifest:
 
 def rows(manifest: Manifest) -> list:
     """All chunks, tensor by tensor, in the order that they have there."""
-    bounds = manifest.chunks.block_bounds
     order = np.argsort(manifest.chunks.tensor, kind="stable")
-    chunks = [
-        (int(manifest.chunks.tensor[i]), manifest.chunk(int(i), bounds)) for i in order
-    ]
+    chunks = [(int(manifest.chunks.tensor[i]), manifest.chunk(int(i))) for i in order]
     return [(t, c.box, c.location, c.writer, c.digests.tobytes()) for t, c in chunks]
 
 

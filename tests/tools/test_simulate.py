@@ -114,10 +114,9 @@ def really_saved(
 
 def places(manifest: Manifest) -> dict[tuple[str, str], tuple[str, int, int, int]]:
     """Of each chunk, by key and box: file, start, length, writer."""
-    bounds = np.zeros(len(manifest.chunks) + 1, np.int64)
     found = {}
     for row, number in enumerate(manifest.chunks.tensor.tolist()):
-        chunk = manifest.chunk(row, bounds)
+        chunk = manifest.chunk(row)
         at = chunk.location
         found[manifest.tensors[number].key, str(chunk.box)] = (
             at.file,

@@ -205,5 +205,5 @@ def _check_places(
 def name_of(plan: LoadPlan, row: int) -> str:
     """The name of the chunk of a plan's row in errors."""
     manifest, number = plan.manifest, int(plan.chunk[row])
-    chunk = manifest.chunk(number, np.zeros(len(manifest.chunks) + 1, np.int64))
+    chunk = manifest.chunk(number)
     return f"{manifest.tensors[manifest.chunks.tensor[number]].key!r} {chunk.box} in {chunk.location.file}"

@@ -91,7 +91,7 @@ def _payloads(
     found = []
     with root.open(manifest.files[manifest.chunks.file[chunks[0]]]) as reader:
         for number in chunks.tolist():
-            chunk = manifest.chunk(number, np.zeros(number + 2, np.int64))
+            chunk = manifest.chunk(number)
             dtype = manifest.tensors[manifest.chunks.tensor[number]].meta.dtype
             record = _Record(reader, chunk.location.start, chunk.location.length)
             place = record.payload(dtype, chunk.box.shape, parts[number])
@@ -176,7 +176,7 @@ def _load_record(
     root: Storage, plan: LoadPlan, number: int, part: Part
 ) -> torch.Tensor:
     """The elements of a chunk, from its whole record."""
-    chunk = plan.manifest.chunk(number, np.zeros(number + 2, np.int64))
+    chunk = plan.manifest.chunk(number)
     entry = plan.manifest.tensors[plan.manifest.chunks.tensor[number]]
     name = f"{root.location}: {entry.key!r} {chunk.box} in {chunk.location.file}"
     with root.open(chunk.location.file) as reader:

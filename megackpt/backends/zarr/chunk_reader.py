@@ -65,11 +65,10 @@ def raw_rows(manifest: Manifest, rows: Int64) -> Bool:
 def damage(root: Storage, manifest: Manifest) -> list[str] | None:
     """The problems that the crc32c of the chunks show. None if there are arrays without."""
     reader = _ChunkReader(root, manifest.backend[1])
-    bounds = manifest.chunks.block_bounds
     problems = []
     for row in np.flatnonzero(~_is_object(manifest)[manifest.chunks.tensor]).tolist():
         entry = manifest.tensors[manifest.chunks.tensor[row]]
-        chunk = manifest.chunk(row, bounds)
+        chunk = manifest.chunk(row)
         try:
             if not reader.layout_of(entry, chunk).checksum:
                 return None

@@ -47,13 +47,12 @@ def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
     is_part = is_temporary[chunks.file]
     groups = _by_cell(manifest, np.flatnonzero(is_part))
     found: dict[int, CellResult] = {}
-    bounds = chunks.block_bounds
 
     def work(numbers: Iterator[int]) -> None:
         with root.batch() as batch:
             for number in numbers:
                 rows = groups[number].tolist()
-                parts = [manifest.chunk(row, bounds) for row in rows]
+                parts = [manifest.chunk(row) for row in rows]
                 tensor = int(chunks.tensor[rows[0]])
                 found[number] = _write(root, batch, manifest, tensor, parts, packing)
 
@@ -123,7 +122,7 @@ def _with_cells(
     manifest: Manifest, kept: Int64, tensors: Int32, cells: list[CellResult]
 ) -> Manifest:
     """The manifest with these chunks of its own, and cells that the coordinator wrote."""
-    old = manifest.chunks.take(kept, manifest.chunks.block_bounds)
+    old = manifest.chunks.take(kept)
     new = write_result(cells, old.boxes.width)
     used, file = np.unique(old.file, return_inverse=True)
     writer = np.full(len(new.item), _COORDINATOR, np.int32)

@@ -15,12 +15,12 @@ from megackpt.planning.manifest.chunks import (
     Manifest as Manifest,
     TensorParts as TensorParts,
     WriteResult as WriteResult,
+    listed as listed,
 )
 from megackpt.planning.manifest.declarations import (
     Declaration as Declaration,
     Declarations as Declarations,
 )
-from megackpt.planning.manifest.foreign_table import listed as listed
 from megackpt.planning.manifest.plans import (
     LoadPlan as LoadPlan,
     ReadItem as ReadItem,

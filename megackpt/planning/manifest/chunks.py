@@ -1,20 +1,25 @@
-"""Chunks, and the manifest of all chunks of a checkpoint."""
+"""Chunks, and the manifest of all chunks of a checkpoint; manifests of foreign tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
+from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Boxes, Int64
-from megackpt.planning.manifest.columns import joined, renumbered
+from megackpt.planning.manifest.columns import joined, merged_tables
 from megackpt.planning.manifest.tensors import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
+    ITEMSIZE,
+    LARGEST,
     Digests,
     Int32,
     TensorEntry,
+    size_problem,
 )
 
 
@@ -69,7 +74,7 @@ class Chunk:
     writer: int = -1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Chunks:
     """The stored chunks of all tensors. ``file`` is -1 before they are written.
 
@@ -87,24 +92,23 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    @property
+    @cached_property
     def block_bounds(self) -> Int64:
         """n + 1 row numbers into ``digests``: those of chunk i are ``bounds[i]:bounds[i + 1]``."""
         counts = -(-self.length // DIGEST_BLOCK)
-        return np.concatenate(
-            [np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]
-        )
+        return np.append(0, np.cumsum(counts, dtype=np.int64))
 
-    def blocks(self, rows: Int64, bounds: Int64) -> Int64:
-        """The rows of ``digests`` of these chunks; ``bounds`` are ``block_bounds``."""
-        counts = np.diff(bounds)[rows]
-        ends = np.cumsum(counts)
-        total = int(ends[-1]) if len(ends) else 0
-        starts: Int64 = np.repeat(bounds[rows] - (ends - counts), counts)
-        return starts + np.arange(total)
+    def blocks(self, rows: Int64) -> Int64:
+        """The rows of ``digests`` of these chunks."""
+        counts = -(-self.length[rows] // DIGEST_BLOCK)
+        before = np.cumsum(counts) - counts
+        starts: Int64 = np.repeat(self.block_bounds[rows] - before, counts)
+        return starts + np.arange(len(starts))
 
-    def take(self, rows: Int64, bounds: Int64) -> Chunks:
-        """These rows; ``bounds`` are ``block_bounds``."""
+    def take(self, rows: Int64) -> Chunks:
+        digests = self.digests
+        if len(digests):
+            digests = digests[self.blocks(rows)]
         return Chunks(
             self.tensor[rows],
             self.boxes.take(rows),
@@ -112,9 +116,7 @@ class Chunks:
             self.file[rows],
             self.start[rows],
             self.length[rows],
-            self.digests[self.blocks(rows, bounds)]
-            if len(self.digests)
-            else self.digests,
+            digests,
         )
 
 
@@ -147,16 +149,17 @@ class Manifest:
         """Without digests. A row is a chunk: tensor's number, box, file, start, length."""
         entries = tuple(tensors)
         files: dict[str, int] = {}
+        numbers, boxes, names, starts, lengths = (
+            zip(*rows, strict=True) if rows else [()] * 5
+        )
+        file = [files.setdefault(name, len(files)) for name in names]
         chunks = Chunks(
-            np.array([number for number, *_ in rows], np.int32),
-            Boxes.of(box for _, box, *_ in rows),
+            np.array(numbers, np.int32),
+            Boxes.of(boxes),
             np.full(len(rows), -1, np.int32),
-            np.array(
-                [files.setdefault(file, len(files)) for _, _, file, _, _ in rows],
-                np.int32,
-            ),
-            np.array([start for *_, start, _ in rows], np.int64),
-            np.array([length for *_, length in rows], np.int64),
+            np.array(file, np.int32),
+            np.array(starts, np.int64),
+            np.array(lengths, np.int64),
             np.zeros((0, DIGEST_SIZE), np.uint8),
         )
         return cls(entries, (None,) * len(entries), chunks, tuple(files))
@@ -165,12 +168,14 @@ class Manifest:
         """Key -> number in ``tensors``."""
         return {entry.key: i for i, entry in enumerate(self.tensors)}
 
-    def chunk(self, i: int, bounds: Int64 | None = None) -> Chunk:
-        """Row ``i``; pass ``chunks.block_bounds`` when asking for many."""
+    def chunk(self, i: int) -> Chunk:
+        """Row ``i``."""
         c = self.chunks
-        bounds = c.block_bounds if bounds is None else bounds
-        digests = c.digests[bounds[i] : bounds[i + 1]] if len(c.digests) else c.digests
-        file = self.files[c.file[i]] if c.file[i] >= 0 else ""
+        digests, file = c.digests, ""
+        if len(digests):
+            digests = digests[c.block_bounds[i] : c.block_bounds[i + 1]]
+        if c.file[i] >= 0:
+            file = self.files[c.file[i]]
         return Chunk(
             c.boxes.row(i, len(self.tensors[c.tensor[i]].meta.shape)),
             Location(file, int(c.start[i]), int(c.length[i])),
@@ -179,84 +184,118 @@ class Manifest:
         )
 
     def chunks_of(self, key: str) -> list[Chunk]:
-        number = self.numbers()[key]
-        bounds = self.chunks.block_bounds
-        return [
-            self.chunk(int(i), bounds)
-            for i in np.flatnonzero(self.chunks.tensor == number)
-        ]
+        rows = np.flatnonzero(self.chunks.tensor == self.numbers()[key])
+        return list(map(self.chunk, rows.tolist()))
 
     def located(self, results: Sequence[WriteResult]) -> Manifest:
         """This manifest with the chunks that the ranks report.
 
         Its chunks must be in the order of plan_save: by rank, and within a rank as in its plan.
         """
-        files: dict[str, int] = {}
-        file = [renumbered(r.file, r.files, files) for r in results]
-        first = np.searchsorted(self.chunks.writer, np.arange(len(results))).tolist()
-        tensor = [
-            self.chunks.tensor[r.item + begin]
-            for r, begin in zip(results, first, strict=True)
-        ]
+        first = np.searchsorted(self.chunks.writer, np.arange(len(results)))
+        counts = [len(result.item) for result in results]
+        item = joined([result.item for result in results], np.int64)
+        files, file = merged_tables(
+            [result.files for result in results], [result.file for result in results]
+        )
         chunks = Chunks(
-            joined(tensor, np.int32),
+            self.chunks.tensor[item + np.repeat(first, counts)],
             Boxes.concat([r.boxes for r in results]).widened(self.chunks.boxes.width),
-            np.repeat(
-                np.arange(len(results), dtype=np.int32), [len(r.item) for r in results]
-            ),
-            file=joined(file, np.int32),
-            start=joined([r.start for r in results], np.int64),
-            length=joined([r.length for r in results], np.int64),
-            digests=np.concatenate(
-                [r.digests for r in results] or [np.zeros((0, DIGEST_SIZE), np.uint8)]
+            np.repeat(np.arange(len(results), dtype=np.int32), counts),
+            file,
+            joined([result.start for result in results], np.int64),
+            joined([result.length for result in results], np.int64),
+            np.concatenate(
+                [self.chunks.digests, *(result.digests for result in results)]
             ),
         )
-        return replace(self, chunks=chunks, files=tuple(files))
+        return replace(self, chunks=chunks, files=files)
 
 
 class TensorParts:
-    """The manifests of single tensors, each made in time that depends on that tensor alone."""
+    """Manifests of a few tensors, each made in time that depends on these tensors alone."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._bounds = manifest.chunks.block_bounds
         self._order = np.argsort(manifest.chunks.tensor, kind="stable")
         counts = np.bincount(manifest.chunks.tensor, minlength=len(manifest.tensors))
-        self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        self._first = np.append(0, np.cumsum(counts))
 
     def rows(self, number: int) -> Int64:
         """The chunks of tensor ``number``: row i of its part is ``rows(number)[i]`` here."""
         return self._order[self._first[number] : self._first[number + 1]]
 
-    def part(self, number: int) -> Manifest:
-        """The manifest of tensor ``number`` alone."""
-        chunks = self._manifest.chunks.take(self.rows(number), self._bounds)
-        return replace(
-            self._manifest,
-            tensors=self._manifest.tensors[number : number + 1],
-            grids=self._manifest.grids[number : number + 1],
-            chunks=replace(chunks, tensor=np.zeros_like(chunks.tensor)),
-        )
-
     def excerpt(self, numbers: Sequence[int]) -> Manifest:
         """The manifest of these tensors, in this order, and of the files that they are in."""
         whole = self._manifest
         rows = [self.rows(number) for number in numbers]
-        chunks = whole.chunks.take(
-            np.concatenate([np.zeros(0, np.int64), *rows]), self._bounds
-        )
-        used, file = np.unique(chunks.file, return_inverse=True)
-        tensor: Int32 = np.repeat(np.arange(len(rows)), list(map(len, rows))).astype(
-            np.int32
-        )
+        chunks = whole.chunks.take(joined(rows, np.int64))
+        tensor = np.repeat(np.arange(len(rows), dtype=np.int32), list(map(len, rows)))
+        used = np.unique(chunks.file[chunks.file >= 0])
+        file = np.where(chunks.file < 0, -1, np.searchsorted(used, chunks.file))
         return replace(
             whole,
             tensors=tuple(whole.tensors[number] for number in numbers),
             grids=tuple(whole.grids[number] for number in numbers),
-            chunks=replace(
-                chunks,
-                tensor=tensor,
-                file=(file - (used[:1] < 0).sum()).astype(np.int32),
-            ),
-            files=tuple(whole.files[number] for number in used.tolist() if number >= 0),
+            chunks=replace(chunks, tensor=tensor, file=file.astype(np.int32)),
+            files=tuple(whole.files[number] for number in used.tolist()),
         )
+
+
+def listed(
+    tensors: Iterable[TensorEntry],
+    chunks: Iterable[tuple[int, Box, Location]],
+    backend: tuple[str, int],
+) -> Manifest:
+    """The manifest of a format's own table of contents, without digests.
+
+    ``chunks`` are for each chunk its tensor's number, its box, and the location of its raw
+    bytes. Raises CorruptCheckpoint for impossible values, types included: keys twice, unknown
+    dtypes, shapes too large for an index, boxes beyond their tensor, lengths that differ from
+    the box's.
+    """
+    entries = tuple(tensors)
+    seen: set[str] = set()
+    for key, (shape, dtype) in entries:
+        named = type(key) is str and type(dtype) is str
+        if (
+            not named
+            or key in seen
+            or dtype not in ITEMSIZE
+            or not _are_counts(shape)
+            or size_problem(shape, dtype)
+        ):
+            raise CorruptCheckpoint(
+                f"the table of contents has, twice or with impossible values, {key!r} of shape "
+                f"{shape!r} and dtype {dtype!r}"
+            )
+        seen.add(key)
+    rows = []
+    for number, box, location in chunks:
+        if not _is_possible(entries, number, box, location):
+            raise CorruptCheckpoint(
+                f"the table of contents has {box!r} of tensor {number!r} of {len(entries)} in "
+                f"{location}, which cannot be"
+            )
+        rows.append((number, box, location.file, location.start, location.length))
+    return replace(Manifest.of(entries, rows), backend=backend)
+
+
+def _is_possible(
+    entries: Sequence[TensorEntry], number: int, box: Box, location: Location
+) -> bool:
+    file, start, length = location.file, location.start, location.length
+    if not _are_counts((number, start, length, *box.offset, *box.shape)):
+        return False
+    if number >= len(entries) or type(file) is not str or start + length >= LARGEST:
+        return False
+    meta = entries[number].meta
+    if len(box.shape) != len(meta.shape) or not Box.whole(meta.shape).contains(box):
+        return False
+    if meta.is_object:
+        return box.volume == 1
+    return box.volume * meta.itemsize == length
+
+
+def _are_counts(numbers: Iterable[object]) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)

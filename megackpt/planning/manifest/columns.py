@@ -1,4 +1,4 @@
-"""Columns of several ranks, joined to one column with one table; and columns as bytes."""
+"""Columns of several ranks, joined to one column with one table; and tables as bytes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,6 @@ T = TypeVar("T")
 _TABLES = 64  # received tables kept: ranks of one pipeline stage have the same
 
 
-def renumbered(column: Int32, names: Sequence[Any], table: dict[Any, int]) -> Int32:
-    return _numbers(names, table)[column]
-
-
-def _numbers(names: Sequence[Any], table: dict[Any, int]) -> Int32:
-    numbers = list(map(table.get, names))
-    if None in numbers:  # rare: most ranks have names that another rank has
-        numbers = [table.setdefault(name, len(table)) for name in names]
-    return np.array(numbers, np.int32)
-
-
 def merged_tables(
     tables: Sequence[tuple[T, ...]], columns: Sequence[Int32]
 ) -> tuple[tuple[T, ...], Int32]:
@@ -37,37 +26,18 @@ def merged_tables(
     """
     whole: dict[T, int] = {}
     starts: dict[int, int] = {}  # id of a table -> where its numbers begin
-    numbers: list[Int32] = []
-    count = 0
+    numbers: list[int] = []
     for table in tables:
         if id(table) not in starts:
-            starts[id(table)] = count
-            numbers.append(_numbers(table, whole))
-            count += len(table)
+            starts[id(table)] = len(numbers)
+            numbers.extend(whole.setdefault(entry, len(whole)) for entry in table)
     start = np.array([starts[id(table)] for table in tables], np.int64)
-    own = joined(columns, np.int32)
-    merged: Int32 = joined(numbers, np.int32)[
-        own + np.repeat(start, [len(column) for column in columns])
-    ]
-    return tuple(whole), merged
+    own = joined(columns, np.int32) + np.repeat(start, list(map(len, columns)))
+    return tuple(whole), np.array(numbers, np.int32)[own]
 
 
 def joined(columns: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(columns) if columns else np.zeros(0, dtype)
-
-
-def pack(*columns: NDArray[Any]) -> tuple[str, bytes]:
-    """Columns of integers, (n) or (n, m), as rows of 4-byte numbers, or 8-byte if needed."""
-    wide = np.column_stack([column.astype(np.int64) for column in columns])
-    small = wide.astype(np.int32)
-    rows = small if (small == wide).all() else wide
-    return rows.dtype.str, rows.tobytes()
-
-
-def unpack(packed: tuple[str, bytes], width: int) -> NDArray[Any]:
-    """The rows (n, width) of a result of ``pack``, read-only."""
-    dtype, data = packed
-    return np.frombuffer(data, dtype).reshape(-1, width)
 
 
 def pack_table(tensors: Sequence[TensorEntry]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,7 @@ from megackpt.planning.box import Boxes, Groups, Int64, group_equal
 from megackpt.planning.manifest.columns import (
     joined,
     merged_tables,
-    pack,
     pack_table,
-    unpack,
     unpack_table,
 )
 from megackpt.planning.manifest.tensors import (
@@ -167,24 +165,9 @@ class Declarations:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as packed columns: the coordinator receives one from every rank."""
-        boxes = self.boxes
-        columns = pack(
-            self.tensor,
-            self.replica,
-            self.flexible,
-            self.nbytes,
-            self.rank,
-            boxes.offset,
-            boxes.shape,
-        )
-        return _received, (
-            pack_table(self.tensors),
-            columns,
-            boxes.width,
-            self.replica_ids,
-            self.domains,
-        )
+        """Pickled with a packed table: the coordinator receives one from every rank."""
+        columns = [getattr(self, field.name) for field in fields(self)[1:]]
+        return _received, (pack_table(self.tensors), *columns)
 
     @classmethod
     def merge(cls, parts: Sequence[Declarations]) -> Declarations:
@@ -208,26 +191,5 @@ class Declarations:
         )
 
 
-def _received(
-    table: bytes,
-    columns: tuple[str, bytes],
-    width: int,
-    replica_ids: tuple[ReplicaId, ...],
-    domains: tuple[int, ...],
-) -> Declarations:
-    """The declarations that ``Declarations.__reduce__`` packed."""
-    rows = unpack(columns, 5 + 2 * width)
-    return Declarations(
-        unpack_table(table),
-        rows[:, 0].astype(np.int32),
-        Boxes(
-            rows[:, 5 : 5 + width].astype(np.int64),
-            rows[:, 5 + width :].astype(np.int64),
-        ),
-        replica_ids,
-        rows[:, 1].astype(np.int32),
-        rows[:, 2].astype(np.bool_),
-        rows[:, 3].astype(np.int64),
-        rows[:, 4].astype(np.int32),
-        domains,
-    )
+def _received(table: bytes, *columns: Any) -> Declarations:
+    return Declarations(unpack_table(table), *columns)

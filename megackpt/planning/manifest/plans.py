@@ -10,7 +10,6 @@ import numpy as np
 
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest.chunks import Chunk, Location, Manifest
-from megackpt.planning.manifest.columns import pack, unpack
 from megackpt.planning.manifest.tensors import Int32, ShardId, TensorEntry, TensorMeta
 
 
@@ -57,19 +56,6 @@ class SavePlan:
         itemsize = np.array([entry.meta.itemsize for entry in self.tensors], np.int64)
         return int((itemsize[self.tensor] * self.boxes.volume).sum())
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as packed columns: the coordinator sends one to every rank."""
-        columns = pack(self.tensor, self.source, self.boxes.offset, self.boxes.shape)
-        cells = len(self.grids) if set(self.grids) <= {None} else self.grids
-        return _received, (
-            self.rank,
-            self.tensors,
-            cells,
-            columns,
-            self.boxes.width,
-            self.places,
-        )
-
     def placed(self, places: Mapping[str, Location]) -> SavePlan:
         """This plan with the places of its tensors, given by key."""
         return replace(
@@ -86,24 +72,6 @@ class SavePlan:
 
     def rows(self) -> Iterator[WriteItem]:
         return map(self.row, range(len(self)))
-
-
-def _received(
-    rank: int,
-    tensors: tuple[TensorEntry, ...],
-    grids: tuple[tuple[int, ...] | None, ...] | int,
-    columns: tuple[str, bytes],
-    width: int,
-    places: tuple[Location | None, ...] | None,
-) -> SavePlan:
-    """The plan that ``SavePlan.__reduce__`` packed."""
-    rows = unpack(columns, 2 + 2 * width)
-    boxes = Boxes(
-        rows[:, 2 : 2 + width].astype(np.int64), rows[:, 2 + width :].astype(np.int64)
-    )
-    cells = (None,) * grids if isinstance(grids, int) else grids
-    tensor, source = rows[:, 0].astype(np.int32), rows[:, 1].astype(np.int32)
-    return SavePlan(rank, tensors, cells, tensor, boxes, source, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +101,11 @@ class LoadPlan:
         return len(self.chunk)
 
     def rows(self) -> Iterator[ReadItem]:
-        bounds = self.manifest.chunks.block_bounds
         for i in range(len(self)):
             chunk = int(self.chunk[i])
             entry = self.manifest.tensors[self.manifest.chunks.tensor[chunk]]
             box = self.boxes.row(i, len(entry.meta.shape))
-            yield ReadItem(
-                entry, self.manifest.chunk(chunk, bounds), box, int(self.target[i])
-            )
+            yield ReadItem(entry, self.manifest.chunk(chunk), box, int(self.target[i]))
 
     def take(self, rows: Any) -> LoadPlan:
         """The part of the plan that consists of these rows (an index array or mask)."""
