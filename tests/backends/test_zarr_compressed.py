@@ -189,39 +189,18 @@ def read_bomb(path: str) -> None:
 
 
 LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
-CODECS = {
-    "gzip": [LITTLE, {"name": "gzip", "configuration": {"level": 1}}],
-    "zstd behind a checksum": [
-        LITTLE,
-        {"name": "crc32c"},
-        {"name": "zstd", "configuration": {"level": 1, "checksum": False}},
-    ],
-    "big-endian": [{"name": "bytes", "configuration": {"endian": "big"}}],
-    "transposed": [
-        {"name": "transpose", "configuration": {"order": [2, 0, 1]}},
-        LITTLE,
-        {"name": "crc32c"},
-    ],
-    "transposed twice": [
-        {"name": "transpose", "configuration": {"order": [2, 0, 1]}},
-        {"name": "transpose", "configuration": {"order": [1, 0, 2]}},
-        LITTLE,
-    ],
-}
+GZIP = [LITTLE, {"name": "gzip", "configuration": {"level": 1}}]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "int16", "uint8"])
-@pytest.mark.parametrize("codecs", CODECS.values(), ids=list(CODECS))
-def test_arrays_with_other_codecs_are_read(
-    tmp_path: Path, codecs: list[object], dtype: str
-) -> None:
+def test_arrays_with_other_codecs_are_read(tmp_path: Path, dtype: str) -> None:
     """As tensorstore writes them: in place of ours."""
     values = np.random.default_rng(1).integers(0, 99, (5, 6, 7)).astype(dtype)
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.from_numpy(values))}
     megackpt.save(state, tmp_path, "zarr")
     (tmp_path / "megackpt.index").unlink()
     document = json.loads((tmp_path / "w/zarr.json").read_text())
-    document["codecs"] = codecs
+    document["codecs"] = GZIP
     document["chunk_grid"]["configuration"]["chunk_shape"] = [3, 4, 5]
     (tmp_path / "w/c.0.0.0").unlink()
     (tmp_path / "w/zarr.json").unlink()
@@ -244,9 +223,9 @@ def test_arrays_with_other_codecs_are_read(
     "codecs",
     [
         [LITTLE, {"name": "zstd"}, {"name": "gzip"}],
-        [{"name": "transpose", "configuration": {"order": [0, 0]}}, LITTLE],
-        [{"name": "transpose", "configuration": {"order": [1.0, 0]}}, LITTLE],
-        [{"name": "transpose", "configuration": {"order": "C"}}, LITTLE],
+        [LITTLE, {"name": "crc32c"}, {"name": "zstd"}],
+        [{"name": "bytes", "configuration": {"endian": "big"}}],
+        [{"name": "transpose", "configuration": {"order": [1, 0]}}, LITTLE],
         [{"name": "zstd"}, LITTLE],
         [LITTLE, LITTLE],
         [LITTLE, {"name": "packbits"}],

@@ -22,7 +22,7 @@ from megackpt.backends.safetensors import Safetensors
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_file import TorchFile
 from megackpt.backends.zarr.array_metadata import parse_array, parse_zarray
-from megackpt.backends.zarr.codecs import shard_index
+from megackpt.backends.zarr.codecs import crc32c, crc_bytes, shard_index
 from megackpt.checkpoint import decode_index
 from megackpt.checkpoint.marker import markers
 from megackpt.errors import CheckpointingException
@@ -129,6 +129,13 @@ def in_place(kind: str, name: str, read: Callable[[LocalStorage], object]) -> Pa
             file.write_bytes(good)
 
     return parse
+
+
+def read_index(root: LocalStorage) -> object:
+    """A shard's index of four chunks, with a true crc32c behind it."""
+    data = root.get("w/c.0.0")
+    root.put("w/c.0.0", data + crc_bytes(crc32c(data[-64:])))
+    return shard_index(root, "w/c.0.0", 4)
 
 
 def indexed(data: bytes) -> object:
@@ -248,7 +255,7 @@ PARSERS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], Callable[[], Parse]
         lambda: in_place(
             "zarr shards",
             "w/c.0.0",
-            lambda root: shard_index(root, "w/c.0.0", 4, ("end", False)),
+            read_index,
         ),
     ),
     "the mark of a save": (

@@ -18,8 +18,8 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.distcp_writer import distribute
 from megackpt.backends.torch_dist.record_frame import frame_lengths
 from megackpt.backends.zarr import Zarr
-from megackpt.backends.zarr.cell_writer import Cell, CellResult, write_result
-from megackpt.backends.zarr.grid import Cells, cell_file, entry_name, fragments_file
+from megackpt.backends.zarr.cell_writer import RowResult, write_result
+from megackpt.backends.zarr.grid import ArrayLayout, Cells, entry_name, fragments_file
 from megackpt.checkpoint import encode_index
 from megackpt.errors import CheckpointingException
 from megackpt.planning.box import Boxes, Int64
@@ -49,7 +49,7 @@ def located(backend: Backend, plans: Sequence[SavePlan], planned: Manifest) -> M
         lengths = chunks.length[low:high]
         if isinstance(backend, TorchDist):
             results.append(_torch_dist(backend, plan, lengths))
-        elif isinstance(backend, Zarr) and backend.packing.compression is None:
+        elif isinstance(backend, Zarr) and backend.packing.compressor is None:
             results.append(_zarr(backend, plan, lengths))
         else:
             raise CheckpointingException(
@@ -105,22 +105,26 @@ def _zarr(backend: Zarr, plan: SavePlan, lengths: Int64) -> WriteResult:
     for row, item in enumerate(plan.rows()):
         entry, boxes = plan.tensors[plan.tensor[row]], Boxes.of([item.shard.box])
         length = boxes.volume * item.meta.itemsize
+        layout = ArrayLayout.planned(item.meta, item.grid, backend.packing)
         if not whole[row]:
             # Pieces of cells that ranks share go into one file of this rank, back to back.
-            found = CellResult(
+            found = RowResult(
                 boxes, fragments_file(plan.rank), np.array([position]), length, b""
             )
             position += item.nbytes
         elif item.meta.is_object:
-            found = CellResult(
+            found = RowResult(
                 boxes, shard_file(entry, item.shard.box), front, lengths[[row]], b""
             )
         elif not item.nbytes:
-            first = cell_file(entry_name(entry), (0,) * len(entry.meta.shape))
-            found = CellResult(boxes, first, front, length, b"")
+            first = layout.file((0,) * len(layout.shape))
+            found = RowResult(boxes, f"{entry_name(entry)}/{first}", front, length, b"")
         else:
-            cell = Cell.of(entry, item.grid, item.shard.box)
-            starts = cell.starts(backend.packing.checksum)
-            found = CellResult(cell.boxes, cell.file, starts, cell.lengths, b"")
+            box = item.shard.box
+            file = f"{entry_name(entry)}/{layout.file(layout.index(box))}"
+            chunks = layout.chunks(box)
+            starts = np.arange(len(chunks)) * (layout.stored_bytes or 0)
+            own = chunks.volume * item.meta.itemsize
+            found = RowResult(chunks, file, starts, own, b"")
         rows.append(found)
     return write_result(rows, plan.boxes.width)

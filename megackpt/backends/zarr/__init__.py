@@ -32,9 +32,8 @@ from megackpt.backends.zarr.grid import (
     MEGATRON,
     VERSION,
     ZARRAY,
+    ArrayLayout,
     entry_name,
-    grid_of,
-    inner_of,
 )
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
@@ -77,7 +76,7 @@ class Zarr(Backend):
 
     def __init__(self, compression: str | None = None, checksum: bool = True) -> None:
         """Raises BackendError for an unknown compression."""
-        self.packing = Packing(compression, checksum)
+        self.packing = Packing.chosen(compression, checksum)
         encoding = "raw" if compression is None else "native"
         properties = replace(type(self).properties, encoding=encoding)
         self.properties = properties  # type: ignore[misc] # see Backend.properties
@@ -108,11 +107,12 @@ class Zarr(Backend):
             meta = entry.meta
             if meta.is_object:
                 continue
-            inner = grid_of(meta.shape, grid)
-            if manifest.backend[1] != MEGATRON:
-                inner = inner_of(inner, meta.itemsize)
+            layout = ArrayLayout.planned(meta, grid, self.packing)
+            chunk = layout.inner
+            if manifest.backend[1] == MEGATRON:
+                chunk = layout.cell
             # A damaged description may claim more than fits into 63 bits.
-            sizes[number] = min(math.prod(inner) * meta.itemsize, 1 << 62)
+            sizes[number] = min(math.prod(chunk) * meta.itemsize, 1 << 62)
         decoded = np.maximum(sizes[chunks.tensor], chunks.length)
         return np.where(self.raw_chunks(manifest), 0, decoded)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from megackpt.backends.base import Target, run_in_threads
 from megackpt.backends.object_files import ConvertedObjects
 from megackpt.backends.ranges import octets, read_raw
 from megackpt.backends.zarr.array_metadata import read_layout
-from megackpt.backends.zarr.codecs import decode_chunk, shard_index
-from megackpt.backends.zarr.grid import MEGATRON, ArrayLayout, Cells, chunk_numbers
+from megackpt.backends.zarr.codecs import shard_index
+from megackpt.backends.zarr.grid import MEGATRON, ArrayLayout, Cells
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import (
@@ -29,6 +29,7 @@ from megackpt.planning.manifest import (
     ReadItem,
     ShardId,
     TensorEntry,
+    carried_dtype,
 )
 from megackpt.serialization.list_of_one import wrapped
 from megackpt.storage import Storage, allocate, digest_blocks, read_dense
@@ -42,23 +43,32 @@ _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 def read_rows(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     """Read the regions of a plan. With ``verify``, chunks without our digests are decoded: that checks their crc32c."""
-    ranged = raw_rows(plan.manifest, plan.chunk)
-    if plan.manifest.backend[1] == MEGATRON:
+    manifest = plan.manifest
+    ranged = raw_rows(manifest, plan.chunk)
+    if manifest.backend[1] == MEGATRON:
         into = ConvertedObjects(into, partial(_wrapped, plan, root.location))
-    elif verify and not len(plan.manifest.chunks.digests):
-        ranged &= _is_object(plan.manifest)[plan.manifest.chunks.tensor[plan.chunk]]
+    elif verify and not len(manifest.chunks.digests):
+        ranged &= _is_object(manifest)[manifest.chunks.tensor[plan.chunk]]
     if ranged.any():
         read_raw(root, plan.take(ranged), into, verify)
-    if not ranged.all():
-        _read_chunks(root, plan.take(~ranged), into, verify)
+    decoded = plan.take(~ranged)
+    order = np.argsort(decoded.chunk, kind="stable")
+    starts = np.flatnonzero(np.diff(decoded.chunk[order], prepend=-1))
+    groups = np.split(order, starts)[1:]  # the regions of each chunk
+
+    def work(numbers: Iterator[int]) -> None:
+        reader = _ChunkReader(root, manifest.backend[1])
+        for number in numbers:
+            reader.read(list(decoded.take(groups[number]).rows()), into, verify)
+
+    run_in_threads(len(groups), work)
 
 
 def raw_rows(manifest: Manifest, rows: Int64) -> Bool:
     """For each of these chunks: are the bytes at its location those of its box?"""
     chunks = manifest.chunks
-    cells = Cells.of(
-        manifest.tensors, manifest.grids, chunks.tensor[rows], chunks.boxes.take(rows)
-    )
+    boxes = chunks.boxes.take(rows)
+    cells = Cells.of(manifest.tensors, manifest.grids, chunks.tensor[rows], boxes)
     return cells.is_object | (cells.prefix & (manifest.encoding == "raw"))
 
 
@@ -70,7 +80,7 @@ def damage(root: Storage, manifest: Manifest) -> list[str] | None:
         entry = manifest.tensors[manifest.chunks.tensor[row]]
         chunk = manifest.chunk(row)
         try:
-            if not reader.layout_of(entry, chunk).checksum:
+            if not reader.layout_of(entry, chunk).packing.checksum:
                 return None
             reader.elements(entry, chunk)
         except CorruptCheckpoint as error:
@@ -83,8 +93,10 @@ def _wrapped(plan: LoadPlan, where: str, target: int, data: bytes) -> bytes:
     row = int(np.flatnonzero(plan.target == target)[0])
     chunks = plan.manifest.chunks
     entry = plan.manifest.tensors[chunks.tensor[plan.chunk[row]]]
+    if entry.is_common:
+        return data
     try:
-        return data if entry.is_common else wrapped(data)
+        return wrapped(data)
     except CorruptCheckpoint as error:
         file = plan.manifest.files[chunks.file[plan.chunk[row]]]
         raise CorruptCheckpoint(f"{entry.key!r} in {where}/{file}: {error}") from error
@@ -92,19 +104,6 @@ def _wrapped(plan: LoadPlan, where: str, target: int, data: bytes) -> bytes:
 
 def _is_object(manifest: Manifest) -> Bool:
     return np.array([entry.meta.is_object for entry in manifest.tensors], np.bool_)
-
-
-def _read_chunks(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
-    order = np.argsort(plan.chunk, kind="stable")
-    starts = np.flatnonzero(np.diff(plan.chunk[order], prepend=-1))
-    groups = np.split(order, starts[1:])
-
-    def work(numbers: Iterator[int]) -> None:
-        reader = _ChunkReader(root, plan.manifest.backend[1])
-        for number in numbers:
-            reader.read(list(plan.take(groups[number]).rows()), into, verify)
-
-    run_in_threads(len(groups), work)
 
 
 class _ChunkReader:
@@ -117,8 +116,8 @@ class _ChunkReader:
     def __init__(self, root: Storage, version: int) -> None:
         self.root = root
         self.version = version
-        self._array: tuple[tuple[TensorEntry, str], ArrayLayout] | None = None
-        self._index: tuple[str, tuple[Int64, Int64]] | None = None
+        self._read_layout = lru_cache(maxsize=1)(partial(_sound_layout, root))
+        self._read_index = lru_cache(maxsize=1)(partial(shard_index, root))
 
     def read(self, items: list[ReadItem], into: Target, verify: bool) -> None:
         """Read regions of one chunk."""
@@ -134,82 +133,67 @@ class _ChunkReader:
             filled[...] = region.view(filled.dtype)
             into.close(item.target, item.box, filled)
 
+    def layout_of(self, entry: TensorEntry, chunk: Chunk) -> ArrayLayout:
+        folder = entry.key
+        if self.version != MEGATRON:
+            folder = chunk.location.file.partition("/")[0]
+        return self._read_layout(folder, entry)
+
     def elements(self, entry: TensorEntry, chunk: Chunk) -> NDArray[Any]:
         """The elements of a chunk in its box. Raises CorruptCheckpoint if they cannot be decoded."""
-        name = self._name(entry, chunk)
+        name, file = self._name(entry, chunk), chunk.location.file
         layout = self.layout_of(entry, chunk)
+        dtype = carried_dtype(entry.meta.itemsize)
         if 0 in layout.shape:
-            return np.zeros(chunk.box.shape, f"V{entry.meta.itemsize}")
-        file = chunk.location.file
-        start, length = self._stored(layout, chunk, name)
-        if length > 2 * layout.chunk_bytes + _OVERHEAD:
-            raise CorruptCheckpoint(
-                f"{name}: {length} bytes are stored of a chunk of {layout.chunk_bytes}"
-            )
-        with self.root.open(file) as reader:
-            if set(layout.codecs) <= {"crc32c"}:
-                # Elements may be a hole in a sparse file: zeros.
-                data = allocate(length, name)
-                reader.read_into(start, [memoryview(data)])
-            else:
-                data = read_dense(reader, start, length, name)
-        whole = decode_chunk(data, layout, name)
+            return np.zeros(chunk.box.shape, dtype)
+        try:
+            with self.root.open(file) as reader:
+                start, length = 0, reader.size
+                if layout.sharded:
+                    index = self._read_index(file, layout.chunks_in_a_cell)
+                    number = layout.numbers(Boxes.of([chunk.box]))[0]
+                    start, length = int(index[0][number]), int(index[1][number])
+                if start < 0:
+                    raise CorruptCheckpoint(f"{name}: its shard has no such chunk")
+                if length > 2 * layout.chunk_bytes + _OVERHEAD:
+                    raise CorruptCheckpoint(
+                        f"{name}: {length} bytes are stored of a chunk of {layout.chunk_bytes}"
+                    )
+                if layout.packing.compressor is None:
+                    # Elements may be a hole in a sparse file: zeros.
+                    data = allocate(length, name)
+                    reader.read_into(start, [memoryview(data)])
+                else:
+                    data = read_dense(reader, start, length, name)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{name}: the file is missing") from None
+        found = layout.packing.unpack(data, layout.chunk_bytes, name)
         # A chunk at the end of the tensor is stored at full size.
-        index: Any = (*map(slice, chunk.box.shape), ...)
-        values: NDArray[Any] = whole[index]
+        index_of_box: Any = (*map(slice, chunk.box.shape), ...)
+        values: NDArray[Any] = found.view(dtype).reshape(layout.inner)[index_of_box]
         return values
-
-    def layout_of(self, entry: TensorEntry, chunk: Chunk) -> ArrayLayout:
-        folder = chunk.location.file.partition("/")[0]
-        if self.version == MEGATRON:
-            folder = entry.key
-        if self._array is None or self._array[0] != (entry, folder):
-            self._array = (entry, folder), self._read_layout(entry, folder)
-        return self._array[1]
-
-    def _read_layout(self, entry: TensorEntry, folder: str) -> ArrayLayout:
-        where = f"{self.root.location}/{folder}"
-        layout = read_layout(self.root, folder)
-        if layout is None:
-            raise CorruptCheckpoint(f"{where}: the description of the array is missing")
-        if (layout.shape, layout.dtype) != entry.meta:
-            raise CorruptCheckpoint(
-                f"{where} describes {layout.dtype} {layout.shape}, not {entry.meta}"
-            )
-        if layout.chunk_bytes > _MEMORY:
-            raise CorruptCheckpoint(
-                f"a chunk of {layout.chunk_bytes} bytes in {where} is more than there is memory for"
-            )
-        if layout.chunk_bytes > _PADDED + _PADDING * layout.own_bytes:
-            raise CorruptCheckpoint(
-                f"{where} has chunks of {layout.chunk_bytes} bytes, of which at most "
-                f"{layout.own_bytes} can be the tensor's"
-            )
-        return layout
-
-    def _stored(self, layout: ArrayLayout, chunk: Chunk, name: str) -> tuple[int, int]:
-        """Start and length of the stored bytes of a chunk."""
-        file = chunk.location.file
-        if layout.index is None:
-            size = self.root.size(file)
-            if size is None:
-                raise CorruptCheckpoint(
-                    f"{name}: the file is missing, or is not a regular file"
-                )
-            return 0, size
-        if self._index is None or self._index[0] != file:
-            count = layout.chunks_in_a_cell
-            self._index = file, shard_index(self.root, file, count, layout.index)
-        starts, lengths = self._index[1]
-        number = chunk_numbers(Boxes.of([chunk.box]), layout.cell, layout.inner)[0]
-        start, length = int(starts[number]), int(lengths[number])
-        if start < 0:
-            raise CorruptCheckpoint(f"{name}: the index of the shard has no such chunk")
-        return start, length
 
     def _name(self, entry: TensorEntry, chunk: Chunk) -> str:
         shard = ShardId(entry.key, chunk.box)
         return f"{shard} in {self.root.location}/{chunk.location.file}"
+
+
+def _sound_layout(root: Storage, folder: str, entry: TensorEntry) -> ArrayLayout:
+    """The description of an array. Raises CorruptCheckpoint if it is another's, or claims absurd chunks."""
+    where = f"{root.location}/{folder}"
+    layout = read_layout(root, folder)
+    if layout is None:
+        raise CorruptCheckpoint(f"{where}: the description of the array is missing")
+    if (layout.shape, layout.dtype) != entry.meta:
+        raise CorruptCheckpoint(
+            f"{where} describes {layout.dtype} {layout.shape}, not {entry.meta}"
+        )
+    if layout.chunk_bytes > min(_MEMORY, _PADDED + _PADDING * layout.own_bytes):
+        raise CorruptCheckpoint(
+            f"{where} has chunks of {layout.chunk_bytes} bytes, of which at most "
+            f"{layout.own_bytes} can be the tensor's; memory has {_MEMORY}"
+        )
+    return layout
 
 
 def _check(data: memoryview, digests: Digests, name: str) -> None:
@@ -221,9 +205,8 @@ def _check(data: memoryview, digests: Digests, name: str) -> None:
     damaged = []
     for block in np.flatnonzero((found != digests).any(axis=1)).tolist():
         start = block * DIGEST_BLOCK
-        damaged.append(
-            f"{block} (bytes {start}:{min(start + DIGEST_BLOCK, len(data))})"
-        )
+        end = min(start + DIGEST_BLOCK, len(data))
+        damaged.append(f"{block} (bytes {start}:{end})")
     if damaged:
         raise CorruptCheckpoint(
             f"{name}: the bytes are not those that were saved; damaged blocks: {', '.join(damaged)}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
-
-import numpy as np
+from itertools import groupby, product
 
 from megackpt import limits
 from megackpt.backends.object_files import (
@@ -20,16 +19,9 @@ from megackpt.backends.object_files import (
 )
 from megackpt.backends.zarr.array_metadata import read_layout
 from megackpt.backends.zarr.codecs import MISSING, shard_index
-from megackpt.backends.zarr.grid import (
-    ARRAY,
-    MEGATRON,
-    ZARRAY,
-    ArrayLayout,
-    Grid,
-    chunk_numbers,
-)
+from megackpt.backends.zarr.grid import ARRAY, MEGATRON, ZARRAY, ArrayLayout, Grid
 from megackpt.errors import CorruptCheckpoint
-from megackpt.planning.box import Box, Boxes, cut
+from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON_KEY,
     ITEMSIZE,
@@ -125,45 +117,46 @@ class _Found:
     def array(self, folder: str, key: str, layout: ArrayLayout) -> None:
         """An array, whose chunks must all be there."""
         self.entry(key, TensorMeta(layout.shape, layout.dtype), layout.cell)
-        self.raw &= layout.raw
+        self.raw &= layout.packing.compressor is None
+        origin = layout.file((0,) * len(layout.shape))
         if 0 in layout.shape:
-            origin = (0,) * len(layout.shape)
-            self.chunk(Box.whole(layout.shape), f"{folder}/{layout.file(origin)}", 0, 0)
+            self.chunk(Box.whole(layout.shape), f"{folder}/{origin}", 0, 0)
             return
-        # Files that are there bound the work: a description may claim any number of cells.
-        levels = layout.file([0] * len(layout.shape)).count("/")
-        there = set(_files_below(self.root, folder, levels))
-        expected = (f"{folder}/{layout.file(index)}" for index in layout.indices())
-        missing = list(islice((f for f in expected if f not in there), _NAMED))
+        there = set(_files_below(self.root, folder, origin.count("/")))
+        # A description may claim any number of cells. The files that are there bound the work.
+        ranges = [range(min(count, len(there) + 1)) for count in layout.counts]
+        missing: list[str] = []
+        for index in product(*ranges):
+            file = f"{folder}/{layout.file(index)}"
+            if file in there:
+                self.cell(layout, layout.box(index), file)
+            else:
+                missing.append(file)
+            if len(missing) == _NAMED:
+                break
         if missing:
             self.problems.append(
                 f"tensor {key!r} ({folder}) lacks the chunk {', '.join(missing)}"
             )
-            return
-        for index in layout.indices():
-            box, file = layout.box(index), f"{folder}/{layout.file(index)}"
-            if layout.index is not None:
-                self._shard(layout, layout.index, box, file)
-                continue
-            size, stored = self.size(file), layout.stored_bytes
-            if stored not in (None, size):
-                self.problems.append(f"{file} has {size} bytes instead of {stored}")
-            self.chunk(box, file, 0, box.volume * ITEMSIZE[layout.dtype])
 
-    def _shard(
-        self, layout: ArrayLayout, index: tuple[str, bool], box: Box, file: str
-    ) -> None:
-        """The chunks in one shard, except for those beyond the end of the tensor."""
+    def cell(self, layout: ArrayLayout, box: Box, file: str) -> None:
+        """The chunks in the file of a cell, except for those beyond the end of the tensor."""
+        itemsize = ITEMSIZE[layout.dtype]
+        if not layout.sharded:
+            size = self.size(file)
+            if layout.stored_bytes not in (None, size):
+                self.problems.append(
+                    f"{file} has {size} bytes instead of {layout.stored_bytes}"
+                )
+            self.chunk(box, file, 0, box.volume * itemsize)
+            return
         try:
-            count = layout.chunks_in_a_cell
-            starts, lengths = shard_index(self.root, file, count, index)
+            starts, lengths = shard_index(self.root, file, layout.chunks_in_a_cell)
         except CorruptCheckpoint as error:
             self.problems.append(str(error))
             return
-        inner = np.array([layout.inner], np.int64)
-        _, boxes = cut(Boxes.of([box]), inner, np.zeros_like(inner))
-        numbers = chunk_numbers(boxes, layout.cell, layout.inner).tolist()
-        for row, number in enumerate(numbers):
+        boxes = layout.chunks(box)
+        for row, number in enumerate(layout.numbers(boxes).tolist()):
             part = boxes.row(row, len(layout.shape))
             start, length = int(starts[number]), int(lengths[number])
             if start == MISSING or layout.stored_bytes not in (None, length):
@@ -171,7 +164,7 @@ class _Found:
                     f"{file} has {length} bytes of chunk {number}, {part}"
                 )
                 return
-            self.chunk(part, file, start, part.volume * ITEMSIZE[layout.dtype])
+            self.chunk(part, file, start, part.volume * itemsize)
 
 
 def _files_below(root: Storage, name: str, levels: int) -> Iterator[str]:
@@ -226,22 +219,22 @@ def _find_nested(found: _Found, folder: str, depth: int) -> None:
         if _link_may_hold_data(root, folder):
             found.problems.append(str(error))
         return
+    shards = []
     layout = None
     if ZARRAY in names:
         layout = read_layout(root, folder)
         if layout is None:
             found.problems.append(f"{folder}/{ZARRAY} is not a regular file")
-    shards = [
-        name for name in names if name.startswith("shard_") and name.endswith(".pt")
-    ]
     if layout is not None:
         found.array(folder, folder, layout)
         if layout.separator == "/":
             return  # the folders in this one have numbers of chunks as names
-    elif folder and shards:
-        found.object(folder, shards)
+    elif folder:
+        shards = fnmatch.filter(names, "shard_*.pt")
+        if shards:
+            found.object(folder, shards)
     for name in names:
-        below = f"{folder}/{name}" if folder else name
+        below = f"{folder}/{name}".lstrip("/")
         is_chunk = layout is not None and name.replace(".", "").isdigit()
         if is_chunk or name in shards or root.size(below) is not None:
             continue

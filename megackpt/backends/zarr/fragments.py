@@ -8,16 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from megackpt.backends.base import run_in_threads
-from megackpt.backends.zarr.cell_writer import (
-    Cell,
-    CellResult,
-    write_cell,
-    write_result,
-)
+from megackpt.backends.zarr.cell_writer import RowResult, write_cell, write_result
 from megackpt.backends.zarr.codecs import Octets, Packing
-from megackpt.backends.zarr.grid import Cells, fragments_file
+from megackpt.backends.zarr.grid import ArrayLayout, Cells, fragments_file
 from megackpt.errors import BackendError, CorruptCheckpoint
-from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import Chunk, Chunks, Int32, Manifest, ShardId
 from megackpt.storage import Batch, Storage, digest_blocks
 
@@ -46,7 +41,7 @@ def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
     is_temporary = np.array([name in temporary for name in manifest.files], np.bool_)
     is_part = is_temporary[chunks.file]
     groups = _by_cell(manifest, np.flatnonzero(is_part))
-    found: dict[int, CellResult] = {}
+    found: dict[int, RowResult] = {}
 
     def work(numbers: Iterator[int]) -> None:
         with root.batch() as batch:
@@ -81,25 +76,22 @@ def _write(
     tensor: int,
     parts: list[Chunk],
     packing: Packing,
-) -> CellResult:
-    entry, grid = manifest.tensors[tensor], manifest.grids[tensor] or ()
-    first = parts[0].box.offset
-    offset = tuple(o // g * g for o, g in zip(first, grid, strict=True))
-    extents = zip(grid, entry.meta.shape, offset, strict=True)
-    shape = tuple(min(extent, end - start) for extent, end, start in extents)
-    box = Box(offset, shape)
-    name = f"{ShardId(entry.key, box)}"
+) -> RowResult:
+    key, meta = manifest.tensors[tensor]
+    layout = ArrayLayout.planned(meta, manifest.grids[tensor], packing)
+    box = layout.box(layout.index(parts[0].box))
+    name = f"{ShardId(key, box)}"
     if sum(part.box.volume for part in parts) != box.volume:
         raise BackendError(
             f"{name} is a cell of zarr's grid, which is stored whole, and not all of it was declared, "
             "or some of it twice"
         )
-    values = np.empty((*shape, entry.meta.itemsize), np.uint8)
+    values = np.empty((*box.shape, meta.itemsize), np.uint8)
     for part in parts:
         region = values[part.box.relative_to(box).slices()]
         region[...] = _read_part(root, part, name).reshape(region.shape)
     blocks = iter([values.reshape(-1).data])
-    return write_cell(batch, Cell.of(entry, grid, box), blocks, packing)
+    return write_cell(batch, key, layout, box, blocks)
 
 
 def _read_part(root: Storage, part: Chunk, name: str) -> Octets:
@@ -119,7 +111,7 @@ def _read_part(root: Storage, part: Chunk, name: str) -> Octets:
 
 
 def _with_cells(
-    manifest: Manifest, kept: Int64, tensors: Int32, cells: list[CellResult]
+    manifest: Manifest, kept: Int64, tensors: Int32, cells: list[RowResult]
 ) -> Manifest:
     """The manifest with these chunks of its own, and cells that the coordinator wrote."""
     old = manifest.chunks.take(kept)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megackpt.backends.object_files import encode_key, folder
-from megackpt.planning.box import Box, Boxes, Int64, largest_divisor
-from megackpt.planning.manifest import ITEMSIZE, Bool, Int32, TensorEntry
+from megackpt.backends.zarr.codecs import Packing
+from megackpt.planning.box import Box, Boxes, Int64, cut, largest_divisor
+from megackpt.planning.manifest import ITEMSIZE, Bool, Int32, TensorEntry, TensorMeta
 
 Grid = tuple[int, ...]
 
@@ -35,18 +36,13 @@ def entry_name(entry: TensorEntry) -> str:
     return folder(entry) if entry.meta.is_object else encode_key(entry.key)
 
 
-def cell_file(name: str, index: Sequence[int]) -> str:
-    """The file of one cell of an array: zarr's default chunk keys."""
-    return f"{name}/{SEPARATOR.join(['c', *map(str, index)])}"
-
-
 def fragments_file(rank: int) -> str:
     """The file of a rank's parts of shared cells. The name of an array does not begin like it."""
     return f"__fragments_{rank}"
 
 
-def grid_of(shape: Grid, grid: Grid | None) -> Grid:
-    """The cell shape of the array: that of the plan, without empty extents, which zarr does not have."""
+def cell_of(shape: Grid, grid: Grid | None) -> Grid:
+    """The shape of a cell: the plan's grid without empty extents, which zarr does not have."""
     return tuple(max(1, extent) for extent in (shape if grid is None else grid))
 
 
@@ -72,35 +68,33 @@ def inner_of(cell: Grid, itemsize: int) -> Grid:
 class ArrayLayout:
     """An array as its description has it.
 
-    ``cell``: the shape of a grid cell, which is one file. ``inner``: the shape of the chunks that a
-    shard consists of, or ``cell``. ``order``: the stored axes, outermost first. ``codecs``: names of
-    the codecs that the bytes of a chunk went through. ``index``: where the index of a shard is
-    ("start", "end"), and whether a crc32c follows it. ``prefix`` and ``separator`` make the names of
-    files.
+    Attributes:
+        cell: the shape of a cell of the grid, which is one file.
+        inner: the shape of the chunks in a cell; each has C order and is little-endian.
+        sharded: whether the file of a cell is a shard: chunks, and then their index. Otherwise it
+            is a single chunk.
+        prefix, separator: of the names of files.
+        key: the tensor's key, if the description has it.
     """
 
     shape: Grid
     dtype: str
     cell: Grid
     inner: Grid
-    order: Grid
-    big_endian: bool
-    codecs: tuple[str, ...]
-    prefix: str
-    separator: str
-    index: tuple[str, bool] | None = None
+    sharded: bool
+    packing: Packing
+    prefix: str = "c"
+    separator: str = SEPARATOR
     key: str | None = None
 
-    @property
-    def raw(self) -> bool:
-        """A chunk is its elements in C order, little-endian, and perhaps their crc32c."""
-        in_order = self.order == tuple(range(len(self.shape)))
-        return in_order and not self.big_endian and self.codecs in ((), ("crc32c",))
-
-    @property
-    def checksum(self) -> bool:
-        """Each chunk ends with its crc32c."""
-        return self.codecs[-1:] == ("crc32c",)
+    @classmethod
+    def planned(
+        cls, meta: TensorMeta, grid: Grid | None, packing: Packing
+    ) -> ArrayLayout:
+        """The layout in which we write a tensor."""
+        cell = cell_of(meta.shape, grid)
+        inner = inner_of(cell, meta.itemsize)
+        return cls(meta.shape, meta.dtype, cell, inner, inner != cell, packing)
 
     @property
     def counts(self) -> Grid:
@@ -123,18 +117,10 @@ class ArrayLayout:
 
     @property
     def stored_bytes(self) -> int | None:
-        """Bytes of each stored chunk; None if chunks differ."""
-        return self.chunk_bytes + 4 * self.checksum if self.raw else None
-
-    def indices(self) -> Iterator[Grid]:
-        """The numbers of all cells, lazily: a damaged description may have any number of cells."""
-        counts = self.counts
-        for number in range(math.prod(counts)):
-            index = []
-            for count in reversed(counts):
-                number, i = divmod(number, count)
-                index.append(i)
-            yield tuple(reversed(index))
+        """Bytes of each stored chunk. None: compressed chunks differ."""
+        if self.packing.compressor is not None:
+            return None
+        return self.chunk_bytes + 4 * self.packing.checksum
 
     def box(self, index: Grid) -> Box:
         """The region of the tensor that a cell holds."""
@@ -143,20 +129,33 @@ class ArrayLayout:
         shape = tuple(min(extent, end - start) for extent, end, start in ends)
         return Box(offset, shape)
 
-    def file(self, index: Sequence[int]) -> str:
+    def index(self, box: Box) -> Grid:
+        """The numbers of the cell that this box begins in."""
+        pairs = zip(box.offset, self.cell, strict=True)
+        return tuple(start // extent for start, extent in pairs)
+
+    def file(self, index: Grid) -> str:
         """The file of a cell, relative to the folder of the array."""
         numbers = [str(i) for i in index]
         if self.prefix:
-            return self.separator.join([self.prefix, *numbers])
+            numbers.insert(0, self.prefix)
         return self.separator.join(numbers) or "0"
 
+    def chunks(self, box: Box) -> Boxes:
+        """The chunks of the cell with this box, in C order, without those beyond the tensor's end."""
+        boxes = Boxes.of([box])
+        if not self.sharded:
+            return boxes
+        extents = np.array([self.inner], np.int64)
+        return cut(boxes, extents, np.zeros_like(extents))[1]
 
-def chunk_numbers(boxes: Boxes, cell: Grid, inner: Grid) -> Int64:
-    """The positions of these chunks in the index of their shard."""
-    numbers = np.zeros(len(boxes), np.int64)
-    for axis, (extent, step) in enumerate(zip(cell, inner, strict=True)):
-        numbers = numbers * (extent // step) + boxes.offset[:, axis] % extent // step
-    return numbers
+    def numbers(self, chunks: Boxes) -> Int64:
+        """The positions of these chunks in the index of their shard."""
+        numbers = np.zeros(len(chunks), np.int64)
+        for axis, (extent, step) in enumerate(zip(self.cell, self.inner, strict=True)):
+            place = chunks.offset[:, axis] % extent // step
+            numbers = numbers * (extent // step) + place
+        return numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +187,7 @@ class Cells:
         for i, t in enumerate(used.tolist()):
             meta = tensors[t].meta
             shapes[i, : len(meta.shape)] = meta.shape
-            cells[i, : len(meta.shape)] = grid_of(meta.shape, grids[t])
+            cells[i, : len(meta.shape)] = cell_of(meta.shape, grids[t])
             objects[i] = meta.is_object
         is_object = objects[number]
         grid = np.where(is_object[:, None], boxes.shape, cells[number])
