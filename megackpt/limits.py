@@ -44,7 +44,7 @@ STAGING_BYTES_MIN = 256 << 20
 """Bytes. Staging buffers may have so much even if memory is short. Override: ``staging_memory``."""
 NESTED_FACTORIES = 100
 """Levels. Deeper factories of factories never end."""
-STATE_DEPTH = 1000
+STATE_DEPTH = 600
 """Levels. A deeper state contains itself, and Python cannot pickle it."""
 
 # Reading. A file that claims more is refused: it is damaged or hostile.

@@ -14,7 +14,6 @@ from megackpt import limits
 from megackpt.errors import ShardingError
 
 Path = tuple[Any, ...]
-Leaves = list[tuple[Path, Any]]
 
 
 def is_branch(node: Any) -> bool:
@@ -32,32 +31,33 @@ def show(path: Path) -> str:
     return "".join(f"[{key!r}]" for key in path) or "the root"
 
 
-def walk(tree: Any, *, empties: bool = False) -> Iterator[tuple[Path, Any]]:
+def walk(
+    tree: Any, *, empties: bool = False, above: Path = ()
+) -> Iterator[tuple[Path, Any]]:
     """(path, leaf) of every leaf, depth first, in the containers' own order.
 
-    With ``empties``, an empty container below the root counts as a leaf.
+    With ``empties``, an empty container below the root counts as a leaf. ``above``: the path of
+    ``tree`` itself.
     Raises ShardingError for more than ``limits.STATE_DEPTH`` levels (a container that holds itself).
     """
     if not is_branch(tree):
-        yield (), tree
+        yield above, tree
         return
-    todo: list[tuple[Path, Iterator[tuple[Any, Any]]]] = [((), iter(items(tree)))]
-    while todo:
-        path, rest = todo[-1]
-        for key, node in rest:
-            if not isinstance(node, (dict, list)):
-                yield (*path, key), node
-            elif len(path) >= limits.STATE_DEPTH:
-                raise ShardingError(
-                    f"nested deeper than {limits.STATE_DEPTH} levels at {show(path[:3])}: does it hold itself?"
-                )
-            elif node:
-                todo.append(((*path, key), iter(items(node))))
-                break
-            elif empties:
-                yield (*path, key), node
+    check_depth(len(above))
+    for key, node in items(tree):
+        path = (*above, key)
+        if not is_branch(node) or (empties and not node):
+            yield path, node
         else:
-            todo.pop()
+            yield from walk(node, empties=empties, above=path)
+
+
+def check_depth(levels: int) -> None:
+    """Raise ShardingError for more than ``limits.STATE_DEPTH`` levels."""
+    if levels > limits.STATE_DEPTH:
+        raise ShardingError(
+            f"nested deeper than {limits.STATE_DEPTH} levels: does a container hold itself?"
+        )
 
 
 def lookup(tree: Any, path: Path) -> Any:
@@ -67,50 +67,9 @@ def lookup(tree: Any, path: Path) -> Any:
     return tree
 
 
-def vacant(node: Any) -> bool:
-    """True for None and empty containers, which may be replaced without loss."""
-    return node is None or (is_branch(node) and not node)
-
-
-def hollow(like: Any) -> Any:
-    """An empty container like this one; a list keeps its length, and its dicts become empty."""
-    if isinstance(like, dict):
-        return {}
-    return [{} if isinstance(value, dict) else None for value in like]
-
-
-def graft(
-    target: Any, path: Path, leaf: Any, like: Any, *, replace: bool = False
-) -> None:
-    """Put ``leaf`` at ``path`` into ``target``, in place.
-
-    Missing containers on the path are made as they are in ``like``, a tree that has this path,
-    so that indices are the same in both. Raises ValueError if ``target`` holds another value
-    there (unless ``replace`` is set), or a list of another length.
-    """
-    for depth, key in enumerate(path[:-1], start=1):
-        like = like[key]
-        child = target.get(key) if isinstance(target, dict) else target[key]
-        if vacant(child):
-            target[key] = child = hollow(like)
-        elif isinstance(child, dict) != isinstance(like, dict) or not is_branch(child):
-            raise ValueError(
-                f"{show(path[:depth])} is a {_kind(child)} here and a {_kind(like)} there"
-            )
-        elif isinstance(child, list) and len(child) != len(like):
-            raise ValueError(
-                f"{show(path[:depth])} is a list of {len(child)} here and of {len(like)} there"
-            )
-        target = child
-    key = path[-1]
-    present = target.get(key) if isinstance(target, dict) else target[key]
-    if not replace and not vacant(present):
-        raise ValueError(f"{show(path)} already holds a {_kind(present)}")
-    target[key] = leaf
-
-
-def _kind(node: Any) -> str:
-    return type(node).__name__
+def blank(branch: Any) -> Any:
+    """A dict for a dict; a list of as many None for a list."""
+    return {} if isinstance(branch, dict) else [None] * len(branch)
 
 
 def nested_values(x: Any) -> Iterator[Any]:
@@ -118,29 +77,15 @@ def nested_values(x: Any) -> Iterator[Any]:
     return (leaf for _, leaf in walk(x))
 
 
-def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
+def dict_list_map_outplace(f: Callable[[Any], Any], x: Any, depth: int = 0) -> Any:
     """A copy of the containers, with ``f(leaf)`` for each leaf; ``x`` does not change."""
     if not is_branch(x):
         return f(x)
-    root: Any = _blank(x)
-    todo = [(x, root, 0)]
-    while todo:
-        source, target, depth = todo.pop()
-        if depth > limits.STATE_DEPTH:
-            raise ShardingError(
-                f"nested deeper than {limits.STATE_DEPTH} levels: does a container hold itself?"
-            )
-        for key, value in items(source):
-            if is_branch(value):
-                target[key] = _blank(value)
-                todo.append((value, target[key], depth + 1))
-            else:
-                target[key] = f(value)
-    return root
-
-
-def _blank(branch: Any) -> Any:
-    return {} if isinstance(branch, dict) else [None] * len(branch)
+    check_depth(depth)
+    result = blank(x)
+    for key, value in items(x):
+        result[key] = dict_list_map_outplace(f, value, depth + 1)
+    return result
 
 
 def copied(tree: Any) -> Any:
@@ -151,20 +96,12 @@ def copied(tree: Any) -> Any:
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
     """Replace each leaf by ``f(leaf)``, in place; returns ``x`` (or ``f(x)`` of a leaf).
 
-    Results of ``f`` are not walked into. A container at several paths is mapped once.
+    Results of ``f`` are not walked into.
     """
     if not is_branch(x):
         return f(x)
-    todo, seen = [x], {id(x)}
-    while todo:
-        branch = todo.pop()
-        for key, value in list(items(branch)):
-            if is_branch(value):
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    todo.append(value)
-            else:
-                branch[key] = f(value)
+    for key, value in list(items(x)):
+        x[key] = dict_list_map_inplace(f, value)
     return x
 
 
@@ -178,7 +115,7 @@ def extract_matching_values(
     ``{index: value}``. Raises ValueError if ``x`` is neither a dict nor a list.
     """
     if not is_branch(x):
-        raise ValueError(f"a dict or a list is expected, not a {_kind(x)}")
+        raise ValueError(f"a dict or a list is expected, not a {type(x).__name__}")
     match: dict[Any, Any] = {}
     rest: dict[Any, Any] = {}
     for key, value in items(x):
@@ -203,26 +140,19 @@ def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
     Dicts are united, lists merged element by element. Raises ValueError for lists of different
     length, and where one side has a leaf and the other any value.
     """
-    todo = [(key, x1, x2)]
-    while todo:
-        path, into, other = todo.pop()
-        if isinstance(into, dict) and isinstance(other, dict):
-            todo += [((*path, k), into[k], v) for k, v in other.items() if k in into]
-            into.update({k: v for k, v in other.items() if k not in into})
-        elif isinstance(into, list) and isinstance(other, list):
-            if len(into) != len(other):
-                sizes = f"{len(into)} and {len(other)}"
-                raise ValueError(
-                    f"lists of different lengths ({sizes}) cannot be merged, at {show(path)}"
-                )
-            todo += [
-                ((*path, i), a, b)
-                for i, (a, b) in enumerate(zip(into, other, strict=True))
-            ]
-        else:
+    if isinstance(x1, dict) and isinstance(x2, dict):
+        for k, value in x2.items():
+            x1[k] = merge(x1[k], value, (*key, k)) if k in x1 else value
+    elif isinstance(x1, list) and isinstance(x2, list):
+        if len(x1) != len(x2):
+            sizes = f"{len(x1)} and {len(x2)}"
             raise ValueError(
-                f"both sides hold a value at {show(path)}: {into!r} and {other!r}"
+                f"lists of different lengths ({sizes}) cannot be merged, at {show(key)}"
             )
+        for i, value in enumerate(x2):
+            x1[i] = merge(x1[i], value, (*key, i))
+    else:
+        raise ValueError(f"both sides hold a value at {show(key)}: {x1!r} and {x2!r}")
     return x1
 
 
@@ -237,30 +167,21 @@ def diff(
     left: list[Path] = []
     right: list[Path] = []
     mismatch: list[tuple[Path, type, type]] = []
-    todo = [(prefix, x1, x2)]
-    while todo:
-        path, a, b = todo.pop()
-        if is_branch(a) and isinstance(b, dict if isinstance(a, dict) else list):
-            mine, yours = dict(items(a)), dict(items(b))
-            left += [(*path, k) for k in mine if k not in yours]
-            right += [(*path, k) for k in yours if k not in mine]
-            todo += [
-                ((*path, k), v, yours[k])
-                for k, v in reversed(mine.items())
-                if k in yours
-            ]
-        elif _is_declared(a) and type(a) is type(b):
-            todo.append(((*path, type(a)), a.data, b.data))
-        elif _differ(a, b):
-            mismatch.append((path, type(a), type(b)))
+    if is_branch(x1) and isinstance(x2, dict if isinstance(x1, dict) else list):
+        mine, yours = dict(items(x1)), dict(items(x2))
+        left += [(*prefix, key) for key in mine if key not in yours]
+        right += [(*prefix, key) for key in yours if key not in mine]
+        for key, value in mine.items():
+            if key in yours:
+                inner = diff(value, yours[key], (*prefix, key))
+                left += inner[0]
+                right += inner[1]
+                mismatch += inner[2]
+    elif hasattr(type(x1), "replica_id") and type(x1) is type(x2):
+        return diff(x1.data, x2.data, (*prefix, type(x1)))
+    elif _differ(x1, x2):
+        mismatch.append((prefix, type(x1), type(x2)))
     return left, right, mismatch
-
-
-def _is_declared(value: Any) -> bool:
-    try:
-        return hasattr(value, "replica_id")
-    except Exception:  # noqa: BLE001 - the value's own code, which may raise anything
-        return False
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -57,16 +57,6 @@ def test_walk_is_the_plain_recursion(state, empties):
 
 
 @given(roots)
-def test_grafting_all_leaves_rebuilds_the_tree(state):
-    root: dict = {}
-    for path, leaf in tree.walk(state, empties=True):
-        tree.graft(
-            root, path, tree.hollow(leaf) if tree.is_branch(leaf) else leaf, state
-        )
-    assert root == state
-
-
-@given(roots)
 def test_maps_and_copies(state):
     before = repr(state)
     assert tree.copied(state) == state
@@ -100,23 +90,6 @@ def test_extract_matching_values_compacts_lists():
     assert rest == {"l": ["a", "b"], "empty": {}}
     with pytest.raises(ValueError):
         tree.extract_matching_values(3, bool)
-
-
-def test_graft_keeps_indices_and_refuses_what_is_taken():
-    like = {"l": [{"a": 1}, 2, [3]]}
-    root: dict = {}
-    tree.graft(root, ("l", 1), "x", like)
-    assert root == {"l": [{}, "x", None]}
-    tree.graft(root, ("l", 2, 0), "y", like)
-    assert root == {"l": [{}, "x", ["y"]]}
-    with pytest.raises(ValueError, match=r"\['l'\]\[1\] already holds a str"):
-        tree.graft(root, ("l", 1), "z", like)
-    tree.graft(root, ("l", 1), "z", like, replace=True)
-    assert root["l"][1] == "z"
-    with pytest.raises(ValueError, match="list of 3 here and of 1 there"):
-        tree.graft(root, ("l", 0), 1, {"l": [0]})
-    with pytest.raises(ValueError, match="is a list here and a dict there"):
-        tree.graft(root, ("l", "k"), 1, {"l": {"k": 0}})
 
 
 def test_merge():

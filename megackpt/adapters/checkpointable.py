@@ -29,7 +29,7 @@ from megackpt.state import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.state.storable import SHARD_FIELDS, SHARD_METHODS, has_shard_fields
+from megackpt.state.storable import SHARD_FIELDS, SHARD_METHODS, shard_fields
 
 Shape = tuple[int, ...]
 
@@ -74,10 +74,8 @@ class ShardedCheckpointable(ShardedTensorFactory):
         if has_methods(data):
             shape, chunks = _chunks_by_methods(key, data)
         else:
-            names_own = isinstance(data, torch.Tensor) and has_shard_fields(data)
-            shape, chunks = _chunks_by_fields(
-                key, data, data if names_own else self.shard
-            )
+            named = data if shard_fields(data) else self.shard
+            shape, chunks = _chunks_by_fields(key, data, named)
         if not chunks and 0 in shape:
             # An empty tensor is stored, too.
             empty = torch.empty(shape, dtype=data.dtype, device="cpu")

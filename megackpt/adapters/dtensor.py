@@ -33,7 +33,7 @@ from megackpt.state import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.state.storable import is_checkpointable, is_distributed
+from megackpt.state.storable import is_distributed, shard_attributes
 from megackpt.torch_versions import cutting_order, strides_are_cut_at_once
 
 Shape = tuple[int, ...]
@@ -128,7 +128,7 @@ def sharded(
                     mesh_replica[mesh] = 0 if holders[0] in mesh.mesh else replica
                 number = mesh_replica[mesh], _replica(leaf)
                 branch[name] = ShardedDTensor(key, leaf, number)
-            elif is_checkpointable(leaf):
+            elif shard_attributes(leaf):
                 branch[name] = ShardedCheckpointable(key, leaf)
             elif is_distributed(leaf):
                 pass  # FSDP1's tensors: save and load refuse them, with advice.
@@ -172,7 +172,7 @@ def _is_plain_list(node: Any) -> bool:
         if isinstance(item, list):
             if not _is_plain_list(item):
                 return False
-        elif isinstance(item, (dict, torch.Tensor, *DECLARED)) or is_checkpointable(
+        elif isinstance(item, (dict, torch.Tensor, *DECLARED)) or shard_attributes(
             item
         ):
             return False

@@ -25,7 +25,7 @@ from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import ITEMSIZE, TensorEntry, TensorMeta
 from megackpt.staging.source import TensorSource, byte_view, resolved, synchronize
-from megackpt.state.storable import place_problems
+from megackpt.state.storable import place_problem
 from megackpt.storage import Storage, unsafe_names
 
 Resolved = torch.Tensor | io.BytesIO
@@ -320,10 +320,10 @@ def _check_shape(item: WriteItem, data: torch.Tensor) -> None:
         raise CheckpointingException(
             f"the planner resolves it to shape {tuple(data.shape)}, and planned {expected}"
         )
-    problems = place_problems(data, tuple(item.tensor_data.size))
-    if problems:
+    problem = place_problem(data, tuple(item.tensor_data.size))
+    if problem:
         raise CheckpointingException(
-            f"{problems[0]} (torch {torch.__version__} may not know the protocol)"
+            f"{problem} (torch {torch.__version__} may not know the protocol)"
         )
 
 

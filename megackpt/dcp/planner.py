@@ -48,7 +48,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.state.storable import dtype_name, has_shard_fields
+from megackpt.state.storable import dtype_name, shard_fields
 
 __all__ = ["Delegate", "LoadPlanner", "SavePlanner"]
 
@@ -122,7 +122,7 @@ class _Delegated:
     def size(self) -> Any:
         """torch compares it with the stored size, if there is one."""
         value = self.value
-        if isinstance(value, torch.Tensor) and has_shard_fields(value):
+        if shard_fields(value):
             return lambda: torch.Size(getattr(value, "global_shape", value.shape))
         return getattr(value, "size", None)
 

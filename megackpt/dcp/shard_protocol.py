@@ -20,7 +20,7 @@ from megackpt.state.storable import (
     SHARD_FIELDS,
     SHARD_METHODS,
     distributed_name,
-    has_shard_fields,
+    shard_fields,
 )
 
 ChunkShape = tuple[tuple[int, ...], ...]
@@ -35,7 +35,7 @@ _ADVICE = (
 def check_known(state_dict: Mapping[str, Any]) -> None:
     """Raise ShardingError for shards that the installed torch takes for whole tensors."""
     for key, value in state_dict.items():
-        if not isinstance(value, torch.Tensor) or not has_shard_fields(value):
+        if not shard_fields(value):
             continue
         if hasattr(value, SHARD_METHODS[0]):
             continue  # All releases of torch call the methods, whatever fields there are.
@@ -54,7 +54,7 @@ def named_chunks(state_dict: Mapping[str, Any]) -> dict[str, list[ChunkShape]]:
             continue
         if _has_methods(value):
             chunks[key] = _from_items(_create_write_items(key, value))
-        elif has_shard_fields(value):
+        elif shard_fields(value):
             chunks[key] = _from_fields(value)
     return chunks
 

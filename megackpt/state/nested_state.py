@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from megackpt import limits, tree
 from megackpt.errors import MismatchError, ShardingError, join_truncated
@@ -23,7 +22,7 @@ from megackpt.state.values import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.tree import Leaves, Path
+from megackpt.tree import Path
 
 
 class _Absent:
@@ -44,8 +43,6 @@ class Extracted:
         shards: ``shards[i]``, the caller's or made of a foreign one, is at ``paths[i]``.
         common: all other leaves that are saved. Lists keep their indices (None or {} replace
             leaves of other kinds); branches without a common leaf are left out.
-        local: the values that every rank keeps for itself.
-        empties: the paths of empty containers.
         factories: the factories with their paths, outer ones first.
     """
 
@@ -53,8 +50,6 @@ class Extracted:
     shards: list[ShardedTensor | ShardedObject]
     paths: list[Path]
     common: dict[Any, Any]
-    local: Leaves
-    empties: list[Path]
     factories: list[tuple[Path, ShardedTensorFactory]]
 
 
@@ -77,13 +72,11 @@ def extract(
         raise ShardingError(
             f"a sharded state dict must be a dict, not a {type(given).__name__}{advice}"
         )
-    built, factories = _built(state, native)
+    built, factories, problems = _built(state, native)
     shards: list[ShardedTensor | ShardedObject] = []
     paths: list[Path] = []
-    local: Leaves = []
-    common: Leaves = []
-    problems: list[str] = []
-    for path, leaf in tree.walk(built, empties=True):
+
+    def choose_common(path: Path, leaf: Any) -> Any:
         if isinstance(leaf, (ShardedTensor, ShardedObject)):
             shards.append(leaf)
             paths.append(path)
@@ -91,50 +84,83 @@ def extract(
                 problems.append(
                     f"{tree.show(path)}: the key {COMMON_KEY!r} is reserved for the common state"
                 )
-        elif isinstance(leaf, LocalNonpersistentObject):
-            local.append((path, leaf.unwrap()))
-        else:
-            common.append((path, tree.hollow(leaf) if tree.is_branch(leaf) else leaf))
-            problems += _misplaced(path, leaf)
-    problems += _sharded_keys(built)
+        elif not isinstance(leaf, LocalNonpersistentObject):
+            problems.append(_misplaced(path, leaf))
+            return leaf
+        return ABSENT
+
+    common = _select(built, choose_common)
+    problems = [problem for problem in problems if problem]
     if problems:
         raise ShardingError(join_truncated(problems, separator="\n"))
-    empties = [path for path, leaf in common if tree.is_branch(leaf)]
-    return Extracted(
-        built, shards, paths, _planted(common, built), local, empties, factories
-    )
+    if common is ABSENT:
+        common = {}
+    return Extracted(built, shards, paths, common, factories)
 
 
 def _built(
     state: dict[Any, Any], native: Callable[[Any], Any]
-) -> tuple[dict[Any, Any], list[tuple[Path, ShardedTensorFactory]]]:
-    """The state with every factory, nested ones too, replaced by its product; the factories."""
-    seen: list[Any] = []
+) -> tuple[dict[Any, Any], list[tuple[Path, ShardedTensorFactory]], list[str]]:
+    """The state with every factory, nested ones too, replaced by its product; the factories.
 
-    def kept(leaf: Any) -> Any:
-        if type(leaf) is ShardedTensor:
-            return leaf
-        leaf = native(leaf)
-        if isinstance(leaf, ShardedTensorFactory):
-            seen.append(leaf)
-        return leaf
+    And a text for each declaration that is a key of a dict.
+    """
+    factories: list[tuple[Path, ShardedTensorFactory]] = []
+    problems: list[str] = []
 
-    built = tree.dict_list_map_outplace(kept, state)
-    todo = [(0, path, factory) for path, factory in _factories(built)] if seen else []
-    # The list grows in the loop: a product may hold further factories.
-    for level, path, factory in todo:
+    def build(node: Any, path: Path, level: int) -> Any:
+        if tree.is_branch(node):
+            tree.check_depth(len(path))
+            result = tree.blank(node)
+            for key, value in tree.items(node):
+                if type(key) is not str and is_declared(key):
+                    problems.append(f"a {type(key).__name__} is a dict key: {key!r}")
+                result[key] = build(value, (*path, key), level)
+            return result
+        if type(node) is not ShardedTensor:
+            node = native(node)
+        if not isinstance(node, ShardedTensorFactory):
+            return node
         if level > limits.NESTED_FACTORIES:
             raise ShardingError(
-                f"{factory.key!r}: factories nested deeper than {limits.NESTED_FACTORIES} builds"
+                f"{node.key!r}: factories nested deeper than {limits.NESTED_FACTORIES} builds"
             )
-        with _naming(factory, "build_fn"):
-            subtree = tree.dict_list_map_outplace(native, factory.build())
-        tree.lookup(built, path[:-1])[path[-1]] = subtree
-        todo += [
-            (level + 1, (*path, *inner), nested)
-            for inner, nested in _factories(subtree)
-        ]
-    return built, [(path, factory) for _, path, factory in todo]
+        factories.append((path, node))
+        with _naming(node, "build_fn"):
+            product = node.build()
+        return build(product, path, level + 1)
+
+    return build(state, (), 0), factories, problems
+
+
+def _select(branch: Any, choose: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """The part of a branch for whose leaves ``choose`` returns a value other than ABSENT.
+
+    Empty containers are in it. Lists keep their indices: None or {} replace elements that are
+    left out. ABSENT if nothing is in it.
+    """
+    found: dict[Any, Any] = {}
+    for key, node in tree.items(branch):
+        below = (*path, key)
+        if not tree.is_branch(node):
+            chosen = choose(below, node)
+        elif node:
+            chosen = _select(node, choose, below)
+        else:
+            chosen = tree.blank(node)
+        if chosen is not ABSENT:
+            found[key] = chosen
+    if not found:
+        return ABSENT
+    if isinstance(branch, dict):
+        return found
+    result = tree.blank(branch)
+    for number, node in enumerate(branch):
+        if number in found:
+            result[number] = found[number]
+        elif isinstance(node, dict):
+            result[number] = {}
+    return result
 
 
 @contextmanager
@@ -155,77 +181,37 @@ def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
         raise
 
 
-def _factories(x: Any) -> list[tuple[Path, ShardedTensorFactory]]:
-    return [
-        (path, leaf)
-        for path, leaf in tree.walk(x)
-        if isinstance(leaf, ShardedTensorFactory)
-    ]
-
-
-def _planted(leaves: Leaves, like: dict[Any, Any]) -> dict[Any, Any]:
-    root: dict[Any, Any] = {}
-    for path, leaf in leaves:
-        tree.graft(root, path, leaf, like)
-    return root
-
-
-def _misplaced(path: Path, leaf: Any) -> list[str]:
+def _misplaced(path: Path, leaf: Any) -> str:
+    """Why a leaf is not common state; empty if it is."""
+    where = tree.show(path)
     if is_declared(leaf):
         kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
-        return [
-            f"{tree.show(path)}: {kind} is not one of the classes of megackpt: import it from there"
-        ]
-    hidden = next(
-        (
-            x
-            for x in chain([leaf], _inside(leaf))
-            if is_declared(x) or is_distributed(x)
-        ),
-        None,
-    )
-    if hidden is None:
-        return []
-    if is_distributed(hidden):
-        kind = distributed_name(hidden)
-        return [
-            (
-                f"{tree.show(path)}: a {kind} is not common state, because a checkpoint "
-                f"keeps only one rank's; {SHARDED}"
+        return f"{where}: {kind} is not one of the classes of megackpt: import it from there"
+    inside = [leaf]
+    for value in inside:  # grows: containers of other kinds, at any depth
+        if is_distributed(value):
+            return (
+                f"{where}: a {distributed_name(value)} is not common state, because a "
+                f"checkpoint keeps only one rank's; {SHARDED}"
             )
-        ]
-    what, where = type(hidden).__name__, type(leaf).__name__
-    name = getattr(hidden, "key", "")
-    lost = f"a {what} ({name!r}) in a {where} is lost"
-    return [
-        f"{tree.show(path)}: {lost}; only dicts and lists are walked into: make it one of these"
-    ]
+        if is_declared(value):
+            name = getattr(value, "key", "")
+            return (
+                f"{where}: a {type(value).__name__} ({name!r}) in a {type(leaf).__name__} is "
+                "lost; only dicts and lists are walked into: make it one of these"
+            )
+        if isinstance(value, Mapping):
+            inside += value.values()
+        elif isinstance(value, (tuple, set, frozenset, list)):
+            inside += value
+    return ""
 
 
-def _inside(leaf: Any) -> Iterable[Any]:
-    """The values in a leaf that is a container of another kind, at any depth."""
-    todo = [leaf]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (tuple, set, frozenset, list, Mapping)):
-            todo += node.values() if isinstance(node, Mapping) else node
-        elif node is not leaf:
-            yield node
+class _Placed(NamedTuple):
+    """A value to put at its place in a loaded state, in place of a stored one or not."""
 
-
-def _sharded_keys(state: dict[Any, Any]) -> list[str]:
-    problems: list[str] = []
-    todo: list[Any] = [state]
-    while todo:
-        branch = todo.pop()
-        if isinstance(branch, dict):
-            problems += [
-                f"a {type(key).__name__} is a dict key: {key!r}"
-                for key in branch
-                if type(key) is not str and is_declared(key)
-            ]
-        todo += [value for _, value in tree.items(branch) if tree.is_branch(value)]
-    return problems
+    value: Any
+    replaces: bool
 
 
 def restore(
@@ -239,70 +225,74 @@ def restore(
     Raises MismatchError if the common state has a leaf where a shard was asked for, or a list
     of another length.
     """
+    loaded = dict(zip(extracted.paths, values, strict=True))
+
+    def place(path: Path, leaf: Any) -> Any:
+        if isinstance(leaf, LocalNonpersistentObject):
+            return _Placed(leaf.unwrap(), replaces=True)
+        value = loaded.get(path, ABSENT)
+        return value if value is ABSENT else _Placed(value, replaces=False)
+
     result: dict[Any, Any] = tree.copied(common)
-    loaded = [
-        (path, value)
-        for path, value in zip(extracted.paths, values, strict=True)
-        if value is not ABSENT
-    ]
-    try:
-        for path, value in extracted.local:
-            tree.graft(result, path, value, extracted.state, replace=True)
-        for path, value in loaded:
-            tree.graft(result, path, value, extracted.state)
-    except ValueError as error:
-        raise MismatchError(
-            f"the stored common state does not fit the state asked for (there): {error}"
-        ) from error
-    for path in extracted.empties:
-        if not _holds(result, path):
-            tree.graft(
-                result,
-                path,
-                tree.hollow(tree.lookup(extracted.state, path)),
-                extracted.state,
-            )
-    missing = [
-        path
-        for path, value in zip(extracted.paths, values, strict=True)
-        if value is ABSENT
-    ]
-    _merge_factories(result, extracted, missing)
+    placed = _select(extracted.state, place)
+    if placed is not ABSENT:
+        result = _joined(result, placed, ())
+    incomplete = set[Path]()
+    for path, value in loaded.items():
+        if value is ABSENT:
+            incomplete.update(path[:n] for n in range(len(path) + 1))
+    for path, factory in reversed(extracted.factories):
+        if not _exists(result, path):
+            continue
+        parent, key = tree.lookup(result, path[:-1]), path[-1]
+        if path not in incomplete:
+            with _naming(factory, "merge_fn"):
+                parent[key] = factory.merge_fn(parent[key])
+        elif isinstance(parent, dict):
+            del parent[key]
+        else:
+            parent[key] = None
     return result
 
 
-def _merge_factories(
-    result: dict[Any, Any], extracted: Extracted, missing: list[Path]
-) -> None:
-    incomplete = set(
-        chain.from_iterable(
-            (path[:n] for n in range(len(path) + 1)) for path in missing
+def _joined(stored: Any, asked: Any, path: Path) -> Any:
+    """``stored`` with the values that ``asked`` places in it, in place.
+
+    None and empty containers may be replaced; an empty container is asked for if there is none.
+    """
+    vacant = stored is None or (tree.is_branch(stored) and not stored)
+    if asked is None:
+        return stored
+    if isinstance(asked, _Placed) and (vacant or asked.replaces):
+        return asked.value
+    if tree.is_branch(asked) and vacant and (asked or stored is None):
+        stored = tree.blank(asked)
+    here = type(stored).__name__
+    if isinstance(asked, _Placed):
+        problem = f"already holds a {here}"
+    elif not isinstance(stored, dict if isinstance(asked, dict) else list):
+        problem = f"is a {here} here and a {type(asked).__name__} there"
+    elif isinstance(stored, list) and len(stored) != len(asked):
+        problem = f"is a list of {len(stored)} here and of {len(asked)} there"
+    else:
+        for key, value in tree.items(asked):
+            present = stored.get(key) if isinstance(stored, dict) else stored[key]
+            stored[key] = _joined(present, value, (*path, key))
+        return stored
+    if any(isinstance(leaf, _Placed) for leaf in tree.nested_values(asked)):
+        raise MismatchError(
+            "the stored common state does not fit the state asked for (there): "
+            f"{tree.show(path)} {problem}"
         )
-    )
-    for path, factory in reversed(extracted.factories):
-        if path not in incomplete and _exists(result, path):
-            parent = tree.lookup(result, path[:-1])
-            with _naming(factory, "merge_fn"):
-                parent[path[-1]] = factory.merge_fn(parent[path[-1]])
-        elif _holds(result, path):
-            parent = tree.lookup(result, path[:-1])
-            if isinstance(parent, dict):
-                del parent[path[-1]]
-            else:
-                parent[path[-1]] = None
-
-
-def _holds(x: Any, path: Path) -> bool:
-    """Does the path lead to a value other than None?"""
-    return _exists(x, path) and tree.lookup(x, path) is not None
+    return stored
 
 
 def _exists(x: Any, path: Path) -> bool:
     """Does the path lead to a value, be it None?"""
     for key in path:
-        inside = (
-            key in x if isinstance(x, dict) else isinstance(x, list) and key < len(x)
-        )
+        inside = isinstance(x, list) and key < len(x)
+        if isinstance(x, dict):
+            inside = key in x
         if not inside:
             return False
         x = x[key]
@@ -329,29 +319,19 @@ def apply_factory_merges(x1: Any, x2: Any, key: Path = ()) -> Any:
     """
     if is_declared(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
-    problem = _unmergeable(x1, x2)
+    problem = ""
+    if isinstance(x1, list) and isinstance(x2, list) and len(x1) != len(x2):
+        sizes = f"{len(x1)} and {len(x2)}"
+        problem = f"lists of different lengths ({sizes}) cannot be merged"
+    elif not isinstance(x1, dict) and not isinstance(x1, list):
+        problem = f"a value {x1!r} is where {x2!r} belongs"
+    else:
+        present = dict(tree.items(x1))
+        absent = [k for k, _ in tree.items(x2) if k not in present]
+        if absent:
+            problem = f"keys {absent} are absent; there are {list(present)}"
     if problem:
         raise ValueError(f"apply_factory_merges, at {tree.show(key)}: {problem}")
     for k, factories in tree.items(x2):
         x1[k] = apply_factory_merges(x1[k], factories, (*key, k))
     return x1
-
-
-def _unmergeable(x1: Any, x2: Any) -> str:
-    """Why ``x1`` lacks a path of the factories in ``x2``, one level deep; "" if it has them."""
-    if isinstance(x1, dict) and isinstance(x2, dict):
-        absent = [k for k in x2 if k not in x1]
-        return f"keys {absent} are absent; there are {list(x1)}" if absent else ""
-    if isinstance(x1, list) and isinstance(x2, list):
-        if len(x1) == len(x2):
-            return ""
-        return f"lists of different lengths ({len(x1)} and {len(x2)}) cannot be merged"
-    if isinstance(x1, list) and isinstance(x2, dict):
-        named = [k for k in x2 if not isinstance(k, int)]
-        if named:
-            return f"keys {named} of non-integer type cannot name elements of a list"
-        outside = [k for k in x2 if not 0 <= k < len(x1)]
-        if not outside:
-            return ""
-        return f"indices {outside} are out of bound for a list of length {len(x1)}"
-    return f"a value {x1!r} is where {x2!r} belongs"

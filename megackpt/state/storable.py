@@ -37,17 +37,16 @@ _PLAIN_DEPTH = 32
 _PLAIN_VALUES = 4096
 """Limits of plain values: containers in one another, and values in all."""
 _SHOWN = 12  # steps of a path
-_LOOKED = 2**26  # bytes
 _DECLARED = ("ShardedBase", "LocalNonpersistentObject")
 _DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> "bfloat16". Raises ShardingError for a dtype that cannot be stored."""
-    name = _NAMES.get(dtype)
-    if name is None:
-        raise ShardingError(_unstorable(dtype))
-    return name
+    problem = dtype_problem(dtype)
+    if problem:
+        raise ShardingError(problem)
+    return _NAMES[dtype]
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -57,7 +56,10 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _unstorable(dtype: Any) -> str:
+def dtype_problem(dtype: Any) -> str:
+    """Why nothing of this dtype can be stored; empty where it can."""
+    if dtype in _NAMES:
+        return ""
     if not isinstance(dtype, torch.dtype):
         return f"`dtype` must be a torch.dtype, not {dtype!r}"
     if str(dtype).startswith(("torch.qu", "torch.qi")):
@@ -71,51 +73,35 @@ def _unstorable(dtype: Any) -> str:
     )
 
 
-def dtype_problems(dtype: Any) -> list[str]:
-    """Why nothing of this dtype can be stored; empty where it can."""
-    return [] if dtype in _NAMES else [_unstorable(dtype)]
-
-
-def data_problems(
-    data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]
-) -> list[str]:
+def data_problem(data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]) -> str:
     """Why ``data`` cannot be stored as a tensor of this dtype and shape; empty where it can."""
     if not isinstance(data, torch.Tensor):
-        return [
-            (
-                f"data must be a torch.Tensor, not {type(data).__name__}; other values go into a "
-                "ShardedObject"
-            )
-        ]
+        return (
+            f"data must be a torch.Tensor, not {type(data).__name__}; other values go into a "
+            "ShardedObject"
+        )
     if type(data) not in (torch.Tensor, torch.nn.Parameter):
         foreign = _foreign_tensor(data)
         if foreign:
-            return [foreign]
+            return foreign
     if data.is_nested:
-        return [
-            (
-                "nested data cannot be stored; store its parts, or data.to_padded_tensor(0) and "
-                "the lengths"
-            )
-        ]
-    if data.layout is not torch.strided:
-        return [
-            (
-                f"sparse data ({data.layout}) cannot be stored; store data.to_dense(), or indices "
-                "and values"
-            )
-        ]
-    found = []
-    if data.dtype != dtype:
-        found.append(
-            f"Data dtype should match `dtype` attribute ({data.dtype} and {dtype})"
+        return (
+            "nested data cannot be stored; store its parts, or data.to_padded_tensor(0) and "
+            "the lengths"
         )
+    if data.layout is not torch.strided:
+        return (
+            f"sparse data ({data.layout}) cannot be stored; store data.to_dense(), or indices "
+            "and values"
+        )
+    if data.dtype != dtype:
+        return f"Data dtype should match `dtype` attribute ({data.dtype} and {dtype})"
     if tuple(data.shape) != tuple(local_shape):
-        found.append(
+        return (
             f"Data shape should match `local_shape` attribute ({tuple(data.shape)} and "
             f"{local_shape})"
         )
-    return found
+    return ""
 
 
 def is_distributed(x: Any) -> bool:
@@ -124,7 +110,7 @@ def is_distributed(x: Any) -> bool:
     Attributes decide: torch.distributed.tensor may not be imported, and older versions of torch
     lack the protocols.
     """
-    return _is_distributed_class(type(x)) or is_checkpointable(x)
+    return _is_distributed_class(type(x)) or bool(shard_attributes(x))
 
 
 def _is_distributed_class(kind: type) -> bool:
@@ -133,32 +119,33 @@ def _is_distributed_class(kind: type) -> bool:
     )
 
 
-def is_checkpointable(x: Any) -> bool:
-    """Has it any of SHARD_METHODS, or is it a tensor with any of SHARD_FIELDS?
+def shard_attributes(x: Any) -> list[str]:
+    """The SHARD_METHODS that it has, and for a tensor the SHARD_FIELDS.
 
     A part of a protocol counts: this is a shard, though one that cannot be stored. Of tensors
     the instance is checked, as Megatron-FSDP sets the methods there. Of other objects the class
     is checked, so that no ``__getattr__`` runs.
     """
     if not isinstance(x, torch.Tensor):
-        return any(hasattr(type(x), name) for name in SHARD_METHODS)
-    return any(hasattr(x, name) for name in SHARD_METHODS) or has_shard_fields(x)
+        return [name for name in SHARD_METHODS if hasattr(type(x), name)]
+    found = [name for name in SHARD_METHODS if hasattr(x, name)]
+    return found + shard_fields(x)
 
 
-def has_shard_fields(x: torch.Tensor) -> bool:
-    """Has it any of SHARD_FIELDS, other than a method (as torch's LocalShardsWrapper has)?"""
-    return any(
-        hasattr(x, name) and not callable(getattr(x, name)) for name in SHARD_FIELDS
-    )
+def shard_fields(x: Any) -> list[str]:
+    """The SHARD_FIELDS of a tensor, other than methods (as torch's LocalShardsWrapper has)."""
+    if not isinstance(x, torch.Tensor):
+        return []
+    return [name for name in SHARD_FIELDS if not callable(getattr(x, name, len))]
 
 
-def place_problems(data: Any, whole: tuple[int, ...]) -> list[str]:
+def place_problem(data: Any, whole: tuple[int, ...]) -> str:
     """Why ``data``, which has a ``global_shape`` of its own, is not a shard of ``whole``."""
     said = getattr(data, "global_shape", None)
     if said is None or callable(said) or tuple(said) == tuple(whole):
-        return []
+        return ""
     shapes = f"a shard of {tuple(said)}, and is declared as one of {tuple(whole)}"
-    return [f"data says by its global_shape that it is {shapes}; {SHARDED}"]
+    return f"data says by its global_shape that it is {shapes}; {SHARDED}"
 
 
 def distributed_name(x: Any) -> str:
@@ -166,8 +153,7 @@ def distributed_name(x: Any) -> str:
     kind = type(x).__name__
     if _is_distributed_class(type(x)):
         return kind
-    found = [name for name in (*SHARD_METHODS, *SHARD_FIELDS) if hasattr(x, name)]
-    return f"{kind} with {', '.join(found)} (a shard to torch DCP)"
+    return f"{kind} with {', '.join(shard_attributes(x))} (a shard to torch DCP)"
 
 
 def is_declared(x: Any, *kinds: type) -> bool:
@@ -185,9 +171,7 @@ def is_declared(x: Any, *kinds: type) -> bool:
 def _foreign_tensor(data: torch.Tensor) -> str:
     """Why a tensor of this class has no plain bytes of its own to store; empty where it has."""
     kind = type(data)
-    if _is_distributed_class(kind) or any(
-        hasattr(kind, name) for name in SHARD_METHODS
-    ):
+    if _is_distributed_class(kind) or not set(SHARD_METHODS).isdisjoint(dir(kind)):
         return (
             f"data is a {kind.__name__}, distributed itself; {SHARDED}, or declare "
             "data.to_local() at its place"
@@ -227,7 +211,7 @@ def pickled(what: str, value: Any) -> bytes:
     if _is_plain(value):
         return serialization.dump(value)
     try:
-        return serialization.dump(value, _refuse_sharded)
+        return _dumped(value)
     except _Sharded as error:
         where = _where(value, _dumped)
         raise ShardingError(f"{what}{where and where + ','} holds {error}") from None
@@ -285,55 +269,34 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _dumped(value: Any) -> int:
-    return len(serialization.dump(value, _refuse_sharded))
+def _dumped(value: Any) -> bytes:
+    return serialization.dump(value, _refuse_sharded)
 
 
-def _checked(value: Any) -> int:
-    blob = serialization.dump(value, _refuse_sharded)
-    serialization.check(blob)
-    return len(blob)
+def _checked(value: Any) -> None:
+    serialization.check(_dumped(value))
 
 
-def _where(value: Any, fine: Callable[[Any], int]) -> str:
-    """ ", at PATH" of the innermost part of a value for which ``fine`` raises; "" for all of it.
-
-    ``fine`` returns the bytes that it has examined. After _LOOKED bytes the search ends.
-    """
-    path, above, looked = list[Any](), set[int](), 0
-
-    def passes(part: Any) -> bool:
-        nonlocal looked
-        try:
-            looked += fine(part) if looked < _LOOKED else 0
-        except Exception:  # noqa: BLE001 - the error of the whole value is reported
-            return False
-        return True
-
-    while id(value) not in above:  # in a cycle every part is as bad as the others
-        above.add(id(value))
-        found = next(
-            ((key, part) for key, part in _inside(value) if not passes(part)), None
-        )
-        if found is None:
+def _where(value: Any, check: Callable[[Any], object]) -> str:
+    """ ", at PATH" of the innermost part of a value for which ``check`` raises; "" for all of it."""
+    path: list[Any] = []
+    while len(path) < _SHOWN:  # a value may contain itself
+        for key, part in _inside(value):
+            try:
+                check(part)
+            except Exception:  # noqa: BLE001 - the error of the whole value is reported
+                path.append(key)
+                value = part
+                break
+        else:
             break
-        path.append(found[0])
-        value = found[1]
-    in_key = isinstance(value, dict) and not all(passes({key: None}) for key in value)
-    shown = tree.show(tuple(path[:_SHOWN])) + ("..." if len(path) > _SHOWN else "")
-    places = [
-        text for text, there in (("one of its keys", in_key), (shown, path)) if there
-    ]
-    return f", at {', '.join(places)}" if places else ""
+    return f", at {tree.show(tuple(path))}" if path else ""
 
 
 def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return value.items()
     if isinstance(value, list | tuple | deque):
         return enumerate(value)
-    return (
-        vars(value).items()
-        if hasattr(value, "__dict__") and not isinstance(value, type)
-        else ()
-    )
+    if not isinstance(value, dict):
+        value = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    items: Iterable[tuple[Any, Any]] = value.items()
+    return items

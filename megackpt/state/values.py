@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from megackpt.errors import ShardingError
 from megackpt.planning.manifest import ReplicaId, unique_key
-from megackpt.state.storable import data_problems, dtype_problems, place_problems
+from megackpt.state.storable import data_problem, dtype_problem, place_problem
 
 StateDict = dict[str, Any]
 CommonStateDict = dict[str, Any]
@@ -39,9 +39,11 @@ class ShardedBase(ABC):
     def validate_metadata_integrity(self) -> None:
         """Raise ShardingError, with every problem, if the declaration contradicts itself."""
 
-    @abstractmethod
-    def without_data(self) -> ShardedBase:
+    def without_data(self) -> Self:
         """The same declaration with ``data=None``."""
+        narrowed: Any = self  # each derived class is a dataclass
+        copy: Self = replace(narrowed, data=None)
+        return copy
 
 
 @dataclass
@@ -216,12 +218,9 @@ class ShardedTensor(ShardedBase):
         if self.data is None:
             self.data = init_fn(self.local_shape, dtype=self.dtype, device=device)
 
-    def without_data(self) -> ShardedTensor:
-        return replace(self, data=None)
-
     def validate_metadata_integrity(self) -> None:
         """Raise ShardingError, with every problem, if shapes, dtype, offset and data disagree."""
-        problems = self._problems()
+        problems = [problem for problem in self._problems() if problem]
         if problems:
             raise ShardingError(
                 f"{self.key!r}: {'; '.join(problems)}\n  declared: {self!r}"
@@ -241,10 +240,9 @@ class ShardedTensor(ShardedBase):
                 "shape."
             )
         if self.data is not None:
-            found += data_problems(self.data, self.dtype, local) + place_problems(
-                self.data, whole[n:]
-            )
-        found += dtype_problems(self.dtype)
+            found.append(data_problem(self.data, self.dtype, local))
+            found.append(place_problem(self.data, whole[n:]))
+        found.append(dtype_problem(self.dtype))
         if len(offset) != len(whole):
             found.append(
                 "Global offset dimensions should be equal to global shape dimensions "
@@ -273,7 +271,7 @@ class ShardedTensor(ShardedBase):
             found.append(
                 f"sizes and offsets must not exceed 2^62 ({local}, {whole}, {offset})"
             )
-        regular = not found and self.axis_fragmentations is not None
+        regular = not any(found) and self.axis_fragmentations is not None
         if regular and any(o % s for o, s in zip(offset[n:], local, strict=True) if s):
             found.append(self._indivisible())
         return found
@@ -344,9 +342,6 @@ class ShardedObject(ShardedBase):
             )
         return cls(key, None, shape, offset, replica_id)
 
-    def without_data(self) -> ShardedObject:
-        return replace(self, data=None)
-
     def validate_metadata_integrity(self) -> None:
         """Raise ShardingError if ``global_offset`` is not a cell of ``global_shape``."""
         problems = _naming_problems(self)
@@ -383,9 +378,6 @@ class ShardedTensorFactory(ShardedBase):
 
     def build(self) -> Any:
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
-
-    def without_data(self) -> ShardedTensorFactory:
-        return replace(self, data=None)
 
     def validate_metadata_integrity(self) -> None:
         """Check the key. The product is validated when it is declared."""
