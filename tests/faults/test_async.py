@@ -31,7 +31,8 @@ class Slow(TorchDist):
     """Has written all, and does not come to an end."""
     def write(self, root, plan, data):
         result = super().write(root, plan, data)
-        Path("begun").write_text(str(os.getpid()))
+        Path("beginning").write_text(str(os.getpid()))
+        os.rename("beginning", "begun")  # never seen empty
         time.sleep(1000)
         return result
 '''
