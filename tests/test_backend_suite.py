@@ -149,6 +149,11 @@ class Forgetful(TorchDist):
         return replace(manifest, chunks=manifest.chunks.take(rows))
 
 
+class Unlisted(TorchDist):
+    def read_manifest(self, root):
+        return replace(super().read_manifest(root), tables=())
+
+
 class Careless(TorchDist):
     def read_manifest(self, root):
         try:
@@ -202,6 +207,7 @@ MISTAKES = [
     (Wasteful(), "test_a_thin_slice_reads_few_bytes", "bytes were read for a 64th"),
     (Raw(), "test_raw_chunks_are_raw", "is not at"),
     (Forgetful(), "test_read_manifest_agrees_with_the_save", "lists other chunks"),
+    (Unlisted(), "test_read_manifest_agrees_with_the_save", "does not list {'.metadata'}"),
     (Careless(), "test_a_damaged_table_of_contents", "KeyError.*is not a CheckpointingException"),
     (Careful(), "test_a_flipped_bit_is_found_and_named", "something is wrong somewhere"),
     (Careful(), "test_lost_and_cut_files_are_corrupt", "something is wrong somewhere"),

@@ -20,7 +20,6 @@ from megackpt import limits
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
-    Bool,
     Declarations,
     LoadPlan,
     Location,
@@ -168,7 +167,11 @@ class Backend(ABC):
 
     @abstractmethod
     def read_manifest(self, root: Storage) -> Manifest:
-        """On the coordinator, for a checkpoint without our index: what it holds, and where."""
+        """On the coordinator, for a checkpoint without our index: what it holds, and where.
+
+        ``Manifest.tables`` are the files that it was read from. A save that replaces the checkpoint
+        removes them with the files of the chunks, so none may belong to another program.
+        """
 
     @abstractmethod
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
@@ -193,24 +196,18 @@ class Backend(ABC):
             and config.sharded_backend_version in self.properties.reads
         )
 
-    def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
-        """Files of this checkpoint that the manifest does not name, other than ``metadata.json``.
-
-        A save that replaces the checkpoint removes them, so a name must not belong to another program.
-        By default, the files of a save by one rank.
-        """
-        return [name for name in self.layout(1, manifest).files if name != CONFIG]
-
-    def raw_chunks(self, manifest: Manifest) -> Bool:
-        """For each chunk: are the bytes at its location those of its box?
-
-        The others can be read, and their digests checked, by ``read`` only.
-        """
-        return np.full(len(manifest.chunks), manifest.encoding == "raw")
-
     def decoded_bytes(self, manifest: Manifest) -> Int64:
-        """For each chunk, the bytes of memory that reading any part of it takes; 0: the part's own."""
-        return np.zeros(len(manifest.chunks), np.int64)
+        """For each chunk, the bytes of memory that ``read`` takes to decode any part of it.
+
+        0: the bytes at its location are those of its box, so that others may read them, too. By
+        default 0 for a raw manifest, else the size of the whole chunk.
+        """
+        chunks = manifest.chunks
+        if manifest.encoding == "raw":
+            return np.zeros(len(chunks), np.int64)
+        itemsize = np.array([e.meta.itemsize for e in manifest.tensors], np.int64)
+        sizes: Int64 = chunks.boxes.volume * itemsize[chunks.tensor]
+        return np.maximum(1, np.maximum(sizes, chunks.length))
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:  # noqa: ARG002
         """The problems that the format's own checksums find. None: it has no checksums."""

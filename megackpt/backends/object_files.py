@@ -131,21 +131,19 @@ def write_object(
             digests.append(digest_blocks(block))
             writer.write([block])
         length = writer.position
-    if not entry.is_common and decode_key(encode_key(entry.key)) is None:
-        root.put(f"{folder(entry)}/{_KEY}", entry.key.encode("utf-8", "surrogatepass"))
     return Location(file, 0, length), b"".join(digests)
 
 
-def key_files(manifest: Manifest) -> list[str]:
+def key_files(manifest: Manifest) -> dict[str, bytes]:
     """The files that hold the keys of objects whose folders have shortened names."""
-    objects = (
-        entry
-        for entry in manifest.tensors
-        if entry.meta.is_object and not entry.is_common
-    )
-    return [
-        f"{folder(e)}/{_KEY}" for e in objects if decode_key(encode_key(e.key)) is None
-    ]
+    files: dict[str, bytes] = {}
+    for entry in manifest.tensors:
+        if not entry.meta.is_object or entry.is_common:
+            continue
+        if decode_key(encode_key(entry.key)) is None:
+            key = entry.key.encode("utf-8", "surrogatepass")
+            files[f"{folder(entry)}/{_KEY}"] = key
+    return files
 
 
 class ObjectFile(NamedTuple):

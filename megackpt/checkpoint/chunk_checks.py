@@ -98,7 +98,7 @@ class ChunkChecks:
         order = np.lexsort((chunks.start, chunks.file))
         if rows is not None:
             order = order[np.isin(order, rows)]
-        raw = self.backend.raw_chunks(self.manifest)[order]
+        raw = self.backend.decoded_bytes(self.manifest)[order] == 0
         with ThreadPoolExecutor(threads) as pool:
             found = [
                 pool.map(self.raw_share, shares(order[raw])),

@@ -72,9 +72,9 @@ def own_files(storage: Storage) -> tuple[str, ...]:
             # Only a digest may be damaged. A damaged name matches no file.
             with suppress(CorruptCheckpoint):
                 manifest, small = decode_index(data, INDEX, intact=False)
-                named.update(files_of(storage, _backend_of(manifest), manifest, small))
+                named.update(files_of(manifest, small))
         else:
-            named.update(files_of(storage, _backend_of(manifest), manifest, small))
+            named.update(files_of(manifest, small))
             other = table_of_another(storage, small)
             if other is None:
                 return tuple(sorted(named))
@@ -83,7 +83,7 @@ def own_files(storage: Storage) -> tuple[str, ...]:
         try:
             manifest = by_its_own_account(backend, storage)
             config = [CONFIG] if strategies.read_config(storage) is not None else []
-            listed = {*files_of(storage, backend, manifest, {}), *config, INDEX}
+            listed = {*files_of(manifest, {}), *config, INDEX}
             # Stock DCP has no common.pt.
             named |= listed if config else listed - {"common.pt"}
         except StorageError:
@@ -96,13 +96,6 @@ def own_files(storage: Storage) -> tuple[str, ...]:
             f"belong to it: {problem}. Move the directory away, or save elsewhere"
         ) from problem
     return tuple(sorted(named))
-
-
-def _backend_of(manifest: Manifest) -> Backend | None:
-    try:
-        return strategies.reader_of(*manifest.backend)
-    except BackendError:  # the plug-in is not installed; the index names the files
-        return None
 
 
 def find_format(storage: Storage) -> Backend:
@@ -119,18 +112,12 @@ def find_format(storage: Storage) -> Backend:
         return strategies.reader_of(*head.backend)
 
 
-def files_of(
-    storage: Storage, backend: Backend | None, manifest: Manifest, small: SmallFiles
-) -> Collection[str]:
+def files_of(manifest: Manifest, small: SmallFiles) -> Collection[str]:
     """The files of an opened checkpoint. ``small``: the small files that its index names."""
-    named = (
-        {*manifest.files, *small, INDEX}
-        if manifest.save_id or small
-        else {*manifest.files}
-    )
-    return named.union(
-        () if backend is None else backend.unlisted_files(storage, manifest)
-    )
+    named = {*manifest.files, *manifest.tables, *small}
+    if manifest.save_id or small:
+        named.add(INDEX)
+    return named
 
 
 def foreign_entries(

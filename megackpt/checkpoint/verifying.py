@@ -211,12 +211,13 @@ class _Work(ChunkChecks):
             problems += damaged
             self.bad.update(self.rows_named_in(damaged))
             rows = rows[
-                ~self.backend.raw_chunks(manifest) & ~np.isin(rows, list(self.bad))
+                (self.backend.decoded_bytes(manifest) > 0)
+                & ~np.isin(rows, list(self.bad))
             ]
         start(int(chunks.length[rows].sum()))
         problems += self.run(threads, [file.name for file in short], rows)
         problems += self.open_objects(threads)
-        own = {*files_of(storage, self.backend, manifest, small)}
+        own = {*files_of(manifest, small)}
         if not small and strategies.read_config(storage) is not None:
             own.add(CONFIG)
         foreign = tuple(foreign_entries(storage, own))

@@ -53,7 +53,7 @@ def worker_bytes(manifest: Manifest, decoded: Int64, copying: bool, limit: int) 
     """Return the most memory that one worker takes to convert what this manifest lists.
 
     Args:
-        decoded: the result of ``Backend.decoded`` for the manifest.
+        decoded: the result of ``Backend.decoded_bytes`` for the manifest.
         copying: cells are copied, for a grid or a cast.
         limit: the memory limit in bytes.
 

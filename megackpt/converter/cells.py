@@ -48,7 +48,7 @@ def declare_cells(
 
     Args:
         entries: tensor number in the source -> name and dtype in the target.
-        decoded: the result of ``Backend.decoded`` for the source.
+        decoded: the result of ``Backend.decoded_bytes`` for the source.
         contiguous: cut into consecutive bytes of whole tensors, because the target keeps them so.
     """
     parts = TensorParts(manifest)
@@ -126,7 +126,11 @@ def _stored_cells(
     cells, regular = regular_grids(stored, bounds, whole)
     encoded = regular
     if len(order):
-        encoded = np.logical_or.reduceat(decoded[order] > 0, bounds[:-1])
+        # A chunk of which any part takes the memory of all is read once.
+        itemsize = np.array([e.meta.itemsize for e in manifest.tensors], np.int64)
+        sizes = stored.volume * itemsize[tensor]
+        is_whole = decoded[order] >= np.maximum(1, sizes)
+        encoded = np.logical_or.reduceat(is_whole, bounds[:-1])
     grids: dict[int, Shape] = {}
     atoms: dict[int, Shape] = {}
     for row, number in enumerate(numbers):

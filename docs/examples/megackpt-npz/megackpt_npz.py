@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 from urllib.parse import quote
 
@@ -179,7 +179,8 @@ class Npz(Backend):
             raise CorruptCheckpoint(
                 f"{root.location}/{CONTENTS} is damaged: {error!r}"
             ) from error
-        return listed(tensors, chunks, (self.properties.name, self.properties.version))
+        backend = self.properties.name, self.properties.version
+        return replace(listed(tensors, chunks, backend), tables=(CONTENTS,))
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         read_raw(root, plan, into, verify)

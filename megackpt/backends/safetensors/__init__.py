@@ -11,7 +11,6 @@ Reads any directory or file of this kind, and links to files, which the Hugging 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -37,10 +36,9 @@ from megackpt.backends.safetensors.headers import (
     refuse_unfit,
 )
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
-from megackpt.planning.box import Box
+from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     COMMON,
-    Bool,
     LoadPlan,
     Location,
     Manifest,
@@ -92,13 +90,6 @@ class Safetensors(Backend):
                 names.append(object_files.folder(entry))
         return Layout(names, places)
 
-    def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:
-        names = [name for name in manifest.files if name.endswith(".safetensors")]
-        index, _ = _files_in(root)
-        # A file without elements is in no manifest, and an index only where there is none of ours.
-        return [*([index] if index and names != [WHOLE] else []), *([] if names else [WHOLE]),
-                *object_files.key_files(manifest)]  # fmt: skip
-
     def _arranged(self, manifest: Manifest) -> tuple[TensorFile, ...]:
         refuse_unfit(manifest.tensors)
         tensors = tuple(entry for entry in manifest.tensors if not entry.meta.is_object)
@@ -124,22 +115,30 @@ class Safetensors(Backend):
         for file in files:
             with root.update(file.name) as updater:
                 updater.write_at(0, [memoryview(file.head)])
+        keys = object_files.key_files(manifest)
         if files[0].name == WHOLE:
-            return Finished(manifest)
+            # A file without tensors has no chunk.
+            names = tuple(dict.fromkeys((*manifest.files, WHOLE)))
+            return Finished(replace(manifest, files=names), keys)
         found = [place for file in files for place in file.places.items()]
         total = sum(place.length for _, place in found)
         return Finished(
             manifest,
-            {INDEX: weight_maps.emit(total, {key: place.file for key, place in found})},
+            {
+                **keys,
+                INDEX: weight_maps.emit(
+                    total, {key: place.file for key, place in found}
+                ),
+            },
         )
 
-    def raw_chunks(self, manifest: Manifest) -> Bool:
+    def decoded_bytes(self, manifest: Manifest) -> Int64:
         # The metadata of a header becomes a blob when it is read.
         made = [
             entry.is_common and manifest.encoding == "noted"
             for entry in manifest.tensors
         ]
-        return ~np.array(made, np.bool_)[manifest.chunks.tensor]
+        return np.array(made, np.int64)[manifest.chunks.tensor]
 
     def recognises(self, root: Storage) -> bool:
         root = root.following()
@@ -188,11 +187,16 @@ class Safetensors(Backend):
         manifest = shared_files.manifest_from_files(
             root, found, (self.properties.name, self.properties.version)
         )
-        return replace(manifest, encoding="noted") if noted else manifest
+        tables = [index] if index else files
+        return replace(
+            manifest,
+            encoding="noted" if noted else "raw",
+            tables=(*tables, *object_files.key_files(manifest)),
+        )
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         root = root.following()
-        raw = self.raw_chunks(plan.manifest)[plan.chunk]
+        raw = self.decoded_bytes(plan.manifest)[plan.chunk] == 0
         read_raw(root, plan.take(raw), into, verify)
         for item in plan.take(~raw).rows():
             noted = read_header(root, item.chunk.location.file).metadata

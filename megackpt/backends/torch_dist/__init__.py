@@ -14,8 +14,7 @@ object_names.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -42,6 +41,7 @@ from megackpt.backends.torch_dist.distcp_writer import (
 )
 from megackpt.backends.torch_dist.metadata_reader import read_listing
 from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.planning.box import Int64
 from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.storage import Storage
 
@@ -87,11 +87,6 @@ class TorchDist(Backend):
                 files += [file_name(rank, number, prefix) for number in numbers]
         return Layout([*files, METADATA, CONFIG])
 
-    def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
-        if _is_integrity_file(root):
-            return [METADATA, INTEGRITY]
-        return [METADATA]
-
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         files = distribute(plan, self.files_per_rank, self.separation_hint)
         return write_files(root, plan, data, files)
@@ -111,9 +106,18 @@ class TorchDist(Backend):
 
     def read_manifest(self, root: Storage) -> Manifest:
         properties = self.properties
-        return foreign_manifest.read_manifest(
+        manifest = foreign_manifest.read_manifest(
             root, METADATA, (properties.name, properties.version)
         )
+        has_integrity = _is_integrity_file(root)
+        tables = (METADATA, INTEGRITY) if has_integrity else (METADATA,)
+        return replace(manifest, tables=tables)
+
+    def decoded_bytes(self, manifest: Manifest) -> Int64:
+        if manifest.encoding == "raw":
+            return np.zeros(len(manifest.chunks), np.int64)
+        # Both ends of a record are read; what is between them is read by ranges.
+        return np.full(len(manifest.chunks), 2 * foreign_manifest.EDGE, np.int64)
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         if plan.manifest.encoding == "raw":

@@ -31,6 +31,9 @@ from megackpt.planning.manifest import (
 )
 from megackpt.storage import Storage
 
+EDGE = 2048
+"""Bytes that ``read`` takes from either end of a record: the zip directory, and all before the payload."""
+
 
 class _Stored(NamedTuple):
     """One chunk, or one shard of an object, and its record."""

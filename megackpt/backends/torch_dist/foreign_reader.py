@@ -23,14 +23,13 @@ from megackpt.backends.object_files import ConvertedObjects
 from megackpt.backends.ranges import read_raw, refuse_sparse
 from megackpt.backends.torch_dist.distcp_writer import COMMON_FILE
 from megackpt.backends.torch_dist.flattened import Part, Parts
+from megackpt.backends.torch_dist.foreign_manifest import EDGE
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import ITEMSIZE, LoadPlan
 from megackpt.serialization.archive import Archive
 from megackpt.storage import FileReader, Storage, allocate
 
-_EDGE = 2048
-"""Bytes read at either end of a record: enough for the zip directory, and for everything before the payload."""
 _PICKLE_LIMIT = 1 << 20
 
 
@@ -106,11 +105,11 @@ class _Record:
         self._reader = reader
         self._start = start
         self._length = length
-        if length <= 2 * _EDGE:
+        if length <= 2 * EDGE:
             self._head = self._tail = self._fetch(0, length)
         else:
-            self._head = self._fetch(0, _EDGE)
-            self._tail = self._fetch(length - _EDGE, _EDGE)
+            self._head = self._fetch(0, EDGE)
+            self._tail = self._fetch(length - EDGE, EDGE)
 
     def payload(
         self, dtype: str, shape: tuple[int, ...], part: Part

@@ -9,7 +9,6 @@ Reads any file of torch.save by its path, also nested states and views, and the
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import ClassVar
 
@@ -31,7 +30,6 @@ from megackpt.backends.torch_file.file_writer import NAME
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import (
-    Bool,
     LoadPlan,
     Location,
     Manifest,
@@ -54,12 +52,6 @@ class TorchFile(Backend):
         """Raises BackendError for names that the file could not keep apart."""
         file_writer.object_names(manifest)
         return Layout([NAME], file_writer.tensor_locations(manifest))
-
-    def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:
-        index, _ = _files_in(root)
-        if index:
-            return [index]
-        return [] if manifest.files else [NAME]
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         """Write the tensors where ``layout`` has them, then the objects. The plan has all of them."""
@@ -92,23 +84,13 @@ class TorchFile(Backend):
             root, manifest, every, crc=True
         )
         file_writer.write_archive(root, manifest, checksums)
-        return Finished(manifest)
-
-    def raw_chunks(self, manifest: Manifest) -> Bool:
-        # A view in another order, or a common state that is not a blob yet, has no length.
-        chunks = manifest.chunks
-        objects = [entry.meta.is_object for entry in manifest.tensors]
-        is_object = np.array(objects, np.bool_)[chunks.tensor]
-        has_bytes = is_object | (chunks.boxes.volume > 0)
-        native = manifest.encoding == "native"
-        raw: Bool = ~(has_bytes & (chunks.length == 0) & native)
-        return raw
+        return Finished(replace(manifest, files=(NAME,)))  # also without any chunk
 
     def decoded_bytes(self, manifest: Manifest) -> Int64:
-        itemsizes = [entry.meta.itemsize for entry in manifest.tensors]
-        itemsize = np.array(itemsizes, np.int64)[manifest.chunks.tensor]
-        sizes: Int64 = manifest.chunks.boxes.volume * itemsize
-        return np.where(self.raw_chunks(manifest), 0, sizes)
+        # A view in another order, or a common state that is not a blob yet, has no length.
+        decoded = super().decoded_bytes(manifest)
+        chunks = manifest.chunks
+        return np.where((chunks.length > 0) | (chunks.boxes.volume == 0), 0, decoded)
 
     def recognises(self, root: Storage) -> bool:
         index, files = _files_in(root)
@@ -156,10 +138,11 @@ class TorchFile(Backend):
             manifest,
             chunks=replace(manifest.chunks, length=length),
             encoding="raw" if all(has_bytes) else "native",
+            tables=(index,) if index else tuple(files),
         )
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
-        raw = self.raw_chunks(plan.manifest)[plan.chunk]
+        raw = self.decoded_bytes(plan.manifest)[plan.chunk] == 0
         read_raw(root, plan.take(raw), into, verify)
         for item in plan.take(~raw).rows():
             if item.entry.meta.is_object:

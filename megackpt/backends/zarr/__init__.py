@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 from typing import ClassVar
 
@@ -37,7 +36,7 @@ from megackpt.backends.zarr.grid import (
 )
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
-from megackpt.planning.manifest import Bool, LoadPlan, Manifest, SavePlan, WriteResult
+from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.storage import Storage
 
 
@@ -93,11 +92,9 @@ class Zarr(Backend):
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """The table of contents, after the cells that ranks share are assembled."""
         manifest = assemble(root, manifest, self.packing)
-        files = metadata_files(manifest, self.packing) | config_file(self.properties)
-        return Finished(manifest, files)
-
-    def raw_chunks(self, manifest: Manifest) -> Bool:
-        return raw_rows(manifest, np.arange(len(manifest.chunks), dtype=np.int64))
+        files = object_files.key_files(manifest)
+        files |= metadata_files(manifest, self.packing)
+        return Finished(manifest, files | config_file(self.properties))
 
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         chunks = manifest.chunks
@@ -113,8 +110,9 @@ class Zarr(Backend):
                 chunk = layout.cell
             # A damaged description may claim more than fits into 63 bits.
             sizes[number] = min(math.prod(chunk) * meta.itemsize, 1 << 62)
-        decoded = np.maximum(sizes[chunks.tensor], chunks.length)
-        return np.where(self.raw_chunks(manifest), 0, decoded)
+        decoded = np.maximum(1, np.maximum(sizes[chunks.tensor], chunks.length))
+        raw = raw_rows(manifest, np.arange(len(chunks), dtype=np.int64))
+        return np.where(raw, 0, decoded)
 
     def recognises(self, root: Storage) -> bool:
         """By metadata.json. A directory of Megatron's without one, by an array in it."""
@@ -127,21 +125,20 @@ class Zarr(Backend):
             return False
         return any(holds(root, name, ZARRAY) for name in root.list())
 
-    def unlisted_files(self, root: Storage, manifest: Manifest) -> Collection[str]:  # noqa: ARG002
-        files = []
-        if manifest.backend[1] == MEGATRON:
-            for key, meta in manifest.tensors:
-                if not meta.is_object:
-                    files += [f"{key}/{ZARRAY}", f"{key}/.zattrs"]
-            return files
-        for entry in manifest.tensors:
-            files.append(f"{entry_name(entry)}/{ARRAY}")
-        return [ARRAY, *files, *object_files.key_files(manifest)]
-
     def read_manifest(self, root: Storage) -> Manifest:
         config = read_config(root)
         version = MEGATRON if config is None else config.sharded_backend_version
-        return discover(root, version)
+        manifest = discover(root, version)
+        tables: list[str] = []
+        if version == MEGATRON:
+            for key, meta in manifest.tensors:
+                if not meta.is_object:
+                    tables += [f"{key}/{ZARRAY}", f"{key}/.zattrs"]
+        else:
+            tables = [ARRAY, *object_files.key_files(manifest)]
+            for entry in manifest.tensors:
+                tables.append(f"{entry_name(entry)}/{ARRAY}")
+        return replace(manifest, tables=tuple(tables))
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         read_rows(root, plan, into, verify)

@@ -130,6 +130,8 @@ class Manifest:
             "noted": raw, but the common state holds notes of a file's author, which ``load``
             leaves out.
         save_id: the uuid (hex) of the save that wrote it; "" for foreign checkpoints.
+        tables: the files without chunks that ``Backend.read_manifest`` read it from, but for
+            ``metadata.json``. Our index does not have it: it names such files with their digests.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -139,6 +141,7 @@ class Manifest:
     encoding: str = "raw"
     backend: tuple[str, int] = ("", 0)
     save_id: str = ""
+    tables: tuple[str, ...] = ()
 
     @classmethod
     def of(

@@ -58,7 +58,7 @@ class LoadTests(Harness):
         """Of chunks that are stored raw. Without digests, which need whole blocks."""
         world = World({"w": self.random(64, 1 << 15)})
         _, manifest = self.save(tmp_path / "c", world)
-        if not self.backend.raw_chunks(manifest).all():
+        if self.backend.decoded_bytes(manifest).any():
             return
         root = WatchedStorage(tmp_path / "c")
         wanted = world.declared([ShardId("w", Box((7, 0), (1, 1 << 15)))])
@@ -86,6 +86,13 @@ class LoadTests(Harness):
         check(same, "read_manifest lists other chunks than were saved")
         named = found.backend == manifest.backend
         check(named, f"read_manifest names the format {found.backend}")
+        there = {
+            path.relative_to(tmp_path / "c").as_posix()
+            for path in (tmp_path / "c").rglob("*")
+            if path.is_file()
+        }
+        lost = there - {*found.files, *found.tables, CONFIG}
+        check(not lost, f"read_manifest does not list {lost} in files or tables")
         self.expect_all(world, root, found)
 
     def test_other_instances_read_it(self, tmp_path: Path) -> None:
@@ -108,10 +115,11 @@ class LoadTests(Harness):
         world = self.world()
         root, manifest = self.save(tmp_path / "c", world, ranks=2)
         for found in (manifest, self.backend.read_manifest(root)):
-            raw = self.backend.raw_chunks(found)
+            decoded = self.backend.decoded_bytes(found)
             count = len(found.chunks)
-            check(raw.shape == (count,), f"raw_chunks: {raw.shape}, not ({count},)")
-            for i in np.flatnonzero(raw).tolist():
+            right = decoded.shape == (count,) and bool((decoded >= 0).all())
+            check(right, f"decoded_bytes: not {count} sizes, but {decoded}")
+            for i in np.flatnonzero(decoded == 0).tolist():
                 chunk, key = found.chunk(i), found.tensors[found.chunks.tensor[i]].key
                 data = bytearray(chunk.location.length)
                 with root.open(chunk.location.file) as reader:
