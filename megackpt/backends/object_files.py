@@ -12,7 +12,7 @@ Shards have Megatron-Core's names. Keys are percent-encoded, so that each is a n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
@@ -27,7 +27,6 @@ from megackpt.planning.manifest import (
     COMMON,
     OBJECT,
     Location,
-    Manifest,
     TensorEntry,
     TensorMeta,
 )
@@ -134,10 +133,10 @@ def write_object(
     return Location(file, 0, length), b"".join(digests)
 
 
-def key_files(manifest: Manifest) -> dict[str, bytes]:
+def key_files(tensors: Iterable[TensorEntry]) -> dict[str, bytes]:
     """The files that hold the keys of objects whose folders have shortened names."""
     files: dict[str, bytes] = {}
-    for entry in manifest.tensors:
+    for entry in tensors:
         if not entry.meta.is_object or entry.is_common:
             continue
         if decode_key(encode_key(entry.key)) is None:

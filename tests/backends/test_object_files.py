@@ -11,6 +11,7 @@ from megackpt.backends.object_files import (
     decode_key,
     encode_key,
     folder,
+    key_files,
     objects_in,
     parse_shard,
     shard_file,
@@ -81,6 +82,8 @@ def test_what_was_written_is_found(tmp_path: Path, key: str) -> None:
         assert digests == digest(blob)
         assert root.get(place.file)[place.start :][: place.length] == blob
         written[entry, box] = place
+    for name, content in key_files(entry for entry, _ in entries).items():
+        root.put(name, content)
     assert {(entry, box): place for entry, box, place in objects_in(root)} == written
 
 

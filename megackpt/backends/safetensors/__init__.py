@@ -115,7 +115,7 @@ class Safetensors(Backend):
         for file in files:
             with root.update(file.name) as updater:
                 updater.write_at(0, [memoryview(file.head)])
-        keys = object_files.key_files(manifest)
+        keys = object_files.key_files(manifest.tensors)
         if files[0].name == WHOLE:
             # A file without tensors has no chunk.
             names = tuple(dict.fromkeys((*manifest.files, WHOLE)))
@@ -191,7 +191,7 @@ class Safetensors(Backend):
         return replace(
             manifest,
             encoding="noted" if noted else "raw",
-            tables=(*tables, *object_files.key_files(manifest)),
+            tables=(*tables, *object_files.key_files(manifest.tensors)),
         )
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:

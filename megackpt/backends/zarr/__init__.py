@@ -92,7 +92,7 @@ class Zarr(Backend):
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """The table of contents, after the cells that ranks share are assembled."""
         manifest = assemble(root, manifest, self.packing)
-        files = object_files.key_files(manifest)
+        files = object_files.key_files(manifest.tensors)
         files |= metadata_files(manifest, self.packing)
         return Finished(manifest, files | config_file(self.properties))
 
@@ -135,7 +135,7 @@ class Zarr(Backend):
                 if not meta.is_object:
                     tables += [f"{key}/{ZARRAY}", f"{key}/.zattrs"]
         else:
-            tables = [ARRAY, *object_files.key_files(manifest)]
+            tables = [ARRAY, *object_files.key_files(manifest.tensors)]
             for entry in manifest.tensors:
                 tables.append(f"{entry_name(entry)}/{ARRAY}")
         return replace(manifest, tables=tuple(tables))
