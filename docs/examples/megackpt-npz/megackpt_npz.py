@@ -128,7 +128,7 @@ class Npz(Backend):
             with archive.zip:
                 for row, item in enumerate(plan.rows()):
                     shape, blocks = item.shard.box.shape, data.blocks(row)
-                    if item.meta.is_object:  # a blob, whose length only its bytes tell
+                    if item.meta.is_object:  # a blob of unknown length
                         blob = b"".join(bytes(block) for block in blocks)
                         shape, blocks = (len(blob),), iter([memoryview(blob)])
                     name_inside = f"{escaped(item.shard.key)}{item.shard.box}"
