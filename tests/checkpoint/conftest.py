@@ -63,7 +63,7 @@ class Tiny(Backend):
         return root.size("metadata.json") is not None and root.size("toc") is not None
 
     def read_manifest(self, root):
-        return decode_index(root.get("toc"))[0]
+        return replace(decode_index(root.get("toc"))[0], tables=("toc",))
 
     def read(self, root, plan, into, verify):
         for item in plan.rows():

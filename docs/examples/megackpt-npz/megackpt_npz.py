@@ -145,10 +145,9 @@ class Npz(Backend):
         )
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
-        bounds = manifest.chunks.block_bounds
         chunks = []
         for i, number in enumerate(manifest.chunks.tensor.tolist()):
-            chunk = manifest.chunk(i, bounds)
+            chunk = manifest.chunk(i)
             place = chunk.location.file, chunk.location.start, chunk.location.length
             chunks.append([number, chunk.box.offset, chunk.box.shape, *place])
         contents = {
