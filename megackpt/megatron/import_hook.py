@@ -12,7 +12,8 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
-from megackpt.megatron.modules import MODULES, PACKAGE
+from megackpt.megatron.modules import PACKAGE
+from megackpt.megatron.table import MODULES
 
 THEIRS = "megatron.core.dist_checkpointing"
 

@@ -9,17 +9,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from megackpt.errors import CheckpointingException
-from megackpt.megatron.table import TABLE, Refusal
+from megackpt.megatron.table import MODULES, REFUSALS, SOURCES
 
 PACKAGE = "megackpt.megatron"
-
-SOURCES = {
-    (module, name): source for module, source, names in TABLE for name in names.split()
-}
-"""(Megatron's module, name) -> the module that defines the name here, or a Refusal."""
-
-MODULES = ("", ".strategies", *dict.fromkeys(f".{module}" for module, _, _ in TABLE))
-"""What follows the package's name in the names of its modules. Packages precede their modules."""
 
 
 class Refused(type):
@@ -57,7 +49,7 @@ class TableModule(ModuleType):
             name
             for (module, name), source in SOURCES.items()
             if module == suffix[1:]
-            and isinstance(source, str)
+            and source not in REFUSALS
             and not name.startswith("_")
         ]
 
@@ -66,8 +58,8 @@ class TableModule(ModuleType):
         source = SOURCES.get((module, name))
         if source is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if isinstance(source, Refusal):
-            why = f"{module}.{name} is not offered by megackpt: {source.why}"
+        if source in REFUSALS:
+            why = f"{module}.{name} is not offered by megackpt: {REFUSALS[source]}"
             value: Any = Refused(name, (), {"__module__": self.__name__, "why": why})
         else:
             value = getattr(import_module(source), name)

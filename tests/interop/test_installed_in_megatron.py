@@ -14,7 +14,8 @@ import torch
 
 import megackpt.megatron
 from megackpt.megatron.import_hook import THEIRS
-from megackpt.megatron.modules import MODULES, Refused
+from megackpt.megatron.modules import Refused
+from megackpt.megatron.table import MODULES
 from megackpt.tree import walk
 
 pytestmark = pytest.mark.megatron
