@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.checkpoint._extension import (
     ExtensionRegistry,
     StreamTransformExtension,
@@ -29,21 +27,19 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.metadata_reader import (
     ListedItem,
     Listing,
-    RecordPlace,
 )
 from megackpt.dcp.item_writer import local_tensors, synchronize_stream
 from megackpt.dcp.planner import LoadPlanner
 from megackpt.dcp.torch_metadata import ChunkName, opaque_key
 from megackpt.errors import (
     BackendError,
-    CheckpointingException,
     CorruptCheckpoint,
     MismatchError,
 )
 from megackpt.loader.comparison import overlapping
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest import Manifest
+from megackpt.planning.manifest import ITEMSIZE, Manifest
 from megackpt.staging.source import overlaps_itself, synchronize
 from megackpt.staging.target import LoadTarget
 from megackpt.state import dtype_named
@@ -51,6 +47,8 @@ from megackpt.storage import Storage, allocate, digest_blocks
 from megackpt.torch_versions import COPIES_FLOAT4
 
 _READ_SIZE = 1 << 20
+_COPIED_BYTES = 64 << 20
+"""Bytes of items that are read before they are copied to the planner's memory."""
 _MAX_OVERHEAD = 1 << 20
 """Bytes of a pickled tensor beyond its elements. Bounds what an extension makes of a record."""
 
@@ -73,22 +71,6 @@ class OpenCheckpoint:
     rows: dict[ChunkName, int]
     """Rows of the manifest."""
 
-    def read_record(self, name: str, place: RecordPlace, verify: bool) -> bytearray:
-        """The bytes of a record, compared with the digests that the index has for ``name``."""
-        where = f"{self.storage.location}: {name!r} in {place.file}"
-        with self.storage.open(place.file) as reader:
-            refuse_sparse(reader, place.start, place.length, where)
-            data = allocate(place.length, where)
-            reader.read_into(place.start, [memoryview(data)])
-        row = self.rows.get((name, None))
-        if verify and row is not None:
-            digests = self.manifest.chunk(row).digests.tobytes()
-            if digests and digests != digest_blocks(memoryview(data)):
-                raise CorruptCheckpoint(
-                    f"{where} is damaged: its bytes are not those that were saved"
-                )
-        return data
-
 
 class ItemReader:
     """Carries out one rank's load plan. Errors name the item and the file."""
@@ -107,7 +89,9 @@ class ItemReader:
 
     def read(self, plan: LoadPlan) -> None:
         checkpoint = self._checkpoint
-        plain: list[tuple[ReadItem, int]] = []
+        own_memory = _keys_with_own_memory(self._planner)
+        direct: list[tuple[ReadItem, int]] = []
+        copied: list[tuple[ReadItem, int]] = []
         for item in plan.items:
             name, offset = item.storage_index.fqn, item.storage_index.offset
             chunk = name, None if offset is None else tuple(offset)
@@ -115,19 +99,47 @@ class ItemReader:
                 raise MismatchError(
                     f"{checkpoint.storage.location} holds no chunk of {name!r} at {offset}"
                 )
+            listed = checkpoint.items[chunk]
             if item.type == LoadItemType.BYTE_IO:
-                place = checkpoint.items[chunk].place
-                data = checkpoint.read_record(name, place, self._verify)
-                self._planner.load_bytes(
-                    item, self._decode(chunk, data, limits.DCP_METADATA_BYTES)
-                )
-            elif offset is not None and chunk in checkpoint.rows:
-                plain.append((item, checkpoint.rows[chunk]))
+                stream = self._read_record(listed, limits.DCP_METADATA_BYTES)
+                self._planner.load_bytes(item, stream)
+            elif offset is None or chunk not in checkpoint.rows:
+                self._read_pickled(item, listed)
+            elif item.dest_index.fqn in own_memory:
+                direct.append((item, checkpoint.rows[chunk]))
             else:
-                self._read_pickled(item, chunk)
-        self._read_plain(plain)
+                copied.append((item, checkpoint.rows[chunk]))
+        synchronize_stream()
+        tensors = [_resolve(self._planner, item) for item, _ in direct]
+        self._read_regions(direct, tensors)
+        synchronize(tensors)
+        for (item, _), tensor in zip(direct, tensors, strict=True):
+            self._planner.commit_tensor(item, tensor)
+        self._read_copies(copied)
 
-    def _read_plain(self, items: Sequence[tuple[ReadItem, int]]) -> None:
+    def _read_copies(self, items: Sequence[tuple[ReadItem, int]]) -> None:
+        """Items whose memory may be shared: the planner gives it when the next item is complete."""
+        manifest = self._checkpoint.manifest
+        begin = size = 0
+        tensors: list[torch.Tensor] = []
+        for end, (item, row) in enumerate(items, start=1):
+            dtype = dtype_named(
+                manifest.tensors[manifest.chunks.tensor[row]].meta.dtype
+            )
+            tensors.append(torch.empty(item.lengths, dtype=dtype, device="cpu"))
+            size += tensors[-1].nbytes
+            if size < _COPIED_BYTES and end < len(items):
+                continue
+            self._read_regions(items[begin:end], tensors)
+            for (complete, _), tensor in zip(items[begin:end], tensors, strict=True):
+                target = _resolve(self._planner, complete).copy_(tensor)
+                synchronize([target])
+                self._planner.commit_tensor(complete, target)
+            begin, size, tensors = end, 0, []
+
+    def _read_regions(
+        self, items: Sequence[tuple[ReadItem, int]], tensors: Sequence[torch.Tensor]
+    ) -> None:
         """Regions of plain tensors, through the reader of our own loads."""
         manifest = self._checkpoint.manifest
         boxes, dtypes = [], []
@@ -138,26 +150,18 @@ class ItemReader:
             boxes.append(Box(tuple(offset), tuple(item.lengths)))
             dtypes.append(dtype_named(meta.dtype))
         rows = np.array([row for _, row in items], np.int64)
-        plan = planned.LoadPlan(manifest, rows, Boxes.of(boxes), np.arange(len(items)))
-        target = _ItemsTarget(self._planner, [item for item, _ in items], boxes, dtypes)
-        synchronize_stream()
-        for number, box in enumerate(boxes):
-            if not box.volume:
-                target.finish(number)
+        holders = Boxes.of(boxes)
+        plan = planned.LoadPlan(manifest, rows, holders, np.arange(len(items)))
+        target = LoadTarget(tensors, holders, dtypes, {})
         TorchDist().read(self._checkpoint.storage, plan, target, self._verify)
 
-    def _read_pickled(self, item: ReadItem, chunk: ChunkName) -> None:
+    def _read_pickled(self, item: ReadItem, listed: ListedItem) -> None:
         """A chunk that torch pickled, or that went through an extension: as stock reads it."""
-        checkpoint = self._checkpoint
-        name = chunk[0]
-        meta = checkpoint.listing.tensors[name]
-        box, place = checkpoint.items[chunk].box, checkpoint.items[chunk].place
-        key = opaque_key(name, box, meta.shape)
-        data = checkpoint.read_record(key, place, self._verify)
-        dtype = vars(torch).get(meta.dtype)
-        itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 16
-        stream = self._decode(chunk, data, box.volume * itemsize + _MAX_OVERHEAD)
-        where = f"{checkpoint.storage.location}: {name!r} {box} in {place.file}"
+        box = listed.box
+        meta = self._checkpoint.listing.tensors[listed.name]
+        size = box.volume * ITEMSIZE.get(meta.dtype, 16)
+        stream = self._read_record(listed, size + _MAX_OVERHEAD)
+        where = f"{self._checkpoint.storage.location}: {listed.name!r} {box} in {listed.place.file}"
         try:
             value = torch.load(stream, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -176,130 +180,60 @@ class ItemReader:
             target.copy_(part)
         self._planner.commit_tensor(item, target)
 
-    def _decode(
-        self,
-        chunk: ChunkName,
-        data: bytearray,
-        limit: int,
-    ) -> io.BytesIO:
-        """The record's content, after the extensions that it went through."""
-        descriptors = self._checkpoint.items[chunk].place.through
-        if not descriptors:
+    def _read_record(self, item: ListedItem, limit: int) -> io.BytesIO:
+        """The content of a record, after the extensions that it went through.
+
+        Its bytes are compared with the digests in the index; ``limit`` bounds what extensions make
+        of them.
+        """
+        checkpoint, place = self._checkpoint, item.place
+        where = f"{checkpoint.storage.location}: {item.name!r} in {place.file}"
+        with checkpoint.storage.open(place.file) as reader:
+            refuse_sparse(reader, place.start, place.length, where)
+            data = allocate(place.length, where)
+            reader.read_into(place.start, [memoryview(data)])
+        key = opaque_key(
+            item.name, item.box, checkpoint.listing.tensors[item.name].shape
+        )
+        row = checkpoint.rows.get((key, None))
+        if self._verify and row is not None:
+            digests = checkpoint.manifest.chunk(row).digests.tobytes()
+            if digests and digests != digest_blocks(memoryview(data)):
+                raise CorruptCheckpoint(
+                    f"{where} is damaged: its bytes are not those that were saved"
+                )
+        if not place.through:
             return io.BytesIO(data)
-        where = f"{self._checkpoint.storage.location}: {chunk[0]!r} is stored through "
-        where += str(list(descriptors))
+        where += f", stored through {list(place.through)}"
         try:
-            extensions = self._registry.from_descriptor_list(descriptors)
+            extensions = self._registry.from_descriptor_list(place.through)
         except ValueError as error:
             raise BackendError(f"{where}: {error}") from error
-        stream: Any = io.BytesIO(data)
-        for extension in extensions:
-            if isinstance(extension, StreamTransformExtension):
-                stream = extension.transform_from(stream)
         decoded = io.BytesIO()
         try:
-            while block := stream.read(_READ_SIZE):
+            stream: Any = io.BytesIO(data)
+            for extension in extensions:
+                if isinstance(extension, StreamTransformExtension):
+                    stream = extension.transform_from(stream)
+            while decoded.tell() <= limit and (block := stream.read(_READ_SIZE)):
                 decoded.write(block)
-                if decoded.tell() > limit:
-                    raise CorruptCheckpoint(
-                        f"{where}: more than {limit} bytes come of it"
-                    )
-        except CheckpointingException:
-            raise
         except Exception as error:
             raise CorruptCheckpoint(
                 f"{where}, which cannot read it: {error}"
             ) from error
+        if decoded.tell() > limit:
+            raise CorruptCheckpoint(f"{where}: more than {limit} bytes come of it")
         decoded.seek(0)
         return decoded
-
-
-@dataclass(eq=False)
-class _OpenItem:
-    """An item that is being filled. ``direct``: ``tensor`` is the planner's own."""
-
-    tensor: torch.Tensor
-    direct: bool
-    target: LoadTarget
-
-
-class _ItemsTarget:
-    """The Target of a plan: tensors that the planner resolves when their first bytes arrive.
-
-    A planner may convert all its items in one buffer. Items whose memory may be shared are read
-    into memory of ours, and resolved, copied and committed when complete.
-    """
-
-    def __init__(
-        self,
-        planner: AnyLoadPlanner,
-        items: Sequence[ReadItem],
-        boxes: Sequence[Box],
-        stored: Sequence[torch.dtype],
-    ) -> None:
-        self._planner = planner
-        self._items = items
-        self._boxes = boxes
-        self._stored = stored
-        self._missing = [box.volume for box in boxes]
-        self._direct_keys = _keys_with_own_memory(planner)
-        self._open: dict[int, _OpenItem] = {}
-        self._lock = threading.Lock()  # Planners are not thread-safe.
-
-    def _open_item(self, target: int) -> _OpenItem:
-        with self._lock:
-            if target not in self._open:
-                item, stored = self._items[target], self._stored[target]
-                direct = item.dest_index.fqn in self._direct_keys
-                if direct:
-                    tensor = _resolve(self._planner, item)
-                else:
-                    tensor = torch.empty(item.lengths, dtype=stored, device="cpu")
-                boxes = Boxes.of([self._boxes[target]])
-                load_target = LoadTarget([tensor], boxes, [stored], {})
-                self._open[target] = _OpenItem(tensor, direct, load_target)
-            return self._open[target]
-
-    def open(self, target: int, box: Box) -> NDArray[Any]:
-        return self._open_item(target).target.open(0, box)
-
-    def close(
-        self,
-        target: int,
-        box: Box,
-        filled: NDArray[Any],
-    ) -> None:
-        self._open_item(target).target.close(0, box, filled)
-        with self._lock:
-            self._missing[target] -= box.volume
-            complete = self._missing[target] == 0
-        if complete:
-            self.finish(target)
-
-    def finish(self, target: int) -> None:
-        """Hand a complete item to the planner."""
-        item = self._items[target]
-        opened = self._open_item(target)
-        with self._lock:
-            del self._open[target]
-            tensor = opened.tensor
-            if not opened.direct:
-                tensor = _resolve(self._planner, item).copy_(tensor)
-            synchronize([tensor])
-            self._planner.commit_tensor(item, tensor)
-
-    def blob(self, target: int, data: bytes) -> None:
-        name = self._items[target].storage_index.fqn
-        raise BackendError(f"{name!r} is an object, not a tensor ({len(data)} bytes)")
 
 
 def _keys_with_own_memory(planner: AnyLoadPlanner) -> set[str]:
     """The keys that resolve to memory of the state dict that no other key has."""
     state = getattr(planner, "state_dict", None)
-    known = all(
-        getattr(type(planner), name, None) in _KNOWN_METHODS for name in _RESOLVING
-    )
-    if not known or not isinstance(state, dict):
+    for name in _RESOLVING:
+        if getattr(type(planner), name, None) not in _KNOWN_METHODS:
+            return set()
+    if not isinstance(state, dict):
         return set()
     keys, tensors = [], []
     for key, value in state.items():

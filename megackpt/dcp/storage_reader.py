@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import uuid
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -152,37 +151,30 @@ class FileSystemReader(StorageReader):
         return self._checkpoint
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A directory with a ``.metadata`` file. ``manifest``: None if it has no index."""
-
-    storage: Storage
-    listing: Listing
-    manifest: Manifest | None = None
-
-
 def _open(directory: Path, rank: int | None) -> OpenCheckpoint:
     """Open by ``.metadata``; with a rank, by what this rank wrote without collectives."""
     if rank is None:
         # Without an index the files have no common id: check that they were not being removed.
-        found = unreplaced(
-            directory, partial(_find, directory), lambda it: it.manifest is not None
+        storage, listing, indexed = unreplaced(
+            directory, partial(_find, directory), lambda found: found[2] is not None
         )
     else:
-        found = _find_of_rank(directory, f"__{rank}{METADATA}")
-    tensors, listed = found.listing.tensors, list(found.listing)
-    check_files(found.storage, listed)
+        storage, indexed = _folder_of_rank(directory, f"__{rank}{METADATA}"), None
+        listing = read_listing(storage, f"__{rank}{METADATA}")
+    tensors, listed = listing.tensors, list(listing)
+    check_files(storage, listed)
     items = {}
     for item in listed:
         offset = None if tensors[item.name].is_object else item.box.offset
         items[item.name, offset] = item
-    manifest = found.manifest or native_manifest(tensors, listed)
-    return OpenCheckpoint(
-        found.storage, found.listing, items, manifest, rows_of(manifest)
-    )
+    manifest = indexed or native_manifest(tensors, listed)
+    return OpenCheckpoint(storage, listing, items, manifest, rows_of(manifest))
 
 
-def _find(directory: Path, storage: Storage) -> _Found:
+def _find(
+    directory: Path, storage: Storage
+) -> tuple[Storage, Listing, Manifest | None]:
+    """The manifest is None if there is no index."""
     manifest = None
     if storage.size(INDEX) is not None:
         opened = open_checkpoint(directory)
@@ -192,11 +184,11 @@ def _find(directory: Path, storage: Storage) -> _Found:
             f"{storage.called} is a checkpoint, but not one of torch DCP's (it has no "
             f"{METADATA}): megackpt.load reads it, megackpt.convert makes one of it"
         )
-    return _Found(storage, read_listing(storage, METADATA), manifest)
+    return storage, read_listing(storage, METADATA), manifest
 
 
-def _find_of_rank(directory: Path, name: str) -> _Found:
-    """What a rank of stock's writer saved without collectives.
+def _folder_of_rank(directory: Path, name: str) -> Storage:
+    """Where a rank of stock's writer saved ``name`` without collectives.
 
     Refused where the metadata of all ranks is present: the other ranks would use that, and wait
     for this one.
@@ -211,4 +203,4 @@ def _find_of_rank(directory: Path, name: str) -> _Found:
         raise NotACheckpoint(
             f"{directory} holds no {name} without a {METADATA} beside it"
         )
-    return _Found(storage, read_listing(storage, name))
+    return storage
