@@ -10,17 +10,15 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import is_available, is_initialized
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megackpt.dcp.planner import SavePlanner
-from megackpt.distributed import Group, group_over
+from megackpt.distributed import group_over
 from megackpt.errors import CheckpointingException, RankLost
 
 if TYPE_CHECKING:
@@ -40,9 +38,6 @@ CachedStructure = tuple[SavePlan | None, SavePlan | None, bool]
 Planned = tuple[
     tuple[Any, "Metadata | None", _DistWrapper], SavePlan, SavePlan, bool, bool
 ]
-
-# Which plans all ranks use.
-CACHED, LOADED, NEW = "cached", "loaded", "new"
 
 
 def save_state_dict_async_plan(
@@ -84,101 +79,60 @@ def save_state_dict_async_plan(
         )
     wrapper = _DistWrapper(process_group, is_available() and is_initialized(), 0)
     old_central, old_local, validated = cached_ckpt_structure or (None, None, False)
+    usable = old_local if validated and old_central is not None else None
+    loaded = loaded_all_plans or []
     planner = planner or SavePlanner()
-    with group_over(process_group) as group, _reset_on_error(storage_writer):
-        planning = _Planning(group, planner, storage_writer, loaded_all_plans or [])
-        usable = old_local if validated and old_central is not None else None
-        found = planning.compare(state_dict, usable)
-        central = group.reduce_scatter("plan", planning.offer, planning.global_plan)
-        if found == CACHED and old_central is not None:
-            central = replace(old_central, storage_data=central.storage_data)
-        central = planning.prepare(central)
-    unchanged = _equal(old_central, central, group.rank, "central plan")
-    handle = storage_writer, planning.metadata, wrapper
-    return handle, central, planning.local, unchanged, found == LOADED
+    local = central = SavePlan([])
+    metadata: Any = None
 
-
-class _Planning:
-    """The first stage on one rank."""
-
-    def __init__(
-        self,
-        group: Group,
-        planner: Any,
-        writer: Any,
-        loaded: Sequence[SavePlan],
-    ) -> None:
-        self._group = group
-        self._planner = planner
-        self._writer = writer
-        self._loaded = loaded
-        self._found = NEW
-        self.local = SavePlan([])
-        self.metadata: Metadata | None = None
-
-    def compare(self, state_dict: dict[str, Any], cached: SavePlan | None) -> str:
-        """Make the local plan. Returns which plans all ranks can use."""
-
-        def compare_own() -> tuple[bool, bool]:
-            self.local = self._local_plan(state_dict)
-            rank, size = self._group.rank, self._group.size
-            return (
-                _equal(cached, self.local, rank, "local plan"),
-                _equals_loaded(self._loaded, self.local, rank, size),
-            )
-
-        def decide(answers: list[tuple[bool, bool]]) -> str:
-            if all(is_cached for is_cached, _ in answers):
-                return CACHED
-            return LOADED if all(is_loaded for _, is_loaded in answers) else NEW
-
-        self._found = self._group.reduce_broadcast("plan", compare_own, decide)
-        return self._found
-
-    def _local_plan(self, state_dict: dict[str, Any]) -> SavePlan:
+    def compare() -> tuple[bool, bool]:
+        """Make the local plan. Returns whether it equals the cached, and the loaded one."""
+        nonlocal local
         plain = {}
         for key, value in state_dict.items():
             plain[key] = value.state_dict() if isinstance(value, Stateful) else value
-        coordinator = self._group.is_coordinator
-        self._planner.set_up_planner(plain, is_coordinator=coordinator)
-        arguments: dict[str, Any] = {}
-        # torch 2.8 passes no keyword arguments.
-        if "kwargs" in signature(self._writer.set_up_storage_writer).parameters:
-            arguments = {"rank": self._group.rank, "use_collectives": True}
-        self._writer.set_up_storage_writer(coordinator, **arguments)
-        plan = self._planner.create_local_plan()
-        local: SavePlan = self._writer.prepare_local_plan(plan)
-        return local
+        planner.set_up_planner(plain, is_coordinator=group.is_coordinator)
+        storage_writer.set_up_storage_writer(
+            group.is_coordinator, rank=group.rank, use_collectives=True
+        )
+        local = storage_writer.prepare_local_plan(planner.create_local_plan())
+        return (
+            _equal(usable, local, group.rank, "local plan"),
+            _equals_loaded(loaded, local, group.rank, group.size),
+        )
 
-    def offer(self) -> SavePlan | None:
-        """What the coordinator needs of this rank's plan."""
-        return self.local if self._found == NEW else None
+    def decide(answers: list[tuple[bool, bool]]) -> tuple[bool, bool]:
+        cached = all(is_cached for is_cached, _ in answers)
+        return cached, not cached and all(is_loaded for _, is_loaded in answers)
 
-    def global_plan(self, offers: list[SavePlan | None]) -> list[SavePlan]:
+    def make_global_plan(offers: list[SavePlan | None]) -> list[SavePlan]:
         """On the coordinator. Of cached plans only the storage's part is made again."""
-        plans: list[SavePlan] = [offer or SavePlan([]) for offer in offers]
-        if self._found == LOADED:
-            loaded = [replace(plan, storage_data=None) for plan in self._loaded]
-            plans, _ = self._planner.create_global_plan(loaded)
-        elif self._found == NEW:
+        nonlocal metadata
+        plans = [offer or SavePlan([]) for offer in offers]
+        if reused:
+            given = [replace(plan, storage_data=None) for plan in loaded]
+            plans, _ = planner.create_global_plan(given)
+        elif not cached:
             local_plans = list(plans)
-            plans, metadata = self._planner.create_global_plan(plans)
-            # Where Megatron-Core looks for them.
-            cast("Any", metadata).all_local_plans = local_plans
-            self.metadata = metadata
-        prepared: list[SavePlan] = self._writer.prepare_global_plan(plans)
+            plans, metadata = planner.create_global_plan(plans)
+            metadata.all_local_plans = local_plans  # where Megatron-Core looks for them
+        prepared: list[SavePlan] = storage_writer.prepare_global_plan(plans)
         return prepared
 
-    def prepare(self, plan: SavePlan) -> SavePlan:
-        """This rank's final plan, after the writers of all ranks have received theirs."""
-        final: list[SavePlan] = []
+    def prepare() -> None:
+        nonlocal central
+        central = planner.finish_plan(central)
+        storage_writer.prepare_write_data(central, planner)
 
-        def hand_over() -> None:
-            final.append(self._planner.finish_plan(plan))
-            self._writer.prepare_write_data(final[0], self._planner)
-
-        self._group.reduce_broadcast("prepare", hand_over, lambda _: None)
-        return final[0]
+    with group_over(process_group) as group, _reset_on_error(storage_writer):
+        cached, reused = group.reduce_broadcast("plan", compare, decide)
+        offer = None if cached or reused else local
+        central = group.reduce_scatter("plan", lambda: offer, make_global_plan)
+        if cached and old_central is not None:
+            central = replace(old_central, storage_data=central.storage_data)
+        group.reduce_broadcast("prepare", prepare, lambda _: None)
+    unchanged = _equal(old_central, central, group.rank, "central plan")
+    return (storage_writer, metadata, wrapper), central, local, unchanged, reused
 
 
 def verify_global_md_reuse(
@@ -206,12 +160,18 @@ def save_state_dict_async_finalize(
     The arguments are what the first stage returned first. Raises on all ranks what any of them met;
     nothing is committed then.
     """
+
+    def finish(results: list[list[WriteResult]]) -> None:
+        if global_metadata is None:
+            raise CheckpointingException(
+                "the coordinator has no metadata for this save: it reuses the plans of an earlier "
+                "save or of a loaded checkpoint, so pass the metadata that was returned, or read, "
+                "then"
+            )
+        storage_writer.finish(global_metadata, results)
+
     with group_over(dist_wrapper.group) as group, _reset_on_error(storage_writer):
-        group.reduce_broadcast(
-            "write",
-            partial(_write_results, storage_writer),
-            partial(_finish, storage_writer, global_metadata),
-        )
+        group.reduce_broadcast("write", storage_writer.retrieve_write_results, finish)
 
 
 @contextmanager
@@ -226,62 +186,25 @@ def _reset_on_error(writer: Any) -> Iterator[None]:
         raise
 
 
-def _write_results(writer: Any) -> list[WriteResult]:
-    results = writer.retrieve_write_results()
-    if isinstance(results, tuple):  # torch's pair of an exception and its traceback
-        raise results[0]
-    found: list[WriteResult] = results
-    return found
-
-
-def _finish(
-    writer: Any,
-    metadata: Metadata | None,
-    results: list[list[WriteResult]],
-) -> None:
-    if metadata is None:
-        raise CheckpointingException(
-            "the coordinator has no metadata for this save: it reuses the plans of an earlier save "
-            "or of a loaded checkpoint, so pass the metadata that was returned, or read, then"
-        )
-    writer.finish(metadata, results)
-
-
 def _equals_loaded(
-    loaded: Sequence[SavePlan],
-    local: SavePlan,
-    rank: int,
-    ranks: int,
+    loaded: Sequence[SavePlan], local: SavePlan, rank: int, ranks: int
 ) -> bool:
-    if len(loaded) != ranks:
-        return False
-    return _equal(loaded[rank], local, rank, "loaded plan")
+    return len(loaded) == ranks and _equal(loaded[rank], local, rank, "loaded plan")
 
 
-def _equal(
-    old: SavePlan | None,
-    new: SavePlan,
-    rank: int,
-    what: str,
-) -> bool:
+def _equal(old: SavePlan | None, new: SavePlan, rank: int, what: str) -> bool:
     """Whether two plans are equal but for ``storage_data``. Logs the keys that differ (DEBUG)."""
     if old is None:
         return False
     if replace(old, storage_data=None) == replace(new, storage_data=None):
         return True
     if _log.isEnabledFor(logging.DEBUG):
-        before, after = _items_by_key(old), _items_by_key(new)
-        changed = [
-            key
-            for key in sorted({*before, *after})
-            if before.get(key) != after.get(key)
-        ]
-        _log.debug("rank %d, %s: the items of %s differ", rank, what, changed[:10])
+        before = {item.index: item for item in old.items}
+        after = {item.index: item for item in new.items}
+        changed = set()
+        for index in {**before, **after}:
+            if before.get(index) != after.get(index):
+                changed.add(index.fqn)
+        names = sorted(changed)[:10]
+        _log.debug("rank %d, %s: the items of %s differ", rank, what, names)
     return False
-
-
-def _items_by_key(plan: SavePlan) -> dict[str, list[WriteItem]]:
-    items: dict[str, list[WriteItem]] = {}
-    for item in plan.items:
-        items.setdefault(item.index.fqn, []).append(item)
-    return items
