@@ -153,6 +153,11 @@ def _delegate(state_dict: Mapping[str, Any], delegates: Delegates) -> dict[str, 
     return result
 
 
+def _delegated(planner: Any, index: MetadataIndex) -> _Delegated | None:
+    found = planner.state_dict.get(index.fqn)
+    return found if isinstance(found, _Delegated) else None
+
+
 class SavePlanner(DefaultSavePlanner):
     """torch's default planner with delegates, explained coverage errors and balanced writers.
 
@@ -201,30 +206,18 @@ class SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The object that an index names: a tensor, a shard of one, or a delegate's part."""
-        found = self.state_dict.get(index.fqn)
-        if isinstance(found, _Delegated):
+        if found := _delegated(self, index):
             return found.delegate.lookup_object(found.value, index)
         return super().lookup_object(index)
 
-    def transform_object(
-        self, write_item: WriteItem, object: Any
-    ) -> torch.Tensor | io.BytesIO:
-        found = self.state_dict.get(write_item.index.fqn)
-        if isinstance(found, _Delegated):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if found := _delegated(self, write_item.index):
             return found.delegate.transform_object(write_item, object)
-        data: torch.Tensor | io.BytesIO = super().transform_object(write_item, object)
-        return data
-
-    def extensions(self, write_item: WriteItem) -> Sequence[StreamTransformExtension]:
-        """torch's extensions for the item's bytes."""
-        found = self.state_dict.get(write_item.index.fqn)
-        if isinstance(found, _Delegated):
-            return found.delegate.extensions(write_item)
-        return ()
+        return super().transform_object(write_item, object)
 
     @property
     def transforms(self) -> _StorageWriterTransforms | None:
-        """``extensions`` for a storage writer; None without delegates.
+        """The delegates' extensions for a storage writer; None without delegates.
 
         Our writer takes it from the planner. Assign it to ``transforms`` of stock's writer.
         """
@@ -273,31 +266,23 @@ class LoadPlanner(DefaultLoadPlanner):
         path = self.mappings[key] if self.flatten_state_dict else (key,)
         set_element(self.original_state_dict, path, value)
 
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found = self.state_dict.get(index.fqn)
-        tensor: torch.Tensor
-        if isinstance(found, _Delegated):
-            tensor = found.delegate.lookup_object(found.value, index)
-        else:
-            tensor = super().lookup_tensor(index)
-        return tensor
+    def lookup_tensor(self, index: MetadataIndex) -> Any:
+        if found := _delegated(self, index):
+            return found.delegate.lookup_object(found.value, index)
+        return super().lookup_tensor(index)
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        found = self.state_dict.get(read_item.dest_index.fqn)
-        if isinstance(found, _Delegated):
+    def resolve_tensor(self, read_item: ReadItem) -> Any:
+        if found := _delegated(self, read_item.dest_index):
             return found.delegate.resolve_tensor(found.value, read_item)
-        tensor: torch.Tensor = super().resolve_tensor(read_item)
-        return tensor
+        return super().resolve_tensor(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        found = self.state_dict.get(read_item.dest_index.fqn)
-        if isinstance(found, _Delegated):
+        if found := _delegated(self, read_item.dest_index):
             found.delegate.commit_tensor(found.value, read_item, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
-        found = self.state_dict[key]
-        if isinstance(found, _Delegated):
+        if found := _delegated(self, read_item.dest_index):
             loaded = found.delegate.load_bytes(found.value, read_item, value)
         else:
             data = value.read()
@@ -306,7 +291,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class _Transforms(_StorageWriterTransforms):
-    """A planner's extensions, as a storage writer asks for them: by item."""
+    """The extensions of a planner's delegates, as a storage writer gets them: by item."""
 
     def __init__(self, planner: SavePlanner) -> None:
         super().__init__()
@@ -315,7 +300,9 @@ class _Transforms(_StorageWriterTransforms):
     def transform_save_stream(
         self, write_item: WriteItem, raw_stream: io.IOBase
     ) -> tuple[IO[bytes], list[str]]:
-        transforms = _StorageWriterTransforms(self._planner.extensions(write_item))
+        transforms = _StorageWriterTransforms()
+        if found := _delegated(self._planner, write_item.index):
+            transforms.extensions = found.delegate.extensions(write_item)
         result: tuple[IO[bytes], list[str]]
         result = transforms.transform_save_stream(write_item, raw_stream)
         return result
