@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,12 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
     _StorageWriterTransforms,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megackpt.backends.torch_dist.distcp_writer import Records, spread
@@ -23,15 +28,19 @@ from megackpt.backends.torch_dist.record_frame import frame
 from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest import ITEMSIZE, TensorEntry, TensorMeta
+from megackpt.planning.manifest import TensorEntry, TensorMeta
 from megackpt.staging.source import TensorSource, byte_view, resolved, synchronize
-from megackpt.state.storable import place_problem
+from megackpt.state.storable import dtype_name, dtype_problem, place_problem
 from megackpt.storage import Storage, unsafe_names
 
 Resolved = torch.Tensor | io.BytesIO
+Resolve = Callable[[WriteItem], Resolved]
+"""Gives the data of an item. It stays as it is while further items are resolved."""
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _OWN_PREFIX = ".megackpt-"
+
+_received: dict[tuple[str, int], Assignment] = {}
 
 
 @dataclass(frozen=True)
@@ -48,8 +57,9 @@ class Assignment:
     rank: int
     files: tuple[str, ...]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.directory, self.save_id, self.rank, self.files)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.receive()
 
     def __deepcopy__(self, _memo: Any) -> Assignment:
         return self
@@ -58,101 +68,62 @@ class Assignment:
         _received[self.directory, self.rank] = self
 
 
-_received: dict[tuple[str, int], Assignment] = {}
-
-
-def _unpickled(*fields: Any) -> Assignment:
-    assignment = Assignment(*fields)
-    assignment.receive()
-    return assignment
-
-
-def take_assignment(
-    plan: SavePlan,
-    directory: str,
-    rank: int | None,
-) -> Assignment:
+def take_assignment(plan: SavePlan, directory: str, rank: int | None) -> Assignment:
     """The latest assignment that this rank received for this directory."""
-    sent = plan.storage_data if isinstance(plan.storage_data, Assignment) else None
-    if rank is None:
-        rank = sent.rank if sent else 0
+    if rank is None:  # torch 2.8 does not pass it
+        rank = getattr(plan.storage_data, "rank", 0)
     found = _received.pop((directory, rank), None)
     if found is None:
-        other = ""
-        if sent and sent.directory != directory:
-            other = f", but for {sent.directory}"
         raise CheckpointingException(
-            f"rank {rank} received no plan for a save to {directory}{other}: all ranks must name "
-            "the same checkpoint_id and use this writer, and the planner must keep a plan's "
-            "storage_data"
+            f"rank {rank} received no plan for a save to {directory}: all ranks must name the same "
+            "checkpoint_id and use this writer, and the planner must keep a plan's storage_data"
         )
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class StoredItem:
+class StoredItem(NamedTuple):
     """Where one item was written."""
 
-    file: str
+    info: _StorageInfo
+    """The record, for stock's reader."""
     start: int
     length: int
-    """The bytes that the digests are of. A record may have more, before and after."""
+    """The bytes in the record that the digests are of."""
     digests: bytes
     dtype: str = ""
     """Of a plain tensor; empty for records that hold other bytes."""
-    header: int = 0
-    footer: int = 0
-    extensions: tuple[str, ...] = ()
-
-    def storage_info(self) -> _StorageInfo:
-        """The record, for stock's reader."""
-        return _StorageInfo(
-            self.file,
-            self.start - self.header,
-            self.header + self.length + self.footer,
-            list(self.extensions) or None,
-        )
 
 
-class Resolver(Protocol):
-    """The part of a SavePlanner that is used while writing."""
+def stable_resolver(planner: SavePlanner) -> Resolve:
+    """A planner may convert all its items in one buffer, and several threads write items.
 
-    def resolve_data(self, item: WriteItem, /) -> Resolved: ...
-
-
-class KeptResolver:
-    """Resolves items to memory that stays as it is while further items are resolved.
-
-    A planner may convert all its items in one buffer. What is not memory of the state dict is
-    copied, as items are written by several threads.
+    So what is not memory of the state dict is copied.
     """
+    state = getattr(planner, "state_dict", None)
 
-    def __init__(self, planner: Resolver) -> None:
-        self._planner = planner
-        state = getattr(planner, "state_dict", None)
-        self._state: dict[str, Any] = state if isinstance(state, dict) else {}
-
-    def resolve_data(self, item: WriteItem) -> Resolved:
-        data = self._planner.resolve_data(item)
+    def resolve(item: WriteItem) -> Resolved:
+        data: Resolved = planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             if not is_plain(data):
                 return data  # It is pickled before the next item is resolved.
+            own = state.get(item.index.fqn) if isinstance(state, dict) else None
             address = data.untyped_storage().data_ptr()
-            for tensor in local_tensors(self._state.get(item.index.fqn)):
+            for tensor in local_tensors(own):
                 if tensor.untyped_storage().data_ptr() == address:
                     return data
-        return copy_to_host(data)
+        copied: Resolved = copy_to_host(data)
+        return copied
+
+    return resolve
 
 
-def copy_to_host(data: Resolved) -> Resolved:
+def copy_to_host(data: Any) -> Any:
     """A copy in new host memory. Data of other types are refused when they are written."""
     if isinstance(data, io.BytesIO):
         return io.BytesIO(data.getvalue())
-    given: Any = data
-    copy: Resolved = given
-    if hasattr(given, "detach"):
-        copy = given.detach().to("cpu", copy=True)
-    return copy
+    if isinstance(data, torch.Tensor):
+        return data.detach().to("cpu", copy=True)
+    return data
 
 
 def local_tensors(value: object) -> list[torch.Tensor]:
@@ -187,56 +158,48 @@ class ItemWriter:
         self,
         root: Storage,
         assignment: Assignment,
-        resolver: Resolver,
+        resolve: Resolve,
         transforms: Sequence[_StorageWriterTransforms],
     ) -> None:
         self._root = root
         self._assignment = assignment
-        self._resolver = resolver
-        # torch's own class without extensions does nothing.
-        self._transforms = [
-            each
-            for each in transforms
-            if type(each) is not _StorageWriterTransforms or each.extensions
-        ]
+        self._resolve_data = resolve
+        self._transforms = transforms
         self._resolving = threading.Lock()  # Planners are not thread-safe.
-        self._failed = threading.Event()
+        self._failed = False
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
         files = self._assignment.files
         bins = spread([_size(item) for item in items], len(files))
         jobs = []
         with ThreadPoolExecutor(len(files), "megackpt-write") as pool:
-            for name, rows in zip(files, filter(None, bins), strict=False):
-                own = [items[row] for row in rows]
-                jobs.append(pool.submit(self._write_file, name, own))
+            for name, rows in zip(files, bins, strict=True):
+                if rows:
+                    own = [items[row] for row in rows]
+                    jobs.append(pool.submit(self._write_file, name, own))
+        results = []
         for job in jobs:
-            error = job.exception()
-            if error is not None and not isinstance(error, _Stopped):
-                raise error
-        return [result for job in jobs for result in job.result()]
+            results += job.result()
+        return results
 
     def _write_file(self, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
+        """The results. After an error of another thread, which its job raises, some only."""
+        results = []
         at = ""
         try:
-            results = []
             with self._root.create(name) as writer:
                 writer.expect(sum(max(_size(item), 0) for item in items))
                 records = Records(writer)
                 for item in items:
-                    if self._failed.is_set():
-                        raise _Stopped
+                    if self._failed:
+                        break
                     at = f" at {item.index.fqn!r}"
                     results.append(self._write_item(records, name, item))
                 at = ""
                 records.end()
-            return results
-        except _Stopped:
-            raise
         except BaseException as error:
-            self._failed.set()
-            text = f"{type(error).__name__}: {error}"
-            kind: type[CheckpointingException] = CheckpointingException
+            self._failed = True
+            kind, text = CheckpointingException, f"{type(error).__name__}: {error}"
             if isinstance(error, CheckpointingException):
                 kind, text = type(error), str(error)
             elif isinstance(error, OSError):
@@ -244,30 +207,27 @@ class ItemWriter:
             file = f"{self._root.location}/{name}"
             rank = self._assignment.rank
             raise kind(f"rank {rank} cannot write {file}{at}: {text}") from error
+        return results
 
-    def _write_item(
-        self,
-        records: Records,
-        name: str,
-        item: WriteItem,
-    ) -> WriteResult:
+    def _write_item(self, records: Records, name: str, item: WriteItem) -> WriteResult:
         with self._resolving:
             data, extensions = self._resolve(item)
         if isinstance(data, bytes):
-            place = records.blob(iter([memoryview(data)]))
-            stored = StoredItem(name, *place, extensions=extensions)
+            record, dtype = records.blob(iter([memoryview(data)])), ""
+            info = _StorageInfo(name, record.start, record.length, extensions)
         else:
             synchronize([data])
-            dtype, shape = str(data.dtype).removeprefix("torch."), tuple(data.shape)
-            place = records.tensor(dtype, shape, _blocks(data, dtype))
-            head, tail = frame(dtype, shape)
-            stored = StoredItem(name, *place, dtype, len(head), len(tail))
-        size = stored.header + stored.length + stored.footer
-        return WriteResult(item.index, size, stored)
+            dtype, shape = dtype_name(data.dtype), tuple(data.shape)
+            record = records.tensor(dtype, shape, _blocks(data, dtype))
+            head, tail = map(len, frame(dtype, shape))
+            info = _StorageInfo(name, record.start - head, head + record.length + tail)
+        return WriteResult(item.index, info.length, StoredItem(info, *record, dtype))
 
-    def _resolve(self, item: WriteItem) -> tuple[torch.Tensor | bytes, tuple[str, ...]]:
+    def _resolve(
+        self, item: WriteItem
+    ) -> tuple[torch.Tensor | bytes, list[str] | None]:
         """A plain tensor, or the bytes to write and the extensions that they went through."""
-        data = self._resolver.resolve_data(item)
+        data = self._resolve_data(item)
         if not isinstance(data, Resolved):
             raise CheckpointingException(
                 f"the planner resolves it to {type(data)}, not to a tensor or BytesIO"
@@ -276,27 +236,23 @@ class ItemWriter:
             _check_shape(item, data)
         output = _OpenBytesIO()
         stream: Any = output
-        extensions: Sequence[str] = ()
+        extensions: list[str] = []
         for transforms in self._transforms:
             stream, extensions = transforms.transform_save_stream(item, output)
             if extensions:
                 break
-        if not extensions:
-            if isinstance(data, io.BytesIO):
-                return data.getvalue(), ()
-            if _is_storable(item, data):
-                return data, ()
-            stream = output
-        if isinstance(data, io.BytesIO):
-            stream.write(data.getvalue())
-        else:
+        if (
+            not extensions
+            and isinstance(data, torch.Tensor)
+            and _is_storable(item, data)
+        ):
+            return data, None
+        if isinstance(data, torch.Tensor):
             torch.save(_compact(data), stream)
+        else:
+            stream.write(data.getvalue())
         stream.close()
-        return output.getvalue(), tuple(extensions)
-
-
-class _Stopped(Exception):
-    """Another thread of this rank failed."""
+        return output.getvalue(), list(extensions) or None
 
 
 class _OpenBytesIO(io.BytesIO):
@@ -315,12 +271,13 @@ def _size(item: WriteItem) -> int:
 
 
 def _check_shape(item: WriteItem, data: torch.Tensor) -> None:
-    expected = item.tensor_data and tuple(item.tensor_data.chunk.sizes)
-    if tuple(data.shape) != expected or item.tensor_data is None:
+    planned = item.tensor_data
+    if planned is None or data.shape != planned.chunk.sizes:
         raise CheckpointingException(
-            f"the planner resolves it to shape {tuple(data.shape)}, and planned {expected}"
+            f"the planner resolves it to shape {tuple(data.shape)}, and planned "
+            f"{planned and tuple(planned.chunk.sizes)}"
         )
-    problem = place_problem(data, tuple(item.tensor_data.size))
+    problem = place_problem(data, tuple(planned.size))
     if problem:
         raise CheckpointingException(
             f"{problem} (torch {torch.__version__} may not know the protocol)"
@@ -329,19 +286,21 @@ def _check_shape(item: WriteItem, data: torch.Tensor) -> None:
 
 def _is_storable(item: WriteItem, data: torch.Tensor) -> bool:
     """Whether the elements are written as they are. torch pickles other tensors, as in stock."""
-    name = str(data.dtype).removeprefix("torch.")
-    if not is_plain(data) or data.is_quantized or name not in ITEMSIZE:
-        return False
     planned = item.tensor_data
-    return planned is not None and planned.properties.dtype == data.dtype
+    return (
+        is_plain(data)
+        and not dtype_problem(data.dtype)
+        and planned is not None
+        and planned.properties.dtype == data.dtype
+    )
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the CPU, without the rest of a larger storage: torch.save would store it."""
     host = tensor.detach().cpu()
-    if type(host) is not torch.Tensor or host.layout is not torch.strided:
-        return host
-    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+    if is_plain(host) and host.untyped_storage().nbytes() != host.nbytes:
+        return host.clone()
+    return host
 
 
 def _blocks(tensor: torch.Tensor, dtype: str) -> Iterator[memoryview]:
@@ -364,18 +323,14 @@ def name_files(
 ) -> list[tuple[str, ...]]:
     """The files of each rank. CheckpointingException for unsafe or repeated names."""
     seen = dict.fromkeys(reserved, "the checkpoint's own")
-    names: list[tuple[str, ...]] = []
+    names = []
     for rank in range(ranks):
-        own = tuple(file_name(rank, number) for number in range(files))
-        names.append(own)
-        for number, name in enumerate(own):
+        own = []
+        for number in range(files):
+            name: Any = file_name(rank, number)
             call = f"file_name({rank}, {number})"
-            given: object = name
-            if (
-                not isinstance(given, str)
-                or unsafe_names([given])
-                or given.startswith(_OWN_PREFIX)
-            ):
+            safe = isinstance(name, str) and not unsafe_names([name])
+            if not safe or name.startswith(_OWN_PREFIX):
                 raise CheckpointingException(
                     f"{call} gives {name!r}, which cannot be a file of the checkpoint"
                 )
@@ -384,4 +339,6 @@ def name_files(
                     f"{call} gives {name!r}, as {seen[name]}: names must be unique"
                 )
             seen[name] = call
+            own.append(name)
+        names.append(tuple(own))
     return names

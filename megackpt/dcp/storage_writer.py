@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
+    _StorageInfo,
     _StorageWriterTransforms,
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -41,12 +42,12 @@ from megackpt.checkpoint import (
 from megackpt.dcp.item_writer import (
     Assignment,
     ItemWriter,
-    KeptResolver,
+    Resolve,
     Resolved,
-    Resolver,
     StoredItem,
     copy_to_host,
     name_files,
+    stable_resolver,
     synchronize_stream,
     take_assignment,
 )
@@ -66,8 +67,10 @@ from megackpt.distributed import Attempt, attempt
 from megackpt.errors import CheckpointingException, SaveInProgress
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorEntry, TensorMeta
 from megackpt.planning.save_plan import refuse_unstorable
+from megackpt.storage import Storage
 
 Path = str | os.PathLike[str]
+HostItems = dict[MetadataIndex, Resolved]
 
 _JOIN_TIMEOUT = 1.0
 """Seconds in which a thread whose save has ended is expected to end."""
@@ -139,14 +142,16 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         """As in stock's writer: gives the extensions of each item."""
         self.save_id = uuid.uuid4().hex
         self.rank: int | None = None
-        self._unfinished: _UnfinishedSave | None = None
+        self._begun: Transaction | None = None
+        self._thread: threading.Thread | None = None
+        """The thread of the save that this writer has begun, unless that save has failed."""
         self._prepared: _PreparedWrite | None = None
         self._named_chunks: dict[str, list[ChunkShape]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process of an ``async_save``: without the save of this process."""
-        own = {"_unfinished": None, "_prepared": None, "state_dict_cache": None}
-        return {**self.__dict__, **own}
+        own = dict.fromkeys(("_begun", "_thread", "_prepared", "state_dict_cache"))
+        return {**vars(self), **own}
 
     def file_name(self, rank: int, n: int) -> str:
         """The name of a rank's ``n``-th file (from 0): unique and safe. Called on rank 0."""
@@ -168,14 +173,32 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """Prepare for a new save. Removes what this writer's failed save left.
 
-        The save of another thread is not touched; planning looks whether it has ended.
+        A save that another thread is in stays; planning raises SaveInProgress then.
         """
-        if self._unfinished is not None and self._unfinished.is_of_this_thread:
-            self._unfinished.abort()
-            self._unfinished = None
+        if self._is_busy():
+            return
+        self._abort()
         if checkpoint_id:
             self.path = checkpoint_id
         self.save_id = uuid.uuid4().hex
+
+    def _is_busy(self) -> bool:
+        """Whether another thread may be in a save of this writer.
+
+        torch does not call a writer whose save failed on another rank, so only the end of the
+        thread shows the end of the save. The main thread outlives its saves.
+        """
+        thread = self._thread
+        if thread in (None, threading.current_thread(), threading.main_thread()):
+            return False
+        thread.join(_JOIN_TIMEOUT)
+        return thread.is_alive()
+
+    def _abort(self) -> None:
+        begun, self._begun = self._begun, None
+        self._thread = self._prepared = None
+        if begun is not None:
+            begun.abort()
 
     def set_up_storage_writer(
         self,
@@ -204,21 +227,27 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, in every save (also with cached plans): begin the checkpoint."""
+        if self._begun is not None and (self._prepared or self._is_busy()):
+            thread = f" in {self._thread.name}" if self._thread else ""
+            raise SaveInProgress(
+                f"this writer is saving to {self._begun.target.location}{thread}: finish that "
+                "first. If it has failed, reset() the writer in the thread that began it"
+            )
+        self._abort()
         _refuse_unstorable(plans)
         directory = absolute(self.path)
         own = METADATA, CONFIG, COMMON_FILE, INDEX
         names = name_files(self.file_name, len(plans), self.thread_count, own)
-        _abort_ended(directory, self._unfinished)
-        place = begin(directory, save_id=self.save_id, overwrite=self.overwrite)
+        self._begun = begin(directory, save_id=self.save_id, overwrite=self.overwrite)
+        self._thread = threading.current_thread()
         try:
-            place.announce([*own, *(name for files in names for name in files)])
+            self._begun.announce([*own, *itertools.chain(*names)])
         except BaseException:
-            place.abort()
+            self._abort()
             raise
-        self._unfinished = _UnfinishedSave(place, directory, threading.current_thread())
         result = []
         for rank, (plan, files) in enumerate(zip(plans, names, strict=True)):
-            assignment = Assignment(directory, place.save_id, rank, files)
+            assignment = Assignment(directory, self.save_id, rank, files)
             if rank == (self.rank or 0):
                 assignment.receive()  # The coordinator's own plan is not pickled.
             result.append(dataclasses.replace(plan, storage_data=assignment))
@@ -230,34 +259,31 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         future: Future[list[WriteResult]] = Future()
         try:
             synchronize_stream()
-            future.set_result(self._prepare(plan, planner).write(KeptResolver(planner)))
+            prepared = self._prepare(plan, planner)
+            future.set_result(prepared.write(stable_resolver(planner)))
         except Exception as error:  # noqa: BLE001 - raised by the caller
-            if self._unfinished is not None:
-                self._unfinished.failed = True
+            self._thread = None
             future.set_exception(error)  # type: ignore[arg-type] # torch's annotation
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written: commit."""
-        unfinished, self._unfinished = self._unfinished, None
-        if unfinished is None:
+        begun = self._begun
+        if begun is None:
             raise CheckpointingException(
                 f"no save to {os.fspath(self.path)} has been begun by this writer"
             )
-        place = unfinished.place
         try:
-            listed = LISTED_COMMON in metadata.state_dict_metadata
-            common = None if listed else _write_common(place)
-            manifest = manifest_of(metadata, results, common)
-            if listed:
-                check_common(place.storage, manifest)
+            with staging_storage(begun.target.location, begun.save_id) as storage:
+                listed = LISTED_COMMON in metadata.state_dict_metadata
+                common = None if listed else _write_common(storage)
+                manifest = manifest_of(metadata, results, common)
+                if listed:
+                    check_common(storage, results)
             table = encode_metadata(metadata, results, self.storage_meta())
-            place.commit(PlannedByDcp(table=table), manifest)
-        except BaseException:
-            place.abort()
-            raise
+            begun.commit(PlannedByDcp(table=table), manifest)
         finally:
-            _unfinished_saves.discard(unfinished)
+            self._abort()  # which does nothing after a commit
             self.save_id = uuid.uuid4().hex
 
     # ---- The stages of save_state_dict_async_plan and its kin
@@ -265,8 +291,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Keep what this rank is to write. Nothing is copied or written yet."""
         self._prepared = self._prepare(plan, planner)
-        if self._unfinished is not None:
-            self._unfinished.thread = None
+        self._thread = None  # The last stage may run in any thread.
 
     def get_save_function_and_args(
         self,
@@ -325,17 +350,17 @@ class _PreparedWrite:
     transforms: Sequence[_StorageWriterTransforms]
     outcome: Attempt[list[WriteResult]] | None = None
 
-    def write(self, resolver: Resolver) -> list[WriteResult]:
+    def write(self, resolve: Resolve) -> list[WriteResult]:
         assignment = self.assignment
         with staging_storage(assignment.directory, assignment.save_id) as root:
-            writer = ItemWriter(root, assignment, resolver, self.transforms)
+            writer = ItemWriter(root, assignment, resolve, self.transforms)
             return writer.write(self.plan.items)
 
-    def preload(self) -> _HostItems:
+    def preload(self) -> HostItems:
         items = {}
         for item in self.plan.items:
             items[item.index] = copy_to_host(self.planner.resolve_data(item))
-        return _HostItems(items)
+        return items
 
     def __reduce__(self) -> Any:
         raise CheckpointingException(
@@ -344,85 +369,14 @@ class _PreparedWrite:
         )
 
 
-class _HostItems:
-    """The items of a plan, copied to the host."""
-
-    def __init__(self, items: dict[MetadataIndex, Resolved]) -> None:
-        self._items = items
-
-    def resolve_data(self, item: WriteItem) -> Resolved:
-        return self._items[item.index]
-
-
 def _write_prepared(
-    _rank: int,
-    source: SavePlanner | _HostItems,
-    prepared: _PreparedWrite,
+    _rank: int, source: SavePlanner | HostItems, prepared: _PreparedWrite
 ) -> None:
-    resolver = source if isinstance(source, _HostItems) else KeptResolver(source)
-    prepared.outcome = attempt(lambda: prepared.write(resolver))
-
-
-@dataclass(eq=False)
-class _UnfinishedSave:
-    """A save that this process started as the coordinator, and has not finished.
-
-    torch does not call a writer whose save failed, on this rank or another: the next save to the
-    directory, or of the writer, has to find out whether it has ended. ``thread``: the one that
-    called torch; None for a save in three stages, which only ``reset`` of its writer ends early.
-    """
-
-    place: Transaction
-    directory: str
-    thread: threading.Thread | None
-    failed: bool = False
-
-    def __post_init__(self) -> None:
-        _unfinished_saves.add(self)
-
-    @property
-    def is_of_this_thread(self) -> bool:
-        """Whether this thread may end it: its own call has returned if it begins another save."""
-        return self.failed or self.thread in (None, threading.current_thread())
-
-    def abort(self) -> None:
-        _unfinished_saves.discard(self)
-        self.place.abort()
-
-    def check_ended(self, same_writer: bool) -> None:
-        """Raise SaveInProgress unless the save is known to have ended."""
-        if self.failed or self.thread is threading.current_thread():
-            return
-        if self.thread is None:
-            raise SaveInProgress(
-                f"a save in three stages to {self.directory} is not finalized in this process: "
-                "finalize it, or reset() its writer"
-            )
-        if self.thread is threading.main_thread():
-            # It lives on after its call. A writer is used for one save at a time.
-            ended = same_writer
-        else:
-            self.thread.join(_JOIN_TIMEOUT)
-            ended = not self.thread.is_alive()
-        if not ended:
-            raise SaveInProgress(
-                f"another thread of this process ({self.thread.name}) is saving to "
-                f"{self.directory}; if that has failed: reset() its writer in that thread"
-            )
-
-
-_unfinished_saves: WeakSet[_UnfinishedSave] = WeakSet()
-
-
-def _abort_ended(directory: str, own: _UnfinishedSave | None) -> None:
-    """Remove what ended saves to this directory, and the writer's own, have left.
-
-    Raises SaveInProgress if one of them has not ended.
-    """
-    for save in list(_unfinished_saves):
-        if save is own or save.directory == directory:
-            save.check_ended(save is own)
-            save.abort()
+    if isinstance(source, dict):
+        items: HostItems = source
+        prepared.outcome = attempt(lambda: prepared.write(lambda it: items[it.index]))
+    else:
+        prepared.outcome = attempt(lambda: prepared.write(stable_resolver(source)))
 
 
 def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
@@ -440,13 +394,13 @@ def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
     refuse_unstorable(tuple(entries))
 
 
-def _write_common(place: Transaction) -> StoredItem:
+def _write_common(storage: Storage) -> StoredItem:
     """The empty common state that Megatron-Core expects."""
-    with place.storage.create(COMMON_FILE) as writer:
+    with storage.create(COMMON_FILE) as writer:
         records = Records(writer)
         stored = records.blob(iter([memoryview(serialization.dump({}))]))
         records.end()
-    return StoredItem(COMMON_FILE, *stored)
+    return StoredItem(_StorageInfo(COMMON_FILE, stored.start, stored.length), *stored)
 
 
 def is_checkpoint_path(checkpoint_id: Path) -> bool:

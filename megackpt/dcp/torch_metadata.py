@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,38 +67,6 @@ class PlannedByDcp(TorchDist):
         )
 
 
-class _ManifestRows:
-    """The chunks of a manifest that is being made."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[TensorEntry, int] = {}
-        self._rows: list[tuple[int, Box, str, int, int]] = []
-        self._writers: list[int] = []
-        self._digests: list[bytes] = []
-
-    def add(
-        self,
-        entry: TensorEntry,
-        box: Box,
-        writer: int,
-        item: StoredItem,
-    ) -> None:
-        number = self._tensors.setdefault(entry, len(self._tensors))
-        self._rows.append((number, box, item.file, item.start, item.length))
-        self._writers.append(writer)
-        self._digests.append(item.digests)
-
-    def manifest(self) -> Manifest:
-        manifest = Manifest.of(self._tensors, self._rows)
-        digests = np.frombuffer(b"".join(self._digests), np.uint8)
-        chunks = replace(
-            manifest.chunks,
-            writer=np.array(self._writers, np.int32),
-            digests=digests.reshape(-1, DIGEST_SIZE),
-        )
-        return replace(manifest, chunks=chunks)
-
-
 def manifest_of(
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
@@ -119,8 +88,15 @@ def manifest_of(
     for rank, own in enumerate(results):
         for result in own:
             written[result.index] = rank, result.storage_data
-    rows = _ManifestRows()
-    unwritten = []
+    tensors: dict[TensorEntry, int] = {}
+    chunks, writers, digests, unwritten = [], [], [], []
+
+    def add(entry: TensorEntry, box: Box, writer: int, item: StoredItem) -> None:
+        number = tensors.setdefault(entry, len(tensors))
+        chunks.append((number, box, item.info.relative_path, item.start, item.length))
+        writers.append(writer)
+        digests.append(item.digests)
+
     for index, entry, box in _planned_chunks(metadata):
         if index not in written:
             unwritten.append(f"{index.fqn!r} {box}")
@@ -137,14 +113,20 @@ def manifest_of(
         if not item.dtype and not meta.is_object:
             key = opaque_key(entry.key, box, meta.shape)
             entry, box = TensorEntry(key, TensorMeta((), OBJECT)), Box((), ())
-        rows.add(entry, box, rank, item)
+        add(entry, box, rank, item)
     if unwritten:
         raise CoverageError(
             f"the planner's metadata lists what no rank has written: {join_truncated(unwritten, 5, ', ')}"
         )
     if common is not None:
-        rows.add(COMMON, Box((), ()), 0, common)
-    manifest = rows.manifest()
+        add(COMMON, Box((), ()), 0, common)
+    manifest = Manifest.of(tensors, chunks)
+    columns = replace(
+        manifest.chunks,
+        writer=np.array(writers, np.int32),
+        digests=np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_SIZE),
+    )
+    manifest = replace(manifest, chunks=columns)
     # The keys are the caller's: see now, before the commit, that the index can be read again.
     try:
         decode_index(encode_index(manifest, {}))
@@ -161,17 +143,17 @@ def _reserved(name: str) -> CheckpointingException:
     )
 
 
-def check_common(storage: Storage, manifest: Manifest) -> None:
+def check_common(storage: Storage, results: Sequence[Sequence[WriteResult]]) -> None:
     """Raise CheckpointingException if the object with the common state's name is not one."""
-    common = [n for n, entry in enumerate(manifest.tensors) if entry.is_common]
-    for row in np.flatnonzero(np.isin(manifest.chunks.tensor, common)).tolist():
-        place = manifest.chunk(row).location
-        data = bytearray(place.length)
-        with storage.open(manifest.files[manifest.chunks.file[row]]) as reader:
-            reader.read_into(place.start, [memoryview(data)])
-        value = serialization.load(
-            bytes(data), stand_ins=True, where=repr(LISTED_COMMON)
-        )
+    for result in itertools.chain(*results):
+        if result.index.fqn != LISTED_COMMON:
+            continue
+        item: StoredItem = result.storage_data
+        data = bytearray(item.length)
+        with storage.open(item.info.relative_path) as reader:
+            reader.read_into(item.start, [memoryview(data)])
+        where = repr(LISTED_COMMON)
+        value = serialization.load(bytes(data), stand_ins=True, where=where)
         is_list = isinstance(value, list) and len(value) == 1
         if not is_list or not isinstance(value[0], dict):
             raise _reserved(LISTED_COMMON)
@@ -223,7 +205,7 @@ def encode_metadata(
     metadata.storage_data = {}
     for own in results:
         for result in own:
-            metadata.storage_data[result.index] = result.storage_data.storage_info()
+            metadata.storage_data[result.index] = result.storage_data.info
     return pickle.dumps(metadata)
 
 
@@ -245,12 +227,14 @@ def native_manifest(
     tensors: Mapping[str, TensorMeta], listed: Iterable[ListedItem]
 ) -> Manifest:
     """The manifest of the plain tensors in a checkpoint that has no index."""
-    rows = _ManifestRows()
+    entries: dict[TensorEntry, int] = {}
+    rows = []
     for name, box, place in listed:
         if ITEMSIZE.get(tensors[name].dtype) and not place.through:
-            item = StoredItem(place.file, place.start, place.length, b"")
-            rows.add(TensorEntry(name, tensors[name]), box, -1, item)
-    return replace(rows.manifest(), encoding="native", backend=("torch_dist", 1))
+            number = entries.setdefault(TensorEntry(name, tensors[name]), len(entries))
+            rows.append((number, box, place.file, place.start, place.length))
+    manifest = Manifest.of(entries, rows)
+    return replace(manifest, encoding="native", backend=("torch_dist", 1))
 
 
 def metadata_of(

@@ -260,21 +260,25 @@ def test_the_last_stage_without_metadata_says_whose_is_meant(tmp_path: Path) -> 
         save_state_dict_async_finalize(writer, None, wrapper)
 
 
-def test_a_second_save_to_the_directory_waits_for_the_first(tmp_path: Path) -> None:
+def test_of_two_saves_to_one_directory_the_first_to_finalize_wins(
+    tmp_path: Path,
+) -> None:
     first, second = (
         FileSystemWriterAsync(tmp_path / "x"),
         FileSystemWriterAsync(tmp_path / "x"),
     )
     handed, *_ = save_state_dict_async_plan({"w": torch.ones(2)}, first)
-    with pytest.raises(SaveInProgress, match="is not finalized"):
-        save_state_dict_async_plan({"w": torch.zeros(2)}, second)
+    later, *_ = save_state_dict_async_plan({"w": torch.zeros(2)}, second)
     run(first)
-    save_state_dict_async_finalize(*handed)
-    assert megackpt.load_plain_tensors(tmp_path / "x")["w"].tolist() == [1, 1]
-    handed, *_ = save_state_dict_async_plan({"w": torch.zeros(2)}, second)
     run(second)
-    save_state_dict_async_finalize(*handed)
+    save_state_dict_async_finalize(*later)
+    with pytest.raises(SaveInProgress, match="another save has committed"):
+        save_state_dict_async_finalize(*handed)
+    assert megackpt.verify(tmp_path / "x").ok
     assert megackpt.load_plain_tensors(tmp_path / "x")["w"].tolist() == [0, 0]
+    save_state_dict_async_plan({"w": torch.ones(2)}, first)
+    with pytest.raises(SaveInProgress, match="this writer is saving to"):
+        save_state_dict_async_plan({"w": torch.ones(2)}, first)
 
 
 class Late(SavePlanner):
