@@ -154,7 +154,7 @@ def test_files_are_without_holes_and_within_limits(
         TensorEntry(key, TensorMeta(tuple(shape), dtype))
         for key, (dtype, shape) in metas.items()
     ]
-    files = arranged(tuple(entries), "model", shards, limit)
+    files = arranged(entries, "model", shards, limit)
     assert {key for file in files for key in file.places} == set(metas)
     assert shards is None or len(files) == max(1, min(shards, len(entries)))
     for file in files:
@@ -578,7 +578,6 @@ def test_a_real_model(tmp_path: Path, minilm: Path) -> None:
 
 
 def test_locations_are_plain_values() -> None:
-    (file,) = arranged(
-        (TensorEntry("t", TensorMeta((2,), "float32")),), "model", None, 100
-    )
+    entry = TensorEntry("t", TensorMeta((2,), "float32"))
+    (file,) = arranged([entry], "model", None, 100)
     assert file.places == {"t": Location("model.safetensors", len(file.head), 8)}

@@ -3,7 +3,7 @@
     model.safetensors                    all tensors; or, beyond a size,
     model-00001-of-00003.safetensors     some of them, and
     model.safetensors.index.json         which file holds which: its appearance is the commit
-    common.pt, <key>.objects/            the common state and objects (see backends/sidecars)
+    common.pt, <key>.objects/            the common state and objects (see backends/object_files.py)
 
 Ranks write their parts of each tensor to its place, and the coordinator writes the headers at the end.
 Reads any directory or file of this kind, and links to files, which the Hugging Face cache has.
@@ -11,6 +11,8 @@ Reads any directory or file of this kind, and links to files, which the Hugging 
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -43,6 +45,7 @@ from megackpt.planning.manifest import (
     Location,
     Manifest,
     SavePlan,
+    TensorEntry,
     WriteResult,
 )
 from megackpt.storage import SingleFile, Storage
@@ -66,10 +69,8 @@ class Safetensors(Backend):
     )
 
     def __post_init__(self) -> None:
-        for option, value in (
-            ("shards", self.shards),
-            ("max_shard_bytes", self.max_shard_bytes),
-        ):
+        for option in ("shards", "max_shard_bytes"):
+            value = getattr(self, option)
             if value is not None and (type(value) is not int or value < 1):
                 raise BackendError(
                     f"{option} is a whole number from 1 on, not {value!r}"
@@ -77,22 +78,19 @@ class Safetensors(Backend):
 
     def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 - same for any number
         """Raises BackendError naming the tensors that the format cannot hold."""
-        arranged_files = self._arranged(manifest)
-        names = [file.name for file in arranged_files]
+        files = self._arranged(manifest)
+        names = [file.name for file in files]
         if names != [WHOLE]:
             # Readers prefer a single file to several with an index, so another's must not stay.
             names += [WHOLE, INDEX]
-        places: dict[str, Location] = {}
-        for file in arranged_files:
-            places.update(file.places)
         for entry in manifest.tensors:
             if entry.meta.is_object:
                 names.append(object_files.folder(entry))
-        return Layout(names, places)
+        return Layout(names, _places(files))
 
-    def _arranged(self, manifest: Manifest) -> tuple[TensorFile, ...]:
+    def _arranged(self, manifest: Manifest) -> list[TensorFile]:
         refuse_unfit(manifest.tensors)
-        tensors = tuple(entry for entry in manifest.tensors if not entry.meta.is_object)
+        tensors = [entry for entry in manifest.tensors if not entry.meta.is_object]
         return arranged(tensors, STEM, self.shards, self.max_shard_bytes)
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
@@ -107,11 +105,10 @@ class Safetensors(Backend):
         return shared_files.write_result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
-        manifest, _ = shared_files.compute_digests(
-            root,
-            *shared_files.merge_pieces(manifest, self.layout(1, manifest).places or {}),
-        )
         files = self._arranged(manifest)
+        places = _places(files)
+        merged, several = shared_files.merge_pieces(manifest, places)
+        manifest, _ = shared_files.compute_digests(root, merged, several)
         for file in files:
             with root.update(file.name) as updater:
                 updater.write_at(0, [memoryview(file.head)])
@@ -120,25 +117,16 @@ class Safetensors(Backend):
             # A file without tensors has no chunk.
             names = tuple(dict.fromkeys((*manifest.files, WHOLE)))
             return Finished(replace(manifest, files=names), keys)
-        found = [place for file in files for place in file.places.items()]
-        total = sum(place.length for _, place in found)
-        return Finished(
-            manifest,
-            {
-                **keys,
-                INDEX: weight_maps.emit(
-                    total, {key: place.file for key, place in found}
-                ),
-            },
-        )
+        total = sum(place.length for place in places.values())
+        weight_map = {key: place.file for key, place in places.items()}
+        index = {INDEX: weight_maps.emit(total, weight_map)}
+        return Finished(manifest, keys | index)
 
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         # The metadata of a header becomes a blob when it is read.
-        made = [
-            entry.is_common and manifest.encoding == "noted"
-            for entry in manifest.tensors
-        ]
-        return np.array(made, np.int64)[manifest.chunks.tensor]
+        common = [entry.is_common for entry in manifest.tensors]
+        noted = np.array(common, np.int64) * (manifest.encoding == "noted")
+        return noted[manifest.chunks.tensor]
 
     def recognises(self, root: Storage) -> bool:
         root = root.following()
@@ -158,41 +146,37 @@ class Safetensors(Backend):
             raise NotACheckpoint(
                 f"{root.location} has no safetensors file, or several and no index of them"
             )
-        weight_map = weight_maps.read(root, index) if index else {}
-        contents = {
-            file: read_header(root, file)
-            for file in files or dict.fromkeys(weight_map.values())
-        }
-        tensors = [found for content in contents.values() for found in content.tensors]
+        weight_map: dict[str, str] = {}
         if index:
-            weight_maps.check(
-                f"{root.location}/{index}",
-                weight_map,
-                [(e.key, place.file) for e, place in tensors],
-            )
-        found = [
-            (entry, Box.whole(entry.meta.shape), place) for entry, place in tensors
-        ]
-        found += (
-            [] if isinstance(root, SingleFile) else list(object_files.objects_in(root))
-        )
+            weight_map = weight_maps.read(root, index)
+            files = list(dict.fromkeys(weight_map.values()))
+        found: list[tuple[TensorEntry, Box, Location]] = []
+        noted = []
+        for file in files:
+            tensors, metadata = read_header(root, file)
+            for entry, place in tensors:
+                found.append((entry, Box.whole(entry.meta.shape), place))
+            if metadata.keys() - {"format"}:
+                noted.append(file)
+        if index:
+            held = [(entry.key, place.file) for entry, _, place in found]
+            weight_maps.check(f"{root.location}/{index}", weight_map, held)
+        if not isinstance(root, SingleFile):
+            found += object_files.objects_in(root)
         # What else an author noted, in the first file that has any of it, unless there is a common state.
-        noted = [
-            file
-            for file, content in contents.items()
-            if set(content.metadata) - {"format"}
-        ][:1]
-        noted = [] if any(entry.is_common for entry, _, _ in found) else noted
-        found += [(COMMON, Box((), ()), Location(file, 0, 0)) for file in noted]
-        manifest = shared_files.manifest_from_files(
-            root, found, (self.properties.name, self.properties.version)
-        )
-        tables = [index] if index else files
-        return replace(
-            manifest,
-            encoding="noted" if noted else "raw",
-            tables=(*tables, *object_files.key_files(manifest.tensors)),
-        )
+        if any(entry.is_common for entry, _, _ in found):
+            noted = []
+        if noted:
+            found.append((COMMON, Box((), ()), Location(noted[0], 0, 0)))
+        name = self.properties.name, self.properties.version
+        manifest = shared_files.manifest_from_files(root, found, name)
+        tables = (*files, *object_files.key_files(manifest.tensors))
+        if index:
+            tables += (index,)
+        encoding = "raw"
+        if noted:
+            encoding = "noted"
+        return replace(manifest, encoding=encoding, tables=tables)
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         root = root.following()
@@ -203,6 +187,13 @@ class Safetensors(Backend):
             into.blob(item.target, serialization.dump({METADATA: noted}))
 
 
+def _places(files: Sequence[TensorFile]) -> dict[str, Location]:
+    places: dict[str, Location] = {}
+    for file in files:
+        places.update(file.places)
+    return places
+
+
 def _files_in(root: Storage) -> tuple[str, list[str]]:
     """The index of several files, or else the one file that is meant (in a list; or none).
 
@@ -211,14 +202,14 @@ def _files_in(root: Storage) -> tuple[str, list[str]]:
     names = root.list()
     if isinstance(root, SingleFile):
         return "", names
-    indices = [
-        name for name in names if name.endswith(f".safetensors{weight_maps.ENDING}")
-    ]
-    files = [name for name in names if name.endswith(".safetensors")]
-    if WHOLE in files:
+    if WHOLE in names:
         return "", [WHOLE]
-    if indices:
-        return (
-            INDEX if INDEX in indices else indices[0] if len(indices) == 1 else ""
-        ), []
-    return "", files if len(files) == 1 else []
+    indices = fnmatch.filter(names, f"*.safetensors{weight_maps.ENDING}")
+    if INDEX in indices:
+        return INDEX, []
+    if len(indices) == 1:
+        return indices[0], []
+    files = fnmatch.filter(names, "*.safetensors")
+    if indices or len(files) > 1:
+        return "", []
+    return "", files

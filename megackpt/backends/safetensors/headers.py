@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megackpt import limits
 from megackpt.backends.weight_maps import unique_pairs
 from megackpt.errors import BackendError, CorruptCheckpoint, join_truncated
-from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
+from megackpt.planning.manifest import Location, TensorEntry, TensorMeta, size_problem
 from megackpt.storage import FileReader, Storage, read_dense
 
 METADATA = "__metadata__"
@@ -48,7 +47,6 @@ DTYPES = frozenset(_NAMES)
 """torch's names of the dtypes that these files can hold (safetensors 0.8)."""
 
 _PREFIX = 8
-_TOO_MUCH = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -62,100 +60,94 @@ class TensorFile:
 
 def refuse_unfit(tensors: Sequence[TensorEntry]) -> None:
     """Raise BackendError naming the tensors that no safetensors file can hold."""
-    wrong = [f"{key!r}: {why}" for key, meta in tensors if (why := _unfit(key, meta))]
+    wrong = []
+    for key, meta in tensors:
+        if meta.is_object:
+            continue
+        if meta.dtype not in DTYPES:
+            wrong.append(f"{key!r}: the format has no {meta.dtype}")
+        elif key == METADATA:
+            wrong.append(f"{key!r}: the name is the format's own")
+        elif not _is_unicode(key):
+            wrong.append(f"{key!r}: the name cannot be encoded as UTF-8")
     if wrong:
         raise BackendError(
             f"safetensors cannot hold {join_truncated(wrong)}. hint: write torch_dist, or change the dtype first"
         )
 
 
-def _unfit(key: str, meta: TensorMeta) -> str:
-    if meta.is_object:
-        return ""
-    if meta.dtype not in DTYPES:
-        return f"the format has no {meta.dtype}"
-    if key == METADATA:
-        return "the name is the format's own"
+def _is_unicode(text: str) -> bool:
     try:
-        key.encode()
+        text.encode()
     except UnicodeEncodeError:
-        return "the name cannot be encoded as UTF-8"
-    return ""
+        return False
+    return True
 
 
-@lru_cache(maxsize=4)  # asked for several times in a save, and in the next one
 def arranged(
-    tensors: tuple[TensorEntry, ...], stem: str, shards: int | None, max_bytes: int
-) -> tuple[TensorFile, ...]:
+    tensors: Sequence[TensorEntry], stem: str, shards: int | None, max_bytes: int
+) -> list[TensorFile]:
     """Tensors over files, in the order given: ``shards`` files of about the same size, or as few as the limit allows.
 
-    One file is ``<stem>.safetensors``, several (also where there are too few tensors for all that were asked for)
-    are ``<stem>-00001-of-0000N.safetensors``.
+    One file is ``<stem>.safetensors``, several are ``<stem>-00001-of-0000N.safetensors``.
     """
-    parts = list(
-        _within(tensors, max_bytes) if shards is None else _divided(tensors, shards)
-    ) or [[]]
-    count = len(parts)
-    several = count > 1 or (shards or 1) > 1
-    names = (
-        [f"{stem}-{i + 1:05}-of-{count:05}" for i in range(count)]
-        if several
-        else [stem]
-    )
-    return tuple(
-        _file(f"{name}.safetensors", part)
-        for name, part in zip(names, parts, strict=True)
-    )
+    ends = [0]
+    for entry in tensors:
+        ends.append(ends[-1] + _size(entry.meta))
+    if shards is None:
+        cuts = _cuts_within(ends, max_bytes)
+    else:
+        cuts = _even_cuts(ends, min(shards, len(tensors)))
+    parts = [tensors[a:b] for a, b in pairwise([0, *cuts, len(tensors)])]
+    if len(parts) == 1:
+        return [_file(f"{stem}.safetensors", parts[0])]
+    files = []
+    for number, part in enumerate(parts, start=1):
+        name = f"{stem}-{number:05}-of-{len(parts):05}.safetensors"
+        files.append(_file(name, part))
+    return files
 
 
 def _size(meta: TensorMeta) -> int:
     return math.prod(meta.shape) * meta.itemsize
 
 
-def _within(tensors: Sequence[TensorEntry], limit: int) -> Iterator[list[TensorEntry]]:
-    """Consecutive tensors of at most so many bytes together; a larger one is alone."""
-    part: list[TensorEntry] = []
-    filled = 0
-    for entry in tensors:
-        size = _size(entry.meta)
-        if part and filled + size > limit:
-            yield part
-            part, filled = [], 0
-        part.append(entry)
-        filled += size
-    if part:
-        yield part
+def _cuts_within(ends: list[int], limit: int) -> list[int]:
+    """Cuts into parts of at most so many bytes; a larger tensor is alone. ``ends``: 0, and each tensor's last byte."""
+    cuts, first = [], 0
+    for number in range(1, len(ends) - 1):
+        if ends[number + 1] - ends[first] > limit:
+            cuts.append(number)
+            first = number
+    return cuts
 
 
-def _divided(tensors: Sequence[TensorEntry], count: int) -> Iterator[list[TensorEntry]]:
-    """So many parts (or as many as there are tensors) of consecutive tensors, of about the same bytes."""
-    waiting = deque(tensors)
-    left = sum(_size(meta) for _, meta in tensors)
-    for parts in range(min(count, len(tensors)), 0, -1):
-        part = [waiting.popleft()]
-        filled = _size(part[0].meta)
-        # Of the tensors that are left each of the other parts gets one at the least.
-        while len(waiting) >= parts:
-            size = _size(waiting[0].meta)
-            if parts > 1 and (2 * filled + size) * parts > 2 * left:
-                break
-            part.append(waiting.popleft())
-            filled += size
-        left -= filled
-        yield part
+def _even_cuts(ends: list[int], count: int) -> list[int]:
+    """Cuts into so many parts of about the same bytes, each of one tensor at least."""
+    cuts, first = [], 0
+    for left in range(count, 1, -1):
+        goal = ends[first] + (ends[-1] - ends[first]) / left
+        cut = first + 1
+        # Each of the other parts gets one of the tensors that are left.
+        while cut + left < len(ends) and ends[cut] + ends[cut + 1] <= 2 * goal:
+            cut += 1
+        cuts.append(cut)
+        first = cut
+    return cuts
 
 
-def _file(name: str, tensors: list[TensorEntry]) -> TensorFile:
+def _file(name: str, tensors: Sequence[TensorEntry]) -> TensorFile:
     # As the reference writer does it: large items first, so that each tensor is aligned to its items.
     ordered = sorted(tensors, key=lambda entry: (-entry.meta.itemsize, entry.key))
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
-    end = 0
+    starts, end = [], 0
     for key, meta in ordered:
-        begin, end = end, end + _size(meta)
+        starts.append(end)
+        end += _size(meta)
         header[key] = {
             "dtype": _NAMES[meta.dtype],
             "shape": meta.shape,
-            "data_offsets": (begin, end),
+            "data_offsets": (starts[-1], end),
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _PREFIX)
@@ -163,12 +155,11 @@ def _file(name: str, tensors: list[TensorEntry]) -> TensorFile:
         raise BackendError(
             f"{name} would need a header of {len(text)} bytes: choose more files (shards)"
         )
-    first = _PREFIX + len(text)
-    places = {
-        key: Location(name, first + header[key]["data_offsets"][0], _size(meta))
-        for key, meta in ordered
-    }
-    return TensorFile(name, len(text).to_bytes(_PREFIX, "little") + text, places)
+    head = len(text).to_bytes(_PREFIX, "little") + text
+    places = {}
+    for (key, meta), start in zip(ordered, starts, strict=True):
+        places[key] = Location(name, len(head) + start, _size(meta))
+    return TensorFile(name, head, places)
 
 
 class Contents(NamedTuple):
@@ -184,101 +175,68 @@ def looks_right(reader: FileReader) -> bool:
         return False
     start = bytearray(_PREFIX + 1)
     reader.read_into(0, [memoryview(start)])
-    return start[-1:] == b"{" and int.from_bytes(start[:_PREFIX], "little") <= min(
-        reader.size - _PREFIX, limits.SAFETENSORS_HEADER_BYTES
-    )
+    length = int.from_bytes(start[:_PREFIX], "little")
+    most = min(reader.size - _PREFIX, limits.SAFETENSORS_HEADER_BYTES)
+    return start.endswith(b"{") and length <= most
 
 
 def read_header(root: Storage, name: str) -> Contents:
-    """What a file says of itself. Raises CorruptCheckpoint, or BackendError for dtypes that are not known."""
-    try:
-        with root.open(name) as reader:
-            if not looks_right(reader):
-                raise CorruptCheckpoint(
-                    "it does not begin as a safetensors file does, or its header is cut off"
-                )
-            length = bytearray(_PREFIX)
-            reader.read_into(0, [memoryview(length)])
-            text = read_dense(
-                reader, _PREFIX, int.from_bytes(length, "little"), "its header"
+    """The contents of a file, by its header.
+
+    Raises CorruptCheckpoint, or BackendError for dtypes that are not known.
+    """
+    where = f"{root.location}/{name}"
+    with root.open(name) as reader:
+        if not looks_right(reader):
+            raise CorruptCheckpoint(
+                f"{where} does not begin as a safetensors file does, or its header is cut off"
             )
-            return _parsed(text, name, reader.size)
-    except (CorruptCheckpoint, BackendError) as error:
-        raise type(error)(f"{root.location}/{name}: {error}") from error
-
-
-def _parsed(text: bytearray, name: str, size: int) -> Contents:
+        prefix = bytearray(_PREFIX)
+        reader.read_into(0, [memoryview(prefix)])
+        length = int.from_bytes(prefix, "little")
+        text = read_dense(reader, _PREFIX, length, f"the header of {where}")
+        size = reader.size
+    rows = []
     try:
         header = json.loads(text, object_pairs_hook=unique_pairs)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"its header cannot be parsed: {error}") from error
-    metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
-        raise CorruptCheckpoint(f"its {METADATA} is not a dict of texts")
-    first = _PREFIX + len(text)
-    found = [
-        (TensorEntry(key, _meta(key, info)), *_offsets(key, info))
-        for key, info in header.items()
-    ]
-    _check_places(found, size - first)
-    return Contents(
-        [
-            (entry, Location(name, first + begin, end - begin))
-            for entry, begin, end in found
-        ],
-        metadata,
-    )
-
-
-def _meta(key: str, info: Any) -> TensorMeta:
-    dtype, shape = (
-        (info.get("dtype"), info.get("shape"))
-        if isinstance(info, dict)
-        else (None, None)
-    )
-    if (
-        not isinstance(dtype, str)
-        or not isinstance(shape, list)
-        or not _are_counts(shape)
-    ):
-        raise CorruptCheckpoint(f"{key!r} has no dtype or no shape")
-    if dtype not in _DTYPES:
-        raise BackendError(f"{key!r} is of {dtype!r}, which this release does not know")
-    meta = TensorMeta(tuple(shape), _DTYPES[dtype])
-    if math.prod(max(n, 1) for n in shape) * meta.itemsize >= _TOO_MUCH:
-        raise CorruptCheckpoint(f"{key!r} of shape {meta.shape} cannot exist")
-    return meta
-
-
-def _offsets(key: str, info: dict[str, Any]) -> tuple[int, int]:
-    offsets = info.get("data_offsets")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
-        raise CorruptCheckpoint(f"{key!r} has no data_offsets")
-    return offsets[0], offsets[1]
-
-
-def _are_counts(numbers: list[Any]) -> bool:
-    return len(numbers) <= 64 and all(
-        type(n) is int and 0 <= n < _TOO_MUCH for n in numbers
-    )
-
-
-def _check_places(found: list[tuple[TensorEntry, int, int]], size: int) -> None:
-    """The tensors must follow one another without holes, from the first byte to the last, each as long as it is."""
+        metadata = header.pop(METADATA, {})
+        if not {type(value) for value in metadata.values()} <= {str}:
+            raise TypeError(f"{METADATA} is not a dict of texts")
+        for key, info in header.items():
+            begin, end = info["data_offsets"]
+            shape, dtype = tuple(info["shape"]), info["dtype"]
+            integers = {type(number) for number in (begin, end, *shape)} <= {int}
+            if not integers or type(dtype) is not str:
+                raise TypeError(
+                    f"{key!r} has a dtype, shape or offsets of another type"
+                )
+            rows.append((begin, end, key, shape, dtype))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(
+            f"the header of {where} cannot be parsed: {error!r}"
+        ) from error
+    tensors = []
     position = 0
-    for (key, meta), begin, end in sorted(found, key=lambda item: item[1:]):
-        if end - begin != _size(meta):
+    for begin, end, key, shape, dtype in sorted(rows, key=lambda row: row[:2]):
+        if dtype not in _DTYPES:
+            raise BackendError(
+                f"{where}: {key!r} is of {dtype!r}, which this release does not know"
+            )
+        meta = TensorMeta(shape, _DTYPES[dtype])
+        impossible = min(shape, default=0) < 0 or size_problem(shape, meta.dtype)
+        if impossible or end - begin != _size(meta):
             raise CorruptCheckpoint(
-                f"{key!r}, {meta.dtype} of shape {meta.shape}, is said to have {end - begin} bytes"
+                f"{where}: {key!r}, {dtype} of shape {shape}, cannot be bytes {begin} to {end}"
             )
         if begin != position:
             raise CorruptCheckpoint(
-                f"{key!r} should begin at byte {position} of the data, not {begin}"
+                f"{where}: {key!r} should begin at byte {position} of the data, not {begin}"
             )
+        place = Location(name, _PREFIX + length + begin, end - begin)
+        tensors.append((TensorEntry(key, meta), place))
         position = end
-    if position != size:
+    if position != size - _PREFIX - length:
         raise CorruptCheckpoint(
-            f"its tensors have {position} bytes, and {size} follow the header"
+            f"{where}: its tensors have {position} bytes, and {size - _PREFIX - length} follow the header"
         )
+    return Contents(tensors, metadata)
