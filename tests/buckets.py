@@ -96,12 +96,14 @@ class Line:
 
     None: it goes through. A number: that is the answer, and the server never hears of it. "reset": the connection
     breaks before, "swallow": after the server has done it. "truncate": the answer breaks off in the middle,
-    "shorten": it is half as long as it should be, and says that this is all.
+    "shorten": it is half as long as it should be, and says that this is all. "flip": its last byte is another.
     """
 
     endpoint: str
     fault: Callable[[Request], int | str | None] = lambda _: None
     seen: list[tuple[str, str]] = field(default_factory=list)
+    sent: int = 0
+    """Bytes of the bodies of all answers."""
 
     def once(self, how: int | str, method: str, path: str = "", times: int = 1) -> None:
         """Let this happen to the first requests of this kind."""
@@ -160,6 +162,8 @@ def _serve(connection: socket.socket, line: Line, server: tuple[str, int]) -> No
                 )
                 return
             head, _, body = answer.partition(b"\r\n\r\n")
+            if how == "flip":
+                body = body[:-1] + bytes([body[-1] ^ 1])
             if how in ("truncate", "shorten"):
                 body = body[: len(body) // 2]
             if how == "shorten":
@@ -169,6 +173,7 @@ def _serve(connection: socket.socket, line: Line, server: tuple[str, int]) -> No
                 if found := re.search(rb"(?im)^content-range: bytes (\d+)-(\d+)", head):
                     last = b"%d" % (int(found[1]) + len(body) - 1)
                     head = head[: found.start(2)] + last + head[found.end(2) :]
+            line.sent += len(body)
             connection.sendall(head + b"\r\n\r\n" + body)
             if how == "truncate":
                 return

@@ -21,6 +21,7 @@ from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
+    Chunk,
     LoadPlan,
     Manifest,
     ShardId,
@@ -163,18 +164,18 @@ class ChunkChecks:
         start, length = chunk.location.start, chunk.location.length
         for done in range(0, length, _READ):
             part = buffer[: min(_READ, length - done)]
+            first = done // DIGEST_BLOCK
             try:
                 reader.read_into(start + done, [part])
+                wrong = self.wrong_blocks(chunk, first, part)
+                if wrong.any() and reader.refetch():
+                    reader.read_into(start + done, [part])
+                    wrong = self.wrong_blocks(chunk, first, part)
             except (CheckpointingException, OSError) as error:
                 self.bad.add(row)
                 yield from self.problem(error, self.name(row))
                 return
             self.advance(len(part))
-            found = np.frombuffer(digest_blocks(part), np.uint8).reshape(
-                -1, DIGEST_SIZE
-            )
-            first = done // DIGEST_BLOCK
-            wrong = (found != chunk.digests[first : first + len(found)]).any(axis=1)
             self.bad |= {row} if wrong.any() else set()
             for block in (np.flatnonzero(wrong) + first).tolist():
                 at = start + block * DIGEST_BLOCK
@@ -183,6 +184,11 @@ class ChunkChecks:
                     f"{self.name(row)}: block {block} of {len(chunk.digests)} is damaged: "
                     f"{self.storage.location}/{chunk.location.file}, bytes {at} to {end}"
                 )
+
+    def wrong_blocks(self, chunk: Chunk, first: int, part: memoryview) -> Any:
+        """For each block of ``part``, from the block ``first`` on: has it another digest?"""
+        found = np.frombuffer(digest_blocks(part), np.uint8).reshape(-1, DIGEST_SIZE)
+        return (found != chunk.digests[first : first + len(found)]).any(axis=1)
 
     def native_share(self, rows: Int64) -> list[str]:
         """Check chunks that only the backend can read. It compares digests as in a load."""

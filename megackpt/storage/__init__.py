@@ -7,6 +7,8 @@ from megackpt.storage.bucket import (
     BucketStorage as BucketStorage,
     Version as Version,
     conditional_puts as conditional_puts,
+    is_url as is_url,
+    root_at as root_at,
 )
 from megackpt.storage.digests import (
     digest as digest,
@@ -21,10 +23,10 @@ from megackpt.storage.interface import (
     FileWriter as FileWriter,
     Storage as Storage,
     allocate as allocate,
+    read_again as read_again,
     read_dense as read_dense,
     refuse_holes as refuse_holes,
     unsafe_names as unsafe_names,
 )
 from megackpt.storage.local import LocalStorage as LocalStorage
-from megackpt.storage.roots import is_url as is_url, root_at as root_at
 from megackpt.storage.single import SingleFile as SingleFile

@@ -5,16 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from megackpt.errors import CorruptCheckpoint, StorageError
-from megackpt.storage import client as clients
-from megackpt.storage.client import Client, Interrupted, Traffic
-from megackpt.storage.fetching import BucketReader
+from megackpt.storage import client
 from megackpt.storage.interface import (
     Batch,
     FileUpdater,
@@ -22,7 +20,8 @@ from megackpt.storage.interface import (
     Storage,
     unsafe_names,
 )
-from megackpt.storage.objects import BucketBatch, BucketWriter
+from megackpt.storage.local import LocalStorage
+from megackpt.storage.objects import BucketBatch, BucketReader, BucketWriter
 
 _URL = re.compile(
     r"(?P<bucket>(?P<scheme>[a-z0-9]+)://[^/]+)(?:/+(?P<prefix>.*))?", re.DOTALL
@@ -34,8 +33,6 @@ SINGLE_WRITER = "MEGACKPT_SINGLE_WRITER"
 
 It serves stores without conditional puts.
 """
-_PAGE = 1000
-"""Objects that one request lists, or removes."""
 _LISTED = 1 << 23
 """Most objects of a listing. A longer one would fill the memory, and is not a checkpoint's."""
 _FEW = 4
@@ -67,7 +64,7 @@ class BucketStorage(Storage):
         found = _URL.fullmatch(url.rstrip("/"))
         if (
             found is None
-            or found["scheme"] not in clients.AMAZON | clients.GOOGLE | clients.AZURE
+            or found["scheme"] not in client.AMAZON | client.GOOGLE | client.AZURE
         ):
             raise StorageError(
                 f"{url!r} is not a URL of a bucket: it should be s3://BUCKET/FOLDER "
@@ -77,15 +74,10 @@ class BucketStorage(Storage):
         if self._prefix and unsafe_names([self._prefix]):
             raise StorageError(f"{url!r} has a part that is empty, '.' or '..'")
         self.location = f"{self.bucket}/{self._prefix}".rstrip("/")
-        self.client = Client(self.bucket)
+        self.obstore, self.store = client.load_obstore(), client.connect(self.bucket)
 
     def __reduce__(self) -> tuple[type[BucketStorage], tuple[str]]:
         return type(self), (self.location,)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Requests and bytes of this storage so far."""
-        return self.client.traffic
 
     def key(self, name: str) -> str:
         """Return the key of a name. CorruptCheckpoint if it could lead out of the root."""
@@ -119,118 +111,87 @@ class BucketStorage(Storage):
         )
 
     def put(self, name: str, data: bytes) -> None:
-        url, key = self.url(name), self.key(name)
-        put = partial(
-            self.client.obstore.put, self.client.store, key, data, use_multipart=False
-        )
-        try:
-            self.client.ask("write", url, put)
-        except FileNotFoundError as error:
-            raise clients.failure("write", url, error) from error
-        self.client.traffic.count(0, written=len(data))
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        return self.put_if_match(name, data, None)
+        with self._request("write", name) as key:
+            self.obstore.put(self.store, key, data, use_multipart=False)
 
     def put_if_match(self, name: str, data: bytes, version: Version | None) -> bool:
-        """Like ``put``, but only if the object has this version. Else change nothing; return False.
+        """Like ``put``, but only if the object has this version. None: only if it is absent.
 
-        None: only if the object is absent.
+        Else change nothing, and return False; but if the object has the same content, return True:
+        an earlier try of this put may have succeeded, and its answer been lost.
         """
         if _single_writer():  # no other writer acts between these
             if self.version(name) != version:
                 return False
             self.put(name, data)
             return True
-        if version is None:
-            return self._put_if(name, data, "create")
-        return self._put_if(
-            name, data, {k: v for k, v in version._asdict().items() if v is not None}
-        )
-
-    def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
-        """Send a conditional put.
-
-        After a lost answer, the store refuses our own second try. Then the content decides.
-        """
-        url, key, refused = (
-            self.url(name),
-            self.key(name),
-            self.client.obstore.exceptions,
-        )
-        doubtful = False
-
-        def request() -> bool:
-            nonlocal doubtful
+        mode: Any = "create"
+        if version is not None:
+            mode = {k: v for k, v in version._asdict().items() if v is not None}
+        refused = self.obstore.exceptions
+        with self._request("write", name) as key:
             try:
-                self.client.obstore.put(
-                    self.client.store, key, data, mode=mode, use_multipart=False
-                )
-                self.client.traffic.count(0, written=len(data))
+                self._put_if(key, data, mode)
                 return True
-            except (refused.AlreadyExistsError, refused.PreconditionError) as error:
-                self.client.traffic.count(1)
-                found = self._whole(key, len(data))
-                if found is None and mode == "create":  # an undecided race
-                    raise Interrupted(str(error)) from error
-                return doubtful and found == data
-            except (refused.BaseError, OSError):
-                doubtful = True
-                raise
+            except FileNotFoundError:
+                if version is None:
+                    raise
+            except (refused.AlreadyExistsError, refused.PreconditionError):
+                with suppress(FileNotFoundError):
+                    answer = self.obstore.get(self.store, key)
+                    same_size = answer.meta["size"] == len(data)
+                    return same_size and bytes(answer.bytes()) == data
+        return False  # the object to replace is gone
 
-        try:
-            return self.client.ask("write", url, request)
-        except FileNotFoundError as error:
-            if mode != "create":
-                return False  # the object to replace is gone
-            raise clients.failure("write", url, error) from error
+    def _put_if(self, key: str, data: bytes, mode: Any) -> None:
+        """Send a conditional put. After a broken connection, send it again, at most three times.
 
-    def _whole(self, key: str, size: int) -> bytes | None:
-        """Return an object's content: None if it is absent, b"" if it has another size."""
-        try:
-            answer = self.client.obstore.get(self.client.store, key)
-        except FileNotFoundError:
-            return None
-        return bytes(answer.bytes()) if answer.meta["size"] == size else b""
+        obstore does not, because the outcome is unknown. If it succeeded, the next put is refused.
+        """
+        put = self.obstore.put
+        for number in range(3):
+            try:
+                put(self.store, key, data, mode=mode, use_multipart=False)
+                return
+            except self.obstore.exceptions.GenericError as error:
+                if "status code" in str(error):  # an answer
+                    raise
+            time.sleep(client.PAUSE * 4**number)
+        put(self.store, key, data, mode=mode, use_multipart=False)
 
     def open(self, name: str) -> BucketReader:
-        url, key = self.url(name), self.key(name)
         try:
-            return self.client.ask(
-                "open", url, lambda: BucketReader(self.client, key, url)
-            )
+            return BucketReader(self, name)
         except FileNotFoundError:
-            raise _absent(url) from None
+            raise _absent(self.url(name)) from None
 
     def get(self, name: str, limit: int = 1 << 32) -> bytes:
         return self.get_version(name, limit)[0]
 
     def contents(self, names: Sequence[str]) -> Iterator[bytes]:
-        return clients.pool().map(self.get, names)
+        return client.pool().map(self.get, names)
 
     def get_version(self, name: str, limit: int = 1 << 32) -> tuple[bytes, Version]:
         """Like ``get``, but return the version of the object as well."""
-        url, key = self.url(name), self.key(name)
-
-        def request() -> tuple[bytes, Version]:
-            answer = self.client.obstore.get(self.client.store, key)
-            meta = answer.meta
-            if meta["size"] > limit:
-                raise CorruptCheckpoint(
-                    f"{url} has {meta['size']} bytes: at most {limit} are valid"
-                )
-            data = bytes(answer.bytes())
-            self.client.traffic.count(0, read=len(data))
-            if len(data) != meta["size"]:
-                raise Interrupted(
-                    f"it has {meta['size']} bytes, but {len(data)} arrived"
-                )
-            return data, Version(meta["e_tag"], meta["version"])
-
         try:
-            return self.client.ask("read", url, request)
+            with self._request("read", name) as key:
+                answer = self.obstore.get(self.store, key)
+                meta = answer.meta
+                if meta["size"] > limit:
+                    raise CorruptCheckpoint(
+                        f"{self.url(name)} has {meta['size']} bytes: at most {limit} are valid"
+                    )
+                data = bytes(answer.bytes())
         except FileNotFoundError:
-            raise _absent(url) from None
+            raise _absent(self.url(name)) from None
+        if len(data) != meta["size"]:
+            raise StorageError(
+                f"cannot read {self.url(name)}: {len(data)} of {meta['size']} bytes arrived"
+            )
+        return data, Version(meta["e_tag"], meta["version"])
+
+    def refetch(self) -> bool:
+        return True
 
     def size(self, name: str) -> int | None:
         meta = self._head(name)
@@ -252,13 +213,16 @@ class BucketStorage(Storage):
         return None if meta is None else Version(meta["e_tag"], meta["version"])
 
     def _head(self, name: str) -> Any:
-        url, key = self.url(name), self.key(name)
-        try:
-            return self.client.ask(
-                "look at", url, lambda: self.client.obstore.head(self.client.store, key)
-            )
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError), self._request("look at", name) as key:
+            return self.obstore.head(self.store, key)
+        return None
+
+    @contextmanager
+    def _request(self, doing: str, name: str) -> Iterator[str]:
+        """Send requests about an object, whose key this yields. See ``client.request``."""
+        key = self.key(name)
+        with client.request(doing, self.url(name)):
+            yield key
 
     def objects(self, name: str = "") -> dict[str, tuple[int, float]]:
         """Return the size and time of each object below a folder, by name.
@@ -266,85 +230,51 @@ class BucketStorage(Storage):
         One request lists a thousand objects.
         """
         prefix, above = self._listed(name)
-
-        def request() -> dict[str, tuple[int, float]]:
-            found: dict[str, tuple[int, float]] = {}
-            for page in self._pages(prefix):
+        found: dict[str, tuple[int, float]] = {}
+        with client.request("list", self.url(name)):
+            for page in self.obstore.list(self.store, prefix or None, chunk_size=1000):
                 for one in page:
-                    found[one["path"][len(above) :]] = (
-                        one["size"],
-                        one["last_modified"].timestamp(),
+                    seconds = one["last_modified"].timestamp()
+                    found[one["path"][len(above) :]] = one["size"], seconds
+                if len(found) > _LISTED:
+                    raise CorruptCheckpoint(
+                        f"{self.location} holds more than {_LISTED} objects: it is not a "
+                        "checkpoint"
                     )
-                self._check_listed(len(found))
-            return found
-
-        return self.client.ask("list", self.url(name), request)
+        return found
 
     def list(self, name: str = "") -> list[str]:
         prefix, above = self._listed(name)
-
-        def request() -> Any:
-            return self.client.obstore.list_with_delimiter(
-                self.client.store, prefix or None
-            )
-
-        found = self.client.ask("list", self.url(name), request)
-        paths = [
-            *found["common_prefixes"],
-            *(meta["path"] for meta in found["objects"]),
-        ]
-        self._check_listed(len(paths))
+        with client.request("list", self.url(name)):
+            found = self.obstore.list_with_delimiter(self.store, prefix or None)
+        paths = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
         # Some tools leave an empty object with the name of the folder itself.
-        return sorted(
-            {
-                path[len(above) :]
-                for path in paths
-                if path.startswith(above) and path != above
-            }
-        )
+        names = {path[len(above) :] for path in paths if path.startswith(above)}
+        return sorted(names - {""})
 
     def _listed(self, name: str) -> tuple[str, str]:
         """Return a folder's key, and the prefix of the keys of its entries."""
-        prefix = self.key(name) if name else self._prefix
-        return prefix, f"{prefix}/" if prefix else ""
-
-    def _pages(self, prefix: str) -> Iterator[Any]:
-        pages = self.client.obstore.list(
-            self.client.store, prefix or None, chunk_size=_PAGE
-        )
-        for number, page in enumerate(pages):
-            self.client.traffic.count(1 if number else 0)  # the caller counts the first
-            yield page
-
-    def _check_listed(self, count: int) -> None:
-        if count > _LISTED:
-            raise CorruptCheckpoint(
-                f"{self.location} holds more than {_LISTED} objects: it is not a checkpoint"
-            )
+        prefix = self._prefix
+        if name:
+            prefix = self.key(name)
+        return prefix, f"{prefix}/".lstrip("/")
 
     def delete(self, name: str) -> None:
-        url, key = self.url(name), self.key(name)
-
-        def request() -> None:
-            for page in self._pages(key):
-                self._delete([one["path"] for one in page])
-            self._delete([key])
-
-        self.client.ask("remove", url, request)
+        key = self.key(name)
+        self._delete([key, *(f"{key}/{below}" for below in self.objects(name))])
 
     def remove_objects(self, names: Sequence[str]) -> None:
         """Remove these objects only. An absent one is not an error."""
-        for first in range(0, len(names), _PAGE):
-            keys = [self.key(name) for name in names[first : first + _PAGE]]
-            self.client.ask("remove", self.url(""), partial(self._delete, keys))
+        self._delete([self.key(name) for name in names])
 
     def _delete(self, keys: Sequence[str]) -> None:
-        self.client.traffic.count(1)
-        try:
-            self.client.obstore.delete(self.client.store, keys)
-        except FileNotFoundError as error:
-            if len(keys) > 1:  # another process removes them, too; some may remain
-                raise Interrupted(str(error)) from error
+        with client.request("remove", self.location):
+            try:
+                self.obstore.delete(self.store, keys)
+            except FileNotFoundError:  # the store stops at an absent object
+                for key in keys:
+                    with suppress(FileNotFoundError):
+                        self.obstore.delete(self.store, key)
 
 
 _proven: set[tuple[str, str | None]] = set()
@@ -358,7 +288,7 @@ def conditional_puts(storage: BucketStorage) -> bool:
     a probe object decide, once for each bucket and process. StorageError if the probe cannot be
     put. With a single writer the answer is True, without a probe.
     """
-    known = (storage.bucket, clients.endpoint())
+    known = (storage.bucket, client.endpoint())
     if known not in _proven and not _single_writer():
         name = f"{PROBE}{uuid.uuid4().hex}"
         try:
@@ -377,11 +307,11 @@ def conditional_puts(storage: BucketStorage) -> bool:
 
 
 def _refuses(storage: BucketStorage, name: str) -> bool:
-    first = storage.put_if_absent(name, b"1")
+    first = storage.put_if_match(name, b"1", None)
     _, version = storage.get_version(name, limit=1)
     return (
         first
-        and not storage.put_if_absent(name, b"2")
+        and not storage.put_if_match(name, b"2", None)
         and storage.put_if_match(name, b"3", version)
         and not storage.put_if_match(name, b"4", version)
         and storage.get(name, limit=1) == b"3"
@@ -394,3 +324,22 @@ def _single_writer() -> bool:
 
 def _absent(url: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
+
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SPOILT = re.compile(r"(?:s3a?|gs|az|azure|abfss?):/[^/]")
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Return whether this is a URL rather than a path. StorageError for a URL that Path damaged."""
+    if _SPOILT.match(str(place)):
+        raise StorageError(
+            f"{str(place)!r} was a URL, and a Path has made one slash of two: "
+            "give it as a str"
+        )
+    return isinstance(place, str) and _SCHEME.match(place) is not None
+
+
+def root_at(place: str | os.PathLike[str], create: bool = False) -> Storage:
+    """Return the storage of a directory or a bucket. ``create`` makes an absent directory."""
+    return BucketStorage(str(place)) if is_url(place) else LocalStorage(place, create)

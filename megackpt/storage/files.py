@@ -21,9 +21,6 @@ _BATCH = 16 << 20  # bytes handed to one writev, and to early write-back
 _VECTORS = min(
     1024, os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
 )
-_NO_LINKS = frozenset(
-    (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-)
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -185,19 +182,11 @@ class LocalUpdater(_Open, FileUpdater):
 
     def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
         try:
-            alone = (
-                buffers[0] if len(buffers) == 1 else None
-            )  # perhaps one of very many
-            if (
-                alone
-                and alone.nbytes < _BATCH
-                and os.pwrite(self._fd, alone, start) == alone.nbytes
-            ):
-                return
             for batch in _batches(buffers):
                 while batch:
                     done = os.pwritev(self._fd, batch, start)
-                    kernel.start_writeback(self._fd, start, done)
+                    if done >= _BATCH:
+                        kernel.start_writeback(self._fd, start, done)
                     start += done
                     batch = _after(batch, done)
         except OSError as error:
@@ -226,7 +215,7 @@ class LocalReader(FileReader):
 
     def _read(self, start: int, batch: list[memoryview]) -> int:
         try:
-            done = _preadv(self._fd, batch, start)
+            done = os.preadv(self._fd, batch, start)
         except OSError as error:
             raise failure("read", self._path, error) from error
         if not done:
@@ -264,14 +253,6 @@ class LocalReader(FileReader):
             os.close(fd)
 
 
-def _preadv(fd: int, batch: list[memoryview], start: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(fd, batch, start)
-    data = os.pread(fd, len(batch[0]), start)
-    batch[0][: len(data)] = data
-    return len(data)
-
-
 def _write_all(fd: int, data: bytes) -> None:
     """Write a small file's content and make it durable."""
     for batch in _batches([memoryview(data)]):
@@ -287,8 +268,6 @@ def create(name: str, folder: int, flags: int = NEW) -> int:
     prints to them, such as C libraries, would write into the file.
     """
     fd = os.open(name, flags, 0o666, dir_fd=folder)
-    if fd > 2:
-        return fd
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
@@ -307,27 +286,3 @@ def write_temporary(folder: int, data: bytes) -> str:
     finally:
         os.close(fd)
     return name
-
-
-def link_new(folder: int, temporary: str, name: str, data: bytes) -> bool:
-    """Link the temporary file to ``name`` if that is free. Without links, write the file again."""
-    try:
-        os.link(
-            temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False
-        )
-        return True
-    except FileExistsError:
-        # Over NFS a link may succeed, its answer get lost, and the repeated request fail.
-        return os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink == 2
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-    try:
-        fd = create(name, folder)
-    except FileExistsError:
-        return False
-    try:
-        _write_all(fd, data)
-    finally:
-        os.close(fd)
-    return True

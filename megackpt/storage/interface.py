@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from megackpt import limits
-from megackpt.errors import CorruptCheckpoint
+from megackpt.errors import CheckpointReplaced, CorruptCheckpoint
+
+T = TypeVar("T")
 
 _SAFE = re.compile(r"(?!\.\.?(?:/|\Z))[^/\0]+(?:/(?!\.\.?(?:/|\Z))[^/\0]+)*")
 """Parts that are neither empty nor ``.`` nor ``..``, without NUL."""
@@ -160,6 +162,10 @@ class FileReader(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def refetch(self) -> bool:
+        """Drop all bytes that are held. False if a second read cannot give other bytes."""
+        return False
+
     def __enter__(self) -> FileReader:
         return self
 
@@ -217,10 +223,6 @@ class Storage(ABC):
                     writer.write([memoryview(data)])
 
     @abstractmethod
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Like ``put``, but if the file exists, change nothing and return False."""
-
-    @abstractmethod
     def open(self, name: str) -> FileReader:
         """Open for ranged reads.
 
@@ -249,6 +251,10 @@ class Storage(ABC):
         False: readers use a disk and a page cache of their machine.
         """
         return True
+
+    def refetch(self) -> bool:
+        """Return whether a second read may give other bytes: see ``read_again``."""
+        return False
 
     def is_current(self) -> bool:
         """Return whether the path still leads to the opened storage. True for object stores."""
@@ -284,3 +290,18 @@ class Storage(ABC):
                 raise CorruptCheckpoint(
                     f"memory does not suffice for {self.location}/{name}"
                 ) from error
+
+
+def read_again(source: Storage | FileReader, read: Callable[[], T]) -> T:
+    """Return ``read()``. If it finds damage in an object of a bucket, call it once more.
+
+    The bytes may have been damaged on their way. A second CorruptCheckpoint is raised.
+    """
+    try:
+        return read()
+    except CheckpointReplaced:
+        raise
+    except CorruptCheckpoint:
+        if not source.refetch():
+            raise
+        return read()

@@ -16,7 +16,6 @@ from megackpt.storage.files import (
     LocalUpdater,
     LocalWriter,
     failure,
-    link_new,
     write_temporary,
 )
 from megackpt.storage.folders import BELOW, remove_tree, unlink
@@ -130,16 +129,6 @@ class LocalStorage(Storage):
                 os.unlink(temporary, dir_fd=folder)
                 raise
             os.fsync(folder)
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        with self._within("write", name, make=True) as (folder, last):
-            temporary = write_temporary(folder, data)
-            try:
-                won = link_new(folder, temporary, last, data)
-            finally:
-                os.unlink(temporary, dir_fd=folder)
-            os.fsync(folder)
-            return won
 
     def open(self, name: str) -> LocalReader:
         path = self._path(name)

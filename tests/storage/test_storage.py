@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -39,7 +38,6 @@ def system(request, monkeypatch):
     """With what Linux offers, and without."""
     if request.param == "nothing there":
         monkeypatch.setattr(kernel, "_function", lambda *_: None)
-        monkeypatch.delattr(os, "preadv")
 
 
 def views(*parts: bytes) -> list[memoryview]:
@@ -244,7 +242,6 @@ def test_no_descriptor_is_lost(root, monkeypatch):
 
     before = descriptors()
     root.put("a/b/f", b"1")
-    root.put_if_absent("a/b/g", b"1")
     root.get("a/b/f")
     root.list("a/b")
     root.delete("a")
@@ -262,31 +259,6 @@ def test_put_replaces_and_leaves_nothing_else(root):
     root.put("d/f", b"2")
     assert root.get("d/f") == b"2"
     assert root.list("d") == ["f"]
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_put_if_absent_has_one_winner(root, monkeypatch, links):
-    if not links:
-
-        def refuse(*_args, **_options):
-            raise OSError(errno.EPERM, "no links here")
-
-        monkeypatch.setattr(os, "link", refuse)
-    won = []
-    threads = [
-        threading.Thread(
-            target=lambda i=i: won.append((root.put_if_absent("f", b"%d" % i), i))
-        )
-        for i in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    winners = [i for is_winner, i in won if is_winner]
-    assert len(winners) == 1
-    assert root.get("f") == b"%d" % winners[0]
-    assert root.list() == ["f"]
 
 
 UNSAFE = [

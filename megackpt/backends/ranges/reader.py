@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, islice, product
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from megackpt.storage import (
     Storage,
     allocate,
     digest,
+    read_again,
     read_dense,
     read_digested,
     refuse_holes,
@@ -87,25 +88,21 @@ class Job:
                         f"{self.root.location}: {name_of(self.plan, row)} should end at byte {start + length}, "
                         f"but the file has {reader.size}"
                     )
-                refuse_sparse(
-                    reader,
-                    start,
-                    length,
-                    f"{self.root.location}: {name_of(self.plan, row)}",
-                )
-                data = allocate(
-                    length, f"{self.root.location}: {name_of(self.plan, row)}"
-                )
-                reader.read_into(start, [memoryview(data)])
-                for block, first in enumerate(
-                    range(0, length if self.checked else 0, DIGEST_BLOCK)
-                ):
-                    self.check(
-                        row,
-                        block,
-                        digest(memoryview(data)[first : first + DIGEST_BLOCK]),
-                    )
-                self.into.blob(int(self.plan.target[row]), bytes(data))
+                data = read_again(reader, partial(self._read_blob, reader, row))
+                self.into.blob(int(self.plan.target[row]), data)
+
+    def _read_blob(self, reader: FileReader, row: int) -> bytes:
+        chunks, chunk = self.plan.manifest.chunks, self.plan.chunk[row]
+        start, length = int(chunks.start[chunk]), int(chunks.length[chunk])
+        where = f"{self.root.location}: {name_of(self.plan, row)}"
+        refuse_sparse(reader, start, length, where)
+        data = allocate(length, where)
+        reader.read_into(start, [memoryview(data)])
+        if self.checked:
+            for block, first in enumerate(range(0, length, DIGEST_BLOCK)):
+                part = memoryview(data)[first : first + DIGEST_BLOCK]
+                self.check(row, block, digest(part))
+        return bytes(data)
 
 
 def refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> None:
@@ -206,9 +203,11 @@ class _FilePart:
 
     def fetch(self, group: list[_Piece]) -> None:
         if len(group) > 1:
-            self._together(group)
+            read_again(self.reader, partial(self._together, group))
         else:
-            self._fill(group[0], group[0].low, group[0].array, group[0].strides)
+            piece = group[0]
+            fill = partial(self._fill, piece, piece.low, piece.array, piece.strides)
+            read_again(self.reader, fill)
         for piece in group:
             self.job.into.close(piece.target, piece.box, piece.array)
 

@@ -32,7 +32,7 @@ from megackpt.planning.manifest import (
     carried_dtype,
 )
 from megackpt.serialization.list_of_one import wrapped
-from megackpt.storage import Storage, allocate, digest_blocks, read_dense
+from megackpt.storage import Storage, allocate, digest_blocks, read_again, read_dense
 
 _OVERHEAD = 1 << 16
 """A codec may make a chunk twice as large, and larger by so many bytes."""
@@ -122,10 +122,8 @@ class _ChunkReader:
     def read(self, items: list[ReadItem], into: Target, verify: bool) -> None:
         """Read regions of one chunk."""
         entry, chunk = items[0].entry, items[0].chunk
-        values = self.elements(entry, chunk)
-        if verify and len(chunk.digests):
-            data = octets(np.ascontiguousarray(values))
-            _check(data, chunk.digests, self._name(entry, chunk))
+        checked = partial(self._checked_elements, entry, chunk, verify)
+        values = read_again(self.root, checked)
         for item in items:
             filled = into.open(item.target, item.box)
             index: Any = (*item.box.relative_to(chunk.box).slices(), ...)
@@ -138,6 +136,15 @@ class _ChunkReader:
         if self.version != MEGATRON:
             folder = chunk.location.file.partition("/")[0]
         return self._read_layout(folder, entry)
+
+    def _checked_elements(
+        self, entry: TensorEntry, chunk: Chunk, verify: bool
+    ) -> NDArray[Any]:
+        values = self.elements(entry, chunk)
+        if verify and len(chunk.digests):
+            data = octets(np.ascontiguousarray(values))
+            _check(data, chunk.digests, self._name(entry, chunk))
+        return values
 
     def elements(self, entry: TensorEntry, chunk: Chunk) -> NDArray[Any]:
         """The elements of a chunk in its box. Raises CorruptCheckpoint if they cannot be decoded."""
