@@ -6,7 +6,7 @@ The bytes, all integers little-endian::
     4   version (1)
     4   length of the head
     .   head: JSON in UTF-8
-    .   columns: integers, in the order of ``column_names``, each as in ``columns.Layout``
+    .   columns: integers, in the order of the head, each as in ``columns.Layout``
     .   text of all keys, then of all file names, UTF-8 without separators
     .   digests: 16 bytes for each block of at most 1 MiB of each chunk, in the order of the
         chunks; or nothing
@@ -16,6 +16,10 @@ Chunks are sorted by tensor, so a count per tensor replaces a number per chunk. 
 as the quotient of the tensor's shape by it, and the remainder. An offset is stored as its quotient
 by the chunk's own shape, and the remainder. In regular grids the quotients are small, and the
 remainders are all zero and take no bytes.
+
+A later release may add fields to the head, and columns that its field ``optional`` names: readers
+ignore those that they do not know. A reader refuses an unknown column that is not optional, and a
+newer version.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.checkpoint.columns import Layout, damaged, unpack
+from megackpt.errors import BackendError
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
@@ -71,6 +72,7 @@ class Head:
     """Boxes determine the lengths of tensor chunks. The column has only those of objects."""
     text: tuple[int, int]  # bytes of all keys, bytes of all file names
     layouts: dict[str, Layout]
+    """All columns in the order of their bytes, with optional ones that are not known."""
 
 
 def parse_head(text: bytes) -> Head:
@@ -93,12 +95,25 @@ def parse_head(text: bytes) -> Head:
             axes,
             head["derived"] is True,
             (_natural(keys), _natural(files)),
-            {n: Layout.parse(columns[n]) for n in column_names(axes)},
+            {_string(n): Layout.parse(fields) for n, fields in columns.items()},
         )
+        _check_columns(columns, axes, head.get("optional", []))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         damaged(f"its head makes no sense ({type(error).__name__}: {error})")
     _check_head(parsed)
     return parsed
+
+
+def _check_columns(found: Iterable[str], axes: int, optional: Iterable[str]) -> None:
+    """A newer release may add columns. Those that it names as optional can be ignored."""
+    known = set(column_names(MOST_AXES))
+    if unknown := set(found).difference(known, optional):
+        raise BackendError(
+            f"a newer release of megackpt wrote this index: it has the column "
+            f"{min(unknown)!r}, which this release does not know. Update megackpt"
+        )
+    if known.intersection(found) != set(column_names(axes)):
+        damaged("a column is missing, or of an axis that no tensor has")
 
 
 def _string(value: Any) -> str:
@@ -207,9 +222,11 @@ def _check_counts(head: Head, size: int) -> None:
 
 def _unpacked(head: Head, body: memoryview) -> tuple[Columns, memoryview]:
     columns: Columns = {}
+    known = set(column_names(head.axes))
     at = 0
     for name, layout in head.layouts.items():
-        columns[name] = unpack(layout, body[at : at + layout.nbytes])
+        if name in known:
+            columns[name] = unpack(layout, body[at : at + layout.nbytes])
         at += layout.nbytes
     return columns, body[at : at + sum(head.text)]
 

@@ -219,6 +219,30 @@ def test_fields_of_the_head_that_are_not_known_are_passed_over():
     assert small == SMALL
 
 
+def with_column(name: str, optional: bool) -> bytes:
+    """An index with one column more, first among all, and the bytes of its three numbers."""
+    data = encode_index(example(), SMALL)
+    (length,) = struct.unpack_from("<I", data, 12)
+    head = json.loads(data[16 : 16 + length])
+    head["columns"] = {name: [3, 2, 0, 1, 0], **head["columns"]}
+    if optional:
+        head["optional"] = [name]
+    text = json.dumps(head).encode()
+    size = struct.pack("<I", len(text))
+    return sealed(data[:12] + size + text + b"abcdef" + data[16 + length : -16])
+
+
+def test_an_unknown_optional_column_is_ignored():
+    again, small = decode_index(with_column("heat", optional=True))
+    assert described(again) == described(example())
+    assert small == SMALL
+
+
+def test_an_unknown_required_column_is_refused():
+    with pytest.raises(BackendError, match=r"newer release .* the column 'heat'"):
+        decode_index(with_column("heat", optional=False))
+
+
 def sealed(body: bytes) -> bytes:
     return body + digest(body)
 
