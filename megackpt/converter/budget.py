@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -49,10 +50,17 @@ def worker_count(
     return max(1, min(wanted, tasks, limit // each))
 
 
-def worker_bytes(manifest: Manifest, decoded: Int64, copying: bool, limit: int) -> int:
-    """Return the most memory that one worker takes to convert what this manifest lists.
+def worker_bytes(
+    manifest: Manifest,
+    tensors: Sequence[int],
+    decoded: Int64,
+    copying: bool,
+    limit: int,
+) -> int:
+    """Return the most memory that one worker takes to convert these tensors of a manifest.
 
     Args:
+        tensors: their numbers.
         decoded: the result of ``Backend.decoded_bytes`` for the manifest.
         copying: cells are copied, for a grid or a cast.
         limit: the memory limit in bytes.
@@ -68,6 +76,7 @@ def worker_bytes(manifest: Manifest, decoded: Int64, copying: bool, limit: int) 
     chunks = manifest.chunks
     is_object = np.array([e.meta.is_object for e in manifest.tensors], np.bool_)
     held = np.where(is_object[chunks.tensor], chunks.length, decoded)
+    held *= np.isin(chunks.tensor, tensors)
     # It is read and written at the same time, so it counts twice; the base has one cell of it.
     most = base + max(0, 2 * int(held.max(initial=0)) - cell)
     if most > limit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ _CAST_ELEMENTS = 1 << 15
 
 
 class CellSource:
-    """The ``Source`` of a task. ``report`` is called with the bytes of each row that is handed out.
+    """The ``Source`` of a task.
 
     Neighbouring rows are read together, up to a cell's bytes. A row is dropped when it was used.
     """
@@ -33,12 +33,10 @@ class CellSource:
         reader: Backend,
         task: ConversionTask,
         verify: bool,
-        report: Callable[[int], None],
     ) -> None:
         self.overflows: Counter[str] = Counter()
         """Key -> finite values beyond the range of the dtype that they were cast to."""
         self._plan = task.plan
-        self._report = report
         self._stored = [entry.meta for entry in task.part.tensors]
         self._regions = Regions(Opened(source, reader, task.part, {}), verify)
         itemsize = np.array([meta.itemsize for meta in self._stored], np.int64)
@@ -54,18 +52,16 @@ class CellSource:
             value = self._ready.pop(row)
             self._used.add(row)
         if isinstance(value, bytes):
-            data = memoryview(value)
-        else:
-            number = self._plan.tensor[row]
-            stored, (key, target) = self._stored[number], self._plan.tensors[number]
-            if stored.dtype != target.dtype:
-                value, overflows = cast(value, stored.dtype, target.dtype)
-                if overflows:
+            yield memoryview(value)
+            return
+        number = self._plan.tensor[row]
+        stored, (key, target) = self._stored[number], self._plan.tensors[number]
+        if stored.dtype != target.dtype:
+            value, overflows = cast(value, stored.dtype, target.dtype)
+            if overflows:
+                with self._lock:
                     self.overflows[key] += overflows
-            data = value.reshape(-1).view(np.uint8).data
-        with self._lock:
-            self._report(len(data))
-        yield data
+        yield value.reshape(-1).view(np.uint8).data
 
     def _read(self, row: int) -> None:
         number, _ = region = self._region(row)

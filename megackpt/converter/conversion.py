@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from megackpt import limits
 from megackpt.backends.base import Backend, plan_for_backend
 from megackpt.checkpoint import (
     INDEX,
     Opened,
-    Transaction,
     begin,
     completed,
     encode_index,
@@ -27,16 +26,22 @@ from megackpt.converter.cells import (
     task_count,
 )
 from megackpt.converter.journal import JOURNAL, Journal, TaskResult
-from megackpt.converter.workers import OpenContext, WorkerContext, run_tasks
-from megackpt.errors import BackendError, CorruptCheckpoint, RankLost, StorageError
+from megackpt.converter.workers import TaskRunner, run_tasks
+from megackpt.errors import (
+    BackendError,
+    CorruptCheckpoint,
+    RankLost,
+    StorageError,
+    join_truncated,
+)
 from megackpt.planning.manifest import TensorEntry, TensorParts
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.storage import Storage, is_url, root_at
+from megackpt.storage import digest, is_url, root_at
 
 logger = logging.getLogger("megackpt.converter")
 
 # Part of the save id. Increase it when the same request leads to other bytes or another journal.
-_VERSION = 2
+_VERSION = 3
 
 Progress = Callable[[int, int], None]
 
@@ -112,15 +117,15 @@ class Conversion:
             stored.tensors[number].meta != entry.meta
             for number, entry in entries.items()
         )
-        carried = self.parts.excerpt([*entries])
+        decoded = opened.backend.decoded_bytes(stored)
         self.worker_bytes = worker_bytes(
-            carried,
-            opened.backend.decoded_bytes(carried),
+            stored,
+            [*entries],
+            decoded,
             backend.properties.gridded or self.casts,
             self.options.max_memory,
         )
         self.contiguous = backend.properties.whole_tensors
-        decoded = opened.backend.decoded_bytes(stored)
         rows = declare_cells(stored, entries, decoded, self.contiguous)
         self.total = int(rows.nbytes.sum())
         count = 1 if backend.properties.export_only else tasks or task_count(self.total)
@@ -150,18 +155,14 @@ class Conversion:
         pieces = sorted(getattr(self.opened.backend, "pieces", {}).items())
         options = getattr(backend, "__dict__", backend)
         target = (backend.properties.name, backend.properties.version, options)
-        described = (_VERSION, self.numbers, stamps, pieces, target)
-        parts = [repr(described).encode(), encode_index(stored, {})]
-        for name, data in sorted(self.files.items()):
-            parts += [name.encode(), data]
-        for plan in self.plans:
-            parts.append(repr(plan.tensors).encode())
-            for column in (plan.tensor, plan.boxes.offset, plan.boxes.shape):
-                parts.append(column.tobytes())
-        digest = blake2b(digest_size=16)
-        for part in parts:
-            digest.update(len(part).to_bytes(8, "little") + part)
-        return digest.hexdigest()
+        files = [(name, digest(data)) for name, data in sorted(self.files.items())]
+        described = (_VERSION, self.numbers, stamps, pieces, target, files)
+        parts = (
+            repr(described).encode(),
+            encode_index(stored, {}),
+            encode_index(self.manifest, {}),
+        )
+        return digest(b"".join(map(digest, parts))).hex()
 
     def run(self, target: str, overwrite: bool) -> Converted:
         """Write the target, or resume writing it, and commit it."""
@@ -177,16 +178,14 @@ class Conversion:
             place.announce(files, () if remote else [JOURNAL])
             journal = Journal(None if remote else place.storage, self.contiguous)
             done = journal.done
-            for number in [n for n in done if not 0 <= n < len(self.plans)]:
-                del done[number]
             if place.resumed:
                 place.keep_only(
                     {f for task in done.values() for f in task.result.files}
                 )
             resumed = sum(self.task_bytes[number] for number in done)
-            added = self._announce_files(place, target)
-            self._run_tasks(place, journal, resumed)
-            for name, data in added.items():
+            place.announce(self.files, replaces=_identical_entries(target, self.files))
+            self._run_tasks(target, save_id, journal, resumed)
+            for name, data in self.files.items():
                 place.storage.put(name, data)
             results = [done[number].result for number in range(len(self.plans))]
             manifest = self.manifest.located(results)
@@ -211,16 +210,20 @@ class Conversion:
             raise
         return self.outcome(target, done, resumed)
 
-    def _run_tasks(self, place: Transaction, journal: Journal, resumed: int) -> None:
+    def _run_tasks(
+        self, target: str, save_id: str, journal: Journal, resumed: int
+    ) -> None:
         """Do the tasks that are not done yet, in this process or in worker processes."""
-        options, opened, reader = self.options, self.opened, self.opened.backend
+        options = self.options
         written = resumed
+        lock = threading.Lock()  # a backend writes with several threads
 
         def report(count: int) -> None:
             nonlocal written
-            written += count
-            if options.progress is not None:
-                options.progress(written, self.total)
+            with lock:
+                written += count
+                if options.progress is not None:
+                    options.progress(written, self.total)
 
         report(0)
         left = [n for n in range(len(self.plans)) if n not in journal.done]
@@ -229,17 +232,22 @@ class Conversion:
             options.max_memory, options.workers, len(left), nbytes, self.worker_bytes
         )
         tasks = self._tasks(left)
-        how = options.verify, self.casts
-        if workers > 1:
-            source = self.source, opened.manifest.save_id, reader
-            open_context = OpenContext(*source, place.path, self.backend, *how)
-            run_tasks(open_context, workers, tasks, journal.add, report)
-            return
-        context = WorkerContext(
-            opened.storage, reader, place.storage, self.backend, *how
+        runner = TaskRunner(
+            self.source,
+            self.opened.manifest.save_id,
+            self.opened.backend,
+            target,
+            save_id,
+            self.backend,
+            options.verify,
+            self.casts,
         )
+        if workers > 1:
+            run_tasks(runner, workers, tasks, journal.add, report)
+            return
+        runner.open()
         for task in tasks:
-            journal.add(context.perform(task, report))
+            journal.add(runner.perform(task, report))
 
     def _tasks(self, numbers: Sequence[int]) -> Iterator[ConversionTask]:
         for number in numbers:
@@ -247,38 +255,19 @@ class Conversion:
             tensors = [self.numbers[entry.key] for entry in plan.tensors]
             yield ConversionTask(number, plan, self.parts.excerpt(tensors))
 
-    def _announce_files(self, place: Transaction, target: str) -> dict[str, bytes]:
-        """Announce and return the small files to write: those that are not there yet."""
-        present = _identical_entries(place.storage, self.files)
-        added = {
-            name: data
-            for name, data in self.files.items()
-            if name.partition("/")[0] not in present
-        }
-        if added:
-            try:
-                same = _identical_entries(root_at(target), self.files)
-            except FileNotFoundError:
-                same = set()
-            place.announce(added, replaces=same)
-        return added
-
     def outcome(
         self, target: str, done: Mapping[int, TaskResult], resumed: int
     ) -> Converted:
-        """Return the result, and log values that did not fit into their new dtype."""
+        """Return the result."""
         overflows: Counter[str] = Counter()
         for task in done.values():
             overflows.update(task.overflows)
         if overflows:
-            largest = [f"{key!r} {n}" for key, n in overflows.most_common(8)]
-            more = ", ..." if len(overflows) > 8 else ""
-            logger.warning(
-                "%d values are beyond the range of the dtype that they were cast to: %s%s",
-                overflows.total(),
-                ", ".join(largest),
-                more,
+            text = (
+                "%d values are beyond the range of the dtype that they were cast to: %s"
             )
+            keys = join_truncated([*overflows], 8, ", ")
+            logger.warning(text, overflows.total(), keys)
         tensors = self.manifest.tensors
         objects = sum(entry.meta.is_object for entry in tensors)
         return Converted(
@@ -292,9 +281,13 @@ class Conversion:
         )
 
 
-def _identical_entries(root: Storage, files: Mapping[str, bytes]) -> set[str]:
-    """Return the top-level entries of ``files`` that ``root`` has with exactly these bytes."""
+def _identical_entries(target: str, files: Mapping[str, bytes]) -> set[str]:
+    """Return the top-level entries of ``files`` that ``target`` has with exactly these bytes."""
     entries = {name.partition("/")[0] for name in files}
+    try:
+        root = root_at(target)
+    except FileNotFoundError:
+        return set()
     for name, data in files.items():
         entry, _, inner = name.partition("/")
         try:

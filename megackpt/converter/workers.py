@@ -5,82 +5,68 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 
 from megackpt.async_save.worker_process import WorkerProcess
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import as_read_by, open_same
+from megackpt.checkpoint.writing import Writing
 from megackpt.converter.cell_source import CellSource
 from megackpt.converter.cells import ConversionTask
 from megackpt.converter.journal import TaskResult
 from megackpt.errors import RankLost, StorageError
-from megackpt.storage import Storage, root_at
 
 
-@dataclass(frozen=True, eq=False)
-class WorkerContext:
-    """What tasks need: the open source, the storage of the target, and the formats of both."""
+@dataclass(eq=False)
+class TaskRunner:
+    """Performs the tasks of one conversion, in this process or in a worker process.
 
-    source: Storage
-    reader: Backend
-    target: Storage
-    writer: Backend
-    verify: bool
-    casts: bool
-
-    def __post_init__(self) -> None:
-        if self.casts:  # now, because imports do not count as memory of the conversion
-            importlib.import_module("torch")
-
-    def perform(
-        self, task: ConversionTask, advance: Callable[[int], None]
-    ) -> TaskResult:
-        """Read, convert and write the rows of one task, durably. ``advance`` takes the bytes done."""
-        data = CellSource(self.source, self.reader, task, self.verify, advance)
-        result = self.writer.write(self.target, task.plan, data)
-        return TaskResult(task.number, result, data.overflows)
-
-
-_contexts: list[WorkerContext] = []  # in a worker process: the one of its conversion
-
-
-@dataclass(frozen=True)
-class OpenContext:
-    """The first work of a worker process: it opens the context of its tasks.
-
-    ``source_id`` is the save_id of the source's manifest.
+    ``source_id`` is the save_id of the source's manifest, ``save_id`` that of the target. ``open``
+    has to be called first.
     """
 
     source: str
     source_id: str
     reader: Backend
     target: str
+    save_id: str
     writer: Backend
     verify: bool
     casts: bool
 
-    def __call__(self, _: Callable[[int], None]) -> None:
-        source = as_read_by(self.reader, open_same(self.source, self.source_id))
-        target = root_at(self.target)
-        _contexts.append(
-            WorkerContext(
-                source, self.reader, target, self.writer, self.verify, self.casts
-            )
-        )
+    def open(self) -> None:
+        """Open the source. Raises what ``open_same`` raises."""
+        if self.casts:  # now, because imports do not count as memory of the conversion
+            importlib.import_module("torch")
+        stored = open_same(self.source, self.source_id)
+        self._stored = as_read_by(self.reader, stored)
+
+    def perform(
+        self, task: ConversionTask, advance: Callable[[int], None]
+    ) -> TaskResult:
+        """Read, convert and write the rows of one task, durably. ``advance`` takes the bytes done."""
+        data = CellSource(self._stored, self.reader, task, self.verify)
+        writing = Writing(self.target, self.save_id, self.writer, task.plan, data)
+        return TaskResult(task.number, writing(advance), data.overflows)
 
 
-@dataclass(frozen=True, eq=False)
-class _PerformTask:
+_runners: list[TaskRunner] = []  # in a worker process: the one of its conversion
+
+
+def open_runner(runner: TaskRunner, _: Callable[[int], None]) -> None:
+    """The first work of a worker process."""
+    runner.open()
+    _runners.append(runner)
+
+
+def _perform(task: ConversionTask, advance: Callable[[int], None]) -> TaskResult:
     """The further work of a worker process."""
-
-    task: ConversionTask
-
-    def __call__(self, advance: Callable[[int], None]) -> TaskResult:
-        return _contexts[0].perform(self.task, advance)
+    return _runners[0].perform(task, advance)
 
 
 def run_tasks(
-    open_context: OpenContext,
+    runner: TaskRunner,
     workers: int,
     tasks: Iterator[ConversionTask],
     finished: Callable[[TaskResult], None],
@@ -108,7 +94,7 @@ def run_tasks(
             except OSError as error:
                 raise StorageError(f"cannot start a worker process: {error}") from error
             processes[process.connection] = process
-            send(process.connection, open_context)
+            send(process.connection, partial(open_runner, runner))
         busy = set(processes)
         while busy:
             for connection in wait(list(busy)):
@@ -128,7 +114,7 @@ def run_tasks(
                     busy.remove(process.connection)
                 else:
                     numbers[process.connection] = task.number
-                    send(process.connection, _PerformTask(task))
+                    send(process.connection, partial(_perform, task))
     finally:
         for process in processes.values():
             process.kill()

@@ -1,4 +1,4 @@
-"""The journal of a conversion checks its lines, and the bytes that they name."""
+"""The journal of a conversion checks its files, and the bytes that they name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.converter.journal import JOURNAL, Journal
-from megackpt.converter.workers import WorkerContext
-from megackpt.storage import LocalStorage, digest
+from megackpt.converter.workers import TaskRunner
+from megackpt.storage import LocalStorage
 
 pytestmark = pytest.mark.usefixtures("small_tasks")
 
@@ -42,19 +42,19 @@ def interrupted(
 ) -> dict[str, Any]:
     """A conversion that ends after its first part; what the journal says of that part."""
     parts = iter(range(1))
-    real = WorkerContext.perform
+    real = TaskRunner.perform
 
-    def perform(self: WorkerContext, *task: Any) -> Any:
+    def perform(self: TaskRunner, *task: Any) -> Any:
         if next(parts, None) is None:
             raise Stop
         return real(self, *task)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerContext, "perform", perform)
+        patch.setattr(TaskRunner, "perform", perform)
         with pytest.raises(Stop):
             megackpt.convert(folder / "source", folder / "target", to, workers=1)
-    (line,) = (staging(folder / "target") / JOURNAL).read_bytes().splitlines()
-    record: dict[str, Any] = json.loads(line.partition(b" ")[2])
+    (entry,) = (staging(folder / "target") / JOURNAL).iterdir()
+    record: dict[str, Any] = json.loads(entry.read_bytes()[16:])
     return record
 
 
@@ -67,7 +67,7 @@ def test_data_that_changed_since_is_written_again(
     path = staging(tmp_path / "target") / next(iter(record["files"]))
     if damaged:
         whole = bytearray(path.read_bytes())
-        whole[record["columns"][2][0] + 5] ^= 1
+        whole[record["numbers"][2][0] + 5] ^= 1
         path.write_bytes(whole)
     done = megackpt.convert(
         tmp_path / "source", tmp_path / "target", "safetensors", workers=1
@@ -76,26 +76,22 @@ def test_data_that_changed_since_is_written_again(
     assert torch.equal(megackpt.load_plain_tensors(tmp_path / "target")["w"], weight)
 
 
-@pytest.mark.parametrize(
-    "forged",
-    [
-        {"task": "x"}, {"task": [1]}, {"files": 5}, {"files": {"a": "b"}}, {"files": {}}, {"files": None},
-        {"columns": [[0], [99], [0], [8]]}, {"columns": [[0], [0], [2**70], [8]]}, {"columns": [[-1], [0], [0], [8]]},
-        {"columns": 7}, {"digests": ""}, {"overflows": 3}, {"width": 7}, {"boxes": [1]},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_an_invalid_line_ends_the_journal(
+@pytest.mark.parametrize("kind", ["intact", "changed", "torn"])
+def test_a_damaged_file_of_the_journal_is_removed(
     tmp_path: Path,
     weight: torch.Tensor,
-    forged: dict[str, Any],
+    kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    record = interrupted(tmp_path, "safetensors", monkeypatch)
-    for changes, kept in (({}, 1), (forged, 0)):
-        text = json.dumps(record | changes).encode()
-        written = staging(tmp_path / "target")
-        (written / JOURNAL).write_bytes(
-            digest(text).hex().encode() + b" " + text + b"\n"
-        )
-        assert len(Journal(LocalStorage(written)).done) == kept
+    interrupted(tmp_path, "safetensors", monkeypatch)
+    written = staging(tmp_path / "target")
+    (entry,) = (written / JOURNAL).iterdir()
+    data = entry.read_bytes()
+    if kind == "changed":
+        data = data.replace(b'"task": 0', b'"task": 1')
+    if kind == "torn":
+        data = data[:-1]
+    entry.write_bytes(data)
+    finished = Journal(LocalStorage(written)).done
+    assert list(finished) == ([0] if kind == "intact" else [])
+    assert entry.exists() is (kind == "intact")

@@ -26,7 +26,8 @@ import importlib, os, sys
 import megackpt.converter
 from megackpt.checkpoint import open_checkpoint
 from megackpt.async_save.worker_process import WorkerProcess
-from megackpt.converter.workers import OpenContext
+from functools import partial
+from megackpt.converter.workers import TaskRunner, open_runner
 from megackpt.strategies import resolve
 
 def taken(pid):
@@ -36,9 +37,9 @@ def taken(pid):
 source, target, to, cap, cast = sys.argv[1:]
 opened, writer = open_checkpoint(source), resolve(to).make_backend()
 importlib.import_module("torch")
-open_context = OpenContext(source, opened.manifest.save_id, opened.backend, "/tmp", writer, True, bool(cast))
+runner = TaskRunner(source, opened.manifest.save_id, opened.backend, "/tmp", "", writer, True, bool(cast))
 worker = WorkerProcess()
-worker.send(open_context)
+worker.send(partial(open_runner, runner))
 while isinstance(worker.receive(), int):
     pass
 idle = taken(worker.process.pid)

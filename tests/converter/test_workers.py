@@ -110,13 +110,13 @@ def _killing(monkeypatch: pytest.MonkeyPatch, after: int):
     send = WorkerProcess.send
 
     def noted(self: WorkerProcess, work: Any) -> None:
-        if isinstance(work, converter_workers._PerformTask):
+        if work.func is not converter_workers.open_runner:
             at_work.append(self)
         send(self, work)
 
     monkeypatch.setattr(WorkerProcess, "send", noted)
 
-    def run_tasks(open_context, workers, tasks, finished, advance):
+    def run_tasks(runner, workers, tasks, finished, advance):
         count, killed = [0], []
 
         def counted(result):
@@ -126,7 +126,7 @@ def _killing(monkeypatch: pytest.MonkeyPatch, after: int):
                 killed.append(at_work[-1].process.pid)
                 os.kill(killed[0], signal.SIGKILL)
 
-        converter_workers.run_tasks(open_context, workers, tasks, counted, advance)
+        converter_workers.run_tasks(runner, workers, tasks, counted, advance)
 
     return run_tasks
 
