@@ -114,7 +114,7 @@ def test_why_a_step_is_not_complete(tmp_path: Path, checkpoint: Path) -> None:
     )
     steps = named(list_run(tmp_path))
     assert [step.complete for step in steps.values()] == [True, False, False, False]
-    assert steps["iter_0000002"].reason == "it is empty"
+    assert steps["iter_0000002"].reason.endswith("it is empty")
     assert "table of contents" in steps["iter_0000003"].reason
     assert "a save by process 1" in steps["iter_0000004"].reason
     assert list_run(tmp_path).latest == steps["iter_0000001"]

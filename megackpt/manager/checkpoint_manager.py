@@ -129,8 +129,6 @@ class CheckpointManager:
         self._last_save = 0
         # The save, and the step, at which the run is: the last committed or restored one.
         self._position = (0, -1)
-        # Step -> its save, of those that started after the save of the position.
-        self._later_saves: dict[int, int] = {}
         self._preemption = PreemptionNotice()
         self._is_preempted = False
 
@@ -170,7 +168,6 @@ class CheckpointManager:
         if step in self._in_flight:
             self._queue.maybe_finalize_async_calls(blocking=True)
         self._last_save += 1
-        self._later_saves[step] = self._last_save
         with self._group() as group:
             is_coordinator = group.is_coordinator
         committed = partial(self._on_commit, self._last_save, step, is_coordinator)
@@ -356,8 +353,6 @@ class CheckpointManager:
         is_newest = number > self._position[0]
         if is_newest:
             self._position = number, step
-            later = {s: n for s, n in self._later_saves.items() if n > number}
-            self._later_saves = later
         if not is_coordinator:
             return
         if self._naming.style == "megatron" and is_newest:
@@ -368,19 +363,13 @@ class CheckpointManager:
                 logger.warning(text, step, error)
                 # The step that the old tracker names must stay.
                 return
+        newest = self._position[1]
         if self._worker is None:
-            self._retention.apply(self._retention_position)
+            self._retention.apply(newest)
             return
         if self._retention_thread is None:
             self._retention_thread = ThreadPoolExecutor(1, "megackpt-retention")
-        self._retention_thread.submit(self._retention.apply, self._retention_position)
-
-    def _retention_position(self) -> tuple[int, set[int]]:
-        """The step of the run, and the steps that were started since. Called by any thread."""
-        # Read first: it then includes a commit between the two lines.
-        later = self._later_saves.copy()
-        number, step = self._position
-        return step, {s for s, n in later.items() if n > number}
+        self._retention_thread.submit(self._retention.apply, newest)
 
     def _agree_on_step(self, step: int | None) -> int | None:
         wanted = None if step is None else _as_step(step)
@@ -396,9 +385,21 @@ class CheckpointManager:
         if self._retention_thread is not None:
             # Wait for the removals that were submitted before.
             self._retention_thread.submit(str).result()
-        found = [
-            s for s in newest_first(self._retention, step) if s.complete is not False
-        ]
+        found = []
+        later = None
+        for other in newest_first(self._retention, step):
+            if other.step == step and other.complete is not False:
+                found.append(other)
+            elif other.complete:
+                later = later or other.step
+        if found and later is not None:
+            logger.warning(
+                "%s holds step %d, which is after step %d: it stays, and restore() without a step "
+                "will find it; if the run is set back, remove the later steps",
+                self.root,
+                later,
+                step,
+            )
         # Those of supported formats first.
         found.sort(key=lambda s: s.complete is None)
         return found[0] if found else Step(self._naming.name(step), "", step, False, "")

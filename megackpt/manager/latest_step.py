@@ -29,7 +29,7 @@ Found = tuple[Step | None, tuple[Step, ...]]
 """The step, and the newer ones that were skipped."""
 
 
-def newest_first(retention: Retention, only: int | None = None) -> Iterator[Step]:
+def newest_first(retention: Retention, down_to: int = 0) -> Iterator[Step]:
     """The steps of a run; each is examined when the iterator reaches it.
 
     If several checkpoints have one number, the one with the manager's own naming comes first. A
@@ -45,8 +45,8 @@ def newest_first(retention: Retention, only: int | None = None) -> Iterator[Step
             ) from error
         return
     for number, names in run.names_by_step().items():
-        if only not in (None, number):
-            continue
+        if number < down_to:
+            return
         steps = []
         for name in names:
             steps += [replace(step, step=number) for step in run.examine(name)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from megackpt.checkpoint import INDEX, clear, open_checkpoint, remove, verify
@@ -21,12 +21,7 @@ from megackpt.errors import (
     SaveInProgress,
     StorageError,
 )
-from megackpt.manager.run_directory import (
-    Naming,
-    RunDirectory,
-    Step,
-    parse_name,
-)
+from megackpt.manager.run_directory import Naming, RunDirectory, Step, parse_name
 from megackpt.storage import TEMPORARY, LocalStorage, Storage
 
 logger = logging.getLogger("megackpt.manager")
@@ -91,7 +86,7 @@ class Retention:
         # What was found wrong with a step; empty if nothing. The sizes and times of the files are
         # fields of a step, so a step that has changed is checked again.
         self._damage: dict[Step, str] = {}
-        self._unremovable: set[Step] = set()
+        self._reported: set[str] = set()  # names of steps that cannot be removed
 
     def superfluous(
         self, steps: Iterable[int], is_good: Callable[[int], bool]
@@ -107,21 +102,15 @@ class Retention:
         every = self._keep_every
         return [s for s in ordered if s < oldest and (every is None or s % every)]
 
-    def apply(self, position: Callable[[], tuple[int, Collection[int]]]) -> None:
-        """Remove what need not stay. A failure is logged, and the next save tries again.
-
-        Args:
-            position: returns the step that the run is at, and the steps whose saves have started
-                since. Called after the directory is listed: the run saves further steps while
-                this works in a thread.
+    def apply(self, newest: int) -> None:
+        """Remove what need not stay at the step ``newest`` of the run, which neither counts nor
+        removes later steps. A failure is logged, and the next save tries again.
         """
         try:
             run = RunDirectory(self.root)
             self._remove_temporary_files(run.storage)
             for name in sorted(run.replaced_names()):
                 self._clear(name)
-            newest, started = position()
-            self._warn_of_later_step(run, newest, started)
             own = {}
             for number, names in run.names_by_step().items():
                 name = self.naming.name(number)
@@ -177,22 +166,6 @@ class Retention:
             if now - (root.modified(name) or now) > STALE_AFTER:
                 root.delete(name)
 
-    def _warn_of_later_step(
-        self, run: RunDirectory, newest: int, started: Collection[int]
-    ) -> None:
-        for number, names in run.names_by_step().items():
-            if number <= newest or number in started:
-                continue
-            if any(self._has_good(run, name) for name in names):
-                logger.warning(
-                    "%s holds step %d, which is after step %d that was saved now: it stays, and "
-                    "restore() will find it; if the run was set back, remove the later steps",
-                    self.root,
-                    number,
-                    newest,
-                )
-                return
-
     def _has_good(self, run: RunDirectory, name: str) -> bool:
         return any(self._is_good(step) for step in run.examine(name))
 
@@ -210,18 +183,14 @@ class Retention:
         return not damage
 
     def _remove(self, run: RunDirectory, name: str) -> None:
-        for step in self._unremovable:
-            if step.name == name and step in run.examine(name):
-                # Logged when it could not be removed before.
-                return
+        if not self._is_removable(name):
+            return
         try:
-            if self._is_removable(name):
-                remove(self.path(name))
+            remove(self.path(name))
         except SaveInProgress:
             return
         except (CheckpointingException, OSError) as error:
-            if any(step.complete for step in run.examine(name)):
+            is_complete = any(step.complete for step in run.examine(name))
+            if is_complete and name not in self._reported:
+                self._reported.add(name)
                 logger.warning("%s stays: %s", self.path(name), error)
-            if not isinstance(error, (NotACheckpoint, CorruptCheckpoint)):
-                return
-        self._unremovable.update(run.examine(name))

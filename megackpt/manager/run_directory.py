@@ -58,6 +58,8 @@ NAMINGS = (
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 """Files that name the latest step: by number (Megatron, verl) or by directory (DeepSpeed)."""
 _TRACKER_LINK = re.compile("latest|last")
+_UNFINISHED = "-unfinished"
+"""The mark of Lightning and NeMo: a file beside the step."""
 _INNER = re.compile(r"weights|pytorch_model_fsdp_\d+")
 """Directories in that of a step in which NeMo and transformers put the checkpoint."""
 _SIBLING = re.compile(r"\.(.+)\.megackpt-[^./]+(?:\.[^./]+)?")
@@ -188,11 +190,8 @@ class RunDirectory:
         style, number = parse_name(name)
         # A missing name is that of a directory that a save has replaced.
         kind = self._kind(name) if name in self.entries else stat.S_IFDIR
-        if kind == stat.S_IFLNK:
-            is_candidate = number is not None and not _TRACKER_LINK.match(name)
-        elif kind == stat.S_IFREG:
-            is_tracker = name in TRACKERS or name.endswith("-unfinished")
-            is_candidate = number is not None and not is_tracker
+        if kind in (stat.S_IFLNK, stat.S_IFREG):
+            is_candidate = number is not None and not name.endswith(_UNFINISHED)
         else:
             is_candidate = kind == stat.S_IFDIR and not name.startswith(".")
         if not is_candidate:
@@ -202,10 +201,10 @@ class RunDirectory:
         if kind == stat.S_IFLNK and not step.complete:
             # The file system that it leads to may be unmounted.
             step = replace(step, complete=None, reason=f"a link to: {step.reason}")
-        if f"{name}-unfinished" in self.entries:
-            # The mark of Lightning and NeMo.
-            step = replace(step, complete=False, reason=f"{name}-unfinished exists")
-        elif not step.complete and not step.format:
+        if name + _UNFINISHED in self.entries:
+            reason = f"{name}{_UNFINISHED} exists"
+            step = replace(step, complete=False, reason=reason)
+        elif not step.complete:
             # In what we have not written to its end, or removed in part, nothing is complete.
             is_marked = storage is None or any(
                 entry.startswith(PREFIX) for entry in storage.list()
@@ -256,46 +255,37 @@ def _examine(path: str, step: Step) -> tuple[Step, Storage | None]:
     storage = None
     try:
         storage = find_storage(path)
-        config = strategies.read_config(storage)
-        if config is not None:
-            version = config.sharded_backend_version
-            step = replace(step, format=config.sharded_backend, version=version)
         backend = find_format(storage)
+        config = strategies.read_config(storage)
     except FileNotFoundError:
         return replace(step, complete=False, reason="it was removed meanwhile"), None
     except NotACheckpoint as error:
-        reason = _without_path(error, path)
-        return _examine_incomplete(path, replace(step, complete=False, reason=reason))
+        return _examine_incomplete(path, replace(step, complete=False), str(error))
     except CheckpointingException as error:
-        reason = _without_path(error, path)
-        return replace(step, complete=None, reason=reason), storage
-    properties = backend.properties
-    if config is None or config.sharded_backend != properties.name:
-        step = replace(step, format=properties.name, version=properties.version)
-    return step, as_read_by(backend, storage)
+        return replace(step, complete=None, reason=str(error)), storage
+    name, version = backend.properties.name, backend.properties.version
+    if config is not None and config.sharded_backend == name:
+        version = config.sharded_backend_version
+    return replace(step, format=name, version=version), as_read_by(backend, storage)
 
 
-def _examine_incomplete(path: str, step: Step) -> tuple[Step, Storage | None]:
+def _examine_incomplete(
+    path: str, step: Step, reason: str
+) -> tuple[Step, Storage | None]:
+    storage = None
+    is_complete: bool | None = False
     try:
         storage = root_at(path)
         entries = storage.list()
     except (CheckpointingException, OSError):
-        return step, None
-    if "no known format" not in step.reason:
-        return step, storage
+        entries = []
+    if any(entry.endswith(".distcp") for entry in entries):
+        reason = "data files without a table of contents: the save is running, or died"
     for pattern, description in _UNSUPPORTED:
         if any(map(pattern.fullmatch, entries)):
             reason = f"{description}, which megackpt does not read"
-            return replace(step, complete=None, reason=reason), storage
-    if any(entry.endswith(".distcp") for entry in entries):
-        reason = "data files without a table of contents: the save is running, or died"
-        step = replace(step, reason=reason)
-    return step, storage
-
-
-def _without_path(error: object, path: str) -> str:
-    path = re.escape(path if is_url(path) else os.path.realpath(path))
-    return re.sub(rf"^{path}(?: is not a distributed checkpoint)?: ", "", str(error))
+            is_complete = None
+    return replace(step, complete=is_complete, reason=reason), storage
 
 
 def _with_sizes(step: Step, storage: Storage | None) -> Step:
