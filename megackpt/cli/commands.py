@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megackpt import events
@@ -40,9 +39,9 @@ def ls(options: argparse.Namespace) -> Answer:
             ) from error
     data = {
         "location": run.location,
-        "checkpoint": asdict(run.itself) if run.itself else None,
-        "steps": [asdict(step) for step in run.steps],
-        "trackers": [asdict(tracker) for tracker in run.trackers],
+        "checkpoint": run.itself,
+        "steps": run.steps,
+        "trackers": run.trackers,
         "latest": run.latest.name if run.latest else None,
     }
     return Answer(data, _run_blocks(run))
@@ -103,7 +102,7 @@ def verify(options: argparse.Namespace) -> Answer:
         status = 1
     elif report.unread:
         status = 6
-    return Answer({"ok": report.ok, **asdict(report)}, _report_blocks(report), status)
+    return Answer({"ok": report.ok, **vars(report)}, _report_blocks(report), status)
 
 
 def _report_blocks(report: Report) -> Iterator[Block]:
@@ -147,36 +146,9 @@ def diff(options: argparse.Namespace) -> Answer:
         raise MismatchError(
             f"neither {options.a} nor {options.b} has a key that matches {options.select!r}"
         )
-    data = {
-        "a": options.a,
-        "b": options.b,
-        "same": found.same,
-        "compared": found.compared,
-        "by_digest": found.by_digest,
-        "bytes_read": found.bytes_read,
-        "only_a": found.only_a,
-        "only_b": found.only_b,
-        "described": [
-            {"key": key, "a": meta_a._asdict(), "b": meta_b._asdict()}
-            for key, meta_a, meta_b in found.described
-        ],
-        "tensors": [
-            {**vars(tensor), "first": [_sides("index", *e) for e in tensor.first]}
-            for tensor in found.tensors
-        ],
-        "objects": [
-            {**vars(shard), "changes": [_sides("path", *c) for c in shard.changes]}
-            for shard in found.objects
-        ],
-    }
+    data = {"a": options.a, "b": options.b, "same": found.same, **vars(found)}
     blocks = _comparison_blocks(options.a, options.b, found)
     return Answer(data, blocks, 0 if found.same else 1)
-
-
-def _sides(name: str, place: tuple[Any, ...], a: Any, b: Any) -> dict[str, Any]:
-    """A checkpoint without a value at this place has no field."""
-    sides = {"a": a, "b": b}
-    return {name: place} | {side: v for side, v in sides.items() if v is not ...}
 
 
 def _comparison_blocks(a: str, b: str, found: Comparison) -> Iterator[Block]:
@@ -190,24 +162,29 @@ def _comparison_blocks(a: str, b: str, found: Comparison) -> Iterator[Block]:
     objects: list[Line] = []
     for key, *metas in found.described:
         texts = [f"{meta.dtype} {format_shape(meta.shape)}" for meta in metas]
-        described.append([key, *_side_cells(*texts)])
+        described.append([key, *_side_cells(texts)])
     for tensor in found.tensors:
         count = Cell(f"{tensor.elements:,}", "yellow")
         largest = Cell(f"{tensor.max:.9g}", "bold")
         tensors.append([tensor.key, count, f"{tensor.total:,}", largest])
         for index, *values in tensor.first:
-            texts = [f"{v:.9g}" if isinstance(v, float) else str(v) for v in values]
-            elements.append([tensor.key, str(list(index)), *_side_cells(*texts)])
+            elements.append([tensor.key, str(list(index)), *_side_cells(values)])
     for shard in found.objects:
         name = f"{shard.key} {list(shard.offset)}" if shard.offset else shard.key
         for path, *values in shard.changes:
-            texts = ["-" if v is ... else _shortened(one_line(v)) for v in values]
             where = ".".join(map(str, path)) or "(all of it)"
-            objects.append([name, where, *_side_cells(*texts)])
+            objects.append([name, where, *_side_cells(map(_shortened, values))])
     yield Table(("different shape or dtype", "a", "b"), described)
     yield Table(("tensor", "differing", "of", "max"), tensors, right=(1, 2, 3))
     yield Table(("first elements of", "at", "a", "b"), elements, right=(2, 3))
     yield Table(("object", "part", "a", "b"), objects)
+    compared = (
+        f"{counted(found.compared, 'key')} compared ({found.by_digest:,} the same by digest, "
+        f"{format_size(found.bytes_read)} read)"
+    )
+    if found.same:
+        yield Cell("the same", "bold green"), f": {compared}"
+        return
     counts = {
         "only in A": len(found.only_a),
         "only in B": len(found.only_b),
@@ -215,22 +192,19 @@ def _comparison_blocks(a: str, b: str, found: Comparison) -> Iterator[Block]:
         "tensors with different values": len(found.tensors),
         "different objects": len({shard.key for shard in found.objects}),
     }
-    how = (
-        f"{found.by_digest:,} the same by digest, {format_size(found.bytes_read)} read"
-    )
-    compared = f"{counted(found.compared, 'key')} compared ({how})"
-    if found.same:
-        yield Cell("the same", "bold green"), f": {compared}"
-    else:
-        texts = [f"{count:,} {text}" for text, count in counts.items() if count]
-        yield Cell("different", "bold red"), f": {', '.join(texts)}; {compared}"
+    texts = [f"{count:,} {text}" for text, count in counts.items() if count]
+    yield Cell("different", "bold red"), f": {', '.join(texts)}; {compared}"
 
 
-def _side_cells(a: str, b: str) -> list[Cell]:
-    return [Cell(a, "red"), Cell(b, "green")]
+def _side_cells(values: Iterable[Any]) -> list[Cell]:
+    texts = [f"{v:.9g}" if isinstance(v, float) else str(v) for v in values]
+    return [Cell(texts[0], "red"), Cell(texts[1], "green")]
 
 
-def _shortened(text: str) -> str:
+def _shortened(value: Any) -> str:
+    if value is ...:
+        return "-"
+    text = one_line(value)
     if len(text) <= _MAX_VALUE_LENGTH:
         return text
     return f"{text[:_MAX_VALUE_LENGTH]}... ({len(text)} characters)"
@@ -256,7 +230,7 @@ def convert(options: argparse.Namespace) -> Answer:
             options.usage_error(str(error))
             raise
         running.bytes = done.bytes
-    data = {"source": options.source, **asdict(done)}
+    data = {"source": options.source, **vars(done)}
     counts = [
         counted(done.tensors, "tensor"),
         counted(done.objects, "object"),

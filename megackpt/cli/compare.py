@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -27,11 +27,34 @@ PIECE = 1 << 20
 """Elements that are read and compared at once; as float64 they take 8 MiB."""
 FIRST = 5
 """Number of differing elements that are listed for a tensor."""
-_MAX_BATCH = 4096
+_BOX_COST = 256
+"""Elements that cost as much time as reading one more box."""
 
-Change = tuple[tuple[Any, ...], Any, Any]
-"""Path in an object, value in A, value in B; ``...`` if a checkpoint has no value there."""
 Raw = NDArray[Any]
+
+
+class Described(NamedTuple):
+    """A key with different shapes or dtypes."""
+
+    key: str
+    a: TensorMeta
+    b: TensorMeta
+
+
+class Element(NamedTuple):
+    """A differing element, and its values."""
+
+    index: tuple[int, ...]  # type: ignore[assignment]
+    a: Any
+    b: Any
+
+
+class Change(NamedTuple):
+    """A differing part of an object. A side without a value there has ``...``."""
+
+    path: tuple[Any, ...]
+    a: Any
+    b: Any
 
 
 @dataclass(frozen=True)
@@ -53,8 +76,8 @@ class TensorDifference:
     """Number of elements that differ."""
     max: float = math.nan
     """The largest absolute difference; NaN if a side of every differing element is NaN."""
-    first: list[tuple[tuple[int, ...], Any, Any]] = field(default_factory=list)
-    """Index, value in A and value in B of the first differing elements, in C order."""
+    first: list[Element] = field(default_factory=list)
+    """The first differing elements, in C order."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +95,8 @@ class Comparison:
 
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
-    described: list[tuple[str, TensorMeta, TensorMeta]] = field(default_factory=list)
-    """Keys with different shapes or dtypes. If only the dtypes differ, values are compared."""
+    described: list[Described] = field(default_factory=list)
+    """If only the dtypes differ, values are compared, too."""
     tensors: list[TensorDifference] = field(default_factory=list)
     objects: list[ObjectDifference] = field(default_factory=list)
     compared: int = 0
@@ -113,7 +136,7 @@ def compare(
             result.compared += 1
             meta_a, meta_b = side_a.meta(key), side_b.meta(key)
             if meta_a != meta_b:
-                result.described.append((key, meta_a, meta_b))
+                result.described.append(Described(key, meta_a, meta_b))
             if meta_a.shape != meta_b.shape or meta_a.is_object != meta_b.is_object:
                 continue
             boxes = _undecided_boxes(key, side_a, side_b)
@@ -202,11 +225,11 @@ def _batches(pieces: Sequence[tuple[str, Box]]) -> Iterator[list[tuple[str, Box]
     batch: list[tuple[str, Box]] = []
     volume = 0
     for key, box in pieces:
-        if batch and (volume + box.volume > PIECE or len(batch) == _MAX_BATCH):
+        if batch and volume + box.volume > PIECE:
             yield batch
             batch, volume = [], 0
         batch.append((key, box))
-        volume += box.volume
+        volume += max(box.volume, _BOX_COST)
     if batch:
         yield batch
 
@@ -267,7 +290,7 @@ def _compare_elements(
     for i in range(min(FIRST, len(rows))):
         place = np.unravel_index(int(rows[i]), box.shape)
         index = tuple(int(p) + o for p, o in zip(place, box.offset, strict=True))
-        found.first.append((index, x[i].item(), y[i].item()))
+        found.first.append(Element(index, x[i].item(), y[i].item()))
     found.first.sort(key=lambda element: element[0])
     del found.first[FIRST:]
 
@@ -339,7 +362,7 @@ def object_changes(a: Any, b: Any, path: tuple[Any, ...] = ()) -> Iterator[Chang
         for i, (x, y) in enumerate(zip_longest(a, b, fillvalue=...)):
             yield from object_changes(x, y, (*path, i))
     elif not _is_same_leaf(a, b):
-        yield path, a, b
+        yield Change(path, a, b)
 
 
 def _is_same_leaf(a: Any, b: Any) -> bool:

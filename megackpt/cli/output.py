@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple, TextIO
 
 from megackpt.progress_line import is_open, is_terminal
@@ -132,15 +132,20 @@ def _format_cell(cell: Cell | str, width: int, has_styles: bool) -> str:
 def to_json(value: Any) -> Any:
     """A value that JSON can hold.
 
-    NaN and infinities become text, tensors their dtype and shape, other types their repr.
+    NaN and infinities become text, tensors their dtype and shape, dataclasses and named tuples
+    objects (without fields that are ``...``), other types their repr.
     """
+    if is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
     match value:
         case None | bool() | int() | str():
             return value
         case float():
             return value if math.isfinite(value) else str(value)
         case Mapping():
-            return {str(key): to_json(item) for key, item in value.items()}
+            return {str(k): to_json(v) for k, v in value.items() if v is not ...}
         case list() | tuple() | set() | frozenset():
             return [to_json(item) for item in value]
     if hasattr(value, "shape") and hasattr(value, "dtype"):

@@ -1,19 +1,45 @@
 """The shard map: one HTML page about a checkpoint, or about the declarations of a save.
 
-The page needs no server and no network. ``map_data`` makes its data, ``page`` puts the data, the
-style and the scripts of the folder ``page`` into one file.
+The page needs no server and no network. ``map_data`` makes its data. Data, text, style and scripts
+(of the folder ``page``) are a single file.
+
+Keys and file names are untrusted text. They are compressed JSON in base64, which an HTML parser
+cannot take for markup. The page's own policy allows its script and its style, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gzip
+import html
+import json
+import re
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
 
 from megackpt.checkpoint import Opened
-from megackpt.cli.report.html_page import make_page
 from megackpt.cli.report.map_data import declarations_data, manifest_data
 from megackpt.planning.manifest import Declarations, Manifest
 
 __all__ = ["shard_map", "shard_map_of_declarations"]
+
+SCRIPTS = (
+    "words",
+    "contents",
+    "rows",
+    "tree",
+    "bars",
+    "pen",
+    "drawing",
+    "pieces",
+    "tensor",
+    "branch",
+    "page",
+)
+"""The scripts in their order in the page; they share one scope."""
 
 
 def shard_map(stored: Manifest | Opened, title: str = "") -> str:
@@ -26,12 +52,12 @@ def shard_map(stored: Manifest | Opened, title: str = "") -> str:
         title: of the page; by default the name of the checkpoint.
     """
     if not isinstance(stored, Opened):
-        return make_page(title or "a checkpoint", manifest_data(stored))
+        return _make_page(title or "a checkpoint", manifest_data(stored))
     location = stored.storage.location
     data = manifest_data(stored.manifest)
     data["facts"].append(["in", location])
     data["small"] = [[name, size] for name, (size, _) in sorted(stored.small.items())]
-    return make_page(title or location.rstrip("/").rpartition("/")[2], data)
+    return _make_page(title or location.rstrip("/").rpartition("/")[2], data)
 
 
 def shard_map_of_declarations(
@@ -51,4 +77,35 @@ def shard_map_of_declarations(
     if not isinstance(declared, Declarations):
         declared = Declarations.merge(declared)
     data = declarations_data(declared.numbered(), balance)
-    return make_page(title or "a declaration", data)
+    return _make_page(title or "a declaration", data)
+
+
+def _make_page(title: str, data: Mapping[str, Any]) -> str:
+    """The page as text."""
+    encoded = json.dumps({"title": title, **data}, separators=(",", ":")).encode()
+    script = "\n" + "\n".join(_source(f"{name}.js") for name in SCRIPTS)
+    style = _source("page.css")
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
+        "trusted-types 'none'"
+    )
+    parts = {
+        # A path may contain bytes that are not Unicode.
+        "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        "policy": policy,
+        "style": style,
+        "data": b64encode(gzip.compress(encoded, mtime=0)).decode(),
+        "script": script,
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _source("page.html"))
+
+
+@cache
+def _source(name: str) -> str:
+    folder = files("megackpt.cli.report").joinpath("page")
+    return folder.joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"

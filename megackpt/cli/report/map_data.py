@@ -20,7 +20,6 @@ from megackpt.planning.dedup import assign
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     Declarations,
-    Int32,
     Manifest,
     TensorEntry,
     is_main_replica,
@@ -43,12 +42,25 @@ def manifest_data(manifest: Manifest) -> Data:
     """Of a checkpoint: for each chunk the rank that wrote it, and its bytes in a file."""
     chunks = manifest.chunks
     order = _sorted_by_box(chunks.tensor, chunks.boxes)
-    stored = _as_declared(manifest, order)
-    suspects = _suspects(stored)
-    name, version = manifest.backend
-    sizes = (
-        "" if manifest.encoding == "raw" else "with what the format adds to each chunk"
+    # As declarations of main replicas, so that their coverage can be checked.
+    stored = Declarations.of_boxes(
+        manifest.tensors,
+        chunks.tensor[order],
+        chunks.boxes.take(order),
+        chunks.length[order],
+        chunks.writer[order],
     )
+    columns: dict[str, NDArray[Any]] = {
+        "writer": chunks.writer,
+        "file": chunks.file,
+        "start": chunks.start,
+        "length": chunks.length,
+    }
+    columns = {name: column[order] for name, column in columns.items()}
+    name, version = manifest.backend
+    sizes = "with what the format adds to each chunk"
+    if manifest.encoding == "raw":
+        sizes = ""
     return {
         "kind": "checkpoint",
         "facts": [
@@ -59,148 +71,135 @@ def manifest_data(manifest: Manifest) -> Data:
         "encoding": manifest.encoding,
         "block": DIGEST_BLOCK if len(chunks.digests) else 0,
         "ranks": len(np.unique(chunks.writer[chunks.writer >= 0])),
-        **_tensors(manifest.tensors, manifest.grids),
-        "pieces": {
-            **_pieces(manifest.tensors, stored.tensor, stored.boxes),
-            "writer": chunks.writer[order].tolist(),
-            "file": chunks.file[order].tolist(),
-            "start": chunks.start[order].tolist(),
-            "length": chunks.length[order].tolist(),
-        },
         "files": list(manifest.files),
         "small": [],
         "holders": None,
         "replicas": [],
-        "problems": [[number, ""] for number in suspects],
-        "flaws": _flaws(stored, suspects),
+        **_tensors(manifest.tensors, manifest.grids),
+        **_boxes(stored, np.arange(len(stored)), columns, _uncovered_tensors(stored)),
     }
 
 
 def declarations_data(declared: Declarations, balance: bool) -> Data:
     """Of a save to come: for each distinct box its ranks, and the one that will write it."""
     shards = declared.shards()
-    first = shards.first
     shard_of = np.empty(len(declared), np.int64)
     shard_of[shards.order] = shards.number
     writing = assign(declared, balance, shards)
     writer = np.full(len(shards), -1, np.int64)
     writer[shard_of[writing]] = declared.rank[writing]
     texts = {problem.key: problem.text for problem in uncovered(declared, shards)}
-    keys = [entry.key for entry in declared.tensors]
-    suspects = [number for number, key in enumerate(keys) if key in texts]
-    # A key that is declared in several ways is several tensors, each without some boxes.
-    times = Counter(keys)
+    problems = {}
+    for number, entry in enumerate(declared.tensors):
+        if entry.key in texts:
+            problems[number] = texts[entry.key]
+    first = shards.first
     order = _sorted_by_box(declared.tensor[first], declared.boxes.take(first))
-    groups = [shards.rows(group) for group in order.tolist()]
-    rows = np.concatenate(groups) if groups else np.zeros(0, np.int64)
+    columns = {"writer": writer[order], "length": declared.nbytes[first[order]]}
+    groups = [np.zeros(0, np.int64), *(shards.rows(row) for row in order.tolist())]
+    holders = np.concatenate(groups)
     holding = np.unique(declared.rank)
-    world = np.arange(len(declared.domains)) if len(declared.domains) > 1 else holding
-    balanced = "the least loaded holder of each box; objects by main replicas"
+    world = holding
+    if len(declared.domains) > 1:
+        world = np.union1d(np.arange(len(declared.domains)), holding)
+    written_by = "main replicas"
+    if balance:
+        written_by = "the least loaded holder of each box; objects by main replicas"
     return {
         "kind": "declaration",
-        "facts": [["written by", balanced if balance else "main replicas"]],
+        "facts": [["written by", written_by]],
         "encoding": "raw",
         "block": 0,
-        "ranks": len(np.union1d(world, holding)),
+        "ranks": len(world),
         "idle": np.setdiff1d(world, holding).tolist(),
-        **_tensors(declared.tensors, [None] * len(declared.tensors)),
-        "pieces": {
-            **_pieces(
-                declared.tensors,
-                declared.tensor[first[order]],
-                declared.boxes.take(first[order]),
-            ),
-            "writer": writer[order].tolist(),
-            "length": declared.nbytes[first[order]].tolist(),
-        },
         "files": [],
         "small": [],
         "holders": {
             "count": np.diff(shards.bounds)[order].tolist(),
-            "rank": declared.rank[rows].tolist(),
-            "replica": declared.replica[rows].tolist(),
+            "rank": declared.rank[holders].tolist(),
+            "replica": declared.replica[holders].tolist(),
         },
         "replicas": [
             [str(replica), is_main_replica(replica)] for replica in declared.replica_ids
         ],
-        "problems": [[number, texts[keys[number]]] for number in suspects],
-        "flaws": _flaws(
-            declared, [number for number in suspects if times[keys[number]] == 1]
-        ),
+        **_tensors(declared.tensors, [None] * len(declared.tensors)),
+        **_boxes(declared, first[order], columns, problems),
     }
 
 
-def _as_declared(manifest: Manifest, order: Int64) -> Declarations:
-    """The chunks as declarations of main replicas, so that their coverage can be checked."""
-    chunks = manifest.chunks
-    return Declarations.of_boxes(
-        manifest.tensors,
-        chunks.tensor[order],
-        chunks.boxes.take(order),
-        chunks.length[order],
-        chunks.writer[order],
-    )
-
-
-def _suspects(stored: Declarations) -> list[int]:
+def _uncovered_tensors(stored: Declarations) -> dict[int, str]:
     """Numbers of the tensors that their chunks do not cover exactly once."""
-    ndim = np.array([len(entry.meta.shape) for entry in stored.tensors], np.int64)
+    ndim = _dimensions(stored.tensors)
     checked = stored.take(np.flatnonzero(ndim[stored.tensor] <= MAX_AXES))
     wrong = {problem.key for problem in uncovered(checked)}
-    chunks = np.bincount(stored.tensor, minlength=len(stored.tensors))
-    suspects = []
+    counts = np.bincount(stored.tensor, minlength=len(stored.tensors))
+    found = {}
     for number, entry in enumerate(stored.tensors):
-        is_missing = chunks[number] == 0 and 0 not in entry.meta.shape
+        is_missing = counts[number] == 0 and 0 not in entry.meta.shape
         if is_missing or entry.key in wrong:
-            suspects.append(number)
-    return suspects
+            found[number] = ""
+    return found
 
 
 def _sorted_by_box(tensor: NDArray[Any], boxes: Boxes) -> Int64:
     return np.lexsort([*boxes.offset.T[::-1], tensor]).astype(np.int64)
 
 
+def _dimensions(entries: Sequence[TensorEntry]) -> Int64:
+    return np.array([len(entry.meta.shape) for entry in entries], np.int64)
+
+
 def _tensors(
     entries: Sequence[TensorEntry], grids: Sequence[tuple[int, ...] | None]
 ) -> Data:
     dtypes = sorted({entry.meta.dtype for entry in entries})
-    number = {name: i for i, name in enumerate(dtypes)}
     return {
         "dtypes": dtypes,
         "tensors": {
             "key": [entry.key for entry in entries],
-            "dtype": [number[entry.meta.dtype] for entry in entries],
+            "dtype": [dtypes.index(entry.meta.dtype) for entry in entries],
             "ndim": [len(entry.meta.shape) for entry in entries],
             "shape": [extent for entry in entries for extent in entry.meta.shape],
-            "grid": [grid and list(grid) for grid in grids],
+            "grid": grids,
         },
     }
 
 
-def _pieces(entries: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> Data:
-    ndim = np.array([len(entry.meta.shape) for entry in entries], np.int64)
-    wide = boxes.widened(int(ndim.max(initial=0)))
-    own = np.arange(wide.width) < ndim[tensor][:, None]
-    return {
-        "count": np.bincount(tensor, minlength=len(entries)).tolist(),
-        "offset": wide.offset[own].tolist(),
-        "extent": wide.shape[own].tolist(),
+def _boxes(
+    declared: Declarations,
+    rows: Int64,
+    columns: dict[str, NDArray[Any]],
+    problems: dict[int, str],
+) -> Data:
+    """The boxes in these rows, with these columns; and the regions that they do not cover once."""
+    tensor = declared.tensor[rows]
+    ndim = _dimensions(declared.tensors)
+    boxes = declared.boxes.take(rows).widened(int(ndim.max(initial=0)))
+    own = np.arange(boxes.width) < ndim[tensor][:, None]
+    # A key that is declared in several ways is several tensors, each without some boxes.
+    times = Counter(entry.key for entry in declared.tensors)
+    flaws: dict[str, list[int]] = {
+        "tensor": [],
+        "count": [],
+        "offset": [],
+        "extent": [],
     }
-
-
-def _flaws(declared: Declarations, suspects: Sequence[int]) -> Data:
-    """Regions that are not covered exactly once, each with its number of chunks."""
-    found = [
-        (n, box, count)
-        for n in suspects[:MAX_LOCATED]
-        for box, count in _regions(declared, n)
-    ]
+    located = [n for n in problems if times[declared.tensors[n].key] == 1]
+    for number in located[:MAX_LOCATED]:
+        for box, count in _regions(declared, number):
+            flaws["tensor"].append(number)
+            flaws["count"].append(count)
+            flaws["offset"] += box.offset
+            flaws["extent"] += box.shape
     return {
-        "tensor": [number for number, _, _ in found],
-        "count": [count for _, _, count in found],
-        "offset": [o for _, box, _ in found for o in box.offset],
-        "extent": [s for _, box, _ in found for s in box.shape],
-        "most": MAX_REGIONS,
+        "pieces": {
+            "count": np.bincount(tensor, minlength=len(ndim)).tolist(),
+            "offset": boxes.offset[own].tolist(),
+            "extent": boxes.shape[own].tolist(),
+            **{name: column.tolist() for name, column in columns.items()},
+        },
+        "problems": [[number, text] for number, text in problems.items()],
+        "flaws": {**flaws, "most": MAX_REGIONS},
     }
 
 

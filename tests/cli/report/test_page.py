@@ -17,8 +17,7 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.checkpoint import open_checkpoint
-from megackpt.cli.report import shard_map, shard_map_of_declarations
-from megackpt.cli.report.html_page import SCRIPTS
+from megackpt.cli.report import SCRIPTS, shard_map, shard_map_of_declarations
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Declaration, Declarations, ShardId, TensorMeta
 
