@@ -6,34 +6,25 @@ The names of this module and its classes are part of blobs on disk.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from reprlib import recursive_repr
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class StandInClass:
     """A class by its name alone. A call makes a StandIn; nothing is imported."""
 
-    __slots__ = ("qualified_name",)
-
-    def __init__(self, qualified_name: str) -> None:
-        self.qualified_name = qualified_name
+    qualified_name: str
 
     def __repr__(self) -> str:
         return f"<stand-in for {self.qualified_name}>"
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, StandInClass)
-            and other.qualified_name == self.qualified_name
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.qualified_name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StandInClass, (self.qualified_name,)
 
 
+@dataclass(slots=True, repr=False)
 class StandIn:
     """An object of a class that did not run: the arguments and the state that the pickle has.
 
@@ -47,19 +38,10 @@ class StandIn:
         new: the pickle makes the object without a call of the class.
     """
 
-    __slots__ = ("args", "new", "qualified_name", "state")
-
-    def __init__(
-        self,
-        qualified_name: str,
-        args: tuple[Any, ...] = (),
-        state: Any = None,
-        new: bool = False,
-    ) -> None:
-        self.qualified_name = qualified_name
-        self.args = args
-        self.state = state
-        self.new = new
+    qualified_name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    new: bool = field(default=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
         """A field. One with the name of an attribute of this class is only in ``state``."""
@@ -75,7 +57,7 @@ class StandIn:
 
     def __dir__(self) -> list[str]:
         fields = _fields(self.args, self.state)
-        return [*super().__dir__(), *(name for name in fields if type(name) is str)]
+        return [*object.__dir__(self), *(name for name in fields if type(name) is str)]
 
     @recursive_repr()
     def __repr__(self) -> str:
@@ -85,12 +67,6 @@ class StandIn:
         if self.state is not None:
             parts.append(f"state={self.state!r}")
         return " ".join(parts) + ">"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StandIn):
-            return NotImplemented
-        mine = self.qualified_name, self.args, self.state
-        return mine == (other.qualified_name, other.args, other.state)
 
     def __hash__(self) -> int:
         return hash(self.qualified_name)
