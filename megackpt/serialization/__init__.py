@@ -8,7 +8,7 @@ the same time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megackpt.errors import (
     CheckpointingException,
@@ -27,9 +27,6 @@ from megackpt.serialization.standins import (
     StandInClass as StandInClass,
 )
 from megackpt.serialization.unpickler import unpickle
-
-if TYPE_CHECKING:
-    import torch  # imported late: callers that only look at names and sizes need none
 
 
 def load(
@@ -53,7 +50,7 @@ def load(
 
     Each message begins with ``where``.
     """
-    from megackpt.serialization.allowlist import finder
+    from megackpt.serialization.allowlist import finder, storages
 
     prefix = f"{where}: " if where else ""
     try:
@@ -64,7 +61,7 @@ def load(
             )
         pickled = archive.content("data.pkl")
         try:
-            return unpickle(pickled, finder(trusted, stand_ins), _Storages(archive).get)
+            return unpickle(pickled, finder(trusted, stand_ins), storages(archive))
         except UntrustedClass:
             raise
         except CorruptCheckpoint as error:
@@ -95,34 +92,3 @@ def check(blob: bytes) -> list[str]:
     from megackpt.serialization.save_check import check_loadable
 
     return check_loadable(blob)
-
-
-class _Storages:
-    """The storages in an archive. Tensors share them as they did when they were saved."""
-
-    def __init__(self, archive: Archive) -> None:
-        self._archive = archive
-        self._loaded: dict[str, torch.TypedStorage] = {}
-
-    def get(self, persistent_id: tuple[Any, ...]) -> torch.TypedStorage:
-        import torch
-
-        from megackpt.serialization.allowlist import make_storage, parse_storage_id
-
-        dtype, name, count = parse_storage_id(persistent_id)
-        if name in self._loaded:
-            return self._loaded[name]
-        if f"data/{name}" not in self._archive.members:
-            raise CorruptCheckpoint(f"the storage {name!r} of a tensor is missing")
-        content = self._archive.content(f"data/{name}")
-        known = isinstance(dtype, torch.dtype)
-        if not known or count * dtype.itemsize != len(content):
-            raise CorruptCheckpoint(
-                f"the storage {name!r} holds {len(content)} bytes, not {count} of {dtype}"
-            )
-        if content:
-            octets = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        else:
-            octets = torch.empty(0, dtype=torch.uint8, device="cpu")
-        storage = self._loaded[name] = make_storage(octets, dtype)
-        return storage

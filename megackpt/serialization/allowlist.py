@@ -26,7 +26,8 @@ import torch
 
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.serialization import numpy_rules
-from megackpt.serialization.archive import STORAGES
+from megackpt.serialization.archive import STORAGES, Archive
+from megackpt.serialization.limits import Budget
 from megackpt.serialization.standins import StandIn, StandInClass
 from megackpt.serialization.trust import (
     current_name,
@@ -34,7 +35,13 @@ from megackpt.serialization.trust import (
     refusal,
     trusted_globals,
 )
-from megackpt.serialization.unpickler import Find, Rule, items_of, keys_of
+from megackpt.serialization.unpickler import (
+    Find,
+    Persistent,
+    Rule,
+    charge_items,
+    charge_keys,
+)
 
 _LARGEST = 1 << 62
 """A bound on sizes, strides and numbers of elements with which torch does not overflow."""
@@ -219,9 +226,11 @@ def _set_bytes_io(stream: io.BytesIO, state: Any) -> None:
     stream.seek(position)
 
 
-def _path_cost(*parts: Any) -> int:
+def _charge_path(budget: Budget, *parts: Any) -> None:
     """pathlib keeps a string for each part of a path."""
-    return 16 * sum(part.count("/") for part in parts if type(part) is str)
+    for part in parts:
+        if type(part) is str:
+            budget.spend(16 * part.count("/"))
 
 
 def _layout(name: str) -> torch.layout:
@@ -233,9 +242,11 @@ def _layout(name: str) -> torch.layout:
     return found
 
 
-def _sparse_cost(_: Any, data: Any) -> int:
+def _charge_sparse(budget: Budget, _: Any, data: Any) -> None:
     """torch checks all indices of a sparse tensor."""
-    return sum(part.numel() for part in data if isinstance(part, torch.Tensor)) // 512
+    for part in data:
+        if isinstance(part, torch.Tensor):
+            budget.spend(part.numel() // 512)
 
 
 def _sparse(layout: torch.layout, data: Any) -> torch.Tensor:
@@ -289,6 +300,37 @@ def make_storage(octets: torch.Tensor, dtype: torch.dtype) -> torch.TypedStorage
     return torch.TypedStorage(  # type: ignore[no-untyped-call]
         wrap_storage=octets.untyped_storage(), dtype=dtype, _internal=True
     )
+
+
+def storages(archive: Archive, read: bool = True) -> Persistent:
+    """Gives the storages in an archive. Tensors share them as they did when they were saved.
+
+    Without ``read`` they are on the device "meta".
+    """
+    found: dict[str, torch.TypedStorage] = {}
+
+    def get(persistent_id: tuple[Any, ...]) -> torch.TypedStorage:
+        dtype, name, count = parse_storage_id(persistent_id)
+        if name in found:
+            return found[name]
+        member = archive.members.get(f"data/{name}")
+        if member is None:
+            raise CorruptCheckpoint(f"the storage {name!r} of a tensor is missing")
+        known = isinstance(dtype, torch.dtype)
+        if not known or count * dtype.itemsize != member.size:
+            raise CorruptCheckpoint(
+                f"the storage {name!r} holds {member.size} bytes, not {count} of {dtype}"
+            )
+        if read and member.size:
+            content = bytearray(archive.content(f"data/{name}"))
+            octets = torch.frombuffer(content, dtype=torch.uint8)
+        else:
+            device = "cpu" if read else "meta"
+            octets = torch.empty(member.size, dtype=torch.uint8, device=device)
+        found[name] = make_storage(octets, dtype)
+        return found[name]
+
+    return get
 
 
 def rebuild_tensor(
@@ -356,7 +398,7 @@ def _python_rules() -> dict[str, Rule]:
     for value in (Ellipsis, NotImplemented):
         rules[f"builtins.{value!r}"] = Rule(value)
     for group in (set, frozenset):
-        rules[f"builtins.{group.__name__}"] = Rule(group, group, hashed=items_of)
+        rules[f"builtins.{group.__name__}"] = Rule(group, group, charge=charge_items)
     for time in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone):
         rules[f"datetime.{time.__name__}"] = Rule(time, time)
     rules |= {
@@ -375,22 +417,19 @@ def _python_rules() -> dict[str, Rule]:
         "zoneinfo.ZoneInfo._unpickle": Rule(_zone, _zone),
         "signal.Signals": Rule(signal.Signals, signal.Signals),
         "signal.Handlers": Rule(signal.Handlers, signal.Handlers),
-        "collections.Counter": Rule(collections.Counter, _counter, hashed=keys_of),
+        "collections.Counter": Rule(collections.Counter, _counter, charge=charge_keys),
         "collections.OrderedDict": Rule(
             collections.OrderedDict,
             collections.OrderedDict,
             _set_attributes,
-            hashed=keys_of,
+            charge=charge_keys,
         ),
         "collections.defaultdict": Rule(
             collections.defaultdict,
             _default_dict,
-            clear=dict.clear,
-            hashed=lambda _=None, items=(): keys_of(items),
+            charge=lambda budget, _=None, items=(): charge_keys(budget, items),
         ),
-        "collections.deque": Rule(
-            collections.deque, _deque, clear=collections.deque.clear
-        ),
+        "collections.deque": Rule(collections.deque, _deque),
         "io.BytesIO": Rule(
             io.BytesIO, _checked(io.BytesIO, bytes), _set_bytes_io, by_reference=True
         ),
@@ -412,7 +451,7 @@ def _python_rules() -> dict[str, Rule]:
             made = pathlib.PureWindowsPath
         elif name.startswith("Pure"):
             made = pathlib.PurePosixPath
-        rules[f"pathlib.{name}"] = Rule(path, _checked(made, str), cost=_path_cost)
+        rules[f"pathlib.{name}"] = Rule(path, _checked(made, str), charge=_charge_path)
     for member in (*signal.Signals, *signal.Handlers):
         # Python 3.11 pickles members of these enums by name.
         rules[f"signal.{member.name}"] = Rule(member)
@@ -436,7 +475,7 @@ def _torch_rules() -> dict[str, Rule]:
         "torch.nn.parameter.Parameter": Rule(torch.nn.Parameter),
         "torch.serialization._get_layout": Rule(_layout, _layout),
         "torch._utils._rebuild_sparse_tensor": Rule(
-            _sparse, _sparse, cost=_sparse_cost
+            _sparse, _sparse, charge=_charge_sparse
         ),
         "torch._utils._rebuild_parameter": Rule(_parameter, _parameter),
     }

@@ -131,11 +131,6 @@ def _set_array(array: np.ndarray[Any, Any], state: Any) -> None:
     array.__setstate__((version, shape, dtype, bool(fortran), data))  # type: ignore[arg-type] # takes no np.bool
 
 
-def _clear_objects(array: np.ndarray[Any, Any]) -> None:
-    if array.dtype.hasobject:
-        array.fill(None)
-
-
 def rules() -> dict[str, Rule]:
     """Qualified name to rule."""
     found = {
@@ -143,9 +138,7 @@ def rules() -> dict[str, Rule]:
         "numpy.dtype": Rule(np.dtype, _dtype, _set_dtype),
     }
     for package in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        found[f"{package}._reconstruct"] = Rule(
-            _array, _array, _set_array, clear=_clear_objects
-        )
+        found[f"{package}._reconstruct"] = Rule(_array, _array, _set_array)
         found[f"{package}.scalar"] = Rule(_scalar, _scalar)
     for kind in set(np.sctypeDict.values()) - {np.void}:
         found[f"numpy.{kind.__name__}"] = Rule(kind)

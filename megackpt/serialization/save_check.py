@@ -6,18 +6,14 @@ else is as in a load. So a save refuses what a load refuses whatever is trusted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from megackpt import limits
-from megackpt.errors import CorruptCheckpoint, UntrustedClass
+from megackpt.errors import UntrustedClass
 from megackpt.serialization.allowlist import (
     is_megatron,
     known_rules,
-    make_storage,
-    parse_storage_id,
+    storages,
 )
 from megackpt.serialization.archive import Archive
 from megackpt.serialization.limits import check_shape
@@ -48,23 +44,21 @@ class Opaque:
 class _CheckingUnpickler(Unpickler):
     """Known functions may fail on opaque arguments: they would not on the real ones."""
 
-    def _called(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call(self, function: Any, args: Any, kwargs: Any, new: bool) -> Any:
         try:
-            return super()._called(call, args, kwargs)
+            return super()._call(function, args, kwargs, new)
         except (TypeError, ValueError, AttributeError, RuntimeError):
             for arg in args:
                 parts = arg if isinstance(arg, tuple | list) else ()
                 if any(map(_is_opaque, (arg, *parts))):
-                    return Opaque()
+                    value = Opaque()
+                    self._made[id(value)] = value, _opaque_rule(Opaque)
+                    return value
             raise
 
-    def _built(
-        self, build: Callable[[Any, Any], None], instance: Any, state: Any
-    ) -> None:
-        if not isinstance(instance, Opaque):
-            super()._built(build, instance, state)
+
+def _opaque_rule(kind: type) -> Rule:
+    return Rule(kind, kind, lambda *_: None, trusted=True)
 
 
 def _is_opaque(value: Any) -> bool:
@@ -92,18 +86,9 @@ def check_loadable(blob: bytes) -> list[str]:
             raise UntrustedClass(refusal(module, name))
         if full not in vouched and not is_megatron(module):
             wanted[refusal(module, name)] = None
-        kind = type(name, (Opaque,), {})
-        return Rule(kind, kind, lambda *_: None, trusted=True)
+        return _opaque_rule(type(name, (Opaque,), {}))
 
-    def storage(persistent_id: tuple[Any, ...]) -> torch.TypedStorage:
-        dtype, name, count = parse_storage_id(persistent_id)
-        if not isinstance(dtype, torch.dtype):
-            raise CorruptCheckpoint("a tensor is of a kind that no load reads")
-        size = archive.members[f"data/{name}"].size
-        if count * dtype.itemsize != size:
-            raise CorruptCheckpoint(f"a tensor's storage has {size} bytes, not {count}")
-        return make_storage(torch.empty(size, dtype=torch.uint8, device="meta"), dtype)
-
+    storage = storages(archive, read=False)
     unpickler = _CheckingUnpickler(archive.content("data.pkl"), find, storage)
     try:
         check_shape(unpickler.load(), limits.PICKLE_DEPTH - _MARGIN)

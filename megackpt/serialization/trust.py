@@ -26,7 +26,7 @@ _NAMES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Name:
-    """A global that was not looked up, because getattr is to take a part of it."""
+    """A global without a rule. A pickle may only take a part of it by getattr."""
 
     module: str
     name: str

@@ -19,6 +19,8 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.serialization.limits import Budget, check_shape
 from megackpt.serialization.trust import GETATTR, Name, refusal
@@ -33,12 +35,10 @@ class Rule:
     Args:
         value: the global as data, for example as an element of a list.
         call: runs when the pickle calls the global.
-        new: runs when the pickle makes an instance without a call; by default the same.
-        build: sets the state of such an instance; takes the instance and the state.
-        clear: empties an instance. For types that Python frees by recursion, so that a long
-            chain of them would exhaust the stack.
-        hashed: the values that a call hashes, from its arguments.
-        cost: what a call costs beside copying, from its arguments, in units of the budget.
+        build: sets the state of an instance that the pickle made; takes it and the state.
+        new: runs when the pickle makes an instance without a call; by default ``call``.
+        charge: charges the budget for what a call costs beside copying; takes the budget and
+            the arguments of the call.
         by_reference: the arguments are kept, not copied.
         trusted: the user trusts the global, so the call gets no limits and takes keywords.
     """
@@ -47,9 +47,7 @@ class Rule:
     call: Callable[..., Any] | None = None
     build: Callable[[Any, Any], None] | None = None
     new: Callable[..., Any] | None = None
-    clear: Callable[[Any], None] | None = None
-    hashed: Callable[..., Iterable[Any]] | None = None
-    cost: Callable[..., int] | None = None
+    charge: Callable[..., None] | None = None
     by_reference: bool = False
     trusted: bool = False
 
@@ -59,14 +57,14 @@ Find = Callable[[str, str], Rule]
 Persistent = Callable[[tuple[Any, ...]], Any]
 
 
-def items_of(items: Iterable[Any] = (), *_: Any) -> Iterable[Any]:
-    """``Rule.hashed`` of a call that hashes each item of its first argument."""
-    return items
+def charge_items(budget: Budget, items: Iterable[Any] = (), *_: Any) -> None:
+    """``Rule.charge`` of a call that hashes each item of its first argument."""
+    budget.hash(items)
 
 
-def keys_of(items: Iterable[Any] = (), *_: Any) -> Iterable[Any]:
-    """``Rule.hashed`` of a call that makes a mapping from a mapping or from pairs."""
-    return items if isinstance(items, dict) else [item[0] for item in items]
+def charge_keys(budget: Budget, items: Iterable[Any] = (), *_: Any) -> None:
+    """``Rule.charge`` of a call that makes a mapping from a mapping or from pairs."""
+    budget.hash(items if isinstance(items, dict) else [item[0] for item in items])
 
 
 def unpickle(data: bytes, find: Find, persistent: Persistent | None = None) -> Any:
@@ -123,12 +121,12 @@ _TRANSLATED = {
     opcode[0]: operands + b"K" + opcode + b"\x86Q"
     for opcode, operands in _OPERANDS.items()
 }
+_TRANSLATED[0x95] = b""  # FRAME
 _REDUCE, _NEWOBJ, _NEWOBJ_EX, _BUILD = b"R\x81\x92b"
 _APPEND, _APPENDS, _ADDITEMS, _SETITEM, _SETITEMS = b"ae\x90su"
-_DICT, _FROZENSET, _PERSISTENT, _GLOBAL = b"d\x91Qc"
-_STOP, _FRAME, _BINGET, _LONG_BINGET, _BINPUT, _LONG_BINPUT = b".\x95hjqr"
+_DICT, _FROZENSET, _GLOBAL, _STOP = b"d\x91c."
+_PUTS = b"qr"  # BINPUT, LONG_BINPUT
 
-_GETATTRS = (b"cbuiltins\ngetattr\n", b"c__builtin__\ngetattr\n")
 _LONGEST_NAME = 1024  # characters of a dotted name
 _MAPPINGS = frozenset((dict, OrderedDict, Counter, defaultdict))
 _SEQUENCES = frozenset((list, deque))
@@ -137,16 +135,9 @@ _SEQUENCES = frozenset((list, deque))
 def translate(data: bytes) -> bytes:
     """A pickle that leaves every call, hash and change to ``persistent_load``.
 
-    Protocols 2 and 3 write a nested class as ``getattr(Outer, "Inner")``. There the pickle needs
-    no trust in ``Outer``, so a global right after getattr becomes a Name, which is not looked up.
-
     Raises CorruptCheckpoint for lengths that reach beyond the pickle, and for unknown opcodes.
     """
     parts: list[bytes] = []
-    names: dict[int, bytes] = {}  # memo index of a Name to its GLOBAL opcode
-    getattrs: set[int] = set()  # memo indices of getattr
-    after_getattr = False
-    name = b""  # the Name on top of the stack
     copied = at = 0
     while at < len(data):
         opcode = data[at]
@@ -161,50 +152,20 @@ def translate(data: bytes) -> bytes:
             raise CorruptCheckpoint(f"unknown pickle opcode {opcode} at byte {at}")
         if end > len(data):
             raise CorruptCheckpoint(f"a pickle ends in the middle of byte {at} on")
-
-        replaced = _TRANSLATED.get(opcode)
         if opcode == _STOP:
             parts.append(data[copied:end])
             body = b"".join(parts)
             # One frame for all, so that the unpickler reads it at once.
             return b"\x80\x04\x95" + struct.pack("<Q", len(body)) + body
-        if opcode in (_BINPUT, _LONG_BINPUT):
+        if opcode in _PUTS:
             index = int.from_bytes(data[at + 1 : end], "little")
             if index > len(data) + 255:
                 raise CorruptCheckpoint(f"a pickle has a gap in its memo at byte {at}")
-            if after_getattr:
-                getattrs.add(index)
-            elif name:
-                names[index] = name
-        elif opcode in (_BINGET, _LONG_BINGET):
-            index = int.from_bytes(data[at + 1 : end], "little")
-            name = names.get(index, b"") if after_getattr else b""
-            if index in names and not after_getattr:
-                replaced = names[index]
-            after_getattr = index in getattrs
-        elif opcode == _GLOBAL:
-            found = data[at:end]
-            name = found if after_getattr and found not in _GETATTRS else b""
-            after_getattr = found in _GETATTRS
-            if name:
-                replaced = _name_opcodes(found)
-        else:
-            after_getattr, name = False, b""
-            if opcode == _FRAME:
-                replaced = b""
-        if replaced is not None:
-            parts += (data[copied:at], replaced)
+        elif opcode in _TRANSLATED:
+            parts += (data[copied:at], _TRANSLATED[opcode])
             copied = end
         at = end
     raise CorruptCheckpoint("a pickle has no end")
-
-
-def _name_opcodes(opcode: bytes) -> bytes:
-    """Opcodes that push a Name: ``persistent_load(((module, name), GLOBAL))``."""
-    pushed = b""
-    for text in opcode[1:].split(b"\n")[:2]:
-        pushed += b"X" + struct.pack("<I", len(text)) + text
-    return pushed + b"\x86Kc\x86Q"
 
 
 class Unpickler(pickle.Unpickler):
@@ -223,13 +184,18 @@ class Unpickler(pickle.Unpickler):
         # By the identity of the value, which the rule keeps alive.
         self._rules: dict[int, tuple[Rule, str, str]] = {}
         self._globals: dict[tuple[str, str], Rule] = {}
+        # The last global, if it has no rule, until getattr takes a part of it.
+        self._unknown: Name | None = None
+        self._has_names = False
         self._made: dict[int, tuple[Any, Rule]] = {}
         self._budget = Budget(len(data))
 
     def load(self) -> Any:
         """The value. Raises CorruptCheckpoint for anything but a whole, plain pickle."""
         try:
-            return super().load()
+            value = super().load()
+            self._refuse_unknown()
+            return value
         except CorruptCheckpoint:
             raise
         except (
@@ -251,42 +217,53 @@ class Unpickler(pickle.Unpickler):
         if kept is not None and any(rule.trusted for _, rule in made):
             return
         for value, rule in made:
-            if rule.clear is not None and (kept is None or id(value) not in kept):
-                rule.clear(value)
+            if rule.trusted or (kept is not None and id(value) in kept):
+                continue
+            # Python frees these by recursion, so a long chain of them would exhaust the stack.
+            if isinstance(value, dict | deque):
+                value.clear()
+            elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+                value.fill(None)
 
     def find_class(self, module: str, name: str) -> Any:
+        self._refuse_unknown()
         if name == "getattr" and module in ("builtins", "__builtin__"):
             return GETATTR
         rule = self._globals.get((module, name))
         if rule is None:
-            rule = self._globals[module, name] = self._find(module, name)
+            try:
+                rule = self._globals[module, name] = self._find(module, name)
+            except UntrustedClass:
+                self._unknown = Name(module, name)
+                self._has_names = True
+                return self._unknown
             self._rules[id(rule.value)] = rule, module, name
         return rule.value
+
+    def _refuse_unknown(self) -> None:
+        """Raise UntrustedClass, unless getattr took a part of the global that has no rule."""
+        if self._unknown is not None:
+            self._find(self._unknown.module, self._unknown.name)
 
     def persistent_load(self, translated: Any) -> Any:
         """Do what an opcode asks for. ``translated``: its operands, and the opcode."""
         operands, opcode = translated
         if opcode in (_REDUCE, _NEWOBJ):
             function, args = operands
+            if function is GETATTR:
+                return self._attribute(args)
             return self._call(function, args, {}, opcode == _NEWOBJ)
+        self._refuse_unknown()
         if opcode in (_SETITEM, _SETITEMS):
             return self._set_items(*operands)
         if opcode in (_APPEND, _APPENDS):
             target, items = operands
-            if type(target) not in _SEQUENCES and not self._is_trusted(target):
-                raise CorruptCheckpoint(
-                    f"a pickle appends to a {type(target).__name__}"
-                )
+            if type(target) not in _SEQUENCES:
+                self._check_trusted(target, items)
             target.extend(items)
             return target
         if opcode == _BUILD:
             return self._build(*operands)
-        if opcode == _PERSISTENT:
-            if self._persistent is None or type(operands) is not tuple:
-                raise CorruptCheckpoint(
-                    "a pickle has a persistent id of an unknown kind"
-                )
-            return self._persistent(operands)
         if opcode == _ADDITEMS:
             target, items = operands
             if type(target) is not set:
@@ -304,11 +281,12 @@ class Unpickler(pickle.Unpickler):
         if opcode == _NEWOBJ_EX:
             function, args, kwargs = operands
             return self._call(function, args, kwargs, True)
-        return Name(*operands)
+        if self._persistent is None or type(operands) is not tuple:
+            raise CorruptCheckpoint("a pickle has a persistent id of an unknown kind")
+        return self._persistent(operands)
 
     def _call(self, function: Any, args: Any, kwargs: Any, new: bool) -> Any:
-        if function is GETATTR:
-            return self._attribute(args)
+        self._refuse_unknown()
         rule = self._rules[id(function)][0] if id(function) in self._rules else None
         call = None if rule is None else (new and rule.new) or rule.call
         if rule is None or call is None or type(args) is not tuple:
@@ -319,20 +297,24 @@ class Unpickler(pickle.Unpickler):
             kwargs and not rule.trusted and not rule.by_reference
         ):
             raise CorruptCheckpoint("a pickle gives keywords to a function without any")
-        for arg in args:
-            if type(arg) is Name:
-                raise UntrustedClass(refusal(arg.module, arg.name))
+        self._check_parts(rule, (*args, kwargs))
         if not rule.trusted:
             copied = (args, kwargs) if rule.by_reference else (args, *args, kwargs)
             self._budget.copy(copied)
-            if rule.hashed is not None:
-                self._budget.hash(rule.hashed(*args))
-            if rule.cost is not None:
-                self._budget.spend(rule.cost(*args))
-        value = self._called(call, args, kwargs)
-        if rule.build is not None or rule.clear is not None:
+            if rule.charge is not None:
+                rule.charge(self._budget, *args)
+        value = call(*args, **kwargs)
+        if rule.build is not None or isinstance(value, dict | deque):
             self._made[id(value)] = value, rule
         return value
+
+    def _check_parts(self, rule: Rule, parts: tuple[Any, ...]) -> None:
+        """Refuse what is for getattr only, where the check of the whole value would miss it."""
+        if rule.trusted and self._has_names:
+            check_shape(parts)
+        for part in parts:
+            if type(part) is Name:
+                raise UntrustedClass(refusal(part.module, part.name))
 
     def _attribute(self, args: Any) -> Any:
         """``getattr(Outer, "Inner")``: the global with that dotted name. getattr never runs."""
@@ -343,6 +325,8 @@ class Unpickler(pickle.Unpickler):
                 module, name = owner.module, owner.name
             elif id(owner) in self._rules:
                 _, module, name = self._rules[id(owner)]
+            if owner is self._unknown:
+                self._unknown = None
             if module and type(part) is str:
                 # Each level of a chain keeps a longer name.
                 if len(name) + len(part) > _LONGEST_NAME:
@@ -350,19 +334,14 @@ class Unpickler(pickle.Unpickler):
                 return self.find_class(module, f"{name}.{part}")
         return self._find("builtins", "getattr")  # which refuses it
 
-    def _called(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        return call(*args, **kwargs)
-
     def _set_items(self, target: Any, items: tuple[Any, ...]) -> Any:
         keys, values = items[::2], items[1::2]
         if len(keys) != len(values):
             raise CorruptCheckpoint("a pickle sets a key without a value")
         if type(target) in _MAPPINGS:
             self._budget.hash(keys, target)
-        elif not self._is_trusted(target):
-            raise CorruptCheckpoint(f"a pickle sets items of a {type(target).__name__}")
+        else:
+            self._check_trusted(target, items)
         for key, value in zip(keys, values, strict=True):
             target[key] = value
         return target
@@ -373,18 +352,16 @@ class Unpickler(pickle.Unpickler):
             raise CorruptCheckpoint(
                 f"a pickle sets the state of a {type(instance).__name__}"
             )
+        self._check_parts(rule, (state,))
         if not rule.trusted:
             parts = state if type(state) is tuple and not rule.by_reference else ()
             self._budget.copy((state, *parts))
-        self._built(rule.build, instance, state)
+        rule.build(instance, state)
         return instance
 
-    def _built(
-        self, build: Callable[[Any, Any], None], instance: Any, state: Any
-    ) -> None:
-        build(instance, state)
-
-    def _is_trusted(self, instance: Any) -> bool:
-        """Was it made by a class that the user trusts?"""
-        _, rule = self._made.get(id(instance), (None, None))
-        return rule is not None and rule.trusted
+    def _check_trusted(self, target: Any, items: tuple[Any, ...]) -> None:
+        """Check that an instance, which gets these items, is of a class that the user trusts."""
+        _, rule = self._made.get(id(target), (None, None))
+        if rule is None or not rule.trusted:
+            raise CorruptCheckpoint(f"a pickle adds items to a {type(target).__name__}")
+        self._check_parts(rule, items)

@@ -153,3 +153,41 @@ def test_names_given_to_getattr_are_no_values(pickled: bytes) -> None:
     }
     with pytest.raises(UntrustedClass, match="the object holds"):
         serialization.load(archive(b"\x80\x02" + pickled % parts), trusted=(Colour,))
+
+
+class Outer:
+    class Inner:
+        pass
+
+
+class Kept(list[object]):
+    def __init__(self, *parts: object) -> None:
+        super().__init__()
+        self.parts = parts
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"%(kept)b]h\x07a\x85R.",  # deep in an argument
+        b"%(kept)b)R}X\x01\0\0\0a]h\x07asb.",  # in the state
+        b"%(kept)b)R]h\x07aa.",  # in an item
+        b"]%(kept)bh\x07\x85Ra.",
+        b"cos\nsystem\n0N.",
+        b"h\x06cos\nsystem\n0h\x07X\x05\0\0\0Inner\x86R.",
+    ],
+)
+def test_an_outer_class_is_not_hidden_in_trusted_objects(pickled: bytes) -> None:
+    """``Outer`` was an argument of getattr (memo 7), which alone needs no trust."""
+    module = __name__.encode()
+    begin = b"cbuiltins\ngetattr\nq\x06c%b\nOuter\nq\x07X\x05\0\0\0Inner\x86R" % module
+    parts = {b"kept": b"c%b\nKept\n" % module}
+    inner = serialization.load(
+        archive(b"\x80\x02" + begin + b"."), trusted=(Outer.Inner,)
+    )
+    assert inner is Outer.Inner
+    with pytest.raises(UntrustedClass, match=r"Outer|os\.system|posix\.system"):
+        serialization.load(
+            archive(b"\x80\x02" + begin + b"0" + pickled % parts),
+            trusted=(Outer.Inner, Kept),
+        )

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.serialization.unpickler import Rule, items_of, keys_of, unpickle
+from megackpt.serialization.unpickler import Rule, charge_items, charge_keys, unpickle
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
@@ -111,9 +111,9 @@ def _find(module: str, name: str) -> Rule:
         return Rule(_path, _path)
     if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
         return (
-            Rule(dict, dict, hashed=keys_of)
+            Rule(dict, dict, charge=charge_keys)
             if name == "OrderedDict"
-            else Rule(set, set, hashed=items_of)
+            else Rule(set, set, charge=charge_items)
         )
     raise UntrustedClass(
         f".metadata names {module}.{name}, which no checkpoint's table of contents needs: "
