@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megackpt.backends.archives.archive_check import check_archive as check_archive
-from megackpt.backends.archives.stored_tensors import (
+from megackpt.backends.archives.archive_reader import (
     StoredTensor as StoredTensor,
     UnsupportedTensor as UnsupportedTensor,
+    check_archive as check_archive,
     load_structure as load_structure,
 )
 from megackpt.backends.archives.zip_writer import (

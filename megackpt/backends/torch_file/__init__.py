@@ -39,6 +39,7 @@ from megackpt.planning.manifest import (
 from megackpt.storage import SingleFile, Storage, digest_blocks
 
 _BIN = "pytorch_model.bin"
+_INDEX = _BIN + weight_maps.ENDING
 
 
 class TorchFile(Backend):
@@ -104,42 +105,39 @@ class TorchFile(Backend):
 
     def read_manifest(self, root: Storage) -> Manifest:
         index, files = _files_in(root)
-        keys = weight_maps.read(root, index) if index else {}
-        files = files or list(dict.fromkeys(keys.values()))
         if not index and not files:
             raise NotACheckpoint(
                 f"{root.location} has no torch.save file of a name that is known"
             )
-        shards = [
-            shard for file in files for shard in file_reader.read_shards(root, file)
-        ]
+        weight_map: dict[str, str] = {}
+        tables = tuple(files)
         if index:
-            names = [
-                (shard.entry.key, shard.place.file)
-                for shard in shards
-                if not shard.entry.meta.is_object
-            ]
-            weight_maps.check(f"{root.location}/{index}", keys, names)
-        common = [shard.place.file for shard in shards if shard.entry.is_common]
+            weight_map = weight_maps.read(root, index)
+            files, tables = list(dict.fromkeys(weight_map.values())), (index,)
+        found, has_bytes, held, common = [], [], [], []
+        for file in files:
+            for entry, box, place, plain in file_reader.read_shards(root, file):
+                found.append((entry, box, place))
+                has_bytes.append(plain)
+                if entry.is_common:
+                    common.append(file)
+                elif not entry.meta.is_object:
+                    held.append((entry.key, file))
+        if index:
+            weight_maps.check(f"{root.location}/{index}", weight_map, held)
         if len(common) > 1:
             raise BackendError(
                 f"{root.location}: {' and '.join(common)} hold more than tensors, and there is "
                 "one common state only: save all but tensors in one place"
             )
-        manifest = shared_files.manifest_from_files(
-            root,
-            [shard[:3] for shard in shards],
-            (self.properties.name, self.properties.version),
-        )
-        # A shard without bytes of its own has no length: ``raw_chunks`` goes by that.
-        has_bytes = [shard.has_bytes for shard in shards]
+        name = self.properties.name, self.properties.version
+        manifest = shared_files.manifest_from_files(root, found, name)
+        if all(has_bytes):
+            return replace(manifest, tables=tables)
+        # A shard without bytes of its own has no length: ``decoded_bytes`` goes by that.
         length = np.where(has_bytes, manifest.chunks.length, 0)
-        return replace(
-            manifest,
-            chunks=replace(manifest.chunks, length=length),
-            encoding="raw" if all(has_bytes) else "native",
-            tables=(index,) if index else tuple(files),
-        )
+        chunks = replace(manifest.chunks, length=length)
+        return replace(manifest, chunks=chunks, encoding="native", tables=tables)
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         raw = self.decoded_bytes(plan.manifest)[plan.chunk] == 0
@@ -152,7 +150,8 @@ class TorchFile(Backend):
                 file_reader.read_view(root, item, into)
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
-        problems, any_unchecked = list[str](), False
+        problems: list[str] = []
+        complete = True
         for name in manifest.files:
             try:
                 with root.open(name) as reader:
@@ -161,8 +160,10 @@ class TorchFile(Backend):
                 problems.append(f"{root.location}/{name}: {error}")
                 continue
             problems += [f"{problem}: {root.location}/{name}" for problem in damage]
-            any_unchecked = any_unchecked or unchecked
-        return None if any_unchecked and not problems else problems
+            complete &= not unchecked
+        if complete or problems:
+            return problems
+        return None
 
 
 def _files_in(root: Storage) -> tuple[str, list[str]]:
@@ -175,7 +176,6 @@ def _files_in(root: Storage) -> tuple[str, list[str]]:
     # Where the same weights are there as safetensors, too, those are read.
     if any(name.endswith(".safetensors") for name in names):
         return "", []
-    index = _BIN + weight_maps.ENDING
-    if index in names:
-        return index, []
-    return "", [_BIN] if _BIN in names else []
+    if _INDEX in names:
+        return _INDEX, []
+    return "", [name for name in names if name == _BIN]

@@ -8,6 +8,8 @@ and the directory.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -93,22 +95,6 @@ def _open(reader: FileReader) -> Archive:
     return archive
 
 
-def _starts(archive: Archive) -> dict[str, int]:
-    """The byte at which each member begins. Raises CorruptCheckpoint for members that overlap."""
-    starts = {name: archive.start(name) for name in archive.members}
-    end = 0
-    for name in sorted(starts, key=starts.__getitem__):
-        member = archive.members[name]
-        if member.header < end:
-            raise CorruptCheckpoint(
-                f"the member {name!r} of the archive overlaps with another"
-            )
-        end = starts[name] + member.size
-    if end > archive.size:
-        raise CorruptCheckpoint("a member of the archive reaches beyond its end")
-    return starts
-
-
 class _TensorWalk:
     """One walk through a state, which takes the tensors out."""
 
@@ -127,23 +113,31 @@ class _TensorWalk:
         if isinstance(value, StoredTensor | UnsupportedTensor):
             self._add(path, value)
             return _NOTHING
-        if not isinstance(value, dict | list | tuple):
+        if isinstance(value, dict):
+            parts = value
+        elif isinstance(value, list | tuple):
+            parts = dict(enumerate(value))
+        else:
             return value
         kept, changed = {}, False
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        for key, part in parts.items():
             rest = self.take(part, (*path, key))
-            changed = changed or rest is not part
+            changed |= rest is not part
             if rest is not _NOTHING:
                 kept[key] = rest
+        if not changed:
+            return value
         # A list without some of its items becomes a dict of the others by index.
-        return (kept or _NOTHING) if changed else value
+        return kept or _NOTHING
 
     def _add(self, path: tree.Path, value: StoredTensor | UnsupportedTensor) -> None:
         if not all(isinstance(key, str | int) for key in path):
             raise BackendError(
                 f"a tensor is at {tree.show(path)[:1000]}, which cannot be a name"
             )
-        name = ".".join(map(str, path)) if path else _SINGLE
+        name = _SINGLE
+        if path:
+            name = ".".join(map(str, path))
         self.limit -= len(name)
         if isinstance(value, UnsupportedTensor):
             raise BackendError(
@@ -159,7 +153,7 @@ class _TensorWalk:
 
 
 @lru_cache(maxsize=2)
-def _read_state(pickle: bytes, stand_ins: bool) -> _State:
+def _parse(pickle: bytes, stand_ins: bool) -> _State:
     value = load_structure(pickle, stand_ins=stand_ins)
     if isinstance(value, serialization.StandIn):
         raise BackendError(
@@ -168,8 +162,8 @@ def _read_state(pickle: bytes, stand_ins: bool) -> _State:
         )
     blobs: dict[str, StoredTensor] = {}
     if isinstance(value, dict) and _are_blobs(value.get(STATE)):
-        blobs = value[STATE]
-        value = {key: part for key, part in value.items() if key != STATE}
+        value = dict(value)
+        blobs = value.pop(STATE)
     walk = _TensorWalk(64 * len(pickle) + (1 << 16))
     rest = walk.take(value)
     if rest is _NOTHING:
@@ -192,55 +186,64 @@ def _are_blobs(value: Any) -> bool:
     return True
 
 
+@contextmanager
+def _opened(
+    root: Storage, name: str, stand_ins: bool = True
+) -> Iterator[tuple[FileReader, Archive, _State]]:
+    """A file and what its pickle describes. Errors within name the file.
+
+    ``stand_ins``: unknown classes become stand-ins; otherwise they raise UntrustedClass.
+    """
+    try:
+        with root.open(name) as reader:
+            archive = _open(reader)
+            pickle = archive.content("data.pkl", limits.TORCH_PICKLE_BYTES)
+            yield reader, archive, _parse(pickle, stand_ins)
+    except (CorruptCheckpoint, BackendError) as error:
+        raise type(error)(f"{root.location}/{name}: {error}") from error
+
+
 def read_shards(root: Storage, name: str) -> list[Shard]:
     """The tensors and objects of a file. All else in it, if any, is one shard of the common state.
 
     Raises BackendError for kinds that cannot be read.
     """
     found: list[Shard] = []
-    try:
-        with root.open(name) as reader:
-            archive = _open(reader)
-            starts = _starts(archive)
-            state = _read_state(
-                archive.content("data.pkl", limits.TORCH_PICKLE_BYTES), True
-            )
+    with _opened(root, name) as (_, archive, state):
         for key, stored in state.tensors.items():
             meta = TensorMeta(stored.shape, stored.dtype)
-            place = _locate(name, archive, starts, stored)
+            place = _locate(name, archive, stored)
             entry = TensorEntry(key, meta)
             found.append(Shard(entry, Box.whole(meta.shape), place, stored.is_plain))
         for unique, stored in state.blobs.items():
-            place = _locate(name, archive, starts, stored)
+            place = _locate(name, archive, stored)
             # The name is that of ``unique_key``.
             key, _, cell = unique.rpartition("/")
-            offset, shape = object_files.parse_shard(f"{cell}.pt") or ((), ())
-            entry = TensorEntry(key if shape else unique, TensorMeta(shape, OBJECT))
+            parsed = object_files.parse_shard(f"{cell}.pt")
+            if parsed is None or not parsed[1]:
+                key, parsed = unique, ((), ())
+            offset, shape = parsed
+            entry = TensorEntry(key, TensorMeta(shape, OBJECT))
             found.append(Shard(entry, Box(offset, (1,) * len(offset)), place, True))
-    except (CorruptCheckpoint, BackendError) as error:
-        raise type(error)(f"{root.location}/{name}: {error}") from error
-    if state.rest:
-        place = Location(name, starts["data.pkl"], 0)
-        found.append(Shard(COMMON, Box((), ()), place, False))
+        if state.rest:
+            place = Location(name, archive.start("data.pkl"), 0)
+            found.append(Shard(COMMON, Box((), ()), place, False))
     return found
 
 
-def _locate(
-    file: str, archive: Archive, starts: dict[str, int], found: StoredTensor
-) -> Location:
+def _locate(file: str, archive: Archive, found: StoredTensor) -> Location:
     """The bytes of a tensor, if it is plain; else only their length counts."""
     storage = f"data/{found.storage}"
-    member = archive.members.get(storage)
-    size = None if member is None else member.size
-    if size != found.nbytes:
+    start, size = archive.start(storage), archive.members[storage].size
+    if size != found.nbytes or start + size > archive.size:
         raise CorruptCheckpoint(
-            f"{storage} should have {found.nbytes} bytes, and has {size}"
+            f"{storage} should have {found.nbytes} bytes from {start} on, and has {size} of {archive.size}"
         )
     itemsize = ITEMSIZE[found.dtype]
     length = math.prod(found.shape) * itemsize
     # A tensor without elements may have any offset.
     offset = int(found.view.storage_offset()) * itemsize if length else 0
-    return Location(file, starts[storage] + offset, length)
+    return Location(file, start + offset, length)
 
 
 def common_blob(root: Storage, name: str) -> bytes:
@@ -249,18 +252,15 @@ def common_blob(root: Storage, name: str) -> bytes:
     Raises UntrustedClass naming a class.
     """
     try:
-        with root.open(name) as reader:
-            pickle = _open(reader).content("data.pkl", limits.TORCH_PICKLE_BYTES)
-        return serialization.dump(dict(_read_state(pickle, False).rest))
+        with _opened(root, name, stand_ins=False) as (_, _, state):
+            return serialization.dump(dict(state.rest))
     except UntrustedClass as error:
         reason = str(error).partition("\n")[0]
         raise UntrustedClass(
-            f"{root.location}/{name}: {reason}\n  hint: load_plain_tensors reads the tensors all "
+            f"{reason}\n  hint: load_plain_tensors reads the tensors all "
             "the same. If you trust the file's author, call torch.serialization.add_safe_globals "
             "with the class before loading"
         ) from None
-    except (CorruptCheckpoint, BackendError) as error:
-        raise type(error)(f"{root.location}/{name}: {error}") from error
 
 
 def read_view(root: Storage, item: ReadItem, into: Target) -> None:
@@ -268,11 +268,7 @@ def read_view(root: Storage, item: ReadItem, into: Target) -> None:
     import torch  # here, because recognising a file needs none
 
     file = item.chunk.location.file
-    with root.open(file) as reader:
-        archive = _open(reader)
-        state = _read_state(
-            archive.content("data.pkl", limits.TORCH_PICKLE_BYTES), True
-        )
+    with _opened(root, file) as (reader, archive, state):
         found = state.tensors[item.entry.key]
         region = found.view[item.box.slices()]
         span = 0
@@ -280,19 +276,17 @@ def read_view(root: Storage, item: ReadItem, into: Target) -> None:
             steps = zip(region.shape, region.stride(), strict=True)
             span = 1 + sum((extent - 1) * stride for extent, stride in steps)
         itemsize = region.dtype.itemsize
-        where = f"{root.location}: {item.entry.key!r} in {file}"
-        data = allocate(span * itemsize, where)
+        data = allocate(span * itemsize, repr(item.entry.key))
         begin = archive.start(f"data/{found.storage}")
         begin += int(region.storage_offset()) * itemsize
         reader.read_into(begin, [memoryview(data)])
     flat = torch.frombuffer(data, dtype=torch.uint8).view(region.dtype)
     values = flat.as_strided(region.shape, region.stride())
     if region.is_conj():
-        values = values.conj()
+        values = values.conj_physical()
     if region.is_neg():
         values = values.neg()
     # clone, because contiguous() keeps odd strides of single elements.
-    values = values.resolve_conj().resolve_neg()
     values = values.clone(memory_format=torch.contiguous_format)
     octets = values.reshape(-1).view(torch.uint8).numpy()
     target = into.open(item.target, item.box)
