@@ -175,7 +175,10 @@ def shard(folder: Path) -> None:
     sharding = {
         "chunk_shape": [1],
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-        "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "index_codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        ],
         "index_location": "end",
     }
     document = json.loads((folder / "w/zarr.json").read_text())

@@ -183,21 +183,20 @@ def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
 
 def _misplaced(path: Path, leaf: Any) -> str:
     """Why a leaf is not common state; empty if it is."""
-    where = tree.show(path)
     if is_declared(leaf):
         kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
-        return f"{where}: {kind} is not one of the classes of megackpt: import it from there"
+        return f"{tree.show(path)}: {kind} is not one of the classes of megackpt: import it from there"
     inside = [leaf]
     for value in inside:  # grows: containers of other kinds, at any depth
         if is_distributed(value):
             return (
-                f"{where}: a {distributed_name(value)} is not common state, because a "
+                f"{tree.show(path)}: a {distributed_name(value)} is not common state, because a "
                 f"checkpoint keeps only one rank's; {SHARDED}"
             )
         if is_declared(value):
             name = getattr(value, "key", "")
             return (
-                f"{where}: a {type(value).__name__} ({name!r}) in a {type(leaf).__name__} is "
+                f"{tree.show(path)}: a {type(value).__name__} ({name!r}) in a {type(leaf).__name__} is "
                 "lost; only dicts and lists are walked into: make it one of these"
             )
         if isinstance(value, Mapping):
