@@ -9,7 +9,7 @@ Names are those of Megatron-Core's ``dist_checkpointing.optimizer``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,13 +27,10 @@ from megackpt.adapters.flat_ranges import (
     param_shape,
 )
 from megackpt.adapters.megatron import from_megatron
-from megackpt.adapters.param_groups import (
-    GroupNumbers,
-    are_identified,
-    declare_groups,
-)
+from megackpt.adapters.param_groups import GroupsFactory
 from megackpt.errors import MismatchError, ShardingError
 from megackpt.state import (
+    FactoryMergeFn,
     ReplicaId,
     ShardedObject,
     ShardedStateDict,
@@ -167,75 +164,58 @@ def optim_state_to_sharding_state(
         ValueError: a parameter is not in ``id_to_sharded_param_map``.
         ShardingError: a tensor has another shape than its parameter, which is sharded.
     """
-    excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
     params: dict[int, ShardedParam] = {}
     for number, param in id_to_sharded_param_map.items():
         params[number] = from_megatron(param)
     ranges = flat_ranges or {}
-    state: dict[Any, dict[str, Any]] = {}
-    for number, values in optim_state_dict["state"].items():
-        if number not in params:
-            raise ValueError(
-                f"Param id {number} does not match any model sharded param.{KEEP_VARS_HINT}"
-            )
-        state[number] = {}
-        for name, value in values.items():
-            if name not in excluded:
-                prefix, part = f"optimizer.state.{name}", ranges.get(number)
-                state[number][name] = _declare(params[number], value, prefix, part)
-    optim_state_dict["state"] = state
-
-    groups = optim_state_dict["param_groups"]
+    optim_state_dict["state"] = declare_state(
+        optim_state_dict["state"], params, exclude_keys, ranges
+    )
     keys = {number: param.key for number, param in params.items()}
-    if are_identified(groups):
-        optim_state_dict["param_groups"] = declare_groups(groups, None, keys)
+    groups = GroupsFactory(
+        "optimizer.param_groups", list(optim_state_dict["param_groups"]), keys=keys
+    )
+    optim_state_dict["param_groups"] = groups
+    if groups.numbers is None:
         return optim_state_dict
-    stored: GroupNumbers = {}
-    optim_state_dict["param_groups"] = declare_groups(groups, stored, keys)
     # A load merges factories from the last to the first: it needs the numbers for the groups.
     numbers = {}
-    for i, group in enumerate(groups):
+    for i, group in enumerate(groups.data):
         for number in group["params"]:
             if number in params:
-                numbers[number] = _declare_group_number(
-                    params[number],
-                    i,
+                param = params[number]
+                numbers[number] = _declare_of_whole(
+                    replace(param, key=f"optimizer.param_group.{param.key}"),
+                    torch.tensor(i, device="cpu"),
                     ranges.get(number),
-                    partial(_keep, stored, number),
+                    partial(groups.keep, number),
                 )
     optim_state_dict["param_group"] = numbers
     return optim_state_dict
 
 
-def _keep(
-    stored: GroupNumbers,
-    param: int,
-    loaded: list[Any],
-) -> None:
-    stored[param] = {int(number) for number in loaded}
-
-
-def _declare_group_number(
-    param: ShardedParam,
-    group: int,
-    flat_range: slice | None,
-    keep: Callable[[list[Any]], None],
-) -> ShardedTensorFactory:
-    """The number of a parameter's group. A load passes the stored numbers to ``keep``."""
-    named = replace(param, key=f"optimizer.param_group.{param.key}")
-
-    def build(
-        key: str,
-        _data: Any,
-        replica_id: ReplicaId,
-        _: slice | None,
-    ) -> Any:
-        # A new tensor each time, as a load fills it with the stored number.
-        number = torch.tensor(group, device="cpu")
-        own = replace(named, key=key, replica_id=replica_id)
-        return _declare_whole(own, number, flat_range)
-
-    return ShardedTensorFactory(named.key, None, build, keep, param.replica_id)
+def declare_state(
+    state: Mapping[int, Mapping[str, Any]],
+    id_to_sharded_param_map: Mapping[int, ShardedParam],
+    exclude_keys: Iterable[str] = (),
+    flat_ranges: Mapping[int, slice] | None = None,
+) -> dict[int, dict[str, Any]]:
+    """The "state" of an optimizer's state dict, as ``optim_state_to_sharding_state`` declares it."""
+    excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
+    declared: dict[int, dict[str, Any]] = {}
+    for number, values in state.items():
+        if number not in id_to_sharded_param_map:
+            raise ValueError(
+                f"Param id {number} does not match any model sharded param.{KEEP_VARS_HINT}"
+            )
+        param = from_megatron(id_to_sharded_param_map[number])
+        part = (flat_ranges or {}).get(number)
+        declared[number] = {}
+        for name, value in values.items():
+            if name not in excluded:
+                prefix = f"optimizer.state.{name}"
+                declared[number][name] = _declare(param, value, prefix, part)
+    return declared
 
 
 def _declare(
@@ -257,50 +237,42 @@ def _declare(
     elif isinstance(param, ShardedTensor):
         return _declare_once(param, value)
 
-    def build(
-        key: str,
-        data: Any,
-        replica_id: ReplicaId,
-        _: slice | None,
-    ) -> Any:
-        named = replace(param, key=key, replica_id=replica_id)
-        return _declare_whole(named, data, flat_range)
-
     def merge(loaded: list[Any]) -> Any:
         if not loaded:
             return value
         found = _choose(param.key, loaded, prefix == _STEP)
-        both_tensors = isinstance(value, torch.Tensor) and isinstance(
-            found, torch.Tensor
-        )
-        if both_tensors and not value.is_meta:
-            value.detach().copy_(found)
-            return value
-        return found
+        tensors = isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor)
+        return value.detach().copy_(found) if tensors and not value.is_meta else found
 
-    return ShardedTensorFactory(param.key, value, build, merge, param.replica_id)
+    return _declare_of_whole(param, value, flat_range, merge)
 
 
-def _declare_whole(
+def _declare_of_whole(
     param: ShardedParam,
     value: Any,
     flat_range: slice | None,
-) -> list[ShardedTensor | ShardedObject]:
+    merge: FactoryMergeFn,
+) -> ShardedTensorFactory:
     """``value`` for each tensor, and each index of prepended axes, that this rank has a part of."""
-    pieces = built_tensors(param)
-    if flat_range is not None:
-        pieces = declare_whole_by_range(param, flat_range)
-    chosen: dict[Any, ShardedTensor] = {}
-    for piece in pieces:
-        place = piece.key, piece.global_offset[: piece.prepend_axis_num]
-        if place not in chosen or is_main_replica(_replica_of_whole(piece)):
-            chosen[place] = piece
-    declared: list[ShardedTensor | ShardedObject] = []
-    for piece in chosen.values():
-        # Each is loaded into memory of its own.
-        is_copy = declared and isinstance(value, torch.Tensor)
-        declared.append(_declare_once(piece, value.clone() if is_copy else value))
-    return declared
+
+    def build(key: str, data: Any, replica_id: ReplicaId, *_: Any) -> list[Any]:
+        named = replace(param, key=key, replica_id=replica_id)
+        pieces = built_tensors(named)
+        if flat_range is not None:
+            pieces = declare_whole_by_range(named, flat_range)
+        chosen: dict[Any, ShardedTensor] = {}
+        for piece in pieces:
+            place = piece.key, piece.global_offset[: piece.prepend_axis_num]
+            if place not in chosen or is_main_replica(_replica_of_whole(piece)):
+                chosen[place] = piece
+        declared = []
+        for piece in chosen.values():
+            # Each is loaded into memory of its own.
+            own = data.clone() if isinstance(data, torch.Tensor) else data
+            declared.append(_declare_once(piece, own))
+        return declared
+
+    return ShardedTensorFactory(param.key, value, build, merge, param.replica_id)
 
 
 def _choose(

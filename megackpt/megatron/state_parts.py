@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import deepcopy
 from typing import Any
 
 from megackpt.adapters import optimizer
@@ -85,11 +84,11 @@ def optim_state_to_sharding_state(
     Unlike the function in ``adapters.optimizer`` it leaves ``param_groups`` a list of dicts:
     Megatron's optimizers change and match these themselves.
     """
-    groups = deepcopy(optim_state_dict["param_groups"])
-    for group in groups:
-        group["params"] = LocalNonpersistentObject(group["params"])
-    optimizer.optim_state_to_sharding_state(
-        optim_state_dict, id_to_sharded_param_map, exclude_keys
+    optim_state_dict["state"] = optimizer.declare_state(
+        optim_state_dict["state"], id_to_sharded_param_map, exclude_keys
     )
+    groups = []
+    for group in optim_state_dict["param_groups"]:
+        params = LocalNonpersistentObject(group["params"])
+        groups.append({**group, "params": params})
     optim_state_dict["param_groups"] = groups
-    optim_state_dict.pop("param_group", None)

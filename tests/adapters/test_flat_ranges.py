@@ -357,6 +357,10 @@ class Job:
         for shard, value in self.values():
             with torch.no_grad():
                 shard.data.copy_(value)
+        for state in self.state()["optimizer"]["state"].values():
+            # What a factory declares are copies of the step.
+            shard = extract({"step": state["step"]}).shards[0]
+            state["step"].data.fill_(100.0 + sum(shard.global_offset))
         for group, decay in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["lr"] = 0.25 if decay == "decay" else 0.5
 

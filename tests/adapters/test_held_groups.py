@@ -252,7 +252,7 @@ def test_texts_tell_values_apart_and_nothing_else():
         np.float32(0.1),
         10**400,
         torch.zeros(4, device="meta"),
-        torch.ones(20).bfloat16(),
+        torch.full((20,), 2).bfloat16(),
     ]
     others += [
         torch.arange(40).reshape(10, 4),

@@ -156,7 +156,7 @@ def test_one_group_is_the_other_whatever_they_are_called(tmp_path):
         (
             [(["a"], {}), (["b"], {})],
             [(["a"], {"name": "x"}), (["b"], {"name": "y"})],
-            "that it was saved with (without 'name', which those have not), load",
+            "'x' could be any of several groups in the checkpoint, which has: (lr=1.0,",
         ),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_group_that_is_split_goes_on_as_it_was(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert reloaded(tmp_path, (["b"], {}), (["c"], {}), (["a"], {})) == [1, 2, 1]
     assert re.search(
-        r"several groups of parameters were one.*after the load: \(lr=1.0,.*\) of 'b', 'a'",
+        r"several groups of parameters were one.*after the load: \(lr=1.0,.*\)",
         caplog.text,
     )
 
