@@ -67,6 +67,8 @@ class Grid(ParallelLayout):
     """My place among the ranks: tensor-parallel neighbours are counted first, then data, then pipeline."""
 
     rank: int = 0
+    tp_group: Group = None
+    dp_cp_group: Group = None
     tied_group: Group = None  # first and last stage, where these are two
 
     @property

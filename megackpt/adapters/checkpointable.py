@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import index
 from typing import Any, NamedTuple
 
@@ -22,14 +23,18 @@ import torch
 from megackpt.errors import ShardingError
 from megackpt.planning.manifest import UNNUMBERED
 from megackpt.state import (
-    FactoryBuildFn,
     FactoryMergeFn,
     LocalNonpersistentObject,
     ReplicaId,
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megackpt.state.storable import SHARD_FIELDS, SHARD_METHODS, shard_fields
+from megackpt.state.storable import (
+    SHARD_FIELDS,
+    SHARD_METHODS,
+    shard_attributes,
+    shard_fields,
+)
 
 Shape = tuple[int, ...]
 
@@ -44,77 +49,65 @@ class _Chunk(NamedTuple):
 
 
 @dataclass
-class ShardedCheckpointable(ShardedTensorFactory):
-    """A shard by protocol, stored as its chunks. A load returns the same object, filled.
+class FilledFactory(ShardedTensorFactory):
+    """State whose shards are views of ``data``. A load fills them, and returns ``data``."""
 
-    ``shard``: the object that names the chunks, if ``data`` does not: for the optimizer's state of
-    a parameter, the parameter.
-    """
-
-    build_fn: FactoryBuildFn = field(init=False, repr=False)
     merge_fn: FactoryMergeFn = field(init=False, repr=False)
-    replica_id: ReplicaId = UNNUMBERED
-    shard: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.build_fn, self.merge_fn = self._build, self._merge
-        if self.shard is None:
-            self.shard = self.data
+        self.merge_fn = self._filled  # not a lambda: a deep copy returns its own data
 
-    def _build(
-        self,
-        key: str,
-        data: Any,
-        replica_id: ReplicaId,
-        _: slice | None,
-    ) -> Any:
-        mesh = getattr(data, "device_mesh", None)
-        if mesh is not None and mesh.get_coordinate() is None:
-            return LocalNonpersistentObject(data)
-        if has_methods(data):
-            shape, chunks = _chunks_by_methods(key, data)
-        else:
-            named = data if shard_fields(data) else self.shard
-            shape, chunks = _chunks_by_fields(key, data, named)
-        if not chunks and 0 in shape:
-            # An empty tensor is stored, too.
-            empty = torch.empty(shape, dtype=data.dtype, device="cpu")
-            chunks = [_Chunk((0,) * len(shape), empty, True)]
-        shards = []
-        for chunk in chunks:
-            if chunk.data.is_meta:
-                raise ShardingError(
-                    f"{key!r} is on the meta device: materialise it first, by "
-                    "module.to_empty(device=...). (Or it is a flat range of a parameter that "
-                    "names its own chunks: of these only state of the parameter's shape is "
-                    "declared)"
-                )
-            # A view without the fields, which are those of the whole local tensor.
-            view = chunk.data.detach()
-            shards.append(
-                ShardedTensor(
-                    key,
-                    view,
-                    view.dtype,
-                    tuple(view.shape),
-                    shape,
-                    chunk.offset,
-                    None,
-                    replica_id if chunk.written else 1,
-                )
-            )
-        return shards or LocalNonpersistentObject(data)
-
-    def _merge(self, _: Any) -> Any:
+    def _filled(self, _: Any) -> Any:
         return self.data
+
+
+def declare_checkpointable(key: str, shard: Any) -> FilledFactory:
+    """A shard by protocol, stored as its chunks.
+
+    The declaration of a parameter may be used for its optimizer's state: ``shard`` then names
+    the chunks of tensors that do not name their own.
+    """
+    return FilledFactory(key, shard, partial(_build, shard), UNNUMBERED)
+
+
+def _build(shard: Any, key: str, data: Any, replica_id: ReplicaId, *_: Any) -> Any:
+    mesh = getattr(data, "device_mesh", None)
+    if mesh is not None and mesh.get_coordinate() is None:
+        return LocalNonpersistentObject(data)
+    if has_methods(data):
+        shape, chunks = _chunks_by_methods(key, data)
+    else:
+        named = data if shard_fields(data) else shard
+        shape, chunks = _chunks_by_fields(key, data, named)
+    if not chunks and 0 in shape:
+        # An empty tensor is stored, too.
+        empty = torch.empty(shape, dtype=data.dtype, device="cpu")
+        chunks = [_Chunk((0,) * len(shape), empty, True)]
+    shards = []
+    for chunk in chunks:
+        if chunk.data.is_meta:
+            raise ShardingError(
+                f"{key!r} is on the meta device: materialise it first, by "
+                "module.to_empty(device=...). (Or it is a flat range of a parameter that "
+                "names its own chunks: of these only state of the parameter's shape is "
+                "declared)"
+            )
+        # A view without the fields, which are those of the whole local tensor.
+        view = chunk.data.detach()
+        local_shape = tuple(view.shape)
+        replica = replica_id if chunk.written else 1
+        shards.append(
+            ShardedTensor(
+                key, view, view.dtype, local_shape, shape, chunk.offset, None, replica
+            )
+        )
+    return shards or LocalNonpersistentObject(data)
 
 
 def has_methods(value: Any) -> bool:
     """Whether it, or the local tensor of a DTensor, has any of SHARD_METHODS."""
-    owner = getattr(value, "_local_tensor", value)
-    if not isinstance(owner, torch.Tensor):
-        owner = type(owner)
-    return any(hasattr(owner, name) for name in SHARD_METHODS)
+    found = shard_attributes(getattr(value, "_local_tensor", value))
+    return not set(SHARD_METHODS).isdisjoint(found)
 
 
 def _chunks_by_fields(

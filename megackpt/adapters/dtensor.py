@@ -7,7 +7,6 @@ are those of torch DCP: names joined by ".".
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, product
 from operator import mul
@@ -20,18 +19,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megackpt import tree
-from megackpt.adapters.checkpointable import ShardedCheckpointable, has_methods
+from megackpt.adapters.checkpointable import (
+    FilledFactory,
+    declare_checkpointable,
+    has_methods,
+)
 from megackpt.errors import ShardingError
 from megackpt.state import (
-    FactoryBuildFn,
-    FactoryMergeFn,
     LocalNonpersistentObject,
     ReplicaId,
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
-    ShardedTensorFactory,
 )
 from megackpt.state.storable import is_distributed, shard_attributes
 from megackpt.torch_versions import cutting_order, strides_are_cut_at_once
@@ -127,9 +127,9 @@ def sharded(
                 if mesh not in mesh_replica:
                     mesh_replica[mesh] = 0 if holders[0] in mesh.mesh else replica
                 number = mesh_replica[mesh], _replica(leaf)
-                branch[name] = ShardedDTensor(key, leaf, number)
+                branch[name] = FilledFactory(key, leaf, pieces, number)
             elif shard_attributes(leaf):
-                branch[name] = ShardedCheckpointable(key, leaf)
+                branch[name] = declare_checkpointable(key, leaf)
             elif is_distributed(leaf):
                 pass  # FSDP1's tensors: save and load refuse them, with advice.
             elif isinstance(leaf, torch.Tensor):
@@ -191,25 +191,11 @@ def _replica(tensor: DTensor) -> int:
     return number
 
 
-@dataclass
-class ShardedDTensor(ShardedTensorFactory):
-    """A DTensor, stored as the boxes that this rank holds. A load returns the DTensor, filled."""
-
-    build_fn: FactoryBuildFn = field(init=False, repr=False)
-    merge_fn: FactoryMergeFn = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.build_fn, self.merge_fn = pieces, self._merge
-
-    def _merge(self, _: Any) -> Any:
-        return self.data  # Its local tensor was filled in place.
-
-
 def pieces(
     key: str,
     tensor: DTensor,
     replica_id: ReplicaId,
-    _: slice | None = None,
+    *_: Any,
 ) -> Any:
     """The boxes of a DTensor on this rank as ShardedTensors, views of its local tensor.
 
@@ -245,34 +231,22 @@ def pieces(
         raise ShardingError(
             f"{key!r} is on the meta device: materialise it first, by module.to_empty(device=...)"
         )
-    shards = []
-    for box in product(*map(_with_local_starts, axes)):
-        data, offset = local, []
-        for axis, (start, local_start, length) in enumerate(box):
-            data = data.narrow(axis, local_start, length)
-            offset.append(start)
-        shards.append(
-            ShardedTensor(
-                key,
-                data,
-                data.dtype,
-                tuple(data.shape),
-                tuple(tensor.shape),
-                tuple(offset),
-                None,
-                replica_id,
-            )
+    parts: list[tuple[Shape, torch.Tensor]] = [((), local)]
+    for axis, held in enumerate(axes):
+        cut = []
+        lengths = [length for _, length in held]
+        for offset, data in parts:
+            views = torch.split(data, lengths, axis)
+            for run, part in zip(held, views, strict=True):
+                cut.append(((*offset, run[0]), part))
+        parts = cut
+    whole = tuple(tensor.shape)
+    return [
+        ShardedTensor(
+            key, data, data.dtype, tuple(data.shape), whole, offset, None, replica_id
         )
-    return shards
-
-
-def _with_local_starts(axis: list[Run]) -> list[tuple[int, int, int]]:
-    """(start in the whole, start in the local tensor, length) of each run."""
-    result, local = [], 0
-    for start, length in axis:
-        result.append((start, local, length))
-        local += length
-    return result
+        for offset, data in parts
+    ]
 
 
 @lru_cache(maxsize=4096)

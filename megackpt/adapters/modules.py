@@ -8,7 +8,7 @@ groups (objects with ``rank()`` and ``size()``), or a ParallelLayout, which has 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -43,8 +43,7 @@ class ParallelLayout:
 
     tp = tensor, cp = context, dp = data, pp = pipeline; ``tp * cp * dp * pp`` ranks in all. For
     expert layers the ``tp * cp * dp`` ranks of a stage are divided again, into etp (expert tensor)
-    x ep (expert) x edp (expert data). ``tp_group`` and ``dp_cp_group`` may hold the process groups
-    for code that needs them.
+    x ep (expert) x edp (expert data).
     """
 
     tp_rank: int = 0
@@ -61,8 +60,6 @@ class ParallelLayout:
     ep_size: int = 1
     edp_rank: int = 0
     edp_size: int = 1
-    tp_group: Any = field(default=None, compare=False, repr=False)
-    dp_cp_group: Any = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -75,8 +72,6 @@ class ParallelLayout:
         pp: int = 1,
         ep: int = 1,
         etp: int | None = None,
-        tp_group: Any = None,
-        dp_cp_group: Any = None,
     ) -> ParallelLayout:
         """The place of global rank ``rank``, in Megatron's default order "tp-cp-ep-dp-pp".
 
@@ -103,9 +98,7 @@ class ParallelLayout:
         edp_rank, ep_rank = divmod(outer, ep)
         edp = stage // (etp * ep)
         dense = (tp_rank, tp, cp_rank, cp, dp_rank, dp, pp_rank, pp)
-        return cls(
-            *dense, etp_rank, etp, ep_rank, ep, edp_rank, edp, tp_group, dp_cp_group
-        )
+        return cls(*dense, etp_rank, etp, ep_rank, ep, edp_rank, edp)
 
     @property
     def dp_cp_rank(self) -> int:
@@ -127,50 +120,29 @@ class ParallelLayout:
             cp_size=1,
             dp_rank=self.edp_rank,
             dp_size=self.edp_size,
-            tp_group=None,
-            dp_cp_group=None,
         )
 
 
 GroupOrLayout = ProcessGroupLike | ParallelLayout | None
 
 
-def _tp_place(
-    key: str,
-    tp_group: GroupOrLayout,
-    dp_cp_group: GroupOrLayout,
-) -> tuple[int, int]:
-    """This rank's number in its tensor-parallel group, and the group's size."""
-    if tp_group is None and isinstance(dp_cp_group, ParallelLayout):
-        tp_group = dp_cp_group
-    if isinstance(tp_group, ParallelLayout):
-        return tp_group.tp_rank, tp_group.tp_size
-    return _place(key, "tp_group", tp_group)
-
-
-def _data_parallel_rank(
-    key: str,
-    tp_group: GroupOrLayout,
-    dp_cp_group: GroupOrLayout,
-) -> int:
-    if dp_cp_group is None and isinstance(tp_group, ParallelLayout):
-        dp_cp_group = tp_group
-    if isinstance(dp_cp_group, ParallelLayout):
-        return dp_cp_group.dp_cp_rank
-    return _place(key, "dp_cp_group", dp_cp_group)[0]
-
-
 def _place(
-    key: str,
-    name: str,
-    group: ProcessGroupLike | None,
+    key: str, kind: str, group: GroupOrLayout, other: GroupOrLayout
 ) -> tuple[int, int]:
+    """This rank's number in its group of a kind ("tp" or "dp_cp"), and the group's size.
+
+    ``other``: the other group that was given; a layout serves for both.
+    """
+    if group is None and isinstance(other, ParallelLayout):
+        group = other
+    if isinstance(group, ParallelLayout):
+        return getattr(group, f"{kind}_rank"), getattr(group, f"{kind}_size")
     if group is not None:
         return group.rank(), group.size()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ShardingError(
-            f"{key!r}: {name} is needed to know which part this rank has; give a process group, or "
-            "ParallelLayout.of(rank, tp=..., dp=..., pp=...) for both groups"
+            f"{key!r}: {kind}_group is needed to know which part this rank has; give a process "
+            "group, or ParallelLayout.of(rank, tp=..., dp=..., pp=...) for both groups"
         )
     return 0, 1
 
@@ -191,9 +163,9 @@ def make_tp_sharded_tensor_for_checkpoint(
     default replica id is (0, 0, data-parallel rank). ``kwargs`` go to
     ``ShardedTensor.from_rank_offsets``.
     """
-    tp_rank, tp_size = _tp_place(key, tp_group, dp_cp_group)
+    tp_rank, tp_size = _place(key, "tp", tp_group, dp_cp_group)
     if replica_id is None:
-        replica_id = (0, 0, _data_parallel_rank(key, tp_group, dp_cp_group))
+        replica_id = (0, 0, _place(key, "dp_cp", dp_cp_group, tp_group)[0])
     prepended = len(prepend_offsets)
     return ShardedTensor.from_rank_offsets(
         key,
@@ -212,8 +184,8 @@ def _replica_of_copy(
     dp_cp_group: GroupOrLayout,
 ) -> ReplicaId:
     """(0, tensor-parallel rank, data-parallel rank)."""
-    tp_rank, _ = _tp_place(key, tp_group, dp_cp_group)
-    return 0, tp_rank, _data_parallel_rank(key, tp_group, dp_cp_group)
+    tp_rank, _ = _place(key, "tp", tp_group, dp_cp_group)
+    return 0, tp_rank, _place(key, "dp_cp", dp_cp_group, tp_group)[0]
 
 
 def make_sharded_tensor_for_checkpoint(
