@@ -20,6 +20,7 @@ from megackpt import limits
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
+    DIGEST_SIZE,
     Declarations,
     LoadPlan,
     Location,
@@ -133,6 +134,26 @@ class Finished:
 
     manifest: Manifest
     files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+WrittenRow = tuple[Location, bytes]
+"""Where one row of a plan is, and the digests of its blocks."""
+
+
+def write_result(plan: SavePlan, written: Mapping[int, WrittenRow]) -> WriteResult:
+    """The result of a rank that wrote each row of its plan as one chunk."""
+    rows = [written[row] for row in range(len(plan))]
+    files: dict[str, int] = {}
+    numbers = [files.setdefault(place.file, len(files)) for place, _ in rows]
+    digests = np.frombuffer(b"".join(digests for _, digests in rows), np.uint8)
+    return WriteResult.of_rows(
+        plan.boxes,
+        tuple(files),
+        np.array(numbers, np.int32),
+        np.array([place.start for place, _ in rows], np.int64),
+        np.array([place.length for place, _ in rows], np.int64),
+        digests.reshape(-1, DIGEST_SIZE),
+    )
 
 
 class Backend(ABC):

@@ -20,7 +20,7 @@ from urllib.parse import unquote_to_bytes
 import xxhash
 from numpy.typing import NDArray
 
-from megackpt.backends.base import CONFIG, Target
+from megackpt.backends.base import CONFIG, Target, WrittenRow
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
@@ -122,7 +122,7 @@ def write_object(
     box: Box,
     blocks: Iterator[memoryview],
     batch: Batch | None = None,
-) -> tuple[Location, bytes]:
+) -> WrittenRow:
     """Write the blob of one shard, durable with its batch if it has one. Returns its location and digests."""
     file, digests = shard_file(entry, box), []
     with (batch or root).create(file) as writer:

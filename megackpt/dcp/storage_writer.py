@@ -25,9 +25,9 @@ from torch.futures import Future
 
 from megackpt import serialization
 from megackpt.backends.base import CONFIG
+from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.torch_dist import METADATA
 from megackpt.backends.torch_dist.distcp_writer import (
-    COMMON_FILE,
     Records,
     file_name as default_file_name,
 )

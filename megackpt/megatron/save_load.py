@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from megackpt import checkpoint, loader, saver
 from megackpt.async_save import AsyncRequest
 from megackpt.backends.base import CONFIG
-from megackpt.backends.torch_dist.distcp_writer import COMMON_FILE
+from megackpt.backends.object_files import COMMON_FILE
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint
 from megackpt.megatron.strategy_classes import (
     TorchCommonSaveStrategy,

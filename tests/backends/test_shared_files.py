@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from megackpt.backends import shared_files
+from megackpt.backends.base import write_result
 from megackpt.backends.shared_files import (
-    Runs,
+    byte_runs,
     compute_digests,
     merge_pieces,
     write_tensors,
@@ -51,12 +52,12 @@ def test_runs_are_the_bytes_of_the_box_in_order(
         .reshape(-1)
         .tolist()
     )
-    runs = Runs.of(box, meta)
-    found = [start + i for start in runs.starts() for i in range(runs.length)]
+    length, runs = byte_runs(box, meta)
+    starts = list(runs)
+    found = [start + i for start in starts for i in range(length)]
     assert found == expected
     # Each run is as long as can be: between two of them something is missing.
-    starts = list(runs.starts())
-    assert all(b > a + runs.length for a, b in pairwise(starts) if runs.length)
+    assert all(b > a + length for a, b in pairwise(starts) if length)
 
 
 def placed(
@@ -78,8 +79,7 @@ def write(
     root: LocalStorage, world: World, plans: list[SavePlan], manifest: Manifest
 ) -> Manifest:
     results = [
-        shared_files.write_result(p, write_tensors(root, p, MemorySource(world, p)))
-        for p in plans
+        write_result(p, write_tensors(root, p, MemorySource(world, p))) for p in plans
     ]
     return manifest.located(results)
 

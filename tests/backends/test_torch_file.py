@@ -291,9 +291,7 @@ def test_no_archive_is_made_where_a_tensor_was_not_written(tmp_path: Path) -> No
         [row for row in range(len(manifest.chunks)) if manifest.chunks.tensor[row] != 1]
     )
     chunks = manifest.chunks.take(rows)
-    with pytest.raises(
-        BackendError, match=r"model\.pt: a payload is missing before byte"
-    ):
+    with pytest.raises(BackendError, match=r"no rank wrote parts of 'b'$"):
         TorchFile().finish(root, dataclasses.replace(manifest, chunks=chunks))
     assert not TorchFile().recognises(root)
 

@@ -27,6 +27,7 @@ from megackpt.backends.base import (
     Properties,
     Source,
     Target,
+    write_result,
 )
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.safetensors.headers import (
@@ -99,10 +100,10 @@ class Safetensors(Backend):
             entry = plan.tensors[number]
             if entry.meta.is_object:
                 box = plan.boxes.row(row, len(entry.meta.shape))
-                found[row] = shared_files.WrittenRow(
-                    *object_files.write_object(root, entry, box, data.blocks(row))
+                found[row] = object_files.write_object(
+                    root, entry, box, data.blocks(row)
                 )
-        return shared_files.write_result(plan, found)
+        return write_result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         files = self._arranged(manifest)

@@ -31,10 +31,10 @@ from megackpt.backends.base import (
     config_file,
     read_config,
 )
+from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_dist import foreign_manifest, metadata_writer, record_crc
 from megackpt.backends.torch_dist.distcp_writer import (
-    COMMON_FILE,
     distribute,
     file_name,
     write_files,

@@ -12,19 +12,19 @@ from typing import NamedTuple
 import numpy as np
 
 from megackpt.backends.archives import ALIGNMENT
-from megackpt.backends.base import Source
+from megackpt.backends.base import Source, WrittenRow, write_result
+from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.torch_dist.record_frame import frame
 from megackpt.errors import BackendError
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
-    DIGEST_SIZE,
     ITEMSIZE,
+    Location,
     SavePlan,
     WriteResult,
 )
 from megackpt.storage import FileWriter, Storage, digest
 
-COMMON_FILE = "common.pt"
 BATCH = 8 << 20
 """Bytes of small records that one write gathers."""
 VIEWS = 1024
@@ -57,11 +57,9 @@ def distribute(plan: SavePlan, files: int, hint: str | None) -> list[FilePart]:
 
     The common state has a file of its own. So have keys that begin with ``hint``.
     """
-    metas = [entry.meta for entry in plan.tensors]
-    itemsize = np.array([meta.itemsize for meta in metas], np.int64)
-    is_object = np.array([meta.is_object for meta in metas], np.bool_)
-    sizes = plan.boxes.volume * itemsize[plan.tensor] if len(plan) else np.zeros(0)
-    sizes = np.where(is_object[plan.tensor], -1, sizes).astype(np.int64)
+    # The box of an object has one element, and the size of its blob is not known.
+    itemsize = np.array([entry.meta.itemsize or -1 for entry in plan.tensors], np.int64)
+    sizes = plan.boxes.volume * itemsize[plan.tensor]
     common: list[int] = []
     groups: dict[str, list[int]] = {"": []}
     for row, number in enumerate(plan.tensor.tolist()):
@@ -107,39 +105,31 @@ def write_files(
     """Write all files, one thread each, durably."""
     with ThreadPoolExecutor(max(len(parts), 1), "megackpt-write") as pool:
         jobs = [pool.submit(_write_file, root, part, plan, data) for part in parts]
-    file = np.zeros(len(plan), np.int32)
-    start = np.zeros(len(plan), np.int64)
-    length = np.zeros(len(plan), np.int64)
-    digests = [b""] * len(plan)
-    for number, (part, job) in enumerate(zip(parts, jobs, strict=True)):
+    written: dict[int, WrittenRow] = {}
+    for part, job in zip(parts, jobs, strict=True):
         for row, record in zip(part.rows, job.result(), strict=True):
-            file[row] = number
-            start[row], length[row], digests[row] = record
-    table = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_SIZE)
-    names = [part.name for part in parts]
-    return WriteResult.of_rows(plan.boxes, names, file, start, length, table)
+            place = Location(part.name, record.start, record.length)
+            written[row] = place, record.digests
+    return write_result(plan, written)
 
 
 def _write_file(
     root: Storage, part: FilePart, plan: SavePlan, data: Source
 ) -> list[WrittenRecord]:
-    metas = [plan.tensors[number].meta for number in plan.tensor[part.rows].tolist()]
-    extents = plan.boxes.shape[part.rows].tolist()
+    items = [plan.row(row) for row in part.rows]
     written: list[WrittenRecord] = []
     with root.create(part.name) as writer:
-        itemsize = np.array([meta.itemsize for meta in metas], np.int64)
-        writer.expect(int((plan.boxes.volume[part.rows] * itemsize).sum()))
+        writer.expect(sum(item.nbytes for item in items))
         records = Records(writer)
-        for row, meta, extent in zip(part.rows, metas, extents, strict=True):
-            if meta.is_object:
-                written.append(records.blob(data.blocks(row)))
+        for row, item in zip(part.rows, items, strict=True):
+            blocks = data.blocks(row)
+            if item.meta.is_object:
+                written.append(records.blob(blocks))
                 continue
-            shape = tuple(extent[: len(meta.shape)])
-            record = records.tensor(meta.dtype, shape, data.blocks(row))
-            size = math.prod(shape) * meta.itemsize
-            if record.length != size:
+            record = records.tensor(item.meta.dtype, item.shard.box.shape, blocks)
+            if record.length != item.nbytes:
                 raise BackendError(
-                    f"{plan.row(row).shard} should have {size} bytes, "
+                    f"{item.shard} should have {item.nbytes} bytes, "
                     f"but {record.length} came from the model"
                 )
             written.append(record)

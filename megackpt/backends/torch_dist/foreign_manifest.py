@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.torch_dist import flattened
-from megackpt.backends.torch_dist.distcp_writer import COMMON_FILE
 from megackpt.backends.torch_dist.metadata_reader import (
     ListedItem,
     Listing,

@@ -19,9 +19,8 @@ import torch
 from megackpt import serialization
 from megackpt.backends.archives import StoredTensor, load_structure
 from megackpt.backends.base import THREADS, Target
-from megackpt.backends.object_files import ConvertedObjects
+from megackpt.backends.object_files import COMMON_FILE, ConvertedObjects
 from megackpt.backends.ranges import read_raw, refuse_sparse
-from megackpt.backends.torch_dist.distcp_writer import COMMON_FILE
 from megackpt.backends.torch_dist.flattened import Part, Parts
 from megackpt.backends.torch_dist.foreign_manifest import EDGE
 from megackpt.errors import CorruptCheckpoint

@@ -23,6 +23,7 @@ from megackpt.backends.base import (
     Properties,
     Source,
     Target,
+    write_result,
 )
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.torch_file import file_reader, file_writer
@@ -71,10 +72,8 @@ class TorchFile(Backend):
                 updater.write_at(start, [memoryview(blob)])
                 number, end = number + 1, start + len(blob)
                 place = Location(NAME, start, len(blob))
-                found[row] = shared_files.WrittenRow(
-                    place, digest_blocks(memoryview(blob))
-                )
-        return shared_files.write_result(plan, found)
+                found[row] = place, digest_blocks(memoryview(blob))
+        return write_result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """Read every payload once, for digests and for the checksums of the archive."""
