@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from megackpt.distributed import RankGroup, Streams
@@ -95,15 +94,6 @@ class ThreadedGroup(RankGroup):
             return self._meeting.meet(self.rank, name, value)
 
 
-@dataclass
-class _Collective:
-    """One collective: for each rank that came its name and the rank's value."""
-
-    names: dict[int, str] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)
-    done: bool = False
-
-
 class _Meeting:
     """Where the ranks meet for each collective. The first failure ends it for all."""
 
@@ -111,7 +101,8 @@ class _Meeting:
         self.size = size
         self.timeout = timeout
         self._changed = threading.Condition()
-        self._current = _Collective()
+        # The current collective: for each rank that came its name and the rank's value.
+        self._here: dict[int, tuple[str, Any]] = {}
         self._gone: dict[int, str] = {}
         self._failure: RankLost | None = None
         self._messages: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
@@ -119,28 +110,25 @@ class _Meeting:
     def meet(self, rank: int, name: str, value: Any) -> list[Any]:
         """Wait for all ranks, and return the values of all in rank order."""
         with self._changed:
-            current = self._current
-            current.names[rank], current.values[rank] = name, value
-            complete = len(current.names) == self.size
-            same = len(set(current.names.values())) == 1
-            if complete and same and not self._failure:
-                current.done = True
-                self._current = _Collective()
-            else:
-                self._check()
+            here = self._here
+            here[rank] = name, value
+            if len(here) == self.size and not self._failure and not self._differ():
+                self._here = {}
+            self._check()
             self._changed.notify_all()
-            if not self._changed.wait_for(
-                lambda: current.done or self._failure, self.timeout
-            ):
+            over = self._changed.wait_for(
+                lambda: self._here is not here or self._failure, self.timeout
+            )
+            if not over:
                 self._fail(f"no answer within {self.timeout:g} s from", self._absent())
-            if not current.done:
+            if self._here is here:
                 self._raise()
-            return [current.values[each] for each in range(self.size)]
+            return [here[each][1] for each in range(self.size)]
 
     def awaited_by(self, rank: int) -> list[int] | None:
         """Return the ranks for which this rank waits; None if it does not wait."""
         with self._changed:
-            return list(self._absent()) if rank in self._current.names else None
+            return list(self._absent()) if rank in self._here else None
 
     def send(self, rank: int, to: int, data: bytes) -> None:
         with self._changed:
@@ -151,17 +139,15 @@ class _Meeting:
         """Wait for the next message from ``source`` to this rank."""
         messages = self._messages[source, rank]
         with self._changed:
-            if not self._changed.wait_for(
+            self._changed.wait_for(
                 lambda: messages or self._failure or source in self._gone, self.timeout
-            ):
-                late = f"did not answer within {self.timeout:g} s"
-                self._gone.setdefault(source, late)
+            )
             if not messages:
-                if not self._failure:
-                    missing = {source: self._gone[source]}
-                    self._fail(
-                        f"rank {rank} waits in vain in the stage {stage!r}:", missing
-                    )
+                late = f"did not answer within {self.timeout:g} s"
+                missing = {source: self._gone.get(source, late)}
+                self._fail(
+                    f"rank {rank} waits in vain in the stage {stage!r}:", missing
+                )
                 self._raise()
             return messages.popleft()
 
@@ -172,22 +158,26 @@ class _Meeting:
             self._check()
             self._changed.notify_all()
 
+    def _differ(self) -> bool:
+        return len({name for name, _ in self._here.values()}) > 1
+
     def _check(self) -> None:
         """Fail if the ranks can never meet: at different collectives, or some are gone."""
-        if self._current.names and self._gone:
+        if self._here and self._gone:
             self._fail("the others wait in vain:", self._gone)
-        elif len(set(self._current.names.values())) > 1:
+        elif self._differ():
             self._fail("the ranks are at different collectives:", {})
 
     def _absent(self) -> dict[int, str]:
-        came = self._current.names
-        return {rank: "did not come" for rank in range(self.size) if rank not in came}
+        missing = set(range(self.size)).difference(self._here)
+        return dict.fromkeys(sorted(missing), "did not come")
 
     def _fail(self, text: str, missing: dict[int, str]) -> None:
-        states = {rank: f"is at {name}" for rank, name in self._current.names.items()}
-        states.update(missing)
-        listed = "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states))
-        self._failure = self._failure or RankLost(f"{text} {listed}", missing)
+        if self._failure is None:
+            states = {rank: f"is at {name}" for rank, (name, _) in self._here.items()}
+            states.update(missing)
+            listed = "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states))
+            self._failure = RankLost(f"{text} {listed}", dict(missing))
         self._changed.notify_all()
 
     def _raise(self) -> None:
