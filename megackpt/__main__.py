@@ -62,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind = type(error).__name__
         if options.json:
             try:
-                print_answer(
-                    Answer({"error": {"kind": kind, "message": text}}, ()), True
-                )
+                print_answer(Answer({"error": {"kind": kind, "message": text}}), True)
             except OSError:
                 # The error may be of stdout itself.
                 _discard_output()
@@ -160,9 +158,7 @@ def _add_command(
 
     def run(options: argparse.Namespace) -> Answer:
         # Imported late, so that --help is quick.
-        module = import_module(
-            f"megackpt.cli.{'show' if name == 'show' else 'commands'}"
-        )
+        module = import_module("megackpt.cli.commands")
         function: Callable[[argparse.Namespace], Answer] = getattr(module, name)
         return function(options)
 

@@ -1,30 +1,32 @@
-"""The commands ``ls``, ``verify``, ``diff`` and ``convert``: options in, an answer out."""
+"""The commands ``ls``, ``show``, ``verify``, ``diff`` and ``convert``: options in, an answer out."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+import difflib
+import fnmatch
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megackpt import events
-from megackpt.checkpoint import Report, open_checkpoint, verify as verify_checkpoint
-from megackpt.cli.compare import Comparison, Tolerance, compare
-from megackpt.cli.output import (
-    Answer,
-    Block,
-    Cell,
-    Line,
-    Table,
-    counted,
-    format_age,
-    format_shape,
-    one_line,
-)
-from megackpt.errors import MismatchError, NotACheckpoint
-from megackpt.events import format_size
-from megackpt.manager import Run, Step, list_run
+from megackpt.checkpoint import Opened, open_checkpoint, verify as verify_checkpoint
+from megackpt.checkpoint.regions import Regions
+from megackpt.cli.compare import Tolerance, compare
+from megackpt.cli.output import Answer
+from megackpt.errors import MismatchError, NotACheckpoint, StorageError
+from megackpt.manager import list_run
+from megackpt.planning.manifest import Manifest, TensorParts
+from megackpt.progress_line import is_terminal
 
-_MAX_VALUE_LENGTH = 200
+# int() refuses the longest numbers, and 10 digits do not number layers.
+_NUMBER = re.compile(r"(?<![^.])\d{1,9}(?![^.])", re.ASCII)
+"""A part of a key, between two dots."""
+
+Entry = dict[str, Any]
 
 
 def ls(options: argparse.Namespace) -> Answer:
@@ -39,59 +41,12 @@ def ls(options: argparse.Namespace) -> Answer:
             ) from error
     data = {
         "location": run.location,
+        "latest": run.latest and run.latest.name,
         "checkpoint": run.itself,
         "steps": run.steps,
         "trackers": run.trackers,
-        "latest": run.latest.name if run.latest else None,
     }
-    return Answer(data, _run_blocks(run))
-
-
-def _run_blocks(run: Run) -> Iterator[Block]:
-    location = Cell(run.location, "bold")
-    if step := run.itself:
-        size = f"{counted(step.files, 'file')}, {format_size(step.bytes)}"
-        text = f"{_format(step)}, {size}, saved {format_age(step.saved)} ago"
-        yield location, f" is a checkpoint: {text}"
-    if not run.steps:
-        return
-    complete = sum(bool(step.complete) for step in run.steps)
-    yield location, f": {counted(len(run.steps), 'checkpoint')}, {complete:,} complete"
-    headings = ("name", "step", "format", "files", "size", "age", "state")
-    rows = [_step_row(step, step is run.latest) for step in run.steps]
-    yield Table(headings, rows, right=(1, 3, 4, 5))
-    for step in run.steps:
-        if step.reason:
-            yield Cell(step.name, "bold"), f": {step.reason}"
-    for tracker in run.trackers:
-        verdict = Cell("correct", "green")
-        if tracker.problem:
-            verdict = Cell(tracker.problem, "red")
-        text = f" names {tracker.says or 'nothing'} as the latest: "
-        yield Cell(tracker.name, "bold"), text, verdict
-
-
-def _step_row(step: Step, is_latest: bool) -> Line:
-    state = Cell("incomplete", "red")
-    if is_latest:
-        state = Cell("complete, latest", "bold green")
-    elif step.complete:
-        state = Cell("complete", "green")
-    elif step.complete is None:
-        state = Cell("not readable", "yellow")
-    return [
-        Cell(step.name, "bold" if is_latest else ""),
-        "-" if step.step is None else str(step.step),
-        Cell(_format(step), "cyan"),
-        f"{step.files:,}",
-        format_size(step.bytes),
-        format_age(step.saved) if step.saved else "-",
-        state,
-    ]
-
-
-def _format(step: Step) -> str:
-    return f"{step.format} {step.version}" if step.format else "-"
+    return Answer(data)
 
 
 def verify(options: argparse.Namespace) -> Answer:
@@ -102,36 +57,7 @@ def verify(options: argparse.Namespace) -> Answer:
         status = 1
     elif report.unread:
         status = 6
-    return Answer({"ok": report.ok, **vars(report)}, _report_blocks(report), status)
-
-
-def _report_blocks(report: Report) -> Iterator[Block]:
-    verdict = Cell("all good", "bold green")
-    if report.problems:
-        verdict = Cell(counted(len(report.problems), "problem"), "bold red")
-    elif report.unread:
-        text = f"{counted(len(report.unread), 'part')} could not be read"
-        verdict = Cell(text, "bold red")
-    size = f"{format_size(report.bytes)} in {counted(report.files, 'file')}"
-    entries = counted(report.tensors, "entry")
-    yield Cell(report.location, "bold"), f": {entries}, {size}: ", verdict
-    lists = [
-        ("  - ", "red", report.problems),
-        ("  could not be read: ", "red", report.unread),
-        ("  needs trusted=: ", "yellow", report.untrusted),
-    ]
-    for label, style, texts in lists:
-        for text in texts:
-            first, *others = text.split("\n")
-            yield Cell(label, style), first
-            for line in others:
-                yield "    ", line
-    if report.ok and not report.checked:
-        text = "  it has no digests: sizes were checked, not the content"
-        yield (Cell(text, "yellow"),)
-    if report.foreign:
-        text = f"  not part of the checkpoint: {', '.join(report.foreign)}"
-        yield (Cell(text, "yellow"),)
+    return Answer({"ok": report.ok, **vars(report)}, status)
 
 
 def diff(options: argparse.Namespace) -> Answer:
@@ -147,67 +73,7 @@ def diff(options: argparse.Namespace) -> Answer:
             f"neither {options.a} nor {options.b} has a key that matches {options.select!r}"
         )
     data = {"a": options.a, "b": options.b, "same": found.same, **vars(found)}
-    blocks = _comparison_blocks(options.a, options.b, found)
-    return Answer(data, blocks, 0 if found.same else 1)
-
-
-def _comparison_blocks(a: str, b: str, found: Comparison) -> Iterator[Block]:
-    yield "A: ", Cell(a, "bold")
-    yield "B: ", Cell(b, "bold")
-    only = [("A", key) for key in found.only_a] + [("B", key) for key in found.only_b]
-    yield Table(("only in", "key"), only)
-    described: list[Line] = []
-    tensors: list[Line] = []
-    elements: list[Line] = []
-    objects: list[Line] = []
-    for key, *metas in found.described:
-        texts = [f"{meta.dtype} {format_shape(meta.shape)}" for meta in metas]
-        described.append([key, *_side_cells(texts)])
-    for tensor in found.tensors:
-        count = Cell(f"{tensor.elements:,}", "yellow")
-        largest = Cell(f"{tensor.max:.9g}", "bold")
-        tensors.append([tensor.key, count, f"{tensor.total:,}", largest])
-        for index, *values in tensor.first:
-            elements.append([tensor.key, str(list(index)), *_side_cells(values)])
-    for shard in found.objects:
-        name = f"{shard.key} {list(shard.offset)}" if shard.offset else shard.key
-        for path, *values in shard.changes:
-            where = ".".join(map(str, path)) or "(all of it)"
-            objects.append([name, where, *_side_cells(map(_shortened, values))])
-    yield Table(("different shape or dtype", "a", "b"), described)
-    yield Table(("tensor", "differing", "of", "max"), tensors, right=(1, 2, 3))
-    yield Table(("first elements of", "at", "a", "b"), elements, right=(2, 3))
-    yield Table(("object", "part", "a", "b"), objects)
-    compared = (
-        f"{counted(found.compared, 'key')} compared ({found.by_digest:,} the same by digest, "
-        f"{format_size(found.bytes_read)} read)"
-    )
-    if found.same:
-        yield Cell("the same", "bold green"), f": {compared}"
-        return
-    counts = {
-        "only in A": len(found.only_a),
-        "only in B": len(found.only_b),
-        "of different shape or dtype": len(found.described),
-        "tensors with different values": len(found.tensors),
-        "different objects": len({shard.key for shard in found.objects}),
-    }
-    texts = [f"{count:,} {text}" for text, count in counts.items() if count]
-    yield Cell("different", "bold red"), f": {', '.join(texts)}; {compared}"
-
-
-def _side_cells(values: Iterable[Any]) -> list[Cell]:
-    texts = [f"{v:.9g}" if isinstance(v, float) else str(v) for v in values]
-    return [Cell(texts[0], "red"), Cell(texts[1], "green")]
-
-
-def _shortened(value: Any) -> str:
-    if value is ...:
-        return "-"
-    text = one_line(value)
-    if len(text) <= _MAX_VALUE_LENGTH:
-        return text
-    return f"{text[:_MAX_VALUE_LENGTH]}... ({len(text)} characters)"
+    return Answer(data, int(not found.same))
 
 
 def convert(options: argparse.Namespace) -> Answer:
@@ -230,17 +96,129 @@ def convert(options: argparse.Namespace) -> Answer:
             options.usage_error(str(error))
             raise
         running.bytes = done.bytes
-    data = {"source": options.source, **vars(done)}
-    counts = [
-        counted(done.tensors, "tensor"),
-        counted(done.objects, "object"),
-        format_size(done.bytes),
-    ]
-    if done.resumed:
-        counts.append(f"{format_size(done.resumed)} of it by an earlier run")
-    text = f": written as {done.format}: {', '.join(counts)}"
-    blocks: list[Block] = [(Cell(done.target, "bold"), text)]
-    for key, count in done.overflows.items():
-        text = f"{key}: {count:,} finite values are out of range of the target dtype"
-        blocks.append((Cell(text, "yellow"),))
-    return Answer(data, blocks)
+    return Answer({"source": options.source, **vars(done)})
+
+
+def show(options: argparse.Namespace) -> Answer:
+    """Raises MismatchError if no key matches, NotACheckpoint, CorruptCheckpoint, StorageError."""
+    opened = open_checkpoint(options.checkpoint)
+    manifest = opened.manifest
+    numbers = _select(manifest, options.checkpoint, options.key)
+    name, version = manifest.backend
+    data: dict[str, Any] = {
+        "location": options.checkpoint,
+        "format": name,
+        "version": version,
+        "save_id": manifest.save_id,
+        "digests": len(manifest.chunks.digests) > 0,
+        "files": len(manifest.files) + len(opened.small),
+        "chunks": len(manifest.chunks),
+        "bytes": int(manifest.chunks.length.sum()),
+    }
+    text = data
+    if options.key is not None or not (options.common or options.html):
+        has_layout = options.chunks or (options.key is not None and len(numbers) == 1)
+        data["entries"] = _entries(manifest, numbers, has_layout)
+        if is_terminal(sys.stdout) and not options.all and not has_layout:
+            text = {**data, "entries": _folded(data["entries"])}
+    if options.common:
+        data["common"] = text["common"] = _common_state(opened)
+    if options.html:
+        _write_shard_map(opened, options.checkpoint, options.html)
+        data["html"] = text["html"] = options.html
+    return Answer(data, text=text)
+
+
+def _select(manifest: Manifest, checkpoint: str, pattern: str | None) -> list[int]:
+    """The numbers of the entry with the key ``pattern``, or else of those that match it."""
+    numbers = manifest.numbers()
+    if pattern is None:
+        keys = sorted(numbers)
+    elif pattern in numbers:
+        keys = [pattern]
+    else:
+        keys = sorted(fnmatch.filter(numbers, pattern))
+        if not keys:
+            text = f"{checkpoint} holds no key {pattern!r}"
+            if near := difflib.get_close_matches(pattern, numbers, n=3, cutoff=0.4):
+                text += f"; the nearest are {', '.join(map(repr, near))}"
+            raise MismatchError(text)
+    return [numbers[key] for key in keys]
+
+
+def _entries(
+    manifest: Manifest, numbers: Sequence[int], has_layout: bool
+) -> list[Entry]:
+    parts = TensorParts(manifest)
+    entries = []
+    for number in numbers:
+        key, meta = manifest.tensors[number]
+        rows = parts.rows(number)
+        entry: Entry = {
+            "key": key,
+            "dtype": meta.dtype,
+            "shape": meta.shape,
+            "chunks": len(rows),
+            "bytes": int(manifest.chunks.length[rows].sum()),
+            "grid": manifest.grids[number],
+        }
+        entries.append(entry)
+        if not has_layout:
+            continue
+        entry["layout"] = []
+        for row in rows.tolist():
+            chunk = manifest.chunk(row)
+            rank = None
+            if chunk.writer >= 0:
+                rank = chunk.writer
+            layout = {
+                "offset": chunk.box.offset,
+                "shape": chunk.box.shape,
+                **asdict(chunk.location),
+                "rank": rank,
+                "digests": [digest.tobytes().hex() for digest in chunk.digests],
+            }
+            entry["layout"].append(layout)
+    return entries
+
+
+def _folded(entries: Sequence[Entry]) -> list[Entry]:
+    """Entries that differ only in numbers of their keys, as layers do, are one."""
+    groups: dict[object, list[Entry]] = {}
+    for entry in entries:
+        pattern = _NUMBER.sub("#", entry["key"])
+        alike = [entry[name] for name in ("dtype", "shape", "chunks", "bytes")]
+        groups.setdefault((pattern, *alike), []).append(entry)
+    folded = []
+    for group in groups.values():
+        label = group[0]["key"]
+        if len(group) > 1:
+            numbers = [map(int, _NUMBER.findall(entry["key"])) for entry in group]
+            label, *rest = _NUMBER.split(label)
+            for column, text in zip(zip(*numbers, strict=True), rest, strict=True):
+                label += str(min(column))
+                if min(column) < max(column):
+                    label += f"-{max(column)}"
+                label += text
+            label += f" ({len(group)} alike)"
+        folded.append({**group[0], "key": label})
+    return folded
+
+
+def _common_state(opened: Opened) -> Any:
+    # Imports torch.
+    from megackpt.serialization.inspection import look
+
+    blob = Regions(opened).common()
+    if blob is None:
+        return None
+    return look(blob, f"{opened.storage.location}: the common state")
+
+
+def _write_shard_map(opened: Opened, title: str, file: str) -> None:
+    from megackpt.cli.report import shard_map
+
+    try:
+        Path(file).write_text(shard_map(opened, title=title), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {file}: {error.strerror}") from error

@@ -93,18 +93,18 @@ class ObjectDifference:
 class Comparison:
     """Everything that differs between two checkpoints."""
 
-    only_a: list[str] = field(default_factory=list)
-    only_b: list[str] = field(default_factory=list)
-    described: list[Described] = field(default_factory=list)
-    """If only the dtypes differ, values are compared, too."""
-    tensors: list[TensorDifference] = field(default_factory=list)
-    objects: list[ObjectDifference] = field(default_factory=list)
     compared: int = 0
     """Keys in both checkpoints."""
     by_digest: int = 0
     """Keys that are known to be equal without reading them."""
     bytes_read: int = 0
     """From both checkpoints."""
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+    described: list[Described] = field(default_factory=list)
+    """If only the dtypes differ, values are compared, too."""
+    tensors: list[TensorDifference] = field(default_factory=list)
+    objects: list[ObjectDifference] = field(default_factory=list)
 
     @property
     def same(self) -> bool:

@@ -1,61 +1,38 @@
-"""Prints the answer of a command: as JSON, or as lines of text, with colours on a terminal.
+"""Prints the answer of a command. JSON and text have the same fields.
 
-An answer has data for JSON, and blocks for text. A block is a line or a table.
+In text a field is a line, and a list of records a table.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
-from megackpt.progress_line import is_open, is_terminal
+from megackpt.events import format_size
+from megackpt.progress_line import is_open
 
-_COLUMN_GAP = "  "
-_CODES = {
-    "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"
-}  # fmt: skip
-"""Escape codes of terminals."""
+_MAX_VALUE_LENGTH = 200
+_SIZES = ("bytes", "bytes_read", "resumed")
 
-
-class Cell(NamedTuple):
-    """Text, and its style on a terminal: "bold", "red", "bold green"."""
-
-    text: str
-    style: str = ""
-
-
-Line = Sequence[Cell | str]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows under headings. ``right`` has the numbers of the columns that are aligned right."""
-
-    headings: Sequence[str]
-    rows: Sequence[Line]
-    right: Collection[int] = ()
-
-
-Block = Line | Table
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a command.
+    """The answer of a command, and its exit status.
 
-    ``data`` is printed with ``--json``, ``blocks`` (made when they are needed) without it.
+    ``text`` replaces ``data`` where the answer is printed as text.
     """
 
-    data: Mapping[str, Any]
-    blocks: Iterable[Block]
+    data: Record
     status: int = 0
+    text: Record | None = None
 
 
 def print_answer(answer: Answer, as_json: bool) -> None:
@@ -65,7 +42,7 @@ def print_answer(answer: Answer, as_json: bool) -> None:
     if as_json:
         print(json.dumps(to_json(answer.data), indent=2, allow_nan=False))
     else:
-        for line in format_blocks(answer.blocks, _shows_styles(sys.stdout)):
+        for line in text_lines(answer.text or answer.data):
             print(line)
     sys.stdout.flush()
 
@@ -74,59 +51,110 @@ def print_error(text: str) -> None:
     """Print a message to stderr. The exit status reports the error, too, so this may fail."""
     if not is_open(sys.stderr):
         return
-    first, *others = text.split("\n")
-    kind, colon, rest = first.partition(": ")
-    lines: list[Line] = [(Cell(kind, "bold red"), colon, rest)]
-    lines += [(line,) for line in others]
     with suppress(OSError):
-        for line in format_blocks(lines, _shows_styles(sys.stderr)):
-            print(line, file=sys.stderr)
+        for line in text.split("\n"):
+            print(escape(line), file=sys.stderr)
 
 
-def _shows_styles(stream: TextIO) -> bool:
-    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+def text_lines(data: Record) -> Iterator[str]:
+    """The fields as lines and tables. No line is cut or wrapped."""
+    for name, value in data.items():
+        if is_dataclass(value):
+            value = [value]
+        if _is_table(value):
+            yield from _table_lines(name, [_fields(record) for record in value])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                for line in str(item).split("\n"):
+                    yield f"{name}: {escape(line)}"
+        elif value != {}:
+            for path, leaf in _leaves(value, name):
+                yield f"{escape(path)}: {_format(name, leaf)}"
 
 
-def format_blocks(blocks: Iterable[Block], has_styles: bool) -> Iterator[str]:
-    """The blocks as lines. No line is cut or wrapped."""
-    follows_table = False
-    for block in blocks:
-        if not isinstance(block, Table):
-            yield "".join(_format_cell(cell, 0, has_styles) for cell in block)
-        elif block.rows:
-            if follows_table:
-                yield ""
-            yield from _table_lines(block, has_styles)
+def _table_lines(name: str, records: Sequence[Record]) -> Iterator[str]:
+    """A table, and below it the tables that are in its records."""
+    nested: set[str] = set()
+    for record in records:
+        nested.update(column for column in record if _is_table(record[column]))
+    columns = [column for column in records[0] if column not in nested]
+    rows = [[column.upper() for column in columns]]
+    rows += [[_format(c, record[c]) for c in columns] for record in records]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    yield ""
+    yield f"{name}:"
+    for row in rows:
+        line = ""
+        for column, cell, width in zip(columns, row, widths, strict=True):
+            if type(records[0][column]) in (int, float):
+                cell = cell.rjust(width)
+            line += cell.ljust(width + 2)
+        yield line.rstrip()
+    for record, row in zip(records, rows[1:], strict=True):
+        for column, value in record.items():
+            if _is_table(value):
+                inner = [_fields(item) for item in value]
+                yield from _table_lines(f"{row[0]}, {column}", inner)
+
+
+def _fields(value: Any) -> Any:
+    """A dataclass or named tuple as a mapping; any other value as it is."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return vars(value)
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    return value
+
+
+def _is_table(value: Any) -> bool:
+    """Whether it is a list of records."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return isinstance(_fields(value[0]), Mapping) and not hasattr(value, "_asdict")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Path and value of each leaf in nested records and lists: ``args.betas[0]``, 0.9."""
+    value = _fields(value)
+    if not isinstance(value, dict | list) or not value:
+        yield path, value
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        if isinstance(key, str) and key.isidentifier():
+            yield from _leaves(item, f"{path}.{key}")
         else:
-            continue
-        follows_table = isinstance(block, Table)
+            yield from _leaves(item, f"{path}[{key!r}]")
 
 
-def _table_lines(table: Table, has_styles: bool) -> Iterator[str]:
-    rows = [[Cell(heading.upper(), "dim") for heading in table.headings], *table.rows]
-    widths = [0] * len(table.headings)
-    for row in rows:
-        for i, cell in enumerate(row):
-            widths[i] = max(widths[i], len(_format_cell(cell, 0, False)))
-    for row in rows:
-        cells = []
-        for i, cell in enumerate(row):
-            # Negative: aligned left.
-            width = widths[i] if i in table.right else -widths[i]
-            cells.append(_format_cell(cell, width, has_styles))
-        yield _COLUMN_GAP.join(cells).rstrip()
-
-
-def _format_cell(cell: Cell | str, width: int, has_styles: bool) -> str:
-    """The text, escaped, aligned and styled."""
-    if isinstance(cell, str):
-        cell = Cell(cell)
-    text = escape(cell.text)
-    text = text.rjust(width) if width > 0 else text.ljust(-width)
-    if not has_styles or not cell.style:
-        return text
-    codes = ";".join(_CODES[name] for name in cell.style.split())
-    return f"\x1b[{codes}m{text}\x1b[0m"
+def _format(name: str, value: Any) -> str:
+    """The value of a field in one line."""
+    value = _fields(value)
+    if value is None:
+        text = "-"
+    elif value is ...:
+        text = "absent"
+    elif isinstance(value, bool):
+        text = "yes" if value else "no"
+    elif name in _SIZES:
+        text = format_size(value)
+    elif name == "saved":
+        text = format_age(value)
+    elif isinstance(value, float):
+        text = f"{value:.9g}"
+    elif isinstance(value, Mapping):
+        text = " ".join(_format(field, item) for field, item in value.items())
+    elif name == "digests" and value:
+        text = value[0] if len(value) == 1 else f"{value[0]} +{len(value) - 1}"
+    elif isinstance(value, list | tuple):
+        text = str(list(value))
+    elif isinstance(value, str):
+        text = value
+    else:
+        text = one_line(value)
+        if len(text) > _MAX_VALUE_LENGTH:
+            text = f"{text[:_MAX_VALUE_LENGTH]}... ({len(text)} characters)"
+    return escape(text)
 
 
 def to_json(value: Any) -> Any:
@@ -135,10 +163,7 @@ def to_json(value: Any) -> Any:
     NaN and infinities become text, tensors their dtype and shape, dataclasses and named tuples
     objects (without fields that are ``...``), other types their repr.
     """
-    if is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
-    elif hasattr(value, "_asdict"):
-        value = value._asdict()
+    value = _fields(value)
     match value:
         case None | bool() | int() | str():
             return value
@@ -156,10 +181,11 @@ def to_json(value: Any) -> Any:
 def one_line(value: Any) -> str:
     """A value in one line; large tensors and bytes by their size."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        text = f"{type(value).__name__.lower()} of {_dtype_name(value)}, "
-        text += format_shape(value.shape)
-        is_small = value.ndim == 0 or (value.ndim == 1 and value.shape[0] <= 8)
-        return f"{text}: {value.tolist()}" if is_small else text
+        shape = "x".join(map(str, value.shape)) or "scalar"
+        text = f"{type(value).__name__.lower()} of {_dtype_name(value)}, {shape}"
+        if value.ndim == 0 or (value.ndim == 1 and value.shape[0] <= 8):
+            text += f": {value.tolist()}"
+        return text
     if isinstance(value, bytes | bytearray | memoryview) and len(value) > 100:
         return f"{len(value)} bytes"
     return repr(value)
@@ -173,26 +199,18 @@ def escape(text: str) -> str:
     """Escape line breaks and all characters that could control a terminal."""
     if text.isprintable():
         return text
-    escaped = [
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text
-    ]
-    return "".join(escaped)
-
-
-def counted(count: int, noun: str) -> str:
-    """1 chunk, 2 chunks, 12,000 entries."""
-    if count != 1:
-        noun = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
-    return f"{count:,} {noun}"
-
-
-def format_shape(shape: Sequence[int]) -> str:
-    """2x3; "scalar" without dimensions."""
-    return "x".join(map(str, shape)) or "scalar"
+    escaped = ""
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        escaped += character
+    return escaped
 
 
 def format_age(moment: float) -> str:
-    """The time since ``moment`` (seconds since 1970), in the largest unit that fits."""
+    """The time since ``moment`` (seconds since 1970; 0: unknown), in the largest unit that fits."""
+    if not moment:
+        return "-"
     seconds = max(0.0, time.time() - moment)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

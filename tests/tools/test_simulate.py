@@ -256,9 +256,9 @@ def test_every_step_is_told() -> None:
     text = subprocess.run(
         [*command, *sizes], check=True, capture_output=True, text=True
     ).stdout
-    assert "A save by 4 ranks (TP 2 x PP 1 x DP 2, EP 2) as torch_dist" in text
-    assert "A load by 2 ranks" in text
-    assert "plan used again" in text
+    assert "simulation_0.format: torch_dist" in text
+    assert "simulation_0.ranks: 4" in text
+    assert "simulation_0.load.ranks: 2" in text
 
 
 @pytest.mark.parametrize(
