@@ -33,7 +33,7 @@ from megackpt.backends.base import (
 )
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.ranges import read_raw
-from megackpt.backends.torch_dist import foreign_manifest, metadata_writer, record_crc
+from megackpt.backends.torch_dist import foreign_manifest, metadata_writer
 from megackpt.backends.torch_dist.distcp_writer import (
     distribute,
     file_name,
@@ -128,7 +128,7 @@ class TorchDist(Backend):
             foreign_reader.read(root, plan, into, verify)
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
-        return record_crc.problems(root, manifest)
+        return foreign_manifest.damage(root, manifest)
 
 
 def extension_keys(root: Storage) -> set[str]:

@@ -44,35 +44,30 @@ def true_shapes(metadata: Record) -> dict[str, tuple[int, ...]]:
     return found
 
 
-class Cells:
-    """How one flattened tensor of this true shape is cut. Raises CorruptCheckpoint where it cannot be so."""
+def true_boxes(
+    name: str, listed: tuple[int, ...], shape: tuple[int, ...], run: Box
+) -> Iterator[Box]:
+    """The boxes of the true tensor whose elements are, one after the other, those of a chunk.
 
-    def __init__(
-        self, name: str, listed: tuple[int, ...], shape: tuple[int, ...]
-    ) -> None:
-        *counts, volume = listed or (0,)
-        fits = len(counts) == len(shape) and all(
-            c and not n % c for n, c in zip(shape, counts, strict=True)
+    ``listed`` is the size in ``.metadata``. Raises CorruptCheckpoint where the shape cannot be cut so.
+    """
+    *counts, volume = listed or (0,)
+    fits = len(counts) == len(shape) and all(
+        c and not n % c for n, c in zip(shape, counts, strict=True)
+    )
+    cell = tuple(n // max(c, 1) for n, c in zip(shape, counts, strict=False))
+    if not fits or math.prod(cell) != volume:
+        raise CorruptCheckpoint(
+            f"{name!r} of shape {shape} cannot be flattened to {listed}"
         )
-        self._extents = (
-            tuple(n // c for n, c in zip(shape, counts, strict=True)) if fits else ()
+    *index, start = run.offset
+    *ones, count = run.shape
+    if any(n != 1 for n in ones):
+        raise CorruptCheckpoint(
+            f"the chunk {run} of the flattened {name!r} is in no single cell"
         )
-        if not fits or math.prod(self._extents) != volume:
-            raise CorruptCheckpoint(
-                f"{name!r} of shape {shape} cannot be flattened to {listed}"
-            )
-        self._name = name
-
-    def boxes(self, run: Box) -> Iterator[Box]:
-        """The boxes of the true tensor whose elements are, one after the other, those of a chunk."""
-        *index, start = run.offset
-        *cells, count = run.shape
-        if any(n != 1 for n in cells):
-            raise CorruptCheckpoint(
-                f"the chunk {run} of the flattened {self._name!r} is in no single cell"
-            )
-        offset = tuple(i * n for i, n in zip(index, self._extents, strict=True))
-        return Box(offset, self._extents).runs(start, start + count)
+    offset = tuple(i * n for i, n in zip(index, cell, strict=True))
+    return Box(offset, cell).runs(start, start + count)
 
 
 class Part(NamedTuple):

@@ -7,9 +7,14 @@ Megatron-Core flattened has its true shape in the manifest.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
+from megackpt.backends.archives import check_archive
+from megackpt.backends.base import THREADS
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.torch_dist import flattened
 from megackpt.backends.torch_dist.metadata_reader import (
@@ -26,6 +31,7 @@ from megackpt.planning.manifest import (
     COMMON,
     ITEMSIZE,
     Manifest,
+    ShardId,
     TensorEntry,
     TensorMeta,
 )
@@ -95,9 +101,48 @@ def _items(listing: Listing) -> Iterator[_Stored]:
             raise BackendError(
                 f"{name!r} is of {listed.dtype}, which cannot be read: its elements are not whole bytes"
             )
-        shape = shapes.get(name, listed.shape)
-        cells = flattened.Cells(name, listed.shape, shape) if name in shapes else None
-        for part in (box,) if cells is None else cells.boxes(box):
-            yield _Stored(
-                TensorEntry(name, TensorMeta(shape, listed.dtype)), part, place
-            )
+        shape, parts = listed.shape, iter((box,))
+        if name in shapes:
+            shape = shapes[name]
+            parts = flattened.true_boxes(name, listed.shape, shape, box)
+        entry = TensorEntry(name, TensorMeta(shape, listed.dtype))
+        for part in parts:
+            yield _Stored(entry, part, place)
+
+
+def damage(root: Storage, manifest: Manifest) -> list[str] | None:
+    """The records that do not match the CRC-32 in their zip directories.
+
+    None if there are none, and some records were written without checksums.
+    """
+    chunks = manifest.chunks
+    # Several chunks may share a record.
+    places = np.stack([chunks.file, chunks.start])
+    rows = np.unique(places, axis=1, return_index=True)[1]
+    rows = rows[chunks.file[rows] >= 0]
+    found: list[str] = []
+    any_unchecked = False
+    with ThreadPoolExecutor(THREADS, "megackpt-checksums") as pool:
+        jobs = pool.map(lambda row: _check_record(root, manifest, row), rows.tolist())
+        for problems, unchecked in jobs:
+            found += problems
+            any_unchecked = any_unchecked or unchecked
+    return None if any_unchecked and not found else found
+
+
+def _check_record(
+    root: Storage, manifest: Manifest, row: int
+) -> tuple[list[str], bool]:
+    """The problems of a record, and whether it has bytes without a checksum."""
+    chunk = manifest.chunk(row)
+    place = chunk.location
+    if root.size(place.file) is None:
+        return [], False  # reported once for the file
+    with root.open(place.file) as reader:
+        try:
+            problems, unchecked = check_archive(reader, place.start, place.length)
+        except CorruptCheckpoint as error:
+            problems, unchecked = [str(error)], False
+    shard = ShardId(manifest.tensors[manifest.chunks.tensor[row]].key, chunk.box)
+    where = f"{root.location}/{place.file}"
+    return [f"{shard}: {problem}: {where}" for problem in problems], unchecked

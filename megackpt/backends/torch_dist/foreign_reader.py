@@ -2,16 +2,14 @@
 
 Archives of contiguous CPU tensors, as torch.save writes them, are read by ranges. Others (other
 strides, a shared or larger storage) are read as objects are, one record at a time, and no code of
-theirs runs. What torch wrote before it wrote archives goes through ``torch.load(weights_only=True)``.
+theirs runs.
 """
 
 from __future__ import annotations
 
-import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ from megackpt.backends.torch_dist.flattened import Part, Parts
 from megackpt.backends.torch_dist.foreign_manifest import EDGE
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
-from megackpt.planning.manifest import ITEMSIZE, LoadPlan
+from megackpt.planning.manifest import ITEMSIZE, Chunk, LoadPlan
 from megackpt.serialization.archive import Archive
 from megackpt.storage import FileReader, Storage, allocate
 
@@ -91,55 +89,44 @@ def _payloads(
         for number in chunks.tolist():
             chunk = manifest.chunk(number)
             dtype = manifest.tensors[manifest.chunks.tensor[number]].meta.dtype
-            record = _Record(reader, chunk.location.start, chunk.location.length)
-            place = record.payload(dtype, chunk.box.shape, parts[number])
+            try:
+                place = _payload(reader, chunk, dtype, parts[number])
+            except CorruptCheckpoint:
+                place = None  # torch itself has the last word
             found.append((number, place))
     return found
 
 
-class _Record:
-    """One archive in a file. Both of its ends are in memory."""
+def _payload(
+    reader: FileReader, chunk: Chunk, dtype: str, part: Part
+) -> tuple[int, int] | None:
+    """Start in the file and length of the C-order bytes of a chunk, if its record has them."""
+    record, length = chunk.location.start, chunk.location.length
 
-    def __init__(self, reader: FileReader, start: int, length: int) -> None:
-        self._reader = reader
-        self._start = start
-        self._length = length
-        if length <= 2 * EDGE:
-            self._head = self._tail = self._fetch(0, length)
-        else:
-            self._head = self._fetch(0, EDGE)
-            self._tail = self._fetch(length - EDGE, EDGE)
-
-    def payload(
-        self, dtype: str, shape: tuple[int, ...], part: Part
-    ) -> tuple[int, int] | None:
-        """Start in the file and length of the C-order bytes of a region of this shape."""
-        try:
-            archive = Archive(self._read, self._length)
-            found = _describe(archive.content("data.pkl", _PICKLE_LIMIT))
-            name = f"data/{found.storage}"
-            start, size = archive.start(name), archive.members[name].size
-            little_endian = archive.little_endian
-        except CorruptCheckpoint:
-            return None  # torch itself has the last word
-        itemsize = ITEMSIZE[dtype]
-        fits = found.dtype == dtype and part.may_be_in(found.shape, shape)
-        if not little_endian or not fits or size < part.held * itemsize:
-            return None
-        return self._start + start + part.before * itemsize, part.volume * itemsize
-
-    def _read(self, start: int, length: int) -> bytes:
-        if start + length <= len(self._head):
-            return self._head[start : start + length]
-        tail = self._length - len(self._tail)
-        if start >= tail and start + length <= self._length:
-            return self._tail[start - tail : start - tail + length]
-        return self._fetch(start, length)
-
-    def _fetch(self, start: int, length: int) -> bytes:
-        data = bytearray(length)
-        self._reader.read_into(self._start + start, [memoryview(data)])
+    def read(start: int, count: int) -> bytes:
+        data = bytearray(count)
+        reader.read_into(record + start, [memoryview(data)])
         return bytes(data)
+
+    ends = [(0, read(0, min(length, 2 * EDGE)))]
+    if length > 2 * EDGE:
+        ends = [(0, read(0, EDGE)), (length - EDGE, read(length - EDGE, EDGE))]
+
+    def fetch(start: int, count: int) -> bytes:
+        for first, data in ends:
+            if first <= start and start + count <= first + len(data):
+                return data[start - first : start - first + count]
+        return read(start, count)
+
+    archive = Archive(fetch, length)
+    found = _describe(archive.content("data.pkl", _PICKLE_LIMIT))
+    name = f"data/{found.storage}"
+    start, size = archive.start(name), archive.members[name].size
+    itemsize = ITEMSIZE[dtype]
+    fits = found.dtype == dtype and part.may_be_in(found.shape, chunk.box.shape)
+    if not archive.little_endian or not fits or size < part.held * itemsize:
+        return None
+    return record + start + part.before * itemsize, part.volume * itemsize
 
 
 @lru_cache(maxsize=4096)
@@ -181,17 +168,7 @@ def _load_record(
         refuse_sparse(reader, chunk.location.start, chunk.location.length, name)
         data = allocate(chunk.location.length, name)
         reader.read_into(chunk.location.start, [memoryview(data)])
-    value: Any
-    if data.startswith(b"PK"):
-        value = serialization.load(bytes(data), where=name)
-    else:
-        # What torch wrote before it wrote archives.
-        try:
-            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise CorruptCheckpoint(
-                f"{name}: torch cannot read the record: {error}"
-            ) from error
+    value = serialization.load(bytes(data), where=name)
     dtype = getattr(torch, entry.meta.dtype)
     if not isinstance(value, torch.Tensor):
         raise CorruptCheckpoint(
