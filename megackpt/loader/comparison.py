@@ -23,7 +23,7 @@ from megackpt.loader.row_reader import common_row, destination
 from megackpt.planning import coverage, strict
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import COMMON_KEY, Bool, Declarations, Manifest
-from megackpt.planning.strict import GROUPS, StrictHandling, Unasked
+from megackpt.planning.strict import StrictHandling, Unasked
 from megackpt.staging.source import overlaps_itself
 from megackpt.state import (
     ABSENT,
@@ -38,6 +38,9 @@ from megackpt.state import (
 )
 
 logger = logging.getLogger("megackpt.loader")
+
+GROUPS = 6
+"""Groups of stored keys that the warning about keys that no rank asks for names at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,17 +64,15 @@ class Comparison:
         declared = request.rename(declare(extracted.shards, rank=rank))
         _refuse_shared_memory(extracted.shards)
         _warn_of_undeclared(extracted, manifest)
-        unexpected = strict.unexpected(declared, manifest)
-        if unexpected:
-            raising = StrictHandling.requires_raising(request.strict)
-            default = request.strict is StrictHandling.ASSUME_OK_UNEXPECTED
-            logging_only = StrictHandling.requires_logging(request.strict)
-            if raising or default or logging_only:
-                asked = strict.requested(declared)
-                text = strict.describe(unexpected, (), manifest, asked)
-                if not logging_only:
-                    raise MismatchError(text)
-                logger.warning("%s", text)
+        asked = strict.requested(declared)
+        unexpected = asked - strict.stored(manifest)
+        default = request.strict is StrictHandling.ASSUME_OK_UNEXPECTED
+        raising = default or StrictHandling.requires_raising(request.strict)
+        if unexpected and (raising or StrictHandling.requires_logging(request.strict)):
+            text = strict.describe_unexpected(unexpected, manifest, asked)
+            if raising:
+                raise MismatchError(text)
+            logger.warning("%s", text)
         strict.check_shapes(declared, manifest, request.dtype_policy)
         absent = _named(declared, unexpected)
         kept = np.flatnonzero(~_left_out(extracted, absent))
@@ -140,18 +141,11 @@ def find_missing(
 
     Raises MismatchError for them, or logs them, as the strictness says.
     """
-    missing = strict.missing(names, manifest)
+    missing = strict.stored(manifest).difference(*names)
     if missing and StrictHandling.requires_raising(flag):
-        text = strict.describe((), missing, manifest)
-        if not any(names):
-            text += (
-                "\n  hint: no rank asks for anything: the state holds no ShardedTensor and no "
-                "ShardedObject. Is it a state_dict(), or a list of names, where a "
-                "sharded_state_dict() belongs?"
-            )
-        raise MismatchError(text)
+        raise MismatchError(strict.describe_missing(missing))
     if missing and StrictHandling.requires_logging(flag):
-        logger.warning("%s", strict.describe((), missing, manifest))
+        logger.warning("%s", strict.describe_missing(missing))
     return strict.keys(missing, manifest.tensors)
 
 
@@ -160,13 +154,9 @@ def _warn_of_unasked(groups: Sequence[Unasked], directory: str) -> None:
     if not groups:
         return
     texts = []
-    for group in groups:
-        counts = []
-        for count, kind in ((group.tensors, "tensor"), (group.objects, "object")):
-            if count:
-                counts.append(f"{count} {kind}{'s' * (count > 1)}")
-        counts.append(events.format_size(group.nbytes))
-        texts.append(f"{group.name!r} ({', '.join(counts)})")
+    for name, count, nbytes in groups:
+        keys = "key" if count == 1 else "keys"
+        texts.append(f"{name!r} ({count} {keys}, {events.format_size(nbytes)})")
     logger.warning(
         "%s: stored, but asked for by no rank, so not loaded: %s. (An optimizer without state "
         "asks for none: give it its state before the load. To load a part on purpose: "

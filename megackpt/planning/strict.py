@@ -6,18 +6,16 @@ object. The common state is not counted.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from enum import Enum
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from megackpt.errors import MismatchError, join_truncated
 from megackpt.planning.box import Boxes
+from megackpt.planning.coverage_report import key_pattern
 from megackpt.planning.manifest import (
     Declarations,
     Int32,
@@ -27,18 +25,10 @@ from megackpt.planning.manifest import (
     TensorMeta,
     unique_key,
 )
-from megackpt.planning.mismatch_hints import (
-    ADVISED,
-    ShapeDifference,
-    StoredNames,
-    shape_hints,
-)
+from megackpt.planning.mismatch_hints import StoredNames, shape_hint
 
-GROUPS = 6
-"""Groups of keys, by the names with which they begin, that a warning names at most."""
 _NAMED = 50  # keys named in a message
-_DEPTH = 8  # names of a key that decide on its group
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a name that is a number
+_ADVISED = 10  # names of a message for which a similar stored name is searched
 
 
 class StrictHandling(Enum):
@@ -124,18 +114,6 @@ def stored(manifest: Manifest) -> set[str]:
     return _names(manifest.tensors, manifest.chunks.tensor, manifest.chunks.boxes)
 
 
-def unexpected(wanted: Declarations, manifest: Manifest) -> set[str]:
-    """The names that this rank asks for and the checkpoint does not hold."""
-    return requested(wanted) - stored(manifest)
-
-
-def missing(
-    requested_by_ranks: Iterable[Collection[str]], manifest: Manifest
-) -> set[str]:
-    """The names that the checkpoint holds and no rank asks for; ``requested`` of each rank."""
-    return stored(manifest).difference(*requested_by_ranks)
-
-
 def keys(names: Collection[str], tensors: Sequence[TensorEntry]) -> set[str]:
     """The keys of these names. All cells of an object have one key."""
     objects = {entry.key for entry in tensors if entry.meta.is_object}
@@ -146,43 +124,29 @@ def keys(names: Collection[str], tensors: Sequence[TensorEntry]) -> set[str]:
     return found
 
 
-def describe(
-    unexpected: Collection[str],
-    missing: Collection[str],
-    manifest: Manifest,
-    asked: Collection[str] = (),
+def describe_unexpected(
+    names: Collection[str], manifest: Manifest, asked: Collection[str] = ()
 ) -> str:
-    """The error text about these names, with similar stored ones; "" if there are none.
+    """The error text about names that are asked for and not stored, with similar stored ones.
 
     ``asked`` are all names that are asked for, if known: these are not meant by other names.
     """
-    lines = []
-    if unexpected:
-        names, known = sorted(unexpected), StoredNames(stored(manifest), manifest)
-        lines.append(
-            f"Unexpected keys: asked for, but not in the checkpoint ({len(names)}):"
-        )
-        notes = [known.note(name, asked) for name in names[:ADVISED]]
-        lines += _listed(names, notes)
-        hint = known.hint(names, asked)
-        if hint:
-            lines.append(f"  hint: {hint}")
-    if missing:
-        lines.append(
-            f"Missing keys: in the checkpoint, but asked for by no rank ({len(missing)}):"
-        )
-        lines += _listed(sorted(missing), [])
-    return "\n".join(lines)
+    known = StoredNames(stored(manifest), manifest, asked)
+    ordered = sorted(names)
+    lines = [f"Unexpected keys: asked for, but not in the checkpoint ({len(names)}):"]
+    for number, name in enumerate(ordered):
+        note = known.note(name) if number < _ADVISED else ""
+        lines.append(f"  {name!r}{note}")
+    return join_truncated(lines, 1 + _NAMED, "\n") + known.hint(ordered)
 
 
-def _listed(names: Sequence[str], notes: Sequence[str]) -> list[str]:
-    """A line for each of the first names, with its note."""
-    lines = [f"  {name!r}" for name in names[:_NAMED]]
-    for i, note in enumerate(notes):
-        lines[i] += note
-    if len(names) > _NAMED:
-        lines.append(f"  and {len(names) - _NAMED} more")
-    return lines
+def describe_missing(names: Collection[str]) -> str:
+    """The error text about stored names that no rank asks for."""
+    lines = [
+        f"Missing keys: in the checkpoint, but asked for by no rank ({len(names)}):"
+    ]
+    lines += [f"  {name!r}" for name in sorted(names)]
+    return join_truncated(lines, 1 + _NAMED, "\n")
 
 
 def check_shapes(
@@ -191,49 +155,39 @@ def check_shapes(
     """Raise MismatchError for global shapes (with "error": and dtypes) that are not stored so.
 
     Flexible tensors may differ in extents, not in the number of dimensions. Keys that are not
-    stored are ignored; see ``unexpected``. Raises ValueError for another ``dtype_policy``.
+    stored are ignored, and so are grids of objects: another grid has other names.
     """
-    if dtype_policy not in ("convert", "error"):
-        raise ValueError(
-            f"dtype_policy must be 'convert' or 'error', not {dtype_policy!r}"
-        )
     rigid = np.zeros(len(wanted.tensors), np.bool_)
     rigid[wanted.tensor[~wanted.flexible]] = True
     numbers = manifest.numbers()
-    problems: list[str] = []
-    shapes: list[ShapeDifference] = []
-    tensors, rows = np.unique(wanted.tensor, return_index=True)
-    for i, row in zip(tensors.tolist(), rows.tolist(), strict=True):
+    problems, hints = [], []
+    for i in np.unique(wanted.tensor).tolist():
         key, meta = wanted.tensors[i]
-        number = numbers.get(key)
-        if number is None or manifest.tensors[number].meta == meta:
+        if key not in numbers or manifest.tensors[numbers[key]].meta == meta:
             continue
-        held = manifest.tensors[number].meta
+        held = manifest.tensors[numbers[key]].meta
         if meta.is_object != held.is_object:
             kind = "an object" if held.is_object else "a tensor"
             problems.append(
                 f"{key!r} is stored as {kind} ({held.dtype}), but asked for as {meta.dtype}"
             )
-            continue
-        if meta.is_object:
-            continue  # another grid is another name
-        ndim = len(meta.shape)
-        if ndim != len(held.shape) or (rigid[i] and meta.shape != held.shape):
-            problems.append(
-                f"Global shape mismatch for loaded {held.shape} and expected {meta.shape} "
-                f"tensor for key {key}"
-            )
-            local = wanted.boxes.row(row, ndim).shape
-            shapes.append(ShapeDifference(key, meta.shape, held.shape, local))
-        if dtype_policy == "error" and meta.dtype != held.dtype:
-            problems.append(
-                f"dtype mismatch for loaded {held.dtype} and expected {meta.dtype} tensor for "
-                f"key {key} (dtype_policy='convert' would convert)"
-            )
+        elif not meta.is_object:
+            if len(meta.shape) != len(held.shape) or (
+                rigid[i] and meta.shape != held.shape
+            ):
+                problems.append(
+                    f"Global shape mismatch for loaded {held.shape} and expected "
+                    f"{meta.shape} tensor for key {key}"
+                )
+                hints.append(shape_hint(key, meta.shape, held.shape))
+            if dtype_policy == "error" and meta.dtype != held.dtype:
+                problems.append(
+                    f"dtype mismatch for loaded {held.dtype} and expected {meta.dtype} "
+                    f"tensor for key {key} (dtype_policy='convert' would convert)"
+                )
     if problems:
-        lines = [join_truncated(problems, _NAMED, "\n")]
-        lines += [f"  hint: {hint}" for hint in shape_hints(shapes)]
-        raise MismatchError("\n".join(lines))
+        listed = join_truncated(problems, _NAMED, "\n")
+        raise MismatchError("\n  hint: ".join([listed, *dict.fromkeys(hints)]))
 
 
 def _names(tensors: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> set[str]:
@@ -252,60 +206,26 @@ def _names(tensors: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> set[s
 
 
 class Unasked(NamedTuple):
-    """Stored keys that begin alike and that no rank asks for.
+    """Stored keys that no rank asks for and that differ in numbers only.
 
-    ``name`` is the key, or the names that the keys share, with * for numbers and for the rest.
+    ``name`` is the key, or their pattern, with * for the numbers. ``nbytes`` are stored bytes.
     """
 
     name: str
-    tensors: int
-    objects: int
+    keys: int
     nbytes: int
 
 
 def unasked(asked: Collection[str], manifest: Manifest) -> list[Unasked]:
-    """Stored keys that are not among those asked for, in groups, the largest first.
-
-    ``nbytes`` is the size of whole tensors and of serialised objects.
-    """
-    tensors = manifest.tensors
-    # Keys of layers differ in numbers only: there are few patterns of very many keys.
-    patterns: dict[str, list[int]] = {}
-    for i, entry in enumerate(tensors):
-        if entry.key not in asked and not entry.is_common:
-            patterns.setdefault(_NUMBER.sub("*", entry.key), []).append(i)
+    """Stored keys that are not among those asked for, in groups, the largest first."""
+    chunks = manifest.chunks
+    nbytes = np.bincount(chunks.tensor, chunks.length, len(manifest.tensors))
     groups: dict[str, list[int]] = {}
-    for name, numbers in zip(_prefixes(list(patterns)), patterns.values(), strict=True):
-        groups.setdefault(name, []).extend(numbers)
+    for i, entry in enumerate(manifest.tensors):
+        if entry.key not in asked and not entry.is_common:
+            groups.setdefault(key_pattern(entry.key), []).append(i)
     found = []
-    for name, numbers in groups.items():
-        metas = Counter(tensors[i].meta for i in numbers)
-        objects, nbytes = 0, 0
-        for meta, count in metas.items():
-            objects += count * meta.is_object
-            nbytes += count * prod(meta.shape) * meta.itemsize
-        if objects:
-            rows = np.isin(
-                manifest.chunks.tensor,
-                [i for i in numbers if tensors[i].meta.is_object],
-            )
-            nbytes += int(manifest.chunks.length[rows].sum())
-        if len(numbers) == 1:
-            name = tensors[numbers[0]].key
-        found.append(Unasked(name, len(numbers) - objects, objects, nbytes))
+    for pattern, numbers in groups.items():
+        name = pattern if len(numbers) > 1 else manifest.tensors[numbers[0]].key
+        found.append(Unasked(name, len(numbers), int(nbytes[numbers].sum())))
     return sorted(found, key=lambda group: (-group.nbytes, group.name))
-
-
-def _prefixes(keys: Sequence[str]) -> list[str]:
-    """For each key its group: as many leading names as leave at most GROUPS, but at least one."""
-    names = [key.split(".", _DEPTH) for key in keys]
-    chosen: list[str] = []
-    for depth in range(1, _DEPTH + 1):
-        prefixes = []
-        for each in names:
-            rest = ".*" if len(each) > depth else ""
-            prefixes.append(".".join(each[:depth]) + rest)
-        if chosen and len(set(prefixes)) > GROUPS:
-            break
-        chosen = prefixes
-    return chosen

@@ -55,8 +55,8 @@ def test_an_optimizer_that_has_not_stepped_is_told_what_it_leaves(
     [text] = warnings(caplog)
     assert "iter_0000001" in text
     for name in ("exp_avg", "exp_avg_sq"):
-        assert f"'optimizer.state.*.{name}' (24 tensors, 12.8 KiB)" in text
-    assert "'optimizer.state.*.step' (24 tensors, 96 B)" in text
+        assert f"'optimizer.state.*.{name}' (24 keys, 12.8 KiB)" in text
+    assert "'optimizer.state.*.step' (24 keys, 96 B)" in text
     assert "model" not in text
     assert "strict='raise_unexpected'" in text
 
@@ -122,11 +122,11 @@ def test_a_key_counts_as_asked_for_when_any_rank_asks(
     assert not warnings(caplog)
     ThreadedGroup.run(2, lambda group: load(group, "first", "second"))
     [text] = warnings(caplog)  # of rank 0 alone
-    assert "'left' (1 tensor, 16 B)" in text
+    assert "'left' (1 key, 16 B)" in text
     assert "first" not in text
 
 
-def test_objects_are_counted_apart(
+def test_objects_count_with_their_bytes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {
@@ -135,8 +135,8 @@ def test_objects_are_counted_apart(
     megackpt.save({**tensors("a", "rng.t"), **state}, tmp_path / "c")
     megackpt.load(tensors("a"), tmp_path / "c")
     [text] = warnings(caplog)
-    assert "'rng.*' (3 objects, " in text
-    assert "'rng.t' (1 tensor, 16 B)" in text
+    assert "'rng.*' (3 keys, " in text
+    assert "'rng.t' (1 key, 16 B)" in text
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,6 @@ def test_the_groups_hold_every_key_once(
     assert len(found) == bool(left)
     if left:
         listed, _, _ = found[0].partition(". (An optimizer")
-        counts = [int(part.split(" tensor")[0]) for part in listed.split(" (")[1:]]
+        counts = [int(part.split(" key")[0]) for part in listed.split(" (")[1:]]
         assert sum(counts) == len(left) or "more" in listed
         assert len(counts) <= 6

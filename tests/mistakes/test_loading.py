@@ -63,8 +63,8 @@ def a_key_is_misspelt(r):
 
 @mistake(
     MismatchError,
-    "these 6 are stored without 'module.'",
-    "key_map=lambda key: key.removeprefix('module.')",
+    "these 6 are stored under the prefix '' instead of 'module.'",
+    "key_map=lambda key: '' + key.removeprefix('module.')",
 )
 def every_name_has_a_prefix_too_many(r):
     r.load(r.model(prefix="module."))
@@ -72,7 +72,7 @@ def every_name_has_a_prefix_too_many(r):
 
 @mistake(
     MismatchError,
-    "these 6 are stored without 'model.'",
+    "these 6 are stored under the prefix '' instead of 'model.'",
 )
 def the_prefix_of_another_wrapper_is_meant(r):
     state = r.model(prefix="module.")
@@ -132,7 +132,7 @@ def half_of_the_model_is_not_asked_for_though_all_must_be(r):
 @mistake(
     MismatchError,
     "rank 0: Unexpected keys",
-    "'rng_state/shard_0_8' (stored as objects of the grid (2,): objects are not resharded)",
+    "'rng_state/shard_0_8' (stored as objects of the grid (2,))",
     "ranks 1-7: the same",
 )
 def the_grid_of_an_object_has_changed(r):
@@ -141,7 +141,7 @@ def the_grid_of_an_object_has_changed(r):
 
 @mistake(
     MismatchError,
-    "'rng_state' (stored as objects of the grid (2,): ask for them as ShardedObjects)",
+    "'rng_state' (stored as objects of the grid (2,))",
 )
 def an_object_is_asked_for_as_a_tensor(r):
     r.load({"rng": piece("rng_state", torch.zeros(2), replica_id=r.rank)})
@@ -167,7 +167,7 @@ def a_tensor_is_asked_for_as_an_object(r):
 @mistake(
     MismatchError,
     "Global shape mismatch for loaded (32, 8) and expected (32, 16) tensor for key embedding.word_embeddings.weight",
-    "is it the checkpoint of a model of another size, or does rank_offsets name another axis or number of fragments",
+    "is it the checkpoint of a model of another size, or do rank_offsets or prepend_axis_num differ",
 )
 def the_model_is_wider(r):
     r.load(r.model(hidden=16))
@@ -176,7 +176,7 @@ def the_model_is_wider(r):
 @mistake(
     MismatchError,
     "loaded (4, 32, 8) and expected (8, 32, 8)",
-    "is it the checkpoint of a model of another size, or does rank_offsets name another axis or number of fragments",
+    "is it the checkpoint of a model of another size, or do rank_offsets or prepend_axis_num differ",
 )
 def the_model_is_deeper(r):
     r.load({k: v for k, v in r.model(layers=8).items() if "norm" not in k})
@@ -185,7 +185,7 @@ def the_model_is_deeper(r):
 @mistake(
     MismatchError,
     "and expected (4, 8, 8) tensor for key decoder.layers.experts.weight",
-    "is it the checkpoint of a model of another size, or does rank_offsets name another axis or number of fragments",
+    "is it the checkpoint of a model of another size, or do rank_offsets or prepend_axis_num differ",
 )
 def the_model_has_more_experts(r):
     r.load(r.model(experts=8))
@@ -193,8 +193,8 @@ def the_model_has_more_experts(r):
 
 @mistake(
     MismatchError,
-    "axis 0: 32 stored, 40 asked for",
-    "If this is a vocabulary padded for another parallelism, allow_shape_mismatch=True",
+    "loaded (32, 8) and expected (40, 8)",
+    "if this is a vocabulary padded for another parallelism, allow_shape_mismatch=True",
 )
 def the_vocabulary_is_padded_for_another_parallelism(r):
     r.load(r.model(vocabulary=40))
@@ -203,7 +203,7 @@ def the_vocabulary_is_padded_for_another_parallelism(r):
 @mistake(
     MismatchError,
     "loaded (4, 8, 32) and expected (4, 16, 16)",
-    "is it the checkpoint of a model of another size, or does rank_offsets name another axis or number of fragments",
+    "is it the checkpoint of a model of another size, or do rank_offsets or prepend_axis_num differ",
 )
 def the_wrong_axis_is_cut(r):
     layer = (0, r.rank // 2, 4)
@@ -220,7 +220,7 @@ def the_wrong_axis_is_cut(r):
 @mistake(
     MismatchError,
     "loaded (4, 32, 8) and expected (4, 8, 32)",
-    "is it the checkpoint of a model of another size, or does rank_offsets name another axis or number of fragments",
+    "is it the checkpoint of a model of another size, or do rank_offsets or prepend_axis_num differ",
 )
 def the_weight_is_transposed(r):
     layer = (0, r.rank // 2, 4)
@@ -237,7 +237,7 @@ def the_weight_is_transposed(r):
 @mistake(
     MismatchError,
     "loaded (4, 32, 8) and expected (32, 8)",
-    "the number of axes differs: is prepend_axis_num another one than in the save?",
+    "is it the checkpoint of a model of another size, or do rank_offsets or prepend_axis_num differ",
 )
 def the_layer_is_not_prepended(r):
     r.load(
@@ -254,8 +254,7 @@ def the_layer_is_not_prepended(r):
 
 @mistake(
     MismatchError,
-    "axis 0: 32 stored, 16 asked for, by ranks that do not cut it",
-    "missing from rank_offsets, as (0, rank, 2)?",
+    "loaded (32, 8) and expected (16, 8)",
 )
 def the_tensor_parallel_rank_is_forgotten(r):
     r.load(
@@ -374,8 +373,7 @@ def the_state_is_a_list_of_names(r):
 
 @mistake(
     MismatchError,
-    "no rank asks for anything: the state holds no ShardedTensor",
-    "where a sharded_state_dict() belongs?",
+    "Missing keys: in the checkpoint, but asked for by no rank (",
 )
 def the_state_holds_names_instead_of_shards(r):
     r.load({"embedding": "embedding.word_embeddings.weight"}, strict="raise_all")
@@ -404,7 +402,7 @@ def the_table_of_contents_is_named(r):
 
 @mistake(
     MismatchError,
-    "nothing but common state is stored: was the sharded state saved at all?",
+    "Unexpected keys: asked for, but not in the checkpoint (7)",
 )
 def the_common_state_is_named(r):
     r.load(r.model(), step="iter_0000100/common.pt")
@@ -501,7 +499,7 @@ def the_strictness_is_misspelt(r):
 
 @mistake(
     MismatchError,
-    "these 6 are stored without 'm.'",
+    "these 6 are stored under the prefix '' instead of 'm.'",
 )
 def the_key_map_is_the_wrong_way_round(r):
     r.load(

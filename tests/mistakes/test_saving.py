@@ -66,7 +66,7 @@ def rows(
     CoverageError,
     "'mlp.fc1.weight' is not covered: [0:8, 0:4] of (8, 4) has 2 main replicas",
     "declared: ranks 0, 1 [0:8, 0:4]",
-    "If they hold different parts, the rank that tells them apart is missing from rank_offsets",
+    "is the tensor-parallel rank missing from rank_offsets?",
 )
 def the_tensor_parallel_rank_is_forgotten(r):
     r.save(
@@ -204,7 +204,6 @@ def the_weight_is_transposed_on_one_rank(r):
 @mistake(
     CoverageError,
     "ranks 0-2, 4-7 (4,) bfloat16; rank 3 (4,) float32",
-    "is the tensor cast on rank 3 only?",
 )
 def one_rank_casts_to_another_dtype(r):
     dtype = torch.float32 if r.rank == 3 else torch.bfloat16
@@ -330,7 +329,7 @@ def the_expert_index_is_off_by_one(r):
 @mistake(
     CoverageError,
     "[2:4, 0:4] of (4, 4) has no main replica",
-    "is the expert-parallel rank missing from rank_offsets",
+    "[0:2, 0:4] of (4, 4) has 2 main replicas",
 )
 def the_expert_parallel_rank_is_forgotten(r):
     experts = [
@@ -382,7 +381,7 @@ def replicas_are_counted_from_one(r):
     CoverageError,
     "[0:16, 0:4] of (16, 4) has 2 main replicas",
     "ranks 0, 2 [0:8, 0:4]; ranks 1, 3 [8:16, 0:4]",
-    "is the replica_id forgotten?",
+    "all but one need a non-zero replica_id",
 )
 def the_replica_id_is_forgotten_on_data_parallel_copies(r):
     r.save(
@@ -401,7 +400,7 @@ def the_replica_id_is_forgotten_on_data_parallel_copies(r):
     CoverageError,
     "[0:8] of (8,) has 8 main replicas",
     "ranks 0-7 [0:8]",
-    "8 ranks declare the same box as main replica; is the replica_id forgotten?",
+    "8 ranks declare the same box as main replica; is the tensor-parallel rank missing",
 )
 def the_replica_id_is_forgotten_altogether(r):
     r.save({"norm": piece("norm.weight", torch.zeros(8))})
@@ -411,7 +410,7 @@ def the_replica_id_is_forgotten_altogether(r):
     CoverageError,
     "[0:8] of (8,) has 2 main replicas",
     "ranks 0, 1 [0:8]",
-    "is the replica_id forgotten?",
+    "all but one need a non-zero replica_id",
 )
 def the_replica_id_of_a_norm_lacks_the_tensor_parallel_rank(r):
     r.save({"norm": piece("norm.weight", torch.zeros(8), replica_id=(r.pp, 0, r.dp))})
@@ -421,7 +420,7 @@ def the_replica_id_of_a_norm_lacks_the_tensor_parallel_rank(r):
     CoverageError,
     "[0:32, 0:4] of (32, 4) has 2 main replicas",
     "ranks 0, 4 [0:16, 0:4]; ranks 1, 5 [16:32, 0:4]",
-    "is the replica_id forgotten?",
+    "all but one need a non-zero replica_id",
 )
 def tied_embeddings_are_main_on_both_stages(r):
     rows = torch.zeros(16, 4)
@@ -436,8 +435,8 @@ def tied_embeddings_are_main_on_both_stages(r):
 
 @mistake(
     CoverageError,
-    "rank 0 declares the same box more than once",
-    "(two models with one prefix)? Give each its own (add_prefix_for_sharding)",
+    "rank 0 declared it more than once",
+    "do two models share one prefix? Give each its own (add_prefix_for_sharding)",
 )
 def two_models_have_one_prefix(r):
     actor, critic = (
@@ -465,7 +464,6 @@ def two_models_of_different_size_have_one_prefix(r):
     CoverageError,
     "[29:30] of (80,) has 2 main replicas",
     "rank 2 [20:30]; rank 3 [29:40]",
-    "do all ranks cut this tensor in the same way",
 )
 def ranges_of_the_optimizer_overlap(r):
     r.save(
@@ -505,7 +503,7 @@ def the_optimizer_is_declared_without_its_padding(r):
     CoverageError,
     "'rng_state' is not covered: [0:2] of objects (2,) has 2 main replicas",
     "ranks 0, 4 [0:1]; ranks 2, 6 [1:2]",
-    "is the replica_id forgotten?",
+    "all but one need a non-zero replica_id",
 )
 def an_object_has_two_mains(r):
     r.save({"rng": ShardedObject("rng_state", [0], (2,), (r.dp,), (0, r.tp, 0))})
@@ -529,7 +527,6 @@ def an_object_is_missing(r):
 @mistake(
     CoverageError,
     "ranks 0, 2, 4, 6 objects (2,) object; ranks 1, 3, 5, 7 objects (4,) object",
-    "with another grid of objects, on ranks 1, 3, 5, 7?",
 )
 def the_grid_of_an_object_differs(r):
     r.save(
@@ -540,7 +537,6 @@ def the_grid_of_an_object_differs(r):
 @mistake(
     CoverageError,
     "ranks 0-6 (1,) float32; rank 7 objects (1,) object",
-    "is it declared as another kind, or with another grid of objects, on rank 7?",
 )
 def a_key_is_a_tensor_here_and_an_object_there(r):
     scale = ShardedObject("scale", 1.0, (1,), (0,), r.rank)

@@ -88,7 +88,7 @@ def declarations_data(declared: Declarations, balance: bool) -> Data:
     writing = assign(declared, balance, shards)
     writer = np.full(len(shards), -1, np.int64)
     writer[shard_of[writing]] = declared.rank[writing]
-    texts = {problem.key: problem.text for problem in uncovered(declared, shards)}
+    texts = uncovered(declared, shards)
     problems = {}
     for number, entry in enumerate(declared.tensors):
         if entry.key in texts:
@@ -131,7 +131,7 @@ def _uncovered_tensors(stored: Declarations) -> dict[int, str]:
     """Numbers of the tensors that their chunks do not cover exactly once."""
     ndim = _dimensions(stored.tensors)
     checked = stored.take(np.flatnonzero(ndim[stored.tensor] <= MAX_AXES))
-    wrong = {problem.key for problem in uncovered(checked)}
+    wrong = uncovered(checked)
     counts = np.bincount(stored.tensor, minlength=len(stored.tensors))
     found = {}
     for number, entry in enumerate(stored.tensors):

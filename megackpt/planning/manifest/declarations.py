@@ -74,6 +74,11 @@ class Declarations:
         """The distinct shards: groups of rows with one box of one tensor, in tensors' order."""
         return group_equal(self.tensor, self.boxes)
 
+    def count_mains(self, shards: Groups) -> Int64:
+        """The number of main replicas of each of ``shards``."""
+        main = self.main[shards.order].astype(np.int64)
+        return np.add.reduceat(main, shards.bounds[:-1])
+
     def numbered(self) -> Declarations:
         """All ranks' declarations, with a main replica for shards of unnumbered replicas only.
 

@@ -210,7 +210,7 @@ def test_holes_overlaps_and_boxes_out_of_bounds_are_located() -> None:
         ("copies", Box((), ()), 2),
         ("orphan", Box((0,), (4,)), 0),
     ]
-    texts = {problem.key: problem.text for problem in uncovered(declared)}
+    texts = uncovered(declared)
     keys = told["tensors"]["key"]
     assert {keys[number]: text for number, text in told["problems"]} == texts
     writers = {key: writer for key, _, _, writer, *_ in pieces(told)}
