@@ -6,7 +6,6 @@ these the largest first, each to its least loaded holder, of equals to the lower
 
 from __future__ import annotations
 
-from heapq import heapify, heapreplace
 from itertools import pairwise
 
 import numpy as np
@@ -14,21 +13,19 @@ import numpy as np
 from megackpt.planning.box import Groups, Int64, runs
 from megackpt.planning.manifest import Bool, Declarations, Int32
 
-_MANY = 16  # shards assigned in one turn from which on numpy is faster than a loop
+_MANY = 16  # shards assigned in one turn from which on a turn is faster than a loop
 
 
 def assign(
     declared: Declarations,
     balance: bool = True,
     shards: Groups | None = None,
-    *,
-    any_object: bool = False,
 ) -> Int64:
     """The rows of ``declared`` that write: one for each shard with a main replica, ascending.
 
     A tensor's candidates are the ranks that hold the shard in the domain of its main replica. An
     object is written by its main replica, as its copies often differ (the state of a random
-    number generator), unless ``any_object`` is set. Without ``balance`` main replicas write
+    number generator). Without ``balance`` main replicas write
     everything. Of several main replicas (which coverage refuses) the first one counts. The
     result depends on the declarations only. Objects weigh their nominal ``nbytes``. ``shards``
     is ``declared.shards()``, if known.
@@ -40,13 +37,9 @@ def assign(
     first = first[runs(shard[first])[:-1]]
     if not balance or len(shards) == len(rows):  # or each shard has one holder
         return np.sort(rows[first])
-    may_differ = np.zeros(len(rows), np.bool_)
-    if not any_object:
-        is_object = np.array(
-            [entry.meta.is_object for entry in declared.tensors], np.bool_
-        )
-        may_differ = is_object[declared.tensor[rows]]
-        may_differ[first] = False
+    is_object = np.array([entry.meta.is_object for entry in declared.tensors], np.bool_)
+    may_differ = is_object[declared.tensor[rows]]
+    may_differ[first] = False
     holders, bounds = _candidates(declared, rows, shard, first, may_differ)
     return np.sort(holders[_balanced(declared, holders, bounds)])
 
@@ -63,19 +56,14 @@ def _candidates(
     domains = np.array(declared.domains, np.int64)
     # Declarations of a single rank have one domain, whatever the rank's number.
     domain = domains[rank] if len(domains) > 1 else np.zeros(len(rank), np.int64)
-    wanted = np.full(int(shard[-1]) + 1 if len(shard) else 0, -1, np.int64)
+    wanted = np.full(int(shard.max(initial=-1)) + 1, -1, np.int64)
     wanted[shard[first]] = domain[first]
     fits = domain == wanted[shard]
     fits[(wanted[shard] < 0) | may_differ] = False
-    fits = np.flatnonzero(fits)
-    again = (shard[fits][1:] == shard[fits][:-1]) & (rank[fits][1:] == rank[fits][:-1])
-    fits = fits[np.concatenate([[True], ~again])] if len(fits) else fits
-    starts = (
-        np.flatnonzero(np.concatenate([[True], np.diff(shard[fits]) != 0]))
-        if len(fits)
-        else fits
-    )
-    return rows[fits], np.append(starts, len(fits)).astype(np.int64)
+    rows, rank, shard = rows[fits], rank[fits], shard[fits]
+    again = np.zeros(len(rows), np.bool_)
+    again[1:] = (shard[1:] == shard[:-1]) & (rank[1:] == rank[:-1])
+    return rows[~again], runs(shard[~again])
 
 
 def _balanced(declared: Declarations, holders: Int64, bounds: Int64) -> Int64:
@@ -104,25 +92,22 @@ def _balanced(declared: Declarations, holders: Int64, bounds: Int64) -> Int64:
 
 def _assign_each(members: Int32, nbytes: Int64, loads: Int64) -> Int64:
     """Which of its ``members`` (n, k) gets each shard; updates ``loads``."""
+    winner = np.empty(len(members), np.int64)
     _, first, group = np.unique(members[:, 0], return_index=True, return_inverse=True)
     sets = members[first]
     apart = len(np.unique(sets)) == sets.size and bool((members == sets[group]).all())
-    # Disjoint sets of ranks do not depend on one another's assignments.
-    given = (
-        _by_turns
-        if apart and len(group) >= _MANY * np.bincount(group).max()
-        else _one_by_one
-    )
-    return given(members, group, nbytes, loads)
-
-
-def _by_turns(members: Int32, group: Int64, nbytes: Int64, loads: Int64) -> Int64:
-    """All sets of ranks at once: the first shard of each, then the second, ..."""
+    if not apart or len(group) < _MANY * np.bincount(group).max():
+        for i, mine in enumerate(members):
+            best = loads[mine].argmin()
+            loads[mine[best]] += nbytes[i]
+            winner[i] = best
+        return winner
+    # Disjoint sets of ranks do not depend on one another's assignments: the first shard of each
+    # set is assigned at once, then the second, ...
     order = np.argsort(group, kind="stable")
     limits = runs(group[order])
     turn = np.arange(len(order)) - np.repeat(limits[:-1], np.diff(limits))
     order = order[np.argsort(turn, kind="stable")]
-    winner = np.empty(len(group), np.int64)
     for begin, end in pairwise(runs(np.sort(turn)).tolist()):
         shards = order[begin:end]
         candidates = members[shards]
@@ -130,29 +115,6 @@ def _by_turns(members: Int32, group: Int64, nbytes: Int64, loads: Int64) -> Int6
         loads[candidates[np.arange(len(shards)), best]] += nbytes[shards]
         winner[shards] = best
     return winner
-
-
-def _one_by_one(members: Int32, _: Int64, nbytes: Int64, loads: Int64) -> Int64:
-    heaps: dict[bytes, list[tuple[int, int, int]]] = {}
-    load: list[int] = loads.tolist()
-    winners: list[int] = []
-    for mine, size in zip(members, nbytes.tolist(), strict=True):
-        name = mine.tobytes()
-        heap = heaps.get(name)
-        if heap is None:
-            heap = [(load[r], r, i) for i, r in enumerate(mine.tolist())]
-            heapify(heap)
-            heaps[name] = heap
-        load_then, winner, place = heap[0]
-        # Another set of holders may have loaded this rank meanwhile: correct its entry.
-        while load_then != load[winner]:
-            heapreplace(heap, (load[winner], winner, place))
-            load_then, winner, place = heap[0]
-        load[winner] = load_then + size
-        heapreplace(heap, (load_then + size, winner, place))
-        winners.append(place)
-    loads[:] = load
-    return np.array(winners, np.int64)
 
 
 def _precedence(

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megackpt.planning.box import Boxes, Groups, Int64, cut, group_equal, runs
-from megackpt.planning.dedup import assign
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import DIGEST_BLOCK, Declarations, LoadPlan, Manifest
 
 READ_UNIT = 16 << 20
 """Bytes of a larger chunk that one rank reads. Others that want the chunk read the next ones."""
 SMALL_READS = 1 << 20
-"""Bytes of small neighbours in a file that one rank reads: one call fetches them all."""
+"""Regions that the same ranks want are divided among these in stretches of at least these bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +70,6 @@ def plan_exchange(
     source = _sources(
         replace(plan, chunk=chunk, boxes=boxes, target=target),
         rank,
-        len(parts),
         group_equal(owner[row], boxes),
     )
     local = target - starts[rank]
@@ -168,61 +166,33 @@ def _cut_at_overlaps(owner: Int64, boxes: Boxes) -> tuple[Int64, Boxes]:
     return row, boxes
 
 
-def _sources(plan: LoadPlan, rank: Int64, ranks: int, regions: Groups) -> Int64:
+def _sources(plan: LoadPlan, rank: Int64, regions: Groups) -> Int64:
     """For each row of the plan the row that is read instead of it.
 
-    One row of each region is read. Ranks are balanced by bytes.
+    One row of each region is read. The regions that the same ranks want are divided among these,
+    in the order of the files, in stretches of equally many bytes.
     """
-    chunks = plan.manifest.chunks
-    size = _itemsizes(plan.manifest)[chunks.tensor[plan.chunk]]
-    nbytes = np.where(size, plan.boxes.volume * size, chunks.length[plan.chunk])
-    region = np.empty(len(plan), np.int64)
-    region[regions.order] = regions.number
-    region_bytes = nbytes[regions.first]
-    bundle_of_region = _bundles(plan, rank, regions, region_bytes)
-    bundle = bundle_of_region[region]
-    by_bundle = np.argsort(bundle, kind="stable")
-    bundle_bytes = np.bincount(bundle_of_region, region_bytes).astype(np.int64)
-    declared = Declarations.of_boxes(
-        plan.manifest.tensors,
-        chunks.tensor[plan.chunk],
-        plan.boxes,
-        bundle_bytes[bundle],
-        rank.astype(np.int32),
-        (0,) * ranks,
-    )
-    # Whichever rank reads a stored object reads the same, so any of them may.
-    bundles = Groups(by_bundle, runs(bundle[by_bundle]))
-    chosen = assign(declared, shards=bundles, any_object=True)
-    reader = np.empty(len(chosen), np.int64)
-    reader[bundle[chosen]] = rank[chosen]
-    fits = np.flatnonzero(rank == reader[bundle])[::-1]
-    # The first row of a region stays only if a hash collision bundled ranks that differ.
-    source = regions.first
-    source[region[fits]] = fits
-    return source[region]
-
-
-def _bundles(plan: LoadPlan, rank: Int64, regions: Groups, nbytes: Int64) -> Int64:
-    """For each region the number of its bundle, which one rank reads.
-
-    A bundle holds neighbours in a file that the same ranks want.
-    """
-    first = regions.first
-    chunk, offset = plan.chunk[first], plan.boxes.offset[first]
+    chunks, first = plan.manifest.chunks, regions.first
+    chunk, count = plan.chunk[first], np.diff(regions.bounds)
+    size = _itemsizes(plan.manifest)[chunks.tensor[chunk]]
+    nbytes = np.where(size, plan.boxes.take(first).volume * size, chunks.length[chunk])
     # A hash of the set of ranks that want each region.
     mixed = rank[regions.order].astype(np.uint64) + np.uint64(1)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
-    ranks = first
-    if len(first):
-        mixed ^= mixed >> np.uint64(29)
-        ranks = np.add.reduceat(mixed, regions.bounds[:-1])
-    file = plan.manifest.chunks.file[chunk]
-    order = np.lexsort((*offset.T[::-1], plan.manifest.chunks.start[chunk], file))
-    filled = (np.cumsum(nbytes[order]) - nbytes[order]) // SMALL_READS
-    begins = np.zeros(len(first), np.bool_)
-    for column in (file[order], ranks[order], filled):
-        begins |= np.diff(column, prepend=column[:1]) != 0
-    bundle = np.empty(len(first), np.int64)
-    bundle[order] = np.cumsum(begins)
-    return bundle
+    mixed ^= mixed >> np.uint64(29)
+    ranks = np.add.reduceat(mixed, regions.bounds[:-1])
+    offsets = plan.boxes.offset[first].T[::-1]
+    order = np.lexsort((*offsets, chunks.start[chunk], chunks.file[chunk], ranks))
+    bounds = runs(ranks[order])
+    number = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    before = np.append(0, np.cumsum(nbytes[order]))
+    begin, end = before[bounds[:-1]][number], before[bounds[1:]][number]
+    readers = np.minimum(count[order], -(-(end - begin) // SMALL_READS))
+    turn = (before[:-1] - begin) * readers // np.maximum(1, end - begin)
+    chosen = np.empty_like(first)
+    chosen[order] = (turn + number) % count[order]
+    source = np.empty(len(plan), np.int64)
+    source[regions.order] = np.repeat(
+        regions.order[regions.bounds[:-1] + chosen], count
+    )
+    return source

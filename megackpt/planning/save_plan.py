@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from megackpt.planning.manifest import (
     Bool,
     Chunks,
     Declarations,
+    Int32,
     Manifest,
     SavePlan,
     TensorEntry,
@@ -65,17 +66,6 @@ class SavePolicy:
             raise ValueError(f"max_item_bytes and cell_bytes must be positive: {self}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Items:
-    """The items to write: the declared row that holds each box, and the box."""
-
-    row: Int64
-    boxes: Boxes
-
-    def take(self, rows: Int64) -> _Items:
-        return _Items(self.row[rows], self.boxes.take(rows))
-
-
 def plan_save(
     parts: Sequence[Declarations],
     policy: SavePolicy | None = None,
@@ -96,34 +86,53 @@ def plan_save(
     policy = SavePolicy() if policy is None else policy
     declared = Declarations.merge(parts).numbered()
     shards = declared.shards()
-    refuse_unstorable(declared.tensors)
+    tensors = declared.tensors
+    refuse_unstorable(tensors)
     check(declared, shards, thorough=validate)
-    rows = _without_empty(declared, assign(declared, policy.balance, shards))
-    items = _Items(rows, declared.boxes.take(rows))
-    grids: list[Grid] = [None] * len(declared.tensors)
+    itemsize = np.array([entry.meta.itemsize for entry in tensors], np.int64)
+    row = _without_empty(declared, assign(declared, policy.balance, shards))
+    boxes = declared.boxes.take(row)
+    grids: list[Grid] = [None] * len(tensors)
     if policy.gridded:
-        grids, cells = _grids(declared, items, policy)
+        grids, cells = _grids(tensors, declared.tensor[row], boxes, policy)
         if cells is not None:
-            items = _cut(items, cells, np.zeros_like(cells))
+            piece_of, boxes = cut(boxes, cells, np.zeros_like(cells))
+            row = row[piece_of]
     elif policy.max_item_bytes is not None:
-        pieces = _piece_shapes(declared, items, policy.max_item_bytes)
-        items = _cut(items, pieces, items.boxes.offset)
-    part = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
-    items = items.take(_plan_order(declared, items, part[items.row]))
-    writer = part[items.row]
-    return _plans(parts, declared, items, writer, grids), _manifest(
-        declared, items, writer, grids
+        budget = np.maximum(1, policy.max_item_bytes // np.maximum(1, itemsize))
+        budget[itemsize == 0] = _UNBOUNDED
+        pieces = _within(boxes.shape, budget[declared.tensor[row]])
+        piece_of, boxes = cut(boxes, pieces, boxes.offset)
+        row = row[piece_of]
+
+    # By rank; within a rank objects first, then by decreasing bytes, then as declared.
+    holder = np.repeat(np.arange(len(parts), dtype=np.int32), list(map(len, parts)))
+    size = itemsize[declared.tensor[row]]
+    weight = np.where(size == 0, _UNBOUNDED, boxes.volume * size)
+    order = np.lexsort([-weight, holder[row]])
+    row, boxes, size = row[order], boxes.take(order), size[order]
+    chunks = Chunks(
+        declared.tensor[row],
+        boxes,
+        holder[row],
+        np.full(len(row), -1, np.int32),
+        np.zeros(len(row), np.int64),
+        boxes.volume * size,
+        np.zeros((0, DIGEST_SIZE), np.uint8),
+    )
+    return _plans(parts, tensors, grids, row, chunks), Manifest(
+        tensors, tuple(grids), chunks
     )
 
 
 def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:
     """Raise ShardingError naming the tensors that no index can hold."""
     sizes = {meta: size_problem(*meta) for meta in {entry.meta for entry in tensors}}
-    wrong = [
-        f"{entry.key!r}: {problem}"
-        for entry in tensors
-        if (problem := sizes[entry.meta] or key_problem(entry.key))
-    ]
+    wrong = []
+    for entry in tensors:
+        problem = sizes[entry.meta] or key_problem(entry.key)
+        if problem:
+            wrong.append(f"{entry.key!r}: {problem}")
     if wrong:
         raise ShardingError(join_truncated(wrong, separator="\n"))
 
@@ -142,89 +151,39 @@ def _without_empty(declared: Declarations, rows: Int64) -> Int64:
     return rows[keep]
 
 
-def _plan_order(declared: Declarations, items: _Items, part: Int64) -> Int64:
-    """By rank; within a rank objects first, then by decreasing bytes, then as declared."""
-    is_object = _is_object(declared)[declared.tensor[items.row]]
-    weight = np.where(is_object, _UNBOUNDED, _raw_bytes(declared, items))
-    return np.lexsort([-weight, part]).astype(np.int64)
-
-
 def _plans(
     parts: Sequence[Declarations],
-    declared: Declarations,
-    items: _Items,
-    part: Int64,
+    tensors: Sequence[TensorEntry],
     grids: Sequence[Grid],
+    row: Int64,
+    chunks: Chunks,
 ) -> list[SavePlan]:
-    """The plan of each rank, in numbers of its own table of tensors and of its own rows."""
-    first = np.cumsum([0, *map(len, parts)])
-    bounds = np.searchsorted(part, np.arange(len(parts) + 1)).tolist()
-    tensor = (
-        np.concatenate([p.tensor for p in parts])[items.row]
-        if parts
-        else items.row.astype(np.int32)
-    )
-    source = (items.row - first[part]).astype(np.int32)
-    chosen = {
-        e: g for e, g in zip(declared.tensors, grids, strict=True) if g is not None
-    }
-    cells = {
-        id(own.tensors): tuple(map(chosen.get, own.tensors))
-        for own in _different(parts)
-    }
+    """The plan of each rank, in numbers of its own table of tensors and of its own rows.
+
+    ``row`` is for each chunk the row of the merged declarations that holds it.
+    """
+    chosen = dict(zip(tensors, grids, strict=True))
+    grids_of: dict[int, tuple[Grid, ...]] = {}  # id of a table, which ranks may share
+    bounds = np.searchsorted(chunks.writer, np.arange(len(parts) + 1)).tolist()
     plans = []
+    start = 0
     for rank, own in enumerate(parts):
+        if id(own.tensors) not in grids_of:
+            grids_of[id(own.tensors)] = tuple(map(chosen.get, own.tensors))
         mine = slice(bounds[rank], bounds[rank + 1])
-        boxes = items.boxes.take(mine)
+        source = (row[mine] - start).astype(np.int32)
         plans.append(
             SavePlan(
                 rank,
                 own.tensors,
-                cells[id(own.tensors)],
-                tensor[mine],
-                boxes,
-                source[mine],
+                grids_of[id(own.tensors)],
+                own.tensor[source],
+                chunks.boxes.take(mine),
+                source,
             )
         )
+        start += len(own)
     return plans
-
-
-def _different(parts: Sequence[Declarations]) -> Collection[Declarations]:
-    """One of the ranks for each table of tensors: ranks may have the same object."""
-    return {id(part.tensors): part for part in parts}.values()
-
-
-def _manifest(
-    declared: Declarations, items: _Items, part: Int64, grids: Sequence[Grid]
-) -> Manifest:
-    count = len(items.row)
-    chunks = Chunks(
-        declared.tensor[items.row],
-        items.boxes,
-        part.astype(np.int32),
-        np.full(count, -1, np.int32),
-        np.zeros(count, np.int64),
-        _raw_bytes(declared, items),
-        np.zeros((0, DIGEST_SIZE), np.uint8),
-    )
-    return Manifest(declared.tensors, tuple(grids), chunks)
-
-
-def _raw_bytes(declared: Declarations, items: _Items) -> Int64:
-    itemsize = np.array([entry.meta.itemsize for entry in declared.tensors], np.int64)
-    return items.boxes.volume * itemsize[declared.tensor[items.row]]
-
-
-def _is_object(declared: Declarations) -> Bool:
-    return np.array([entry.meta.is_object for entry in declared.tensors], np.bool_)
-
-
-def _piece_shapes(declared: Declarations, items: _Items, limit: int) -> Int64:
-    """For each item the shape of pieces, cut along leading axes, of at most ``limit`` bytes."""
-    itemsize = np.array([entry.meta.itemsize for entry in declared.tensors], np.int64)
-    budget = np.maximum(1, limit // np.maximum(1, itemsize))[declared.tensor[items.row]]
-    budget[_is_object(declared)[declared.tensor[items.row]]] = _UNBOUNDED
-    return _within(items.boxes.shape, budget)
 
 
 def _within(shape: Int64, budget: Int64) -> Int64:
@@ -237,45 +196,39 @@ def _within(shape: Int64, budget: Int64) -> Int64:
     return pieces
 
 
-def _cut(items: _Items, pieces: Int64, origin: Int64) -> _Items:
-    row, boxes = cut(items.boxes, pieces, origin)
-    return _Items(items.row[row], boxes)
-
-
 def _grids(
-    declared: Declarations, items: _Items, policy: SavePolicy
+    tensors: Sequence[TensorEntry], tensor: Int32, boxes: Boxes, policy: SavePolicy
 ) -> tuple[list[Grid], Int64 | None]:
     """A grid for each tensor (None for objects), and the cell of each item.
 
     The cells are None if all items are cells already.
     """
-    tensor = declared.tensor[items.row]
     order = np.argsort(tensor, kind="stable")
     bounds = runs(tensor[order])
-    numbers = tensor[order][bounds[:-1]]
-    metas = [declared.tensors[n].meta for n in numbers]
-    itemsize = np.array([meta.itemsize or 1 for meta in metas], np.int64)
-    whole = np.maximum(
-        1, shapes_table([declared.tensors[n] for n in numbers], items.boxes.width)
-    )
-    boxes = items.boxes.take(order).widened(whole.shape[1])
-    boxes = Boxes(boxes.offset, np.maximum(1, boxes.shape))
-    own, regular = regular_grids(boxes, bounds, whole)
-    regular |= _is_object(declared)[numbers]
+    numbers = tensor[order][bounds[:-1]].tolist()
+    present = [tensors[number] for number in numbers]
+    is_object = np.array([entry.meta.is_object for entry in present], np.bool_)
+    itemsize = np.array([entry.meta.itemsize or 1 for entry in present], np.int64)
+    whole = np.maximum(1, shapes_table(present, boxes.width))
+    held = boxes.take(order).widened(whole.shape[1])
+    held = Boxes(held.offset, np.maximum(1, held.shape))
+    own, regular = regular_grids(held, bounds, whole)
+    regular |= is_object
     cells = own.copy()
     if policy.max_item_bytes is not None:
         cells = _smaller(own, whole, policy.max_item_bytes // itemsize, own < whole)
     for run in np.flatnonzero(~regular).tolist():
-        part = boxes.take(slice(bounds[run], bounds[run + 1]))
+        part = held.take(slice(bounds[run], bounds[run + 1]))
         cells[run] = _free_cell(part, whole[run], int(itemsize[run]), policy)
-    grids: list[Grid] = [None] * len(declared.tensors)
-    row_cells = np.ones((len(declared.tensors), boxes.width), np.int64)
-    for number, meta, cell in zip(numbers.tolist(), metas, cells, strict=True):
-        row_cells[number] = cell
-        if not meta.is_object:
-            grids[number] = tuple(cell[: len(meta.shape)].tolist())
-    are_cells = regular.all() and (cells == own).all()
-    return grids, None if are_cells else row_cells[tensor, : items.boxes.width]
+    grids: list[Grid] = [None] * len(tensors)
+    by_tensor = np.ones((len(tensors), held.width), np.int64)
+    by_tensor[numbers] = cells
+    for number, entry, cell in zip(numbers, present, cells.tolist(), strict=True):
+        if not entry.meta.is_object:
+            grids[number] = tuple(cell[: len(entry.meta.shape)])
+    if regular.all() and (cells == own).all():
+        return grids, None
+    return grids, by_tensor[tensor, : boxes.width]
 
 
 def _smaller(cells: Int64, whole: Int64, budget: Int64, divided: Bool) -> Int64:

@@ -87,9 +87,7 @@ def part(rng: random.Random, shape: tuple[int, ...]) -> Box:
     )
 
 
-@pytest.mark.parametrize(
-    ("crowd", "pairs"), [(64, 1 << 19), (0, 1 << 19), (0, 3), (64, 3)]
-)
+@pytest.mark.parametrize("pairs", [1 << 19, 3])
 @given(
     shapes=st.lists(
         st.lists(st.integers(1, 8), max_size=3).map(tuple), min_size=1, max_size=4
@@ -97,7 +95,7 @@ def part(rng: random.Random, shape: tuple[int, ...]) -> Box:
     rng=st.randoms(use_true_random=False),
 )
 def test_reading_by_the_plan_is_indexing(
-    crowd: int, pairs: int, shapes: list[tuple[int, ...]], rng: random.Random
+    pairs: int, shapes: list[tuple[int, ...]], rng: random.Random
 ) -> None:
     values = {
         f"t{i}": np.arange(np.prod(shape, dtype=int)).reshape(shape)
@@ -111,7 +109,6 @@ def test_reading_by_the_plan_is_indexing(
         for key in rng.choices(list(values), k=rng.randrange(6))
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_plan, "CROWD", crowd)
         patch.setattr(load_plan, "PAIRS", pairs)
         plan = plan_load(wanted, manifest)
     results = [np.full(row.shard.box.shape, -1) for row in wanted.rows()]
@@ -162,11 +159,11 @@ def test_keys_and_kinds_that_do_not_fit_are_all_named() -> None:
     )
     with pytest.raises(
         MismatchError,
-        match=r"(?s)Unexpected keys: 'x'.*'y'.*loaded .2,. and expected .1, 2. .*key v",
+        match=r"(?s)Unexpected keys: 'x'.*'y'.*'v' is stored as int64 .2,. and asked for as int64 .1, 2.",
     ):
         plan_load(wanted, manifest)
     with pytest.raises(
-        MismatchError, match="stored as a tensor and asked for as an object"
+        MismatchError, match=r"stored as int64 .2,. and asked for as object"
     ):
         plan_load(wanted_of([("w", (2,), Box((0,), (1,)))], dtype="object"), manifest)
 
@@ -179,7 +176,9 @@ def test_objects_are_fetched_whole_and_never_resharded() -> None:
     assert [item.box for item in plan_load(wanted, manifest).rows()] == [
         Box((1,), (1,))
     ]
-    with pytest.raises(MismatchError, match="Global shape mismatch"):
+    with pytest.raises(
+        MismatchError, match=r"stored as object .2,. and asked for as object .3,."
+    ):
         plan_load(wanted_of([("rng", (3,), Box((1,), (1,)))], dtype="object"), manifest)
 
 
