@@ -48,7 +48,12 @@ class StoredNames:
         return ""
 
     def hint(self, names: Sequence[str]) -> str:
-        """The other prefix under which all of these names are stored; "" without one."""
+        """A cause of all of these names: another prefix, or no sharded state; "" if unknown."""
+        if not self._metas:
+            return (
+                "\n  hint: nothing but common state is stored: megackpt.load({}, directory) "
+                "returns it, with tensors that were saved without megackpt.sharded"
+            )
         first = names[0]
         for start in [0, *(match.end() for match in re.finditer(r"\.", first))]:
             old, rest = first[:start], first[start:]
@@ -72,18 +77,10 @@ class StoredNames:
 
 
 def shape_hint(key: str, asked: Sequence[int], stored: Sequence[int]) -> str:
-    """The likely cause of a global shape that is not stored."""
-    is_vocabulary = re.search("embed|vocab|output_layer|lm_head", key) is not None
-    if (
-        is_vocabulary
-        and asked[1:] == stored[1:]
-        and abs(asked[0] - stored[0]) < stored[0] / 2
-    ):
+    """The likely cause of a global shape that is not stored; "" if unknown."""
+    if re.search("embed|vocab|output_layer|lm_head", key) and asked[1:] == stored[1:]:
         return (
-            "if this is a vocabulary padded for another parallelism, allow_shape_mismatch=True "
-            "on the shard loads what both have, and zeros behind it"
+            "\n  hint: if this is a vocabulary padded for another parallelism, "
+            "allow_shape_mismatch=True on the shard loads what both have, and zeros behind it"
         )
-    return (
-        "is it the checkpoint of a model of another size, or do rank_offsets or "
-        "prepend_axis_num differ from those of the save?"
-    )
+    return ""

@@ -187,7 +187,7 @@ def check_shapes(
                 )
     if problems:
         listed = join_truncated(problems, _NAMED, "\n")
-        raise MismatchError("\n  hint: ".join([listed, *dict.fromkeys(hints)]))
+        raise MismatchError("".join([listed, *dict.fromkeys(hints)]))
 
 
 def _names(tensors: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> set[str]:
