@@ -5,18 +5,23 @@ Damaged chunks and chunks that the storage refuses to read are reported apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megackpt.backends.base import Backend
-from megackpt.errors import BackendError, CheckpointingException, StorageError
+from megackpt.errors import (
+    BackendError,
+    CheckpointingException,
+    CorruptCheckpoint,
+    StorageError,
+)
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
@@ -48,10 +53,10 @@ def damage(
     Raises StorageError if the storage refuses to read some chunks and all others are intact.
     """
     work = ChunkChecks(storage, backend, manifest)
-    problems = work.run(threads)
-    if work.unread and not problems:
+    work.compare(np.arange(len(manifest.chunks)), threads)
+    if work.unread and not work.problems:
         raise StorageError("; ".join(work.unread))
-    return problems
+    return list(work.problems)
 
 
 class ChunkChecks:
@@ -69,48 +74,45 @@ class ChunkChecks:
         self.backend = backend
         self.manifest = manifest
         self.parts = TensorParts(manifest)
-        self.missing: set[str] = set()  # files that do not exist
         self.bad: set[int] = set()  # rows of chunks with problems
-        self.unread: dict[str, None] = {}  # error messages, each once
+        self.problems: dict[str, None] = {}  # error messages, each once
+        self.unread: dict[str, None] = {}
         self.untrusted: dict[str, None] = {}
 
-    def problem(self, error: Exception, what: str = "") -> list[str]:
-        """The message of an error that shows damage.
+    @contextmanager
+    def recorded(self, rows: Iterable[int] = (), what: str = "") -> Iterator[None]:
+        """Record an error of this block, which checks these chunks.
 
-        An error of the storage or of the backend shows none: its message goes to ``unread``.
+        An error of the storage or of the backend shows no damage: its message goes to ``unread``.
         """
-        text = f"{what}: {error}" if what else str(error)
-        refused = isinstance(error, OSError) and not isinstance(
-            error, FileNotFoundError
-        )
-        if refused or isinstance(error, (StorageError, BackendError)):
-            self.unread[text] = None
-            return []
-        return [text]
+        try:
+            yield
+        except (CheckpointingException, OSError) as error:
+            self.bad.update(rows)
+            messages = self.problems
+            if isinstance(error, (StorageError, BackendError, OSError)):
+                messages = self.unread
+            if isinstance(error, FileNotFoundError):
+                messages = self.problems
+            messages[f"{what}{error}"] = None
 
-    def run(
-        self, threads: int, reported: Collection[str] = (), rows: Int64 | None = None
-    ) -> list[str]:
-        """Compare these rows (by default all) with their digests. Returns the problems.
-
-        ``reported``: files that the caller has already reported as missing or truncated.
-        """
+    def compare(self, rows: Int64, threads: int) -> None:
+        """Compare these chunks with their digests."""
         chunks = self.manifest.chunks
-        order = np.lexsort((chunks.start, chunks.file))
-        if rows is not None:
-            order = order[np.isin(order, rows)]
-        raw = self.backend.decoded_bytes(self.manifest)[order] == 0
-        with ThreadPoolExecutor(threads) as pool:
-            found = [
-                pool.map(self.raw_share, shares(order[raw])),
-                pool.map(self.native_share, shares(order[~raw])),
-            ]
-            problems = [problem for problems in chain(*found) for problem in problems]
-        gone = sorted(self.missing.difference(reported))
-        return [
-            *(f"{self.storage.location}/{name} is missing" for name in gone),
-            *problems,
+        rows = rows[np.lexsort((chunks.start[rows], chunks.file[rows]))]
+        raw = self.backend.decoded_bytes(self.manifest)[rows] == 0
+        self.in_threads(threads, self.compare_raw, rows[raw])
+        self.in_threads(threads, self.compare_native, rows[~raw])
+
+    def in_threads(
+        self, threads: int, check: Callable[[list[int]], None], rows: Int64
+    ) -> None:
+        shares = [
+            rows[start : start + _SHARE].tolist()
+            for start in range(0, len(rows), _SHARE)
         ]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(check, shares))
 
     def plan(self, row: int) -> LoadPlan:
         """The plan that reads one chunk."""
@@ -124,94 +126,65 @@ class ChunkChecks:
             np.zeros(1, np.int64),
         )
 
-    def raw_share(self, rows: Int64) -> list[str]:
+    def compare_raw(self, rows: list[int]) -> None:
         """Check chunks whose files hold their bytes unencoded."""
         buffer = memoryview(bytearray(_READ))
-        problems: list[str] = []
-        number = -1
-        with ExitStack() as files:
-            reader: FileReader | None = None
-            for row in rows.tolist():
-                if int(self.manifest.chunks.file[row]) != number:
-                    number = int(self.manifest.chunks.file[row])
-                    reader = self.opened(number, files, problems)
-                if reader is not None:
-                    problems += self.bad_blocks(row, reader, buffer)
-        return problems
+        for number, group in groupby(rows, self.manifest.chunks.file.__getitem__):
+            if number < 0:
+                continue  # empty chunks
+            name, same = self.manifest.files[number], list(group)
+            with self.recorded(same), ExitStack() as opened:
+                try:
+                    reader = opened.enter_context(self.storage.open(name))
+                except FileNotFoundError as error:
+                    raise CorruptCheckpoint(
+                        f"{self.storage.location}/{name} is missing"
+                    ) from error
+                for row in same:
+                    with self.recorded([row], f"{self.name(row)}: "):
+                        self.compare_blocks(row, reader, buffer)
 
-    def opened(
-        self, number: int, files: ExitStack, problems: list[str]
-    ) -> FileReader | None:
-        files.close()
-        if number < 0:
-            return None  # an empty chunk
-        name = self.manifest.files[number]
-        try:
-            return files.enter_context(self.storage.open(name))
-        except FileNotFoundError:
-            # Reported once for the file, not for each of its chunks.
-            self.missing.add(name)
-            return None
-        except (CheckpointingException, OSError) as error:
-            problems += self.problem(error)
-            return None
-
-    def bad_blocks(
-        self, row: int, reader: FileReader, buffer: memoryview
-    ) -> Iterator[str]:
-        """A problem for each block of this chunk that does not match its digest."""
+    def compare_blocks(self, row: int, reader: FileReader, buffer: memoryview) -> None:
+        """Record each block of this chunk that does not match its digest."""
         chunk = self.manifest.chunk(row)
         start, length = chunk.location.start, chunk.location.length
         for done in range(0, length, _READ):
             part = buffer[: min(_READ, length - done)]
             first = done // DIGEST_BLOCK
-            try:
+            reader.read_into(start + done, [part])
+            wrong = self.wrong_blocks(chunk, first, part)
+            if wrong.any() and reader.refetch():
                 reader.read_into(start + done, [part])
                 wrong = self.wrong_blocks(chunk, first, part)
-                if wrong.any() and reader.refetch():
-                    reader.read_into(start + done, [part])
-                    wrong = self.wrong_blocks(chunk, first, part)
-            except (CheckpointingException, OSError) as error:
-                self.bad.add(row)
-                yield from self.problem(error, self.name(row))
-                return
             self.advance(len(part))
-            self.bad |= {row} if wrong.any() else set()
             for block in (np.flatnonzero(wrong) + first).tolist():
+                self.bad.add(row)
                 at = start + block * DIGEST_BLOCK
                 end = min(at + DIGEST_BLOCK, start + length)
-                yield (
+                damaged = (
                     f"{self.name(row)}: block {block} of {len(chunk.digests)} is damaged: "
                     f"{self.storage.location}/{chunk.location.file}, bytes {at} to {end}"
                 )
+                self.problems[damaged] = None
 
     def wrong_blocks(self, chunk: Chunk, first: int, part: memoryview) -> Any:
         """For each block of ``part``, from the block ``first`` on: has it another digest?"""
         found = np.frombuffer(digest_blocks(part), np.uint8).reshape(-1, DIGEST_SIZE)
         return (found != chunk.digests[first : first + len(found)]).any(axis=1)
 
-    def native_share(self, rows: Int64) -> list[str]:
+    def compare_native(self, rows: list[int]) -> None:
         """Check chunks that only the backend can read. It compares digests as in a load."""
-        problems = []
         chunks = self.manifest.chunks
-        for row in rows.tolist():
+        for row in rows:
             itemsize = self.manifest.tensors[chunks.tensor[row]].meta.itemsize
-            try:
+            with self.recorded([row], f"{self.name(row)}: "):
                 self.backend.read(self.storage, self.plan(row), Nowhere(itemsize), True)
-            except (CheckpointingException, OSError) as error:
-                self.bad.add(row)
-                problems += self.problem(error, self.name(row))
             self.advance(int(chunks.length[row]))
-        return problems
 
     def name(self, row: int) -> str:
         chunks = self.manifest.chunks
         key, meta = self.manifest.tensors[chunks.tensor[row]]
         return str(ShardId(key, chunks.boxes.row(row, len(meta.shape))))
-
-
-def shares(rows: Int64) -> list[Int64]:
-    return [rows[i : i + _SHARE] for i in range(0, len(rows), _SHARE)]
 
 
 @dataclass(frozen=True)

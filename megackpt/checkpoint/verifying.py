@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,11 +17,9 @@ from megackpt.checkpoint.chunk_checks import (
     Count,
     Nowhere,
     ignore_progress,
-    shares,
 )
 from megackpt.checkpoint.opening import (
     Directory,
-    Shortfall,
     as_read_by,
     shortfalls,
     stored_manifest,
@@ -36,13 +32,12 @@ from megackpt.errors import (
     CorruptCheckpoint,
     UntrustedClass,
 )
-from megackpt.planning.box import Box, Int64
+from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
     COMMON_KEY,
     Declaration,
     Declarations,
-    Manifest,
     ShardId,
 )
 from megackpt.storage import Storage
@@ -77,22 +72,16 @@ class Report:
         return not self.problems and not self.unread
 
     def __str__(self) -> str:
+        verdict = "all good"
+        if self.problems:
+            verdict = f"{len(self.problems)} problems"
+        if self.unread:
+            unread = f"{len(self.unread)} parts that could not be read"
+            verdict = ", ".join([verdict, unread] if self.problems else [unread])
+        if self.ok and not self.checked:
+            verdict += " (it has no digests: sizes were checked, not the content)"
         what = f"{self.tensors} tensors and objects, {self.bytes} bytes in {self.files} files"
-        unchecked = not self.checked and self.ok
-        how = (
-            " (it has no digests: sizes were checked, not the content)"
-            if unchecked
-            else ""
-        )
-        counts = [
-            (len(self.problems), "problems"),
-            (len(self.unread), "parts that could not be read"),
-        ]
-        verdict = (
-            ", ".join(f"{count} {name}" for count, name in counts if count)
-            or "all good"
-        )
-        lines = [f"{self.location}: {what}: {verdict}{how}"]
+        lines = [f"{self.location}: {what}: {verdict}"]
         lines += [f"  {problem}" for problem in self.problems]
         lines += [f"  could not be read: {part}" for part in self.unread]
         lines += [f"  needs trusted=: {one}" for one in self.untrusted]
@@ -170,20 +159,6 @@ def _verified(
         return report
 
 
-def _uncovered(manifest: Manifest) -> list[str]:
-    """Holes and overlaps among the stored chunks."""
-    whole = [
-        Declaration(ShardId(key, Box.whole(meta.shape)), meta, 0, False, 0, 0)
-        for key, meta in manifest.tensors
-        if not meta.is_object
-    ]
-    try:
-        plan_load(Declarations.of(whole), manifest)
-    except CheckpointingException as error:
-        return [str(error)]
-    return []
-
-
 class _Work(ChunkChecks):
     """Reads, compares and opens all of one checkpoint with several threads."""
 
@@ -192,87 +167,56 @@ class _Work(ChunkChecks):
     ) -> Report:
         """Run all checks. ``small``: the small files that the index names."""
         storage, manifest, chunks = self.storage, self.manifest, self.manifest.chunks
-        problems = self.looked(lambda: small_file_problems(storage, small))
-        short: list[Shortfall] = []
-        problems += self.looked(lambda: short.extend(shortfalls(storage, manifest)))
-        problems += [f"{storage.location}/{file}" for file in short]
-        problems += _uncovered(manifest)
+        rows = np.arange(len(chunks), dtype=np.int64)
+        with self.recorded():
+            self.problems.update(dict.fromkeys(small_file_problems(storage, small)))
+        with self.recorded():
+            for short in shortfalls(storage, manifest):
+                self.problems[f"{storage.location}/{short}"] = None
+                if short.size is None:
+                    file = manifest.files.index(short.name)
+                    self.bad.update(np.flatnonzero(chunks.file == file).tolist())
+        with self.recorded():
+            self.check_coverage()
         total = int(chunks.length.sum())
         checked = len(chunks.digests) > 0 or total == 0
-        # Without digests, reading raw bytes proves nothing, but decoding native chunks does.
-        rows = np.arange(len(chunks), dtype=np.int64)
+        compared = rows
         if not checked:
-            native: list[list[str] | None] = []
-            problems += self.looked(
-                lambda: native.append(self.backend.verify_native(storage, manifest))
-            )
-            checked = native != [None]
-            damaged = [problem for found in native for problem in found or []]
-            problems += damaged
-            self.bad.update(self.rows_named_in(damaged))
-            rows = rows[
-                (self.backend.decoded_bytes(manifest) > 0)
-                & ~np.isin(rows, list(self.bad))
-            ]
-        start(int(chunks.length[rows].sum()))
-        problems += self.run(threads, [file.name for file in short], rows)
-        problems += self.open_objects(threads)
+            with self.recorded():
+                native = self.backend.verify_native(storage, manifest)
+                checked = native is not None
+                self.problems.update(dict.fromkeys(native or ()))
+            # Reading raw bytes proves nothing without digests, but decoding others does.
+            compared = rows[self.backend.decoded_bytes(manifest) > 0]
+        compared = compared[~np.isin(compared, list(self.bad))]
+        start(int(chunks.length[compared].sum()))
+        self.compare(compared, threads)
+        is_object = np.array([entry.meta.is_object for entry in manifest.tensors], bool)
+        objects = rows[is_object[chunks.tensor] & ~np.isin(rows, list(self.bad))]
+        self.in_threads(threads, self.open_objects, objects)
         own = {*files_of(manifest, small)}
         if not small and strategies.read_config(storage) is not None:
             own.add(CONFIG)
-        foreign = tuple(foreign_entries(storage, own))
-        files = len(manifest.files) + len(small)
         return Report(
             storage.called,
-            files,
+            len(manifest.files) + len(small),
             len(manifest.tensors),
             total,
             checked,
-            tuple(dict.fromkeys(problems)),
-            foreign,
+            tuple(self.problems),
+            tuple(foreign_entries(storage, own)),
             tuple(self.unread),
             tuple(sorted(self.untrusted)),
         )
 
-    def looked(self, look: Callable[[], list[str] | None]) -> list[str]:
-        """The problems that ``look`` returns, or the one that it raises."""
-        try:
-            return look() or []
-        except (CheckpointingException, OSError) as error:
-            return self.problem(error)
-
-    def rows_named_in(self, problems: Sequence[str]) -> set[int]:
-        """The chunks whose names begin these problems.
-
-        Their problems are already reported.
-        """
-        if not problems:
-            return set()
-        names = {self.name(row): row for row in range(len(self.manifest.chunks))}
-        heads = (
-            problem[: at.start()]
-            for problem in problems
-            for at in re.finditer(": ", problem)
-        )
-        return {names[head] for head in heads if head in names}
-
-    def open_objects(self, threads: int) -> list[str]:
-        """Open every object with intact bytes, as a load does."""
-        chunks, tensors = self.manifest.chunks, self.manifest.tensors
-        is_object = np.array([entry.meta.is_object for entry in tensors], np.bool_)
-        rows = np.flatnonzero(is_object[chunks.tensor])
-        files = [
-            file
-            for file, name in enumerate(self.manifest.files)
-            if name in self.missing
+    def check_coverage(self) -> None:
+        """Raise CorruptCheckpoint for holes and overlaps among the stored chunks."""
+        whole = [
+            Declaration(ShardId(key, Box.whole(meta.shape)), meta, 0, False, 0, 0)
+            for key, meta in self.manifest.tensors
+            if not meta.is_object
         ]
-        rows = rows[~np.isin(rows, list(self.bad)) & ~np.isin(chunks.file[rows], files)]
-        with ThreadPoolExecutor(threads) as pool:
-            return [
-                problem
-                for found in pool.map(self.object_share, shares(rows))
-                for problem in found
-            ]
+        plan_load(Declarations.of(whole), self.manifest)
 
     @cached_property
     def extension_keys(self) -> Collection[str]:
@@ -283,40 +227,34 @@ class _Work(ChunkChecks):
         except (CheckpointingException, FileNotFoundError):
             return ()  # another check reports the damaged table
 
-    def object_share(self, rows: Int64) -> list[str]:
-        problems = []
-        for row in rows.tolist():
-            key = self.manifest.tensors[self.manifest.chunks.tensor[row]].key
-            where = f"{self.storage.location}: {self.name(row)}"
-            try:
-                blobs = Nowhere(0)
-                self.backend.read(self.storage, self.plan(row), blobs, False)
-                value = serialization.load(b"".join(blobs.blobs), where=where)
-                file = self.manifest.files[self.manifest.chunks.file[row]]
-                # In a torch_dist .distcp file an object is a list of one, as DCP's planner got it.
-                listed = (
-                    self.backend.properties.name == "torch_dist" and file != COMMON_FILE
-                )
-                listed = listed and isinstance(value, list) and len(value) == 1
-                if key == COMMON_KEY and not isinstance(
-                    value[0] if listed else value, dict
-                ):
-                    raise CorruptCheckpoint(
-                        f"{where} is a {type(value).__name__}, not a dict"
-                    )
-            except UntrustedClass as error:
-                self.untrusted[str(error).split("\n")[0]] = None
-            except FileNotFoundError:
-                continue  # the check of the sizes has reported it
-            except CorruptCheckpoint as error:
-                if key in self.extension_keys:
-                    needs = (
-                        f"{where} went through an extension of DCP's, which has to be "
-                        "registered"
-                    )
-                    self.untrusted[needs] = None
-                else:
-                    problems += self.problem(error)
-            except (CheckpointingException, OSError) as error:
-                problems += self.problem(error)
-        return problems
+    def open_objects(self, rows: list[int]) -> None:
+        """Open these objects, as a load does."""
+        for row in rows:
+            with self.recorded():
+                self.open_object(row)
+
+    def open_object(self, row: int) -> None:
+        chunks = self.manifest.chunks
+        key = self.manifest.tensors[chunks.tensor[row]].key
+        where = f"{self.storage.location}: {self.name(row)}"
+        try:
+            blobs = Nowhere(0)
+            self.backend.read(self.storage, self.plan(row), blobs, False)
+            value = serialization.load(b"".join(blobs.blobs), where=where)
+        except UntrustedClass as error:
+            self.untrusted[str(error).split("\n")[0]] = None
+            return
+        except CorruptCheckpoint:
+            if key not in self.extension_keys:
+                raise
+            extended = f"{where} went through an extension of DCP's, which has to be registered"
+            self.untrusted[extended] = None
+            return
+        in_distcp = (
+            self.backend.properties.name == "torch_dist"
+            and self.manifest.files[chunks.file[row]] != COMMON_FILE
+        )
+        if in_distcp and isinstance(value, list) and len(value) == 1:
+            value = value[0]  # DCP's planner gets an object as a list of one
+        if key == COMMON_KEY and not isinstance(value, dict):
+            raise CorruptCheckpoint(f"{where} is a {type(value).__name__}, not a dict")
