@@ -397,7 +397,7 @@ class DirectoryTarget(SiblingDirectories):
         with self._turn(), self._others_meanwhile():
             folder = self._folder(self.name)
             here = [] if folder is None else markers(folder)
-            if not any(m.save_id == save_id and m.is_dead for m in here):
+            if not any(m.save_id == save_id and m.is_dead() for m in here):
                 return False
             self.recover()
             return True
@@ -405,7 +405,7 @@ class DirectoryTarget(SiblingDirectories):
     def _is_over(self, marker: Marker, abandoned: bool = False) -> bool:
         if marker.save_id == self._begins and marker.pid == os.getpid():
             return True  # of an earlier save of this id: the new one has no marker yet
-        return marker.is_abandoned if abandoned else marker.is_dead
+        return marker.is_dead(abandoned)
 
     def _goes_back(self, sibling: Sibling, published: Marker | None) -> bool:
         """Does this directory hold the checkpoint that belongs in the target?"""

@@ -141,17 +141,15 @@ class Marker:
             return self.save_id in active
         return started(self.pid) == self.started != 0
 
-    @property
-    def is_dead(self) -> bool:
-        """Is it certain that the process has ended?"""
-        return self.runs() is False
+    def is_dead(self, abandoned: bool = False) -> bool:
+        """Is it certain that the process has ended?
 
-    @property
-    def is_abandoned(self) -> bool:
-        """Is it dead, or old where this process cannot find out?"""
-        if self.runs() is None:
-            return time.time() - self.time > ABANDONED_AFTER
-        return self.is_dead
+        ``abandoned``: also true after a day, if this process cannot find out.
+        """
+        runs = self.runs()
+        if runs is None:
+            return abandoned and time.time() - self.time > ABANDONED_AFTER
+        return not runs
 
     def __str__(self) -> str:
         try:

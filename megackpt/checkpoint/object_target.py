@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from megackpt.checkpoint.marker import (
     PREFIX,
@@ -140,11 +141,9 @@ class ObjectTarget:
                 continue
             save_id = folder.removeprefix("megackpt-")
             marker = read_marker(self.outer.folder(folder), PREFIX + save_id, save_id)
-            if marker is not None:
-                over = marker.is_abandoned if abandoned else marker.is_dead
-                if not over:
-                    alive.append(marker)
-                    continue
+            if marker is not None and not marker.is_dead(abandoned):
+                alive.append(marker)
+                continue
             # It may have been committed since the record was read. A folder without a marker
             # was committed once: if the record does not name it now, it never will again.
             record, _ = read_record(self.outer)
@@ -190,30 +189,25 @@ class ObjectTarget:
             )
         url = self.outer.url(RECORD)
         confirm()
-        failure: CheckpointingException | None = None
         self.uncertain = True
         try:
-            if self.outer.put_if_match(RECORD, data, self._base):
-                return
+            committed = self.outer.put_if_match(RECORD, data, self._base)
         except StorageError as error:
-            failure = error
-        try:
             # The answer to a put that succeeded may have been lost.
-            found_record, _ = read_record(self.outer)
-            if found_record is not None and found_record.save_id == save_id:
-                return
-        except CheckpointingException as error:
-            failure = failure or error
-        if failure is not None:
+            with suppress(CheckpointingException):
+                found_record, _ = read_record(self.outer)
+                if found_record is not None and found_record.save_id == save_id:
+                    return
             raise StorageError(
                 f"it is not known whether {url} was put, so nothing is removed. If it "
-                f"names {save_id} later, the save is complete: {failure}"
-            ) from failure
-        self.uncertain = False
-        raise SaveInProgress(
-            f"another save has written to {self.location} since this one began: {url} is "
-            f"the other's, and nothing of this save is committed"
-        )
+                f"names {save_id} later, the save is complete: {error}"
+            ) from error
+        if not committed:
+            self.uncertain = False
+            raise SaveInProgress(
+                f"another save has written to {self.location} since this one began: {url} "
+                f"is the other's, and nothing of this save is committed"
+            )
 
     def settle(self, marker: Marker) -> None:
         """Remove the files that the new record no longer names."""
@@ -234,18 +228,22 @@ class ObjectTarget:
         if not self.uncertain:
             self.outer.delete(save_folder(save_id))
 
-    def remove(self, save_id: str) -> None:
+    def completed(self, save_id: str) -> bool:  # noqa: ARG002
+        """Did a save of this id publish the target, and die before ``settle``? It is not known."""
+        return False
+
+    def remove(self, marker: Marker) -> None:
         """Remove the checkpoint, and the leftovers of saves that are dead or cannot commit.
 
         A record of the removal replaces its record, on the condition that it has not changed.
         """
-        self.check_name(save_id)
+        self.check_name(marker.save_id)
         self.clear()
         record, self._base = read_record(self.outer)
         if record is None:
             raise NotACheckpoint(f"no save of megackpt is complete in {self.location}")
         found = save_folders(self.outer.list())
-        removed = {"format": FORMAT, "removed": True, "save_id": save_id}
+        removed = {"format": FORMAT, "removed": True, "save_id": marker.save_id}
         if not self.outer.put_if_match(
             RECORD, json.dumps(removed).encode(), self._base
         ):

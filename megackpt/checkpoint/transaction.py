@@ -53,6 +53,8 @@ from megackpt.errors import (
 from megackpt.planning.manifest import Manifest
 from megackpt.storage import Storage, digest, is_url
 
+Target = DirectoryTarget | ObjectTarget
+
 
 class State(enum.Enum):
     BEGUN = "begun"
@@ -81,7 +83,7 @@ class Transaction:
 
     def __init__(
         self,
-        target: DirectoryTarget | ObjectTarget,
+        target: Target,
         save_id: str,
         *,
         overwrite: bool = True,
@@ -292,11 +294,19 @@ def begin(
         SaveInProgress: ``resume``, and the save of this id may be alive.
         StorageError: the directory cannot be made, or cannot be replaced.
     """
-    target = absolute(directory)
-    if is_url(target):
-        return Transaction(ObjectTarget(target), save_id, overwrite=overwrite)
-    place = DirectoryTarget(os.path.realpath(target), create=True)
-    return Transaction(place, save_id, overwrite=overwrite, resume=resume)
+    target = _target(directory, create=True)
+    return Transaction(target, save_id, overwrite=overwrite, resume=resume)
+
+
+def _target(directory: Directory, create: bool = False) -> Target:
+    """The target of a save or removal. NotACheckpoint if the parent directory does not exist."""
+    path = absolute(directory)
+    if is_url(path):
+        return ObjectTarget(path)
+    try:
+        return DirectoryTarget(os.path.realpath(path), create=create)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotACheckpoint(f"directory {path} does not exist") from error
 
 
 @contextmanager
@@ -307,11 +317,7 @@ def staging_storage(directory: Directory, save_id: str) -> Iterator[Storage]:
         StorageError: it is not visible from this rank.
         SaveInProgress: a write failed because another save has committed meanwhile.
     """
-    target: DirectoryTarget | ObjectTarget
-    if is_url(directory):
-        target = ObjectTarget(os.fspath(directory))
-    else:
-        target = DirectoryTarget(os.path.realpath(directory), create=False)
+    target = _target(directory)
     try:
         storage = target.staging(save_id)
     except StorageError as error:
@@ -339,17 +345,13 @@ def remove(directory: Directory) -> None:
         SaveInProgress: another process writes to it, or has written meanwhile.
         StorageError: the storage refused. The next save or removal continues.
     """
-    target = absolute(directory)
-    if is_url(target):
-        ObjectTarget(target).remove(uuid4().hex)
-        return
-    place = _existing(target)
-    save_id = uuid4().hex
-    active.add(save_id)
+    target = _target(directory)
+    marker = Marker(uuid4().hex, removes=True)
+    active.add(marker.save_id)
     try:
-        place.remove(Marker(save_id, removes=True))
+        target.remove(marker)
     finally:
-        active.discard(save_id)
+        active.discard(marker.save_id)
 
 
 def clear(directory: Directory) -> None:
@@ -358,26 +360,12 @@ def clear(directory: Directory) -> None:
     A save whose process this one cannot inspect counts as dead after a day. Raises SaveInProgress
     if a save may be alive.
     """
-    target = absolute(directory)
-    if is_url(target):
-        ObjectTarget(target).clear()
-    else:
-        _existing(target).clear()
+    _target(directory).clear()
 
 
 def completed(directory: Directory, save_id: str) -> bool:
     """Did a save of this id complete this directory before it died?"""
-    target = absolute(directory)
-    if is_url(target):
-        return False
     try:
-        return _existing(target).completed(save_id)
+        return _target(directory).completed(save_id)
     except NotACheckpoint:
         return False
-
-
-def _existing(target: str) -> DirectoryTarget:
-    try:
-        return DirectoryTarget(os.path.realpath(target), create=False)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotACheckpoint(f"directory {target} does not exist") from error

@@ -1,4 +1,4 @@
-"""One file of a local file system: gathered writes made durable, scattered reads."""
+"""Files of a local file system: gathered writes made durable, scattered reads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import fcntl
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.storage import kernel
-from megackpt.storage.interface import FileReader, FileUpdater, FileWriter
+from megackpt.storage.interface import Batch, FileReader, FileUpdater, FileWriter
+
+T = TypeVar("T")
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -21,6 +25,10 @@ _BATCH = 16 << 20  # bytes handed to one writev, and to early write-back
 _VECTORS = min(
     1024, os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
 )
+_OPEN = 120
+"""Files of a batch held open until they are synced. The first fsync on ext4 commits for all."""
+_THREADS = 4
+"""Threads that sync. A disk flushes its cache once for all waiting threads."""
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -40,13 +48,9 @@ def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
 
 def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """Divide the buffers into lists for one writev each: limited vectors, limited bytes."""
-    views = list(_flat(buffers))
-    if len(views) <= _VECTORS and sum(map(len, views)) <= _BATCH:
-        yield views
-        return
     batch: list[memoryview] = []
     room = _BATCH
-    for view in views:
+    for view in _flat(buffers):
         while len(view) > room:
             batch.append(view[:room])
             yield batch
@@ -62,8 +66,6 @@ def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def _after(batch: list[memoryview], done: int) -> list[memoryview]:
     """Return the rest of the batch after its first ``done`` bytes."""
-    if done == sum(map(len, batch)):
-        return []
     for i, view in enumerate(batch):
         if done < len(view):
             return [view[done:], *batch[i + 1 :]]
@@ -74,9 +76,18 @@ def _after(batch: list[memoryview], done: int) -> list[memoryview]:
 class _Open:
     """A file being written, and its folder. This object closes both descriptors."""
 
-    _fd: int
-    _folder: int
-    _path: str
+    _refusal = "create"
+    _flags = NEW
+
+    def __init__(self, folder: int, name: str, path: str) -> None:
+        self._folder = folder  # ours to close
+        self._name = name
+        self._path = path
+        try:
+            self._fd = create(name, folder, self._flags)
+        except OSError as error:
+            os.close(folder)
+            raise failure(self._refusal, path, error) from error
 
     def close(self) -> None:
         if self._fd < 0:
@@ -99,27 +110,7 @@ class _Open:
 class LocalWriter(_Open, FileWriter):
     """A new file, held by descriptor; see LocalStorage.create."""
 
-    def __init__(
-        self,
-        folder: int,
-        name: str,
-        path: str,
-        later: Callable[[int, str], None] | None = None,
-    ) -> None:
-        """``later`` makes the file durable and closes it, in place of ``close``.
-
-        Its owner makes the folder durable, too.
-        """
-        self._folder = folder  # ours to close
-        self._name = name
-        self._path = path
-        self._later = later
-        self._written = self._started = 0
-        try:
-            self._fd = create(name, folder)
-        except OSError as error:
-            os.close(folder)
-            raise failure("create", path, error) from error
+    _written = _started = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         try:
@@ -131,15 +122,6 @@ class LocalWriter(_Open, FileWriter):
                 self._start_writeback(_BATCH)
         except OSError as error:
             raise failure("write", self._path, error) from error
-
-    def close(self) -> None:
-        if self._later is None:
-            super().close()
-        elif self._fd >= 0:
-            self._start_writeback(1)
-            os.close(self._folder)
-            fd, self._fd = self._fd, -1
-            self._later(fd, self._path)
 
     def _start_writeback(self, least: int) -> None:
         pending = self._written - self._started
@@ -156,9 +138,8 @@ class LocalWriter(_Open, FileWriter):
             return
         try:
             there = os.stat(self._name, dir_fd=self._folder, follow_symlinks=False)
-            if os.path.samestat(
-                there, os.fstat(self._fd)
-            ):  # or a later save has made another
+            # A later save may have made another file of this name.
+            if os.path.samestat(there, os.fstat(self._fd)):
                 os.unlink(self._name, dir_fd=self._folder)
         except FileNotFoundError:
             return  # another process has removed it
@@ -171,14 +152,8 @@ class LocalWriter(_Open, FileWriter):
 class LocalUpdater(_Open, FileUpdater):
     """A file that others may be writing into, too, held by descriptor; see LocalStorage.update."""
 
-    def __init__(self, folder: int, name: str, path: str) -> None:
-        self._folder = folder  # ours to close
-        self._path = path
-        try:
-            self._fd = create(name, folder, NEW & ~os.O_EXCL)
-        except OSError as error:
-            os.close(folder)
-            raise failure("write", path, error) from error
+    _refusal = "write"
+    _flags = NEW & ~os.O_EXCL
 
     def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
         try:
@@ -194,6 +169,84 @@ class LocalUpdater(_Open, FileUpdater):
 
     def abort(self) -> None:
         self._release()
+
+
+class LocalBatch(Batch):
+    """Many new files made durable together: one wait for the disk, not one for each file.
+
+    ``open_folder`` opens the folder of a file, and creates it if absent. It returns the descriptor,
+    the last part of the file's name, and the file's path. ``sync`` makes the entries of a folder
+    durable.
+    """
+
+    def __init__(
+        self,
+        open_folder: Callable[[str], tuple[int, str, str]],
+        sync: Callable[[str], None],
+    ) -> None:
+        self._open_folder = open_folder
+        self._sync = sync
+        self._waiting: list[tuple[int, str]] = []
+        self._folders: dict[str, None] = {}
+
+    def create(self, name: str) -> FileWriter:
+        writer = _BatchWriter(*self._open_folder(name))
+        writer.batch = self
+        while name:  # another writer may have made a folder above and not synced it yet
+            name = name.rpartition("/")[0]
+            self._folders[name] = None
+        return writer
+
+    def take(self, fd: int, path: str) -> None:
+        """Make a written file durable, and close it, with others."""
+        self._waiting.append((fd, path))
+        if len(self._waiting) == _OPEN:
+            self._sync_files()
+
+    def _sync_files(self) -> None:
+        try:
+            _each(_sync_file, self._waiting)
+        finally:
+            self.abort()
+
+    def close(self) -> None:
+        self._sync_files()
+        folders, self._folders = self._folders, {}
+        _each(self._sync, list(folders))
+
+    def abort(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for fd, _ in waiting:
+            os.close(fd)
+
+
+class _BatchWriter(LocalWriter):
+    batch: LocalBatch
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._start_writeback(1)
+            os.close(self._folder)
+            fd, self._fd = self._fd, -1
+            self.batch.take(fd, self._path)
+
+
+def _sync_file(file: tuple[int, str]) -> None:
+    fd, path = file
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise failure("make durable", path, error) from error
+
+
+def _each(work: Callable[[T], None], items: Sequence[T]) -> None:
+    """Call ``work`` on each, in a few threads if there are many. Raise when all have ended."""
+    if len(items) < 4 * _THREADS:
+        for item in items:
+            work(item)
+        return
+    with ThreadPoolExecutor(_THREADS, "megackpt-sync") as pool:
+        list(pool.map(work, items))
 
 
 class LocalReader(FileReader):

@@ -10,15 +10,14 @@ from contextlib import contextmanager, suppress
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.storage import kernel
-from megackpt.storage.batches import LocalBatch
 from megackpt.storage.files import (
+    LocalBatch,
     LocalReader,
     LocalUpdater,
     LocalWriter,
     failure,
     write_temporary,
 )
-from megackpt.storage.folders import BELOW, remove_tree, unlink
 from megackpt.storage.interface import (
     Batch,
     FileUpdater,
@@ -28,6 +27,7 @@ from megackpt.storage.interface import (
 )
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_BELOW = _FOLDER | os.O_NOFOLLOW
 _READ = (
     os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 )  # NONBLOCK: a FIFO must not hang us
@@ -79,14 +79,13 @@ class LocalStorage(Storage):
         except OSError as error:
             raise failure("open", self.location, error) from error
 
-    def _sync(self, folders: Iterable[str]) -> None:
-        for folder in folders:
-            with self._refusals("make durable", folder):
-                descriptor = os.open(folder or ".", BELOW, dir_fd=self._fd)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+    def _sync(self, folder: str) -> None:
+        with self._refusals("make durable", folder):
+            descriptor = os.open(folder or ".", _BELOW, dir_fd=self._fd)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def close(self) -> None:
         """Close the directory. Open files stay usable. Deletion of this object closes it, too."""
@@ -204,42 +203,26 @@ class LocalStorage(Storage):
             suppress(FileNotFoundError),
             self._within("remove", name) as (folder, last),
         ):
-            remove_tree(folder, last)
+            _remove_tree(folder, last)
             os.fsync(folder)
 
     def remove_files(self, names: Iterable[str]) -> None:
         """Remove existing files, and folders that become empty, durably. Keep other folders."""
-        files: dict[str, list[str]] = {}
+        gone = FileNotFoundError, CorruptCheckpoint  # absent, or behind a link
+        folders: set[str] = set()
         for name in names:
-            folder, _, last = name.rpartition("/")
-            files.setdefault(folder, []).append(last)
-        above = {
-            name[:at] for name in files for at, sign in enumerate(name) if sign == "/"
-        }
-        folders = {*files, *above} - {""}
-        inner: dict[str, list[str]] = {}
-        for name in folders:
-            folder, _, last = name.rpartition("/")
-            inner.setdefault(folder, []).append(last)
+            with suppress(*gone), self._within("remove", name) as (folder, last):
+                _unlink(folder, last)
+            folders.update(name[:at] for at, sign in enumerate(name) if sign == "/")
         # From the deepest up: a folder may be empty once those in it are gone.
-        for folder in [*sorted(folders, key=lambda name: (-name.count("/"), name)), ""]:
-            try:
-                fd = self._descend(_checked(folder) if folder else [])
-            except (
-                FileNotFoundError,
-                CorruptCheckpoint,
-            ):  # gone, or a link: nothing of it is below the root
-                continue
-            try:
-                with self._refusals("remove files of", folder):
-                    for last in files.get(folder, []):
-                        unlink(fd, last)
-                    for last in inner.get(folder, []):
-                        with suppress(OSError):  # not empty, or not a folder: keep it
-                            os.rmdir(last, dir_fd=fd)
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
+        for name in sorted(folders, key=lambda name: (-name.count("/"), name)):
+            with suppress(*gone), self._within("remove", name) as (folder, last):
+                try:
+                    os.rmdir(last, dir_fd=folder)
+                except OSError as error:
+                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                        self._sync(name)
+        self._sync("")
 
     # Operations on folders that object stores lack: for the commit, not for formats.
 
@@ -426,9 +409,41 @@ def _make_folder(fd: int, name: str, durably: bool = True) -> None:
 
 def _enter(fd: int, part: str, make: bool, durably: bool) -> int:
     try:
-        return os.open(part, BELOW, dir_fd=fd)
+        return os.open(part, _BELOW, dir_fd=fd)
     except FileNotFoundError:
         if not make:
             raise
     _make_folder(fd, part, durably)
-    return os.open(part, BELOW, dir_fd=fd)
+    return os.open(part, _BELOW, dir_fd=fd)
+
+
+def _unlink(folder: int, name: str) -> None:
+    """Remove a file or a link; keep a folder of this name."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except (FileNotFoundError, IsADirectoryError):
+        return
+    except PermissionError:  # some systems raise it for a folder
+        if not stat.S_ISDIR(
+            os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        ):
+            raise
+
+
+def _remove_tree(folder: int, name: str) -> None:
+    """Remove a file, a link, or a folder and its content. An absent one is not an error."""
+    try:
+        fd = os.open(name, _BELOW, dir_fd=folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        os.unlink(name, dir_fd=folder)  # a file, or a link but not its target
+        return
+    try:
+        for entry in os.listdir(fd):
+            _remove_tree(fd, entry)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=folder)

@@ -281,7 +281,7 @@ def in_marker(data: bytes) -> object:
     try:
         file.write_bytes(data)
         found = markers(LocalStorage(made("dcp")))
-        return [(str(mark), mark.is_dead, mark.is_abandoned) for mark in found]
+        return [(str(mark), mark.is_dead(), mark.is_dead(True)) for mark in found]
     finally:
         file.unlink()
 
