@@ -35,6 +35,14 @@ Dims = tuple[int, ...]
 
 _OF_TENSORS = ("key_chars", "meta", "grid", "count")
 _OF_METAS = ("meta_dtype", "meta_ndim")
+_TABLES = (
+    *_OF_TENSORS,
+    *_OF_METAS,
+    "meta_dim",
+    "grid_ndim",
+    "grid_dim",
+    "file_chars",
+)
 _OF_CHUNKS = ("file", "writer", "start", "length")
 _PER_AXIS = ("pieces", "rest", "place", "shift")
 _NUMBERS = 1 << 31  # tensors, files and ranks are numbered in 32 bits
@@ -47,15 +55,7 @@ def column_names(axes: int) -> list[str]:
     ``axes``: the most dimensions of a tensor in it.
     """
     per_axis = [f"{name}{axis}" for axis in range(axes) for name in _PER_AXIS]
-    tables = (
-        *_OF_TENSORS,
-        *_OF_METAS,
-        "meta_dim",
-        "grid_ndim",
-        "grid_dim",
-        "file_chars",
-    )
-    return [*tables, *_OF_CHUNKS, *per_axis]
+    return [*_TABLES, *_OF_CHUNKS, *per_axis]
 
 
 @dataclass(frozen=True)
@@ -80,27 +80,37 @@ def parse_head(text: bytes) -> Head:
     try:
         head = json.loads(text)
         axes = _natural(head["axes"], MOST_AXES + 1)
-        columns = head["columns"]
         name, version = head["backend"]
         keys, files = head["text"]
+        small = {}
+        for file, (size, checksum) in head["small"].items():
+            small[file] = _natural(size), bytes.fromhex(checksum)
+            if len(small[file][1]) != DIGEST_SIZE:
+                damaged("a digest of a small file has the wrong length")
+        layouts = {}
+        for column, fields in head["columns"].items():
+            layouts[column] = Layout.parse(fields)
+        _check_columns(layouts, axes, head.get("optional", []))
         parsed = Head(
             _string(head["save_id"]),
             (_string(name), _natural(version)),
             _string(head["encoding"]),
-            {
-                _string(n): (_natural(size), bytes.fromhex(hexa))
-                for n, (size, hexa) in head["small"].items()
-            },
-            [_string(d) for d in head["dtypes"]],
+            small,
+            list(map(_string, head["dtypes"])),
             axes,
             head["derived"] is True,
             (_natural(keys), _natural(files)),
-            {_string(n): Layout.parse(fields) for n, fields in columns.items()},
+            layouts,
         )
-        _check_columns(columns, axes, head.get("optional", []))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         damaged(f"its head makes no sense ({type(error).__name__}: {error})")
-    _check_head(parsed)
+    if parsed.encoding != "native" and not (
+        parsed.encoding == "raw" and parsed.derived
+    ):
+        damaged(f"unknown encoding {parsed.encoding!r}")
+    if unknown := set(parsed.dtypes).difference(ITEMSIZE):
+        damaged(f"unknown dtypes {sorted(unknown)}")
+    _check_names([*small])
     return parsed
 
 
@@ -128,18 +138,6 @@ def _natural(value: Any, end: int = LARGEST) -> int:
     return value
 
 
-def _check_head(head: Head) -> None:
-    if head.encoding not in ("raw", "native") or (
-        head.encoding == "raw" and not head.derived
-    ):
-        damaged(f"unknown encoding {head.encoding!r}")
-    if unknown := [d for d in head.dtypes if d not in ITEMSIZE]:
-        damaged(f"unknown dtypes {unknown}")
-    if any(len(checksum) != DIGEST_SIZE for _, checksum in head.small.values()):
-        damaged("a digest of a small file has the wrong length")
-    _check_names(list(head.small))
-
-
 def _check_names(names: Sequence[str]) -> None:
     if unsafe := unsafe_names(names):
         damaged(
@@ -151,22 +149,18 @@ def _check_names(names: Sequence[str]) -> None:
 
 def decode_body(head: Head, body: memoryview) -> Manifest:
     """The manifest. CorruptCheckpoint if the body contradicts the head, or itself."""
-    digests_at = sum(layout.nbytes for layout in head.layouts.values()) + sum(head.text)
+    text_at = sum(layout.nbytes for layout in head.layouts.values())
+    files_at = text_at + head.text[0]
+    digests_at = files_at + head.text[1]
     if digests_at > len(body) or (len(body) - digests_at) % DIGEST_SIZE:
         damaged(
             f"its length is {len(body)}, its head describes {digests_at} bytes and digests"
         )
     _check_counts(head, len(body))
-    columns, text = _unpacked(head, body)
-    if any(
-        column.size and column.min() < 0
-        for n, column in columns.items()
-        if n not in ("file", "writer")
-    ):
-        damaged("a number is negative")
+    columns = _unpacked(head, body)
     metas = _metas(head, columns)
-    keys = _split(text[: head.text[0]], columns["key_chars"])
-    files = _split(text[head.text[0] :], columns["file_chars"])
+    keys = _split(body[text_at:files_at], columns["key_chars"])
+    files = _split(body[files_at:digests_at], columns["file_chars"])
     _check_names(files)
     if len(set(keys)) != len(keys):
         damaged("a key occurs twice")
@@ -174,11 +168,10 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
     digests = np.frombuffer(body, np.uint8, offset=digests_at).reshape(-1, DIGEST_SIZE)
     entries = zip(keys, map(metas.__getitem__, columns["meta"].tolist()), strict=True)
     return Manifest(
-        tuple(
-            map(partial(tuple.__new__, TensorEntry), entries)
-        ),  # as its own constructor does, without Python
+        # As TensorEntry's own constructor does, without Python.
+        tuple(map(partial(tuple.__new__, TensorEntry), entries)),
         _grids(columns),
-        _chunks(head, columns, len(files), digests),
+        _chunks(head, columns, metas, len(files), digests),
         tuple(files),
         head.encoding,
         head.backend,
@@ -192,21 +185,12 @@ def _check_counts(head: Head, size: int) -> None:
     Rows may take no bytes in a column, so a small index could otherwise request much memory.
     """
     counts = {name: layout.count for name, layout in head.layouts.items()}
-    tensors, metas, grids = (
-        counts["key_chars"],
-        counts["meta_dtype"],
-        counts["grid_ndim"],
-    )
-    chunks = counts["file"]
-    of_chunks = [
-        *_OF_CHUNKS,
-        *(f"{name}{axis}" for axis in range(head.axes) for name in _PER_AXIS),
-    ]
-    same = (
-        all(counts[name] == tensors for name in _OF_TENSORS)
-        and all(counts[name] == metas for name in _OF_METAS)
-        and all(counts[name] == chunks for name in of_chunks)
-    )
+    tensors, metas = counts["key_chars"], counts["meta_dtype"]
+    grids, chunks = counts["grid_ndim"], counts["file"]
+    of_chunks = column_names(head.axes)[len(_TABLES) :]
+    for same in (_OF_TENSORS, _OF_METAS, of_chunks):
+        if len({counts[name] for name in same}) > 1:
+            damaged("its counts do not fit together")
     bounded = (
         tensors <= min(head.text[0] + 1, _NUMBERS)
         and counts["file_chars"] <= min(head.text[1], _NUMBERS)
@@ -216,19 +200,22 @@ def _check_counts(head: Head, size: int) -> None:
         # Each tensor may have one chunk without bytes, and so without digests.
         and chunks * max(head.axes, 1) <= _ROOM * size + head.axes * tensors
     )
-    if not same or not bounded:
-        damaged("its counts do not fit together, or not its length")
+    if not bounded:
+        damaged("its counts do not fit its length")
 
 
-def _unpacked(head: Head, body: memoryview) -> tuple[Columns, memoryview]:
+def _unpacked(head: Head, body: memoryview) -> Columns:
     columns: Columns = {}
     known = set(column_names(head.axes))
     at = 0
     for name, layout in head.layouts.items():
         if name in known:
-            columns[name] = unpack(layout, body[at : at + layout.nbytes])
+            column = unpack(layout, body[at : at + layout.nbytes])
+            if name not in ("file", "writer") and (column < 0).any():
+                damaged("a number is negative")
+            columns[name] = column
         at += layout.nbytes
-    return columns, body[at : at + sum(head.text)]
+    return columns
 
 
 def _check_below(column: Int64, end: int) -> None:
@@ -283,22 +270,27 @@ def _grids(columns: Columns) -> tuple[Dims | None, ...]:
     return tuple(map(grids.__getitem__, numbers.tolist()))
 
 
-def _chunks(head: Head, columns: Columns, files: int, digests: Any) -> Chunks:
+def _chunks(
+    head: Head,
+    columns: Columns,
+    metas: list[TensorMeta],
+    files: int,
+    digests: Any,
+) -> Chunks:
     counts, file, length = columns["count"], columns["file"], columns["length"]
     _check_sum(counts, len(file))
     _check_below(file, files)
     _check_below(columns["writer"], _NUMBERS)
     meta = np.repeat(columns["meta"], counts)
-    boxes = _boxes(head, columns, meta)
-    sizes = np.array([ITEMSIZE[d] for d in head.dtypes], np.int64)
-    itemsize = (
-        sizes[columns["meta_dtype"]][meta] if len(meta) else np.zeros(0, np.int64)
-    )
-    _check_objects(boxes, itemsize)
+    boxes = _boxes(head, columns, metas, meta)
+    itemsize = np.array([m.itemsize for m in metas], np.int64)[meta]
+    volume = boxes.volume
+    if (volume[itemsize == 0] != 1).any():
+        damaged("an object has a box of several elements")
     if head.derived:
         if length[itemsize > 0].any():
             damaged("a chunk is longer than its box")
-        length = length + boxes.volume * itemsize
+        length = length + volume * itemsize
     if head.encoding == "raw" and (file[length > 0] < 0).any():
         damaged("a chunk is in no file")
     if len(digests):
@@ -315,44 +307,25 @@ def _chunks(head: Head, columns: Columns, files: int, digests: Any) -> Chunks:
     )
 
 
-def _check_objects(boxes: Boxes, itemsize: Int64) -> None:
-    objects = np.flatnonzero(itemsize == 0)
-    if (boxes.take(objects).volume != 1).any():
-        damaged("an object has a box of several elements")
-
-
-def _boxes(head: Head, columns: Columns, meta: Int64) -> Boxes:
+def _boxes(head: Head, columns: Columns, metas: list[TensorMeta], meta: Int64) -> Boxes:
     """The boxes of all chunks, each within its tensor. Axes that a tensor lacks are 0:1."""
-    boxes = Boxes(
-        np.empty((len(meta), head.axes), np.int64),
-        np.empty((len(meta), head.axes), np.int64),
-    )
-    ndims, dims = columns["meta_ndim"], columns["meta_dim"]
-    first = np.cumsum(ndims) - ndims
+    sizes = len(meta), head.axes
+    boxes = Boxes(np.empty(sizes, np.int64), np.empty(sizes, np.int64))
+    wholes = np.ones((head.axes, len(metas)), np.int64)
+    lacks = np.ones(wholes.shape, np.bool_)
+    for number, (shape, _) in enumerate(metas):
+        wholes[: len(shape), number] = shape
+        lacks[: len(shape), number] = False
     for axis in range(head.axes):
-        own = ndims > axis
-        whole = np.ones(len(ndims), np.int64)
-        whole[own] = dims[first[own] + axis]
-        fits = _fill_axis(boxes, columns, axis, whole[meta])
-        if not fits or (boxes.shape[~own[meta], axis] != 1).any():
+        pieces, rest, place, shift = (columns[f"{name}{axis}"] for name in _PER_AXIS)
+        whole = wholes[axis, meta]
+        extent = np.where(pieces > 0, (whole - rest) // np.maximum(pieces, 1), 0)
+        step = np.maximum(extent, 1)
+        # Where the product overflows, ``place`` is too large.
+        fits = (rest <= whole) & (place <= whole // step)
+        fits &= shift <= whole - extent - place * step
+        fits &= (extent == 1) | ~lacks[axis, meta]
+        if not fits.all():
             damaged("a chunk lies outside of its tensor")
+        boxes.shape[:, axis], boxes.offset[:, axis] = extent, place * step + shift
     return boxes
-
-
-def _fill_axis(boxes: Boxes, columns: Columns, axis: int, whole: Int64) -> bool:
-    """Fill in offsets and extents along one axis; False if any leaves ``[0, whole]``.
-
-    No step can overflow.
-    """
-    pieces, rest, place, shift = (columns[f"{name}{axis}"] for name in _PER_AXIS)
-    if (rest > whole).any():
-        return False
-    shape = np.where(pieces > 0, (whole - rest) // np.maximum(pieces, 1), 0)
-    if (place > whole // np.maximum(shape, 1)).any():
-        return False
-    offset = place * np.maximum(shape, 1)
-    if (shift > whole - shape - offset).any():
-        return False
-    offset += shift
-    boxes.shape[:, axis], boxes.offset[:, axis] = shape, offset
-    return True

@@ -134,7 +134,7 @@ def test_what_is_replaced_while_it_is_verified_is_verified_anew(
     bucket, url, saves, monkeypatch
 ):
     saves.save(url, 1)
-    real, left = verifying._Work.run, [2]
+    real, left = verifying._Work.compare, [2]
 
     def run(self, *args):
         if left[0]:
@@ -142,7 +142,7 @@ def test_what_is_replaced_while_it_is_verified_is_verified_anew(
             saves.save(url, 2)
         return real(self, *args)
 
-    monkeypatch.setattr(verifying._Work, "run", run)
+    monkeypatch.setattr(verifying._Work, "compare", run)
     report = verify(url)
     assert (report.problems, left) == ((), [0])
 
