@@ -73,7 +73,12 @@ class Budget:
             if target is not None:
                 kept = self._hashed.setdefault(id(target), (target, seen, repeated))
                 _, seen, repeated = kept
-            self.spend(_ITEM * max(0, self._count_parts(key) - _FREE_PARTS))
+            depth, parts = _measure((key,))[0].popitem()[1]
+            if depth > limits.PICKLE_DEPTH:
+                raise CorruptCheckpoint(
+                    f"the key of a dict is nested more than {limits.PICKLE_DEPTH} levels deep"
+                )
+            self.spend(_ITEM * max(0, parts - _FREE_PARTS))
             value = hash(key)
             if value in seen:
                 repeated[value] = repeated.get(value, 1) + 1
@@ -82,23 +87,6 @@ class Budget:
                         f"more than {_COLLISIONS} keys of a dict or set have one hash"
                     )
             seen.add(value)
-
-    def _count_parts(self, key: Any) -> int:
-        """The parts of a key, each as often as hashing meets it."""
-        waiting, count = [(key, 1)], 0
-        while waiting:
-            part, depth = waiting.pop()
-            if type(part) is int:
-                count += _weight(part) // _ITEM
-            if depth > limits.PICKLE_DEPTH:
-                raise CorruptCheckpoint(
-                    f"the key of a dict is nested more than {limits.PICKLE_DEPTH} levels deep"
-                )
-            count += 1
-            if (count + len(waiting)) * _ITEM > self._left:
-                raise CorruptCheckpoint("the keys of a dict or set have too many parts")
-            waiting.extend((below, depth + 1) for below in _parts(part) or ())
-        return count
 
 
 def _weight(value: Any) -> int:
@@ -122,13 +110,33 @@ def check_shape(value: Any, levels: int = limits.PICKLE_DEPTH) -> Container[int]
         CorruptCheckpoint: it is nested too deep, or shares too many parts too often.
         UntrustedClass: it holds getattr, or a name that was only an argument of getattr.
     """
-    done: dict[int, tuple[int, int]] = {}  # identity -> depth, leaves
+    measured, count = _measure(value)
+    depth, leaves = measured.get(id(value), (0, 1))
+    if depth > levels:
+        raise CorruptCheckpoint(
+            f"the object is nested {depth} levels deep: at most {levels} can be read"
+        )
+    if leaves > max(limits.PICKLE_LEAVES, _SHARED * count):
+        raise CorruptCheckpoint(
+            f"the object has {leaves} parts, counted each time that they are met: "
+            "too many are shared too often"
+        )
+    return measured
+
+
+def _measure(value: Any) -> tuple[dict[int, tuple[int, int]], int]:
+    """The identity of each container -> its depth, and its parts as often as a walk meets them.
+
+    A long integer counts as several parts. The second result is the number of parts, each as often
+    as containers hold it.
+    """
+    measured: dict[int, tuple[int, int]] = {}
     opened: set[int] = set()
-    count = leaves = 0
+    count = 0
     waiting: list[tuple[Any, bool]] = [(value, False)]
     while waiting:
         part, closing = waiting.pop()
-        if id(part) in done:
+        if id(part) in measured:
             continue
         inner = _parts(part)
         if inner is None:
@@ -141,23 +149,15 @@ def check_shape(value: Any, levels: int = limits.PICKLE_DEPTH) -> Container[int]
             continue
         depth, leaves = 0, 1
         for below in inner:
-            its_depth, its_leaves = done.get(id(below), (0, 1))
+            its_depth, its_leaves = measured.get(id(below), (0, 1))
+            if type(below) is int:
+                its_leaves += _weight(below) // _ITEM
             depth = max(depth, its_depth)
             leaves += its_leaves
             count += 1
-        depth += 1
-        if depth > levels:
-            raise CorruptCheckpoint(
-                f"the object is nested {depth} levels deep: at most {levels} can be read"
-            )
         opened.discard(id(part))
-        done[id(part)] = depth, leaves
-    if leaves > max(limits.PICKLE_LEAVES, _SHARED * count):
-        raise CorruptCheckpoint(
-            f"the object has {leaves} parts, counted each time that they are met: "
-            "too many are shared too often"
-        )
-    return done
+        measured[id(part)] = depth + 1, leaves
+    return measured, count
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
