@@ -52,7 +52,9 @@ def load(
     """
     from megackpt.serialization.allowlist import finder, storages
 
-    prefix = f"{where}: " if where else ""
+    prefix = ""
+    if where:
+        prefix = f"{where}: "
     try:
         archive = Archive.of(data)
         if not archive.little_endian:

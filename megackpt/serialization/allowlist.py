@@ -101,20 +101,14 @@ def _stand_in_rule(qualified: str) -> Rule:
     )
 
 
-def _saved_stand_in(kind: Callable[..., Any], qualified: str, *rest: Any) -> Any:
-    """A StandIn or StandInClass that was saved as one."""
-    if type(qualified) is not str or (rest and type(rest[0]) is not tuple):
-        raise CorruptCheckpoint(
-            "a stand-in has a name that is not text, or arguments that are not a tuple"
-        )
-    return kind(qualified, *rest)
-
-
 def _trusted_rule(value: Any) -> Rule:
     """The rule of a class or function that the user trusts: what pickle itself does."""
-    new = partial(value.__new__, value) if isinstance(value, type) else None
-    call = value if callable(value) else None
-    return Rule(value, call, _build_trusted, new, trusted=True)
+    if isinstance(value, type):
+        new = partial(value.__new__, value)
+        return Rule(value, value, _build_trusted, new, trusted=True)
+    if callable(value):
+        return Rule(value, value, _build_trusted, trusted=True)
+    return Rule(value, trusted=True)
 
 
 def _build_trusted(instance: Any, state: Any) -> None:
@@ -160,11 +154,6 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-def _bytes() -> bytes:
-    """Protocol 2 writes empty bytes by this call."""
-    return b""
-
-
 def _bytearray(data: bytes | str = b"", encoding: str = "latin-1") -> bytearray:
     if isinstance(data, str):
         return bytearray(_encode(data, encoding.replace("-", "")))
@@ -187,16 +176,6 @@ def _default_dict(factory: Any = None, items: Any = ()) -> Any:
     if refused or not (factory is None or callable(factory)):
         raise CorruptCheckpoint(f"a defaultdict's factory is {factory!r}")
     return collections.defaultdict(factory, items)
-
-
-def _counter(counts: Any = ()) -> collections.Counter[Any]:
-    if not isinstance(counts, dict) and counts != ():
-        raise CorruptCheckpoint("a Counter is not made of a dict")
-    return collections.Counter(counts)
-
-
-def _deque(items: Any = (), size: int | None = None) -> collections.deque[Any]:
-    return collections.deque(items, size)
 
 
 def _zone(key: str, cached: bool = True) -> zoneinfo.ZoneInfo:  # noqa: ARG001 - zoneinfo's order
@@ -382,12 +361,12 @@ def _checked_grad(tensor: Any, wanted: bool) -> bool:
 def known_rules() -> Mapping[str, Rule]:
     """Qualified name to rule, for everything that loads without trust."""
     rules = {**_python_rules(), **numpy_rules.rules(), **_torch_rules()}
-    for kind in (StandIn, StandInClass):
-        # The second name is in blobs of earlier versions.
-        for module in (kind.__module__, "megackpt.objects.standins"):
-            rules[f"{module}.{kind.__name__}"] = Rule(
-                kind, partial(_saved_stand_in, kind)
-            )
+    # The second name is in blobs of earlier versions.
+    for module in (StandIn.__module__, "megackpt.objects.standins"):
+        rules[f"{module}.StandIn"] = Rule(StandIn, StandIn)
+        rules[f"{module}.StandInClass"] = Rule(
+            StandInClass, _checked(StandInClass, str)
+        )
     return rules
 
 
@@ -402,7 +381,8 @@ def _python_rules() -> dict[str, Rule]:
     for time in (dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone):
         rules[f"datetime.{time.__name__}"] = Rule(time, time)
     rules |= {
-        "builtins.bytes": Rule(bytes, _bytes),
+        # Protocol 2 writes empty bytes by a call.
+        "builtins.bytes": Rule(bytes, lambda: b""),
         "builtins.type": Rule(type, _type_of),
         "builtins.bytearray": Rule(bytearray, _bytearray),
         "builtins.complex": Rule(complex, complex),
@@ -417,7 +397,11 @@ def _python_rules() -> dict[str, Rule]:
         "zoneinfo.ZoneInfo._unpickle": Rule(_zone, _zone),
         "signal.Signals": Rule(signal.Signals, signal.Signals),
         "signal.Handlers": Rule(signal.Handlers, signal.Handlers),
-        "collections.Counter": Rule(collections.Counter, _counter, charge=charge_keys),
+        "collections.Counter": Rule(
+            collections.Counter,
+            _checked(collections.Counter, dict),
+            charge=charge_keys,
+        ),
         "collections.OrderedDict": Rule(
             collections.OrderedDict,
             collections.OrderedDict,
@@ -429,7 +413,7 @@ def _python_rules() -> dict[str, Rule]:
             _default_dict,
             charge=lambda budget, _=None, items=(): charge_keys(budget, items),
         ),
-        "collections.deque": Rule(collections.deque, _deque),
+        "collections.deque": Rule(collections.deque, collections.deque),
         "io.BytesIO": Rule(
             io.BytesIO, _checked(io.BytesIO, bytes), _set_bytes_io, by_reference=True
         ),

@@ -47,11 +47,14 @@ def _set_dtype(dtype: np.dtype[Any], state: Any) -> None:
 def _time(code: str, metadata: Any) -> np.dtype[Any]:
     """datetime64 or timedelta64. ``metadata``: (any, (unit, how many of them, 1, 1))."""
     unit, count, *_ = metadata[1]
-    unit = unit.decode("ascii") if type(unit) is bytes else unit
+    if type(unit) is bytes:
+        unit = unit.decode("ascii")
     known = type(unit) is str and _UNITS.fullmatch(unit)
     if not known or type(count) is not int or not 0 < count < 1 << 31:
         raise CorruptCheckpoint(f"a numpy time has the unit {count} {unit!r}")
-    return np.dtype(code if unit == "generic" else f"{code}[{count}{unit}]")
+    if unit != "generic":
+        code += f"[{count}{unit}]"
+    return np.dtype(code)
 
 
 def _structure(names: Any, fields: Any, size: Any, flags: Any) -> np.dtype[Any]:

@@ -51,7 +51,9 @@ def dump(value: Any, check: Callable[[Any], None] | None = None) -> bytes:
 
         pickler = CheckingPickler
     blob = _save(value, pickler)
-    return _save(value, _StandInPickler) if standins.__name__.encode() in blob else blob
+    if standins.__name__.encode() in blob:
+        blob = _save(value, _StandInPickler)
+    return blob
 
 
 def _save(value: Any, pickler: type) -> bytes:

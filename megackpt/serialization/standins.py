@@ -43,6 +43,12 @@ class StandIn:
     state: Any = None
     new: bool = field(default=False, compare=False)
 
+    def __post_init__(self) -> None:
+        if type(self.qualified_name) is not str or type(self.args) is not tuple:
+            raise TypeError(
+                "a stand-in has a text as its name, and a tuple of arguments"
+            )
+
     def __getattr__(self, name: str) -> Any:
         """A field. One with the name of an attribute of this class is only in ``state``."""
         # copy and pickle look up special names on objects without any attributes yet.

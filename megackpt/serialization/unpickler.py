@@ -52,6 +52,7 @@ class Rule:
     trusted: bool = False
 
 
+_REFUSED = Rule(None)
 Find = Callable[[str, str], Rule]
 """Module and name of a global to its rule. Raises UntrustedClass for an unknown one."""
 Persistent = Callable[[tuple[Any, ...]], Any]
@@ -287,9 +288,9 @@ class Unpickler(pickle.Unpickler):
 
     def _call(self, function: Any, args: Any, kwargs: Any, new: bool) -> Any:
         self._refuse_unknown()
-        rule = self._rules[id(function)][0] if id(function) in self._rules else None
-        call = None if rule is None else (new and rule.new) or rule.call
-        if rule is None or call is None or type(args) is not tuple:
+        rule, _, _ = self._rules.get(id(function), (_REFUSED, "", ""))
+        call = (new and rule.new) or rule.call
+        if call is None or type(args) is not tuple:
             raise CorruptCheckpoint(
                 f"a pickle calls a {type(function).__name__} that may not be called"
             )
@@ -299,8 +300,9 @@ class Unpickler(pickle.Unpickler):
             raise CorruptCheckpoint("a pickle gives keywords to a function without any")
         self._check_parts(rule, (*args, kwargs))
         if not rule.trusted:
-            copied = (args, kwargs) if rule.by_reference else (args, *args, kwargs)
-            self._budget.copy(copied)
+            self._budget.copy((args, kwargs))
+            if not rule.by_reference:
+                self._budget.copy(args)
             if rule.charge is not None:
                 rule.charge(self._budget, *args)
         value = call(*args, **kwargs)
@@ -347,21 +349,22 @@ class Unpickler(pickle.Unpickler):
         return target
 
     def _build(self, instance: Any, state: Any) -> Any:
-        _, rule = self._made.get(id(instance), (None, None))
-        if rule is None or rule.build is None:
+        _, rule = self._made.get(id(instance), (None, _REFUSED))
+        if rule.build is None:
             raise CorruptCheckpoint(
                 f"a pickle sets the state of a {type(instance).__name__}"
             )
         self._check_parts(rule, (state,))
         if not rule.trusted:
-            parts = state if type(state) is tuple and not rule.by_reference else ()
-            self._budget.copy((state, *parts))
+            self._budget.copy((state,))
+            if type(state) is tuple and not rule.by_reference:
+                self._budget.copy(state)
         rule.build(instance, state)
         return instance
 
     def _check_trusted(self, target: Any, items: tuple[Any, ...]) -> None:
         """Check that an instance, which gets these items, is of a class that the user trusts."""
-        _, rule = self._made.get(id(target), (None, None))
-        if rule is None or not rule.trusted:
+        _, rule = self._made.get(id(target), (None, _REFUSED))
+        if not rule.trusted:
             raise CorruptCheckpoint(f"a pickle adds items to a {type(target).__name__}")
         self._check_parts(rule, items)
