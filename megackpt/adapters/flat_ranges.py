@@ -50,7 +50,7 @@ def make_flat_range_shards(
     """
     param = replace(param, key=f"{prefix}.{param.key}")
     check_flat_range(param, data, flat_range)
-    return [shard for _, shard in _main_parts(param, data, flat_range)]
+    return [shard for _, shard in _parts(param, data, flat_range, main=True)]
 
 
 def check_flat_range(
@@ -85,18 +85,10 @@ def declare_flat_range(
     on any rank (except one without dimensions, which has no empty boxes). ``main``: no other
     data-parallel rank has the range, as in ``make_flat_range_shards``.
     """
-    starts: list[int] = []
 
-    def build(
-        key: str,
-        data: Any,
-        replica_id: ReplicaId,
-        _: slice | None,
-    ) -> list[Any]:
+    def build(key: str, data: Any, replica_id: ReplicaId, *_: Any) -> list[Any]:
         named = replace(param, key=key, replica_id=replica_id)
-        cut = _main_parts if main else _parts
-        parts = cut(named, data, flat_range)
-        starts[:] = [start for start, _ in parts]
+        parts = _parts(named, data, flat_range, main=main)
         if parts:
             return [shard for _, shard in parts]
         return [_empty_part(piece, data) for piece in built_tensors(named)]
@@ -107,7 +99,8 @@ def declare_flat_range(
             return data
         length = flat_range.stop - flat_range.start
         whole = torch.zeros(length, dtype=pieces[0].dtype, device=pieces[0].device)
-        for start, piece in zip(starts, pieces, strict=False):
+        parts = _parts(param, None, flat_range)
+        for (start, _), piece in zip(parts, pieces, strict=False):
             whole[start : start + piece.numel()] = piece.reshape(-1)
         return whole
 
@@ -118,7 +111,7 @@ def declare_whole_by_range(
     param: ShardedParam, flat_range: slice
 ) -> list[ShardedTensor]:
     """The parts of a parameter on a rank with this range: its boxes, and all pieces as replicas."""
-    shards = [shard for _, shard in _main_parts(param, None, flat_range)]
+    shards = [shard for _, shard in _parts(param, None, flat_range, main=True)]
     return shards + [
         replace(piece, replica_id=_with_last(piece.replica_id, 1))
         for piece in built_tensors(param)
@@ -141,25 +134,18 @@ def _empty_part(
     return _part(piece, box, None if data is None else data[:0])
 
 
-def _main_parts(
-    param: ShardedParam,
-    data: torch.Tensor | None,
-    flat_range: slice,
-) -> list[tuple[int, ShardedTensor]]:
-    parts = _parts(param, data, flat_range)
-    if math.prod(param_shape(param)):  # Else all ranks have the same empty boxes.
-        for _, shard in parts:
-            shard.replica_id = _with_last(shard.replica_id, 0)
-    return parts
-
-
 def _parts(
     param: ShardedParam,
     data: torch.Tensor | None,
     flat_range: slice,
+    *,
+    main: bool = False,
 ) -> list[tuple[int, ShardedTensor]]:
-    """(start in the range, the box that it fills), under the parameter's key and replica id."""
-    if not math.prod(param_shape(param)):
+    """(start in the range, the box that it fills), under the parameter's key and replica id.
+
+    ``main``: as the only data-parallel rank that has the range.
+    """
+    if not math.prod(param_shape(param)):  # all ranks have the same empty boxes
         return [
             (0, _part(piece, _local_box(piece), data)) for piece in built_tensors(param)
         ]
@@ -171,7 +157,10 @@ def _parts(
         for box in _local_box(piece).runs(low + shift, stop + shift):
             start = low - flat_range.start
             view = None if data is None else data[start : start + box.volume]
-            parts.append((start, _part(piece, box, view)))
+            shard = _part(piece, box, view)
+            if main:
+                shard.replica_id = _with_last(shard.replica_id, 0)
+            parts.append((start, shard))
             low += box.volume
     return parts
 
@@ -224,11 +213,14 @@ def _stretches(param: ShardedParam) -> Iterator[tuple[ShardedTensor, int, int, i
     # The factory is a function: find out what it does by giving it a tensor without data.
     blank = torch.empty(param_shape(param), dtype=param.data.dtype, device="meta")
     pieces = built_tensors(replace(param, data=blank))
-    views = [
-        piece.data
-        for piece in pieces
-        if piece.data is not None and _is_view(piece.data, blank)
-    ]
+    storage = blank.untyped_storage()._cdata
+    views = []
+    for piece in pieces:
+        view = piece.data
+        if view is None or view.dtype != blank.dtype:
+            continue
+        if view.untyped_storage()._cdata == storage:
+            views.append(view)
     if len(views) == len(pieces):
         count = sum(math.prod(view.shape[: _trailing_row(view)[0]]) for view in views)
         _check_count(param.key, count)
@@ -252,11 +244,6 @@ def _check_count(key: str, count: int) -> None:
             f"{key!r}: its factory makes {count} stretches of it, and a flat range of it would be "
             f"as many shards; {_MAX_STRETCHES} are allowed. Let build_fn cut along the first axes"
         )
-
-
-def _is_view(piece: torch.Tensor, of: torch.Tensor) -> bool:
-    same_storage = piece.untyped_storage()._cdata == of.untyped_storage()._cdata
-    return piece.dtype == of.dtype and same_storage
 
 
 def _trailing_row(view: torch.Tensor) -> tuple[int, int]:

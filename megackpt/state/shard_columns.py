@@ -92,17 +92,8 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int
             traits = _traits(shard)
             kind = known.get(traits, -1)
             if kind < 0:
-                shard.validate_metadata_integrity()
-                if saving:
-                    _check_readable(shard)
-                row = (
-                    _tensor_row(shard)
-                    if isinstance(shard, ShardedTensor)
-                    else _object_row(shard)
-                )
-                _check_limits(shard, row, saving)
                 kind = len(rows)
-                rows.append(row)
+                rows.append(_row(shard, saving))
                 if traits is not None:
                     known[traits] = kind
             kinds.append(kind)
@@ -154,48 +145,33 @@ def _traits(shard: Shard) -> tuple[Any, ...] | None:
     return traits
 
 
-def _check_readable(shard: Shard) -> None:
-    if not isinstance(shard, ShardedTensor):
-        return
-    if shard.data is None:
-        raise ShardingError(
-            f"{shard.key!r}: the shard has no data to save (data is None)"
-        )
-    if shard.data.is_meta:
-        raise ShardingError(
-            f"{shard.key!r}: data on the meta device has no values to save; materialise it "
-            "first, e.g. module.to_empty(device=...) and an initialisation"
-        )
-
-
-def _check_limits(shard: Shard, row: _Row, saving: bool) -> None:
-    """ShardingError for sizes and keys that no index can hold."""
-    problem = size_problem(row.whole, row.dtype) or size_problem(row.shape, row.dtype)
-    problem = problem or (key_problem(shard.key) if saving else "")
+def _row(shard: Shard, saving: bool) -> _Row:
+    """Raises ShardingError for a contradiction, and for sizes and keys that no index can hold."""
+    shard.validate_metadata_integrity()
+    whole, offset = _ints(shard.global_shape), _ints(shard.global_offset)
+    dtype, shape, flexible = OBJECT, (1,) * len(whole), False
+    problem = ""
+    if isinstance(shard, ShardedTensor):
+        dtype = dtype_name(shard.dtype)
+        shape = (1,) * shard.prepend_axis_num + _ints(shard.local_shape)
+        flexible = bool(shard.allow_shape_mismatch)
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
+        if saving and shard.data is None:
+            problem = "the shard has no data to save (data is None)"
+        elif saving and shard.data is not None and shard.data.is_meta:
+            problem = (
+                "data on the meta device has no values to save; materialise it first, e.g. "
+                "module.to_empty(device=...) and an initialisation"
+            )
+    else:
+        nbytes = _weight(shard.data)
+    problem = problem or size_problem(whole, dtype) or size_problem(shape, dtype)
+    if saving:
+        problem = problem or key_problem(shard.key)
     if problem:
         raise ShardingError(f"{shard.key!r}: {problem}\n  declared: {shard!r}")
-
-
-def _tensor_row(shard: ShardedTensor) -> _Row:
-    dtype = dtype_name(shard.dtype)
-    shape = (1,) * shard.prepend_axis_num + _ints(shard.local_shape)
-    return _Row(
-        _ints(shard.global_shape),
-        dtype,
-        _ints(shard.global_offset),
-        shape,
-        _replica(shard.replica_id),
-        bool(shard.allow_shape_mismatch),
-        math.prod(shape) * ITEMSIZE[dtype],
-    )
-
-
-def _object_row(shard: ShardedObject) -> _Row:
-    whole, offset = _ints(shard.global_shape), _ints(shard.global_offset)
     replica = _replica(shard.replica_id)
-    return _Row(
-        whole, OBJECT, offset, (1,) * len(whole), replica, False, _weight(shard.data)
-    )
+    return _Row(whole, dtype, offset, shape, replica, flexible, nbytes)
 
 
 def _ints(values: Sequence[int]) -> Shape:
@@ -203,20 +179,16 @@ def _ints(values: Sequence[int]) -> Shape:
 
 
 def _replica(replica_id: Any) -> ReplicaId:
-    return (
-        _ints(replica_id)
-        if isinstance(replica_id, (tuple, list))
-        else index(replica_id)
-    )
+    if isinstance(replica_id, (tuple, list)):
+        return _ints(replica_id)
+    return index(replica_id)
 
 
 def _weight(data: Any) -> int:
-    if isinstance(data, (bytes, bytearray)):
-        return len(data)
-    if isinstance(data, memoryview):
-        return data.nbytes
     if isinstance(data, io.BytesIO) and not data.closed:
-        return data.getbuffer().nbytes
+        data = data.getbuffer()
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        return memoryview(data).nbytes
     return NOMINAL_OBJECT
 
 
