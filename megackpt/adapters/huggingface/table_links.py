@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 from megackpt.adapters.huggingface.rules import Piece, Rule, Shape, Theirs, as_rule
 from megackpt.errors import MismatchError, ShardingError, join_truncated
@@ -51,31 +51,23 @@ def link(
     problems: list[str] = []
     entries = [_Entry.of(key, theirs, problems) for key, theirs in table.items()]
     matched: list[_Match] = []
-    used: set[str] = set()
+    used: list[_Entry] = []
     unmapped: list[str] = []
     for key, shape in dict.fromkeys(tensors):
-        fitting = []
-        for entry in entries:
-            found = entry.expression.fullmatch(key)
-            if found:
-                fitting.append((entry, found))
+        fitting = [entry for entry in entries if entry.expression.fullmatch(key)]
         if not fitting:
             unmapped.append(repr(key))
-            continue
-        if len(fitting) > 1:
-            patterns = ", ".join(repr(entry.pattern) for entry, _ in fitting)
+        elif len(fitting) > 1:
+            patterns = ", ".join(repr(entry.pattern) for entry in fitting)
             problems.append(f"{key!r} fits several rules: {patterns}")
-            continue
-        entry, found = fitting[0]
-        used.add(entry.pattern)
-        try:
-            places = entry.places(found, shape)
-            pieces = list(entry.pieces(places, shape))
-            _check_pieces(pieces, shape)
-            matched.append(_Match(entry, (key, shape), places, pieces))
-        except Exception as error:  # noqa: BLE001 - the caller's own rule may raise anything
-            text = str(error) if isinstance(error, ShardingError) else repr(error)
-            problems.append(f"{key!r}, by the rule {entry.pattern!r}: {text}")
+        else:
+            (entry,) = fitting
+            used.append(entry)
+            try:
+                matched.append(entry.match(key, shape))
+            except Exception as error:  # noqa: BLE001 - the caller's own rule may raise anything
+                text = str(error) if isinstance(error, ShardingError) else repr(error)
+                problems.append(f"{key!r}, by the rule {entry.pattern!r}: {text}")
     if unmapped:
         keys = join_truncated(unmapped, separator=", ")
         problems.insert(
@@ -101,26 +93,29 @@ class _Place:
     index: tuple[int, ...]
 
     def name(self, pattern: str) -> str:
-        """A name over there."""
-        return _fill(pattern, self.texts, self.numbers)
+        """A name over there, or another one with these wildcards."""
+        values = {"*": iter(self.texts), "#": iter(self.numbers)}
+        return _WILDCARD.sub(lambda wildcard: next(values[wildcard[0]]), pattern)
 
 
-def _fill(
-    pattern: str,
-    texts: Iterable[str],
-    numbers: Iterable[str],
-) -> str:
-    values = {"*": iter(texts), "#": iter(numbers)}
-    return _WILDCARD.sub(lambda wildcard: next(values[wildcard[0]]), pattern)
+@dataclass(frozen=True)
+class _Match:
+    """One of our tensors, and the rule that it fits."""
+
+    entry: _Entry
+    tensor: TensorId
+    places: list[_Place]
+    pieces: list[Piece]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One line of a table."""
+    """One line of a table. ``names``: those of the rule, with wildcards."""
 
     pattern: str
     expression: re.Pattern[str]
     rule: Rule | None
+    names: frozenset[str]
 
     @classmethod
     def of(
@@ -131,10 +126,11 @@ class _Entry:
     ) -> _Entry:
         wildcards = sorted(_WILDCARD.findall(pattern))
         rule = None
+        names = frozenset[str]()
         try:
             if theirs is not None:
                 rule = as_rule(theirs)
-            names = list(rule.names()) if rule else []
+                names = frozenset(rule.names())
         except Exception as error:  # the caller's own rule may raise anything
             raise ShardingError(f"the rule {pattern!r}: {error}") from error
         for name in names:
@@ -144,15 +140,14 @@ class _Entry:
                     f"the rule {pattern!r}: {name!r} must have as many '*' and '#'"
                 )
         expression = "".join(map(_expression, _TOKEN.split(pattern)))
-        return cls(pattern, re.compile(expression, re.DOTALL), rule)
+        return cls(pattern, re.compile(expression, re.DOTALL), rule, names)
 
-    def names(self) -> set[str]:
-        return set(self.rule.names()) if self.rule else set()
-
-    def places(self, found: re.Match[str], shape: Shape) -> list[_Place]:
-        """The tensor's place in the model; several if it has layers along its leading axes."""
-        if self.rule is None:
-            return []
+    def match(self, key: str, shape: Shape) -> _Match:
+        """The tensor's places in the model, several if it has layers along its leading axes."""
+        match = _Match(self, (key, shape), [], [])
+        found = self.expression.fullmatch(key)
+        if self.rule is None or found is None:
+            return match
         texts: list[str] = []
         numbers: list[str | None] = []
         for wildcard, text in zip(
@@ -172,34 +167,17 @@ class _Entry:
                 f"shape {shape} has no elements, or too many places for '#' "
                 f"(at most {_MAX_PIECES})"
             )
-        places = []
         for index in product(*map(range, shape[:stacked])):
             missing = iter(index)
             filled = [str(next(missing)) if n is None else n for n in numbers]
-            places.append(_Place(tuple(texts), tuple(filled), index))
-        return places
-
-    def pieces(self, places: Iterable[_Place], shape: Shape) -> Iterator[Piece]:
-        if self.rule is None:
-            return
-        for place in places:
-            stacked = len(place.index)
+            place = _Place(tuple(texts), tuple(filled), index)
+            match.places.append(place)
             for piece in self.rule.pieces(shape[stacked:], place.name):
-                box = Box(
-                    (*place.index, *piece.box.offset), (1,) * stacked + piece.box.shape
-                )
+                box = Box((*index, *piece.box.offset), (1,) * stacked + piece.box.shape)
                 axes = tuple(None if a is None else a + stacked for a in piece.axes)
-                yield replace(piece, box=box, axes=axes, stacked=stacked)
-
-
-@dataclass(frozen=True)
-class _Match:
-    """One of our tensors, and the rule that it fits."""
-
-    entry: _Entry
-    tensor: TensorId
-    places: list[_Place]
-    pieces: list[Piece]
+                match.pieces.append(replace(piece, box=box, axes=axes, stacked=stacked))
+        _check_pieces(match.pieces, shape)
+        return match
 
 
 def _expression(token: str) -> str:
@@ -236,14 +214,14 @@ def _check_pieces(pieces: list[Piece], shape: Shape) -> None:
                 raise ShardingError(f"{region} of it is in {count} of its pieces")
 
 
-def _unused_rules(entries: list[_Entry], used: set[str]) -> list[str]:
+def _unused_rules(entries: list[_Entry], used: list[_Entry]) -> list[str]:
     """Rules that fit no tensor, unless other rules give the same names."""
-    given = set[str]().union(*(e.names() for e in entries if e.pattern in used))
+    given = set[str]().union(*(entry.names for entry in used))
+    patterns = {entry.pattern for entry in used}
     problems = []
     for entry in entries:
-        names = entry.names()
-        if entry.pattern not in used and not names <= given:
-            of = ", ".join(map(repr, entry.rule.names())) if entry.rule else ""
+        if entry.pattern not in patterns and not entry.names <= given:
+            of = ", ".join(map(repr, sorted(entry.names)))
             problems.append(f"no tensor fits the rule {entry.pattern!r} (for {of})")
     return problems
 
@@ -253,41 +231,33 @@ def _gaps(matched: list[_Match]) -> list[str]:
 
     What is missing elsewhere may be intended: it is logged as a warning.
     """
-    # Prefix up to a number -> (pattern, texts) -> the numbers that occur there.
-    found: dict[str, dict[tuple[str, tuple[str, ...]], set[int]]] = {}
+    # Prefix up to a number -> pattern with its texts -> the numbers that occur there.
+    found: dict[str, dict[str, set[int]]] = {}
     for match in matched:
-        pattern = match.entry.pattern
-        parts = pattern.split("#")
+        parts = match.entry.pattern.split("#")
         for place, n in product(match.places, range(1, len(parts))):
-            prefix = _fill("#".join(parts[:n]), place.texts, place.numbers)
-            numbers = found.setdefault(prefix, {})
-            numbers.setdefault((pattern, place.texts), set()).add(
-                int(place.numbers[n - 1])
-            )
+            numbers = found.setdefault(place.name("#".join(parts[:n])), {})
+            unnumbered = replace(place, numbers=("#",) * len(place.numbers))
+            kind = unnumbered.name(match.entry.pattern)
+            numbers.setdefault(kind, set()).add(int(place.numbers[n - 1]))
     problems: list[str] = []
     unsure: list[str] = []
     for prefix, kinds in found.items():
         every = set[int]().union(*kinds.values())
-        gaps: list[str] = []
-        for number in range(min(every), max(every)):
-            if number not in every:
-                gaps.append(f"{prefix}{number}")
-                if len(gaps) == _MAX_GAPS:
-                    break
-        if gaps:
-            text = f"there is no {', '.join(gaps)}"
-            if _LAYERS.search(prefix):
-                problems.append(
-                    f"{text} (if none is to be: '*' in the rule in place of that '#')"
-                )
-            else:
-                unsure.append(text)
-        for (pattern, texts), own in kinds.items():
+        missing = (n for n in range(min(every), max(every)) if n not in every)
+        gaps = [f"{prefix}{number}" for number in islice(missing, _MAX_GAPS)]
+        text = f"there is no {', '.join(gaps)}"
+        if gaps and _LAYERS.search(prefix):
+            problems.append(
+                f"{text} (if none is to be: '*' in the rule in place of that '#')"
+            )
+        elif gaps:
+            unsure.append(text)
+        for kind, own in kinds.items():
             if own != every:
                 lacking = [f"{prefix}{number}" for number in sorted(every - own)]
-                name = _fill(pattern, texts, "#" * pattern.count("#"))
                 places = join_truncated(lacking, 8, ", ")
-                unsure.append(f"{name!r} is not of {places}, as others are")
+                unsure.append(f"{kind!r} is not of {places}, as others are")
     if unsure:
         logger.warning(
             "the table fits, but tensors may be missing: %s",
@@ -301,7 +271,7 @@ def _miscounted_tensors(matched: list[_Match]) -> Iterator[str]:
     sources: dict[str, list[tuple[str, Piece]]] = {}
     for match in matched:
         names = set()
-        for name, place in product(match.entry.names(), match.places):
+        for name, place in product(match.entry.names, match.places):
             names.add(place.name(name))
         # A rule of the caller's own may compute other names than it lists.
         if names.issuperset(piece.key for piece in match.pieces):
