@@ -92,10 +92,8 @@ def outcomes(
     name: str,
     before: int | None,
     count: int,
-    *,
-    with_fsync: bool = True,
 ) -> Counter[str]:
-    recording = recorded(states, folder, name, before, with_fsync=with_fsync)
+    recording = recorded(states, folder, name, before, with_fsync=True)
     return Counter(
         outcome(states, recording, folder / str(seed), seed, before)
         for seed in range(count)
@@ -105,7 +103,7 @@ def outcomes(
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("before", [None, 1])
 @pytest.mark.parametrize(
-    "count", [12, pytest.param(200, marks=pytest.mark.campaign)], ids=["few", "all"]
+    "count", [6, pytest.param(200, marks=pytest.mark.campaign)], ids=["few", "all"]
 )
 def test_every_state_is_one_of_two(
     states: ModuleType,
@@ -125,13 +123,18 @@ def test_every_state_is_one_of_two(
         found["new"],
         count - found["before"] - found["new"],
     )
-    assert set(found) == {"before", "new"}, found
+    assert set(found) <= {"before", "new"}, found
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    ["torch_dist", *(pytest.param(n, marks=pytest.mark.slow) for n in FORMATS[1:])],
+)
 def test_without_fsync_there_are_bad_states(
     states: ModuleType, tmp_path: Path, name: str
 ) -> None:
     """The model finds what it looks for."""
-    found = outcomes(states, tmp_path, name, 1, 30, with_fsync=False)
-    assert set(found) - {"before", "new"}
+    recording = recorded(states, tmp_path, name, 1, with_fsync=False)
+    seeds = range(60)
+    found = (outcome(states, recording, tmp_path / str(n), n, 1) for n in seeds)
+    assert any(text not in ("before", "new") for text in found)
