@@ -164,27 +164,28 @@ def objects_in(root: Storage) -> Iterator[ObjectFile]:
                 )
             yield ObjectFile(COMMON, Box((), ()), Location(name, 0, size))
         elif name.endswith(OBJECTS) and size is None:
-            yield from _shards_in(root, name)
+            files = [file for file in root.list(name) if file != _KEY]
+            yield from object_shards(root, name, _key_of(root, name), files)
 
 
-def _shards_in(root: Storage, name: str) -> Iterator[ObjectFile]:
-    files = [file for file in root.list(name) if file != _KEY]
+def object_shards(
+    root: Storage, folder: str, key: str | None, files: list[str]
+) -> Iterator[ObjectFile]:
+    """The shards of one object in these files of a folder. Raises CorruptCheckpoint for other files."""
     shards = {file: shard for file in files if (shard := parse_shard(file)) is not None}
-    key = _key_of(root, name)
     shapes = {shape for _, shape in shards.values()}
     if key is None or len(shapes) != 1 or len(shards) != len(files):
         raise CorruptCheckpoint(
-            f"{root.location}/{name} is not the folder of one object's shards: it holds {files[:20]}"
+            f"{root.location}/{folder} is not the folder of one object's shards: it holds {files[:20]}"
         )
     entry = TensorEntry(key, TensorMeta(shapes.pop(), OBJECT))
-    for file, (offset, _) in shards.items():
-        size = root.size(f"{name}/{file}")
+    for name, (offset, _) in shards.items():
+        file = f"{folder}/{name}"
+        size = root.size(file)
         if size is None:
-            raise CorruptCheckpoint(
-                f"{root.location}/{name}/{file} is not a regular file"
-            )
+            raise CorruptCheckpoint(f"{root.location}/{file} is not a regular file")
         yield ObjectFile(
-            entry, Box(offset, (1,) * len(offset)), Location(f"{name}/{file}", 0, size)
+            entry, Box(offset, (1,) * len(offset)), Location(file, 0, size)
         )
 
 

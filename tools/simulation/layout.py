@@ -18,16 +18,17 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.distcp_writer import distribute
 from megackpt.backends.torch_dist.record_frame import frame_lengths
 from megackpt.backends.zarr import Zarr
-from megackpt.backends.zarr.cell_writer import RowResult, write_result
+from megackpt.backends.zarr.cell_writer import WrittenChunk, write_result
 from megackpt.backends.zarr.grid import ArrayLayout, Cells, entry_name, fragments_file
 from megackpt.checkpoint import encode_index
 from megackpt.errors import CheckpointingException
-from megackpt.planning.box import Boxes, Int64
+from megackpt.planning.box import Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
     ITEMSIZE,
     OBJECT,
+    Location,
     Manifest,
     SavePlan,
     WriteResult,
@@ -99,32 +100,30 @@ def _torch_dist(backend: TorchDist, plan: SavePlan, lengths: Int64) -> WriteResu
 def _zarr(backend: Zarr, plan: SavePlan, lengths: Int64) -> WriteResult:
     """What ``Zarr.write`` returns for uncompressed cells; ``lengths``: bytes of each row."""
     whole = Cells.of(plan.tensors, plan.grids, plan.tensor, plan.boxes).whole
-    front = np.zeros(1, np.int64)
     position = 0
-    rows = []
+    rows: list[list[WrittenChunk]] = []
     for row, item in enumerate(plan.rows()):
-        entry, boxes = plan.tensors[plan.tensor[row]], Boxes.of([item.shard.box])
-        length = boxes.volume * item.meta.itemsize
+        entry, box = plan.tensors[plan.tensor[row]], item.shard.box
         layout = ArrayLayout.planned(item.meta, item.grid, backend.packing)
         if not whole[row]:
             # Pieces of cells that ranks share go into one file of this rank, back to back.
-            found = RowResult(
-                boxes, fragments_file(plan.rank), np.array([position]), length, b""
-            )
+            place = Location(fragments_file(plan.rank), position, item.nbytes)
+            rows.append([(box, place, b"")])
             position += item.nbytes
         elif item.meta.is_object:
-            found = RowResult(
-                boxes, shard_file(entry, item.shard.box), front, lengths[[row]], b""
-            )
+            place = Location(shard_file(entry, box), 0, int(lengths[row]))
+            rows.append([(box, place, b"")])
         elif not item.nbytes:
             first = layout.file((0,) * len(layout.shape))
-            found = RowResult(boxes, f"{entry_name(entry)}/{first}", front, length, b"")
+            rows.append([(box, Location(f"{entry_name(entry)}/{first}", 0, 0), b"")])
         else:
-            box = item.shard.box
             file = f"{entry_name(entry)}/{layout.file(layout.index(box))}"
-            chunks = layout.chunks(box)
-            starts = np.arange(len(chunks)) * (layout.stored_bytes or 0)
-            own = chunks.volume * item.meta.itemsize
-            found = RowResult(chunks, file, starts, own, b"")
-        rows.append(found)
+            boxes = layout.chunks(box)
+            found: list[WrittenChunk] = []
+            for number in range(len(boxes)):
+                chunk = boxes.row(number, len(layout.shape))
+                start = number * (layout.stored_bytes or 0)
+                size = chunk.volume * item.meta.itemsize
+                found.append((chunk, Location(file, start, size), b""))
+            rows.append(found)
     return write_result(rows, plan.boxes.width)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,29 +17,20 @@ from megackpt.backends.zarr.codecs import (
 )
 from megackpt.backends.zarr.grid import ArrayLayout, Cells, entry_name, fragments_file
 from megackpt.errors import BackendError
-from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
     ITEMSIZE,
+    Location,
     SavePlan,
     ShardId,
     WriteResult,
 )
 from megackpt.storage import Batch, FileWriter, Storage, digest, digest_blocks
 
-_AT_FRONT = np.zeros(1, np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class RowResult:
-    """Where one row was written: its chunks, all in one file. ``length`` counts the bytes of their own elements."""
-
-    boxes: Boxes
-    file: str
-    start: Int64
-    length: Int64
-    digests: bytes
+WrittenChunk = tuple[Box, Location, bytes]
+"""A chunk's box, where the bytes of its own elements are, and their digests."""
 
 
 def write_rows(
@@ -56,7 +46,7 @@ def write_rows(
         )
     singles = np.flatnonzero(cells.whole).tolist()
     fragments = np.flatnonzero(~cells.whole).tolist()
-    found: dict[int, RowResult] = {}
+    found: dict[int, list[WrittenChunk]] = {}
 
     def work(numbers: Iterator[int]) -> None:
         with root.batch() as batch:
@@ -78,42 +68,42 @@ def _write_row(
     data: Source,
     row: int,
     packing: Packing,
-) -> RowResult:
-    item, boxes = plan.row(row), plan.boxes.take([row])
-    entry = plan.tensors[plan.tensor[row]]
+) -> list[WrittenChunk]:
+    item, entry = plan.row(row), plan.tensors[plan.tensor[row]]
+    box = item.shard.box
     if item.meta.is_object:
-        place, digests = write_object(
-            root, entry, item.shard.box, data.blocks(row), batch
-        )
-        length = np.array([place.length], np.int64)
-        return RowResult(boxes, place.file, _AT_FRONT, length, digests)
+        return [(box, *write_object(root, entry, box, data.blocks(row), batch))]
     layout = ArrayLayout.planned(item.meta, item.grid, packing)
     if item.nbytes:
-        return write_cell(batch, entry.key, layout, item.shard.box, data.blocks(row))
+        return write_cell(batch, entry.key, layout, box, data.blocks(row))
     # An empty file in place of the first cell shows that the tensor was written.
     file = f"{entry_name(entry)}/{layout.file((0,) * len(layout.shape))}"
     with batch.create(file):
         pass
-    return RowResult(boxes, file, _AT_FRONT, np.zeros(1, np.int64), b"")
+    return [(box, Location(file, 0, 0), b"")]
 
 
-def write_result(rows: Sequence[RowResult], width: int) -> WriteResult:
-    """The report of a rank that wrote these rows."""
-    counts = [len(row.boxes) for row in rows]
+def write_result(rows: Sequence[list[WrittenChunk]], width: int) -> WriteResult:
+    """The report of a rank that wrote these rows. ``width``: of the plan's column of boxes."""
     files: dict[str, int] = {}
-    for row in rows:
-        files.setdefault(row.file, len(files))
-    numbers = np.array([files[row.file] for row in rows], np.int32)
-    digests = np.frombuffer(b"".join(row.digests for row in rows), np.uint8)
-    empty = np.zeros(0, np.int64)
+    boxes: list[Box] = []
+    columns: list[tuple[int, int, int, int]] = []
+    digests: list[bytes] = []
+    for number, chunks in enumerate(rows):
+        for box, place, found in chunks:
+            file = files.setdefault(place.file, len(files))
+            columns.append((number, file, place.start, place.length))
+            boxes.append(box)
+            digests.append(found)
+    item, file_of, start, length = np.array(columns, np.int64).reshape(-1, 4).T
     return WriteResult(
-        np.repeat(np.arange(len(rows)), counts),
-        Boxes.concat([Boxes.empty(width), *(row.boxes for row in rows)]),
+        item,
+        Boxes.of(boxes, width),
         tuple(files),
-        np.repeat(numbers, counts),
-        np.concatenate([empty, *(row.start for row in rows)]),
-        np.concatenate([empty, *(row.length for row in rows)]),
-        digests.reshape(-1, DIGEST_SIZE),
+        file_of.astype(np.int32),
+        start,
+        length,
+        np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_SIZE),
     )
 
 
@@ -122,7 +112,7 @@ def _write_fragments(
     plan: SavePlan,
     data: Source,
     rows: list[int],
-    found: dict[int, RowResult],
+    found: dict[int, list[WrittenChunk]],
 ) -> None:
     """Write parts of cells, one after the other, to the file of this rank."""
     name = fragments_file(plan.rank)
@@ -132,44 +122,41 @@ def _write_fragments(
             for block in data.blocks(row):
                 digests.append(digest_blocks(block))
                 writer.write([block])
-            size = np.array([writer.position - start], np.int64)
-            boxes, at = plan.boxes.take([row]), np.array([start])
-            found[row] = RowResult(boxes, name, at, size, b"".join(digests))
+            place = Location(name, start, writer.position - start)
+            found[row] = [(plan.row(row).shard.box, place, b"".join(digests))]
 
 
 def write_cell(
     batch: Batch, key: str, layout: ArrayLayout, box: Box, blocks: Iterator[memoryview]
-) -> RowResult:
+) -> list[WrittenChunk]:
     """Write the chunks of a whole cell, and the index of a shard behind them.
 
     ``box``: of the cell, up to the end of the tensor. ``blocks``: its bytes in C order; a block is
     valid until the next one is taken. Raises BackendError if there are fewer bytes than elements.
     """
     packing, itemsize = layout.packing, ITEMSIZE[layout.dtype]
-    chunks = layout.chunks(box)
-    lengths = chunks.volume * itemsize
+    boxes = layout.chunks(box)
     stream = _Stream(blocks, f"{ShardId(key, box)}")
-    digests, starts, stored = [], [], []
     file = f"{encode_key(key)}/{layout.file(layout.index(box))}"
+    chunks: list[WrittenChunk] = []
+    stored = []
     with batch.create(file) as writer:
-        rows = zip(chunks.shape.tolist(), lengths.tolist(), strict=True)
-        for shape, length in rows:
-            starts.append(writer.position)
+        for row in range(len(boxes)):
+            chunk = boxes.row(row, len(layout.shape))
+            start, length = writer.position, chunk.volume * itemsize
             if packing.compressor is None and length == layout.chunk_bytes:
-                found = _write_raw(writer, stream, length, packing.checksum)
+                digests = _write_raw(writer, stream, length, packing.checksum)
             else:
                 own = np.frombuffer(stream.read(length), np.uint8)
-                found = digest_blocks(own.data)
-                chunk = _padded(own, tuple(shape), layout)
-                writer.write(packing.pack(chunk, itemsize))
-            digests.append(found)
-            stored.append(writer.position - starts[-1])
-        start = np.array(starts, np.int64)
+                digests = digest_blocks(own.data)
+                writer.write(packing.pack(_padded(own, chunk, layout), itemsize))
+            chunks.append((chunk, Location(file, start, length), digests))
+            stored.append((start, writer.position - start))
         if layout.sharded:
-            count, numbers = layout.chunks_in_a_cell, layout.numbers(chunks)
-            index = encode_index(count, numbers, start, np.array(stored, np.int64))
+            numbers = layout.numbers(boxes)
+            index = encode_index(layout.chunks_in_a_cell, numbers, stored)
             writer.write([memoryview(index)])
-    return RowResult(chunks, file, start, lengths, b"".join(digests))
+    return chunks
 
 
 def _write_raw(
@@ -192,13 +179,13 @@ def _write_raw(
     return b"".join(digests)
 
 
-def _padded(own: Octets, shape: tuple[int, ...], layout: ArrayLayout) -> Octets:
-    """A chunk at full size. ``own``: the bytes of its elements in the tensor, which have this shape."""
-    if shape == layout.inner:
+def _padded(own: Octets, box: Box, layout: ArrayLayout) -> Octets:
+    """A chunk at full size. ``own``: the bytes of its elements in the tensor, those of ``box``."""
+    if box.shape == layout.inner:
         return own
     itemsize = ITEMSIZE[layout.dtype]
     values = np.zeros((*layout.inner, itemsize), np.uint8)
-    values[tuple(map(slice, shape))] = own.reshape(*shape, itemsize)
+    values[tuple(map(slice, box.shape))] = own.reshape(*box.shape, itemsize)
     return values.reshape(-1)
 
 

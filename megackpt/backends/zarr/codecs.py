@@ -168,11 +168,10 @@ def _zstd_content_size(header: bytes) -> int:
     return size + 256 if width == 2 else size
 
 
-def encode_index(count: int, numbers: Int64, starts: Int64, lengths: Int64) -> bytes:
-    """The index of a shard of up to ``count`` chunks, with these in it."""
+def encode_index(count: int, numbers: Int64, stored: list[tuple[int, int]]) -> bytes:
+    """The index of a shard of up to ``count`` chunks. ``stored``: start and length of those with these numbers."""
     table = np.full((count, 2), MISSING, "<i8")
-    table[numbers, 0] = starts
-    table[numbers, 1] = lengths
+    table[numbers] = stored
     index = table.tobytes()
     return index + crc_bytes(crc32c(index))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 
@@ -13,7 +13,9 @@ from megackpt import limits
 from megackpt.backends.object_files import (
     COMMON_FILE,
     OBJECTS,
+    ObjectFile,
     decode_key,
+    object_shards,
     objects_in,
     parse_shard,
 )
@@ -71,8 +73,7 @@ def discover(root: Storage, version: int) -> Manifest:
             "hint: every chunk of an array must be there (zarr would give its fill value for a lost one)"
         )
     manifest = listed(found.entries, found.chunks, ("zarr", version))
-    encoding = "raw" if found.raw else "native"
-    return replace(manifest, grids=tuple(found.grids), encoding=encoding)
+    return replace(manifest, grids=tuple(found.grids), encoding=found.encoding)
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class _Found:
     entries: list[TensorEntry] = field(default_factory=list)
     grids: list[Grid | None] = field(default_factory=list)
     chunks: list[tuple[int, Box, Location]] = field(default_factory=list)
-    raw: bool = True
+    encoding: str = "raw"
     problems: list[str] = field(default_factory=list)
 
     def entry(self, key: str, meta: TensorMeta, grid: Grid | None = None) -> None:
@@ -99,25 +100,18 @@ class _Found:
             self.problems.append(f"{file} is not a regular file (a link, a folder)")
         return size or 0
 
-    def object(self, folder: str, files: list[str]) -> None:
-        """The shards of one object of version 1."""
-        shards = {file: parse_shard(file) for file in files}
-        shapes = {shard[1] for shard in shards.values() if shard is not None}
-        if None in shards.values() or len(shapes) != 1:
-            self.problems.append(
-                f"{folder} is not the folder of one object's shards: it holds {files}"
-            )
-            return
-        self.entry(folder, TensorMeta(shapes.pop(), OBJECT))
-        for file, shard in shards.items():
-            offset = shard[0] if shard else ()
-            path, box = f"{folder}/{file}", Box(offset, (1,) * len(offset))
-            self.chunk(box, path, 0, self.size(path))
+    def objects(self, shards: Iterable[ObjectFile]) -> None:
+        """Shards of objects, one object after the other."""
+        for entry, group in groupby(shards, lambda shard: shard.entry):
+            self.entry(*entry)
+            for _, box, place in group:
+                self.chunk(box, place.file, place.start, place.length)
 
     def array(self, folder: str, key: str, layout: ArrayLayout) -> None:
         """An array, whose chunks must all be there."""
         self.entry(key, TensorMeta(layout.shape, layout.dtype), layout.cell)
-        self.raw &= layout.packing.compressor is None
+        if layout.packing.compressor is not None:
+            self.encoding = "native"
         origin = layout.file((0,) * len(layout.shape))
         if 0 in layout.shape:
             self.chunk(Box.whole(layout.shape), f"{folder}/{origin}", 0, 0)
@@ -178,10 +172,7 @@ def _files_below(root: Storage, name: str, levels: int) -> Iterator[str]:
 def _find_in_root(found: _Found) -> None:
     """Version 2: the folders of arrays and of objects are in the root."""
     root = found.root
-    for entry, shards in groupby(objects_in(root), lambda shard: shard.entry):
-        found.entry(*entry)
-        for _, box, place in shards:
-            found.chunk(box, place.file, 0, place.length)
+    found.objects(objects_in(root))
     names = [name for name in root.list() if not name.endswith(OBJECTS)]
     arrays = [name for name in names if holds(root, name, ARRAY)]
     if root.size(ARRAY) is None:
@@ -196,8 +187,9 @@ def _find_in_root(found: _Found) -> None:
             f"{ARRAY} lists {count} arrays, and {len(arrays)} are there"
         )
     for name in arrays:
-        layout = read_layout(root, name)
-        key = layout.key if layout and layout.key is not None else decode_key(name)
+        layout, key = read_layout(root, name), decode_key(name)
+        if layout is not None and layout.key is not None:
+            key = layout.key
         if layout is not None and key is not None:
             found.array(name, key, layout)
         else:
@@ -232,7 +224,10 @@ def _find_nested(found: _Found, folder: str, depth: int) -> None:
     elif folder:
         shards = fnmatch.filter(names, "shard_*.pt")
         if shards:
-            found.object(folder, shards)
+            try:
+                found.objects([*object_shards(root, folder, folder, shards)])
+            except CorruptCheckpoint as error:
+                found.problems.append(str(error))
     for name in names:
         below = f"{folder}/{name}".lstrip("/")
         is_chunk = layout is not None and name.replace(".", "").isdigit()

@@ -8,12 +8,19 @@ from dataclasses import replace
 import numpy as np
 
 from megackpt.backends.base import run_in_threads
-from megackpt.backends.zarr.cell_writer import RowResult, write_cell, write_result
+from megackpt.backends.zarr.cell_writer import WrittenChunk, write_cell, write_result
 from megackpt.backends.zarr.codecs import Octets, Packing
 from megackpt.backends.zarr.grid import ArrayLayout, Cells, fragments_file
 from megackpt.errors import BackendError, CorruptCheckpoint
-from megackpt.planning.box import Boxes, Int64
-from megackpt.planning.manifest import Chunk, Chunks, Int32, Manifest, ShardId
+from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.manifest import (
+    ITEMSIZE,
+    Chunk,
+    Chunks,
+    Int32,
+    Manifest,
+    ShardId,
+)
 from megackpt.storage import Batch, Storage, digest_blocks
 
 _COORDINATOR = 0
@@ -40,58 +47,53 @@ def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
         return manifest
     is_temporary = np.array([name in temporary for name in manifest.files], np.bool_)
     is_part = is_temporary[chunks.file]
-    groups = _by_cell(manifest, np.flatnonzero(is_part))
-    found: dict[int, RowResult] = {}
+    layouts: dict[int, ArrayLayout] = {}
+    parts_of: dict[tuple[int, Box], list[Chunk]] = {}
+    for row in np.flatnonzero(is_part).tolist():
+        number, part = int(chunks.tensor[row]), manifest.chunk(row)
+        if number not in layouts:
+            meta, grid = manifest.tensors[number].meta, manifest.grids[number]
+            layouts[number] = ArrayLayout.planned(meta, grid, packing)
+        layout = layouts[number]
+        box = layout.box(layout.index(part.box))
+        parts_of.setdefault((number, box), []).append(part)
+    cells = list(parts_of.items())
+    found: dict[int, list[WrittenChunk]] = {}
 
     def work(numbers: Iterator[int]) -> None:
         with root.batch() as batch:
-            for number in numbers:
-                rows = groups[number].tolist()
-                parts = [manifest.chunk(row) for row in rows]
-                tensor = int(chunks.tensor[rows[0]])
-                found[number] = _write(root, batch, manifest, tensor, parts, packing)
+            for i in numbers:
+                (number, box), parts = cells[i]
+                key, layout = manifest.tensors[number].key, layouts[number]
+                found[i] = _write(root, batch, key, layout, box, parts)
 
-    run_in_threads(len(groups), work)
+    run_in_threads(len(cells), work)
     for name in sorted(temporary):
         root.delete(name)
-    tensors = np.array([chunks.tensor[group[0]] for group in groups], np.int32)
-    cells = [found[number] for number in range(len(groups))]
-    return _with_cells(manifest, np.flatnonzero(~is_part), tensors, cells)
-
-
-def _by_cell(manifest: Manifest, rows: Int64) -> list[Int64]:
-    """These chunks in groups: those of one cell of one tensor."""
-    tensor, boxes = manifest.chunks.tensor[rows], manifest.chunks.boxes.take(rows)
-    cells = Cells.of(manifest.tensors, manifest.grids, tensor, boxes)
-    columns = [*cells.index.T[::-1], tensor]
-    order = np.lexsort(columns)
-    changes = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
-    return np.split(rows[order], np.flatnonzero(changes) + 1)
+    written = [found[i] for i in range(len(cells))]
+    tensors = np.array([number for number, _ in parts_of], np.int32)
+    return _with_cells(manifest, np.flatnonzero(~is_part), tensors, written)
 
 
 def _write(
     root: Storage,
     batch: Batch,
-    manifest: Manifest,
-    tensor: int,
+    key: str,
+    layout: ArrayLayout,
+    box: Box,
     parts: list[Chunk],
-    packing: Packing,
-) -> RowResult:
-    key, meta = manifest.tensors[tensor]
-    layout = ArrayLayout.planned(meta, manifest.grids[tensor], packing)
-    box = layout.box(layout.index(parts[0].box))
+) -> list[WrittenChunk]:
     name = f"{ShardId(key, box)}"
     if sum(part.box.volume for part in parts) != box.volume:
         raise BackendError(
             f"{name} is a cell of zarr's grid, which is stored whole, and not all of it was declared, "
             "or some of it twice"
         )
-    values = np.empty((*box.shape, meta.itemsize), np.uint8)
+    values = np.empty((*box.shape, ITEMSIZE[layout.dtype]), np.uint8)
     for part in parts:
         region = values[part.box.relative_to(box).slices()]
         region[...] = _read_part(root, part, name).reshape(region.shape)
-    blocks = iter([values.reshape(-1).data])
-    return write_cell(batch, key, layout, box, blocks)
+    return write_cell(batch, key, layout, box, iter([values.reshape(-1).data]))
 
 
 def _read_part(root: Storage, part: Chunk, name: str) -> Octets:
@@ -111,7 +113,7 @@ def _read_part(root: Storage, part: Chunk, name: str) -> Octets:
 
 
 def _with_cells(
-    manifest: Manifest, kept: Int64, tensors: Int32, cells: list[RowResult]
+    manifest: Manifest, kept: Int64, tensors: Int32, cells: list[list[WrittenChunk]]
 ) -> Manifest:
     """The manifest with these chunks of its own, and cells that the coordinator wrote."""
     old = manifest.chunks.take(kept)
