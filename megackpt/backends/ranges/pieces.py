@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import numpy as np
 
@@ -33,8 +33,9 @@ class Pieces:
     """Columns: regions, each with its place in its chunk. In file order, without empty ones."""
 
     row: Int64  # of the plan
-    boxes: Boxes
     ndim: Int64
+    offset: Int64  # (n, width)
+    shape: Int64  # (n, width)
     file: Int64
     base: Int64  # where the chunk starts in the file
     length: Int64  # of the chunk
@@ -47,47 +48,41 @@ class Pieces:
     def of(cls, plan: LoadPlan, rows: Int64) -> Pieces:
         chunks = plan.manifest.chunks
         metas = [entry.meta for entry in plan.manifest.tensors]
-        itemsize = np.array([m.itemsize for m in metas], np.int64)[
-            chunks.tensor[plan.chunk[rows]]
-        ]
+        itemsizes = np.array([meta.itemsize for meta in metas], np.int64)
+        itemsize = itemsizes[chunks.tensor[plan.chunk[rows]]]
         boxes, origin = _cut(plan.boxes.take(rows), itemsize)
         rows, itemsize = rows[origin], itemsize[origin]
         chunk = plan.chunk[rows]
         width = max(boxes.width, chunks.boxes.width)
         boxes, holder = boxes.widened(width), chunks.boxes.take(chunk).widened(width)
         _check_places(plan, rows, boxes, holder, chunks.length[chunk], itemsize)
-        inner = (
-            np.cumprod(holder.shape[:, :0:-1], axis=1)[:, ::-1]
-            if width
-            else holder.shape
-        )
-        strides = np.concatenate(
-            [inner, np.ones((len(rows), min(width, 1)), np.int64)], axis=1
-        )
-        strides = strides * itemsize[:, None]
+        strides = np.ones((len(rows), width), np.int64)
+        strides[:, :-1] = np.cumprod(holder.shape[:, :0:-1], axis=1)[:, ::-1]
+        strides *= itemsize[:, None]
         low = ((boxes.offset - holder.offset) * strides).sum(axis=1)
-        high = low + ((boxes.shape - 1) * strides).sum(axis=1) + itemsize
-        nbytes = boxes.volume * itemsize
-        base = chunks.start[chunk]
-        order = np.lexsort((base + low, chunks.file[chunk]))
-        order = order[nbytes[order] > 0]
-        ndim = np.array([len(m.shape) for m in metas], np.int64)[chunks.tensor[chunk]]
-        file = chunks.file[chunk].astype(np.int64)
-        columns = (ndim, file, base, chunks.length[chunk], low, high, nbytes, strides)
-        return cls(
-            rows[order], boxes.take(order), *(column[order] for column in columns)
+        pieces = cls(
+            row=rows,
+            ndim=np.array([len(m.shape) for m in metas], np.int64)[
+                chunks.tensor[chunk]
+            ],
+            offset=boxes.offset,
+            shape=boxes.shape,
+            file=chunks.file[chunk].astype(np.int64),
+            base=chunks.start[chunk],
+            length=chunks.length[chunk],
+            low=low,
+            high=low + ((boxes.shape - 1) * strides).sum(axis=1) + itemsize,
+            nbytes=boxes.volume * itemsize,
+            strides=strides,
         )
+        order = np.lexsort((pieces.base + low, pieces.file))
+        return pieces.take(order[pieces.nbytes[order] > 0])
 
     def __len__(self) -> int:
         return len(self.row)
 
-    def take(self, rows: slice) -> Pieces:
-        columns = (
-            self.ndim, self.file, self.base, self.length, self.low, self.high, self.nbytes, self.strides
-        )  # fmt: skip
-        return Pieces(
-            self.row[rows], self.boxes.take(rows), *(column[rows] for column in columns)
-        )
+    def take(self, rows: Int64 | slice) -> Pieces:
+        return Pieces(*(column[rows] for column in vars(self).values()))
 
     def spans(self, rows: slice, checked: bool) -> Iterator[tuple[int, int]]:
         """Starts and stops in the file of the bytes that will be read for these pieces, lazily.
@@ -99,7 +94,7 @@ class Pieces:
         if checked:
             low = low // DIGEST_BLOCK * DIGEST_BLOCK
             high = np.minimum(-(-high // DIGEST_BLOCK) * DIGEST_BLOCK, mine.length)
-            dense = np.ones(len(mine), np.bool_)
+            dense = np.ones(len(low), np.bool_)
         else:
             dense = high - low - mine.nbytes <= FAR * (mine.nbytes // mine._run() - 1)
         yield from zip(
@@ -110,10 +105,10 @@ class Pieces:
 
     def _run(self) -> Int64:
         """Bytes of each piece that are consecutive in its chunk, at least."""
-        run = self.nbytes // self.boxes.volume
-        together = np.ones(len(self), np.bool_)
+        run: Int64 = self.nbytes // self.shape.prod(axis=1)
+        together = np.ones(len(run), np.bool_)
         for axis in reversed(range(self.strides.shape[1])):
-            extent = self.boxes.shape[:, axis]
+            extent = self.shape[:, axis]
             together &= (extent == 1) | (self.strides[:, axis] == run)
             run = np.where(together, run * extent, run)
         return run
@@ -133,13 +128,10 @@ class Pieces:
         new = np.flatnonzero(np.diff(before[first] // size, prepend=-1))
         for part in np.split(first, new[1:]):
             begin = int(part[0])
-            after = int(np.searchsorted(first, part[-1], "right"))
-            end = int(first[after]) if after < len(first) else len(self)
+            after = first[np.searchsorted(first, part[-1], "right") :]
+            end = int(after[0]) if len(after) else len(self)
             bounds = [*(part - begin).tolist(), end - begin]
-            yield (
-                self.take(slice(begin, end)),
-                [slice(a, b) for a, b in pairwise(bounds)],
-            )
+            yield self.take(slice(begin, end)), list(starmap(slice, pairwise(bounds)))
 
     def _begins_group(self, checked: bool, before: Int64) -> Bool:
         """Where a group begins. A piece that is large, has gaps, or does not follow closely is its own group."""
@@ -149,7 +141,7 @@ class Pieces:
             simple = simple & (self.low % DIGEST_BLOCK == 0) & ends
         begin, end = self.base + self.low, self.base + self.high
         gap = begin[1:] - end[:-1]
-        filled = before // TOGETHER + np.arange(len(self)) // CALL
+        filled = before // TOGETHER + np.arange(len(before)) // CALL
         follows = simple[1:] & simple[:-1] & (gap >= 0) & (gap <= SKIP)
         follows &= (self.file[1:] == self.file[:-1]) & (filled[1:] == filled[:-1])
         return np.concatenate([np.ones(1, np.bool_), ~follows])

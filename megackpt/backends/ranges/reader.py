@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby, islice, product
 from typing import Any, NamedTuple
 
@@ -39,25 +39,77 @@ passing the rows of a strided target one by one."""
 Array = NDArray[Any]
 
 
+class _Piece(NamedTuple):
+    """One region: one row of Pieces, and its destination."""
+
+    row: int  # of the plan
+    target: int
+    box: Box
+    array: Array
+    base: int
+    length: int
+    low: int
+    strides: list[int]
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What all threads of one load have in common."""
+    """One load. Its threads call ``read_objects`` and ``read_pieces``.
+
+    ``checked``: compare digests, which the manifest has.
+    """
 
     root: Storage
     plan: LoadPlan
     into: Target
     checked: bool
 
-    @classmethod
-    def of(cls, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> Job:
-        return cls(root, plan, into, verify and len(plan.manifest.chunks.digests) > 0)
+    def read_objects(self, rows: Int64) -> None:
+        """Fetch blobs that are all in one file."""
+        chunks = self.plan.manifest.chunks
+        with self._open(int(chunks.file[self.plan.chunk[rows[0]]])) as reader:
+            for row in rows.tolist():
+                chunk = self.plan.chunk[row]
+                start, length = int(chunks.start[chunk]), int(chunks.length[chunk])
+                name = f"{self.root.location}: {name_of(self.plan, row)}"
+                if start + length > reader.size:
+                    raise CorruptCheckpoint(
+                        f"{name} should end at byte {start + length}, "
+                        f"but the file has {reader.size}"
+                    )
+                refuse_sparse(reader, start, length, name)
+                data = memoryview(allocate(length, name))
+                reader.read_into(start, [data])
+                if self.checked:
+                    for block in range(-(-length // DIGEST_BLOCK)):
+                        part = data[block * DIGEST_BLOCK :][:DIGEST_BLOCK]
+                        self.check(row, block, digest(part))
+                self.into.blob(int(self.plan.target[row]), bytes(data))
 
-    @cached_property
-    def first_digest(self) -> Int64:
-        """For each chunk, its first row of the manifest's digests."""
-        return self.plan.manifest.chunks.block_bounds
+    def read_pieces(self, pieces: Pieces, groups: list[slice]) -> None:
+        """Read consecutive pieces, group by group."""
+        files = pieces.file.tolist()
+        opened = self._opened(pieces)
+        for file, same_file in groupby(groups, lambda group: files[group.start]):
+            mine = list(same_file)
+            with self._open(file) as reader:
+                rows = slice(mine[0].start, mine[-1].stop)
+                reader.expect(pieces.spans(rows, self.checked))
+                part = _FilePart(self, reader)
+                for group in mine:
+                    part.fetch(list(islice(opened, group.stop - group.start)))
 
-    def open(self, file: int) -> FileReader:
+    def check(self, row: int, block: int, found: bytes) -> None:
+        """Compare the digest of one block of the chunk that a plan's row is in."""
+        chunks, chunk = self.plan.manifest.chunks, self.plan.chunk[row]
+        if found != chunks.digests[chunks.block_bounds[chunk] + block].tobytes():
+            start = int(chunks.start[chunk]) + block * DIGEST_BLOCK
+            raise CorruptCheckpoint(
+                f"{self.root.location}: {name_of(self.plan, row)} is damaged: the bytes of block {block} "
+                f"(from byte {start} of the file) are not those that were saved"
+            )
+
+    def _open(self, file: int) -> FileReader:
         name = self.plan.manifest.files[file]
         try:
             return self.root.open(name)
@@ -66,43 +118,16 @@ class Job:
                 f"{self.root.location}: the file {name!r} of the checkpoint is missing"
             ) from error
 
-    def check(self, row: int, block: int, found: bytes) -> None:
-        """Compare the digest of one block of the chunk that a plan's row is in."""
-        chunks, chunk = self.plan.manifest.chunks, self.plan.chunk[row]
-        if found != chunks.digests[self.first_digest[chunk] + block].tobytes():
-            start = int(chunks.start[chunk]) + block * DIGEST_BLOCK
-            raise CorruptCheckpoint(
-                f"{self.root.location}: {name_of(self.plan, row)} is damaged: the bytes of block {block} "
-                f"(from byte {start} of the file) are not those that were saved"
-            )
-
-    def read_objects(self, rows: Int64) -> None:
-        """Fetch blobs that are all in one file."""
-        chunks = self.plan.manifest.chunks
-        with self.open(int(chunks.file[self.plan.chunk[rows[0]]])) as reader:
-            for row in rows.tolist():
-                chunk = self.plan.chunk[row]
-                start, length = int(chunks.start[chunk]), int(chunks.length[chunk])
-                if start + length > reader.size:
-                    raise CorruptCheckpoint(
-                        f"{self.root.location}: {name_of(self.plan, row)} should end at byte {start + length}, "
-                        f"but the file has {reader.size}"
-                    )
-                data = read_again(reader, partial(self._read_blob, reader, row))
-                self.into.blob(int(self.plan.target[row]), data)
-
-    def _read_blob(self, reader: FileReader, row: int) -> bytes:
-        chunks, chunk = self.plan.manifest.chunks, self.plan.chunk[row]
-        start, length = int(chunks.start[chunk]), int(chunks.length[chunk])
-        where = f"{self.root.location}: {name_of(self.plan, row)}"
-        refuse_sparse(reader, start, length, where)
-        data = allocate(length, where)
-        reader.read_into(start, [memoryview(data)])
-        if self.checked:
-            for block, first in enumerate(range(0, length, DIGEST_BLOCK)):
-                part = memoryview(data)[first : first + DIGEST_BLOCK]
-                self.check(row, block, digest(part))
-        return bytes(data)
+    def _opened(self, pieces: Pieces) -> Iterator[_Piece]:
+        """Open the target of each piece when it is reached."""
+        columns = (
+            pieces.row, self.plan.target[pieces.row], pieces.ndim, pieces.offset,
+            pieces.shape, pieces.base, pieces.length, pieces.low, pieces.strides,
+        )  # fmt: skip
+        lists = [column.tolist() for column in columns]
+        for row, target, ndim, offset, shape, *place in zip(*lists, strict=True):
+            box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
+            yield _Piece(row, target, box, self.into.open(target, box), *place)
 
 
 def refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> None:
@@ -127,65 +152,6 @@ def refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> No
 def octets(array: Array) -> memoryview:
     """The memory of a C-contiguous array."""
     return array.reshape(-1).view(np.uint8).data
-
-
-class _Piece(NamedTuple):
-    """One region: one row of Pieces, and its destination."""
-
-    row: int  # of the plan
-    target: int
-    box: Box
-    array: Array
-    base: int
-    length: int
-    low: int
-    strides: list[int]
-
-
-class ThreadReader:
-    """Reads consecutive pieces, group by group."""
-
-    def __init__(self, job: Job, pieces: Pieces, groups: list[slice]) -> None:
-        self.job = job
-        self.pieces = pieces
-        self.groups = groups
-
-    def read(self) -> None:
-        files = self.pieces.file.tolist()
-        opened = self._opened()
-        for file, groups in groupby(self.groups, lambda group: files[group.start]):
-            mine = list(groups)
-            with self.job.open(file) as reader:
-                reader.expect(
-                    self.pieces.spans(
-                        slice(mine[0].start, mine[-1].stop), self.job.checked
-                    )
-                )
-                part = _FilePart(self.job, reader)
-                for group in mine:
-                    part.fetch(list(islice(opened, group.stop - group.start)))
-
-    def _opened(self) -> Iterator[_Piece]:
-        """Open the target of each piece when it is reached."""
-        pieces, open_ = self.pieces, self.job.into.open
-        rows, targets = pieces.row.tolist(), self.job.plan.target[pieces.row].tolist()
-        boxes = zip(
-            pieces.ndim.tolist(),
-            pieces.boxes.offset.tolist(),
-            pieces.boxes.shape.tolist(),
-            strict=True,
-        )
-        columns = (
-            pieces.base.tolist(),
-            pieces.length.tolist(),
-            pieces.low.tolist(),
-            pieces.strides.tolist(),
-        )
-        for row, target, (ndim, offset, shape), *place in zip(
-            rows, targets, boxes, *columns, strict=True
-        ):
-            box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
-            yield _Piece(row, target, box, open_(target, box), *place)
 
 
 class _FilePart:
