@@ -95,11 +95,8 @@ class Comparison:
 
     def overlapping(self) -> Int64:
         """The wanted rows that may share memory with others: a later read may overwrite them."""
-        tensors: list[torch.Tensor | None] = []
-        for number in self.kept.tolist():
-            shard = self.extracted.shards[number]
-            tensors.append(shard.data if isinstance(shard, ShardedTensor) else None)
-        return overlapping(tensors)
+        shards = [self.extracted.shards[number] for number in self.kept.tolist()]
+        return overlapping(list(map(_data_of, shards)))
 
     def restore(self, values: Sequence[Any]) -> dict[Any, Any]:
         """The state dict, with the values of all wanted rows in their places."""
@@ -190,7 +187,7 @@ def _warn_of_undeclared(extracted: Extracted, manifest: Manifest) -> None:
 def _refuse_shared_memory(shards: Sequence[ShardedTensor | ShardedObject]) -> None:
     """ShardingError for a tensor whose elements share memory: the last one read would win."""
     for shard in shards:
-        data = shard.data if isinstance(shard, ShardedTensor) else None
+        data = _data_of(shard)
         if data is not None and overlaps_itself(data):
             what = "a tensor that overlaps itself"
             if 0 in data.stride():
@@ -200,6 +197,10 @@ def _refuse_shared_memory(shards: Sequence[ShardedTensor | ShardedObject]) -> No
                 f"{data.stride()}), whose elements share memory; give data.contiguous(), or "
                 "data=None"
             )
+
+
+def _data_of(shard: ShardedTensor | ShardedObject) -> torch.Tensor | None:
+    return shard.data if isinstance(shard, ShardedTensor) else None
 
 
 def overlapping(tensors: Sequence[torch.Tensor | None]) -> Int64:

@@ -9,46 +9,14 @@ import numpy as np
 
 from megackpt import events
 from megackpt.backends.ranges import octets
-from megackpt.distributed import Group, Stream, domain_of
+from megackpt.distributed import Group, Stream
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.exchange_plan import ExchangePlan, Transfers
 from megackpt.planning.manifest import Declarations
 from megackpt.staging.target import LoadTarget
-from megackpt.storage import Storage
-from megackpt.strategies import Strategy
 
 COPY_SIZE = 4 << 20
 """Bytes of a region that is not contiguous in memory which are copied at a time."""
-
-
-@dataclass(frozen=True)
-class ExchangePolicy:
-    """With whom one rank exchanges: with ranks of the same ``domain``, if its mode is in use."""
-
-    rank: int
-    mode: str
-    domain: int
-
-    @classmethod
-    def of(cls, strategy: Strategy, rank: int) -> ExchangePolicy:
-        domain = domain_of(strategy.load_group, "load_group")
-        return cls(rank, strategy.exchange, domain)
-
-    def domain_in(self, modes: Sequence[str]) -> int:
-        """Equal for ranks that exchange with each other if these modes are in use."""
-        return self.domain if self.mode in modes else -1 - self.rank
-
-
-def modes_in_use(parts: Sequence[ExchangePolicy], root: Storage) -> tuple[str, ...]:
-    """On rank 0: the modes in which ranks exchange; () if an exchange would save no reads.
-
-    "auto" is in use where each rank gets its bytes over a network.
-    """
-    modes: tuple[str, ...] = ("always",)
-    if any(part.mode == "auto" for part in parts) and root.is_remote():
-        modes = ("always", "auto")
-    domains = {part.domain_in(modes) for part in parts}
-    return modes if len(domains) < len(parts) else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,18 +103,19 @@ def exchange(
     plan: ExchangePlan,
     wanted: Declarations,
     memory: LoadTarget,
-    lengths: Mapping[tuple[int, int], int],
+    lengths: Sequence[Mapping[int, int]],
 ) -> None:
     """Send the values that this rank has read for others, and receive those that others read.
 
-    ``lengths``: the bytes of every object that was read, by rank and wanted row of that rank.
+    ``lengths``: for each rank the bytes of every object that it has read, by its wanted row.
     """
 
     def sent_length(i: int) -> int:
         return len(memory.blobs[int(plan.sends.row[i])])
 
     def received_length(i: int) -> int:
-        return lengths[int(plan.receives.peer[i]), int(plan.receives.peer_row[i])]
+        peer, row = int(plan.receives.peer[i]), int(plan.receives.peer_row[i])
+        return lengths[peer][row]
 
     def streams() -> tuple[dict[int, Stream], dict[int, Stream]]:
         sent = TransferData.of(plan.sends, wanted, memory, sent_length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from megackpt import events, gc_pause
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import (
+    absolute,
     as_read_by,
     backend_of,
     open_checkpoint,
@@ -23,19 +24,20 @@ from megackpt.distributed import (
     Attempt,
     Group,
     attempt,
+    domain_of,
     group_over,
 )
 from megackpt.errors import CheckpointReplaced, NotACheckpoint, ShardingError
 from megackpt.loader.comparison import Comparison, check_coverage, find_missing
-from megackpt.loader.exchange import ExchangePolicy, exchange, modes_in_use
-from megackpt.loader.request import KeyMap, LoadRequest
+from megackpt.loader.exchange import exchange
+from megackpt.loader.request import KeyMap, LoadRequest, trusted_classes
 from megackpt.loader.row_reader import read, target_of, values_of
 from megackpt.planning import strict as strictness
 from megackpt.planning.box import Int64
 from megackpt.planning.exchange_plan import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
-from megackpt.planning.strict import StrictHandling
+from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.staging.source import synchronize
 from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedStateDict
@@ -105,16 +107,16 @@ def load(
     """
     group = group_over(process_group, timeout)
     request = attempt(
-        lambda: LoadRequest.of(
+        lambda: LoadRequest(
+            absolute(checkpoint_dir),
             sharded_state_dict,
-            checkpoint_dir,
             sharded_strategy,
-            strict=strict,
-            validate=validate_access_integrity,
-            dtype_policy=dtype_policy,
-            key_map=key_map,
-            verify=verify,
-            trusted=trusted,
+            parse_strict_flag(strict),
+            validate_access_integrity,
+            dtype_policy,
+            key_map,
+            verify,
+            trusted_classes(trusted),
         )
     )
     if group.size == 1:
@@ -126,13 +128,13 @@ def load(
     ):
         for _ in range(ATTEMPTS - 1):
             try:
-                return _load(group, request)
+                return _LoadOperation(group, request).run()
             except CheckpointReplaced:
                 logger.warning(
                     "%s was replaced while it was being loaded: loading again",
                     checkpoint_dir,
                 )
-        return _load(group, request)
+        return _LoadOperation(group, request).run()
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,191 +142,155 @@ class _RankRequest:
     """What a rank sends to rank 0 for the comparison of all requests.
 
     ``declared`` is None where nothing is validated; ``names`` are empty unless the strictness
-    needs them.
+    needs them. ``domain`` numbers the ranks with which this one exchanges, in ``mode``.
     """
 
     declared: Declarations | None
-    names: frozenset[str]
-    exchange: ExchangePolicy
+    names: Collection[str]
+    mode: str
+    domain: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Source:
-    """The open checkpoint on one rank, and this rank's request compared with it."""
+class _LoadOperation:
+    """One load on one rank: what its steps leave there."""
 
+    manifest: Manifest
     root: Storage
     backend: Backend
-    manifest: Manifest
     compared: Comparison
-    exchange: ExchangePolicy
+    memory: LoadTarget
+    state: dict[Any, Any]
+    domains: Sequence[int] = ()  # on rank 0: ranks with equal numbers exchange
 
+    def __init__(self, group: Group, request: Attempt[LoadRequest]) -> None:
+        self.group = group
+        self.attempt = request
 
-def _load(group: Group, request: Attempt[LoadRequest]) -> Any:
-    # What a step leaves on this rank, while its reply to rank 0 travels.
-    sources: list[_Source] = []
-    memories: list[LoadTarget] = []
-    states: list[dict[Any, Any]] = []
+    @property
+    def request(self) -> LoadRequest:
+        """Raises the error of a wrong argument, in a step that raises it on all ranks."""
+        return self.attempt.get()
 
-    def compare() -> _RankRequest:
-        sources.append(_compare(request.get(), directory, manifest, group.rank))
-        return _rank_request(request.get(), sources[0])
+    def run(self) -> Any:
+        group = self.group
+        directory, self.manifest = group.broadcast("open", self.open)
+        missing, exchanging = group.reduce_broadcast(
+            "compare", lambda: self.compare(directory), self.judge
+        )
+        if not exchanging:
+            total = group.reduce_broadcast("read", self.read_all, _total)
+        else:
+            plan = group.reduce_scatter("share", self.rows_to_share, self.plan_exchange)
+            lengths = group.reduce_broadcast(
+                "read", lambda: self.read_share(plan), list
+            )
+            with events.stage("exchange"):
+                exchange(group, plan, self.compared.wanted, self.memory, lengths)
+            total = group.reduce_broadcast("restore", self.restore, _total)
+        events.current().operation.bytes = total
+        if StrictHandling.requires_returning_mismatch_keys(self.request.strict):
+            return self.state, missing, self.compared.unexpected
+        return self.state
 
-    def read_plan(plan: LoadPlan) -> LoadTarget:
-        memories.append(_read(request.get(), sources[0], plan))
-        return memories[0]
+    @events.stage("open")
+    def open(self) -> tuple[str, Manifest]:
+        """On rank 0: the directory, and the manifest of the checkpoint in it."""
+        request = self.request
+        try:
+            manifest = open_checkpoint(request.directory, request.format).manifest
+        except NotACheckpoint as error:
+            if self.group.size == 1:
+                raise
+            raise NotACheckpoint(
+                f"{error}\n(So rank 0 sees it on host {socket.gethostname()!r}: where other ranks "
+                "see a checkpoint, is the directory shared between all hosts?)"
+            ) from error
+        return request.directory, manifest
 
-    def restore() -> int:
-        states.append(_restore(request.get(), sources[0], memories[0]))
-        return memories[0].nbytes
+    @events.stage("compare")
+    def compare(self, directory: str) -> _RankRequest:
+        """Open the checkpoint that rank 0 has opened, and compare this rank's request with it."""
+        request, manifest = self.request, self.manifest
+        events.current().operation.id = manifest.save_id
+        if request.directory != directory:
+            raise ShardingError(
+                "the ranks of one load name different directories, all must agree: here "
+                f"{request.directory}, on rank 0 {directory}"
+            )
+        # Opened first: all that is read through this handle belongs to one checkpoint.
+        root = open_same(request.directory, manifest.save_id, request.format)
+        self.backend = backend_of(root, manifest, request.format)
+        self.root = as_read_by(self.backend, root)
+        self.compared = Comparison.of(request, manifest, self.group.rank)
+        names: Collection[str] = ()
+        if StrictHandling.requires_global_app_metadata(request.strict):
+            names = strictness.requested(self.compared.declared)
+        declared = self.compared.declared if request.validate else None
+        strategy = loading(request.strategy, *manifest.backend)
+        domain = domain_of(strategy.load_group, "load_group")
+        return _RankRequest(declared, names, strategy.exchange, domain)
+
+    def judge(self, parts: Sequence[_RankRequest]) -> tuple[set[str], bool]:
+        """On rank 0: the keys that no rank asks for, and whether ranks exchange.
+
+        Nothing is gathered for this alone: missing keys are found only where the strictness makes
+        ranks send their names. An exchange in the mode "auto" is for storage over a network.
+        """
+        request = self.request
+        if request.validate:
+            declared = [part.declared for part in parts if part.declared is not None]
+            check_coverage(declared, self.manifest, request)
+        missing: set[str] = set()
+        if StrictHandling.requires_global_app_metadata(request.strict):
+            names = [part.names for part in parts]
+            missing = find_missing(names, self.manifest, request.strict)
+        modes = {"always"}
+        if any(part.mode == "auto" for part in parts) and self.root.is_remote():
+            modes.add("auto")
+        self.domains = [
+            part.domain if part.mode in modes else -1 - rank
+            for rank, part in enumerate(parts)
+        ]
+        return missing, len(set(self.domains)) < len(parts)
+
+    def rows_to_share(self) -> tuple[Declarations, Int64]:
+        """The wanted rows, and those of them that this rank must read itself."""
+        return self.compared.wanted, self.compared.overlapping()
+
+    @events.stage("share")
+    def plan_exchange(
+        self, parts: Sequence[tuple[Declarations, Int64]]
+    ) -> list[ExchangePlan]:
+        """On rank 0: who reads which rows, and sends them to whom."""
+        wanted = []
+        for (rows, _), domain in zip(parts, self.domains, strict=True):
+            wanted.append(replace(rows, domains=(domain,)))
+        return plan_exchange(wanted, self.manifest, [apart for _, apart in parts])
 
     @events.stage("read")
-    def read_all() -> int:
-        wanted = sources[0].compared.wanted
-        read_plan(plan_load(wanted, manifest))
-        return restore()
+    def read_all(self) -> int:
+        self.read(plan_load(self.compared.wanted, self.manifest))
+        return self.restore()
 
     @events.stage("read")
-    def read_share() -> dict[int, int]:
-        return _object_lengths(plan, read_plan(plan.reads(manifest)))
+    def read_share(self, plan: ExchangePlan) -> dict[int, int]:
+        """Row -> bytes of each object that this rank has read: no other rank knows them."""
+        self.read(plan.reads(self.manifest))
+        return {row: len(blob) for row, blob in self.memory.blobs.items()}
 
-    directory, manifest = group.broadcast("open", lambda: _open(group, request.get()))
-    missing, modes = group.reduce_broadcast(
-        "compare", compare, lambda parts: _judge(request.get(), sources[0], parts)
-    )
-    if not modes:
-        total = group.reduce_broadcast("read", read_all, _total)
-    else:
-        plan = group.reduce_scatter(
-            "share",
-            lambda: _exchange_request(sources[0], modes),
-            lambda parts: _plan_exchange(parts, manifest),
-        )
-        lengths = group.reduce_broadcast("read", read_share, _by_rank)
-        with events.stage("exchange"):
-            wanted = sources[0].compared.wanted
-            exchange(group, plan, wanted, memories[0], lengths)
-        total = group.reduce_broadcast("restore", restore, _total)
-    events.current().operation.bytes = total
-    if StrictHandling.requires_returning_mismatch_keys(request.get().strict):
-        return states[0], missing, sources[0].compared.unexpected
-    return states[0]
+    def read(self, plan: LoadPlan) -> None:
+        compared = self.compared
+        self.memory = target_of(compared.wanted, self.manifest, compared.tensors())
+        read(self.root, self.backend, plan, self.memory, self.request.verify)
 
-
-@events.stage("open")
-def _open(group: Group, request: LoadRequest) -> tuple[str, Manifest]:
-    """On rank 0: the directory, and the manifest of the checkpoint in it."""
-    try:
-        manifest = open_checkpoint(request.directory, request.format).manifest
-    except NotACheckpoint as error:
-        if group.size == 1:
-            raise
-        raise NotACheckpoint(
-            f"{error}\n(So rank 0 sees it on host {socket.gethostname()!r}: where other ranks "
-            "see a checkpoint, is the directory shared between all hosts?)"
-        ) from error
-    events.current().operation.id = manifest.save_id
-    return request.directory, manifest
-
-
-@events.stage("compare")
-def _compare(
-    request: LoadRequest, directory: str, manifest: Manifest, rank: int
-) -> _Source:
-    """Open the checkpoint that rank 0 has opened, and compare this rank's request with it."""
-    events.current().operation.id = manifest.save_id
-    if request.directory != directory:
-        raise ShardingError(
-            "the ranks of one load name different directories, all must agree: here "
-            f"{request.directory}, on rank 0 {directory}"
-        )
-    # Opened first: all that is read through this handle belongs to one checkpoint.
-    root = open_same(request.directory, manifest.save_id, request.format)
-    backend = backend_of(root, manifest, request.format)
-    root = as_read_by(backend, root)
-    compared = Comparison.of(request, manifest, rank)
-    strategy = loading(request.strategy, *manifest.backend)
-    policy = ExchangePolicy.of(strategy, rank)
-    return _Source(root, backend, manifest, compared, policy)
-
-
-def _rank_request(request: LoadRequest, source: _Source) -> _RankRequest:
-    declared = source.compared.declared
-    names: set[str] = set()
-    if StrictHandling.requires_global_app_metadata(request.strict):
-        names = strictness.requested(declared)
-    sent = declared if request.validate else None
-    return _RankRequest(sent, frozenset(names), source.exchange)
-
-
-def _judge(
-    request: LoadRequest, source: _Source, parts: Sequence[_RankRequest]
-) -> tuple[set[str], tuple[str, ...]]:
-    """On rank 0: the keys that no rank asks for, and the modes in which ranks exchange.
-
-    Nothing is gathered for this alone: missing keys are found only where the strictness makes
-    ranks send their names.
-    """
-    manifest = source.manifest
-    if request.validate:
-        declared = [part.declared for part in parts if part.declared is not None]
-        check_coverage(declared, manifest, request)
-    missing: set[str] = set()
-    if StrictHandling.requires_global_app_metadata(request.strict):
-        names = [part.names for part in parts]
-        missing = find_missing(names, manifest, request.strict)
-    return missing, modes_in_use([part.exchange for part in parts], source.root)
-
-
-def _exchange_request(
-    source: _Source, modes: Sequence[str]
-) -> tuple[Declarations, Int64]:
-    """The wanted rows, and those of them that this rank must read itself."""
-    domains = (source.exchange.domain_in(modes),)
-    wanted = replace(source.compared.wanted, domains=domains)
-    return wanted, source.compared.overlapping()
-
-
-@events.stage("share")
-def _plan_exchange(
-    parts: Sequence[tuple[Declarations, Int64]], manifest: Manifest
-) -> list[ExchangePlan]:
-    """On rank 0: who reads which rows, and sends them to whom."""
-    wanted = [rows for rows, _ in parts]
-    return plan_exchange(wanted, manifest, [apart for _, apart in parts])
-
-
-def _read(request: LoadRequest, source: _Source, plan: LoadPlan) -> LoadTarget:
-    compared = source.compared
-    memory = target_of(compared.wanted, source.manifest, compared.tensors())
-    read(source.root, source.backend, plan, memory, request.verify)
-    return memory
-
-
-def _object_lengths(plan: ExchangePlan, memory: LoadTarget) -> dict[int, int]:
-    """The bytes of each object that this rank has read: no other rank knows them."""
-    lengths = {}
-    for row in plan.target.tolist():
-        if memory.tensors[row] is None:
-            lengths[row] = len(memory.blobs[row])
-    return lengths
-
-
-def _by_rank(parts: Sequence[Mapping[int, int]]) -> dict[tuple[int, int], int]:
-    lengths = {}
-    for rank, part in enumerate(parts):
-        for row, length in part.items():
-            lengths[rank, row] = length
-    return lengths
+    def restore(self) -> int:
+        """Make the state; return its bytes on this rank."""
+        synchronize(self.memory.tensors)
+        wanted, trusted = self.compared.wanted, self.request.trusted
+        values = values_of(self.root, wanted, self.memory, trusted)
+        self.state = self.compared.restore(values)
+        return self.memory.nbytes
 
 
 def _total(nbytes: Sequence[int]) -> int:
     return sum(nbytes)
-
-
-def _restore(
-    request: LoadRequest, source: _Source, memory: LoadTarget
-) -> dict[Any, Any]:
-    synchronize(memory.tensors)
-    compared = source.compared
-    values = values_of(source.root, compared.wanted, memory, request.trusted)
-    return compared.restore(values)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from megackpt.checkpoint import absolute
 from megackpt.errors import MismatchError
 from megackpt.planning.manifest import Declarations, TensorEntry
-from megackpt.planning.strict import StrictHandling, parse_strict_flag
+from megackpt.planning.strict import StrictHandling
 from megackpt.state import ShardedStateDict
 from megackpt.strategies import Strategy, StrategyLike, asked_format
 
@@ -19,12 +17,11 @@ KeyMap = Mapping[str, str] | Callable[[str], str]
 
 @dataclass(frozen=True, eq=False)
 class LoadRequest:
-    """The arguments of ``load``, checked. ``format`` is None if the directory decides."""
+    """The arguments of ``load``. Raises ValueError for an argument of a wrong value or type."""
 
     directory: str
     state: ShardedStateDict
     strategy: StrategyLike = None
-    format: Strategy | None = None
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
     validate: bool = True
     dtype_policy: str = "convert"
@@ -32,42 +29,21 @@ class LoadRequest:
     verify: bool = True
     trusted: Sequence[type] = ()
 
-    @classmethod
-    def of(
-        cls,
-        state: ShardedStateDict,
-        directory: str | Path,
-        strategy: StrategyLike = None,
-        *,
-        strict: StrictHandling | str | bool = StrictHandling.ASSUME_OK_UNEXPECTED,
-        validate: bool = True,
-        dtype_policy: str = "convert",
-        key_map: KeyMap | None = None,
-        verify: bool = True,
-        trusted: Sequence[type] = (),
-    ) -> LoadRequest:
-        """Raises ValueError for an argument of a wrong value or type."""
-        if dtype_policy not in ("convert", "error"):
+    def __post_init__(self) -> None:
+        if self.dtype_policy not in ("convert", "error"):
             raise ValueError(
-                f"dtype_policy is 'convert' or 'error', not {dtype_policy!r}"
+                f"dtype_policy is 'convert' or 'error', not {self.dtype_policy!r}"
             )
-        names: object = key_map
+        names: object = self.key_map
         if not (names is None or callable(names) or isinstance(names, Mapping)):
             raise ValueError(
                 f"key_map is a mapping or a function, from key to key, not {names!r}"
             )
-        return cls(
-            absolute(directory),
-            state,
-            strategy,
-            asked_format(strategy),
-            parse_strict_flag(strict),
-            validate,
-            dtype_policy,
-            key_map,
-            verify,
-            trusted_classes(trusted),
-        )
+
+    @property
+    def format(self) -> Strategy | None:
+        """None if the directory decides."""
+        return asked_format(self.strategy)
 
     def rename(self, declared: Declarations) -> Declarations:
         """The declarations under the keys of the checkpoint, which ``key_map`` gives."""

@@ -23,7 +23,7 @@ from megackpt.backends.ranges import pieces, reader as range_reader
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.distributed import streams
-from megackpt.loader import exchange
+from megackpt.loader import exchange, load_operation
 from megackpt.loader.comparison import Comparison
 from megackpt.loader.request import LoadRequest
 from megackpt.planning import exchange_plan
@@ -146,7 +146,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads have no process groups of torch's: here a number stands for one."""
-    monkeypatch.setattr(exchange, "domain_of", lambda group, _: group or 0)
+    monkeypatch.setattr(load_operation, "domain_of", lambda group, _: group or 0)
 
 
 def among(group: int) -> Strategy:
@@ -433,7 +433,7 @@ def test_memory_that_rows_have_in_common(
     }
     megackpt.save(stored, tmp_path)
     found = Comparison.of(
-        LoadRequest.of(asked, tmp_path), open_checkpoint(tmp_path).manifest, 0
+        LoadRequest(str(tmp_path), asked), open_checkpoint(tmp_path).manifest, 0
     )
     assert sorted(found.overlapping().tolist()) == expected
 
