@@ -61,10 +61,11 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
 class CachedPlan:
     """A rank's part of an earlier planning round.
 
-    ``plan_id`` names the round, alike on all ranks. Only the coordinator has ``manifest``.
+    ``first_id`` is the id of the save that made it, alike on all ranks. Only the coordinator has
+    ``manifest``.
     """
 
-    plan_id: str
+    first_id: str
     plan: SavePlan
     manifest: Manifest | None = None
     _uses: Iterator[int] = field(default_factory=count)
@@ -74,43 +75,28 @@ class CachedPlan:
 
         Ranks derive the same id exactly if they hold the same round and used it equally often.
         """
-        return uuid5(NAMESPACE_OID, f"{self.plan_id} {next(self._uses)}").hex
+        return uuid5(NAMESPACE_OID, f"{self.first_id} {next(self._uses)}").hex
 
 
 class PlanCache:
-    """The plans of the last few different declarations of one rank."""
+    """The plans of the last few different declarations of one rank, by fingerprint."""
 
     def __init__(self, size: int = 4) -> None:
-        if size < 1:
-            raise ValueError(
-                f"a cache of {size} plans holds nothing; size must be at least 1"
-            )
         self._size = size
         self._plans: OrderedDict[int, CachedPlan] = OrderedDict()
 
     def get(self, fingerprint: int) -> CachedPlan | None:
         """The plan made for these declarations, or None."""
-        held = self._plans.pop(fingerprint, None)
-        if held is not None:
-            self._plans[fingerprint] = held  # the last one now
-        return held
+        if fingerprint in self._plans:
+            self._plans.move_to_end(fingerprint)
+        return self._plans.get(fingerprint)
 
-    def put(
-        self,
-        fingerprint: int | None,
-        plan_id: str,
-        plan: SavePlan,
-        manifest: Manifest | None = None,
-    ) -> CachedPlan:
-        """Keep the plan of a new planning round, if there is a fingerprint to find it by."""
-        held = CachedPlan(plan_id, plan, manifest)
-        if fingerprint is None:
-            return held
-        self._plans.pop(fingerprint, None)
-        self._plans[fingerprint] = held
-        while len(self._plans) > self._size:
+    def put(self, fingerprint: int, plan: CachedPlan) -> None:
+        """Keep the plan of a new planning round."""
+        self._plans[fingerprint] = plan
+        self._plans.move_to_end(fingerprint)
+        if len(self._plans) > self._size:
             self._plans.popitem(last=False)
-        return held
 
 
 _caches: WeakKeyDictionary[Hashable, PlanCache] = WeakKeyDictionary()

@@ -14,36 +14,12 @@ import torch
 from megackpt import events, limits, tree
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.errors import ShardingError, join_truncated
-from megackpt.planning.manifest import ITEMSIZE
 from megackpt.state.storable import is_distributed
 
 logger = logging.getLogger("megackpt.saver")
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SPARSE = (
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
 _warned: set[tuple[str, str]] = set()  # (parent directory, text) of large states
-
-
-def _not_comparable() -> dict[torch.dtype, torch.dtype]:
-    """The dtypes that torch cannot compare, each with the integers of its size."""
-    found = {}
-    for name in ITEMSIZE:
-        dtype = getattr(torch, name, None)
-        odd = name.startswith("float8") or name in (
-            "complex32", "uint16", "uint32", "uint64",
-        )  # fmt: skip
-        if odd and dtype is not None:
-            found[dtype] = _INTEGERS[dtype.itemsize]
-    return found
-
-
-_BITS = _not_comparable()
 
 
 def groups_to_store(
@@ -165,7 +141,7 @@ def _stored_once(value: Any, in_dicts: bool) -> tuple[Any, int]:
     if value.is_meta or is_distributed(value):  # no data, or refused elsewhere
         return None, 0
     if value.layout is not torch.strided:
-        count = value._nnz() if value.layout in _SPARSE else value.numel()
+        count = value._nnz() if "sparse" in str(value.layout) else value.numel()
         return id(value), value.element_size() * count
     own = value.numel() * value.element_size()
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -211,20 +187,18 @@ def _compare(rank: int, rank_0s: Any, own: Any) -> None:
             str(only_own),
             str(mismatched),
         )
-    tensors, others = [], []
+    tensors: list[tree.Path] = []
+    others = only_own
     for path, *kinds in mismatched:
-        if any(issubclass(kind, torch.Tensor) for kind in kinds):
-            tensors.append(path)
-        else:
-            others.append(path)
-    if others or only_own:
-        more = len(others) + len(only_own) - 1
+        is_tensor = any(issubclass(kind, torch.Tensor) for kind in kinds)
+        (tensors if is_tensor else others).append(path)
+    if others:
         logger.warning(
-            "of %s%s rank 0's values alone are saved, and a load gives them to all ranks: "
-            "values of each rank's own belong in a ShardedObject, or in a "
+            "of %s and %d more rank 0's values alone are saved, and a load gives them to all "
+            "ranks: values of each rank's own belong in a ShardedObject, or in a "
             "LocalNonpersistentObject, which is not saved",
-            tree.show((others or only_own)[0]),
-            f" and {more} more" if more else "",
+            tree.show(others[0]),
+            len(others) - 1,
         )
     if tensors:
         logger.warning(
@@ -239,6 +213,10 @@ def _comparable(leaf: Any) -> Any:
     """The bits of a tensor of a dtype that torch cannot compare."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return leaf
-    if leaf.dtype not in _BITS:
-        return leaf
-    return leaf.detach().resolve_conj().view(_BITS[leaf.dtype])
+    try:
+        torch.ne(leaf, leaf)
+    except RuntimeError:
+        bits = _INTEGERS.get(leaf.dtype.itemsize)
+        if bits is not None and not leaf.is_quantized:
+            return leaf.detach().resolve_conj().view(bits)
+    return leaf

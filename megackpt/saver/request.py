@@ -83,8 +83,8 @@ class SaveRequest:
     staging_memory: int | None
     groups: Mapping[str, HeldGroup]
     objects: Mapping[int, Sequence[int]]
-    blobs: Mapping[int, bytes]
-    untrusted: Sequence[str]
+    blobs: dict[int, bytes]
+    untrusted: list[str]
 
     @classmethod
     def of(
@@ -135,7 +135,7 @@ class SaveRequest:
             planned = policy_for_backend(backend, policy)
             parts = named, backend.properties.encoding, planned, group.size, validate
             number = fingerprint(declared, f"{parts} {options}")
-        unchecked = cls(
+        made = cls(
             directory=path,
             backend=backend,
             format=named,
@@ -151,34 +151,31 @@ class SaveRequest:
             groups=held_groups(extracted.factories),
             objects=object_groups(extracted.shards),
             blobs={},
-            untrusted=(),
+            untrusted=[],
         )
-        return unchecked._with_blobs()
+        made._pickle_objects()
+        return made
 
-    def _with_blobs(self) -> SaveRequest:
-        """This request with the blobs of objects whose main replica is on this rank.
+    def _pickle_objects(self) -> None:
+        """Fill ``blobs`` and ``untrusted``, of objects whose main replica is on this rank.
 
         Blobs beyond ``_KEPT_BLOBS`` bytes in sum are checked, and pickled again when they are
         written.
         """
-        blobs: dict[int, bytes] = {}
-        untrusted: list[str] = []
         pickled_rows: set[int] = set()
         left = _KEPT_BLOBS
         for row in np.flatnonzero(self.declared.main).tolist():
-            is_tensor = row < len(self.shards) and isinstance(
-                self.shards[row], ShardedTensor
-            )
+            is_common = row == len(self.shards)
+            is_tensor = not is_common and isinstance(self.shards[row], ShardedTensor)
             if is_tensor or row in pickled_rows:
                 continue
             blob, classes = loadable(*self._object(row))
-            untrusted += classes
+            self.untrusted.extend(classes)
             same_blob = self.objects.get(row, [row])
             pickled_rows.update(same_blob)
             if len(blob) <= left:
                 left -= len(blob)
-                blobs.update(dict.fromkeys(same_blob, blob))
-        return replace(self, blobs=blobs, untrusted=tuple(untrusted))
+                self.blobs.update(dict.fromkeys(same_blob, blob))
 
     def group_votes(self, *, may_abstain: bool) -> list[int]:
         """A number and its negative, alike on ranks whose parameter groups are alike.
@@ -214,9 +211,8 @@ class SaveRequest:
                 io.BytesIO(values), map_location="cpu", weights_only=False
             )
             tree.lookup(common, path[:-1])[path[-1]] = group
-        blobs = dict(self.blobs)
-        blobs.pop(len(self.shards), None)
-        return replace(self, common=common, blobs=blobs)
+        self.blobs.pop(len(self.shards), None)
+        return replace(self, common=common)
 
     def held(self) -> list[Held]:
         """For each row of ``declared`` its tensor, or a function that gives its blob."""

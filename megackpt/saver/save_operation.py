@@ -40,7 +40,7 @@ from megackpt.errors import (
     join_truncated,
     name_ranks,
 )
-from megackpt.planning.cache import cache_of
+from megackpt.planning.cache import CachedPlan, cache_of
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.saver.common_state import groups_to_store, warn_of_difference
 from megackpt.saver.request import COMMON, SaveRequest, digest_number
@@ -190,7 +190,6 @@ class _RankReply:
     """What rank 0 replies. ``common`` is its view of the common state, if it differs."""
 
     save_id: str
-    plan_id: str
     plan: SavePlan
     common: bytes | None
 
@@ -358,7 +357,9 @@ def _make_plan(
     if reply.common is not None:
         warn_of_difference(group.rank, reply.common, request.compared)
     plan = replace(reply.plan, tensors=request.declared.tensors)
-    cache_of(group).put(request.fingerprint, reply.plan_id, plan, manifest)
+    if request.fingerprint is not None:
+        held = CachedPlan(reply.save_id, plan, manifest)
+        cache_of(group).put(request.fingerprint, held)
     return request, _RankPart(reply.save_id, plan, manifest)
 
 
@@ -380,15 +381,12 @@ def _plan_for_all(
     view = None
     if any(part.common != parts[0].common for part in parts):
         view = pickled(COMMON, request.compared)
-    plan_id = uuid.uuid4().hex
     replies = []
     for plan, part in zip(plans, parts, strict=True):
         differs = part.common != parts[0].common
         # The table of tensors stays here: each rank has its own.
         sent = replace(plan, tensors=())
-        replies.append(
-            _RankReply(place.save_id, plan_id, sent, view if differs else None)
-        )
+        replies.append(_RankReply(place.save_id, sent, view if differs else None))
     return request, manifest, replies
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import pytest
-
 from megackpt.planning.box import Box
-from megackpt.planning.cache import PlanCache, fingerprint
+from megackpt.planning.cache import CachedPlan, PlanCache, fingerprint
 from megackpt.planning.manifest import (
     Declaration,
     Declarations,
@@ -85,8 +83,8 @@ def test_ranks_derive_the_same_save_only_from_one_round_used_as_often() -> None:
     (plan,), manifest = plan_save([of(replace(BASE, replica_id=0))], validate=False)
     coordinator, other = PlanCache(), PlanCache()
     assert coordinator.get(1) is None
-    coordinator.put(1, "round 1", plan, manifest)
-    other.put(7, "round 1", plan)
+    coordinator.put(1, CachedPlan("round 1", plan, manifest))
+    other.put(7, CachedPlan("round 1", plan))
 
     def ids() -> tuple[str, str]:
         mine, theirs = coordinator.get(1), other.get(7)
@@ -101,8 +99,8 @@ def test_ranks_derive_the_same_save_only_from_one_round_used_as_often() -> None:
     ahead.next_save_id()
     third = ids()
     assert third[0] != third[1]
-    coordinator.put(1, "round 2", plan, manifest)
-    other.put(7, "round 3", plan)
+    coordinator.put(1, CachedPlan("round 2", plan, manifest))
+    other.put(7, CachedPlan("round 3", plan))
     fourth = ids()
     assert fourth[0] != fourth[1]
 
@@ -110,7 +108,7 @@ def test_ranks_derive_the_same_save_only_from_one_round_used_as_often() -> None:
 def test_threads_never_share_an_id() -> None:
     (plan,), _ = plan_save([of()])
     cache = PlanCache()
-    cache.put(1, "round", plan)
+    cache.put(1, CachedPlan("round", plan))
     held = cache.get(1)
     assert held is not None
     with ThreadPoolExecutor(8) as pool:
@@ -122,9 +120,7 @@ def test_the_plan_unused_for_longest_makes_room() -> None:
     (plan,), _ = plan_save([of()])
     cache = PlanCache(size=2)
     for number in (1, 2):
-        cache.put(number, f"round {number}", plan)
+        cache.put(number, CachedPlan(f"round {number}", plan))
     cache.get(1)
-    cache.put(3, "round 3", plan)
+    cache.put(3, CachedPlan("round 3", plan))
     assert [cache.get(n) is not None for n in (1, 2, 3)] == [True, False, True]
-    with pytest.raises(ValueError, match="at least 1"):
-        PlanCache(0)
