@@ -10,7 +10,6 @@ import numpy as np
 
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Boxes, Int64
-from megackpt.planning.manifest.columns import joined, merged_tables
 from megackpt.planning.manifest.tensors import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
@@ -19,6 +18,8 @@ from megackpt.planning.manifest.tensors import (
     Digests,
     Int32,
     TensorEntry,
+    joined,
+    merged_tables,
     size_problem,
 )
 

@@ -9,12 +9,6 @@ from typing import Any
 import numpy as np
 
 from megackpt.planning.box import Boxes, Groups, Int64, group_equal
-from megackpt.planning.manifest.columns import (
-    joined,
-    merged_tables,
-    pack_table,
-    unpack_table,
-)
 from megackpt.planning.manifest.tensors import (
     Bool,
     Int32,
@@ -24,6 +18,10 @@ from megackpt.planning.manifest.tensors import (
     TensorMeta,
     is_main_replica,
     is_unnumbered,
+    joined,
+    merged_tables,
+    pack_table,
+    unpack_table,
 )
 
 

@@ -1,12 +1,15 @@
-"""Metas and names of tensors and shards; the dtypes that can be stored."""
+"""Metas and names of tensors and shards; the dtypes that can be stored; tables of tensors."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +48,9 @@ LARGEST = 1 << 62
 _CARRIED = {
     size: np.dtype("c16" if size == 16 else f"u{size}") for size in (1, 2, 4, 8, 16)
 }
+
+T = TypeVar("T")
+_TABLES = 64  # received tables kept: ranks of one pipeline stage have the same
 
 ReplicaId = int | tuple[int, ...]
 Int32 = NDArray[np.int32]
@@ -164,3 +170,46 @@ def unique_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
     if not shape:
         return key
     return f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
+
+
+def merged_tables(
+    tables: Sequence[tuple[T, ...]], columns: Sequence[Int32]
+) -> tuple[tuple[T, ...], Int32]:
+    """One table of the distinct entries of all, and one column of numbers in it.
+
+    A table that several ranks share (the same object) is merged once.
+    """
+    whole: dict[T, int] = {}
+    starts: dict[int, int] = {}  # id of a table -> where its numbers begin
+    numbers: list[int] = []
+    for table in tables:
+        if id(table) not in starts:
+            starts[id(table)] = len(numbers)
+            numbers.extend(whole.setdefault(entry, len(whole)) for entry in table)
+    start = np.array([starts[id(table)] for table in tables], np.int64)
+    own = joined(columns, np.int32) + np.repeat(start, list(map(len, columns)))
+    return tuple(whole), np.array(numbers, np.int32)[own]
+
+
+def joined(columns: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(columns) if columns else np.zeros(0, dtype)
+
+
+def pack_table(tensors: Sequence[TensorEntry]) -> bytes:
+    """Equal tables give equal bytes."""
+    # Not escaped: two escaped surrogates would be decoded as one character.
+    text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False)
+    return zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
+
+
+@lru_cache(maxsize=_TABLES)
+def unpack_table(packed: bytes) -> tuple[TensorEntry, ...]:
+    """The table of ``pack_table``, usually the same object for the same bytes.
+
+    A coordinator receives a table from every rank.
+    """
+    rows = json.loads(zlib.decompress(packed).decode("utf-8", "surrogatepass"))
+    return tuple(
+        TensorEntry(key, TensorMeta(tuple(shape), dtype))
+        for key, (shape, dtype) in rows
+    )
