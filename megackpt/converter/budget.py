@@ -45,8 +45,9 @@ def worker_count(
         each: the most that one worker takes, from ``worker_bytes``.
     """
     if wanted is None:
-        small = total <= limits.CONVERT_SINGLE_PROCESS_BYTES
-        wanted = 1 if small else len(os.sched_getaffinity(0))
+        wanted = len(os.sched_getaffinity(0))
+        if total <= limits.CONVERT_SINGLE_PROCESS_BYTES:
+            wanted = 1
     return max(1, min(wanted, tasks, limit // each))
 
 
@@ -68,7 +69,9 @@ def worker_bytes(
     Raises BackendError naming the largest object or encoded chunk if it does not fit.
     """
     cell = limits.CONVERT_CELL_BYTES
-    base = cell * (_CELLS_COPYING if copying else _CELLS)
+    base = cell * _CELLS
+    if copying:
+        base = cell * _CELLS_COPYING
     if limit < base:
         raise BackendError(
             f"this conversion takes at least max_memory={_mebibytes(base)}"

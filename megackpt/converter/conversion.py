@@ -128,7 +128,9 @@ class Conversion:
         self.contiguous = backend.properties.whole_tensors
         rows = declare_cells(stored, entries, decoded, self.contiguous)
         self.total = int(rows.nbytes.sum())
-        count = 1 if backend.properties.export_only else tasks or task_count(self.total)
+        count = tasks or task_count(self.total)
+        if backend.properties.export_only:
+            count = 1
         declared = split_tasks(rows, count)
         self.task_bytes = [int(part.nbytes.sum()) for part in declared]
         self.plans, self.manifest = plan_for_backend(
@@ -166,16 +168,18 @@ class Conversion:
 
     def run(self, target: str, overwrite: bool) -> Converted:
         """Write the target, or resume writing it, and commit it."""
-        remote = is_url(target)  # object stores resume nothing
         resume = self.options.resume
-        save_id = uuid.uuid4().hex if remote else self.save_id()
+        save_id = self.save_id()
+        remote = is_url(target)  # object stores resume nothing
+        if remote:
+            save_id = uuid.uuid4().hex
         if resume and completed(target, save_id):
             return self.outcome(target, {}, self.total)
         place = begin(target, save_id=save_id, overwrite=overwrite, resume=resume)
         done: dict[int, TaskResult] = {}
         try:
             files = self.backend.layout(len(self.plans), self.manifest).files
-            place.announce(files, () if remote else [JOURNAL])
+            place.announce(files, [JOURNAL])
             journal = Journal(None if remote else place.storage, self.contiguous)
             done = journal.done
             if place.resumed:

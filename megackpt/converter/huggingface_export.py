@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,19 +121,18 @@ def _files_to_copy(folder: Path) -> Iterator[Path]:
         raise ValueError(
             f"its modules.json says that the model is in one of the folders {sorted(modules)}"
         )
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            copied = path.name in {*modules, _TEMPLATES}
-            inside = sorted(path.iterdir()) if copied else []
-        else:
-            skipped = any(fnmatchcase(path.name, pattern) for pattern in _NOT_COPIED)
-            inside = [] if skipped else [path]
-        for file in inside:
-            if not file.is_file():
-                continue
-            if file.stat().st_size > limits.EXPORT_FILE_BYTES:
-                raise ValueError(f"{file.name} is too large to be copied: move it away")
-            yield file
+    files: list[Path] = []
+    for path in folder.iterdir():
+        if path.name in {*modules, _TEMPLATES} and path.is_dir():
+            files += path.iterdir()
+        elif not any(fnmatchcase(path.name, pattern) for pattern in _NOT_COPIED):
+            files.append(path)
+    for file in sorted(files):
+        if not file.is_file():
+            continue
+        if file.stat().st_size > limits.EXPORT_FILE_BYTES:
+            raise ValueError(f"{file.name} is too large to be copied: move it away")
+        yield file
 
 
 def _check_layers(manifest: Manifest, settings: Mapping[str, Any]) -> None:
@@ -143,11 +143,10 @@ def _check_layers(manifest: Manifest, settings: Mapping[str, Any]) -> None:
             layers[match[1]].add(int(match[2]))
     if not layers:
         return
-    for part in [*(settings.get(name) for name in _NESTED_CONFIGS), settings]:
-        for name in _LAYER_COUNTS:
-            count = part.get(name) if isinstance(part, Mapping) else None
-            if type(count) is not int:
-                continue
+    nested = [settings.get(name) for name in _NESTED_CONFIGS]
+    for part, name in product([*nested, settings], _LAYER_COUNTS):
+        if isinstance(part, Mapping) and type(part.get(name)) is int:
+            count = part[name]
             # A model may have several stacks, as encoder and decoder: one must be complete.
             wanted = range(min(count, 10**6))
             stack = max(layers, key=lambda s: len(layers[s].intersection(wanted)))

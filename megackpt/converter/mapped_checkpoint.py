@@ -38,9 +38,12 @@ def map_checkpoint(table: Table, opened: Opened) -> Opened:
             numbers[entry.key, entry.meta.shape] = number
     entries: dict[str, TensorEntry] = {}
     pieces: defaultdict[str, list[Piece]] = defaultdict(list)
-    # For each mapped tensor: the boxes of its chunks, and the stored chunk of each.
-    boxes: defaultdict[str, list[Boxes]] = defaultdict(list)
-    origins: defaultdict[str, list[Int64]] = defaultdict(list)
+    # For each piece: the number of its mapped tensor, the boxes of its chunks there, and the
+    # stored chunk of each.
+    numbered: dict[str, int] = {}
+    owners: list[int] = []
+    boxes: list[Boxes] = []
+    origins: list[Int64] = [np.zeros(0, np.int64)]
     parts = TensorParts(stored)
     problems = []
     for (key, shape), linked in link(table, numbers, complete=True).items():
@@ -60,22 +63,22 @@ def map_checkpoint(table: Table, opened: Opened) -> Opened:
                 )
             mapped, inside = _map_chunks(piece, chunks)
             pieces[piece.key].append(piece.swapped(key, shape))
-            boxes[piece.key].append(mapped)
-            origins[piece.key].append(rows[inside])
+            owners += [numbered.setdefault(piece.key, len(numbered))] * len(inside)
+            boxes.append(mapped)
+            origins.append(rows[inside])
     if problems:
         raise MismatchError("\n".join(problems))
-    counts = [sum(len(rows) for rows in origins[key]) for key in entries]
-    tensor = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
+    order = np.argsort(owners, kind="stable")
+    tensor = np.array(owners, np.int32)[order]
+    all_boxes = Boxes.concat(boxes).take(order)
     itemsize = np.array([e.meta.itemsize for e in entries.values()], np.int64)
-    all_boxes = Boxes.concat([part for key in entries for part in boxes[key]])
     no_file = np.full(len(tensor), -1, np.int32)
-    chunk = [np.zeros(0, np.int64), *(r for key in entries for r in origins[key])]
     mapped_chunks = Chunks(
         tensor,
         all_boxes,
         no_file,
         no_file,
-        np.concatenate(chunk),  # as "start": _MappedReader looks the stored chunk up
+        np.concatenate(origins)[order],  # as "start": _MappedReader looks the chunk up
         all_boxes.volume * itemsize[tensor],
         np.zeros((0, 16), np.uint8),
     )
@@ -127,7 +130,8 @@ class _MappedReader(Backend):
             box = plan.boxes.row(row, len(meta.shape))
             # A chunk is a part of one piece, so one piece has the whole box.
             piece = next(filter(None, (p.within(box) for p in self.pieces[key])))
-            rows.append((int(plan.target[row]), piece))
+            inverse = piece.swapped(piece.key, piece.shape)
+            rows.append((int(plan.target[row]), piece, inverse))
             boxes.append(piece.there)
         stored = LoadPlan(
             self.stored,
@@ -148,28 +152,23 @@ class _MappedReader(Backend):
 class _MappedTarget:
     """Hands regions of ``into`` to the reader of the stored tensors, in their axes.
 
-    ``rows``: for each row of the stored plan, the row of ``into``, and the piece that it fills.
+    ``rows``: for each row of the stored plan, the row of ``into``, the piece that it fills, and
+    the piece in the other direction.
     """
 
-    rows: Sequence[tuple[int, Piece]]
+    rows: Sequence[tuple[int, Piece, Piece]]
     into: Target
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
-        row, piece = self.rows[target]
-        region = self.into.open(row, self._inverse(piece).maps(box))
-        view: NDArray[Any] = piece.view(region)
+        row, piece, inverse = self.rows[target]
+        view: NDArray[Any] = piece.view(self.into.open(row, inverse.maps(box)))
         return view
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
-        row, piece = self.rows[target]
-        inverse = self._inverse(piece)
+        row, _, inverse = self.rows[target]
         self.into.close(row, inverse.maps(box), inverse.view(filled))
 
     def blob(self, target: int, data: bytes) -> None:
         raise BackendError(
             f"row {target} is a tensor, and {len(data)} bytes of an object came"
         )
-
-    @staticmethod
-    def _inverse(piece: Piece) -> Piece:
-        return piece.swapped(piece.key, piece.shape)

@@ -109,10 +109,13 @@ def convert(
             )
     single = is_single_file(target_path, resolve(to).backend)
     if single:
-        if beside or shards not in (None, 1):
-            option = "other files go beside it" if beside else f"shards is {shards}"
+        if beside:
             raise BackendError(
-                f"{target_path} is one file, and {option}: name a directory"
+                f"{target_path} is one file, and other files go beside it: name a directory"
+            )
+        if shards not in (None, 1):
+            raise BackendError(
+                f"{target_path} is one file, and shards is {shards}: name a directory"
             )
         check_free(target_path, overwrite)
         shards = 1
@@ -124,10 +127,11 @@ def convert(
         from megackpt.converter.mapped_checkpoint import map_checkpoint
 
         opened = map_checkpoint(table, opened)
-    files = beside(opened.manifest) if callable(beside) else beside
+    if callable(beside):
+        beside = beside(opened.manifest)
     entries = selection.entries(opened.manifest)
     conversion = Conversion(
-        opened, source_path, entries, backend, tasks, options, files
+        opened, source_path, entries, backend, tasks, options, beside
     )
     if single:
         return run_to_file(conversion, target_path, overwrite)

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from megackpt.errors import MismatchError, join_truncated
 from megackpt.planning.manifest import COMMON_KEY, Manifest, TensorEntry, TensorMeta
@@ -39,28 +40,31 @@ class Selection:
         cast: object = None,
         state: bool = True,
     ) -> None:
-        self.select = [select] if isinstance(select, str) else list(select)
-        self.exclude = [exclude] if isinstance(exclude, str) else list(exclude)
+        self.select = _listed(select)
+        self.exclude = _listed(exclude)
         self.renames: list[tuple[str, str]] = []
-        rename = [rename] if isinstance(rename, str) else rename
-        for rule in rename.items() if isinstance(rename, Mapping) else rename:
-            pair = rule.partition("=")[::2] if isinstance(rule, str) else rule
-            old, new = pair
+        if isinstance(rename, Mapping):
+            rename = list(rename.items())
+        for rule in _listed(rename):
+            if isinstance(rule, str):
+                rule = rule.partition("=")[::2]
+            old, new = rule
             if not old or not new:
-                raise ValueError(f"a rename is OLD=NEW, not {rule!r}")
+                raise ValueError(f"a rename is OLD=NEW, not {old!r}={new!r}")
             if old.count("*") != new.count("*"):
                 raise ValueError(
                     f"rename {old!r}={new!r}: both sides must have the same number of '*'"
                 )
             self.renames.append((old, new))
-        self.cast = None if cast is None else str(cast).removeprefix("torch.")
-        if self.cast is not None:
-            if self.cast not in CASTS:
+        self.cast: str | None = None
+        if cast is not None:
+            name = str(cast).removeprefix("torch.")
+            if name not in CASTS:
                 names = ", ".join(CASTS)
                 raise ValueError(
                     f"floating tensors can be cast to {names}, not to {cast!r}"
                 )
-            self.cast = _FLOATING.get(self.cast, self.cast)
+            self.cast = _FLOATING.get(name, name)
         self.state = state
 
     def entries(self, manifest: Manifest) -> dict[int, TensorEntry]:
@@ -114,6 +118,13 @@ class Selection:
                     result += text + literal
                 return result
         return key
+
+
+def _listed(given: str | Iterable[Any]) -> list[Any]:
+    """One text as a list of it."""
+    if isinstance(given, str):
+        return [given]
+    return list(given)
 
 
 def _check_names(manifest: Manifest, entries: Mapping[int, TensorEntry]) -> None:
