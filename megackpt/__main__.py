@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TypeAlias
 
@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser(arguments).parse_args(arguments)
     try:
         with show_progress():
-            answer: Answer = options.run(options)
+            # Imported late, so that --help is quick.
+            commands = import_module("megackpt.cli.commands")
+            answer: Answer = getattr(commands, options.command)(options)
         print_answer(answer, options.json)
     except BrokenPipeError:
         _discard_output()
@@ -156,13 +158,7 @@ def _add_command(
     help_text = "print the answer as JSON"
     command.add_argument("--json", action="store_true", help=help_text)
 
-    def run(options: argparse.Namespace) -> Answer:
-        # Imported late, so that --help is quick.
-        module = import_module("megackpt.cli.commands")
-        function: Callable[[argparse.Namespace], Answer] = getattr(module, name)
-        return function(options)
-
-    command.set_defaults(run=run)
+    command.set_defaults(command=name)
     return command
 
 

@@ -385,24 +385,23 @@ class CheckpointManager:
         if self._retention_thread is not None:
             # Wait for the removals that were submitted before.
             self._retention_thread.submit(str).result()
-        found = []
-        later = None
-        for other in newest_first(self._retention, step):
-            if other.step == step and other.complete is not False:
-                found.append(other)
-            elif other.complete:
-                later = later or other.step
-        if found and later is not None:
-            logger.warning(
-                "%s holds step %d, which is after step %d: it stays, and restore() without a step "
-                "will find it; if the run is set back, remove the later steps",
-                self.root,
-                later,
-                step,
-            )
+        steps = newest_first(self._retention, step, step)
+        found = [other for other in steps if other.complete is not False]
+        if not found:
+            return Step(self._naming.name(step), "", step, False, "")
         # Those of supported formats first.
         found.sort(key=lambda s: s.complete is None)
-        return found[0] if found else Step(self._naming.name(step), "", step, False, "")
+        for later in newest_first(self._retention, step + 1):
+            if later.complete:
+                logger.warning(
+                    "%s holds step %d, which is after step %d: it stays, and restore() without a "
+                    "step will find it; if the run is set back, remove the later steps",
+                    self.root,
+                    later.step,
+                    step,
+                )
+                break
+        return found[0]
 
     def _load(
         self, state: ShardedStateDict, step: Step, options: dict[str, Any]

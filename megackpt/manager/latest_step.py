@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -29,7 +30,9 @@ Found = tuple[Step | None, tuple[Step, ...]]
 """The step, and the newer ones that were skipped."""
 
 
-def newest_first(retention: Retention, down_to: int = 0) -> Iterator[Step]:
+def newest_first(
+    retention: Retention, lowest: int = 0, highest: int = sys.maxsize
+) -> Iterator[Step]:
     """The steps of a run; each is examined when the iterator reaches it.
 
     If several checkpoints have one number, the one with the manager's own naming comes first. A
@@ -45,8 +48,8 @@ def newest_first(retention: Retention, down_to: int = 0) -> Iterator[Step]:
             ) from error
         return
     for number, names in run.names_by_step().items():
-        if number < down_to:
-            return
+        if not lowest <= number <= highest:
+            continue
         steps = []
         for name in names:
             steps += [replace(step, step=number) for step in run.examine(name)]
