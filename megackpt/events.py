@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 
 logger = logging.getLogger("megackpt.events")
 
@@ -48,9 +47,10 @@ class Event:
     error: str | None = None
 
     def __str__(self) -> str:
-        save_id = f" ({self.id})" if self.id else ""
-        text = f"{self.operation} {self.path}{save_id}: {self.stage}, "
-        text += f"rank {self.rank} of {self.ranks}: "
+        text = f"{self.operation} {self.path}"
+        if self.id:
+            text += f" ({self.id})"
+        text += f": {self.stage}, rank {self.rank} of {self.ranks}: "
         if self.error is not None:
             return f"{text}failed after {self.seconds:.3f} s: {self.error}"
         if not self.bytes:
@@ -148,12 +148,7 @@ class Watch(Observer):
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:

@@ -127,7 +127,7 @@ def compare(
     result = Comparison()
     result.only_a = [key for key in side_a.numbers if key not in side_b.numbers]
     result.only_b = [key for key in side_b.numbers if key not in side_a.numbers]
-    pieces: list[tuple[str, Box]] = []
+    regions: list[tuple[str, Box]] = []
     shards: list[tuple[str, Box]] = []
     with events.operation("diff", a.storage.location), events.stage("read") as stage:
         for key in side_a.numbers:
@@ -146,9 +146,9 @@ def compare(
                 if meta_a.is_object:
                     shards.append((key, box))
                     continue
-                pieces += [(key, piece) for piece in _split(box)]
+                regions.append((key, box))
                 stage.todo += box.volume * (meta_a.itemsize + meta_b.itemsize)
-        result.tensors = _compare_tensors(pieces, side_a, side_b, tolerance, stage)
+        result.tensors = _compare_tensors(regions, side_a, side_b, tolerance, stage)
         result.objects = list(_compare_objects(shards, side_a, side_b, stage))
         result.bytes_read = events.current().operation.bytes = stage.done
     return result
@@ -213,36 +213,37 @@ def _undecided_boxes(key: str, a: _Side, b: _Side) -> list[Box]:
     return boxes
 
 
-def _split(box: Box) -> Iterator[Box]:
-    """The box as boxes of at most PIECE elements."""
-    for start in range(0, box.volume, PIECE):
-        # A range of elements in C order is not always a box, but always a few boxes.
-        yield from box.runs(start, min(start + PIECE, box.volume))
+def _batches(
+    regions: Sequence[tuple[str, Box]],
+) -> Iterator[list[tuple[str, Box]]]:
+    """Pieces that are read together, of at most PIECE elements.
 
-
-def _batches(pieces: Sequence[tuple[str, Box]]) -> Iterator[list[tuple[str, Box]]]:
-    """Pieces that are read together: many small tensors one by one take ten times as long."""
+    To read many small tensors one by one takes ten times as long.
+    """
     batch: list[tuple[str, Box]] = []
     volume = 0
-    for key, box in pieces:
-        if batch and volume + box.volume > PIECE:
-            yield batch
-            batch, volume = [], 0
-        batch.append((key, box))
-        volume += max(box.volume, _BOX_COST)
+    for key, box in regions:
+        for start in range(0, box.volume, PIECE):
+            # A range of elements in C order is not always a box, but always a few boxes.
+            for piece in box.runs(start, min(start + PIECE, box.volume)):
+                if batch and volume + piece.volume > PIECE:
+                    yield batch
+                    batch, volume = [], 0
+                batch.append((key, piece))
+                volume += max(piece.volume, _BOX_COST)
     if batch:
         yield batch
 
 
 def _compare_tensors(
-    pieces: Sequence[tuple[str, Box]],
+    regions: Sequence[tuple[str, Box]],
     a: _Side,
     b: _Side,
     tolerance: Tolerance | None,
     stage: events.Stage,
 ) -> list[TensorDifference]:
     found: dict[str, TensorDifference] = {}
-    for batch in _batches(pieces):
+    for batch in _batches(regions):
         arrays_a, arrays_b = a.read(batch), b.read(batch)
         for (key, box), x, y in zip(batch, arrays_a, arrays_b, strict=True):
             meta = a.meta(key)
@@ -274,13 +275,13 @@ def _compare_elements(
         x, y = _values(a[rows], dtypes[0]), _values(b[rows], dtypes[1])
         distance = _distance(x, y)
         if tolerance is not None or not has_one_dtype:
-            differs = ~_is_close(x, y, distance, tolerance or Tolerance())
-            rows, x, y, distance = (
-                rows[differs],
-                x[differs],
-                y[differs],
-                distance[differs],
-            )
+            tolerance = tolerance or Tolerance()
+            limit = tolerance.absolute + tolerance.relative * np.abs(y * 1.0)
+            is_close = (x == y) | (np.isnan(x) & np.isnan(y))
+            is_close |= (distance <= limit) & np.isfinite(distance)
+            differs = np.flatnonzero(~is_close)
+            rows, x, y = rows[differs], x[differs], y[differs]
+            distance = distance[differs]
         if not len(rows):
             return
         largest = np.fmax.reduce(distance).item()
@@ -319,17 +320,8 @@ def _distance(x: Raw, y: Raw) -> Raw:
         # Modulo 2**64 the result is right even if the subtraction overflows.
         larger, smaller = np.maximum(x, y), np.minimum(x, y)
         return larger.view(np.uint64) - smaller.view(np.uint64)
-    return np.asarray(np.abs(_as_float(x) - _as_float(y)))
-
-
-def _is_close(x: Raw, y: Raw, distance: Raw, tolerance: Tolerance) -> NDArray[np.bool_]:
-    limit = tolerance.absolute + tolerance.relative * np.abs(_as_float(y))
-    is_equal = (x == y) | (np.isnan(x) & np.isnan(y))
-    return np.asarray(is_equal | ((distance <= limit) & np.isfinite(distance)))
-
-
-def _as_float(values: Raw) -> Raw:
-    return values if values.dtype.kind == "c" else values.astype(np.float64)
+    # Integers become floats before they overflow.
+    return np.asarray(np.abs(x * 1.0 - y * 1.0))
 
 
 def _compare_objects(

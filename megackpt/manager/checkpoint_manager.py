@@ -39,7 +39,7 @@ from megackpt.manager.latest_step import (
 )
 from megackpt.manager.preemption import PreemptionNotice
 from megackpt.manager.retention import Retention, find_damage
-from megackpt.manager.run_directory import NAMINGS, TRACKERS, Naming, Step, list_run
+from megackpt.manager.run_directory import NAMINGS, TRACKERS, Step, list_run
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.saver import save
 from megackpt.state import ShardedStateDict
@@ -113,7 +113,11 @@ class CheckpointManager:
                 f"asynchronous is False, True, 'thread' or 'process', not {asynchronous!r}"
             )
         self.root = absolute(root)
-        self._naming = _find_naming(naming)
+        known = {style.style: style for style in NAMINGS if style.template}
+        if naming not in known:
+            names = ", ".join(map(repr, known))
+            raise ValueError(f"naming is one of {names}, not {naming!r}")
+        self._naming = known[naming]
         self._retention = Retention(self.root, self._naming, keep_last, keep_every)
         self._strategy = strategy
         self._worker = _WORKERS[asynchronous]
@@ -436,14 +440,6 @@ class CheckpointManager:
                 "with strict=RETURN_* no older step is loaded: ask for one by step="
             )
             raise error
-
-
-def _find_naming(style: str) -> Naming:
-    known = {naming.style: naming for naming in NAMINGS if naming.template}
-    if style not in known:
-        names = ", ".join(map(repr, known))
-        raise ValueError(f"naming is one of {names}, not {style!r}")
-    return known[style]
 
 
 def _as_step(step: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ Found = tuple[Step | None, tuple[Step, ...]]
 
 
 def newest_first(
-    retention: Retention, lowest: int = 0, highest: int = sys.maxsize
+    retention: Retention, lowest: int = 0, highest: float = math.inf
 ) -> Iterator[Step]:
     """The steps of a run; each is examined when the iterator reaches it.
 

@@ -188,8 +188,10 @@ class RunDirectory:
     def examine(self, name: str) -> list[Step]:
         """The step of this name, or the checkpoints in its directory. Empty for other entries."""
         style, number = parse_name(name)
+        kind = stat.S_IFDIR
         # A missing name is that of a directory that a save has replaced.
-        kind = self._kind(name) if name in self.entries else stat.S_IFDIR
+        if name in self.entries:
+            kind = _kind_of(self.storage, name)
         if kind in (stat.S_IFLNK, stat.S_IFREG):
             is_candidate = number is not None and not name.endswith(_UNFINISHED)
         else:
@@ -205,29 +207,30 @@ class RunDirectory:
             reason = f"{name}{_UNFINISHED} exists"
             step = replace(step, complete=False, reason=reason)
         elif not step.complete:
-            # In what we have not written to its end, or removed in part, nothing is complete.
-            is_marked = storage is None or any(
-                entry.startswith(PREFIX) for entry in storage.list()
-            )
+            if number is None:
+                return []
             inner = []
-            if kind == stat.S_IFDIR and number is not None and not is_marked:
-                inner = list(self._examine_inner(name, style, number))
-            if inner or number is None:
+            if kind == stat.S_IFDIR and storage is not None:
+                inner = self._examine_inner(name, style, number, storage.list())
+            if inner:
                 return inner
         return [_with_sizes(step, storage)]
 
-    def _examine_inner(self, name: str, style: str, number: int) -> Iterator[Step]:
-        for entry in filter(_INNER.fullmatch, self.storage.list(name)):
+    def _examine_inner(
+        self, name: str, style: str, number: int, entries: Sequence[str]
+    ) -> list[Step]:
+        found: list[Step] = []
+        # In what we have not written to its end, or removed in part, nothing is complete.
+        if any(entry.startswith(PREFIX) for entry in entries):
+            return found
+        for entry in filter(_INNER.fullmatch, entries):
             inner = f"{name}/{entry}"
-            if self._kind(inner) == stat.S_IFDIR:
+            if _kind_of(self.storage, inner) == stat.S_IFDIR:
                 path = f"{self.storage.location}/{inner}"
                 step, storage = _examine(path, Step(inner, style, number, True, ""))
                 if step.complete:
-                    yield _with_sizes(step, storage)
-
-    def _kind(self, name: str) -> int:
-        """S_IFDIR, S_IFREG, S_IFLNK ...; 0 if the entry is gone."""
-        return _kind_of(self.storage, name)
+                    found.append(_with_sizes(step, storage))
+        return found
 
 
 def parse_name(name: str) -> tuple[str, int | None]:
@@ -239,6 +242,7 @@ def parse_name(name: str) -> tuple[str, int | None]:
 
 
 def _kind_of(root: Storage, name: str) -> int:
+    """S_IFDIR, S_IFREG, S_IFLNK ...; 0 if the entry is gone."""
     if not isinstance(root, LocalStorage):
         return stat.S_IFDIR if root.size(name) is None else stat.S_IFREG
     status = root.stat(name)
