@@ -100,30 +100,51 @@ def stable_resolver(planner: SavePlanner) -> Resolve:
     So what is not memory of the state dict is copied.
     """
     state = getattr(planner, "state_dict", None)
+    if not isinstance(state, dict):
+        state = {}
 
-    def resolve(item: WriteItem) -> Resolved:
-        data: Resolved = planner.resolve_data(item)
+    def resolve_item(item: WriteItem) -> Resolved:
+        data = resolve(planner, item)
         if isinstance(data, torch.Tensor):
             if not is_plain(data):
                 return data  # It is pickled before the next item is resolved.
-            own = state.get(item.index.fqn) if isinstance(state, dict) else None
             address = data.untyped_storage().data_ptr()
-            for tensor in local_tensors(own):
+            for tensor in local_tensors(state.get(item.index.fqn)):
                 if tensor.untyped_storage().data_ptr() == address:
                     return data
-        copied: Resolved = copy_to_host(data)
-        return copied
+        return copy_to_host(data)
 
-    return resolve
+    return resolve_item
 
 
-def copy_to_host(data: Any) -> Any:
-    """A copy in new host memory. Data of other types are refused when they are written."""
+def resolve(planner: SavePlanner, item: WriteItem) -> Resolved:
+    """The data of an item. CheckpointingException if they are not what was planned."""
+    data: object = planner.resolve_data(item)
+    if isinstance(data, io.BytesIO):
+        return data
+    if not isinstance(data, torch.Tensor):
+        raise CheckpointingException(
+            f"the planner resolves it to {type(data)}, not to a tensor or BytesIO"
+        )
+    planned = item.tensor_data
+    if planned is None or data.shape != planned.chunk.sizes:
+        raise CheckpointingException(
+            f"the planner resolves it to shape {tuple(data.shape)}, and planned "
+            f"{planned and tuple(planned.chunk.sizes)}"
+        )
+    problem = place_problem(data, tuple(planned.size))
+    if problem:
+        raise CheckpointingException(
+            f"{problem} (torch {torch.__version__} may not know the protocol)"
+        )
+    return data
+
+
+def copy_to_host(data: Resolved) -> Resolved:
+    """A copy in new host memory."""
     if isinstance(data, io.BytesIO):
         return io.BytesIO(data.getvalue())
-    if isinstance(data, torch.Tensor):
-        return data.detach().to("cpu", copy=True)
-    return data
+    return data.detach().to("cpu", copy=True)
 
 
 def local_tensors(value: object) -> list[torch.Tensor]:
@@ -210,11 +231,25 @@ class ItemWriter:
         return results
 
     def _write_item(self, records: Records, name: str, item: WriteItem) -> WriteResult:
+        output = _OpenBytesIO()
+        stream: Any = output
+        extensions: list[str] = []
         with self._resolving:
-            data, extensions = self._resolve(item)
-        if isinstance(data, bytes):
-            record, dtype = records.blob(iter([memoryview(data)])), ""
-            info = _StorageInfo(name, record.start, record.length, extensions)
+            data = self._resolve_data(item)
+            for transforms in self._transforms:
+                stream, extensions = transforms.transform_save_stream(item, output)
+                if extensions:
+                    break
+            if isinstance(data, io.BytesIO):
+                stream.write(data.getvalue())
+            elif extensions or not _is_storable(item, data):
+                torch.save(_compact(data), stream)
+                data = output
+            stream.close()
+        if isinstance(data, io.BytesIO):
+            record, dtype = records.blob(iter([output.getbuffer()])), ""
+            descriptors = list(extensions) or None
+            info = _StorageInfo(name, record.start, record.length, descriptors)
         else:
             synchronize([data])
             dtype, shape = dtype_name(data.dtype), tuple(data.shape)
@@ -222,37 +257,6 @@ class ItemWriter:
             head, tail = map(len, frame(dtype, shape))
             info = _StorageInfo(name, record.start - head, head + record.length + tail)
         return WriteResult(item.index, info.length, StoredItem(info, *record, dtype))
-
-    def _resolve(
-        self, item: WriteItem
-    ) -> tuple[torch.Tensor | bytes, list[str] | None]:
-        """A plain tensor, or the bytes to write and the extensions that they went through."""
-        data = self._resolve_data(item)
-        if not isinstance(data, Resolved):
-            raise CheckpointingException(
-                f"the planner resolves it to {type(data)}, not to a tensor or BytesIO"
-            )
-        if isinstance(data, torch.Tensor):
-            _check_shape(item, data)
-        output = _OpenBytesIO()
-        stream: Any = output
-        extensions: list[str] = []
-        for transforms in self._transforms:
-            stream, extensions = transforms.transform_save_stream(item, output)
-            if extensions:
-                break
-        if (
-            not extensions
-            and isinstance(data, torch.Tensor)
-            and _is_storable(item, data)
-        ):
-            return data, None
-        if isinstance(data, torch.Tensor):
-            torch.save(_compact(data), stream)
-        else:
-            stream.write(data.getvalue())
-        stream.close()
-        return output.getvalue(), list(extensions) or None
 
 
 class _OpenBytesIO(io.BytesIO):
@@ -268,20 +272,6 @@ def _size(item: WriteItem) -> int:
         return -1
     data = item.tensor_data
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-
-def _check_shape(item: WriteItem, data: torch.Tensor) -> None:
-    planned = item.tensor_data
-    if planned is None or data.shape != planned.chunk.sizes:
-        raise CheckpointingException(
-            f"the planner resolves it to shape {tuple(data.shape)}, and planned "
-            f"{planned and tuple(planned.chunk.sizes)}"
-        )
-    problem = place_problem(data, tuple(planned.size))
-    if problem:
-        raise CheckpointingException(
-            f"{problem} (torch {torch.__version__} may not know the protocol)"
-        )
 
 
 def _is_storable(item: WriteItem, data: torch.Tensor) -> bool:

@@ -316,7 +316,19 @@ def _deduplicate(plans: Sequence[SavePlan], balance: bool) -> list[SavePlan]:
     for rank, plan in enumerate(plans):
         own = []
         for item in plan.items:
-            shard, meta, nbytes = _describe(item)
+            key, data = item.index.fqn, item.tensor_data
+            box, meta, nbytes = Box((), ()), TensorMeta((), OBJECT), NOMINAL_OBJECT
+            if data is not None:
+                try:
+                    dtype = dtype_name(data.properties.dtype)
+                except ShardingError as error:
+                    raise ShardingError(f"{key!r}: {error}") from error
+                meta = TensorMeta(tuple(data.size), dtype)
+                box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+                nbytes = box.volume * meta.itemsize
+            elif item.bytes_io_data:
+                nbytes = item.bytes_io_data.nbytes
+            shard = ShardId(key, box)
             replica = replicas[shard]
             own.append(Declaration(shard, meta, replica, False, nbytes, rank))
             replicas[shard] += 1
@@ -327,17 +339,3 @@ def _deduplicate(plans: Sequence[SavePlan], balance: bool) -> list[SavePlan]:
         items = [plan.items[row] for row in sorted(own_rows.source.tolist())]
         result.append(dataclasses.replace(plan, items=items))
     return result
-
-
-def _describe(item: WriteItem) -> tuple[ShardId, TensorMeta, int]:
-    """The shard of an item, its tensor, and its size in bytes."""
-    key, data = item.index.fqn, item.tensor_data
-    if data is None:
-        nbytes = item.bytes_io_data.nbytes if item.bytes_io_data else NOMINAL_OBJECT
-        return ShardId(key, Box((), ())), TensorMeta((), OBJECT), nbytes
-    try:
-        meta = TensorMeta(tuple(data.size), dtype_name(data.properties.dtype))
-    except ShardingError as error:
-        raise ShardingError(f"{key!r}: {error}") from error
-    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    return ShardId(key, box), meta, box.volume * meta.itemsize

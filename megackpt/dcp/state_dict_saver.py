@@ -78,8 +78,9 @@ def save_state_dict_async_plan(
             "give a process group whose first rank is the one that you mean"
         )
     wrapper = _DistWrapper(process_group, is_available() and is_initialized(), 0)
-    old_central, old_local, validated = cached_ckpt_structure or (None, None, False)
-    usable = old_local if validated and old_central is not None else None
+    old_central, usable, validated = cached_ckpt_structure or (None, None, False)
+    if not validated or old_central is None:
+        usable = None
     loaded = loaded_all_plans or []
     planner = planner or SavePlanner()
     local = central = SavePlan([])

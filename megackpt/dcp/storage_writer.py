@@ -47,6 +47,7 @@ from megackpt.dcp.item_writer import (
     StoredItem,
     copy_to_host,
     name_files,
+    resolve,
     stable_resolver,
     synchronize_stream,
     take_assignment,
@@ -359,7 +360,7 @@ class _PreparedWrite:
     def preload(self) -> HostItems:
         items = {}
         for item in self.plan.items:
-            items[item.index] = copy_to_host(self.planner.resolve_data(item))
+            items[item.index] = copy_to_host(resolve(self.planner, item))
         return items
 
     def __reduce__(self) -> Any:

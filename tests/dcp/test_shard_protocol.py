@@ -10,11 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import megackpt
 from megackpt import sharded
-from megackpt.dcp import FileSystemReader, FileSystemWriter
+from megackpt.dcp import (
+    FileSystemReader,
+    FileSystemWriter,
+    save_state_dict_async_plan,
+)
 from megackpt.dcp.planner import LoadPlanner, SavePlanner
+from megackpt.errors import CheckpointingException
 from megackpt.testing import ThreadedGroup
 from tests.adapters.named_shards import (
     KNOWS_THE_PROTOCOL,
@@ -99,6 +106,39 @@ def test_dcps_asynchronous_save_keeps_what_tensors_say(tmp_path: Path) -> None:
             assert torch.equal(blank, tensor)
     finally:
         dist.destroy_process_group()
+
+
+class Converting(DefaultSavePlanner):
+    """Resolves to new tensors, which name their shards, and has no state dict to compare with."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.own = self.state_dict
+        del self.state_dict
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        given = self.own[write_item.index.fqn]
+        made = given.clone()
+        vars(made).update(vars(given))
+        return made
+
+
+@pytest.mark.skipif(KNOWS_THE_PROTOCOL, reason="this torch plans the tensor as a shard")
+def test_a_shard_in_memory_of_a_planner_is_not_stored_as_a_whole(
+    tmp_path: Path,
+) -> None:
+    half = halves(0, torch.arange(32.0).reshape(8, 4))
+    writer = FileSystemWriter(tmp_path / "a")
+    with pytest.raises(CheckpointException, match="data says by its global_shape"):
+        dcp.save({"x": half}, no_dist=True, storage_writer=writer, planner=Converting())
+    writer = FileSystemWriter(tmp_path / "b")
+    save_state_dict_async_plan({"x": half}, writer, planner=Converting())
+    _, preload, _ = writer.get_save_function_and_args()
+    assert preload is not None
+    with pytest.raises(CheckpointingException, match="data says by its global_shape"):
+        preload()
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
