@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megackpt import limits
 from megackpt.errors import CorruptCheckpoint, join_truncated
-from megackpt.storage import Storage, unsafe_names
+from megackpt.storage import FileReader, Storage, unsafe_names
 
 ENDING = ".index.json"
 
@@ -31,12 +31,20 @@ def emit(total: int, files: Mapping[str, str]) -> bytes:
     ).encode()
 
 
-def looks_right(root: Storage, name: str) -> bool:
-    """Could this be such an index, by its first byte?"""
-    with root.open(name) as reader:
-        first = bytearray(min(1, reader.size))
-        reader.read_into(0, [memoryview(first)])
-        return first == b"{"
+def recognises(
+    root: Storage, index: str, files: list[str], is_one: Callable[[FileReader], bool]
+) -> bool:
+    """Could this be a checkpoint, by the first byte of the index, or of one file by ``is_one``?"""
+    if index:
+        with root.open(index) as reader:
+            first = bytearray(min(1, reader.size))
+            reader.read_into(0, [memoryview(first)])
+            return first == b"{"
+    try:
+        with root.open(files[0]) as reader:
+            return is_one(reader)
+    except (IndexError, CorruptCheckpoint, FileNotFoundError):
+        return False
 
 
 def read(root: Storage, name: str) -> dict[str, str]:

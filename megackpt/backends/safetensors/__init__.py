@@ -38,7 +38,7 @@ from megackpt.backends.safetensors.headers import (
     read_header,
     refuse_unfit,
 )
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
+from megackpt.errors import BackendError, NotACheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     COMMON,
@@ -132,13 +132,7 @@ class Safetensors(Backend):
     def recognises(self, root: Storage) -> bool:
         root = root.following()
         index, files = _files_in(root)
-        if index:
-            return weight_maps.looks_right(root, index)
-        try:
-            with root.open(files[0]) as reader:
-                return looks_right(reader)
-        except (IndexError, CorruptCheckpoint, FileNotFoundError):
-            return False
+        return weight_maps.recognises(root, index, files, looks_right)
 
     def read_manifest(self, root: Storage) -> Manifest:
         root = root.following()

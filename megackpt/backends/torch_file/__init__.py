@@ -94,13 +94,7 @@ class TorchFile(Backend):
 
     def recognises(self, root: Storage) -> bool:
         index, files = _files_in(root)
-        if index:
-            return weight_maps.looks_right(root, index)
-        try:
-            with root.open(files[0]) as reader:
-                return file_reader.is_torch_file(reader)
-        except (IndexError, CorruptCheckpoint, FileNotFoundError):
-            return False
+        return weight_maps.recognises(root, index, files, file_reader.is_torch_file)
 
     def read_manifest(self, root: Storage) -> Manifest:
         index, files = _files_in(root)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import ClassVar
 
@@ -31,7 +30,6 @@ from megackpt.backends.zarr.grid import (
     MEGATRON,
     VERSION,
     ZARRAY,
-    ArrayLayout,
     entry_name,
 )
 from megackpt.errors import CorruptCheckpoint
@@ -98,21 +96,12 @@ class Zarr(Backend):
 
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         chunks = manifest.chunks
-        sizes = np.zeros(len(manifest.tensors), np.int64)
-        rows = zip(manifest.tensors, manifest.grids, strict=True)
-        for number, (entry, grid) in enumerate(rows):
-            meta = entry.meta
-            if meta.is_object:
-                continue
-            layout = ArrayLayout.planned(meta, grid, self.packing)
-            chunk = layout.inner
-            if manifest.backend[1] == MEGATRON:
-                chunk = layout.cell
-            # A damaged description may claim more than fits into 63 bits.
-            sizes[number] = min(math.prod(chunk) * meta.itemsize, 1 << 62)
-        decoded = np.maximum(1, np.maximum(sizes[chunks.tensor], chunks.length))
+        decoded = super().decoded_bytes(replace(manifest, encoding="native"))
+        # A chunk at the end of a tensor is stored at full size, as the others are.
+        largest = np.zeros(len(manifest.tensors), np.int64)
+        np.maximum.at(largest, chunks.tensor, decoded)
         raw = raw_rows(manifest, np.arange(len(chunks), dtype=np.int64))
-        return np.where(raw, 0, decoded)
+        return np.where(raw, 0, largest[chunks.tensor])
 
     def recognises(self, root: Storage) -> bool:
         """By metadata.json. A directory of Megatron's without one, by an array in it."""
@@ -128,17 +117,7 @@ class Zarr(Backend):
     def read_manifest(self, root: Storage) -> Manifest:
         config = read_config(root)
         version = MEGATRON if config is None else config.sharded_backend_version
-        manifest = discover(root, version)
-        tables: list[str] = []
-        if version == MEGATRON:
-            for key, meta in manifest.tensors:
-                if not meta.is_object:
-                    tables += [f"{key}/{ZARRAY}", f"{key}/.zattrs"]
-        else:
-            tables = [ARRAY, *object_files.key_files(manifest.tensors)]
-            for entry in manifest.tensors:
-                tables.append(f"{entry_name(entry)}/{ARRAY}")
-        return replace(manifest, tables=tuple(tables))
+        return discover(root, version)
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         read_rows(root, plan, into, verify)

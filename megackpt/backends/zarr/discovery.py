@@ -15,6 +15,7 @@ from megackpt.backends.object_files import (
     OBJECTS,
     ObjectFile,
     decode_key,
+    key_files,
     object_shards,
     objects_in,
     parse_shard,
@@ -38,7 +39,7 @@ from megackpt.storage import LocalStorage, Storage
 
 _NAMED = 5  # missing chunks that an error names for each tensor
 _DEEPEST = 32  # nested folders, for keys with "/" in version 1
-_MOST_ENTRIES = 10_000  # that are looked at behind a link
+_MOST_FOLDERS = 1_000  # that are looked at behind a link
 _LOCKS = ".sync"
 """Megatron-Core up to 0.15 writes flattened tensors under zarr's ProcessSynchronizer. It leaves empty files with the
 names of what they lock (".zarray", "0.0"), in a folder with the name of the array and this ending.
@@ -73,7 +74,12 @@ def discover(root: Storage, version: int) -> Manifest:
             "hint: every chunk of an array must be there (zarr would give its fill value for a lost one)"
         )
     manifest = listed(found.entries, found.chunks, ("zarr", version))
-    return replace(manifest, grids=tuple(found.grids), encoding=found.encoding)
+    return replace(
+        manifest,
+        grids=tuple(found.grids),
+        encoding=found.encoding,
+        tables=(*found.tables, *key_files(found.entries)),
+    )
 
 
 @dataclass(slots=True)
@@ -84,6 +90,7 @@ class _Found:
     entries: list[TensorEntry] = field(default_factory=list)
     grids: list[Grid | None] = field(default_factory=list)
     chunks: list[tuple[int, Box, Location]] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
     encoding: str = "raw"
     problems: list[str] = field(default_factory=list)
 
@@ -172,6 +179,7 @@ def _files_below(root: Storage, name: str, levels: int) -> Iterator[str]:
 def _find_in_root(found: _Found) -> None:
     """Version 2: the folders of arrays and of objects are in the root."""
     root = found.root
+    found.tables.append(ARRAY)
     found.objects(objects_in(root))
     names = [name for name in root.list() if not name.endswith(OBJECTS)]
     arrays = [name for name in names if holds(root, name, ARRAY)]
@@ -191,6 +199,7 @@ def _find_in_root(found: _Found) -> None:
         if layout is not None and layout.key is not None:
             key = layout.key
         if layout is not None and key is not None:
+            found.tables.append(f"{name}/{ARRAY}")
             found.array(name, key, layout)
         else:
             found.problems.append(
@@ -218,6 +227,7 @@ def _find_nested(found: _Found, folder: str, depth: int) -> None:
         if layout is None:
             found.problems.append(f"{folder}/{ZARRAY} is not a regular file")
     if layout is not None:
+        found.tables += [f"{folder}/{ZARRAY}", f"{folder}/.zattrs"]
         found.array(folder, folder, layout)
         if layout.separator == "/":
             return  # the folders in this one have numbers of chunks as names
@@ -250,15 +260,11 @@ def _link_may_hold_data(root: Storage, link: str) -> bool:
     if os.path.isfile(path) or os.path.commonpath([path, within]) == path:
         return False
     errors: list[OSError] = []
-    entries = 0
-    for _, folders, files in os.walk(path, onerror=errors.append):
-        entries += len(folders) + len(files)
-        if errors or entries > _MOST_ENTRIES:
-            break
-        if ZARRAY in files or any(map(parse_shard, files)):
+    for number, (_, _, files) in enumerate(os.walk(path, onerror=errors.append)):
+        # What is large may hold anything, and so may what cannot be read.
+        if number == _MOST_FOLDERS or ZARRAY in files or any(map(parse_shard, files)):
             return True
-    # What cannot be read, or is large, may hold anything.
-    return bool(errors) or entries > _MOST_ENTRIES
+    return bool(errors)
 
 
 def _is_locks(root: Storage, folder: str) -> bool:
