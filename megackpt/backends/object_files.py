@@ -51,7 +51,10 @@ _KEY_BYTES = 1 << 20
 # The zarr specification forbids "/", names of dots only and names that begin with "__"; tensorstore keeps
 # ".__lock" for itself; characters that a file system may fold, refuse or hide are not trusted either.
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.+=,@()\[\]-]|^\.|^_(?=_)|\.(?=(?:objects|__lock)$)")
-_SHARD = re.compile(r"shard_([0-9.]*)_([0-9.]*)\.pt")
+_NUMBERS = r"((?:[0-9]{1,10}(?:\.[0-9]{1,10})*)?)"
+_SHARD = re.compile(f"shard_{_NUMBERS}_{_NUMBERS}")
+
+Dims = tuple[int, ...]
 
 
 def encode_key(key: str) -> str:
@@ -98,22 +101,30 @@ def shard_file(entry: TensorEntry, box: Box) -> str:
     return f"{folder(entry)}/shard_{offset}_{shape}.pt"
 
 
-def parse_shard(file: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offset and global shape in the last part of the name of a shard file. None for other names."""
-    match = _SHARD.fullmatch(file)
+def parse_offset(name: str) -> tuple[Dims, Dims] | None:
+    """Offset and global shape in a name as ``shard_0.1_4.2``. None for other names.
+
+    Old releases of Megatron-Core leave out the last extent of the shape.
+    """
+    match = _SHARD.fullmatch(name)
     if match is None:
         return None
-    try:
-        offset, shape = (
-            tuple(map(int, part.split("."))) if part else () for part in match.groups()
-        )
-    except ValueError:
-        return None
-    if len(offset) != len(shape) or not all(
-        o < s < 1 << 31 for o, s in zip(offset, shape, strict=True)
-    ):
+    offset, shape = (
+        tuple(map(int, part.split("."))) if part else () for part in match.groups()
+    )
+    inside = all(o < s for o, s in zip(offset, shape, strict=False))
+    if not inside or max((*offset, *shape), default=0) >= 1 << 31:
         return None
     return offset, shape
+
+
+def parse_shard(file: str) -> tuple[Dims, Dims] | None:
+    """Offset and global shape in the last part of the name of a shard file. None for other names."""
+    name = file.removesuffix(".pt")
+    found = parse_offset(name)
+    if name == file or found is None or len(found[0]) != len(found[1]):
+        return None
+    return found
 
 
 def write_object(

@@ -15,11 +15,11 @@ ENDING = ".index.json"
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The dict of a JSON object (``object_pairs_hook``). Raises ValueError for a repeated name."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {twice!r} is repeated")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the name {name!r} is repeated")
+        found[name] = value
     return found
 
 

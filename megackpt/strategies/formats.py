@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import Any
 
 from megackpt.backends.base import Backend, Properties
 from megackpt.errors import BackendError
@@ -48,38 +47,17 @@ class Format:
             ) from error
 
 
-def _built_in(module: str, attribute: str) -> Callable[[], type[Backend]]:
-    return lambda: cast(
-        type[Backend], getattr(importlib.import_module(module), attribute)
-    )
+def _built_in(name: str, version: int, place: str, needs: str) -> Format:
+    load = EntryPoint(name, f"megackpt.backends.{place}", ENTRY_POINTS).load
+    return Format(name, version, load, f"pip install {needs}")
 
 
 # In the order in which they are asked to recognise a directory.
 BUILT_IN = (
-    Format(
-        "torch_dist",
-        1,
-        _built_in("megackpt.backends.torch_dist", "TorchDist"),
-        "pip install torch",
-    ),
-    Format(
-        "safetensors",
-        1,
-        _built_in("megackpt.backends.safetensors", "Safetensors"),
-        "pip install numpy",
-    ),
-    Format(
-        "zarr",
-        2,
-        _built_in("megackpt.backends.zarr", "Zarr"),
-        "pip install numcodecs google-crc32c",
-    ),
-    Format(
-        "torch",
-        1,
-        _built_in("megackpt.backends.torch_file", "TorchFile"),
-        "pip install torch",
-    ),
+    _built_in("torch_dist", 1, "torch_dist:TorchDist", "torch"),
+    _built_in("safetensors", 1, "safetensors:Safetensors", "numpy"),
+    _built_in("zarr", 2, "zarr:Zarr", "numcodecs google-crc32c"),
+    _built_in("torch", 1, "torch_file:TorchFile", "torch"),
 )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
+from megackpt.backends.object_files import Dims, parse_offset
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON_KEY,
@@ -16,36 +16,23 @@ from megackpt.planning.manifest import (
 
 LISTED_COMMON = unique_key(COMMON_KEY, (0,), (1,))
 """The item in which Megatron-Core from 0.19 on keeps the common state, as ``[dict]``. It writes no common.pt."""
-_SHARD = re.compile(
-    r"(?P<key>.*)/shard_(?P<offset>[0-9]{1,10}(?:\.[0-9]{1,10})*)_(?P<shape>[0-9]{1,10}(?:\.[0-9]{1,10})*)",
-    re.DOTALL,
-)
 _UNKNOWN = -1  # an extent that the name leaves out
 
-Name = tuple[str, tuple[int, ...], tuple[int, ...]]
+Name = tuple[str, Dims, Dims]
 
 
 def parse_name(name: str) -> Name:
     """Key, offset and global shape of an object. Old releases leave out the last extent: it is then -1."""
     if name == LISTED_COMMON:
         return COMMON_KEY, (), ()
-    match = _SHARD.fullmatch(name)
-    if match is None:
+    key, slash, last = name.rpartition("/")
+    found = parse_offset(last)
+    if not slash or found is None or key == COMMON_KEY:
         return name, (), ()
-    offset, shape = (
-        tuple(map(int, match[part].split("."))) for part in ("offset", "shape")
-    )
-    known = (
-        all(o < s < 1 << 31 for o, s in zip(offset, shape, strict=False))
-        and max(offset) < 1 << 31
-    )
-    if (
-        not known
-        or len(offset) - len(shape) not in (0, 1)
-        or match["key"] == COMMON_KEY
-    ):
+    offset, shape = found
+    if not offset or len(offset) - len(shape) not in (0, 1):
         return name, (), ()
-    return match["key"], offset, (*shape, _UNKNOWN)[: len(offset)]
+    return key, offset, (*shape, _UNKNOWN)[: len(offset)]
 
 
 def objects_named(names: Iterable[str]) -> dict[str, tuple[TensorEntry, Box]]:

@@ -22,5 +22,5 @@ class BackendSuite(SaveTests, LoadTests, DamageTests):
         irregular: False for formats that refuse shards which form no grid.
 
     A backend refuses what its format cannot hold with BackendError, naming the key, before it
-    writes: in ``layout`` or ``files``. The tests use real files below ``tmp_path``.
+    writes: in ``layout``. The tests use real files below ``tmp_path``.
     """
