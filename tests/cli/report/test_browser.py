@@ -231,7 +231,7 @@ def test_holes_and_overlaps_are_red_and_in_words(
     assert page.text("main h2") == [f"a.{key}"]
     assert has_red(page, *red)
     assert not has_red(page, *sound)
-    assert "hint:" in page.text(".problem p")[0]
+    assert "declared: rank 0" in page.text(".problem p")[0]
     assert page.text(".problem li") == [words]
     assert any(key in item for item in page.text(".legend li"))
     before = page.picture()
