@@ -27,10 +27,14 @@ RANK_TIMEOUT_SECONDS = 1800
 """Seconds. A rank that does not answer for so long fails the save or load. Override: ``timeout``."""
 WAIT_WARNING_SECONDS = 30.0
 """Seconds. A longer wait for other ranks is logged. Override: ``MEGACKPT_WAIT_WARNING_SECONDS``."""
-MISSING_RANKS_SECONDS = 10.0
-"""Seconds. After a failure rank 0 waits so long for the others, to name those that are missing."""
-CANCEL_SECONDS = 6.0
-"""Seconds. After a failed save rank 0 waits so long for the others to stop writing."""
+HOST_SILENT_SECONDS = 120
+"""Seconds. A host that answers nothing for so long is lost, even before the ``timeout``."""
+CONNECT_SECONDS = 10.0
+"""Seconds. A rank tries so long to reach one that has given its address, but refuses."""
+GREETING_SECONDS = 5.0
+"""Seconds. A new connection has so long to show that it is of this job."""
+CONTROL_MESSAGE_BYTES = 1 << 34
+"""Bytes. A larger message between ranks is refused."""
 WORKER_STOP_SECONDS = 5.0
 """Seconds. A cancelled asynchronous save has so long to stop by itself."""
 

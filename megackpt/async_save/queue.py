@@ -47,8 +47,6 @@ class _Call:
     """When it became the oldest one; before that it may have waited for another."""
     slowest: tuple[int, int] | None = None
     """The slowest rank in the last vote, and its progress in thousandths."""
-    votes: int = 0
-    """Of this rank, including refused ones."""
     agreed: bool = False
     """Whether all ranks know that all tasks have ended."""
 
@@ -132,11 +130,9 @@ class AsyncCallsQueue:
         wait for all. ``no_dist``: check the task of this rank only, for callers who know about the others.
 
         Raises, on all ranks, the error of a request on any rank. That request has ended then; the next
-        call continues with the next one. After RankLost all requests have ended. Raises Busy, without
-        effect, while another thread saves or loads over the same ranks.
+        call continues with the next one. After RankLost all requests have ended.
         """
         finalized: list[int] = []
-        lost: RankLost | None = None
         with self._exclusive():
             while self._calls:
                 call = self._calls[0]
@@ -152,17 +148,14 @@ class AsyncCallsQueue:
                         # A finalize function of the caller has failed: the save is committed.
                         finalized.append(call.index)
                     elif isinstance(error, RankLost):
-                        # The ranks cannot finalize any of the earlier requests either.
-                        lost = lost or error
-                        lost.add_note(
-                            f"{call.task.name} was not finalized, and is given up"
-                        )
-                        continue
+                        # The others were started over the same ranks.
+                        while self._calls:
+                            call = self._calls[0]
+                            error.add_note(f"{call.task.name} is given up as well")
+                            self._give_up(call)
                     if finalized:
                         error.add_note(f"finalized before in this call: {finalized}")
                     raise
-        if lost is not None:
-            raise lost
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
@@ -239,8 +232,6 @@ class AsyncCallsQueue:
                 )
                 if call.agreed:
                     call.pending.meet()
-            except Busy:  # without effect
-                raise
             except BaseException as error:
                 # This request cannot be finalized any more. A signal handler may have aborted it.
                 if not self._give_up(call) and isinstance(
@@ -257,14 +248,9 @@ class AsyncCallsQueue:
         return False
 
     def _vote(self, call: _Call) -> bool:
-        call.votes += 1
-        slowest = least = opposite = first = last = 0
-        own = call.index, -call.index, call.votes, -call.votes
-        with call.pending.meet() as ranks:
-            # Vote again for ranks that wait in a vote that was refused on this rank.
-            while first < call.votes and least == -opposite:
-                lowest = ranks.lowest([call.progress * _RANKS + ranks.rank, *own])
-                slowest, least, opposite, first, last = lowest
+        group = call.pending.meet()
+        own = call.progress * _RANKS + group.rank
+        slowest, least, opposite = group.lowest([own, call.index, -call.index])
         if least != -opposite:
             raise CheckpointingException(
                 f"Unmatched async calls. The ranks' oldest unfinalized requests are the numbers {least} to "
@@ -272,7 +258,7 @@ class AsyncCallsQueue:
             )
         progress, rank = divmod(slowest, _RANKS)
         call.slowest = rank, progress
-        return progress == ENDED and -last == call.votes
+        return progress == ENDED
 
     def _check_timeout(self, call: _Call) -> None:
         """Give up a task without progress."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megackpt.async_save.task import Task
-from megackpt.distributed import Attempt, Busy, Group, Mark, attempt, group_over
+from megackpt.distributed import Attempt, Group, attempt, group_over
 from megackpt.errors import CheckpointingException
 
 
@@ -20,10 +20,8 @@ class Pending:
     task: Task[Any]
     group: Group | None
     """None when the request has ended, so that it does not keep the memory of the save."""
-    mark: Mark
-    """The call of the group that started the request."""
-    finish: Callable[[Callable[[], Group]], None] | None = None
-    """The last stage, collective over the group that its argument returns."""
+    finish: Callable[[], None] | None = None
+    """The last stage, collective over the group."""
     abandon: Callable[[], None] | None = None
     """Undo the first stage, on this rank alone, after the task has ended."""
     scheduled: bool = False
@@ -34,24 +32,21 @@ class Pending:
         self.task.run()
 
     def meet(self) -> Group:
-        """The group for the last stage. Raises Busy, without effect, while another thread uses the group."""
+        """The group for the next stage."""
         if self.group is None:
             raise CheckpointingException(
                 f"{self.task.name}: this save has already ended ({self.ended})"
             )
-        return self.group.resumed(self.mark)
+        return self.group
 
     def conclude(self) -> None:
-        """The last stage, collective: an error of any rank's task is raised on all. Busy as in ``meet``."""
-        met = attempt(self.meet)
-        if self.group is None or isinstance(met.error, Busy):
-            met.get()
+        """The last stage, collective: an error of any rank's task is raised on all."""
+        group = self.meet()
         try:
             if self.finish is not None:
-                self.finish(met.get)
+                self.finish()
             else:
-                with met.get() as group:
-                    group.reduce_broadcast("write", self.task.get, _nothing)
+                group.reduce_broadcast("write", self.task.get, _nothing)
             self.ended = "done"
         finally:
             self._end()
@@ -125,12 +120,12 @@ class AsyncRequest(NamedTuple):
             return self.async_fn
         # Now, because the process group may not exist any more when the request is finalized.
         with group_over(process_group) as group:
-            mark = group.mark()
+            pass
         work = attempt(self._work)
         task: Task[None] = Task(work.value or _nothing, "async call")
         if work.error is not None:
             task.finish(Attempt(None, work.error))
-        return Pending(task, group, mark)
+        return Pending(task, group)
 
     def _work(self) -> Callable[..., None]:
         if self.async_fn is None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from megackpt.distributed.failures import (
     DEPARTURES,
@@ -37,13 +36,6 @@ Streams = Mapping[int, Stream]
 _NO_TOKEN = -(2**63) + 1
 
 
-class Mark(NamedTuple):
-    """The call of a group that started an operation with later steps, and the timeout of these."""
-
-    call: int = 0
-    timeout: timedelta | None = None
-
-
 class Busy(CheckpointingException):
     """Another thread of this process is using the same ranks. Nothing has been sent."""
 
@@ -64,41 +56,28 @@ class Group(ABC):
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
+    @property
+    def identity(self) -> Hashable:
+        """The same object for all groups over the same ranks."""
+        return self
+
     def __enter__(self) -> Group:
-        """Start one save or load. Where ranks are processes, other threads cannot start one meanwhile."""
-        return self
+        """Start one save or load. Where ranks are processes, other threads cannot start one meanwhile.
 
-    def __exit__(self, *_: object) -> None:  # noqa: B027 - threads and single processes keep no order
-        """End it."""
-
-    def mark(self) -> Mark:
-        """A mark for an operation that starts now: see ``resumed``."""
-        return Mark()
-
-    def resumed(self, since: Mark) -> Group:  # noqa: ARG002 - threads and single processes lose nobody
-        """The group for a later step of the operation of a mark; enter it as a context.
-
-        No other thread can use the group until it was entered and left. Raises as ``group_over`` does,
-        and RankLost if the connection has failed since the mark. A step that was refused (Busy) may be
-        tried again.
+        A later step of the same save may enter again, on any thread.
         """
         return self
 
-    @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """If this process is ended inside the block, the other ranks are notified at once."""
-        yield
+    def __exit__(  # noqa: B027 - a single process informs nobody
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        """End it. The other ranks learn at once of an error that is this rank's alone."""
 
-    def parted(self, what: str, since: Mark, patience: float) -> bool:  # noqa: ARG002 - as above
-        """Give up the operation of a mark, on this rank.
+    def give_up(self) -> None:  # noqa: B027 - as above
+        """Let the save fail on all ranks. Not collective; the others raise RankLost."""
 
-        Returns, on the coordinator, whether all ranks have given it up within ``patience`` seconds. Not
-        collective: ranks that continue with the operation raise RankLost.
-        """
-        return True
-
-    def confirm(self) -> None:  # noqa: B027 - threads and single processes are not stopped apart
-        """Before a step that cannot be undone: raise RankLost if other ranks have given up this call."""
+    def confirm(self) -> None:  # noqa: B027 - as above
+        """Before a step that cannot be undone, on the coordinator: raise RankLost unless all ranks wait."""
 
     @abstractmethod
     def lowest(self, numbers: Sequence[int]) -> list[int]:
@@ -165,7 +144,7 @@ class SingleGroup(Group):
         decide: Callable[[list[T]], Sequence[U]],
     ) -> U:
         with _own_errors(stage):
-            return _one_each(decide([work()]), 1)[0]
+            return decide([work()])[0]
 
     def reduce_broadcast(
         self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]
@@ -191,26 +170,14 @@ class _ErrorReply:
     error: CheckpointingException
 
 
-@dataclass(frozen=True, slots=True)
-class _Done(Generic[T]):
-    """The finished step of this rank: its result or error, and the message with it."""
-
-    packed: Packed
-    value: T | None = None
-    error: BaseException | None = None
-    verdict: CheckpointingException | None = None
-
-    def settled(self, own: BaseException | None = None) -> T:
-        """The value. Raises the exception of all ranks, from this rank's own if there is one."""
-        if self.verdict is not None:
-            _raise(self.verdict, own if self.error is self.verdict else self.error)
-        return cast("T", self.value)
-
-
 class RankGroup(Group):
     """Several ranks, over primitives that move bytes. A message is a pickled value, Failure or _ErrorReply."""
 
-    _step = 0  # the number of steps so far; the same on all ranks
+    def _begin(self, stage: str) -> None:
+        """A step begins, on all ranks."""
+
+    def _introduce(self, stage: str, targets: Iterable[int]) -> None:
+        """Before this rank sends bytes to these."""
 
     @abstractmethod
     def _lowest(self, numbers: Sequence[int]) -> list[int]:
@@ -239,11 +206,17 @@ class RankGroup(Group):
 
     @abstractmethod
     def _leave(self, reason: BaseException) -> None:
-        """Notify the other ranks that this one leaves in the middle of a step, without waiting."""
+        """Notify the other ranks that this one leaves, without waiting for them."""
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        # The steps raise errors of this package on all ranks.
+        if error is not None and not isinstance(error, CheckpointingException):
+            self._leave(error)
 
     def lowest(self, numbers: Sequence[int]) -> list[int]:
-        self._step += 1
-        with self.leaving():
+        with self._step("vote"):
             return self._lowest(numbers)
 
     def reduce_scatter(
@@ -252,103 +225,138 @@ class RankGroup(Group):
         work: Callable[[], T],
         decide: Callable[[list[T]], Sequence[U]],
     ) -> U:
-        self._step += 1
-        with self.leaving():
-            mine = self._perform(work)
-            gathered = self._gather(stage, mine.packed)
+        with self._step(stage):
+            own, packed = self._perform(work)
+            gathered = self._gather(stage, packed)
             if gathered is None:
-                return cast(
-                    "U", self._unpack(stage, self._scatter(stage, None), mine.error)
-                )
-            replies = _decided(
-                stage,
-                lambda: self._replies(stage, gathered, mine, decide),
-                pack=_packed_already,
-            )
-            reply = self._scatter(stage, replies.value or [replies.packed] * self.size)
-            replies.settled(mine.error)
-            return cast("U", self._unpack(stage, reply))
+                reply = self._scatter(stage, None)
+                return cast("U", self._unpack(stage, reply, own.error))
+
+            def decide_all() -> tuple[U, list[Packed]]:
+                parts = decide(self._results(stage, gathered, own))
+                if len(parts) != self.size:
+                    raise ValueError(
+                        f"{len(parts)} values to scatter over {self.size} ranks"
+                    )
+                return parts[0], [_pack(part) for part in parts]
+
+            def refuse(message: Packed) -> None:
+                self._scatter(stage, [message] * self.size)
+
+            value, messages = self._decide(stage, decide_all, refuse, own.error)
+            self._scatter(stage, messages)
+            return value
 
     def reduce_broadcast(
         self, stage: str, work: Callable[[], T], decide: Callable[[list[T]], U]
     ) -> U:
-        self._step += 1
-        with self.leaving():
-            mine = self._perform(work)
-            gathered = self._gather(stage, mine.packed)
+        with self._step(stage):
+            own, packed = self._perform(work)
+            gathered = self._gather(stage, packed)
             if gathered is None:
-                return cast(
-                    "U", self._unpack(stage, self._broadcast(stage, None), mine.error)
-                )
-            decided = _decided(
-                stage, lambda: decide(self._results(stage, gathered, mine))
+                reply = self._broadcast(stage, None)
+                return cast("U", self._unpack(stage, reply, own.error))
+
+            return self._decide_and_broadcast(
+                stage, lambda: decide(self._results(stage, gathered, own)), own.error
             )
-            self._broadcast(stage, decided.packed)
-            return decided.settled(mine.error)
 
     def broadcast(self, stage: str, decide: Callable[[], U]) -> U:
-        self._step += 1
-        with self.leaving():
-            if not self.is_coordinator:
-                return cast("U", self._unpack(stage, self._broadcast(stage, None)))
-            decided = _decided(stage, decide)
-            self._broadcast(stage, decided.packed)
-            return decided.settled()
+        with self._step(stage):
+            if self.is_coordinator:
+                return self._decide_and_broadcast(stage, decide)
+            return cast("U", self._unpack(stage, self._broadcast(stage, None)))
 
     def exchange(
         self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
     ) -> None:
         def swap(to: int, source: int) -> Swap:
-            return (
-                within
-                if to == self.rank
-                else lambda out, into: self._swap(stage, to, out, source, into)
-            )
+            if to == self.rank:
+                return within
+            return lambda out, into: self._swap(stage, to, out, source, into)
 
-        with (
-            self.leaving(),
-            self._parting(stage),
-        ):  # as where there is no memory for a window
-            error = _exchanged(self, *streams(), swap)
+        with self._step(stage):  # an error leaves, as where a window has no memory
+            outgoing, incoming = streams()
+            self._introduce(stage, outgoing)
+            error = _exchanged(self, outgoing, incoming, swap)
         self.reduce_broadcast(stage, Attempt(None, error).get, len)
 
-    def _perform(self, work: Callable[[], T]) -> _Done[T]:
+    @contextmanager
+    def _step(self, stage: str) -> Iterator[None]:
+        """A step of all ranks. After an error that is this rank's alone, no other waits for it."""
+        self._begin(stage)
+        try:
+            yield
+        except CheckpointingException:
+            raise  # on all ranks
+        except BaseException as error:
+            self._leave(error)
+            if isinstance(error, DEPARTURES):
+                raise
+            raise parted(stage, self.rank, error) from error
+
+    def _perform(self, work: Callable[[], T]) -> tuple[Attempt[T], Packed]:
+        """This rank's result, and the message with it or with its error."""
         try:
             value = work()
-            return _Done(_pack(value), value)
+            return Attempt(value), _pack(value)
         except DEPARTURES:
             raise
         except BaseException as error:  # noqa: BLE001  # torch raises BaseExceptions; raised on all ranks
-            return _Done(_pack(Failure.of(self.rank, error)), error=error)
+            return Attempt(None, error), _pack(Failure.of(self.rank, error))
 
-    def _results(self, stage: str, gathered: list[Packed], mine: _Done[T]) -> list[T]:
+    def _results(self, stage: str, gathered: list[Packed], own: Attempt[T]) -> list[T]:
         """All ranks' results. Raises the exception of all ranks if any rank failed."""
         failures: list[Failure] = []
         results: list[T] = []
         for rank, packed in enumerate(gathered):
-            # The own result needs no unpacking.
-            value = (
-                mine.value
-                if rank == self.rank and mine.error is None
-                else pickle.loads(packed)
-            )
+            if rank == self.rank and own.error is None:
+                results.append(cast("T", own.value))  # needs no unpacking
+                continue
+            value = pickle.loads(packed)
             if isinstance(value, Failure):
                 failures.append(value)
             else:
-                results.append(cast("T", value))
+                results.append(value)
         if failures:
             raise for_all_ranks(stage, failures, self.size)
         return results
 
-    def _replies(
+    def _decide_and_broadcast(
+        self, stage: str, decide: Callable[[], U], own: BaseException | None = None
+    ) -> U:
+        def decide_one() -> tuple[U, Packed]:
+            value = decide()
+            return value, _pack(value)
+
+        def refuse(message: Packed) -> None:
+            self._broadcast(stage, message)
+
+        value, message = self._decide(stage, decide_one, refuse, own)
+        self._broadcast(stage, message)
+        return value
+
+    def _decide(
         self,
         stage: str,
-        gathered: list[Packed],
-        mine: _Done[T],
-        decide: Callable[[list[T]], Sequence[U]],
-    ) -> list[Packed]:
-        replies = _one_each(decide(self._results(stage, gathered, mine)), self.size)
-        return [_pack(reply) for reply in replies]
+        decide: Callable[[], U],
+        refuse: Callable[[Packed], None],
+        own: BaseException | None,
+    ) -> U:
+        """The coordinator's decision. It packs the messages as well, as that may fail.
+
+        An error is sent by ``refuse``, and raised on all ranks.
+        """
+        try:
+            return decide()
+        except (RankLost, *DEPARTURES):  # of a RankLost, the others know already
+            raise
+        except BaseException as error:
+            verdict = of_coordinator(stage, error)
+            refuse(_pack(_ErrorReply(verdict)))
+            if verdict is error and own is None:
+                raise
+            raise verdict from (own if verdict is error else error)
 
     def _unpack(
         self, stage: str, packed: Packed, own: BaseException | None = None
@@ -358,30 +366,16 @@ class RankGroup(Group):
         A rank that cannot unpack it leaves; the others notice at the next message of the operation. The
         last message has plain values only.
         """
-        with self._parting(stage):  # unpickling runs the code of the value's class
+        try:
             value = pickle.loads(packed)
-        if isinstance(value, _ErrorReply):
-            _raise(value.error, own)
-        return value
-
-    @contextmanager
-    def leaving(self) -> Iterator[None]:
-        try:
-            yield
-        except DEPARTURES as reason:
-            self._leave(reason)
-            raise
-
-    @contextmanager
-    def _parting(self, stage: str) -> Iterator[None]:
-        """No later message reports an error in this block: the rank leaves, so that no other waits for it."""
-        try:
-            yield
-        except (RankLost, *DEPARTURES):
-            raise
-        except BaseException as error:
+        except Exception as error:  # unpickling runs the code of the value's class
             self._leave(error)
             raise parted(stage, self.rank, error) from error
+        if not isinstance(value, _ErrorReply):
+            return value
+        if own is None:
+            raise value.error
+        raise value.error from own
 
 
 def _exchanged(
@@ -411,36 +405,6 @@ def _exchanged(
 
 def _pack(value: object) -> bytes:
     return pickle.dumps(value, protocol=5)
-
-
-def _decided(
-    stage: str, decide: Callable[[], U], pack: Callable[[U], bytes] = _pack
-) -> _Done[U]:
-    """The coordinator's step. Packed at once, so that what cannot be sent is an error on all ranks."""
-    try:
-        value = decide()
-        return _Done(pack(value), value)
-    except (RankLost, *DEPARTURES):  # of a RankLost, the others know already
-        raise
-    except BaseException as error:  # noqa: BLE001  # as above; raised after all ranks know
-        verdict = of_coordinator(stage, error)
-        return _Done(_pack(_ErrorReply(verdict)), error=error, verdict=verdict)
-
-
-def _packed_already(_: object) -> bytes:
-    return b""
-
-
-def _raise(error: CheckpointingException, own: BaseException | None) -> NoReturn:
-    if own is None:
-        raise error
-    raise error from own
-
-
-def _one_each(parts: Sequence[U], size: int) -> Sequence[U]:
-    if len(parts) != size:
-        raise ValueError(f"{len(parts)} values to scatter over {size} ranks")
-    return parts
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 from weakref import finalize
 
-from megackpt import events, gc_pause, limits
+from megackpt import events, gc_pause
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task
 from megackpt.backends.base import Backend, Source, plan_for_backend
@@ -28,7 +28,6 @@ from megackpt.distributed import (
     DEFAULT_TIMEOUT,
     Attempt,
     Group,
-    Mark,
     attempt,
     group_over,
 )
@@ -133,8 +132,7 @@ def save(
             allow_large_common_state=allow_large_common_state,
         )
 
-    with operation.running(lambda: group):
-        mark = group.mark() if async_sharded_save else Mark()
+    with operation.running():
         # Declare and begin. The next step raises their errors on all ranks.
         declared = attempt(declare)
         cached = _find_plan(group, declared.value)
@@ -156,11 +154,11 @@ def save(
             operation.commit(task, backend, part)
             return None
 
-    def finish(meet: Callable[[], Group]) -> None:
-        with operation.running(meet):
+    def finish() -> None:
+        with operation.running():
             operation.commit(task, backend, part)
 
-    pending = Pending(task, group, mark, finish, lambda: operation.give_up(mark))
+    pending = Pending(task, group, finish, operation.give_up)
     finalize(pending, _dropped, task, operation.total, os.getpid()).atexit = False
     return AsyncRequest(pending, (), [pending.conclude])
 
@@ -208,15 +206,10 @@ class _SaveOperation:
         )
 
     @contextmanager
-    def running(self, meet: Callable[[], Group]) -> Iterator[None]:
-        """Enter the group that ``meet`` gives. An exception ends the save on this rank."""
+    def running(self) -> Iterator[None]:
+        """A part of the save. An exception ends it on this rank."""
         try:
-            with (
-                meet() as group,
-                group.leaving(),
-                gc_pause.paused(),
-                events.use(self.total),
-            ):
+            with self.group, gc_pause.paused(), events.use(self.total):
                 yield
         except BaseException as error:
             # Other ranks may still be writing if they do not know of this error.
@@ -269,14 +262,14 @@ class _SaveOperation:
         self.total.operation.bytes = written
         events.finish(self.total)
 
-    def give_up(self, mark: Mark) -> None:
-        """Cancel the save on this rank, without the others."""
+    def give_up(self) -> None:
+        """Cancel the save on this rank, without the others, which may still be writing."""
         operation = self.total.operation
-        all_gave_up = self.group.parted(operation.id, mark, limits.CANCEL_SECONDS)
+        self.group.give_up()
         error = CheckpointingException(
             f"the save {operation.id} to {operation.path} is given up"
         )
-        self._end(error, others_may_write=not all_gave_up)
+        self._end(error, others_may_write=self.group.size > 1)
 
     def _end(self, error: BaseException, others_may_write: bool) -> None:
         if self.transaction is not None:
@@ -294,7 +287,7 @@ def _find_plan(group: Group, request: SaveRequest | None) -> _RankPart | None:
     """
     if request is None or request.fingerprint is None:
         return None
-    held = cache_of(group).get(request.fingerprint)
+    held = cache_of(group.identity).get(request.fingerprint)
     if held is None:
         return None
     return _RankPart(held.next_save_id(), held.plan, held.manifest)
@@ -359,7 +352,7 @@ def _make_plan(
     plan = replace(reply.plan, tensors=request.declared.tensors)
     if request.fingerprint is not None:
         held = CachedPlan(reply.save_id, plan, manifest)
-        cache_of(group).put(request.fingerprint, held)
+        cache_of(group.identity).put(request.fingerprint, held)
     return request, _RankPart(reply.save_id, plan, manifest)
 
 

@@ -12,10 +12,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+from megackpt import events
 from megackpt.distributed import RankGroup, Streams
 from megackpt.distributed.failures import departure
-from megackpt.distributed.waiting import Wait
-from megackpt.errors import RankLost
+from megackpt.distributed.waiting import warn, warn_after
+from megackpt.errors import RankLost, name_ranks
 
 T = TypeVar("T")
 Packed = bytes | memoryview
@@ -79,8 +80,7 @@ class ThreadedGroup(RankGroup):
 
         def wait() -> None:
             if coming:
-                with Wait(self.rank, stage, lambda _: [source]):
-                    coming[:] = self._meeting.receive(self.rank, source, stage)
+                coming[:] = self._meeting.receive(self.rank, source, stage)
 
         return wait
 
@@ -89,9 +89,7 @@ class ThreadedGroup(RankGroup):
 
     def _meet(self, collective: str, stage: str, value: Any) -> list[Any]:
         self.log.append(collective)
-        name = f"{collective} of the stage {stage!r}"
-        with Wait(self.rank, stage, lambda _: self._meeting.awaited_by(self.rank)):
-            return self._meeting.meet(self.rank, name, value)
+        return self._meeting.meet(self.rank, collective, stage, value)
 
 
 class _Meeting:
@@ -107,8 +105,9 @@ class _Meeting:
         self._failure: RankLost | None = None
         self._messages: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
 
-    def meet(self, rank: int, name: str, value: Any) -> list[Any]:
+    def meet(self, rank: int, collective: str, stage: str, value: Any) -> list[Any]:
         """Wait for all ranks, and return the values of all in rank order."""
+        name = f"{collective} of the stage {stage!r}"
         with self._changed:
             here = self._here
             here[rank] = name, value
@@ -116,19 +115,29 @@ class _Meeting:
                 self._here = {}
             self._check()
             self._changed.notify_all()
-            over = self._changed.wait_for(
-                lambda: self._here is not here or self._failure, self.timeout
-            )
-            if not over:
+            if not self._wait(
+                lambda: self._here is not here or self._failure, rank, stage
+            ):
                 self._fail(f"no answer within {self.timeout:g} s from", self._absent())
             if self._here is here:
                 self._raise()
             return [here[each][1] for each in range(self.size)]
 
-    def awaited_by(self, rank: int) -> list[int] | None:
-        """Return the ranks for which this rank waits; None if it does not wait."""
-        with self._changed:
-            return list(self._absent()) if rank in self._here else None
+    def _wait(
+        self,
+        done: Callable[[], object],
+        rank: int,
+        stage: str,
+        source: int | None = None,
+    ) -> bool:
+        """Wait at most for the timeout. A long wait is logged, with the missing ranks."""
+        after = warn_after()
+        if 0 < after < self.timeout and not self._changed.wait_for(done, after):
+            missing = self._absent() if source is None else [source]
+            running = events.current().operation
+            whom = name_ranks(missing)
+            warn(rank, stage, whom, running.name, running.path, self.timeout)
+        return bool(self._changed.wait_for(done, self.timeout))
 
     def send(self, rank: int, to: int, data: bytes) -> None:
         with self._changed:
@@ -139,8 +148,11 @@ class _Meeting:
         """Wait for the next message from ``source`` to this rank."""
         messages = self._messages[source, rank]
         with self._changed:
-            self._changed.wait_for(
-                lambda: messages or self._failure or source in self._gone, self.timeout
+            self._wait(
+                lambda: messages or self._failure or source in self._gone,
+                rank,
+                stage,
+                source,
             )
             if not messages:
                 late = f"did not answer within {self.timeout:g} s"

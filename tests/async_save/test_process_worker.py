@@ -574,7 +574,7 @@ queue = AsyncCallsQueue(persistent=True)
 task = Task(chores.Wait(Path(".")), "iter_5")
 task.on_end(lambda outcome: print(outcome.error, flush=True))
 with group_over() as group:
-    queue.schedule_async_request(AsyncRequest(Pending(task, group, group.mark()), (), []))
+    queue.schedule_async_request(AsyncRequest(Pending(task, group), (), []))
 while not Path("begun").exists():
     task.wait(0.01)
 """

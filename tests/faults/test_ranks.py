@@ -28,7 +28,8 @@ COORDINATORS = ["begin", "commit"]
 BETWEEN = ["returned", "look"]
 """Between the stages of an asynchronous save: before it is scheduled, and before a look whether all have written."""
 TOLD = {("save", "broadcast write"), ("load", "broadcast read")}
-"""Here the outcome stands already, and all that is left is to hear of it."""
+"""Here the rank has answered, and what is left is to hear the outcome. Before a save is committed, rank 0
+asks all ranks whether they are still there."""
 
 
 def order(
@@ -83,7 +84,8 @@ def check(report: dict[str, Any]) -> None:
             assert f"rank {victim} did not answer" in told["text"], report
     for late in report.get("late", ()):
         assert late["error"] == "RankLost" or outcome_stands, report
-    value = 2.0 if asked["job"] == "save" and outcome_stands else 1.0
+    committed = outcome_stands and all(told["error"] is None for told in report["told"])
+    value = 2.0 if asked["job"] == "save" and committed else 1.0
     if asked.get("meanwhile"):
         value = 3.0
     assert all(one["found"] == value for one in report.get("found", ())), report

@@ -31,7 +31,7 @@ import megackpt
 from megackpt import AsyncCallsQueue, ShardedTensor
 from megackpt.backends import torch_dist, zarr
 from megackpt.checkpoint import Transaction
-from megackpt.distributed.gloo import ProcessGroup
+from megackpt.distributed.process_group import ProcessGroup
 from megackpt.errors import StorageError
 from megackpt.loader import load_operation
 from megackpt.saver import request, save_operation

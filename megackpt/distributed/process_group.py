@@ -1,0 +1,311 @@
+"""Ranks as processes: the steps of one save or load over the tree of a torch process group.
+
+Nothing is sent over the caller's group, which may be NCCL's. Of it we use the ranks, and of the job
+its store.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary, finalize
+
+import numpy as np
+
+from megackpt import events, limits
+from megackpt.distributed.failures import departure
+from megackpt.distributed.group import (
+    Busy,
+    Group,
+    Packed,
+    RankGroup,
+    SingleGroup,
+    Streams,
+)
+from megackpt.distributed.rendezvous import Address, JobStore
+from megackpt.distributed.tree import CallFailed, Step, Tree, Verdict, join, split
+from megackpt.errors import CheckpointingException, RankLost, name_ranks
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = timedelta(seconds=limits.RANK_TIMEOUT_SECONDS)
+BUSY = (
+    "another thread of this process is saving or loading over the same process group: let it finish "
+    "first, or give each thread a process group of its own (torch.distributed.new_group, in the same "
+    "order on all ranks)"
+)
+REFUSED = "began one while another thread of its process was at work over the same group, and was refused"
+ADVICE = (
+    "The trainer's own process groups are as they were, and the next save or load connects afresh. "
+    "Where a rank is only slow, give a longer timeout."
+)
+GAVE_UP = "gave it up"
+_MARGIN = 30.0  # seconds; a step bounds its own time, so this is the last resort
+
+_ALONE = SingleGroup()
+_known: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
+_finding = threading.Lock()
+
+
+def group_over(
+    process_group: dist.ProcessGroup | Group | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Group:
+    """The Group for one save or load: over the process group given, the default one, or this process alone.
+
+    Every rank of the process group calls this equally often. ``timeout`` is how long the ranks wait for one
+    another; for the coordinator, which itself waits for the others before it answers, twice as long.
+    A Group is returned as it is.
+
+    Raises RankLost if the other ranks have given up this call already, Busy while another thread is in
+    one, CheckpointingException if this process is none of the ranks.
+    """
+    if isinstance(process_group, Group):
+        return process_group
+    distributed = sys.modules.get("torch.distributed")
+    given: object = timeout  # callers without a type checker give anything
+    wrong = None
+    if not isinstance(given, timedelta):
+        wrong = CheckpointingException(
+            f"timeout must be a datetime.timedelta, not {given!r}"
+        )
+    if distributed is None or not (
+        distributed.is_available() and distributed.is_initialized()
+    ):
+        if process_group is not None:
+            wrong = CheckpointingException(
+                f"process_group is {process_group!r}, but torch.distributed is not initialised"
+            )
+        if wrong is not None:
+            raise wrong
+        return _ALONE
+    over = distributed.group.WORLD if process_group is None else process_group
+    if not isinstance(over, distributed.ProcessGroup):
+        raise CheckpointingException(
+            f"process_group must be a process group that this rank is a member of, not {over!r}"
+        )
+    if over.size() == 1:
+        if wrong is not None:
+            raise wrong
+        return _ALONE
+    with _finding:
+        ranks = _known.get(over)
+        if ranks is None:
+            ranks = _known[over] = Ranks(over)
+    if wrong is not None:  # the other ranks learn it at once
+        ranks.begin(DEFAULT_TIMEOUT).__exit__(type(wrong), wrong, None)
+        raise wrong
+    return ranks.begin(timeout)
+
+
+def domain_of(
+    process_group: dist.ProcessGroup | None, called: str = "dedup_group"
+) -> int:
+    """A number that names these ranks among all others: the lowest of them (0 for None: all ranks)."""
+    if process_group is None:
+        return 0
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not isinstance(process_group, distributed.ProcessGroup):
+        raise CheckpointingException(
+            f"{called} must be a process group that this rank is a member of, not {process_group!r}"
+        )
+    try:
+        return int(min(distributed.get_process_group_ranks(process_group)))
+    except KeyError:
+        raise CheckpointingException(
+            f"{called} is a process group that has been destroyed, {process_group!r}: make a new strategy, over a "
+            "group that there is"
+        ) from None
+
+
+class Ranks:
+    """The ranks of one torch process group, and the calls that they have begun together."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        from torch.distributed import get_process_group_ranks
+
+        self.global_ranks = get_process_group_ranks(process_group)
+        rank, size = process_group.rank(), process_group.size()
+        self.tree = Tree(rank, size, JobStore(process_group))
+        finalize(process_group, self.tree.close).atexit = False
+        self._lock = threading.Lock()
+        self._last = 0
+        self._late_before = False
+        self._refused: list[int] = []
+        self._in_call: ProcessGroup | None = None
+        self._thread = 0
+
+    def begin(self, timeout: timedelta) -> ProcessGroup:
+        """Begin a call, on this thread."""
+        here = threading.get_ident()
+        with self._lock:
+            self._last += 1
+            busy = self._in_call
+            if busy is not None and (busy.entered or self._thread != here):
+                self._refused.append(self._last)
+                raise Busy(BUSY)
+            group = ProcessGroup(self, self._last, timeout)
+            self._in_call, self._thread = group, here
+            refused, self._refused = self._refused, []
+        try:
+            for call in refused:  # other ranks may be waiting in them
+                missing = {group.rank: REFUSED}
+                group.run(self.tree.fail(call, Verdict(missing)))
+            verdict = self.tree.verdict(group.call)
+            if verdict is None:
+                self._late_before = False
+                return group
+            if self._late_before:
+                # Twice running: it has left a call out, and would be behind for ever.
+                self._last = self.tree.last_failure() + 1
+            self._late_before = not self._late_before
+            raise group.lost("begin", verdict)
+        except BaseException:
+            self.end(group)
+            raise
+
+    def end(self, group: ProcessGroup) -> None:
+        with self._lock:
+            if self._in_call is group:
+                self._in_call = None
+
+
+class ProcessGroup(RankGroup):
+    """The ranks of a torch process group in one save or load, including its later steps."""
+
+    def __init__(self, ranks: Ranks, call: int, timeout: timedelta) -> None:
+        self.rank, self.size = ranks.tree.rank, ranks.tree.size
+        self.call = call
+        self.entered = False
+        self._ranks = ranks
+        self._tree = ranks.tree
+        self._timeout = timeout.total_seconds()
+        self._now = Step(call, 0, self._timeout, "", "", "")
+        self._addresses: dict[int, Address] = {}
+
+    @property
+    def identity(self) -> Ranks:
+        return self._ranks
+
+    def __enter__(self) -> Group:
+        self.entered = True
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self._ranks.end(self)
+        super().__exit__(kind, error, _)
+
+    def run(self, work: Coroutine[Any, Any, T], stage: str = "") -> T:
+        return self._result(self._tree.start(work), stage)
+
+    def _result(self, future: Future[T], stage: str) -> T:
+        try:
+            return future.result(2 * self._timeout + _MARGIN)
+        except CallFailed as failed:
+            raise self.lost(stage, failed.verdict) from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def lost(self, stage: str, verdict: Verdict) -> RankLost:
+        """The error for this rank of a call that has failed on all."""
+        by_word: dict[str, list[int]] = {}
+        for rank, word in sorted(verdict.missing.items()):
+            by_word.setdefault(word, []).append(rank)
+        named = []
+        for word, ranks in by_word.items():
+            others = [self._ranks.global_ranks[rank] for rank in ranks]
+            globally = "" if others == ranks else f" (global {name_ranks(others)})"
+            named.append(f"{name_ranks(ranks)}{globally} {word}")
+        who = "; ".join(named) or verdict.text
+        if self.rank in verdict.missing:
+            text = (
+                f"rank {self.rank} comes too late: the other ranks have given this save or load up "
+                f"({who}). They have raised this as well; the next one starts afresh."
+            )
+        else:
+            text = (
+                f"the ranks lost one another in the stage {stage!r} (timeout {self._timeout:g} s): "
+                f"{who}.\n  {ADVICE}"
+            )
+        return RankLost(text, verdict.missing)
+
+    def give_up(self) -> None:
+        self.run(self._tree.fail(self.call, Verdict({self.rank: GAVE_UP})))
+
+    def confirm(self) -> None:
+        self.run(self._tree.confirm(self._now), "commit")
+
+    def _begin(self, stage: str) -> None:
+        running = events.current().operation
+        number = self._now.number + 1
+        step = Step(self.call, number, self._timeout, stage, running.name, running.path)
+        self._tree.steps[self.call] = step
+        self._now = step
+
+    def _lowest(self, numbers: Sequence[int]) -> list[int]:
+        def merge(votes: Sequence[Packed]) -> bytes:
+            columns = [np.frombuffer(vote, np.int64) for vote in votes]
+            return bytes(np.min(columns, axis=0).tobytes())
+
+        own = np.array(numbers, np.int64).tobytes()
+        merged = self.run(self._tree.gather(self._now, own, merge), "vote")
+        least = self.run(self._tree.broadcast(self._now, merged), "vote")
+        return [int(number) for number in np.frombuffer(least, np.int64)]
+
+    def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
+        def merge(payloads: Sequence[Packed]) -> bytes:
+            parts = [payloads[0]]
+            for below in payloads[1:]:
+                parts += split(below)
+            return join(parts)
+
+        merged = self.run(self._tree.gather(self._now, packed, merge), stage)
+        return None if merged is None else [*split(merged)]
+
+    def _scatter(self, stage: str, packed: Sequence[Packed] | None) -> Packed:
+        return self.run(self._tree.scatter(self._now, packed), stage)
+
+    def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
+        return self.run(self._tree.broadcast(self._now, packed), stage)
+
+    def exchange(
+        self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
+    ) -> None:
+        try:
+            super().exchange(stage, streams)
+        finally:
+            self._tree.start(self._tree.end_swaps())
+
+    def _introduce(self, stage: str, targets: Iterable[int]) -> None:
+        """Rank 0 tells each rank the addresses of those to which it sends."""
+
+        def introduce(
+            parts: list[tuple[Address, list[int]]],
+        ) -> list[dict[int, Address]]:
+            return [{to: parts[to][0] for to in wanted} for _, wanted in parts]
+
+        own = self.run(self._tree.address(), stage)
+        others = [rank for rank in targets if rank != self.rank]
+        self._addresses = self.reduce_scatter(stage, lambda: (own, others), introduce)
+
+    def _swap(
+        self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
+    ) -> Callable[[], None]:
+        where = self._addresses.get(to)
+        swapping = self._tree.swap(self._now, (to, where), leaving, source, coming)
+        future = self._tree.start(swapping)
+        return lambda: self._result(future, stage)
+
+    def _leave(self, reason: BaseException) -> None:
+        verdict = Verdict({self.rank: departure(reason)})
+        with suppress(RankLost):
+            self.run(self._tree.fail(self.call, verdict))
