@@ -28,7 +28,15 @@ from megackpt.distributed.group import (
     Streams,
 )
 from megackpt.distributed.rendezvous import Address, JobStore
-from megackpt.distributed.tree import CallFailed, Step, Tree, Verdict, join, split
+from megackpt.distributed.tree import (
+    GAVE_UP,
+    CallFailed,
+    Step,
+    Tree,
+    Verdict,
+    join,
+    split,
+)
 from megackpt.errors import CheckpointingException, RankLost, name_ranks
 
 if TYPE_CHECKING:
@@ -47,7 +55,6 @@ ADVICE = (
     "The trainer's own process groups are as they were, and the next save or load connects afresh. "
     "Where a rank is only slow, give a longer timeout."
 )
-GAVE_UP = "gave it up"
 _MARGIN = 30.0  # seconds; a step bounds its own time, so this is the last resort
 
 _ALONE = SingleGroup()

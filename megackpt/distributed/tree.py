@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import socket
 import struct
@@ -59,6 +60,8 @@ LINK, DATA = 8, 9
 
 ENDED = "did not answer: its process has ended"
 BROKEN = "did not answer: its connection broke"
+GAVE_UP = "gave it up"
+CONSEQUENCES = (ENDED, BROKEN, GAVE_UP)
 SILENT = "did not answer: its process is stopped, or its host is cut off"
 ABSENT = "did not answer: it has not connected (it has not called this, or is still starting)"
 SLOW = (
@@ -71,6 +74,7 @@ _VERDICT_SECONDS = 3.0  # after these a rank does not wait for rank 0's verdict
 _CROSSED_SECONDS = (
     2.0  # two ranks that wait for one another in two calls will go on waiting
 )
+_CAUSE_SECONDS = 5.0
 _NAMED = 64  # ranks that one answer names
 _REMEMBERED = 64  # failed calls
 
@@ -226,6 +230,7 @@ class Tree:
         self._failures: OrderedDict[int, asyncio.Future[Verdict]] = OrderedDict()
         self._reports: dict[int, Verdict] = {}
         self._ended: dict[int, str] = {}
+        self._cause, self._failed_at = Verdict({}), -math.inf
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._outgoing: dict[int, socket.socket] = {}
@@ -301,11 +306,10 @@ class Tree:
 
     async def fail(self, call: int, verdict: Verdict) -> None:
         """Let a call fail on all ranks, and wait until that is on its way."""
+        self._report(call, verdict)
         if self.parent is None:
-            self._reports[call] = verdict
             await self._settle(call)
             return
-        self._report(call, verdict)
         link = self._links.get(self.parent)
         if link is not None:  # to be behind the report
             with suppress(OSError, TimeoutError):
@@ -569,6 +573,12 @@ class Tree:
     def _report(self, call: int, verdict: Verdict) -> None:
         if self._failure(call).done():
             return
+        words = verdict.missing.values()
+        if words and all(word.startswith(CONSEQUENCES) for word in words):
+            # Ranks that have raised for an earlier failure may end, or give up other calls.
+            lately = time.monotonic() - self._failed_at < _CAUSE_SECONDS
+            if lately or any(w.startswith(ENDED) for w in self._cause.missing.values()):
+                verdict = self._cause
         first = call not in self._reports
         known = self._reports.setdefault(call, Verdict({}))
         merged = Verdict(verdict.missing | known.missing, known.text or verdict.text)
@@ -601,6 +611,8 @@ class Tree:
             for task in late:
                 task.cancel()
             await asyncio.gather(*sends, return_exceptions=True)
+        if verdict.missing:
+            self._cause, self._failed_at = verdict, time.monotonic()
         if not self._failure(call).done():
             self._failure(call).set_result(verdict)
         self._reports.pop(call, None)
