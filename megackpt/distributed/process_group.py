@@ -27,16 +27,16 @@ from megackpt.distributed.group import (
     SingleGroup,
     Streams,
 )
-from megackpt.distributed.rendezvous import Address, JobStore
-from megackpt.distributed.tree import (
+from megackpt.distributed.messages import (
     GAVE_UP,
     CallFailed,
     Step,
-    Tree,
     Verdict,
     join,
     split,
 )
+from megackpt.distributed.rendezvous import Address, JobStore
+from megackpt.distributed.tree import Tree
 from megackpt.errors import CheckpointingException, RankLost, name_ranks
 
 if TYPE_CHECKING:

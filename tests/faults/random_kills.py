@@ -28,7 +28,7 @@ import megackpt
 import megackpt.backends.torch_dist
 import megackpt.saver
 from megackpt import AsyncCallsQueue, ShardedTensor
-from megackpt.distributed import tree
+from megackpt.distributed import messages
 from megackpt.errors import RankLost
 
 SIZE = 7
@@ -107,7 +107,7 @@ def run_job(kind: str, chance: random.Random, above: str) -> dict[str, Any]:
 
 def main() -> None:
     kind, count, seed, above = sys.argv[1:]
-    tree.FAN_OUT = 2
+    messages.FAN_OUT = 2
     torch.set_num_threads(1)
     chance = random.Random(int(seed))
     for _ in range(int(count)):

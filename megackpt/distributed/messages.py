@@ -1,0 +1,181 @@
+"""What the ranks of a tree send one another, and over which connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megackpt import limits
+from megackpt.distributed.rendezvous import receive
+from megackpt.distributed.waiting import interval, warn_after
+
+Payload = bytes | memoryview
+
+FAN_OUT = 32
+"""Children of a rank at each level: at most 31, 62 or 93 of up to 32, 1,024 or 32,768 ranks."""
+
+GATHERED, SENT, CONFIRM, CONFIRMED, ASK, STATE, REPORT, FAILED = range(8)
+"""The kinds of messages."""
+LINK, DATA = 8, 9
+"""The kinds of connections: in the tree, and for the bytes of an exchange."""
+
+ENDED = "did not answer: its process has ended"
+BROKEN = "did not answer: its connection broke"
+GAVE_UP = "gave it up"
+CONSEQUENCES = (ENDED, BROKEN, GAVE_UP)
+SILENT = "did not answer: its process is stopped, or its host is cut off"
+ABSENT = "did not answer: it has not connected (it has not called this, or is still starting)"
+SLOW = (
+    "did not answer in time: its process is alive, so it is slow or in no save or load"
+)
+
+_HEADER = struct.Struct("!BHQQQ")  # kind, length of the label, call, number, length
+
+
+def children_of(rank: int, size: int) -> dict[int, int]:
+    """The children of a rank, each with the most ranks of its subtree, itself included."""
+    children, span = {}, 1
+    while span < size and rank % (span * FAN_OUT) == 0:
+        for child in range(rank + span, min(rank + span * FAN_OUT, size), span):
+            children[child] = span
+        span *= FAN_OUT
+    return children
+
+
+def parent_of(rank: int) -> int:
+    """Ranks of a subtree are consecutive, so hosts are mostly within one."""
+    span = FAN_OUT
+    while rank % span == 0:
+        span *= FAN_OUT
+    return rank - rank % span
+
+
+def join(parts: Sequence[Payload]) -> bytes:
+    lengths = struct.pack(f"!I{len(parts)}Q", len(parts), *map(len, parts))
+    return b"".join([lengths, *parts])
+
+
+def split(packed: Payload) -> list[memoryview]:
+    (count,) = struct.unpack_from("!I", packed)
+    parts, start = [], 4 + 8 * count
+    for length in struct.unpack_from(f"!{count}Q", packed, 4):
+        parts.append(memoryview(packed)[start : start + length])
+        start += length
+    return parts
+
+
+@dataclass(eq=False)
+class Step:
+    """The step of a call in which this rank is, or was last."""
+
+    call: int
+    number: int
+    timeout: float
+    stage: str
+    operation: str
+    path: str
+    began: float = field(default_factory=time.monotonic)
+    asked: float = field(default_factory=time.monotonic)
+    warned: bool = False
+    awaited: set[int] = field(default_factory=set)
+    """The neighbours for which this rank waits now."""
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two questions to a rank that is awaited."""
+        return min(interval(warn_after()), self.timeout / 4)
+
+    @property
+    def label(self) -> str:
+        return f"{self.operation}\n{self.stage}\n{self.path}"
+
+
+class Verdict(NamedTuple):
+    """Why a call has failed: what is known of the missing ranks, or a text."""
+
+    missing: dict[int, str]
+    text: str = ""
+
+    def packed(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def unpacked(cls, payload: Payload) -> Verdict:
+        missing, text = json.loads(bytes(payload))
+        return cls({int(rank): word for rank, word in missing.items()}, text)
+
+
+class CallFailed(Exception):
+    """The call has failed on all ranks; ``verdict`` says why."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict)
+        self.verdict = verdict
+
+
+class Link:
+    """An open connection to a neighbour in the tree."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.socket = connection
+        self.heard = time.monotonic()
+        self.state: tuple[int, int, Verdict] | None = None  # call, number, its answer
+        self.crossed = (
+            time.monotonic()
+        )  # since when it waits for this rank in another call
+        self.lock = asyncio.Lock()
+
+    async def send(
+        self, kind: int, call: int, number: int, label: str = "", payload: Payload = b""
+    ) -> None:
+        text = label.encode(errors="replace")[:60000]
+        head = _HEADER.pack(kind, len(text), call, number, len(payload)) + text
+        loop = asyncio.get_running_loop()
+        async with self.lock:
+            try:
+                await loop.sock_sendall(self.socket, head)
+                await loop.sock_sendall(self.socket, payload)
+            except asyncio.CancelledError:  # a part of it may have left
+                self.shut()
+                raise
+
+    async def receive(self) -> tuple[int, int, int, str, memoryview]:
+        def note() -> None:
+            self.heard = time.monotonic()
+
+        head = await receive(self.socket, memoryview(bytearray(_HEADER.size)), note)
+        kind, label, call, number, length = _HEADER.unpack(head)
+        if length > limits.CONTROL_MESSAGE_BYTES:
+            raise ConnectionError(f"a control message of {length} bytes is refused")
+        text = await receive(self.socket, memoryview(bytearray(label)), note)
+        payload = await receive(self.socket, memoryview(bytearray(length)), note)
+        return kind, call, number, bytes(text).decode(), payload
+
+    def shut(self) -> None:
+        """Both ends notice; the reader of this one closes the connection."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
+def describe_calls(labels: dict[int, str]) -> str:
+    described = []
+    for rank in sorted(labels):
+        operation, stage, path = labels[rank].split("\n", 2)
+        inside = f"{operation} {path}".strip() or "a vote"
+        described.append(f"rank {rank} is in {inside} (stage {stage!r})")
+    return (
+        f"the ranks are in different calls: {', '.join(described)}; all ranks of the process group "
+        "have to call save, load and the like alike"
+    )
