@@ -200,7 +200,7 @@ class Links:
                 missing[rank] = SLOW
             if len(missing) > _NAMED:
                 break
-        if ABSENT in missing.values() and self.store.silent:
+        if ABSENT in missing.values() and self.store.is_silent(step.timeout):
             return Verdict({}, STORE_SILENT)
         missing.pop(self.rank, None)
         if not missing and asking is None:
@@ -321,7 +321,7 @@ class Links:
         except StoreLost as error:
             self._report(step.call, Verdict({}, str(error)))
         except OSError:  # and TimeoutError
-            silent = self.store.silent
+            silent = self.store.is_silent(step.timeout)
             self._report(step.call, Verdict({}, STORE_SILENT) if silent else why)
         finally:
             self._connecting = False

@@ -108,8 +108,9 @@ def group_over(
         if ranks is None:
             ranks = _known[over] = Ranks(over)
     if wrong is not None:  # the other ranks learn it at once
-        ranks.begin(DEFAULT_TIMEOUT).__exit__(type(wrong), wrong, None)
-        raise wrong
+        with ranks.begin(DEFAULT_TIMEOUT) as group:
+            group._leave(wrong)
+            raise wrong
     return ranks.begin(timeout)
 
 
@@ -202,7 +203,7 @@ class ProcessGroup(RankGroup):
     def identity(self) -> Ranks:
         return self._ranks
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> ProcessGroup:
         self.entered = True
         return self
 

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import hmac
 import json
+import math
 import os
 import secrets
 import socket
@@ -68,10 +69,10 @@ class JobStore:
         self._uses = 0
         self._heard = 0.0
 
-    @property
-    def silent(self) -> bool:
-        """Whether it does not answer a question that was asked some time ago."""
-        return self._uses > 0 and time.monotonic() - self._heard > _ANSWER_SECONDS
+    def is_silent(self, timeout: float = math.inf) -> bool:
+        """Whether it has not answered for 4 seconds, or half of the timeout."""
+        seconds = min(_ANSWER_SECONDS, timeout / 2)
+        return self._uses > 0 and time.monotonic() - self._heard > seconds
 
     async def publish(self, rank: int, port: int, token: bytes) -> None:
         def publish(store: Any) -> None:
@@ -92,7 +93,7 @@ class JobStore:
 
     async def use(self, function: Callable[[Any], T]) -> T:
         """The result of a function that takes the client. Raises StoreLost."""
-        if self.silent:
+        if self.is_silent():
             raise StoreLost(STORE_SILENT)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()

@@ -1,0 +1,215 @@
+"""The tree of connections: its shape, who may join it, and what ranks say that call differently."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import AsyncCallsQueue, CheckpointingException, RankLost, ShardedTensor
+from megackpt.distributed import group_over, messages, process_group
+
+SOON = timedelta(seconds=20)
+
+
+@pytest.mark.parametrize("size", [1, 2, 31, 33, 1024, 1025, 16_384])
+def test_the_shape_of_the_tree(size):
+    below = {rank: messages.children_of(rank, size) for rank in range(size)}
+    for rank, children in below.items():
+        end = rank + 1
+        for child, span in children.items():
+            assert messages.parent_of(child) == rank
+            assert child == end  # subtrees are consecutive
+            end = min(child + span, size)
+    connected = sorted(child for children in below.values() for child in children)
+    assert connected == list(range(1, size))
+    # And a connection to the parent, two of an exchange, a listener and the two of the event loop.
+    assert max(len(children) for children in below.values()) + 6 <= 130
+
+
+def test_parts_are_joined_and_split():
+    parts = [b"", b"abc", memoryview(b"\0" * 5)]
+    assert [bytes(part) for part in messages.split(messages.join(parts))] == [
+        bytes(part) for part in parts
+    ]
+
+
+def tree_here():
+    return next(iter(process_group._known.values())).tree
+
+
+def strangers():
+    """Connections that do not know the token, or talk too much, change nothing."""
+    import torch.distributed as dist
+
+    with group_over(timeout=SOON) as group:
+        assert group.all_agree(1)
+    before = len(tree_here().sockets())
+    if group.rank == 0:
+        port = tree_here()._listener.port
+        for data in (b"GET / HTTP/1.1\r\n\r\n" * 9, b"megackpt" + bytes(500)):
+            with socket.create_connection(("127.0.0.1", port), 10) as stranger:
+                stranger.sendall(data)
+                try:
+                    assert stranger.recv(1) == b""
+                except ConnectionResetError:
+                    continue
+    dist.barrier()
+    with group_over(timeout=SOON) as group:
+        assert group.all_agree(1)
+    assert len(tree_here().sockets()) == before
+
+
+def test_a_stranger_cannot_join(ranks):
+    ranks(strangers, 2)
+
+
+def too_large():
+    """A rank closes the connection over which a message is announced that no rank sends."""
+    with group_over(timeout=SOON) as group:
+        assert group.all_agree(1)
+    if group.rank == 1:
+        header = messages._HEADER.pack(messages.GATHERED, 0, 9, 1, 1 << 60)
+        tree_here()._links[0].socket.sendall(header)
+    with (
+        pytest.raises(RankLost, match=r"rank [01] did not answer"),
+        group_over(timeout=SOON) as group,
+    ):
+        group.all_agree(1)
+    os._exit(0)
+
+
+def test_a_message_that_is_too_large_is_refused(ranks):
+    ranks(too_large, 2)
+
+
+def state(rank, size=3):
+    shard = torch.full((8,), float(rank))
+    return {"w": ShardedTensor.from_rank_offsets("w", shard, (0, rank, size))}
+
+
+def call(rank, directory, how, queue):
+    odd = {"load on rank 0": 0, "argument": 1}.get(how, 2)
+    if how.startswith("load") and rank == odd:
+        megackpt.load(state(rank), f"{directory}/old", timeout=SOON)
+        return
+    wait = 20 if how == "argument" and rank == odd else SOON
+    later = how == "asynchronous" and rank == odd
+    request = megackpt.save(
+        state(rank), f"{directory}/new", async_sharded_save=later, timeout=wait
+    )
+    if request is not None:
+        queue.schedule_async_request(request)
+    queue.close()
+
+
+def call_differently(directory, how):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    megackpt.save(state(rank), f"{directory}/old", timeout=SOON)
+    queue = AsyncCallsQueue(timeout=SOON)
+    begun = time.monotonic()
+    with pytest.raises(CheckpointingException) as caught:
+        call(rank, directory, how, queue)
+    print(caught.value)
+    assert time.monotonic() - begun < 10
+    queue.close(abort=True)
+    megackpt.save(state(rank), f"{directory}/next", timeout=SOON)
+
+
+@pytest.mark.parametrize(
+    ("how", "texts"),
+    [
+        ("load", ["save ", "load ", "(stage 'vote')", "(stage 'open')"]),
+        ("load on rank 0", ["save ", "load "]),
+        ("asynchronous", ["rank 2 is in ", "(stage 'write')"]),
+        ("argument", ["rank 1", "timeout must be a datetime.timedelta, not 20"]),
+    ],
+)
+def test_ranks_that_call_differently_raise_within_seconds(ranks, tmp_path, how, texts):
+    done = ranks(call_differently, 3, tmp_path, how)
+    for process in done:
+        for text in texts:
+            if how != "argument" or process is not done[1] or text != "rank 1":
+                assert text in process.stdout
+
+
+def divide_between_two_votes():
+    with group_over(timeout=SOON) as group:
+        group.all_agree(1)
+        if group.rank == 1:
+            _ = 1 // 0
+        group.all_agree(1)
+
+
+def an_error_of_one_rank(directory):
+    """An exception between the steps of one rank, as of a signal's handler."""
+    import torch.distributed as dist
+
+    begun = time.monotonic()
+    with pytest.raises((RankLost, ZeroDivisionError)) as caught:
+        divide_between_two_votes()
+    print(caught.value)
+    assert time.monotonic() - begun < 10
+    megackpt.save(state(dist.get_rank()), f"{directory}/next", timeout=SOON)
+
+
+def test_an_error_between_the_steps_of_one_rank_is_told_to_all(ranks, tmp_path):
+    done = ranks(an_error_of_one_rank, 3, tmp_path)
+    for rank in (0, 2):
+        assert "rank 1 left: ZeroDivisionError" in done[rank].stdout
+
+
+SERVER = """
+import sys, time
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(1000)
+"""
+
+
+def silent_store(port, pid, directory):
+    """The job's store is stopped: a group that is connected does not notice, a new one raises in time."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    rank, wait = int(os.environ["RANK"]), timedelta(seconds=2)
+    store = TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=20))
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+    dist.init_process_group("fake", store=store, rank=rank, world_size=3)
+    other = dist.new_group([0, 1, 2], backend="fake")
+    megackpt.save(state(rank), f"{directory}/a", timeout=SOON)
+    with group_over(timeout=SOON) as group:
+        group.all_agree(1)
+        if rank == 0:
+            os.kill(pid, signal.SIGSTOP)
+        group.all_agree(1)
+    megackpt.save(state(rank), f"{directory}/b", timeout=wait)
+    begun = time.monotonic()
+    with pytest.raises(RankLost, match="the job's store does not answer"):
+        megackpt.save(state(rank), f"{directory}/c", timeout=wait, process_group=other)
+    assert time.monotonic() - begun < 2 * 2 + 5
+    megackpt.save(state(rank), f"{directory}/d", timeout=wait)
+    os._exit(0)
+
+
+def test_a_store_that_is_silent_hangs_nobody(ranks, tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            port = int(server.stdout.readline())
+            ranks(silent_store, 3, port, server.pid, tmp_path, init=False)
+        finally:
+            server.kill()
