@@ -95,9 +95,10 @@ class StoredItem(NamedTuple):
 
 
 def stable_resolver(planner: SavePlanner) -> Resolve:
-    """A planner may convert all its items in one buffer, and several threads write items.
+    """Resolves items to memory that stays as it is while further items are resolved.
 
-    So what is not memory of the state dict is copied.
+    A planner may convert all its items in one buffer, and several threads write items. So memory
+    that is not the state dict's is copied.
     """
     state = getattr(planner, "state_dict", None)
     if not isinstance(state, dict):

@@ -215,9 +215,15 @@ class SavePlanner(DefaultSavePlanner):
             return found.delegate.transform_object(write_item, object)
         return super().transform_object(write_item, object)
 
+    def extensions(self, write_item: WriteItem) -> Sequence[StreamTransformExtension]:
+        """torch's extensions for the item's bytes."""
+        if found := _delegated(self, write_item.index):
+            return found.delegate.extensions(write_item)
+        return ()
+
     @property
     def transforms(self) -> _StorageWriterTransforms | None:
-        """The delegates' extensions for a storage writer; None without delegates.
+        """``extensions`` for a storage writer; None without delegates.
 
         Our writer takes it from the planner. Assign it to ``transforms`` of stock's writer.
         """
@@ -291,7 +297,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class _Transforms(_StorageWriterTransforms):
-    """The extensions of a planner's delegates, as a storage writer gets them: by item."""
+    """A planner's extensions, as a storage writer gets them: by item."""
 
     def __init__(self, planner: SavePlanner) -> None:
         super().__init__()
@@ -300,9 +306,7 @@ class _Transforms(_StorageWriterTransforms):
     def transform_save_stream(
         self, write_item: WriteItem, raw_stream: io.IOBase
     ) -> tuple[IO[bytes], list[str]]:
-        transforms = _StorageWriterTransforms()
-        if found := _delegated(self._planner, write_item.index):
-            transforms.extensions = found.delegate.extensions(write_item)
+        transforms = _StorageWriterTransforms(self._planner.extensions(write_item))
         result: tuple[IO[bytes], list[str]]
         result = transforms.transform_save_stream(write_item, raw_stream)
         return result
