@@ -18,6 +18,7 @@ from megackpt.checkpoint.opening import (
 )
 from megackpt.checkpoint.transaction import (
     Transaction as Transaction,
+    Writing as Writing,
     begin as begin,
     clear as clear,
     completed as completed,

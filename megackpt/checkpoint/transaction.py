@@ -31,10 +31,10 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from megackpt.backends.base import Backend
+from megackpt.backends.base import Backend, Source
 from megackpt.checkpoint.chunk_checks import damage
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.checkpoint.index import INDEX, sealed_index
@@ -50,7 +50,8 @@ from megackpt.errors import (
     StorageError,
     join_truncated,
 )
-from megackpt.planning.manifest import Manifest
+from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
+from megackpt.staging.progress import CountedSource
 from megackpt.storage import Storage, digest, is_url
 
 Target = DirectoryTarget | ObjectTarget
@@ -332,6 +333,25 @@ def staging_storage(directory: Directory, save_id: str) -> Iterator[Storage]:
         if target.holds(save_id):
             raise
         raise _taken_over(target.location, error) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Writing:
+    """The write stage of a save on one rank: write its rows into the staging storage.
+
+    It can be sent to a writer process, and needs no torch there.
+    """
+
+    directory: str
+    save_id: str
+    backend: Backend
+    plan: SavePlan
+    source: Source
+
+    def __call__(self, advance: Callable[[int], None]) -> WriteResult:
+        counted = CountedSource(self.source, advance)
+        with staging_storage(self.directory, self.save_id) as root:
+            return self.backend.write(root, self.plan, counted)
 
 
 def remove(directory: Directory) -> None:

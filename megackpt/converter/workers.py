@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection, wait
 
 from megackpt.async_save.worker_process import WorkerProcess
 from megackpt.backends.base import Backend
-from megackpt.checkpoint import as_read_by, open_same
-from megackpt.checkpoint.writing import Writing
+from megackpt.checkpoint import Writing, as_read_by, open_same
 from megackpt.converter.cell_source import CellSource
 from megackpt.converter.cells import ConversionTask
 from megackpt.converter.journal import TaskResult

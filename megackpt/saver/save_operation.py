@@ -22,8 +22,7 @@ from megackpt import events, gc_pause
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task
 from megackpt.backends.base import Backend, Source, plan_for_backend
-from megackpt.checkpoint import Transaction, begin
-from megackpt.checkpoint.writing import Writing
+from megackpt.checkpoint import Transaction, Writing, begin
 from megackpt.distributed import (
     DEFAULT_TIMEOUT,
     Attempt,

@@ -28,5 +28,7 @@ from megackpt.storage.interface import (
     refuse_holes as refuse_holes,
     unsafe_names as unsafe_names,
 )
-from megackpt.storage.local import LocalStorage as LocalStorage
-from megackpt.storage.single import SingleFile as SingleFile
+from megackpt.storage.local import (
+    LocalStorage as LocalStorage,
+    SingleFile as SingleFile,
+)

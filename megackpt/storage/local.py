@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.storage import kernel
@@ -130,24 +131,18 @@ class LocalStorage(Storage):
             os.fsync(folder)
 
     def open(self, name: str) -> LocalReader:
-        path = self._path(name)
-        folder, last = self._parent(name)
-        try:
-            fd = os.open(
-                last, _READ & ~os.O_NOFOLLOW if self._links else _READ, dir_fd=folder
-            )
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                errno.ENOENT, os.strerror(errno.ENOENT), path
-            ) from None
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+        path, flags = self._path(name), _READ
+        if self._links:
+            flags &= ~os.O_NOFOLLOW
+        with self._within("open", name) as (folder, last):
+            try:
+                fd = os.open(last, flags, dir_fd=folder)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+                    raise
                 raise CorruptCheckpoint(
                     f"{path} is not a regular file (a link, socket or device)"
                 ) from error
-            raise failure("open", path, error) from error
-        finally:
-            os.close(folder)
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
@@ -156,11 +151,9 @@ class LocalStorage(Storage):
 
     def size(self, name: str) -> int | None:
         status = self.stat(name)
-        return (
-            status.st_size
-            if status is not None and stat.S_ISREG(status.st_mode)
-            else None
-        )
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return None
+        return status.st_size
 
     def is_remote(self) -> bool:
         return kernel.is_networked(self._fd)
@@ -171,20 +164,16 @@ class LocalStorage(Storage):
 
     def stat(self, name: str) -> os.stat_result | None:
         """Return an entry's status (of a link itself, unless ``following``); None if absent."""
-        try:
-            folder, last = self._parent(name)
-        except FileNotFoundError:
-            return None
-        try:
-            return os.stat(last, dir_fd=folder, follow_symlinks=self._links)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # a dangling link
-                return None
-            raise failure("look at", self._path(name), error) from error
-        finally:
-            os.close(folder)
+        with (
+            suppress(FileNotFoundError),
+            self._within("look at", name) as (folder, last),
+        ):
+            try:
+                return os.stat(last, dir_fd=folder, follow_symlinks=self._links)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):  # a dangling link
+                    raise
+        return None
 
     def list(self, name: str = "") -> list[str]:
         parts = _checked(name) if name else []
@@ -267,16 +256,17 @@ class LocalStorage(Storage):
 
         An existing file ``to`` is replaced, or raises StorageError without ``replace``.
         """
-        (source, last), (target, new) = self._parent(name), self._parent(to, make=True)
-        try:
-            with self._refusals("rename", name):
-                move = os.rename if replace else kernel.rename_new
-                move(last, new, src_dir_fd=source, dst_dir_fd=target)
-                os.fsync(target)
-                os.fsync(source)
-        finally:
-            os.close(source)
-            os.close(target)
+        move: Any = os.rename
+        if not replace:
+            move = kernel.rename_new
+        with (
+            self._refusals("rename", name),
+            self._within("rename", name) as (source, last),
+            self._within(f"rename {name} to", to, make=True) as (target, new),
+        ):
+            move(last, new, src_dir_fd=source, dst_dir_fd=target)
+            os.fsync(target)
+            os.fsync(source)
 
     def exchange(self, one: str, other: str) -> bool:
         """Swap two entries of the root itself, durably and atomically. False if unsupported."""
@@ -337,10 +327,13 @@ class LocalStorage(Storage):
     def _within(
         self, doing: str, name: str, make: bool = False
     ) -> Iterator[tuple[int, str]]:
-        """Yield an entry's folder and its name there. FileNotFoundError if the folder is absent."""
+        """Yield an entry's folder and its name there. FileNotFoundError if one is absent."""
         folder, last = self._parent(name, make)
         try:
             yield folder, last
+        except FileNotFoundError as error:
+            path = self._path(name)
+            raise FileNotFoundError(error.errno, error.strerror, path) from None
         except OSError as error:
             raise failure(doing, self._path(name), error) from error
         finally:
@@ -383,6 +376,52 @@ class LocalStorage(Storage):
                     os.close(fd)
             fd = below
         return fd
+
+
+class SingleFile(LocalStorage):
+    """The directory of a file, with only that file visible.
+
+    The file is opened once, so this storage stays with it even when another one takes its name.
+    Raises FileNotFoundError if it is absent, and CorruptCheckpoint if it is not a regular file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        above, self.only = os.path.split(os.path.realpath(path))
+        super().__init__(above)
+        self._file = super().open(self.only)
+
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:
+        return SingleFile, (self.called,)
+
+    @property
+    def called(self) -> str:
+        return os.path.join(self.location, self.only)
+
+    def following(self) -> LocalStorage:
+        return self  # the file itself, where every link to it ends
+
+    def list(self, name: str = "") -> list[str]:
+        return [] if name else [self.only]
+
+    def stat(self, name: str) -> os.stat_result | None:
+        return self._file.status() if name == self.only else None
+
+    def open(self, name: str) -> LocalReader:
+        if name != self.only:
+            path = os.path.join(self.location, name)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return self._file.again()
+
+    def close(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+        super().close()
+
+    def is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.called), self._file.status())
+        except FileNotFoundError:
+            return False
 
 
 def make_folders(path: str) -> None:

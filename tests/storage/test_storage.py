@@ -507,7 +507,7 @@ def test_renaming_where_nothing_may_be_replaced(root, tmp_path, monkeypatch, lin
         monkeypatch.setattr(os, "link", refuse)
     root.put("folder/a", b"new")
     root.put("b", b"old")
-    with pytest.raises(StorageError, match=r"rename .*folder/a: File exists"):
+    with pytest.raises(StorageError, match=r"rename folder/a to .*/b: File exists"):
         root.rename("folder/a", "b", replace=False)
     assert (root.get("folder/a"), root.get("b")) == (b"new", b"old")
     root.rename("folder/a", "c", replace=False)
