@@ -211,7 +211,7 @@ def _unpacked(head: Head, body: memoryview) -> Columns:
     for name, layout in head.layouts.items():
         if name in known:
             column = unpack(layout, body[at : at + layout.nbytes])
-            if name not in ("file", "writer") and (column < 0).any():
+            if name not in ("file", "writer") and column.min(initial=0) < 0:
                 damaged("a number is negative")
             columns[name] = column
         at += layout.nbytes
@@ -318,13 +318,14 @@ def _boxes(head: Head, columns: Columns, metas: list[TensorMeta], meta: Int64) -
         lacks[: len(shape), number] = False
     for axis in range(head.axes):
         pieces, rest, place, shift = (columns[f"{name}{axis}"] for name in _PER_AXIS)
-        whole = wholes[axis, meta]
+        whole = wholes[axis][meta]
         extent = np.where(pieces > 0, (whole - rest) // np.maximum(pieces, 1), 0)
         step = np.maximum(extent, 1)
         # Where the product overflows, ``place`` is too large.
         fits = (rest <= whole) & (place <= whole // step)
         fits &= shift <= whole - extent - place * step
-        fits &= (extent == 1) | ~lacks[axis, meta]
+        if lacks[axis].any():
+            fits &= (extent == 1) | ~lacks[axis][meta]
         if not fits.all():
             damaged("a chunk lies outside of its tensor")
         boxes.shape[:, axis], boxes.offset[:, axis] = extent, place * step + shift

@@ -157,6 +157,10 @@ class LocalUpdater(_Open, FileUpdater):
 
     def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
         try:
+            if len(buffers) == 1:  # perhaps one of very many
+                size = buffers[0].nbytes
+                if size < _BATCH and os.pwrite(self._fd, buffers[0], start) == size:
+                    return
             for batch in _batches(buffers):
                 while batch:
                     done = os.pwritev(self._fd, batch, start)
@@ -241,12 +245,17 @@ def _sync_file(file: tuple[int, str]) -> None:
 
 def _each(work: Callable[[T], None], items: Sequence[T]) -> None:
     """Call ``work`` on each, in a few threads if there are many. Raise when all have ended."""
-    if len(items) < 4 * _THREADS:
-        for item in items:
+
+    def each(share: Sequence[T]) -> None:
+        for item in share:
             work(item)
+
+    if len(items) < 4 * _THREADS:
+        each(items)
         return
+    shares = [items[number::_THREADS] for number in range(_THREADS)]
     with ThreadPoolExecutor(_THREADS, "megackpt-sync") as pool:
-        list(pool.map(work, items))
+        list(pool.map(each, shares))
 
 
 class LocalReader(FileReader):
@@ -321,6 +330,8 @@ def create(name: str, folder: int, flags: int = NEW) -> int:
     prints to them, such as C libraries, would write into the file.
     """
     fd = os.open(name, flags, 0o666, dir_fd=folder)
+    if fd > 2:
+        return fd
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
