@@ -5,7 +5,7 @@ Damaged chunks and chunks that the storage refuses to read are reported apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -80,21 +80,25 @@ class ChunkChecks:
         self.untrusted: dict[str, None] = {}
 
     @contextmanager
-    def recorded(self, rows: Iterable[int] = (), what: str = "") -> Iterator[None]:
+    def recorded(self, *rows: int, named: bool = False) -> Iterator[None]:
         """Record an error of this block, which checks these chunks.
 
         An error of the storage or of the backend shows no damage: its message goes to ``unread``.
+        ``named``: the message begins with the name of the first chunk.
         """
         try:
             yield
         except (CheckpointingException, OSError) as error:
             self.bad.update(rows)
+            text = str(error)
+            if named:
+                text = f"{self.name(rows[0])}: {text}"
             messages = self.problems
             if isinstance(error, (StorageError, BackendError, OSError)):
                 messages = self.unread
             if isinstance(error, FileNotFoundError):
                 messages = self.problems
-            messages[f"{what}{error}"] = None
+            messages[text] = None
 
     def compare(self, rows: Int64, threads: int) -> None:
         """Compare these chunks with their digests."""
@@ -133,7 +137,7 @@ class ChunkChecks:
             if number < 0:
                 continue  # empty chunks
             name, same = self.manifest.files[number], list(group)
-            with self.recorded(same), ExitStack() as opened:
+            with self.recorded(*same), ExitStack() as opened:
                 try:
                     reader = opened.enter_context(self.storage.open(name))
                 except FileNotFoundError as error:
@@ -141,7 +145,7 @@ class ChunkChecks:
                         f"{self.storage.location}/{name} is missing"
                     ) from error
                 for row in same:
-                    with self.recorded([row], f"{self.name(row)}: "):
+                    with self.recorded(row, named=True):
                         self.compare_blocks(row, reader, buffer)
 
     def compare_blocks(self, row: int, reader: FileReader, buffer: memoryview) -> None:
@@ -177,7 +181,7 @@ class ChunkChecks:
         chunks = self.manifest.chunks
         for row in rows:
             itemsize = self.manifest.tensors[chunks.tensor[row]].meta.itemsize
-            with self.recorded([row], f"{self.name(row)}: "):
+            with self.recorded(row, named=True):
                 self.backend.read(self.storage, self.plan(row), Nowhere(itemsize), True)
             self.advance(int(chunks.length[row]))
 

@@ -28,6 +28,7 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,6 @@ import numpy as np
 from megackpt.checkpoint.columns import damaged, pack
 from megackpt.checkpoint.unpacking import (
     Columns,
-    Dims,
     Head,
     SmallFiles,
     column_names,
@@ -49,7 +49,6 @@ from megackpt.planning.manifest import (
     ITEMSIZE,
     Manifest,
     TensorEntry,
-    TensorMeta,
 )
 from megackpt.storage import Storage, digest, read_dense
 
@@ -182,43 +181,42 @@ def _sorted_by_tensor(manifest: Manifest) -> Manifest:
 def _columns(manifest: Manifest) -> tuple[Columns, bool]:
     """All columns by name, and whether the boxes of tensor chunks determine their lengths."""
     chunks, tensors = manifest.chunks, manifest.tensors
-    metas: dict[TensorMeta, int] = {}
-    grids: dict[Dims, int] = {}
-    numbers = {name: i for i, name in enumerate(ITEMSIZE)}
-    meta = [metas.setdefault(entry.meta, len(metas)) for entry in tensors]
-    grid = [
-        0 if g is None else 1 + grids.setdefault(g, len(grids)) for g in manifest.grids
-    ]
-    itemsize = np.array([entry.meta.itemsize for entry in tensors], np.int64)[
-        chunks.tensor
-    ]
+    all_metas = [entry.meta for entry in tensors]
+    metas = {meta: number for number, meta in enumerate(dict.fromkeys(all_metas))}
+    grids = {grid: i for i, grid in enumerate(dict.fromkeys((None, *manifest.grids)))}
+    dtypes = {name: number for number, name in enumerate(ITEMSIZE)}
+    shapes = [meta.shape for meta in metas]
+    known_grids = [grid for grid in grids if grid is not None]
+    meta = np.array([metas[meta] for meta in all_metas], np.int64)
+    itemsize = np.array([meta.itemsize for meta in metas], np.int64)
+    itemsize = itemsize[meta][chunks.tensor]
     extra = chunks.length - chunks.boxes.volume * itemsize
     derived = not extra[itemsize > 0].any()
     columns: dict[str, Any] = {
         "key_chars": [len(entry.key) for entry in tensors],
         "meta": meta,
-        "grid": grid,
+        "grid": [grids[grid] for grid in manifest.grids],
         "count": np.bincount(chunks.tensor, minlength=len(tensors)),
-        "meta_dtype": [numbers[m.dtype] for m in metas],
-        "meta_ndim": [len(m.shape) for m in metas],
-        "meta_dim": [d for m in metas for d in m.shape],
-        "grid_ndim": [len(g) for g in grids],
-        "grid_dim": [d for g in grids for d in g],
-        "file_chars": [len(name) for name in manifest.files],
+        "meta_dtype": [dtypes[meta.dtype] for meta in metas],
+        "meta_ndim": list(map(len, shapes)),
+        "meta_dim": list(chain(*shapes)),
+        "grid_ndim": list(map(len, known_grids)),
+        "grid_dim": list(chain(*known_grids)),
+        "file_chars": list(map(len, manifest.files)),
         "file": chunks.file,
         "writer": chunks.writer,
         "start": chunks.start,
-        "length": extra if derived else chunks.length,
+        "length": chunks.length,
     }
+    if derived:
+        columns["length"] = extra
     axes = _axes(tensors)
-    padded = [[*m.shape, *[1] * (axes - len(m.shape))] for m in metas]
-    shapes = np.array(padded, np.int64).reshape(len(metas), axes)
-    columns.update(
-        _relative(chunks.boxes, shapes[np.array(meta, np.int64)[chunks.tensor]])
-    )
-    return {
-        name: np.asarray(columns[name], np.int64) for name in column_names(axes)
-    }, derived
+    wholes = np.ones((len(shapes), axes), np.int64)
+    for number, shape in enumerate(shapes):
+        wholes[number, : len(shape)] = shape
+    columns.update(_relative(chunks.boxes, wholes[meta[chunks.tensor]]))
+    names = column_names(axes)
+    return {name: np.asarray(columns[name], np.int64) for name in names}, derived
 
 
 def _relative(boxes: Boxes, whole: Int64) -> Iterator[tuple[str, Int64]]:
