@@ -1,4 +1,4 @@
-"""What a torch.save archive holds: its tensors, from its pickle alone, and whether its bytes are undamaged."""
+"""What a torch.save archive holds, from its pickle alone; and whether its bytes are undamaged."""
 
 from __future__ import annotations
 

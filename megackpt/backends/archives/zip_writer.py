@@ -41,8 +41,9 @@ class Member:
 
 def aligned_start(member: Member) -> int:
     """The byte behind an aligned header."""
-    extra = (20 if member.size >= LIMIT else 0) + 4
-    end = member.header + LOCAL.size + len(_FOLDER) + len(member.name) + extra
+    end = member.header + LOCAL.size + len(_FOLDER) + len(member.name) + 4
+    if member.size >= LIMIT:
+        end += 20
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,12 +1,12 @@
-"""safetensors, in Hugging Face's layout: whole tensors in a few files that every tool of that world opens.
+"""safetensors, in Hugging Face's layout: whole tensors in a few files that its tools open.
 
     model.safetensors                    all tensors; or, beyond a size,
     model-00001-of-00003.safetensors     some of them, and
     model.safetensors.index.json         which file holds which: its appearance is the commit
     common.pt, <key>.objects/            the common state and objects (see backends/object_files.py)
 
-Ranks write their parts of each tensor to its place, and the coordinator writes the headers at the end.
-Reads any directory or file of this kind, and links to files, which the Hugging Face cache has.
+Ranks write their parts of each tensor to its place, and the coordinator writes the headers at the
+end. Any directory or file of this kind is read, and links to files, as in the Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -58,8 +58,12 @@ INDEX = f"{WHOLE}{weight_maps.ENDING}"
 
 @dataclass(frozen=True)
 class Safetensors(Backend):
-    """Options: ``shards``, how many files of about the same size; or else ``max_shard_bytes``, how many bytes of
-    tensors a file may have (a larger tensor has a file of its own).
+    """The backend for safetensors.
+
+    Attributes:
+        shards: how many files of about the same size; or else
+        max_shard_bytes: how many bytes of tensors a file may have. A larger tensor has a file of
+            its own.
     """
 
     shards: int | None = None
@@ -77,7 +81,7 @@ class Safetensors(Backend):
                     f"{option} is a whole number from 1 on, not {value!r}"
                 )
 
-    def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 - same for any number
+    def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002
         """Raises BackendError naming the tensors that the format cannot hold."""
         files = self._arranged(manifest)
         names = [file.name for file in files]
@@ -158,7 +162,7 @@ class Safetensors(Backend):
             weight_maps.check(f"{root.location}/{index}", weight_map, held)
         if not isinstance(root, SingleFile):
             found += object_files.objects_in(root)
-        # What else an author noted, in the first file that has any of it, unless there is a common state.
+        # What else an author noted, in the first file that has any, if there is no common state.
         if any(entry.is_common for entry, _, _ in found):
             noted = []
         if noted:

@@ -1,7 +1,8 @@
-"""The headers of safetensors files, written and read; and which tensors go into which file. Knows no tensor's bytes.
+"""The headers of safetensors files, and which tensors go into which file.
 
-A file is 8 bytes (the header's length, little-endian), the header (JSON, filled up with spaces to a multiple of 8),
-and the tensors' C-order bytes, without holes. Source: the README of huggingface/safetensors, and its reader.
+A file is 8 bytes (the header's length, little-endian), the header (JSON, filled up with spaces to a
+multiple of 8), and the tensors' C-order bytes, without holes. Source: the README of
+huggingface/safetensors, and its reader.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def refuse_unfit(tensors: Sequence[TensorEntry]) -> None:
             wrong.append(f"{key!r}: the name cannot be encoded as UTF-8")
     if wrong:
         raise BackendError(
-            f"safetensors cannot hold {join_truncated(wrong)}. hint: write torch_dist, or change the dtype first"
+            f"safetensors cannot hold {join_truncated(wrong)}. "
+            "hint: write torch_dist, or change the dtype first"
         )
 
 
@@ -87,8 +89,9 @@ def _is_unicode(text: str) -> bool:
 def arranged(
     tensors: Sequence[TensorEntry], stem: str, shards: int | None, max_bytes: int
 ) -> list[TensorFile]:
-    """Tensors over files, in the order given: ``shards`` files of about the same size, or as few as the limit allows.
+    """Tensors over files, in the order given.
 
+    There are ``shards`` files of about the same size, or as few as ``max_bytes`` a file allow.
     One file is ``<stem>.safetensors``, several are ``<stem>-00001-of-0000N.safetensors``.
     """
     ends = [0]
@@ -113,7 +116,10 @@ def _size(meta: TensorMeta) -> int:
 
 
 def _cuts_within(ends: list[int], limit: int) -> list[int]:
-    """Cuts into parts of at most so many bytes; a larger tensor is alone. ``ends``: 0, and each tensor's last byte."""
+    """Cuts into parts of at most so many bytes; a larger tensor is alone.
+
+    ``ends``: 0, and the byte behind each tensor.
+    """
     cuts, first = [], 0
     for number in range(1, len(ends) - 1):
         if ends[number + 1] - ends[first] > limit:
@@ -137,7 +143,7 @@ def _even_cuts(ends: list[int], count: int) -> list[int]:
 
 
 def _file(name: str, tensors: Sequence[TensorEntry]) -> TensorFile:
-    # As the reference writer does it: large items first, so that each tensor is aligned to its items.
+    # As the reference writer does it: with large items first, each tensor is aligned to its items.
     ordered = sorted(tensors, key=lambda entry: (-entry.meta.itemsize, entry.key))
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     starts, end = [], 0
@@ -237,6 +243,7 @@ def read_header(root: Storage, name: str) -> Contents:
         position = end
     if position != size - _PREFIX - length:
         raise CorruptCheckpoint(
-            f"{where}: its tensors have {position} bytes, and {size - _PREFIX - length} follow the header"
+            f"{where}: its tensors have {position} bytes, and "
+            f"{size - _PREFIX - length} follow the header"
         )
     return Contents(tensors, metadata)

@@ -56,7 +56,7 @@ class TorchFile(Backend):
         return Layout([NAME], file_writer.tensor_locations(manifest))
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
-        """Write the tensors where ``layout`` has them, then the objects. The plan has all of them."""
+        """Write the tensors where ``layout`` has them, then the objects. The plan has them all."""
         found = shared_files.write_tensors(root, plan, data)
         number = end = 0
         for place in plan.places or ():

@@ -237,7 +237,8 @@ def _locate(file: str, archive: Archive, found: StoredTensor) -> Location:
     start, size = archive.start(storage), archive.members[storage].size
     if size != found.nbytes or start + size > archive.size:
         raise CorruptCheckpoint(
-            f"{storage} should have {found.nbytes} bytes from {start} on, and has {size} of {archive.size}"
+            f"{storage} should have {found.nbytes} bytes from {start} on, and has {size} in an "
+            f"archive of {archive.size}"
         )
     itemsize = ITEMSIZE[found.dtype]
     length = math.prod(found.shape) * itemsize

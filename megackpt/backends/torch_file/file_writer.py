@@ -119,13 +119,11 @@ def write_archive(
 
 def _pickle(manifest: Manifest, members: Mapping[int, Member]) -> bytes:
     """``data.pkl``. ``members``: chunk to its payload, in the order of the file."""
-    storages = {
-        row: member.name.decode().removeprefix("data/")
-        for row, member in members.items()
-    }
     parts = [b"\x80\x02}("]
-    for row, storage in storages.items():
+    storages = {}
+    for row, member in members.items():
         key, meta = manifest.tensors[manifest.chunks.tensor[row]]
+        storage = storages[row] = member.name.decode().removeprefix("data/")
         if not meta.is_object:
             parts += [text(key), tensor_opcodes(meta.dtype, meta.shape, storage)]
     names = object_names(manifest)

@@ -41,22 +41,24 @@ from megackpt.storage import Storage
 class Zarr(Backend):
     """A directory that is a zarr group: any zarr reader opens it. Byte by byte: docs/zarr.md.
 
-    ====================================  ==========================================================
+    ====================================  ======================================================
     ``zarr.json``                         the group, with consolidated metadata if all can read it
     ``<key>/zarr.json``                   an array; attribute ``key``: the tensor's key, unencoded
     ``<key>/c.0.1``                       one cell of the grid; a shard if it is large
-    ``<key>.objects/shard_0.1_1.2.pt``    the blob of an object's shard at (0, 1) of global shape (1, 2)
+    ``<key>.objects/shard_0.1_1.2.pt``    the blob of an object's shard at (0, 1) of shape (1, 2)
     ``common.pt``                         the blob of the common state
     ``metadata.json``                     last: the name of the format
     ``__fragments_3``                     during a save: rank 3's parts of cells that ranks share
-    ====================================  ==========================================================
+    ====================================  ======================================================
 
     Keys are percent-encoded, and objects stored, as object_files.py describes. The chunks of the
-    manifest are zarr's chunks. Those at the end of a tensor are padded to full size, as zarr demands.
-    The length of their location is that of the tensor's own bytes. These begin at the location,
-    unless there is padding between them (``Cells.prefix``): then only this backend can read them.
+    manifest are zarr's chunks. Those at the end of a tensor are padded to full size, as zarr
+    demands. The length of their location is that of the tensor's own bytes. These begin at the
+    location, unless there is padding between them (``Cells.prefix``): then only this backend can
+    read them.
 
-    Version 1 is the format of this name in Megatron-Core up to 0.15 (discovery.py): read, not written.
+    Version 1 is the format of this name in Megatron-Core up to 0.15 (discovery.py). It is read,
+    not written.
 
     ``compression`` is None, "zstd", "blosc", or one of these with a level ("zstd:5"). Digests are
     those of the uncompressed bytes. ``checksum``: a crc32c ends each chunk, for readers that do not
@@ -78,7 +80,7 @@ class Zarr(Backend):
         properties = replace(type(self).properties, encoding=encoding)
         self.properties = properties  # type: ignore[misc] # see Backend.properties
 
-    def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 - the manifest has the ranks
+    def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002
         """Raises BackendError if an array cannot hold a tensor, before anything is written."""
         refuse_unfit(manifest.tensors, manifest.grids)
         entries = map(entry_name, manifest.tensors)

@@ -1,4 +1,4 @@
-"""The descriptions of arrays and of the group, written and parsed: zarr.json, and .zarray of version 2."""
+"""The descriptions of arrays and of the group: zarr.json, and .zarray of version 2."""
 
 from __future__ import annotations
 
@@ -32,17 +32,32 @@ EXOTIC = frozenset(d for d in DTYPES if "float8" in d or d == "bfloat16")
 
 _MEMBERS = frozenset(
     (
-        "zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs",
-        "attributes", "dimension_names", "consolidated_metadata",
+        "zarr_format",
+        "node_type",
+        "shape",
+        "data_type",
+        "chunk_grid",
+        "chunk_key_encoding",
+        "fill_value",
+        "codecs",
+        "attributes",
+        "dimension_names",
+        "consolidated_metadata",
     )
-)  # fmt: skip
+)
 _MOST_DIMENSIONS = 32  # of numpy and of tensorstore
 _MOST_CONSOLIDATED = 10_000  # arrays; a longer list costs readers more than it saves
 _SEPARATORS = ("/", ".")
 _HINT = "import megackpt.zarr_dtypes"
 _V2_DTYPES = {np.dtype(d).str: d for d in sorted(DTYPES - EXOTIC)}
 _V2_DTYPES.update((d, d) for d in EXOTIC)
-_PARSE_ERRORS = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)  # fmt: skip
+_PARSE_ERRORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 
 
 def array_document(layout: ArrayLayout) -> dict[str, Any]:
@@ -139,13 +154,16 @@ def refuse_unfit(tensors: Iterable[TensorEntry], grids: Iterable[Grid | None]) -
     if unfit:
         raise BackendError(
             f"zarr cannot hold these tensors: {'; '.join(unfit)}. "
-            "hint: store complex32 as its real and imaginary parts (torch.view_as_real), other tensors "
-            "through a view of another dtype or shape, or save as torch_dist"
+            "hint: store complex32 as its real and imaginary parts (torch.view_as_real), other "
+            "tensors through a view of another dtype or shape, or save as torch_dist"
         )
 
 
 def read_layout(root: Storage, folder: str) -> ArrayLayout | None:
-    """The array in a folder, by its zarr.json or .zarray; None without either. Raises as ``parse_array``."""
+    """The array in a folder, by its zarr.json or .zarray; None without either.
+
+    Raises as ``parse_array``.
+    """
     for name, parse in ((ARRAY, parse_array), (ZARRAY, parse_zarray)):
         file = f"{folder}/{name}"
         if root.size(file) is not None:
@@ -157,7 +175,7 @@ def read_layout(root: Storage, folder: str) -> ArrayLayout | None:
 def parse_array(text: bytes, where: str) -> ArrayLayout:
     """The array that a zarr.json describes.
 
-    Raises CorruptCheckpoint if it describes none, BackendError if it is one that we cannot hold or read.
+    Raises CorruptCheckpoint if it describes none, BackendError if it is one that we cannot read.
     """
     try:
         document = json.loads(text)
@@ -199,7 +217,10 @@ def parse_array(text: bytes, where: str) -> ArrayLayout:
 
 
 def _packing(where: str, codecs: list[dict[str, Any]], dtype: str) -> Packing:
-    """Raises BackendError unless there is at most one compressor, and nothing else than a crc32c behind it."""
+    """The packing by these codecs: bytes, at most one compressor, and perhaps a crc32c.
+
+    Raises BackendError for any others.
+    """
     names = [codec["name"] for codec in codecs]
     options = codecs[0].get("configuration", {})
     little = ITEMSIZE.get(dtype) == 1 or options.get("endian") == "little"
@@ -242,7 +263,7 @@ def parse_zarray(text: bytes, where: str) -> ArrayLayout:
 
 
 def _check(where: str, shape: Grid, cell: Grid, inner: Grid, dtype: str) -> None:
-    """Raise CorruptCheckpoint if these make no array, BackendError if torch does not have the dtype."""
+    """Raise CorruptCheckpoint if these make no array, BackendError for an unknown dtype."""
     fit = len(shape) == len(cell) == len(inner) <= _MOST_DIMENSIONS
     fit = fit and 0 not in (*cell, *inner)
     for number in (*shape, *cell, *inner):

@@ -1,4 +1,7 @@
-"""The write pass of a rank: whole cells as zarr chunks, objects beside them, parts of shared cells in one file."""
+"""The write pass of a rank.
+
+Whole cells become zarr chunks, objects become files beside them, parts of shared cells one file.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +201,7 @@ class _Stream:
         self._rest = memoryview(b"")
 
     def read(self, size: int) -> memoryview:
-        """The next bytes, valid until more are read. They are copied only if several blocks have them."""
+        """The next bytes, valid until more are read. Copied only if several blocks have them."""
         if not self._rest:
             self._rest = next(self._blocks, self._rest)
         if len(self._rest) >= size:

@@ -1,4 +1,7 @@
-"""Planned regions read: byte ranges where the bytes of a chunk are its elements, else by decoding whole chunks."""
+"""Reads planned regions.
+
+Byte ranges are read where the bytes of a chunk are its elements; other chunks are decoded whole.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,15 @@ from megackpt.storage import Storage, allocate, digest_blocks, read_again, read_
 _OVERHEAD = 1 << 16
 """A codec may make a chunk twice as large, and larger by so many bytes."""
 _PADDED, _PADDING = 64 << 20, 16
-"""A chunk may be larger than its part of the tensor: by so many bytes, and beyond that so many times."""
+"""A chunk may be larger than its part of the tensor by so many bytes, or so many times larger."""
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def read_rows(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
-    """Read the regions of a plan. With ``verify``, chunks without our digests are decoded: that checks their crc32c."""
+    """Read the regions of a plan.
+
+    With ``verify``, chunks without our digests are decoded, because that checks their crc32c.
+    """
     manifest = plan.manifest
     ranged = raw_rows(manifest, plan.chunk)
     if manifest.backend[1] == MEGATRON:
@@ -147,7 +153,10 @@ class _ChunkReader:
         return values
 
     def elements(self, entry: TensorEntry, chunk: Chunk) -> NDArray[Any]:
-        """The elements of a chunk in its box. Raises CorruptCheckpoint if they cannot be decoded."""
+        """The elements of a chunk in its box.
+
+        Raises CorruptCheckpoint if they cannot be decoded.
+        """
         name, file = self._name(entry, chunk), chunk.location.file
         layout = self.layout_of(entry, chunk)
         dtype = carried_dtype(entry.meta.itemsize)
@@ -186,7 +195,10 @@ class _ChunkReader:
 
 
 def _sound_layout(root: Storage, folder: str, entry: TensorEntry) -> ArrayLayout:
-    """The description of an array. Raises CorruptCheckpoint if it is another's, or claims absurd chunks."""
+    """The description of an array.
+
+    Raises CorruptCheckpoint if it is another array's, or claims absurd chunks.
+    """
     where = f"{root.location}/{folder}"
     layout = read_layout(root, folder)
     if layout is None:

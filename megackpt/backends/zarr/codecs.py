@@ -1,4 +1,4 @@
-"""The stored bytes of a chunk (compressed or not, with a crc32c or without), and the index of a shard."""
+"""The stored bytes of a chunk, compressed or not, and the index of a shard."""
 
 from __future__ import annotations
 
@@ -169,7 +169,10 @@ def _zstd_content_size(header: bytes) -> int:
 
 
 def encode_index(count: int, numbers: Int64, stored: list[tuple[int, int]]) -> bytes:
-    """The index of a shard of up to ``count`` chunks. ``stored``: start and length of those with these numbers."""
+    """The index of a shard of up to ``count`` chunks.
+
+    ``stored``: start and length of the chunks with these numbers.
+    """
     table = np.full((count, 2), MISSING, "<i8")
     table[numbers] = stored
     index = table.tobytes()

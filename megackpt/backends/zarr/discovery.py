@@ -1,4 +1,7 @@
-"""The manifest of a directory without our index: arrays by their descriptions, chunks by files and shard indexes."""
+"""The manifest of a directory without our index.
+
+Arrays are found by their descriptions, chunks by files and by the indexes of shards.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,9 @@ _NAMED = 5  # missing chunks that an error names for each tensor
 _DEEPEST = 32  # nested folders, for keys with "/" in version 1
 _MOST_FOLDERS = 1_000  # that are looked at behind a link
 _LOCKS = ".sync"
-"""Megatron-Core up to 0.15 writes flattened tensors under zarr's ProcessSynchronizer. It leaves empty files with the
-names of what they lock (".zarray", "0.0"), in a folder with the name of the array and this ending.
+"""Megatron-Core up to 0.15 writes flattened tensors under zarr's ProcessSynchronizer. It leaves
+empty files with the names of what they lock (".zarray", "0.0"), in a folder with the name of the
+array and this ending.
 """
 
 
@@ -55,7 +59,10 @@ def holds(root: Storage, folder: str, name: str) -> bool:
 
 
 def discover(root: Storage, version: int) -> Manifest:
-    """The manifest, from the files alone. Raises CorruptCheckpoint naming all chunks that are missing or cut off."""
+    """The manifest, from the files alone.
+
+    Raises CorruptCheckpoint naming the chunks that are missing or cut off.
+    """
     found = _Found(root)
     if version == MEGATRON:
         if COMMON_FILE in root.list():
@@ -71,7 +78,7 @@ def discover(root: Storage, version: int) -> Manifest:
     if found.problems:
         raise CorruptCheckpoint(
             f"{root.location} is damaged: {'; '.join(found.problems)}. "
-            "hint: every chunk of an array must be there (zarr would give its fill value for a lost one)"
+            "hint: every chunk of an array must be there (zarr would give its fill value instead)"
         )
     manifest = listed(found.entries, found.chunks, ("zarr", version))
     return replace(
@@ -250,8 +257,8 @@ def _find_nested(found: _Found, folder: str, depth: int) -> None:
 def _link_may_hold_data(root: Storage, link: str) -> bool:
     """Could this link lead to an array or an object?
 
-    Not if it leads to a file, to a folder above, or to a folder with nothing of the kind, as that of
-    a tokenizer.
+    Not if it leads to a file, to a folder above, or to a folder with nothing of the kind, as that
+    of a tokenizer.
     """
     if not isinstance(root, LocalStorage):
         return True
@@ -268,7 +275,7 @@ def _link_may_hold_data(root: Storage, link: str) -> bool:
 
 
 def _is_locks(root: Storage, folder: str) -> bool:
-    """Are these the locks of an array, beside it? The files of an array of that name would not be empty."""
+    """Are these the locks of an array beside it? The files of an array would not be empty."""
     if not holds(root, folder.removesuffix(_LOCKS), ZARRAY):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Cells that several ranks hold parts of: assembled on the coordinator, one at a time, and written."""
+"""Cells that several ranks hold parts of: the coordinator assembles and writes them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fragment_names(manifest: Manifest) -> list[str]:
 
 
 def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
-    """Write the cells that ranks share, and remove the parts. Returns the manifest with whole cells.
+    """Write the cells that ranks share, remove the parts, and return the manifest without them.
 
     Raises BackendError if parts do not fill their cell (holes that nothing checked for), and
     CorruptCheckpoint if a part is not what its rank wrote.
@@ -86,8 +86,8 @@ def _write(
     name = f"{ShardId(key, box)}"
     if sum(part.box.volume for part in parts) != box.volume:
         raise BackendError(
-            f"{name} is a cell of zarr's grid, which is stored whole, and not all of it was declared, "
-            "or some of it twice"
+            f"{name} is a cell of zarr's grid, which is stored whole, and not all of it was "
+            "declared, or some of it twice"
         )
     values = np.empty((*box.shape, ITEMSIZE[layout.dtype]), np.uint8)
     for part in parts:

@@ -1,4 +1,4 @@
-"""The layout of an array: its grid, the cells of the grid, the chunks in a cell, and their files."""
+"""The layout of an array: the cells of its grid, the chunks in a cell, and their files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEPARATOR = "."
 """Between the numbers of a cell in the name of its file. Folders would cost as much as files."""
 
 LARGEST_CHUNK, SMALLEST_CHUNK = 4 << 20, 1 << 19
-"""Bytes of a chunk in a shard: a larger cell is cut into chunks of this size, if it can be cut evenly."""
+"""Bytes of a chunk in a shard: a larger cell is cut into such chunks, if it can be cut evenly."""
 
 
 def entry_name(entry: TensorEntry) -> str:
@@ -47,10 +47,11 @@ def cell_of(shape: Grid, grid: Grid | None) -> Grid:
 
 
 def inner_of(cell: Grid, itemsize: int) -> Grid:
-    """The chunks of a cell that we write: slices along the outermost axis whose slices are small enough.
+    """The shape of the chunks of a cell that we write.
 
-    A chunk is a run of the cell's bytes in C order. It is the cell itself if that is small, or if the
-    axis has no useful divisor.
+    They are slices along the outermost axis whose slices are small enough, so that a chunk is a run
+    of the cell's bytes in C order. It is the cell itself if that is small, or if the axis has no
+    useful divisor.
     """
     if math.prod(cell) * itemsize <= LARGEST_CHUNK:
         return cell
@@ -142,7 +143,7 @@ class ArrayLayout:
         return self.separator.join(numbers) or "0"
 
     def chunks(self, box: Box) -> Boxes:
-        """The chunks of the cell with this box, in C order, without those beyond the tensor's end."""
+        """The chunks of the cell with this box, in C order, but for those beyond the tensor."""
         boxes = Boxes.of([box])
         if not self.sharded:
             return boxes
@@ -160,7 +161,10 @@ class ArrayLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """Boxes in the grids of their tensors, as columns of shape (n, width). An object's box is its own cell."""
+    """Boxes in the grids of their tensors, as columns of shape (n, width).
+
+    An object's box is its own cell.
+    """
 
     grid: Int64
     shape: Int64
