@@ -31,7 +31,7 @@ from megackpt.backends.torch_dist.distcp_writer import (
     Records,
     file_name as default_file_name,
 )
-from megackpt.backends.torch_dist.object_names import LISTED_COMMON
+from megackpt.backends.torch_dist.metadata_reader import LISTED_COMMON
 from megackpt.checkpoint import (
     INDEX,
     Transaction,

@@ -27,8 +27,12 @@ from megackpt import serialization
 from megackpt.backends.base import Finished, config_file
 from megackpt.backends.torch_dist import METADATA, TorchDist
 from megackpt.backends.torch_dist.metadata_pickle import Record
-from megackpt.backends.torch_dist.metadata_reader import ListedItem, Listing
-from megackpt.backends.torch_dist.object_names import LISTED_COMMON, objects_named
+from megackpt.backends.torch_dist.metadata_reader import (
+    LISTED_COMMON,
+    ListedItem,
+    Listing,
+    objects_named,
+)
 from megackpt.checkpoint import decode_index, encode_index
 from megackpt.dcp.item_writer import StoredItem
 from megackpt.errors import (

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megackpt import serialization
 from megackpt.backends.torch_dist import TorchDist
-from megackpt.backends.torch_dist.object_names import parse_name
+from megackpt.backends.torch_dist.metadata_reader import parse_name
 from megackpt.backends.torch_dist.record_frame import frame, frame_lengths
 from megackpt.errors import (
     BackendError,

@@ -8,7 +8,7 @@
 ``torch.distributed.checkpoint.load``, ``dcp_to_torch_save`` and megatron-core 0.16 read what it writes.
 It reads its own checkpoints, stock DCP's, and all of Megatron's: those with flattened optimizer state
 (up to 0.15, flattened.py), and those with the common state among the objects (since 0.19,
-object_names.py).
+metadata_reader.py).
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from megackpt.backends.torch_dist.metadata_reader import (
     Listing,
     RecordPlace,
     check_files,
+    objects_named,
     read_listing,
 )
-from megackpt.backends.torch_dist.object_names import objects_named
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (

@@ -1,12 +1,16 @@
-"""The items that ``.metadata`` lists, under torch DCP's flat names. Every number is checked, no code runs."""
+"""The items that ``.metadata`` lists, under torch DCP's flat names. Every number is checked, no code runs.
+
+Objects have Megatron-Core's names: ``key/shard_0.1_4.2`` is shard (0, 1) of an object of shape (4, 2).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megackpt import limits
+from megackpt.backends.object_files import Dims, parse_offset
 from megackpt.backends.torch_dist.metadata_pickle import Record, Size, read_metadata
 from megackpt.errors import (
     BackendError,
@@ -16,9 +20,21 @@ from megackpt.errors import (
     join_truncated,
 )
 from megackpt.planning.box import Box
-from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorMeta
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    ITEMSIZE,
+    OBJECT,
+    TensorEntry,
+    TensorMeta,
+    unique_key,
+)
 from megackpt.storage import Storage
 
+LISTED_COMMON = unique_key(COMMON_KEY, (0,), (1,))
+"""The item in which Megatron-Core from 0.19 on keeps the common state, as ``[dict]``. It writes no common.pt."""
+_UNKNOWN = -1  # an extent that the name leaves out
+
+Name = tuple[str, Dims, Dims]
 _TOO_LARGE = 1 << 63
 
 
@@ -134,6 +150,37 @@ def check_files(root: Storage, items: Sequence[ListedItem]) -> None:
             )
     if problems:
         raise CorruptCheckpoint(f"{root.location}: {join_truncated(problems)}")
+
+
+def parse_name(name: str) -> Name:
+    """Key, offset and global shape of an object. Old releases leave out the last extent: it is then -1."""
+    if name == LISTED_COMMON:
+        return COMMON_KEY, (), ()
+    key, slash, last = name.rpartition("/")
+    found = parse_offset(last)
+    if not slash or found is None or key == COMMON_KEY:
+        return name, (), ()
+    offset, shape = found
+    if not offset or len(offset) - len(shape) not in (0, 1):
+        return name, (), ()
+    return key, offset, (*shape, _UNKNOWN)[: len(offset)]
+
+
+def objects_named(names: Iterable[str]) -> dict[str, tuple[TensorEntry, Box]]:
+    """For each name the object, and which box of it this is. An unknown extent is what the names reach to."""
+    parsed = {name: parse_name(name) for name in names}
+    reach: dict[str, int] = {}
+    for key, offset, shape in parsed.values():
+        if _UNKNOWN in shape:
+            reach[key] = max(reach.get(key, 0), offset[-1] + 1)
+    found = {}
+    for name, (key, offset, shape) in parsed.items():
+        whole = (*shape[:-1], reach[key]) if _UNKNOWN in shape else shape
+        found[name] = (
+            TensorEntry(key, TensorMeta(whole, OBJECT)),
+            Box(offset, (1,) * len(shape)),
+        )
+    return found
 
 
 def _places(stored: Any) -> Iterator[tuple[tuple[str, Any], RecordPlace]]:
