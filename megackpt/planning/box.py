@@ -118,10 +118,6 @@ class Boxes:
     shape: Int64
 
     @classmethod
-    def empty(cls, width: int = 0) -> Boxes:
-        return cls(np.zeros((0, width), np.int64), np.ones((0, width), np.int64))
-
-    @classmethod
     def of(cls, boxes: Iterable[Box], width: int = 0) -> Boxes:
         rows = list(boxes)
         width = max([width, *(len(b.shape) for b in rows)])
@@ -234,21 +230,32 @@ def group_equal(owner: NDArray[Any], boxes: Boxes) -> Groups:
     Sorts one 63-bit key a row instead of all its columns: the owner's number, then a hash of the
     box. If different boxes have equal keys, which is unlikely, the columns are sorted instead.
     """
-    if not len(owner):
-        return Groups(np.zeros(0, np.int64), np.zeros(1, np.int64))
-    key = _sorting_key(owner, boxes)
+    columns = [owner, *boxes.offset.T, *boxes.shape.T]
+    key = _sorting_key(owner, columns[1:])
     order = np.argsort(key)
-    key = key[order]
-    fresh = np.concatenate([[True], key[1:] != key[:-1]])
+    bounds = runs(key[order])
+    number = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     # The fast sort is not stable: sorted once more by (group, row).
-    order = np.sort((np.cumsum(fresh) << 32) | order) & 0xFFFFFFFF
-    changed = _differs_from_previous(boxes, order)
-    if (changed & ~fresh).any():
-        order = np.lexsort([*boxes.shape.T[::-1], *boxes.offset.T[::-1], owner])
-        changed = _differs_from_previous(boxes, order)
-        fresh = np.concatenate([[True], np.diff(owner[order]) != 0]) | changed
-    bounds = np.append(np.flatnonzero(fresh), len(order))
-    return Groups(order.astype(np.int64), bounds.astype(np.int64))
+    order = np.sort((number << 32) | order) & 0xFFFFFFFF
+    first = order[bounds[:-1]][number]
+    if any((column[order] != column[first]).any() for column in columns):
+        rows = np.stack(columns, axis=1)
+        key = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+        order = np.argsort(key, kind="stable")
+        bounds = runs(key[order])
+    return Groups(order, bounds)
+
+
+def _sorting_key(owner: NDArray[Any], columns: Sequence[Int64]) -> Int64:
+    bits = max(1, int(owner.max(initial=0)).bit_length())
+    mixed = np.zeros(len(owner), np.uint64)
+    weight = 0x9E3779B97F4A7C15
+    for column in columns:
+        mixed += column.astype(np.uint64) * np.uint64(weight)
+        # Odd, and independent enough: the sums' high bits are used.
+        weight = weight * 0xD1342543DE82EF95 % 2**64
+    high = owner.astype(np.uint64) << np.uint64(63 - bits)
+    return (high | (mixed >> np.uint64(1 + bits))).astype(np.int64)
 
 
 def cut(boxes: Boxes, pieces: Int64, origin: Int64) -> tuple[Int64, Boxes]:
@@ -271,26 +278,6 @@ def cut(boxes: Boxes, pieces: Int64, origin: Int64) -> tuple[Int64, Boxes]:
         offset[:, axis] += np.maximum(start, 0)
         shape[:, axis] = stop - np.maximum(start, 0)
     return row, Boxes(offset, shape)
-
-
-def _sorting_key(owner: NDArray[Any], boxes: Boxes) -> Int64:
-    bits = max(1, int(owner.max()).bit_length())
-    mixed = np.zeros(len(owner), np.uint64)
-    weight = 0x9E3779B97F4A7C15
-    for column in (*boxes.offset.T, *boxes.shape.T):
-        mixed += column.astype(np.uint64) * np.uint64(weight)
-        # Odd, and independent enough: the sums' high bits are used.
-        weight = weight * 0xD1342543DE82EF95 % 2**64
-    high = owner.astype(np.uint64) << np.uint64(63 - bits)
-    return (high | (mixed >> np.uint64(1 + bits))).astype(np.int64)
-
-
-def _differs_from_previous(boxes: Boxes, order: Int64) -> NDArray[np.bool_]:
-    changed = np.zeros(len(order), np.bool_)
-    for column in (*boxes.offset.T, *boxes.shape.T):
-        values = column[order]
-        changed[1:] |= values[1:] != values[:-1]
-    return changed
 
 
 def largest_divisor(number: int, limit: int) -> int:

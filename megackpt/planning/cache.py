@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -12,12 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from megackpt.planning.manifest import (
-    Declarations,
-    Manifest,
-    SavePlan,
-    TensorMeta,
-)
+from megackpt.planning.manifest import Declarations, Manifest, SavePlan
 
 
 def fingerprint(declared: Declarations, extra: str = "") -> int:
@@ -26,23 +22,10 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
     ``extra`` is what the declarations lack: the strategy, its policy, and the number of ranks,
     but not the directory. The same in every process and on every machine.
     """
-    keys, metas = zip(*declared.tensors, strict=True) if declared.tensors else ((), ())
-    first: dict[TensorMeta, int] = {}  # of tensors of one shape and dtype
-    alike = list(map(first.setdefault, metas, range(len(metas))))
-    hasher = sha1(usedforsecurity=False)  # fast; not meant to resist tampering
-    # Texts are joined with their lengths: different declarations give different bytes.
-    for text in (
-        extra,
-        "".join(keys),
-        repr([tuple(meta) for meta in first]),
-        repr(declared.replica_ids),
-        repr(declared.domains),
-    ):
-        data = text.encode("utf-8", "surrogatepass")
-        hasher.update(len(data).to_bytes(8, "little") + data)
+    table = extra, declared.tensors, declared.replica_ids, declared.domains
+    text = json.dumps(table, ensure_ascii=False)
+    hasher = sha1(text.encode("utf-8", "surrogatepass"), usedforsecurity=False)
     for column in (
-        np.fromiter(map(len, keys), np.int64, len(keys)),
-        np.array(alike, np.int64),
         declared.tensor,
         declared.boxes.offset,
         declared.boxes.shape,

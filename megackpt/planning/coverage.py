@@ -11,30 +11,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from megackpt.errors import CoverageError
-from megackpt.planning.box import Groups, Int64, runs
+from megackpt.planning.box import Int64, runs
 from megackpt.planning.coverage_report import explain, join_problems
 from megackpt.planning.manifest import Declarations, TensorEntry
 from megackpt.planning.tiling import tile_exactly
 
 
-def uncovered(
-    declared: Declarations, shards: Groups | None = None, thorough: bool = True
-) -> dict[str, str]:
+def uncovered(declared: Declarations, thorough: bool = True) -> dict[str, str]:
     """All reasons why the declarations of all ranks do not tile exactly; empty if they do.
 
     A text a key: different shapes, dtypes or kinds, boxes out of bounds, holes, overlaps,
     and boxes with no or several main replicas. A box without elements may have any number of
     main replicas, but each key needs one. If not ``thorough``, only what no save may ignore:
     keys that would be lost or are ambiguous, and shards to write outside of their tensors.
-    ``shards`` is ``declared.shards()``, if known.
     """
-    tensors = declared.tensors
-    shards = declared.shards() if shards is None else shards
+    tensors, shards = declared.tensors, declared.shards
     tensor = declared.tensor[shards.first]
     shapes = shapes_table(tensors, declared.boxes.width)
     whole = shapes[tensor]
     boxes = declared.boxes.take(shards.first).widened(whole.shape[1])
-    volume, mains = boxes.volume, declared.count_mains(shards)
+    volume, mains = boxes.volume, declared.mains
     outside = np.zeros(len(boxes), np.bool_)
     for axis in range(boxes.width):  # long columns are faster than many short rows
         offset, shape = boxes.offset[:, axis], boxes.shape[:, axis]
@@ -67,11 +63,9 @@ def uncovered(
     return explain(declared, numbers)
 
 
-def check(
-    declared: Declarations, shards: Groups | None = None, thorough: bool = True
-) -> None:
+def check(declared: Declarations, thorough: bool = True) -> None:
     """Raise CoverageError for all that ``uncovered`` finds."""
-    problems = uncovered(declared, shards, thorough)
+    problems = uncovered(declared, thorough)
     if problems:
         raise CoverageError(join_problems(problems))
 

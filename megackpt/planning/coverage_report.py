@@ -84,8 +84,7 @@ def _explain_tensor(declared: Declarations, number: int) -> str:
     key, meta = declared.tensors[number]
     mine = declared.take(np.flatnonzero(declared.tensor == number))
     regions = list(islice(miscounted(mine.boxes.take(mine.main), meta.shape), 64))
-    shards = mine.shards()
-    mains = mine.count_mains(shards)
+    shards, mains = mine.shards, mine.mains
     ndim = len(meta.shape)
     boxes = mine.boxes.take(shards.first).widened(ndim)
     boxes = Boxes(boxes.offset[:, :ndim], boxes.shape[:, :ndim])

@@ -10,27 +10,22 @@ from itertools import pairwise
 
 import numpy as np
 
-from megackpt.planning.box import Groups, Int64, runs
+from megackpt.planning.box import Int64, runs
 from megackpt.planning.manifest import Bool, Declarations, Int32
 
 _MANY = 16  # shards assigned in one turn from which on a turn is faster than a loop
 
 
-def assign(
-    declared: Declarations,
-    balance: bool = True,
-    shards: Groups | None = None,
-) -> Int64:
+def assign(declared: Declarations, balance: bool = True) -> Int64:
     """The rows of ``declared`` that write: one for each shard with a main replica, ascending.
 
     A tensor's candidates are the ranks that hold the shard in the domain of its main replica. An
     object is written by its main replica, as its copies often differ (the state of a random
-    number generator). Without ``balance`` main replicas write
-    everything. Of several main replicas (which coverage refuses) the first one counts. The
-    result depends on the declarations only. Objects weigh their nominal ``nbytes``. ``shards``
-    is ``declared.shards()``, if known.
+    number generator). Without ``balance`` main replicas write everything. Of several main
+    replicas (which coverage refuses) the first one counts. The result depends on the
+    declarations only. Objects weigh their nominal ``nbytes``.
     """
-    shards = declared.shards() if shards is None else shards
+    shards = declared.shards
     rows, shard = shards.order, shards.number
     main = declared.main[rows]
     first = np.flatnonzero(main)
@@ -55,7 +50,7 @@ def _candidates(
     rank = declared.rank[rows]
     domains = np.array(declared.domains, np.int64)
     # Declarations of a single rank have one domain, whatever the rank's number.
-    domain = domains[rank] if len(domains) > 1 else np.zeros(len(rank), np.int64)
+    domain = domains[np.minimum(rank, len(domains) - 1)]
     wanted = np.full(int(shard.max(initial=-1)) + 1, -1, np.int64)
     wanted[shard[first]] = domain[first]
     fits = domain == wanted[shard]

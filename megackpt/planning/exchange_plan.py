@@ -74,30 +74,35 @@ def plan_exchange(
     )
     local = target - starts[rank]
     is_read = source == np.arange(len(source))
-    read, received = np.flatnonzero(is_read), np.flatnonzero(~is_read)
+    received = np.flatnonzero(~is_read)
     sent = source[received]  # row by row: ``received`` gets what ``sent`` reads
+    read_by = _by_rank(np.flatnonzero(is_read), rank, len(parts))
+    places = np.arange(len(received))
+    sent_by = _by_rank(places, rank[sent], len(parts))
+    received_by = _by_rank(places, rank[received], len(parts))
+
+    def transfers(own: Int64, peers: Int64) -> Transfers:
+        return Transfers(rank[peers], boxes.take(own), local[own], local[peers])
+
     plans = []
-    for reads, sends, receives in zip(
-        _by_rank(rank[read], len(parts)),
-        _by_rank(rank[sent], len(parts)),
-        _by_rank(rank[received], len(parts)),
-        strict=True,
-    ):
-        mine = read[reads]
-        given, taker = sent[sends], received[sends]
-        outgoing = Transfers(rank[taker], boxes.take(given), local[given], local[taker])
-        got, giver = received[receives], sent[receives]
-        incoming = Transfers(rank[giver], boxes.take(got), local[got], local[giver])
+    for mine, sends, receives in zip(read_by, sent_by, received_by, strict=True):
         plans.append(
-            ExchangePlan(chunk[mine], boxes.take(mine), local[mine], outgoing, incoming)
+            ExchangePlan(
+                chunk[mine],
+                boxes.take(mine),
+                local[mine],
+                transfers(sent[sends], received[sends]),
+                transfers(received[receives], sent[receives]),
+            )
         )
     return plans
 
 
-def _by_rank(rank: Int64, ranks: int) -> list[Int64]:
-    """For each rank its positions in the column, ascending."""
-    order = np.argsort(rank, kind="stable")
-    return np.split(order, np.searchsorted(rank[order], np.arange(1, ranks)))
+def _by_rank(rows: Int64, rank: Int64, ranks: int) -> list[Int64]:
+    """For each rank its ``rows``, in their order."""
+    order = np.argsort(rank[rows], kind="stable")
+    bounds = np.searchsorted(rank[rows][order], np.arange(1, ranks))
+    return np.split(rows[order], bounds)
 
 
 def _owners(plan: LoadPlan, wanted: Declarations, holder: Int64, alone: Int64) -> Int64:

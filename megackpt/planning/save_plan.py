@@ -85,12 +85,11 @@ def plan_save(
     """
     policy = SavePolicy() if policy is None else policy
     declared = Declarations.merge(parts).numbered()
-    shards = declared.shards()
     tensors = declared.tensors
     refuse_unstorable(tensors)
-    check(declared, shards, thorough=validate)
+    check(declared, thorough=validate)
     itemsize = np.array([entry.meta.itemsize for entry in tensors], np.int64)
-    row = _without_empty(declared, assign(declared, policy.balance, shards))
+    row = _without_empty(declared, assign(declared, policy.balance))
     boxes = declared.boxes.take(row)
     grids: list[Grid] = [None] * len(tensors)
     if policy.gridded:
@@ -139,15 +138,13 @@ def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:
 
 def _without_empty(declared: Declarations, rows: Int64) -> Int64:
     """The rows without empty shards, except one of each tensor that has no elements."""
-    empty = np.flatnonzero(declared.boxes.volume[rows] == 0)
-    if not len(empty):
+    keep = declared.boxes.volume[rows] > 0
+    if keep.all():
         return rows
-    tensor = declared.tensor[rows[empty]]
-    hollow = np.array([0 in declared.tensors[n].meta.shape for n in tensor], np.bool_)
-    kept = np.zeros(len(empty), np.bool_)
-    kept[np.unique(tensor, return_index=True)[1]] = True
-    keep = np.ones(len(rows), np.bool_)
-    keep[empty] = hollow & kept
+    empty = np.flatnonzero(~keep)
+    numbers, first = np.unique(declared.tensor[rows[empty]], return_index=True)
+    for number, place in zip(numbers.tolist(), empty[first].tolist(), strict=True):
+        keep[place] = 0 in declared.tensors[number].meta.shape
     return rows[keep]
 
 

@@ -79,7 +79,7 @@ def test_columns_pad_missing_axes_without_changing_volumes() -> None:
 def test_joining_columns_of_several_widths() -> None:
     parts = [
         Boxes.of([Box((2,), (3,))]),
-        Boxes.empty(),
+        Boxes.of([]),
         Boxes.of([Box((1, 1), (2, 2))]),
         Boxes.of([Box((), ())]),
     ]

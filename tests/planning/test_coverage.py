@@ -185,7 +185,9 @@ def test_slabs_and_sweeps_agree_on_many_irregular_shards() -> None:
 def test_no_tensor_is_judged_without_boxes() -> None:
     assert (
         len(
-            tile_exactly(Boxes.empty(2), runs(np.array([])), np.zeros((0, 2), np.int64))
+            tile_exactly(
+                Boxes.of([], 2), runs(np.array([])), np.zeros((0, 2), np.int64)
+            )
         )
         == 0
     )

@@ -98,7 +98,7 @@ def test_a_plan_arrives_as_it_was_sent(
 
 def test_shards_are_the_distinct_boxes() -> None:
     merged = Declarations.merge([Declarations.of(rows) for rows in RANKS])
-    shards = merged.shards()
+    shards = merged.shards
     assert sorted(shards.rows(g).tolist() for g in range(len(shards))) == [
         [0],
         [1, 2],

@@ -82,13 +82,13 @@ def manifest_data(manifest: Manifest) -> Data:
 
 def declarations_data(declared: Declarations, balance: bool) -> Data:
     """Of a save to come: for each distinct box its ranks, and the one that will write it."""
-    shards = declared.shards()
+    shards = declared.shards
     shard_of = np.empty(len(declared), np.int64)
     shard_of[shards.order] = shards.number
-    writing = assign(declared, balance, shards)
+    writing = assign(declared, balance)
     writer = np.full(len(shards), -1, np.int64)
     writer[shard_of[writing]] = declared.rank[writing]
-    texts = uncovered(declared, shards)
+    texts = uncovered(declared)
     problems = {}
     for number, entry in enumerate(declared.tensors):
         if entry.key in texts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class Declaration:
         return is_main_replica(self.replica_id)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Declarations:
     """The shards of one rank or, after ``merge``, of all ranks in rank order.
 
@@ -63,19 +64,21 @@ class Declarations:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    @property
+    @cached_property
     def main(self) -> Bool:
         table = np.array([is_main_replica(r) for r in self.replica_ids], dtype=np.bool_)
-        return table[self.replica] if len(table) else np.zeros(0, np.bool_)
+        return table[self.replica]
 
+    @cached_property
     def shards(self) -> Groups:
         """The distinct shards: groups of rows with one box of one tensor, in tensors' order."""
         return group_equal(self.tensor, self.boxes)
 
-    def count_mains(self, shards: Groups) -> Int64:
+    @property
+    def mains(self) -> Int64:
         """The number of main replicas of each of ``shards``."""
-        main = self.main[shards.order].astype(np.int64)
-        return np.add.reduceat(main, shards.bounds[:-1])
+        main = self.main[self.shards.order].astype(np.int64)
+        return np.add.reduceat(main, self.shards.bounds[:-1])
 
     def numbered(self) -> Declarations:
         """All ranks' declarations, with a main replica for shards of unnumbered replicas only.
@@ -85,7 +88,7 @@ class Declarations:
         table = np.array([is_unnumbered(r) for r in self.replica_ids], dtype=np.bool_)
         if not table.any() or not len(self):
             return self
-        shards = self.shards()
+        shards = self.shards
         has_main = np.logical_or.reduceat(self.main[shards.order], shards.bounds[:-1])
         open_rows = table[self.replica[shards.order]] & ~has_main[shards.number]
         # Rows of a shard ascend, and ranks with them: the first one is the lowest rank's.
@@ -150,22 +153,12 @@ class Declarations:
         boxes: Boxes,
         nbytes: Int64,
         rank: Int32 | None = None,
-        domains: tuple[int, ...] = (0,),
     ) -> Declarations:
         """Each of these boxes declared once, by a main replica; without ``rank``, by rank 0."""
         zero = np.zeros(len(boxes), np.int32)
         rank = zero if rank is None else rank
-        return cls(
-            tensors,
-            tensor,
-            boxes,
-            (0,),
-            zero,
-            zero.astype(np.bool_),
-            nbytes,
-            rank,
-            domains,
-        )
+        is_flexible = zero.astype(np.bool_)
+        return cls(tensors, tensor, boxes, (0,), zero, is_flexible, nbytes, rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled with a packed table: the coordinator receives one from every rank."""
