@@ -153,6 +153,12 @@ class Boxes:
     def __len__(self) -> int:
         return len(self.offset)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as 4-byte numbers where these are enough: most of a rank's message is boxes."""
+        both = np.stack([self.offset, self.shape])
+        small = both.astype(np.int32)
+        return _received, (small if (small == both).all() else both,)
+
     @property
     def width(self) -> int:
         return int(self.offset.shape[1])
@@ -190,6 +196,11 @@ class Boxes:
         return Box(
             tuple(self.offset[i, :ndim].tolist()), tuple(self.shape[i, :ndim].tolist())
         )
+
+
+def _received(both: NDArray[Any]) -> Boxes:
+    offset, shape = both.astype(np.int64)
+    return Boxes(offset, shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
