@@ -38,7 +38,8 @@ def walk(
 
     With ``empties``, an empty container below the root counts as a leaf. ``above``: the path of
     ``tree`` itself.
-    Raises ShardingError for more than ``limits.STATE_DEPTH`` levels (a container that holds itself).
+    Raises ShardingError for more than ``limits.STATE_DEPTH`` levels: a container that holds
+    itself.
     """
     if not is_branch(tree):
         yield above, tree

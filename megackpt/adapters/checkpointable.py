@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megackpt.errors import ShardingError
+from megackpt.planning.box import Box
 from megackpt.planning.manifest import UNNUMBERED
 from megackpt.state import (
     FactoryMergeFn,
@@ -138,27 +139,26 @@ def _chunks_by_fields(
             f"{key!r}: {len(offsets)} global_offsets, {len(starts)} local_offsets and {len(sizes)} "
             "local_sizes are not one of each for each piece"
         )
-    local, axes = tuple(data.shape), len(shape)
+    whole, local = Box.whole(shape), Box.whole(tuple(data.shape))
     chunks = []
     for offset, start, size in zip(offsets, starts, sizes, strict=True):
         piece = (
             f"the piece of local_sizes {size} at local_offsets {start}, global_offsets "
             f"{offset}"
         )
-        if not len(offset) == len(start) == len(size) == len(local) == axes:
+        if {len(offset), len(start), len(size), data.dim()} != {len(shape)}:
             raise ShardingError(
-                f"{key!r}: {piece} has not the {axes} axes of the global_shape {shape}, or the "
-                f"local tensor of shape {local} has not"
+                f"{key!r}: {piece} has not the {len(shape)} axes of the global_shape {shape}, or "
+                f"the local tensor of shape {local.shape} has not"
             )
-        if not _is_within(start, size, local) or not _is_within(offset, size, shape):
+        there, here = Box(offset, size), Box(start, size)
+        inside = whole.contains(there) and local.contains(here)
+        if not inside or min(size, default=0) < 0:
             raise ShardingError(
-                f"{key!r}: {piece} is not within the local tensor of shape {local} and the "
+                f"{key!r}: {piece} is not within the local tensor of shape {local.shape} and the "
                 f"global_shape {shape}"
             )
-        view = data.detach()
-        for axis, (first, length) in enumerate(zip(start, size, strict=True)):
-            view = view.narrow(axis, first, length)
-        chunks.append(_Chunk(offset, view, True))
+        chunks.append(_Chunk(offset, data.detach()[here.slices()], True))
     return shape, chunks
 
 
@@ -233,17 +233,6 @@ def _chunks_by_methods(key: str, value: Any) -> tuple[Shape, list[_Chunk]]:
 
 def _ints(values: Sequence[Any]) -> Shape:
     return tuple(map(index, values))
-
-
-def _is_within(
-    start: Shape,
-    size: Shape,
-    shape: Shape,
-) -> bool:
-    for first, length, end in zip(start, size, shape, strict=True):
-        if first < 0 or length < 0 or first + length > end:
-            return False
-    return True
 
 
 def _listed(boxes: Any) -> str:

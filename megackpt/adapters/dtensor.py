@@ -224,8 +224,8 @@ def pieces(
         raise ShardingError(
             f"{key!r}: the local tensor of shape {tuple(local.shape)} is not the piece of "
             f"{tuple(tensor.shape)} that {tensor.placements} give the rank at {tuple(place)} of a "
-            f"mesh of {tuple(mesh.shape)}, {expected}: its place is unknown. Distribute it as torch "
-            "does (distribute_tensor), or declare its parts yourself"
+            f"mesh of {tuple(mesh.shape)}, {expected}: its place is unknown. Distribute it as "
+            "torch does (distribute_tensor), or declare its parts yourself"
         )
     if local.is_meta:
         raise ShardingError(

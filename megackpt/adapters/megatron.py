@@ -34,7 +34,7 @@ _OURS: dict[str, Any] = {
 
 
 def from_megatron(leaf: Any) -> Any:
-    """One of Megatron's declarations as ours, of the same data. Other leaves are returned unchanged.
+    """One of Megatron's declarations as ours, of the same data. Other leaves stay as they are.
 
     What a factory builds is converted when it is built. A flattened tensor, as optimizers declare
     up to 0.15, becomes a factory of the boxes that it fills.

@@ -88,8 +88,8 @@ class ParallelLayout:
             )
         if stage % (etp * ep):
             raise ShardingError(
-                f"expert layers cannot cut the {stage} ranks of a stage (tp={tp} x cp={cp} x dp={dp}) "
-                f"into etp={etp} x ep={ep}"
+                f"expert layers cannot cut the {stage} ranks of a stage (tp={tp} x cp={cp} x "
+                f"dp={dp}) into etp={etp} x ep={ep}"
             )
         pp_rank, place = divmod(rank, stage)
         outer, tp_rank = divmod(place, tp)
@@ -217,7 +217,9 @@ def make_sharded_tensor_for_checkpoint(
 def get_extra_state_offsets(
     sharded_offsets: Iterable[RankOffset],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(global shape, offset) of a ShardedObject from (axis, rank, fragments) triples; ((1,), (0,)) for none.
+    """(global shape, offset) of a ShardedObject from (axis, rank, fragments) triples.
+
+    ((1,), (0,)) for none.
 
     Raises ShardingError unless the axes are 0, 1, ... without a gap.
     """

@@ -200,7 +200,7 @@ def declare_state(
     exclude_keys: Iterable[str] = (),
     flat_ranges: Mapping[int, slice] | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """The "state" of an optimizer's state dict, as ``optim_state_to_sharding_state`` declares it."""
+    """The "state" of an optimizer's state dict, declared by ``optim_state_to_sharding_state``."""
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
     declared: dict[int, dict[str, Any]] = {}
     for number, values in state.items():
@@ -312,8 +312,8 @@ def _declare_once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedOb
         for inner in tree.nested_values({0: value}):
             if isinstance(inner, torch.Tensor) and inner.dim():
                 raise ShardingError(
-                    f"{key!r}: state of shape {tuple(inner.shape)} is neither one number nor of its "
-                    f"parameter's shape {param.local_shape}, and the parameter is a part of "
+                    f"{key!r}: state of shape {tuple(inner.shape)} is neither one number nor of "
+                    f"its parameter's shape {param.local_shape}, and the parameter is a part of "
                     f"{param.global_shape[n:]}: nothing says how it is sharded. Name it in "
                     "exclude_keys and declare it yourself as a ShardedTensor"
                 )

@@ -136,7 +136,8 @@ class _Hook(MetaPathFinder, Loader):
         if suffix not in MODULES:
             # Not left to other finders: they would find our files, and import them a second time.
             raise ModuleNotFoundError(
-                f"{fullname} has no counterpart in {PACKAGE}, which is installed in the place of {THEIRS}",
+                f"{fullname} has no counterpart in {PACKAGE}, which is installed in the place "
+                f"of {THEIRS}",
                 name=fullname,
             )
         return ModuleSpec(fullname, self)

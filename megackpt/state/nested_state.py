@@ -185,7 +185,10 @@ def _misplaced(path: Path, leaf: Any) -> str:
     """Why a leaf is not common state; empty if it is."""
     if is_declared(leaf):
         kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
-        return f"{tree.show(path)}: {kind} is not one of the classes of megackpt: import it from there"
+        return (
+            f"{tree.show(path)}: {kind} is not one of the classes of megackpt: import it from "
+            "there"
+        )
     inside = [leaf]
     for value in inside:  # grows: containers of other kinds, at any depth
         if is_distributed(value):
@@ -196,8 +199,8 @@ def _misplaced(path: Path, leaf: Any) -> str:
         if is_declared(value):
             name = getattr(value, "key", "")
             return (
-                f"{tree.show(path)}: a {type(value).__name__} ({name!r}) in a {type(leaf).__name__} is "
-                "lost; only dicts and lists are walked into: make it one of these"
+                f"{tree.show(path)}: a {type(value).__name__} ({name!r}) in a {type(leaf).__name__} "
+                "is lost; only dicts and lists are walked into: make it one of these"
             )
         if isinstance(value, Mapping):
             inside += value.values()

@@ -278,7 +278,7 @@ def _checked(value: Any) -> None:
 
 
 def _where(value: Any, check: Callable[[Any], object]) -> str:
-    """ ", at PATH" of the innermost part of a value for which ``check`` raises; "" for all of it."""
+    """ ", at PATH" of the innermost part of a value for which ``check`` raises; "" if it is all."""
     path: list[Any] = []
     while len(path) < _SHOWN:  # a value may contain itself
         for key, part in _inside(value):

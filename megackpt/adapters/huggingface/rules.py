@@ -197,9 +197,7 @@ class Fuse(Rule):
         for number, part in enumerate(self.parts):
             extent = self.groups * ratio[number] * unit
             inner = as_rule(part).pieces(_replace(shape, self.axis, extent), naming)
-            for in_part, in_whole in _shares(ratio, number, self.groups, unit):
-                share = ratio[number] * unit
-                result += _shift(inner, self.axis, in_part, share, in_whole)
+            result += _move_shares(inner, self.axis, ratio, number, self.groups, unit)
         return result
 
 
@@ -221,10 +219,9 @@ class Part(_OfOne):
         unit = _unit(shape, self.axis, self.groups, self.ratio, share)
         extent = self.groups * sum(self.ratio) * unit
         inner = as_rule(self.whole).pieces(_replace(shape, self.axis, extent), naming)
-        result: list[Piece] = []
-        for in_part, in_whole in _shares(self.ratio, self.number, self.groups, unit):
-            result += _shift(inner, self.axis, in_whole, share * unit, in_part)
-        return result
+        return _move_shares(
+            inner, self.axis, self.ratio, self.number, self.groups, unit, out=True
+        )
 
 
 def as_rule(theirs: Theirs) -> Rule:
@@ -250,34 +247,33 @@ def _unit(
     return shape[axis] // (groups * held)
 
 
-def _shares(
+def _move_shares(
+    pieces: Iterable[Piece],
+    axis: int,
     ratio: tuple[int, ...],
     number: int,
     groups: int,
     unit: int,
-) -> Iterator[tuple[int, int]]:
-    """Where each group's share of a part begins: in the part, and in the whole."""
+    *,
+    out: bool = False,
+) -> list[Piece]:
+    """The pieces of a part, moved to its share of each group in the whole; or ``out`` of there."""
+    moved = []
+    extent = ratio[number] * unit
     for group in range(groups):
-        before = group * sum(ratio) + sum(ratio[:number])
-        yield group * ratio[number] * unit, before * unit
-
-
-def _shift(
-    pieces: Iterable[Piece],
-    axis: int,
-    start: int,
-    extent: int,
-    to: int,
-) -> Iterator[Piece]:
-    """The pieces in ``[start, start + extent)`` along an axis, moved to ``to``."""
-    for piece in pieces:
-        offset = _replace(piece.box.offset, axis, start)
-        window = Box(offset, _replace(piece.box.shape, axis, extent))
-        inside = piece.within(window)
-        if inside is not None:
-            shifted = inside.box.offset[axis] - start + to
-            box = Box(_replace(inside.box.offset, axis, shifted), inside.box.shape)
-            yield replace(inside, box=box, exact=True)
+        start = group * extent
+        to = (group * sum(ratio) + sum(ratio[:number])) * unit
+        if out:
+            start, to = to, start
+        for piece in pieces:
+            offset = _replace(piece.box.offset, axis, start)
+            window = Box(offset, _replace(piece.box.shape, axis, extent))
+            inside = piece.within(window)
+            if inside is not None:
+                shifted = inside.box.offset[axis] - start + to
+                box = Box(_replace(inside.box.offset, axis, shifted), inside.box.shape)
+                moved.append(replace(inside, box=box, exact=True))
+    return moved
 
 
 def _replace(
