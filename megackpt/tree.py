@@ -7,7 +7,7 @@ Megatron-Core's ``dict_utils`` have its semantics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megackpt import limits
@@ -183,6 +183,11 @@ def diff(
     elif _differ(x1, x2):
         mismatch.append((prefix, type(x1), type(x2)))
     return left, right, mismatch
+
+
+def are_alike(values: Sequence[Any]) -> bool:
+    """Whether ``diff`` finds no difference between them."""
+    return not any(any(diff(values[0], other)) for other in values[1:])
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -334,19 +334,19 @@ def sharded_state_dict_default(
     return result
 
 
-def _declarations(sharded_state_dict: Any) -> list[ShardedBase]:
-    """Each ShardedBase in it once, also Megatron's own."""
+def _rename(sharded_state_dict: Any, new_key: Callable[[str], str]) -> None:
+    """Set ``new_key(key)`` as key of each ShardedBase once, also of Megatron's own."""
     found = {}
     for leaf in tree.nested_values(sharded_state_dict):
         if is_declared(leaf, ShardedBase):
-            found[id(leaf)] = leaf
-    return list(found.values())
+            found[id(leaf)] = leaf, new_key(leaf.key)
+    for shard, key in found.values():
+        shard.key = key
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
     """Put ``prefix`` before the key of every ShardedBase, in place. Keys of the dict stay."""
-    for shard in _declarations(sharded_state_dict):
-        shard.key = f"{prefix}{shard.key}"
+    _rename(sharded_state_dict, lambda key: f"{prefix}{key}")
 
 
 def replace_prefix_for_sharding(
@@ -358,20 +358,24 @@ def replace_prefix_for_sharding(
 
     Raises ValueError, before anything is changed, if one has another prefix.
     """
-    shards = _declarations(sharded_state_dict)
-    for shard in shards:
-        if not shard.key.startswith(old_prefix):
-            raise ValueError(f"Expected {shard.key} to begin with prefix {old_prefix}")
-    for shard in shards:
-        shard.key = new_prefix + shard.key.removeprefix(old_prefix)
+
+    def new_key(key: str) -> str:
+        if not key.startswith(old_prefix):
+            raise ValueError(f"Expected {key} to begin with prefix {old_prefix}")
+        return new_prefix + key.removeprefix(old_prefix)
+
+    _rename(sharded_state_dict, new_key)
 
 
 def apply_prefix_mapping(
     sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]
 ) -> None:
     """Replace prefixes of the keys of every ShardedBase, in place: the first that fits, if any."""
-    for shard in _declarations(sharded_state_dict):
+
+    def new_key(key: str) -> str:
         for old, new in prefix_map.items():
-            if shard.key.startswith(old):
-                shard.key = new + shard.key.removeprefix(old)
-                break
+            if key.startswith(old):
+                return new + key.removeprefix(old)
+        return key
+
+    _rename(sharded_state_dict, new_key)

@@ -281,7 +281,7 @@ def _choose(
     is_step: bool,
 ) -> Any:
     """The value of a parameter that was saved as several."""
-    if any(any(tree.diff({0: loaded[0]}, {0: value})) for value in loaded[1:]):
+    if not tree.are_alike(loaded):
         if not is_step:
             raise MismatchError(
                 f"{key!r} has one value here and {len(loaded)} in the checkpoint, which differ: "

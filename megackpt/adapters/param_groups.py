@@ -84,7 +84,7 @@ class GroupsFactory(ShardedTensorFactory):
         # A rank may have no parameter of a group, such as a pipeline stage. Such groups take the
         # free stored ones in order. One free and one unknown group are the same.
         same = len(free) == unknown == 1
-        guessed = unknown > len(free) or not _are_alike(free, stored)
+        guessed = unknown > len(free) or not tree.are_alike([stored[n] for n in free])
         if free and unknown and guessed and not same:
             _logger.warning(
                 "%d groups have no parameter on this rank, so their stored groups are taken in "
@@ -143,8 +143,9 @@ class GroupsFactory(ShardedTensorFactory):
             for param in group["params"]:
                 numbers |= self.numbers.get(param, set())
             found = sorted(numbers.intersection(range(len(stored))))
-        if not _are_alike(found, stored):
-            raise self._mismatch(group, problem, [stored[number] for number in found])
+        candidates = [stored[number] for number in found]
+        if not tree.are_alike(candidates):
+            raise self._mismatch(group, problem, candidates)
         return found
 
     def _mismatch(
@@ -160,11 +161,6 @@ class GroupsFactory(ShardedTensorFactory):
             "with the groups that it was saved with, load, and change them afterwards; groups "
             "that have a 'name' are matched by it"
         )
-
-
-def _are_alike(numbers: Sequence[int], stored: Sequence[Group]) -> bool:
-    groups = [stored[number] for number in numbers]
-    return not any(any(tree.diff(groups[0], other)) for other in groups[1:])
 
 
 def _identifying_keys(*lists: Sequence[Group]) -> list[str]:
