@@ -483,6 +483,6 @@ def test_names_that_come_to_one_key_are_refused(tmp_path: Path) -> None:
     for one, other in (("x", "y"), (torch.zeros(2), torch.ones(2))):
         for state in ({"a": {"b": one}, "a.b": other}, {1: one, "1": other}):
             with pytest.raises(
-                megackpt.CoverageError, match="declares the same box more than once"
+                megackpt.CoverageError, match="declared it more than once"
             ):
                 megackpt.save(sharded(state, replicated="all"), tmp_path / "a")
