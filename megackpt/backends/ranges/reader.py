@@ -77,14 +77,21 @@ class Job:
                         f"{name} should end at byte {start + length}, "
                         f"but the file has {reader.size}"
                     )
-                refuse_sparse(reader, start, length, name)
-                data = memoryview(allocate(length, name))
-                reader.read_into(start, [data])
-                if self.checked:
-                    for block in range(-(-length // DIGEST_BLOCK)):
-                        part = data[block * DIGEST_BLOCK :][:DIGEST_BLOCK]
-                        self.check(row, block, digest(part))
-                self.into.blob(int(self.plan.target[row]), bytes(data))
+                blob = partial(self._read_blob, reader, row, start, length)
+                self.into.blob(int(self.plan.target[row]), read_again(reader, blob))
+
+    def _read_blob(
+        self, reader: FileReader, row: int, start: int, length: int
+    ) -> bytes:
+        name = f"{self.root.location}: {name_of(self.plan, row)}"
+        refuse_sparse(reader, start, length, name)
+        data = memoryview(allocate(length, name))
+        reader.read_into(start, [data])
+        if self.checked:
+            for block in range(-(-length // DIGEST_BLOCK)):
+                part = data[block * DIGEST_BLOCK :][:DIGEST_BLOCK]
+                self.check(row, block, digest(part))
+        return bytes(data)
 
     def read_pieces(self, pieces: Pieces, groups: list[slice]) -> None:
         """Read consecutive pieces, group by group."""
