@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,15 @@ def test_the_command_line(
         assert main(command) == 0, command
         told[" ".join(command)] = capsys.readouterr().out
     listed = told[f"ls {bucket.url}/run"]
-    assert "3 checkpoints, 2 complete" in listed
+    complete = re.findall(
+        r"^iter_(\d+) +megatron +\d+ +(yes|no) ", listed, re.MULTILINE
+    )
+    assert complete == [("100", "yes"), ("200", "yes"), ("300", "no")]
     assert "iter_200 is newer, and complete" in listed
     assert "is running, or died before it was complete" in listed
-    assert "is a checkpoint: torch_dist 1" in told[f"ls {url}"]
+    assert re.search(r"^\. .* yes +torch_dist +1 ", told[f"ls {url}"], re.MULTILINE)
     assert "megackpt-" not in told[f"ls {url}"]
-    assert "the same" in told[f"diff {url} {other}"]
+    assert "same: yes" in told[f"diff {url} {other}"]
     assert (
         main(["ls", f"{bucket.url}/nothing"])
         == main(["show", f"{bucket.url}/nothing"])

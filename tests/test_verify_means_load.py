@@ -204,7 +204,9 @@ def test_a_refusal_is_no_damage(
             == 6
         )
         assert main(["ls", str(run)]) == 0
-    assert "could not be read" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"unread: {report.unread[0]}" in printed
+    assert "problems:" not in printed
     # Nothing of it is remembered as damage: it is the newest again, and it counts among those that stay.
     assert manager.latest(verify=True).step == 2
     assert manager.restore(state()).step == 2
