@@ -22,7 +22,7 @@ from megackpt.distributed.failures import (
     of_single_process,
     parted,
 )
-from megackpt.distributed.streams import Stream, Swap, hand_over, within
+from megackpt.distributed.streams import Stream, copy
 from megackpt.errors import CheckpointingException, RankLost
 
 T = TypeVar("T")
@@ -160,7 +160,9 @@ class SingleGroup(Group):
         self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
     ) -> None:
         with _own_errors(stage):
-            Attempt(None, _exchanged(self, *streams(), lambda *_: within)).get()
+            outgoing, incoming = streams()
+            _copy_own(outgoing, incoming, 0)
+            Attempt(None, _first_error(outgoing, incoming)).get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +198,10 @@ class RankGroup(Group):
         """The coordinator's message; only the coordinator passes one."""
 
     @abstractmethod
-    def _swap(
-        self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
-    ) -> Callable[[], None]:
-        """Start to send bytes to one rank and to receive some from another; the result waits for both.
-
-        Messages between two ranks arrive in the order of their calls. Empty ones are not sent.
-        """
+    def _transfer(
+        self, stage: str, to: int, outgoing: Stream, source: int, incoming: Stream
+    ) -> None:
+        """Send a stream to one rank, and receive one from another. Empty ones are not sent."""
 
     @abstractmethod
     def _leave(self, reason: BaseException) -> None:
@@ -270,15 +269,19 @@ class RankGroup(Group):
     def exchange(
         self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
     ) -> None:
-        def swap(to: int, source: int) -> Swap:
-            if to == self.rank:
-                return within
-            return lambda out, into: self._swap(stage, to, out, source, into)
-
-        with self._step(stage):  # an error leaves, as where a window has no memory
+        nothing = Stream(0, ())
+        with self._step(stage):  # an error leaves, as where there is no memory
             outgoing, incoming = streams()
             self._introduce(stage, outgoing)
-            error = _exchanged(self, outgoing, incoming, swap)
+            _copy_own(outgoing, incoming, self.rank)
+            # In turn d, ranks send to the rank d above and receive from the one d below.
+            for distance in range(1, self.size):
+                to = (self.rank + distance) % self.size
+                source = (self.rank - distance) % self.size
+                if to in outgoing or source in incoming:
+                    out, into = outgoing.get(to, nothing), incoming.get(source, nothing)
+                    self._transfer(stage, to, out, source, into)
+        error = _first_error(outgoing, incoming)
         self.reduce_broadcast(stage, Attempt(None, error).get, len)
 
     @contextmanager
@@ -378,29 +381,16 @@ class RankGroup(Group):
         raise value.error from own
 
 
-def _exchanged(
-    group: Group,
-    outgoing: Mapping[int, Stream],
-    incoming: Mapping[int, Stream],
-    swap: Callable[[int, int], Swap],
-) -> BaseException | None:
-    """In turn d, ranks send to the rank d above and receive from the one d below, so none waits in a ring.
+def _copy_own(outgoing: Streams, incoming: Streams, rank: int) -> None:
+    if rank in outgoing:
+        copy(outgoing[rank].pieces(), incoming[rank].pieces())
 
-    Returns the first error of a stream.
-    """
-    given = {(rank - group.rank) % group.size for rank in outgoing}
-    taken = {(group.rank - rank) % group.size for rank in incoming}
-    for distance in sorted(given | taken):
-        to, source = (
-            (group.rank + distance) % group.size,
-            (group.rank - distance) % group.size,
-        )
-        nothing = Stream(0, ())
-        hand_over(
-            outgoing.get(to, nothing), incoming.get(source, nothing), swap(to, source)
-        )
-    errors = (stream.error for stream in (*outgoing.values(), *incoming.values()))
-    return next((error for error in errors if error is not None), None)
+
+def _first_error(outgoing: Streams, incoming: Streams) -> BaseException | None:
+    for stream in (*outgoing.values(), *incoming.values()):
+        if stream.error is not None:
+            return stream.error
+    return None
 
 
 def _pack(value: object) -> bytes:

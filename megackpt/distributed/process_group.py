@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -25,7 +25,6 @@ from megackpt.distributed.group import (
     Packed,
     RankGroup,
     SingleGroup,
-    Streams,
 )
 from megackpt.distributed.messages import (
     GAVE_UP,
@@ -36,6 +35,7 @@ from megackpt.distributed.messages import (
     split,
 )
 from megackpt.distributed.rendezvous import Address, JobStore
+from megackpt.distributed.streams import Stream
 from megackpt.distributed.tree import Tree
 from megackpt.errors import CheckpointingException, RankLost, name_ranks
 
@@ -212,11 +212,12 @@ class ProcessGroup(RankGroup):
         super().__exit__(kind, error, _)
 
     def run(self, work: Coroutine[Any, Any, T], stage: str = "") -> T:
-        return self._result(self._tree.start(work), stage)
+        limit = 2 * self._timeout + _MARGIN
+        return self._result(self._tree.start(work), stage, limit)
 
-    def _result(self, future: Future[T], stage: str) -> T:
+    def _result(self, future: Future[T], stage: str, seconds: float | None) -> T:
         try:
-            return future.result(2 * self._timeout + _MARGIN)
+            return future.result(seconds)
         except CallFailed as failed:
             raise self.lost(stage, failed.verdict) from None
         except BaseException:
@@ -285,14 +286,6 @@ class ProcessGroup(RankGroup):
     def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
         return self.run(self._tree.broadcast(self._now, packed), stage)
 
-    def exchange(
-        self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
-    ) -> None:
-        try:
-            super().exchange(stage, streams)
-        finally:
-            self._tree.start(self._tree.end_swaps())
-
     def _introduce(self, stage: str, targets: Iterable[int]) -> None:
         """Rank 0 tells each rank the addresses of those to which it sends."""
 
@@ -305,13 +298,12 @@ class ProcessGroup(RankGroup):
         others = [rank for rank in targets if rank != self.rank]
         self._addresses = self.reduce_scatter(stage, lambda: (own, others), introduce)
 
-    def _swap(
-        self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
-    ) -> Callable[[], None]:
-        where = self._addresses.get(to)
-        swapping = self._tree.swap(self._now, (to, where), leaving, source, coming)
-        future = self._tree.start(swapping)
-        return lambda: self._result(future, stage)
+    def _transfer(
+        self, stage: str, to: int, outgoing: Stream, source: int, incoming: Stream
+    ) -> None:
+        address = self._addresses.get(to)
+        work = self._tree.transfer(self._now, to, address, outgoing, source, incoming)
+        self._result(self._tree.start(work), stage, None)
 
     def _leave(self, reason: BaseException) -> None:
         verdict = Verdict({self.rank: departure(reason)})

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from selectors import PollSelector
 from typing import Any, TypeVar, cast
@@ -45,6 +44,7 @@ from megackpt.distributed.rendezvous import (
     own_address,
     receive,
 )
+from megackpt.distributed.streams import Stream
 
 T = TypeVar("T")
 
@@ -54,21 +54,11 @@ class Tree(Links):
 
     def __init__(self, rank: int, size: int, store: JobStore) -> None:
         super().__init__(rank, size, store, _running_loop())
-        self._outgoing: dict[int, socket.socket] = {}
-        self._incoming: dict[int, socket.socket] = {}
-        self._swapping: asyncio.Future[Any] | None = None
         _trees.add(self)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Called by other threads."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def sockets(self) -> list[socket.socket]:
-        return [
-            *super().sockets(),
-            *self._outgoing.values(),
-            *self._incoming.values(),
-        ]
 
     async def gather(
         self, step: Step, own: Payload, merge: Callable[[list[Payload]], bytes]
@@ -119,30 +109,20 @@ class Tree(Links):
                 async with asyncio.timeout(1.0):
                     await link.send(STATE, call, 0, "", Verdict({}).packed())
 
-    async def swap(
+    async def transfer(
         self,
         step: Step,
-        to: tuple[int, Address | None],
-        leaving: memoryview,
+        to: int,
+        address: Address | None,
+        outgoing: Stream,
         source: int,
-        coming: memoryview,
+        incoming: Stream,
     ) -> None:
-        """Send bytes to one rank and receive bytes from another, after those of the swap before."""
-        before, self._swapping = (
-            self._swapping,
-            asyncio.get_running_loop().create_future(),
+        """Send a stream to one rank, and receive one from another, over connections of their own."""
+        await asyncio.gather(
+            self._guard(step, to, self._give(step, address, outgoing)),
+            self._guard(step, source, self._take(step, source, incoming)),
         )
-        ended = self._swapping
-        try:
-            if before is not None:
-                await before
-            await asyncio.gather(
-                self._guard(step, to[0], self._give(step, to, leaving)),
-                self._guard(step, source, self._take(step, source, coming)),
-            )
-        finally:
-            if not ended.done():
-                ended.set_result(None)
 
     async def address(self) -> Address:
         listener = self._listen()
@@ -150,47 +130,34 @@ class Tree(Links):
             lambda store: own_address(listener.port, listener.token, store)
         )
 
-    async def end_swaps(self) -> None:
-        """Close the connections of an exchange."""
-        for connection in (*self._outgoing.values(), *self._incoming.values()):
-            connection.close()
-        self._outgoing.clear()
-        self._incoming.clear()
-
-    async def _give(
-        self, step: Step, to: tuple[int, Address | None], data: memoryview
-    ) -> None:
-        rank, address = to
-        if not data:
+    async def _give(self, step: Step, address: Address | None, stream: Stream) -> None:
+        if address is None or not stream.nbytes:
             return
-        if rank not in self._outgoing:
-            made = await connect(
-                cast("Address", address), DATA, self.rank, step.call, step.number
-            )
-            for other in self._outgoing.values():
-                other.close()
-            self._outgoing = {rank: made}
-        await asyncio.get_running_loop().sock_sendall(self._outgoing[rank], data)
-        self.counts["bytes"] += len(data)
+        made = await connect(address, DATA, self.rank, step.call, step.number)
+        with closing(made):
+            for piece in stream.pieces():
+                await asyncio.get_running_loop().sock_sendall(made, piece)
+                self.counts["bytes"] += len(piece)
+                step.began = time.monotonic()
 
-    async def _take(self, step: Step, rank: int, into: memoryview) -> None:
-        if not into:
+    async def _take(self, step: Step, rank: int, stream: Stream) -> None:
+        if not stream.nbytes:
             return
-        if rank not in self._incoming:
-            key = rank, DATA, step.call, step.number
-            accepted = await asyncio.shield(self._arrival(key))
-            self._arrivals.pop(key, None)
-            for other in self._incoming.values():
-                other.close()
-            self._incoming = {rank: accepted}
-        await receive(self._incoming[rank], into)
+        key = rank, DATA, step.call, step.number
+        accepted = await asyncio.shield(self._arrival(key))
+        self._arrivals.pop(key, None)
+        with closing(accepted):
+            for room in stream.pieces():
+                await receive(accepted, room)
+                step.began = time.monotonic()
 
     async def _guard(self, step: Step, rank: int, work: Awaitable[None]) -> None:
         """Wait for an exchange of bytes, while the tree shows which ranks are at work."""
         task = asyncio.ensure_future(work)
         neighbours = {*self.children, *([] if self.parent is None else [self.parent])}
         try:
-            await self._watch(step, {task: neighbours}, step.elapsed + step.timeout)
+            # The step begins again with each piece.
+            await self._watch(step, {task: neighbours}, step.timeout)
             task.result()
         except (OSError, EOFError) as error:
             self._report(step.call, Verdict({rank: f"{BROKEN} ({error})"}))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from megackpt import events
-from megackpt.distributed import RankGroup, Streams
+from megackpt.distributed import RankGroup, Stream, Streams
 from megackpt.distributed.failures import departure
+from megackpt.distributed.streams import copy
 from megackpt.distributed.waiting import warn, warn_after
 from megackpt.errors import RankLost, name_ranks
 
@@ -72,17 +73,20 @@ class ThreadedGroup(RankGroup):
         self.log.append("exchange")
         super().exchange(stage, streams)
 
-    def _swap(
-        self, stage: str, to: int, leaving: memoryview, source: int, coming: memoryview
-    ) -> Callable[[], None]:
-        if leaving:
-            self._meeting.send(self.rank, to, bytes(leaving))
+    def _transfer(
+        self, stage: str, to: int, outgoing: Stream, source: int, incoming: Stream
+    ) -> None:
+        for piece in outgoing.pieces():
+            self._meeting.send(self.rank, to, bytes(piece))
+        if incoming.nbytes:
+            arriving = self._arriving(source, stage, incoming.nbytes)
+            copy(arriving, incoming.pieces())
 
-        def wait() -> None:
-            if coming:
-                coming[:] = self._meeting.receive(self.rank, source, stage)
-
-        return wait
+    def _arriving(self, source: int, stage: str, nbytes: int) -> Iterator[memoryview]:
+        while nbytes:
+            data = self._meeting.receive(self.rank, source, stage)
+            nbytes -= len(data)
+            yield memoryview(data)
 
     def _leave(self, reason: BaseException) -> None:
         self._meeting.leave(self.rank, departure(reason))

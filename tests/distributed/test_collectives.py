@@ -11,7 +11,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from megackpt.distributed import Group, SingleGroup, Stream, group_over, streams
+from megackpt.distributed import Group, SingleGroup, Stream, group_over
 from megackpt.distributed.failures import (
     Failure,
     departure,
@@ -171,16 +171,13 @@ def exchanged(group):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_streams_reach_their_ranks_through_windows(size, monkeypatch):
-    monkeypatch.setattr(streams, "WINDOW", 64)
+def test_streams_reach_their_ranks(size):
     assert ThreadedGroup.run(size, exchanged) == [True] * size
     assert exchanged(SingleGroup())
 
 
 @pytest.mark.parametrize("end", ["out", "in"])
-def test_an_error_of_a_stream_is_raised_on_all_ranks_and_nobody_waits(end, monkeypatch):
-    monkeypatch.setattr(streams, "WINDOW", 8)
-
+def test_an_error_of_a_stream_is_raised_on_all_ranks_and_nobody_waits(end):
     def broken(data):
         yield data[:9].data
         raise StorageError("gone")

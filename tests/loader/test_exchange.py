@@ -22,7 +22,6 @@ from megackpt import (
 from megackpt.backends.ranges import pieces, reader as range_reader
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
-from megackpt.distributed import streams
 from megackpt.loader import exchange, load_operation
 from megackpt.loader.comparison import Comparison
 from megackpt.loader.request import LoadRequest
@@ -281,7 +280,6 @@ def test_odd_memory_in_small_windows(
 ) -> None:
     """Strided targets, regions cut into pieces, messages that end within an element."""
     monkeypatch.setattr(exchange, "COPY_SIZE", 64)
-    monkeypatch.setattr(streams, "WINDOW", 100)
     saved(tmp_path, "torch_dist", 1, 3)
     reads.clear()
 
