@@ -188,11 +188,12 @@ class Links:
     def _missing(self, step: Step, asking: int | None = None) -> Verdict:
         """The ranks for which this one waits in a step, as far as its neighbours know."""
         missing: dict[int, str] = {}
+        now = time.monotonic()
         for rank in step.awaited - {asking}:
             link = self._links.get(rank)
             if link is None:
                 missing[rank] = self._ended.get(rank, ABSENT)
-            elif time.monotonic() - link.heard > 3 * step.pause + 0.2:
+            elif now - max(link.heard, step.began) > 3 * step.pause + 0.2:
                 missing[rank] = SILENT
             elif link.state is not None and link.state[:2] == (step.call, step.number):
                 missing |= link.state[2].missing

@@ -49,8 +49,8 @@ class StoreLost(OSError):
 class JobStore:
     """The addresses of ranks in the job's store, under a prefix for one process group.
 
-    A client of torch's store waits as long as TCP does when its server is silent. So this has a
-    client of its own, and each use a thread of its own, which may be given up.
+    A client of torch's store waits as long as TCP does when its server is silent. So each use has a
+    thread of its own, which may be given up.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -65,7 +65,6 @@ class JobStore:
             f"megackpt/{name}/{attempt}/{_made[name]}",
             distributed_c10d._get_default_store(),
         )
-        self._client: Any = None
         self._uses = 0
         self._heard = 0.0
 
@@ -76,7 +75,9 @@ class JobStore:
 
     async def publish(self, rank: int, port: int, token: bytes) -> None:
         def publish(store: Any) -> None:
-            store.set(f"address/{rank}", json.dumps(own_address(port, token, store)))
+            key = f"address/{rank}"
+            store.set(key, json.dumps(own_address(port, token, store)))
+            store.check([key])  # a set has no answer
 
         await self.use(publish)
 
@@ -92,7 +93,7 @@ class JobStore:
         return hosts, port, token
 
     async def use(self, function: Callable[[Any], T]) -> T:
-        """The result of a function that takes the client. Raises StoreLost."""
+        """The result of a function that takes the store. Raises StoreLost."""
         if self.is_silent():
             raise StoreLost(STORE_SILENT)
         loop = asyncio.get_running_loop()
@@ -111,9 +112,7 @@ class JobStore:
         def run() -> None:
             value, failed = None, None
             try:
-                if self._client is None:
-                    self._client = self._store.clone()
-                value = function(self._client)
+                value = function(self._store)
             except Exception as error:  # noqa: BLE001 - raised where it is awaited
                 first = (str(error).splitlines() or [type(error).__name__])[0]
                 failed = StoreLost(f"the job's store cannot be reached: {first}")

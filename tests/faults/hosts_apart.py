@@ -27,7 +27,7 @@ TIMEOUT = 5.0
 CUT = float(os.environ.get("CUT_SECONDS", "50"))
 PORT = 29400
 ADDRESS = {"one": "10.77.0.1", "two": "10.77.0.2"}
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 # One host: a warm parent of its ranks, and of the job's store.
@@ -184,6 +184,7 @@ class Job:
         self.told: list[dict[str, Any]] = []
         self.hosts: dict[str, subprocess.Popen[str]] = {}
         folder.mkdir()
+        self.folder = folder
         for name in ADDRESS:
             host = [sys.executable, __file__, "host", name, kind, store, str(folder)]
             apart = [
@@ -322,7 +323,7 @@ def last_rank(job: Job) -> int:
                     and int(numbers[2]) == inside
                 ):
                     command = Path(status.parent, "cmdline").read_bytes()
-                    if b"two" in command.split(b"\0"):
+                    if {b"two", os.fsencode(job.folder)} <= {*command.split(b"\0")}:
                         return int(numbers[1])
     raise ProcessLookupError("rank 3")
 
