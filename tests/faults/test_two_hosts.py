@@ -56,7 +56,7 @@ def check(report: dict[str, Any]) -> float:
             assert named == [0], report
         assert "did not answer" in report["text"][rank], report
     longest = max(report["waited"].values())
-    assert longest < BOUND, report
+    assert longest < BOUND + 2, report  # of a save and its last wait
     return float(longest)
 
 
