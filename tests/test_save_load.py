@@ -16,6 +16,7 @@ from megackpt import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import (
     CheckpointExists,
 )
@@ -238,9 +239,7 @@ def test_the_work_is_spread_over_replicas(tmp_path: Path, strategy: str) -> None
         megackpt.save(state, tmp_path, strategy, process_group=group)
 
     ThreadedGroup.run(4, run)
-    writers = megackpt.checkpoint.open_checkpoint(
-        tmp_path
-    ).manifest.chunks.writer.tolist()
+    writers = open_checkpoint(tmp_path).manifest.chunks.writer.tolist()
     assert (
         sorted(w for w in writers) == [0, 0, 0, 1, 1, 2, 2, 3, 3]
         or sorted(writers).count(0) <= 3

@@ -18,6 +18,7 @@ import megackpt
 from megackpt import BackendError, NotACheckpoint, ShardedTensor, Strategy, strategies
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.zarr import Zarr
+from megackpt.checkpoint import open_checkpoint
 from megackpt.strategies import (
     StrategyAction,
     default_strategies,
@@ -56,7 +57,7 @@ def state(value: float = 1.0, size: int = 4):
 
 
 def saved_as(directory: Path) -> tuple[str, int]:
-    return megackpt.checkpoint.open_checkpoint(directory).manifest.backend
+    return open_checkpoint(directory).manifest.backend
 
 
 @pytest.fixture(autouse=True)
@@ -266,9 +267,7 @@ def test_a_built_in_name_is_not_to_be_had(tmp_path, plug, caplog):
         "megackpt-mine registers a format 'torch_dist', which is built in: it is ignored"
         in caplog.text
     )
-    assert (
-        type(megackpt.checkpoint.open_checkpoint(tmp_path / "c").backend) is TorchDist
-    )
+    assert type(open_checkpoint(tmp_path / "c").backend) is TorchDist
     assert saved_as(tmp_path / "c") == ("torch_dist", 1)
 
 

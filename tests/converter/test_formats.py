@@ -10,6 +10,7 @@ import torch
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
+from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import (
     BackendError,
     CheckpointExists,
@@ -165,11 +166,7 @@ def test_a_failed_conversion_leaves_the_target_unchanged(
     before = files(tmp_path / "b")
     with pytest.raises(CheckpointExists):
         megackpt.convert(source, tmp_path / "b", to)
-    place = (
-        megackpt.checkpoint.open_checkpoint(source)
-        .manifest.chunks_of("model.tall")[0]
-        .location
-    )
+    place = open_checkpoint(source).manifest.chunks_of("model.tall")[0].location
     data = bytearray((source / place.file).read_bytes())
     data[place.start] ^= 1
     (source / place.file).write_bytes(data)
@@ -230,9 +227,7 @@ def test_progress_and_the_result(tmp_path, source, small_tasks) -> None:
     assert len(reported) > 10
     assert done.tensors == len(megackpt.load_plain_tensors(source))
     assert done.objects == 2  # "rng" and the common state
-    assert done.bytes == int(
-        megackpt.checkpoint.open_checkpoint(source).manifest.chunks.length.sum()
-    )
+    assert done.bytes == int(open_checkpoint(source).manifest.chunks.length.sum())
 
 
 def test_verify_target_reads_everything_again(tmp_path, source, monkeypatch) -> None:

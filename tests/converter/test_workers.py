@@ -18,6 +18,7 @@ import torch
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.async_save.worker_process import WorkerProcess
+from megackpt.checkpoint import open_checkpoint
 from megackpt.converter import conversion, workers as converter_workers
 from megackpt.converter.journal import JOURNAL
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint, RankLost
@@ -132,9 +133,7 @@ def _killing(monkeypatch: pytest.MonkeyPatch, after: int):
 
 
 def test_a_worker_s_error_is_raised(tmp_path, large) -> None:
-    place = (
-        megackpt.checkpoint.open_checkpoint(large).manifest.chunks_of("w3")[0].location
-    )
+    place = open_checkpoint(large).manifest.chunks_of("w3")[0].location
     copy = tmp_path / "source"
     copy.mkdir()
     for file in large.iterdir():

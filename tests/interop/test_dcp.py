@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
+from megackpt.checkpoint import open_checkpoint
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.testing import ThreadedGroup
 
@@ -396,11 +397,7 @@ def test_converted_to_zarr_and_back(stock: Path, tmp_path: Path, kind: str) -> N
 
 def test_a_flipped_byte_is_found(stock: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(stock / "nested", tmp_path / "ckpt")
-    location = (
-        megackpt.checkpoint.open_checkpoint(folder)
-        .manifest.chunks_of("model.w")[0]
-        .location
-    )
+    location = open_checkpoint(folder).manifest.chunks_of("model.w")[0].location
     data = bytearray((folder / location.file).read_bytes())
     data[data.index(octets(nested()["model"]["w"]), location.start) + 100] ^= 1
     (folder / location.file).write_bytes(data)

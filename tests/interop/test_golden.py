@@ -11,6 +11,7 @@ import torch
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
+from megackpt.checkpoint import open_checkpoint
 from megackpt.testing import ThreadedGroup
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -152,7 +153,7 @@ def test_any_flipped_byte_in_what_is_stored_is_found(tmp_path: Path, file: str) 
     """Each byte that carries content, a few at a time; others (padding, names) may go unnoticed."""
     folder = shutil.copytree(NEW, tmp_path / "ckpt")
     whole = (folder / file).read_bytes()
-    manifest = megackpt.checkpoint.open_checkpoint(NEW).manifest
+    manifest = open_checkpoint(NEW).manifest
     for chunk in (manifest.chunk(i) for i in range(len(manifest.chunks))):
         if chunk.location.file != file:
             continue

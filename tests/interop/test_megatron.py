@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import megackpt
+from megackpt.checkpoint import open_checkpoint
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.testing import ThreadedGroup
 
@@ -489,7 +490,7 @@ def test_flipped_bytes_in_megatrons_files_are_found(
     theirs: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(theirs / "tp2", tmp_path / "ckpt")
-    manifest = megackpt.checkpoint.open_checkpoint(folder).manifest
+    manifest = open_checkpoint(folder).manifest
     content = {
         "layers.weight": octets(whole()["layers.weight"])[-8:],
         "rng_state": b"\x80\x02",

@@ -16,6 +16,7 @@ from megackpt import (
     ShardedObject,
     ShardedTensor,
 )
+from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import (
     CheckpointExists,
     NotACheckpoint,
@@ -148,7 +149,7 @@ def test_one_ranks_wrong_argument_is_everybodys(tmp_path: Path) -> None:
 
 def test_a_damaged_byte_is_found_and_named(tmp_path: Path) -> None:
     saved(tmp_path, "torch_dist", 1, 1, 1)
-    manifest = megackpt.checkpoint.open_checkpoint(tmp_path).manifest
+    manifest = open_checkpoint(tmp_path).manifest
     chunk = manifest.chunks_of("embedding")[0]
     file = tmp_path / chunk.location.file
     content = bytearray(file.read_bytes())
