@@ -12,7 +12,7 @@ from megackpt.planning.coverage import shapes_table
 from megackpt.planning.manifest import Bool, Declarations, Int32, LoadPlan, Manifest
 from megackpt.planning.tiling import miscounted, tile_exactly
 
-_EXAMINED = 1000  # rows that are not covered, of which the first problem is searched
+_NAMED = 1000  # rows with a hole or an overlap that are counted in an error
 PAIRS = 1 << 19
 """Pairs of boxes that are intersected at a time."""
 
@@ -163,7 +163,9 @@ def _check_whole(
     np.add.at(got, plan.target, found.volume)
     doubtful = np.flatnonzero((got != inside) | (~sound[stored] & (inside > 0)))
     starts = np.searchsorted(plan.target, np.arange(len(wanted) + 1))
-    for i in doubtful[:_EXAMINED].tolist():
+    for i in doubtful.tolist():
+        if len(problems) == _NAMED:
+            break
         parts = found.take(slice(starts[i], starts[i + 1]))
         ndim = len(tensors[stored[i]].meta.shape)
         local = Boxes((parts.offset - low[i])[:, :ndim], parts.shape[:, :ndim])

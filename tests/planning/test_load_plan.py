@@ -202,6 +202,19 @@ def test_holes_and_overlaps_in_what_is_stored() -> None:
     assert [item.box for item in plan_load(whole, beyond).rows()] == [Box((1,), (5,))]
 
 
+def test_a_hole_is_found_behind_many_rows_that_are_whole() -> None:
+    # Each row has to be examined: the tensor as a whole is known to have a hole.
+    size = 3_000
+    cells = [Box((i,), (1,)) for i in range(size)]
+    wanted = wanted_of([("w", (size,), cell) for cell in cells])
+    with pytest.raises(
+        CorruptCheckpoint, match=r"'w' \[2999:3000\]: .* cannot be read"
+    ):
+        plan_load(wanted, manifest_of([("w", (size,), cells[:-1])]))
+    with pytest.raises(CorruptCheckpoint, match=r"and \d+ more"):
+        plan_load(wanted, manifest_of([("w", (size,), cells[:1])]))
+
+
 def test_tensors_without_elements_or_dimensions() -> None:
     manifest = manifest_of(
         [("s", (), [Box((), ())]), ("e", (0, 3), [Box((0, 0), (0, 3))])]
