@@ -156,8 +156,8 @@ def test_collectives_are_counted(tmp_path: Path) -> None:
         return logs
 
     for miss, hit, load in ThreadedGroup.run(4, run):
-        assert miss == ["all_agree", "gather", "scatter", "gather", "broadcast"]
-        assert hit == ["all_agree", "gather", "broadcast"]
+        assert miss == ["lowest", "gather", "scatter", "gather", "broadcast"]
+        assert hit == ["lowest", "gather", "broadcast"]
         assert load == ["broadcast", "gather", "broadcast", "gather", "broadcast"]
 
 

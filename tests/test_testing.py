@@ -26,7 +26,7 @@ def test_the_log_names_the_collectives_in_order():
         group.reduce_broadcast("write", lambda: 0, len)
         return group.log
 
-    expected = ["all_agree", "gather", "scatter", "gather", "broadcast"]
+    expected = ["lowest", "gather", "scatter", "gather", "broadcast"]
     assert ThreadedGroup.run(3, call) == [expected] * 3
 
 

@@ -118,7 +118,7 @@ class Layout:
     """Which files a save writes."""
 
     files: list[str]
-    """Names in the root of the directory that the save may create: an upper bound."""
+    """Files and folders that the save may make in the root of the directory: an upper bound."""
     places: Mapping[str, Location] | None = None
     """Formats of whole tensors: key -> the bytes of the tensor. Ranks find them in ``SavePlan.places``."""
 
@@ -128,8 +128,7 @@ class Finished:
     """The result of ``Backend.finish``.
 
     ``manifest`` describes the chunks as they are stored now. ``files``: name -> content of the
-    format's own table of contents, in the order in which the caller writes them. Without files, our
-    index completes the checkpoint.
+    format's own table of contents. The caller writes them into the staging directory.
     """
 
     manifest: Manifest
@@ -182,8 +181,7 @@ class Backend(ABC):
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """On the coordinator, when all ranks have written: the format's own table of contents.
 
-        The caller writes the files that are returned: those in folders first, then the others,
-        atomically and in their order. Work on data that several ranks share is done here, too.
+        No reader sees the directory yet. Work on data that several ranks share is done here, too.
         """
 
     @abstractmethod

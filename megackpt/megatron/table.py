@@ -32,7 +32,7 @@ REFUSALS = {
         "call load"
     ),
     "refused-common": COMMON_IS_KEPT,
-    "refused-config": "metadata.json is written last of all, when the rest is complete: call save",
+    "refused-config": "save writes metadata.json with the rest of a checkpoint: call save",
     "refused-line": "Megatron-Core 0.19 no longer has it: write the line of Python that it is",
     "refused-memory": (
         "checkpoints in memory are not supported: save asynchronously, or uninstall() and use"

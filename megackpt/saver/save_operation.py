@@ -104,7 +104,8 @@ def save(
         BackendError: the format is unknown, cannot hold this, or only ``convert`` writes it.
         ShardingError, CoverageError: declarations that contradict themselves or each other, or
             a common state that holds 2 GiB of tensors.
-        CheckpointExists, SaveInProgress: the directory is taken.
+        CheckpointExists: a complete checkpoint is there, and ``overwrite`` is False.
+        SaveInProgress: another save to the directory has committed first.
         StorageError: the storage refused, or files that belong to no checkpoint have names
             which this save uses.
         CorruptCheckpoint: a damaged checkpoint is there, and its files cannot be determined.

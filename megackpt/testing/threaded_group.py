@@ -54,7 +54,7 @@ class ThreadedGroup(RankGroup):
         return _run(size, fn, timeout)[0]
 
     def _lowest(self, numbers: Sequence[int]) -> list[int]:
-        votes = self._meet("all_agree", "vote", list(numbers))
+        votes = self._meet("lowest", "vote", list(numbers))
         return [min(column) for column in zip(*votes, strict=True)]
 
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:

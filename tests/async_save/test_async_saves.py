@@ -420,12 +420,11 @@ def test_collectives_are_counted(tmp_path: Path) -> None:
             request.task.wait(10)
             queue.close()
             assert group.log[-2:] == ["gather", "broadcast"]
-            assert set(group.log[:-2]) == {"all_agree"}  # one a poll
+            assert set(group.log[:-2]) == {"lowest"}  # one a poll
         return counted
 
     assert (
-        ThreadedGroup.run(2, run)
-        == [[["all_agree", "gather", "scatter"], ["all_agree"]]] * 2
+        ThreadedGroup.run(2, run) == [[["lowest", "gather", "scatter"], ["lowest"]]] * 2
     )
 
 

@@ -28,8 +28,8 @@ from megackpt.storage import Storage
 from megackpt.testing import ThreadedGroup
 
 FORMATS = ("torch_dist", "zarr")
-MISS = ["all_agree", "gather", "scatter", "gather", "broadcast"]
-HIT = ["all_agree", "gather", "broadcast"]
+MISS = ["lowest", "gather", "scatter", "gather", "broadcast"]
+HIT = ["lowest", "gather", "broadcast"]
 RANKS = 3
 State = dict[str, Any]
 Run = Callable[[ThreadedGroup], Any]

@@ -24,8 +24,8 @@ from simulation.model import Model
 from simulation.parallelism import Parallelism
 from simulation.plan_reuse import Again, simulate_again
 
-SAVE_COLLECTIVES = ("all_agree", "gather", "scatter", "gather", "broadcast")
-AGAIN_COLLECTIVES = ("all_agree", "gather", "broadcast")
+SAVE_COLLECTIVES = ("lowest", "gather", "scatter", "gather", "broadcast")
+AGAIN_COLLECTIVES = ("lowest", "gather", "broadcast")
 LOAD_COLLECTIVES = ("broadcast", "gather", "broadcast", "gather", "broadcast")
 MOST_RANKS = 16_384
 

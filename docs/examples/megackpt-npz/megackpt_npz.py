@@ -2,7 +2,7 @@
 
 rank_0.npz        what rank 0 wrote: a zip archive of .npy files, named by key and box
 npz.json          the table of contents: all tensors, and where the bytes of each piece are
-metadata.json     which format this is; its appearance is the commit
+metadata.json     which format this is
 """
 
 from __future__ import annotations

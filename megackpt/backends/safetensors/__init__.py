@@ -2,7 +2,7 @@
 
     model.safetensors                    all tensors; or, beyond a size,
     model-00001-of-00003.safetensors     some of them, and
-    model.safetensors.index.json         which file holds which: its appearance is the commit
+    model.safetensors.index.json         which file holds which
     common.pt, <key>.objects/            the common state and objects (see backends/object_files.py)
 
 Ranks write their parts of each tensor to its place, and the coordinator writes the headers at the

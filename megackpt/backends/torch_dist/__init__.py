@@ -3,7 +3,7 @@
     common.pt            the common state, written by the rank that holds it
     __{rank}_{n}.distcp  records: torch.save archives, one after the other, payloads aligned to 64
     .metadata            pickle of torch's Metadata: where each record is
-    metadata.json        four fields; this file completes the checkpoint
+    metadata.json        the name and version of the format
 
 ``torch.distributed.checkpoint.load``, ``dcp_to_torch_save`` and megatron-core 0.16 read what it writes.
 It reads its own checkpoints, stock DCP's, and all of Megatron's: those with flattened optimizer state
