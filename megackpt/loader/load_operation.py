@@ -205,6 +205,7 @@ class _LoadOperation:
                 f"{error}\n(So rank 0 sees it on host {socket.gethostname()!r}: where other ranks "
                 "see a checkpoint, is the directory shared between all hosts?)"
             ) from error
+        events.current().operation.id = manifest.save_id
         return request.directory, manifest
 
     @events.stage("compare")
