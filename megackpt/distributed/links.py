@@ -244,8 +244,11 @@ class Links:
         words = verdict.missing.values()
         if words and all(word.startswith(CONSEQUENCES) for word in words):
             # Ranks that have raised for an earlier failure may end, or give up other calls.
+            causes = self._cause.missing.values()
             lately = time.monotonic() - self._failed_at < _CAUSE_SECONDS
-            if lately or any(w.startswith(ENDED) for w in self._cause.missing.values()):
+            if any(cause.startswith(ENDED) for cause in causes) or (
+                lately and not all(cause.startswith(CONSEQUENCES) for cause in causes)
+            ):
                 verdict = self._cause
         first = call not in self._reports
         known = self._reports.setdefault(call, Verdict({}))

@@ -143,7 +143,8 @@ class Ranks:
         self.global_ranks = get_process_group_ranks(process_group)
         rank, size = process_group.rank(), process_group.size()
         self.tree = Tree(rank, size, JobStore(process_group))
-        finalize(process_group, self.tree.close).atexit = False
+        # Not with the process group: a save in flight may outlive it.
+        finalize(self, self.tree.close).atexit = False
         self._lock = threading.Lock()
         self._last = 0
         self._late_before = False
