@@ -120,7 +120,7 @@ class Fault:
         self.before(request, "declare", "declare")
         self.before(save_operation, "begin", "begin")
         self.before(Transaction, "_publish", "commit")
-        self.before(load_operation, "_compare", "compare")
+        self.before(load_operation._LoadOperation, "compare", "compare")
         self.before(AsyncCallsQueue, "schedule_async_request", "returned")
         self.before(AsyncCallsQueue, "_vote", "look")
         for backend in (torch_dist.TorchDist, zarr.Zarr):
