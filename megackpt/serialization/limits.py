@@ -24,6 +24,8 @@ _FREE = 256
 """Characters, or bytes of an integer, without cost: names and numbers are shared often."""
 _FREE_PARTS = 8
 """Parts of a key without cost."""
+_MOST = 1 << 62
+"""Parts of a value are counted up to here."""
 _COLLISIONS = 256
 """Keys with one hash in one container: a look-up compares with each of them."""
 _SMALL = (1 << 61) - 1
@@ -156,7 +158,8 @@ def _measure(value: Any) -> tuple[dict[int, tuple[int, int]], int]:
             leaves += its_leaves
             count += 1
         opened.discard(id(part))
-        measured[id(part)] = depth + 1, leaves
+        # Else a pickle whose parts double at each level leads to numbers as long as itself.
+        measured[id(part)] = depth + 1, min(leaves, _MOST)
     return measured, count
 
 

@@ -8,6 +8,7 @@ import io
 import pickle
 import struct
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,16 @@ def test_bombs(name: str) -> None:
     with pytest.raises(CorruptCheckpoint):
         serialization.load(archive(BOMBS[name], **{"0": b""}))
     assert time.thread_time() - begin < 20
+
+
+def test_counts_of_parts_stay_small_numbers() -> None:
+    doubled = b")" + b"2\x86" * 40_000  # has 2^40000 parts
+    tracemalloc.start()
+    for body in (doubled, b"}(" + doubled + b"Nu"):
+        with pytest.raises(CorruptCheckpoint, match="levels deep"):
+            serialization.load(archive(body))
+    assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    tracemalloc.stop()
 
 
 TABLES = (
