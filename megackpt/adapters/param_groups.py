@@ -62,8 +62,9 @@ class GroupsFactory(ShardedTensorFactory):
 
     def __post_init__(self) -> None:
         self.build_fn, self.merge_fn = self._build, self._merge
-        keys = _identifying_keys(self.data)
-        if len({_text(_identity(group, keys)) for group in self.data}) < len(self.data):
+        groups = self.data or []  # None in a declaration without data
+        keys = _identifying_keys(groups)
+        if len({_text(_identity(group, keys)) for group in groups}) < len(groups):
             self.numbers = {}
 
     def keep(self, param: int, loaded: list[Any]) -> None:
@@ -91,17 +92,18 @@ class GroupsFactory(ShardedTensorFactory):
                 "order; a save stores the values of ranks that have parameters of them",
                 unknown,
             )
+        for group, numbers in zip(self.data, found, strict=True):
+            if group["params"] and not numbers and free and not same:
+                raise self._mismatch(
+                    group,
+                    "is unknown (no number of a group is stored with its parameters) in the "
+                    "checkpoint",
+                    [stored[number] for number in free],
+                )
         sources: list[int] = []
         result = []
         for group, numbers in zip(self.data, found, strict=True):
             if not numbers and free:
-                if group["params"] and not same:
-                    raise self._mismatch(
-                        group,
-                        "is unknown (no number of a group is stored with its parameters) in the "
-                        "checkpoint",
-                        [stored[number] for number in free],
-                    )
                 numbers = [free.pop(0)]
             loaded = group
             if numbers:
@@ -178,10 +180,10 @@ def _identifying_keys(*lists: Sequence[Group]) -> list[str]:
 def _identity(group: Group, keys: Sequence[str] = IDENTIFYING) -> Group:
     """The identifying hyperparameters of a group. NeMo's have the prefix ``pre_``."""
     found = {}
-    for name, value in group.items():
-        key = name.removeprefix("pre_")
-        if key in keys:
-            found[key] = value
+    for key in keys:
+        for name in (f"pre_{key}", key):
+            if name in group:
+                found[key] = group[name]
     return found
 
 

@@ -390,6 +390,16 @@ def test_what_is_not_loaded_is_unknown(tmp_path):
         reloaded(tmp_path, (["b"], {}), (["a"], {}), strict="ignore_all")
 
 
+def test_an_unknown_group_is_refused_also_behind_one_without_parameters():
+    _, state = declared((["a"], {}), (["b"], {}))
+    groups = state()["optimizer"]["param_groups"]
+    first, second = groups.data
+    groups.data = [first | {"params": []}, second]
+    with pytest.raises(MismatchError, match="'b' is unknown"):
+        groups.merge_fn([{"lr": 5.0}])
+    assert groups.without_data().data is None
+
+
 def test_a_load_that_fails_leaves_the_declaration_as_it_was(tmp_path):
     def fail(_):
         raise RuntimeError
