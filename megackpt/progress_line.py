@@ -50,7 +50,8 @@ def show_progress(prints_end: bool = False) -> Iterator[None]:
 
     Args:
         prints_end: print a line at the end of each operation. Without it, a log gets a line every
-            few seconds, and the terminal is clear when the last operation has ended.
+            few seconds if bytes were moved, and the terminal is clear when the last operation has
+            ended.
     """
     if not is_open(sys.stderr):
         yield
@@ -75,6 +76,7 @@ class _Lines(events.Observer):
         self._prints_end = prints_end
         self._is_terminal = is_terminal(stream)
         self._stage: Stage | None = None
+        self._logged = ""
         # Reentrant: a garbage collection under the lock may end a save that was dropped.
         self._lock = threading.RLock()
 
@@ -122,7 +124,8 @@ class _Lines(events.Observer):
             text += f", {percent} %, {sizes}"
         if self._is_terminal:
             self._write(text)
-        elif stage.todo:
+        elif stage.todo and stage.done and text != self._logged:
+            self._logged = text
             self._write(f"{text}\n")
 
     def _write(self, text: str) -> None:
