@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -37,6 +38,8 @@ _PLAIN_DEPTH = 32
 _PLAIN_VALUES = 4096
 """Limits of plain values: containers in one another, and values in all."""
 _SHOWN = 12  # steps of a path
+_LOOKED = 1000
+"""Parts of a container that are tried one by one, to find those that cannot be saved."""
 _DECLARED = ("ShardedBase", "LocalNonpersistentObject")
 _DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -281,7 +284,7 @@ def _where(value: Any, check: Callable[[Any], object]) -> str:
     """ ", at PATH" of the innermost part of a value for which ``check`` raises; "" if it is all."""
     path: list[Any] = []
     while len(path) < _SHOWN:  # a value may contain itself
-        for key, part in _inside(value):
+        for key, part in itertools.islice(_inside(value), _LOOKED):
             try:
                 check(part)
             except Exception:  # noqa: BLE001 - the error of the whole value is reported

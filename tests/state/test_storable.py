@@ -73,6 +73,12 @@ def test_only_small_values_of_exact_types_are_not_checked() -> None:
         assert not storable._is_plain(value)
 
 
+def test_the_search_for_a_part_that_cannot_be_saved_ends() -> None:
+    tried: list[Any] = []
+    assert storable._where([0] * 100_000, tried.append) == ""
+    assert len(tried) < 5000
+
+
 def test_a_text_names_each_class_that_a_load_must_trust() -> None:
     blob, untrusted = loadable("the object", [Unknown()])
     assert len(untrusted) == 1
