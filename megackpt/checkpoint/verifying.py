@@ -186,6 +186,11 @@ class _Work(ChunkChecks):
                 native = self.backend.verify_native(storage, manifest)
                 checked = native is not None
                 self.problems.update(dict.fromkeys(native or ()))
+                # What the format has found damaged is not read, and reported again.
+                damaged = {problem.partition(": ")[0] for problem in native or ()}
+                for row in rows.tolist() if damaged else ():
+                    if self.name(row) in damaged:
+                        self.bad.add(row)
             # Reading raw bytes proves nothing without digests, but decoding others does.
             compared = rows[self.backend.decoded_bytes(manifest) > 0]
         compared = compared[~np.isin(compared, list(self.bad))]

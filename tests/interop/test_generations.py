@@ -542,11 +542,10 @@ class TestLayoutC:
         whole = file.read_bytes()
         at = whole.index(b"dp_reshardable")
         file.write_bytes(whole[:at] + b"D" + whole[at + 1 :])
-        record, opened = megackpt.verify(copy).problems
-        assert record.startswith(
+        (problem,) = megackpt.verify(copy).problems
+        assert problem.startswith(
             "the common state: data.pkl does not match its checksum"
         )
-        assert "the common state: the bytes of data.pkl are damaged" in opened
         with pytest.raises(
             CorruptCheckpoint,
             match=r"the common state: the bytes of data\.pkl are damaged",

@@ -162,12 +162,9 @@ def test_any_flipped_byte_in_what_is_stored_is_found(tmp_path: Path, file: str) 
         (folder / file).write_bytes(
             whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
         )
-        # The records are checked, and objects are opened: both find it.
-        problem, *same = megackpt.verify(folder).problems
+        (problem,) = megackpt.verify(folder).problems
         assert file in problem
         assert "data.pkl" in problem
-        assert all("data.pkl" in other for other in same), same
-        assert len(same) <= 1
 
 
 def test_the_old_zarr_is_not_written(tmp_path: Path) -> None:
