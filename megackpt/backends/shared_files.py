@@ -127,7 +127,9 @@ def merge_pieces(
     incomplete: list[str] = []
     for number, (key, meta) in enumerate(manifest.tensors):
         own = parts.rows(number)
-        found = list(map(manifest.chunk, own.tolist()))
+        found: list[Chunk] = []
+        if meta.is_object or len(own) == 1:  # a tensor may have very many
+            found = list(map(manifest.chunk, own.tolist()))
         if not meta.is_object:
             if volume[own].sum() != math.prod(meta.shape):
                 incomplete.append(repr(key))
@@ -135,7 +137,7 @@ def merge_pieces(
             blocks = -(-place.length // DIGEST_BLOCK)
             digests = np.zeros((blocks, DIGEST_SIZE), np.uint8)
             writer = -1
-            if len(found) == 1:
+            if found:
                 digests, writer = found[0].digests, found[0].writer
             found = [Chunk(Box.whole(meta.shape), place, digests, writer)]
         for chunk in found:
