@@ -48,15 +48,15 @@ _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
 def request(doing: str, url: str) -> Iterator[None]:
     """Send requests to a store in this block. Raise StorageError if the store refuses them.
 
-    Passes on FileNotFoundError, and obstore's errors about objects that exist already or have
-    changed.
+    Passes on FileNotFoundError of reads, and obstore's errors about objects that exist already or
+    have changed.
     """
     refuse_forked()
     refused = load_obstore().exceptions
     try:
         yield
     except FileNotFoundError as error:
-        if any(code in str(error) for code in _NO_BUCKET):
+        if doing == "write" or any(code in str(error) for code in _NO_BUCKET):
             raise failure(doing, url, error) from error
         raise
     except (refused.AlreadyExistsError, refused.PreconditionError):

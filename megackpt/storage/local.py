@@ -209,7 +209,7 @@ class LocalStorage(Storage):
                 try:
                     os.rmdir(last, dir_fd=folder)
                 except OSError as error:
-                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                         self._sync(name)
         self._sync("")
 

@@ -225,6 +225,8 @@ class BucketWriter(FileWriter):
         try:
             with client.request("give up the upload of", self._url):
                 upload.__exit__(StorageError, None, None)
+        except FileNotFoundError:
+            return  # the store has dropped the upload
         except StorageError as error:
             raise StorageError(f"{self._failure}{error}") from error
 

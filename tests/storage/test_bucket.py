@@ -641,6 +641,41 @@ def test_an_upload_that_fails_for_good_leaves_nothing(
         writer.write(views(bytes(70 * MIB)))
 
 
+@pytest.mark.parametrize("path", ["partNumber=2", "uploadId", "run/f"])
+def test_a_write_that_finds_nothing_is_an_error_of_the_storage(
+    faulty: BucketStorage, line: Line, bucket: Bucket, path: str
+) -> None:
+    """As where a rule of the bucket has dropped the upload meanwhile."""
+    line.fault = lambda request: 404 if path in request.path else None
+    written = rf"cannot write {bucket.url}/run/f: .*404"
+    with pytest.raises(StorageError, match=written), faulty.create("f") as writer:
+        writer.write(views(bytes(70 * MIB)))
+    if path == "run/f":
+        with pytest.raises(StorageError, match=written):
+            faulty.put("f", b"")
+        with pytest.raises(StorageError, match=written):
+            faulty.put_if_match("f", b"", None)
+        with pytest.raises(StorageError, match=written):
+            faulty.put_new({"f": b""})
+
+
+def test_a_folder_is_removed_by_requests_that_name_what_is_there(
+    faulty: BucketStorage, line: Line, bucket: Bucket
+) -> None:
+    faulty.put_new({"a/1": b"", "a/2": b"", "ab": b""})
+    bodies: list[bytes] = []
+
+    def record(request: Request) -> None:
+        if request.method == "POST":
+            bodies.append(request.body)
+
+    line.fault = record
+    faulty.delete("a")
+    assert bucket.keys() == ["run/ab"]
+    assert b"run/a/1" in bodies[0]
+    assert b"run/a<" not in bodies[0]
+
+
 def test_a_bucket_that_is_not_there(bucket: Bucket) -> None:
     root = BucketStorage(f"{bucket.url}-not")
     with pytest.raises(StorageError, match="there is no bucket s3://bucket-"):

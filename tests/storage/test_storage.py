@@ -159,6 +159,23 @@ def test_everything_is_durable(root, monkeypatch):
     assert synced == ["/"]
 
 
+@pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.EACCES, errno.EBUSY])
+def test_a_folder_that_stays_keeps_the_removal_of_its_files(root, monkeypatch, number):
+    synced = []
+
+    def refuse(*_, **__):
+        raise OSError(number, "refused")
+
+    root.put_new({"a/f": b"", "a/g": b""})
+    monkeypatch.setattr(os, "rmdir", refuse)
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
+    root.remove_files(["a/f"])
+    assert synced == [f"{root.location}/a", root.location]
+    assert root.list("a") == ["g"]
+
+
 def test_a_batch_is_durable_when_it_is_closed_and_folders_are_synced_once(
     root, system, monkeypatch
 ):
