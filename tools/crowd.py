@@ -57,7 +57,7 @@ def private_memory() -> int:
 
 
 def state(rank: int, size: int) -> dict[str, Any]:
-    w = torch.full((4,), float(rank))
+    w = torch.full((4,), float(rank), device="cpu")
     return {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, size)), "step": 1}
 
 
@@ -140,7 +140,9 @@ def crowd(size: int, gloo: bool) -> dict[str, Any]:
             line.send("end")
         if not gloo:
             loaded = megackpt.load_plain_tensors(f"{folder}/c")["w"]
-            wanted = torch.arange(size, dtype=torch.float32).repeat_interleave(4)
+            wanted = torch.arange(
+                size, dtype=torch.float32, device="cpu"
+            ).repeat_interleave(4)
             if not torch.equal(loaded, wanted):
                 raise AssertionError(
                     "the checkpoint does not hold what the ranks saved"

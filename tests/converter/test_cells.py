@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -180,12 +181,7 @@ def test_tasks_are_consecutive_rows_of_about_equal_bytes(
         {f"t{i}": ((), "uint8", [Box((), ())]) for i in range(len(sizes))}
     )
     rows = rows_of(manifest)
-    rows = type(rows)(
-        **{
-            **{name: getattr(rows, name) for name in rows.__slots__},
-            "nbytes": np.array(sizes),
-        }
-    )
+    rows = dataclasses.replace(rows, nbytes=np.array(sizes))
     parts = split_tasks(rows, count)
     assert len(parts) == count
     for part in parts:
