@@ -12,10 +12,6 @@ if TYPE_CHECKING:
 
 RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
-TIMES_OPERATIONS_OUT = RELEASE >= (2, 9)
-"""Whether gloo's collectives have the timeout of their options. In older releases they have the
-group's. (Point-to-point messages have the timeout of their ``wait`` in all releases.)"""
-
 DROPS_ERRORS_OF_READERS = (2, 9) <= RELEASE < (2, 12)
 """Whether ``dcp.load`` only says "metadata is None" if a storage reader cannot read the metadata."""
 
