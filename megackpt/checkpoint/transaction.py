@@ -54,8 +54,6 @@ from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
 from megackpt.staging.progress import CountedSource
 from megackpt.storage import Storage, digest, is_url
 
-Target = DirectoryTarget | ObjectTarget
-
 
 class State(enum.Enum):
     BEGUN = "begun"
@@ -84,7 +82,7 @@ class Transaction:
 
     def __init__(
         self,
-        target: Target,
+        target: DirectoryTarget | ObjectTarget,
         save_id: str,
         *,
         overwrite: bool = True,
@@ -299,7 +297,9 @@ def begin(
     return Transaction(target, save_id, overwrite=overwrite, resume=resume)
 
 
-def _target(directory: Directory, create: bool = False) -> Target:
+def _target(
+    directory: Directory, create: bool = False
+) -> DirectoryTarget | ObjectTarget:
     """The target of a save or removal. NotACheckpoint if the parent directory does not exist."""
     path = absolute(directory)
     if is_url(path):

@@ -1,4 +1,4 @@
-"""An error of one rank is raised on all: what is sent of an exception, and what all ranks raise.
+"""How an exception of one rank is sent, and raised on all ranks.
 
 An exception may hold anything (open files, tensors, locks), so it is never sent itself: a ``Failure`` carries
 its class where that is one of ours, its text and its formatted traceback.

@@ -1,4 +1,4 @@
-"""The connections of one rank in the tree: who is missing, and which calls have failed."""
+"""The connections of one rank in the tree: which ranks are missing, and which calls have failed."""
 
 from __future__ import annotations
 

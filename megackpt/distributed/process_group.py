@@ -1,7 +1,7 @@
 """Ranks as processes: the steps of one save or load over the tree of a torch process group.
 
-Nothing is sent over the caller's group, which may be NCCL's. Of it we use the ranks, and of the job
-its store.
+The caller's group, which may be NCCL's, carries no message. It names the ranks. They find each other's
+addresses in the job's store.
 """
 
 from __future__ import annotations

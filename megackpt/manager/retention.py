@@ -1,4 +1,4 @@
-"""Removes old steps of a run, and what dead saves have left.
+"""Removes old steps of a run, and leftovers of dead saves.
 
 Runs on rank 0, after a newer step is complete. It removes only complete checkpoints that have the
 run's own naming and were written by this library.

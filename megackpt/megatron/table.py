@@ -1,4 +1,4 @@
-"""The names of ``megatron.core.dist_checkpointing``, module by module: what each one is here.
+"""The names of ``megatron.core.dist_checkpointing``, module by module, and their counterparts here.
 
 A section has the name of Megatron's module. A row has the module of megackpt that defines names,
 and the names; or the reason why they are refused: such a name can be imported, and using it raises.

@@ -1,4 +1,4 @@
-"""The plan of a save: of the declarations of all ranks a SavePlan for each, and the Manifest."""
+"""Planning of a save: from all declarations, a SavePlan for each rank and the Manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rule of a table applies to each of a model's keys, and what does not fit. No tensors."""
+"""Matches a model's keys with the rules of a table, and reports mismatches. Knows no tensors."""
 
 from __future__ import annotations
 
