@@ -190,6 +190,7 @@ def _misplaced(path: Path, leaf: Any) -> str:
             "there"
         )
     inside = [leaf]
+    walked = set()
     for value in inside:  # grows: containers of other kinds, at any depth
         if is_distributed(value):
             return (
@@ -202,10 +203,10 @@ def _misplaced(path: Path, leaf: Any) -> str:
                 f"{tree.show(path)}: a {type(value).__name__} ({name!r}) in a {type(leaf).__name__} "
                 "is lost; only dicts and lists are walked into: make it one of these"
             )
-        if isinstance(value, Mapping):
-            inside += value.values()
-        elif isinstance(value, (tuple, set, frozenset, list)):
-            inside += value
+        if isinstance(value, (Mapping, tuple, set, frozenset, list)):
+            if id(value) not in walked:  # it may be in itself
+                inside += value.values() if isinstance(value, Mapping) else value
+            walked.add(id(value))
     return ""
 
 

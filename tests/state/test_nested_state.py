@@ -317,6 +317,9 @@ def test_a_state_that_holds_itself():
     state["me"] = [state]
     with pytest.raises(ShardingError, match="hold itself"):
         extract(state)
+    cycle: list = [1]
+    cycle += [cycle, (cycle, {1: cycle})]
+    assert extract({"a": (cycle,)}).common == {"a": (cycle,)}
 
 
 def test_deep_odd_and_ordered_dicts():
