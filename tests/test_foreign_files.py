@@ -26,6 +26,8 @@ from megackpt import (
     ShardedTensor,
     convert,
 )
+from megackpt.backends.object_files import key_files
+from megackpt.checkpoint.index import INDEX, decode_index, sealed_index
 from megackpt.dcp import FileSystemWriter
 from megackpt.errors import CheckpointingException, NotACheckpoint, StorageError
 from megackpt.testing import ThreadedGroup
@@ -129,6 +131,26 @@ def test_files_of_others_stay_through_all_saves(tmp_path: Path, form: str) -> No
     assert report.ok, report
     assert {name.partition("/")[0] for name in before} == set(report.foreign)
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("form", ["zarr", "safetensors"])
+def test_an_index_of_an_older_release_names_no_files_of_keys(
+    tmp_path: Path, form: str
+) -> None:
+    """They belong to the checkpoint all the same."""
+    key = "key" * 100
+    held = {key: ShardedObject(key, {"seed": 1}, (1,), (0,))}
+    megackpt.save(held, tmp_path, form)
+    path = tmp_path / INDEX
+    manifest, small = decode_index(path.read_bytes(), "it")
+    (file,) = set(small).intersection(key_files(manifest.tensors))
+    named = {name: found for name, found in small.items() if name != file}
+    path.write_bytes(sealed_index(manifest, named))
+    assert megackpt.verify(tmp_path).foreign == ()
+    megackpt.save(held, tmp_path, form)
+    path.write_bytes(sealed_index(manifest, named))
+    megackpt.save(state(1), tmp_path, form)
+    assert not (tmp_path / file).exists()
 
 
 def test_files_of_others_stay_where_a_process_writes(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
+from megackpt.backends.object_files import key_files
 from megackpt.checkpoint.index import INDEX, MAGIC, decode_index, read_head
 from megackpt.checkpoint.marker import PREFIX
 from megackpt.checkpoint.tables import (
@@ -115,6 +116,8 @@ def find_format(storage: Storage) -> Backend:
 def files_of(manifest: Manifest, small: SmallFiles) -> Collection[str]:
     """The files of an opened checkpoint. ``small``: the small files that its index names."""
     named = {*manifest.files, *manifest.tables, *small}
+    # An older release did not name these in its index.
+    named.update(key_files(manifest.tensors))
     if manifest.save_id or small:
         named.add(INDEX)
     return named
