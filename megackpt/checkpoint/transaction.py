@@ -201,9 +201,9 @@ class Transaction:
         """Check the files of the ranks. Returns the small files and the final manifest."""
         if missing := shortfalls(self.storage, manifest):
             raise StorageError(
-                f"{len(missing)} of {len(manifest.files)} files that ranks wrote are not "
-                f"visible to the coordinator in {self.path}: {join_truncated(missing, 5)}. Is the "
-                f"directory shared between all hosts?"
+                f"{len(missing)} of {len(manifest.files)} files that ranks wrote are missing or "
+                f"too short where the coordinator reads them, {self.path}: "
+                f"{join_truncated(missing, 5)}. Is the directory shared between all hosts?"
             )
         self._enter(State.FILLED)
         result = backend.finish(self.storage, manifest)
