@@ -25,8 +25,8 @@ from megackpt.converter.cells import (
     split_tasks,
     task_count,
 )
+from megackpt.converter.conversion_workers import TaskRunner, run_tasks
 from megackpt.converter.journal import JOURNAL, Journal, TaskResult
-from megackpt.converter.workers import TaskRunner, run_tasks
 from megackpt.errors import (
     BackendError,
     CorruptCheckpoint,

@@ -15,7 +15,7 @@ from megackpt import limits
 from megackpt.backends.safetensors import Safetensors
 from megackpt.converter.budget import parse_size
 from megackpt.converter.conversion import Converted
-from megackpt.converter.request import convert
+from megackpt.converter.conversion_request import convert
 from megackpt.converter.selection import Selection
 from megackpt.errors import MismatchError, StorageError, join_truncated
 from megackpt.planning.manifest import Manifest

@@ -34,9 +34,9 @@ from megackpt.distributed.messages import (
     join,
     split,
 )
+from megackpt.distributed.rank_tree import Tree
 from megackpt.distributed.rendezvous import Address, JobStore
 from megackpt.distributed.streams import Stream
-from megackpt.distributed.tree import Tree
 from megackpt.errors import CheckpointingException, RankLost, name_ranks
 
 if TYPE_CHECKING:

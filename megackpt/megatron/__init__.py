@@ -16,7 +16,7 @@ from megackpt.loader import (
     load_tensors_metadata,
 )
 from megackpt.megatron.import_hook import Installed, install, uninstall
-from megackpt.megatron.modules import make_modules
+from megackpt.megatron.module_table import make_modules
 from megackpt.megatron.save_load import load, save
 from megackpt.state import LocalNonpersistentObject, ShardedObject, ShardedTensor
 

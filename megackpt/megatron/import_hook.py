@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
-from megackpt.megatron.modules import PACKAGE
+from megackpt.megatron.module_table import PACKAGE
 from megackpt.megatron.table import MODULES
 
 THEIRS = "megatron.core.dist_checkpointing"

@@ -41,7 +41,7 @@ from megackpt.errors import (
 from megackpt.planning.cache import CachedPlan, cache_of
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.saver.common_state import groups_to_store, warn_of_difference
-from megackpt.saver.request import COMMON, SaveRequest, digest_number
+from megackpt.saver.save_request import COMMON, SaveRequest, digest_number
 from megackpt.staging.buffers import HostCopy
 from megackpt.staging.copy import copy_to_host
 from megackpt.staging.source import TensorSource, synchronize

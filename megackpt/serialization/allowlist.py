@@ -27,7 +27,7 @@ import torch
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.serialization import numpy_rules
 from megackpt.serialization.archive import STORAGES, Archive
-from megackpt.serialization.limits import Budget
+from megackpt.serialization.pickle_limits import Budget
 from megackpt.serialization.standins import StandIn, StandInClass
 from megackpt.serialization.trust import (
     current_name,

@@ -16,7 +16,7 @@ from megackpt.serialization.allowlist import (
     storages,
 )
 from megackpt.serialization.archive import Archive
-from megackpt.serialization.limits import check_shape
+from megackpt.serialization.pickle_limits import check_shape
 from megackpt.serialization.trust import (
     current_name,
     is_unsafe,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.serialization.limits import Budget, check_shape
+from megackpt.serialization.pickle_limits import Budget, check_shape
 from megackpt.serialization.trust import GETATTR, Name, refusal
 
 

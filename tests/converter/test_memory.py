@@ -27,7 +27,7 @@ import megackpt.converter
 from megackpt.checkpoint import open_checkpoint
 from megackpt.async_save.worker_process import WorkerProcess
 from functools import partial
-from megackpt.converter.workers import TaskRunner, open_runner
+from megackpt.converter.conversion_workers import TaskRunner, open_runner
 from megackpt.strategies import resolve
 
 def taken(pid):

@@ -34,7 +34,7 @@ from megackpt.checkpoint import Transaction
 from megackpt.distributed.process_group import ProcessGroup
 from megackpt.errors import StorageError
 from megackpt.loader import load_operation
-from megackpt.saver import request, save_operation
+from megackpt.saver import save_operation, save_request
 
 SIZE = 3
 AT_ONCE = 8  # worlds, for they mostly wait
@@ -117,7 +117,7 @@ class Fault:
         self.point, self.action, self.waiting = point, action, True
         for name in ("_lowest", "_gather", "_scatter", "_broadcast"):
             self.message(name)
-        self.before(request, "declare", "declare")
+        self.before(save_request, "declare", "declare")
         self.before(save_operation, "begin", "begin")
         self.before(Transaction, "_publish", "commit")
         self.before(load_operation._LoadOperation, "compare", "compare")

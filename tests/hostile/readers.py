@@ -330,7 +330,7 @@ def main() -> None:
     for name, read in readers.items():
         if name != "convert":
             read(first)
-    import megackpt.converter.workers  # noqa: F401
+    import megackpt.converter.conversion_workers  # noqa: F401
 
     for line in sys.stdin:
         print(json.dumps(forked(json.loads(line), readers)), flush=True)

@@ -14,7 +14,7 @@ import torch
 
 import megackpt.megatron
 from megackpt.megatron.import_hook import THEIRS
-from megackpt.megatron.modules import Refused
+from megackpt.megatron.module_table import Refused
 from megackpt.megatron.table import MODULES
 from megackpt.tree import walk
 

@@ -24,7 +24,7 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.loader import exchange, load_operation
 from megackpt.loader.comparison import Comparison
-from megackpt.loader.request import LoadRequest
+from megackpt.loader.load_request import LoadRequest
 from megackpt.planning import exchange_plan
 from megackpt.storage import kernel
 from megackpt.storage.bucket import BucketStorage

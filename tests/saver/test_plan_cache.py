@@ -23,7 +23,7 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.distributed import SingleGroup
 from megackpt.planning.manifest import Manifest
-from megackpt.saver.request import SaveRequest
+from megackpt.saver.save_request import SaveRequest
 from megackpt.storage import Storage
 from megackpt.testing import ThreadedGroup
 
@@ -233,7 +233,9 @@ def test_another_domain_on_one_rank_is_a_miss_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Real groups of ranks need processes; what is made of them is a number.
-    monkeypatch.setattr("megackpt.saver.request.domain_of", lambda given: given or 0)
+    monkeypatch.setattr(
+        "megackpt.saver.save_request.domain_of", lambda given: given or 0
+    )
 
     def run(group: ThreadedGroup) -> None:
         for turn, expected in enumerate([MISS, HIT, MISS, HIT]):

@@ -7,6 +7,7 @@ the numbers, as Megatron-Core keeps its layers. The n-th ``*`` and the n-th ``#`
 there have the value that the n-th here matched.
 """
 
+from megackpt.adapters.huggingface.key_tables import bert, llama
 from megackpt.adapters.huggingface.rules import (
     Fuse,
     Name,
@@ -20,7 +21,6 @@ from megackpt.adapters.huggingface.rules import (
 )
 from megackpt.adapters.huggingface.states import as_huggingface
 from megackpt.adapters.huggingface.table_links import Table, link
-from megackpt.adapters.huggingface.tables import bert, llama
 
 __all__ = [
     "Fuse",
