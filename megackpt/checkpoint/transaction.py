@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import enum
 import os
+import socket
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -318,7 +319,12 @@ def staging_storage(directory: Directory, save_id: str) -> Iterator[Storage]:
         StorageError: it is not visible from this rank.
         SaveInProgress: a write failed because another save has committed meanwhile.
     """
-    target = _target(directory)
+    try:
+        target = _target(directory)
+    except NotACheckpoint as error:
+        raise StorageError(
+            f"{error} on host {socket.gethostname()!r}: is it shared between all hosts?"
+        ) from error
     try:
         storage = target.staging(save_id)
     except StorageError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import time
 import uuid
@@ -236,6 +237,11 @@ def test_other_ranks_find_the_place(tmp_path, saves, monkeypatch, before):
         with pytest.raises(StorageError, match="shared between all hosts"):
             staging_storage(other, "bb").__enter__()
     place.abort()
+
+
+def test_a_host_without_the_shared_directory_is_named(tmp_path):
+    with pytest.raises(StorageError, match=f"{socket.gethostname()}.*is it shared"):
+        staging_storage(tmp_path / "not mounted/c", "aa").__enter__()
 
 
 def child_that_begins(where: Path) -> int:
