@@ -246,7 +246,7 @@ class DirectoryTarget(SiblingDirectories):
             if self.outer.rename_new(staging, self.name):
                 return
             self._require(base)  # another process has made the directory meanwhile
-        if not self.outer.dress_as(staging, self.name):
+        if not self.outer.copy_owner_and_mode(self.name, staging):
             logger.warning(
                 "%s: the new directory cannot have the owner of the old one",
                 self.location,

@@ -328,9 +328,8 @@ def staging_storage(directory: Directory, save_id: str) -> Iterator[Storage]:
     try:
         storage = target.staging(save_id)
     except StorageError as error:
-        if (
-            save_id in active
-        ):  # begun by this process, so not a directory that is not shared
+        # This process began it, so the directory is visible here unless it was taken over.
+        if save_id in active:
             raise _taken_over(target.location, error) from error
         raise
     try:

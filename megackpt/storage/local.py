@@ -287,8 +287,8 @@ class LocalStorage(Storage):
             os.fsync(self._fd)
             return True
 
-    def dress_as(self, name: str, model: str) -> bool:
-        """Copy ``model``'s owner, group and mode to ``name``. False if chown is refused."""
+    def copy_owner_and_mode(self, model: str, name: str) -> bool:
+        """Give ``name`` the owner, group and mode of ``model``. False if chown is refused."""
         with self._refusals("set the owner and mode of", name):
             status = os.stat(model, dir_fd=self._fd)
             try:
