@@ -45,6 +45,8 @@ class Event:
     seconds: float
     path: str
     error: str | None = None
+    retries: int = 0
+    """How often this process repeated calls of the file system meanwhile: see docs/limits.md."""
 
     def __str__(self) -> str:
         text = f"{self.operation} {self.path}"
@@ -87,6 +89,7 @@ class Stage:
     ended: str = ""
     """Empty while the stage is running, then "done" or "failed"."""
     started_at: float = field(default_factory=time.perf_counter)
+    retries_before: int = field(default_factory=lambda: _retries)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def advance(self, count: int) -> None:
@@ -112,8 +115,16 @@ class Observer:
 
 
 _lock = threading.Lock()
+_retries = 0  # of this process: threads that read are in no operation
 _observers: tuple[Observer, ...] = ()
 _current: ContextVar[Stage] = ContextVar("megackpt_stage")
+
+
+def count_retry() -> None:
+    """A call of the file system is repeated, or a file is looked at again."""
+    global _retries  # noqa: PLW0603
+    with _lock:
+        _retries += 1
 
 
 def add_observer(observer: Observer) -> None:
@@ -220,6 +231,16 @@ def finish(step: Stage, raised: BaseException | None = None) -> None:
         step.done = running.bytes
         error = error or running.problem
     step.ended = "done" if error is None else "failed"
+    retries = _retries - step.retries_before
+    if retries and step.name == TOTAL and running.name:
+        logger.warning(
+            "%s %s: the file system refused calls for a moment, or showed files late: "
+            "%d repetitions on rank %d",
+            running.name,
+            running.path,
+            retries,
+            running.rank,
+        )
     # One INFO line for an operation; its stages and the other ranks are details.
     level = logging.DEBUG
     if step.name == TOTAL and running.rank == 0:
@@ -237,6 +258,7 @@ def finish(step: Stage, raised: BaseException | None = None) -> None:
         seconds=time.perf_counter() - step.started_at,
         path=running.path,
         error=error and error.partition("\n")[0][:_MAX_ERROR_LENGTH],
+        retries=retries,
     )
     if is_logged:
         logger.log(level, "%s", event, extra=asdict(event))

@@ -50,6 +50,15 @@ NESTED_FACTORIES = 100
 """Levels. Deeper factories of factories never end."""
 STATE_DEPTH = 600
 """Levels. A deeper state contains itself, and Python cannot pickle it."""
+LATE_FILE_SECONDS = 5.0
+"""Seconds. Before a commit, a file of another rank may appear, or get its size, so late."""
+
+# File systems.
+
+RETRY_SECONDS = 0.5
+"""Seconds. A read, stat or list that fails for a moment (ESTALE, EIO) is repeated for so long."""
+RETRY_MINUTE_SECONDS = 10.0
+"""Seconds. All threads of a process pause for no longer than that in a minute, to repeat calls."""
 
 # Reading. A file that claims more is refused: it is damaged or hostile.
 

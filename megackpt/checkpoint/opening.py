@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -385,15 +385,18 @@ def shortfalls(storage: Storage, manifest: Manifest) -> list[Shortfall]:
     writers[chunks.file[placed]] = chunks.writer[placed]
     if manifest.encoding == "raw":
         np.maximum.at(ends, chunks.file[placed], (chunks.start + chunks.length)[placed])
-    rows = zip(
-        manifest.files,
-        writers.tolist(),
-        storage.sizes(manifest.files),
-        ends.tolist(),
-        strict=True,
-    )
-    found = (Shortfall(*row) for row in rows)
-    return [short for short in found if short.size is None or short.size < short.needed]
+    rows = zip(manifest.files, writers.tolist(), ends.tolist(), strict=True)
+    return still_short(storage, [Shortfall(n, w, None, end) for n, w, end in rows])
+
+
+def still_short(storage: Storage, files: Sequence[Shortfall]) -> list[Shortfall]:
+    """Those of these files that are missing or too short now, with their present sizes."""
+    found = []
+    sizes = storage.sizes([file.name for file in files])
+    for file, size in zip(files, sizes, strict=True):
+        if size is None or size < file.needed:
+            found.append(replace(file, size=size))
+    return found
 
 
 def _read(storage: Storage, asked: Strategy | None = None) -> Opened:

@@ -35,13 +35,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
+from megackpt import events, limits
 from megackpt.backends.base import Backend, Source
 from megackpt.checkpoint.chunk_checks import damage
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.checkpoint.index import INDEX, sealed_index
 from megackpt.checkpoint.marker import Marker, active, logger
 from megackpt.checkpoint.object_target import ObjectTarget
-from megackpt.checkpoint.opening import Directory, absolute, shortfalls
+from megackpt.checkpoint.opening import (
+    Directory,
+    Shortfall,
+    absolute,
+    shortfalls,
+    still_short,
+)
 from megackpt.checkpoint.records import Record
 from megackpt.errors import (
     CheckpointingException,
@@ -54,6 +61,8 @@ from megackpt.errors import (
 from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
 from megackpt.staging.progress import CountedSource
 from megackpt.storage import Storage, digest, is_url
+
+_FIRST_PAUSE = 0.05  # seconds; each further one is twice as long
 
 
 class State(enum.Enum):
@@ -200,7 +209,7 @@ class Transaction:
         self, backend: Backend, manifest: Manifest, reread: bool
     ) -> tuple[dict[str, bytes], Manifest]:
         """Check the files of the ranks. Returns the small files and the final manifest."""
-        if missing := shortfalls(self.storage, manifest):
+        if missing := self._missing(manifest):
             raise StorageError(
                 f"{len(missing)} of {len(manifest.files)} files that ranks wrote are missing or "
                 f"too short where the coordinator reads them, {self.path}: "
@@ -214,6 +223,19 @@ class Transaction:
                 + "\n".join(problems)
             )
         return dict(result.files), result.manifest
+
+    def _missing(self, manifest: Manifest) -> list[Shortfall]:
+        """The files of the ranks that are not there in full. Network file systems are late."""
+        missing = shortfalls(self.storage, manifest)
+        pause, deadline = _FIRST_PAUSE, time.monotonic() + limits.LATE_FILE_SECONDS
+        while missing and time.monotonic() < deadline:
+            if not self.target.holds(self.save_id):
+                break  # another save has taken the directory
+            events.count_retry()
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause *= 2
+            missing = still_short(self.storage, missing)
+        return missing
 
     def _complete(self, small: dict[str, bytes], manifest: Manifest) -> Record:
         """Write the small files and the index. Returns the record of this save."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
+from megackpt import events, limits
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.storage import kernel
 from megackpt.storage.interface import Batch, FileReader, FileUpdater, FileWriter
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -30,6 +34,47 @@ _OPEN = 120
 _THREADS = 4
 """Threads that sync. A disk flushes its cache once for all waiting threads."""
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_MOMENTARY = frozenset((errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.EIO))
+_FIRST_PAUSE = 0.01  # seconds; each further one is twice as long
+
+
+class _Allowance:
+    """Limits the pauses of all threads, so that a dead disk is reported soon. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began = self._used = 0.0
+
+    def take(self, seconds: float) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            if now - self._began > 60:
+                self._began, self._used = now, 0.0
+            self._used += seconds
+            return self._used <= limits.RETRY_MINUTE_SECONDS
+
+
+allowance = _Allowance()
+
+
+def patiently(call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """Return ``call(*args, **named)``, and repeat it where a file system refuses for a moment.
+
+    Only for calls that change nothing: open for reading, read, stat, list. After a failed fsync,
+    write or rename it is unknown what is on the disk, and a second call would hide that.
+    Raises the last OSError after ``limits.RETRY_SECONDS``, and any other one at once.
+    """
+    pause, deadline = _FIRST_PAUSE, time.monotonic() + limits.RETRY_SECONDS
+    while True:
+        try:
+            return call(*args, **named)
+        except OSError as error:
+            late = time.monotonic() + pause > deadline
+            if error.errno not in _MOMENTARY or late or not allowance.take(pause):
+                raise
+        events.count_retry()
+        time.sleep(pause)
+        pause *= 2
 
 
 def failure(doing: str, path: str, error: OSError) -> StorageError:
@@ -277,7 +322,7 @@ class LocalReader(FileReader):
 
     def _read(self, start: int, batch: list[memoryview]) -> int:
         try:
-            done = os.preadv(self._fd, batch, start)
+            done = patiently(os.preadv, self._fd, batch, start)
         except OSError as error:
             raise failure("read", self._path, error) from error
         if not done:

@@ -17,6 +17,7 @@ from megackpt.storage.files import (
     LocalUpdater,
     LocalWriter,
     failure,
+    patiently,
     write_temporary,
 )
 from megackpt.storage.interface import (
@@ -70,7 +71,7 @@ class LocalStorage(Storage):
         try:
             if create:
                 make_folders(self.location)
-            self._fd = os.open(self.location, _FOLDER)
+            self._fd = patiently(os.open, self.location, _FOLDER)
         except (FileNotFoundError, NotADirectoryError):
             if not create:
                 raise
@@ -136,14 +137,18 @@ class LocalStorage(Storage):
             flags &= ~os.O_NOFOLLOW
         with self._within("open", name) as (folder, last):
             try:
-                fd = os.open(last, flags, dir_fd=folder)
+                fd = patiently(os.open, last, flags, dir_fd=folder)
             except OSError as error:
                 if error.errno not in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
                     raise
                 raise CorruptCheckpoint(
                     f"{path} is not a regular file (a link, socket or device)"
                 ) from error
-        status = os.fstat(fd)
+        try:
+            status = patiently(os.fstat, fd)
+        except OSError as error:
+            os.close(fd)
+            raise failure("look at", path, error) from error
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
             raise CorruptCheckpoint(f"{path} is not a regular file")
@@ -154,6 +159,23 @@ class LocalStorage(Storage):
         if status is None or not stat.S_ISREG(status.st_mode):
             return None
         return status.st_size
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        return list(map(self._opened_size, names))
+
+    def _opened_size(self, name: str) -> int | None:
+        """The size of the opened file: a network file system may hold an old one for its name."""
+        try:
+            with self.open(name) as reader:
+                return reader.size
+        except FileNotFoundError:
+            return None
+        except CorruptCheckpoint:
+            return self.size(name)  # a link, or a folder
+        except StorageError as error:
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+            return self.size(name)
 
     def is_remote(self) -> bool:
         return kernel.is_networked(self._fd)
@@ -169,7 +191,9 @@ class LocalStorage(Storage):
             self._within("look at", name) as (folder, last),
         ):
             try:
-                return os.stat(last, dir_fd=folder, follow_symlinks=self._links)
+                return patiently(
+                    os.stat, last, dir_fd=folder, follow_symlinks=self._links
+                )
             except OSError as error:
                 if error.errno not in (errno.ELOOP, errno.ENOTDIR):  # a dangling link
                     raise
@@ -183,7 +207,7 @@ class LocalStorage(Storage):
             return []
         try:
             with self._refusals("list", name):
-                return sorted(os.listdir(fd))
+                return sorted(patiently(os.listdir, fd))
         finally:
             os.close(fd)
 
@@ -310,7 +334,8 @@ class LocalStorage(Storage):
     def is_current(self) -> bool:
         """Return whether the path still leads to the opened directory."""
         try:
-            return os.path.samestat(os.stat(self.location), os.fstat(self._fd))
+            there = patiently(os.stat, self.location)
+            return os.path.samestat(there, patiently(os.fstat, self._fd))
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -353,7 +378,7 @@ class LocalStorage(Storage):
         self, folders: Sequence[str], make: bool = False, durably: bool = True
     ) -> int:
         if not folders:
-            return os.open(".", _FOLDER, dir_fd=self._fd)
+            return patiently(os.open, ".", _FOLDER, dir_fd=self._fd)
         fd = self._fd
         for i, part in enumerate(folders):
             try:
@@ -448,12 +473,12 @@ def _make_folder(fd: int, name: str, durably: bool = True) -> None:
 
 def _enter(fd: int, part: str, make: bool, durably: bool) -> int:
     try:
-        return os.open(part, _BELOW, dir_fd=fd)
+        return patiently(os.open, part, _BELOW, dir_fd=fd)
     except FileNotFoundError:
         if not make:
             raise
     _make_folder(fd, part, durably)
-    return os.open(part, _BELOW, dir_fd=fd)
+    return patiently(os.open, part, _BELOW, dir_fd=fd)
 
 
 def _unlink(folder: int, name: str) -> None:
