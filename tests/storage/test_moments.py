@@ -86,10 +86,11 @@ def test_what_lasts_is_an_error_within_a_second(
 ) -> None:
     root = LocalStorage(tmp_path)
     root.put("folder/file", b"data")
-    Refusing(monkeypatch, name, errno.EIO, 1000, below)
     began = time.monotonic()
-    with pytest.raises(StorageError, match="Input/output error"):
-        USES[name](root)
+    with monkeypatch.context() as refused:
+        Refusing(refused, name, errno.EIO, 1000, below)
+        with pytest.raises(StorageError, match="Input/output error"):
+            USES[name](root)
     assert time.monotonic() - began < 3 * limits.RETRY_SECONDS
 
 
