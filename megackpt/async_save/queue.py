@@ -36,6 +36,50 @@ _unfinished: set[AsyncCallsQueue] = set()
 """Queues with unfinalized requests; kept here even if the caller drops them."""
 
 
+class FailurePolicy:
+    """Decides whether a failed save is raised. All ranks see the same errors, so they agree.
+
+    ``failed`` counts all saves that failed. ValueError for wrong arguments, which are those of
+    ``AsyncCallsQueue``.
+    """
+
+    def __init__(self, on_error: str, max_failures: int) -> None:
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        if type(max_failures) is not int or max_failures < 1:
+            raise ValueError(f"max_failures is 1 or more, not {max_failures!r}")
+        self._warns, self._most = on_error == "warn", max_failures
+        self.failed = self._in_a_row = 0
+
+    def succeeded(self) -> None:
+        self._in_a_row = 0
+
+    def tolerates(self, error: BaseException, what: str, is_coordinator: bool) -> bool:
+        """Count a failed save, and log it on rank 0. False if its error has to be raised.
+
+        That of lost ranks is raised always: the others cannot continue without them.
+        """
+        ours = isinstance(error, CheckpointingException)
+        if not ours or isinstance(error, (Busy, RankLost)):
+            return False
+        self.failed += 1
+        self._in_a_row += 1
+        if not self._warns:
+            return False
+        if self._in_a_row >= self._most:
+            error.add_note(f"saves that failed in a row: {self._in_a_row}")
+            return False
+        if is_coordinator:
+            logger.error(
+                "%s is not saved, and training continues (failure %d in a row; %d raise): %s",
+                what,
+                self._in_a_row,
+                self._most,
+                events.format_error(error),
+            )
+        return True
+
+
 @dataclass(eq=False)
 class _Call:
     """An unfinalized request on this rank."""
@@ -89,6 +133,9 @@ class AsyncCallsQueue:
         process_group: the ranks of requests that do not know theirs (None: the default process group).
         timeout: how long a worker may go without progress before it is given up. A function of the
             caller's own reports no progress, so this bounds its time.
+        on_error: "raise" the error of a failed save on all ranks, or "warn": log it as an ERROR on
+            rank 0 and continue. RankLost is raised always.
+        max_failures: with "warn", so many failures in a row raise the last error.
     """
 
     def __init__(
@@ -97,7 +144,10 @@ class AsyncCallsQueue:
         *,
         process_group: Any = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        on_error: str = "raise",
+        max_failures: int = 3,
     ) -> None:
+        self.failures = FailurePolicy(on_error, max_failures)
         self.persistent = persistent
         self._process_group = process_group
         self._timeout = timeout
@@ -129,18 +179,20 @@ class AsyncCallsQueue:
         Collective: one small vote for each of them, and one for the first unfinished one. ``blocking``:
         wait for all. ``no_dist``: check the task of this rank only, for callers who know about the others.
 
-        Raises, on all ranks, the error of a request on any rank. That request has ended then; the next
-        call continues with the next one. After RankLost all requests have ended.
+        Raises, on all ranks, the error of a request on any rank (see ``on_error``). That request has
+        ended then; the next call continues with the next one. After RankLost all requests have ended.
         """
         finalized: list[int] = []
         with self._exclusive():
             while self._calls:
                 call = self._calls[0]
                 before = call.pending.ended  # set if it was scheduled twice
+                group = call.pending.group
                 try:
                     if self._all_ended(call, blocking, no_dist) and self._remove(call):
                         call.request.finalize(call.pending)
                         finalized.append(call.index)
+                        self.failures.succeeded()
                     elif call in self._calls:
                         break
                 except Exception as error:
@@ -153,6 +205,10 @@ class AsyncCallsQueue:
                             call = self._calls[0]
                             error.add_note(f"{call.task.name} is given up as well")
                             self._give_up(call)
+                    elif call not in self._calls and self.failures.tolerates(
+                        error, call.task.name, group is None or group.is_coordinator
+                    ):
+                        continue
                     if finalized:
                         error.add_note(f"finalized before in this call: {finalized}")
                     raise

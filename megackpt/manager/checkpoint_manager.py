@@ -94,6 +94,10 @@ class CheckpointManager:
         process_group: a torch process group of the ranks that save (None: the default one, or
             this process alone).
         timeout: how long a rank waits for the others in one operation.
+        on_error: "raise" the error of a failed save on all ranks, or "warn": log it as an ERROR on
+            rank 0, keep the older steps, and return as if there had been no save. RankLost, and
+            errors of a call itself (ValueError), are raised always.
+        max_failures: with "warn", so many failed saves in a row raise the last error.
     """
 
     def __init__(
@@ -107,6 +111,8 @@ class CheckpointManager:
         naming: str = "megatron",
         process_group: Any = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        on_error: str = "raise",
+        max_failures: int = 3,
     ) -> None:
         if asynchronous not in _WORKERS:
             raise ValueError(
@@ -123,7 +129,11 @@ class CheckpointManager:
         self._worker = _WORKERS[asynchronous]
         self._process_group, self._timeout = process_group, timeout
         self._queue = AsyncCallsQueue(
-            self._worker == "process", process_group=process_group, timeout=timeout
+            self._worker == "process",
+            process_group=process_group,
+            timeout=timeout,
+            on_error=on_error,
+            max_failures=max_failures,
         )
         self._retention_thread: ThreadPoolExecutor | None = None
         self._finalized_steps: list[int] = []
@@ -135,6 +145,11 @@ class CheckpointManager:
         self._position = (0, -1)
         self._preemption = PreemptionNotice()
         self._is_preempted = False
+
+    @property
+    def failed_saves(self) -> int:
+        """The number of saves that failed; the same on all ranks."""
+        return self._queue.failures.failed
 
     def path(self, step: int) -> str:
         """The path or URL of the checkpoint of a step."""
@@ -175,16 +190,23 @@ class CheckpointManager:
         with self._group() as group:
             is_coordinator = group.is_coordinator
         committed = partial(self._on_commit, self._last_save, step, is_coordinator)
-        request = save(
-            sharded_state_dict,
-            self.path(step),
-            self._strategy,
-            async_sharded_save=asynchronous,
-            process_group=self._process_group,
-            timeout=self._timeout,
-            **options,
-        )
+        path = self.path(step)
+        try:
+            request = save(
+                sharded_state_dict,
+                path,
+                self._strategy,
+                async_sharded_save=asynchronous,
+                process_group=self._process_group,
+                timeout=self._timeout,
+                **options,
+            )
+        except CheckpointingException as error:
+            if not self._queue.failures.tolerates(error, path, is_coordinator):
+                raise
+            return
         if request is None:
+            self._queue.failures.succeeded()
             committed()
         else:
             request.add_finalize_fn(committed)
@@ -196,7 +218,7 @@ class CheckpointManager:
         """Commit the asynchronous saves that all ranks have written, and return their steps.
 
         Call it once per training step. Collective: one small vote while a save is running. Raises
-        the error of a failed save on all ranks; training may continue.
+        the error of a failed save on all ranks (see ``on_error``); training may continue.
         """
         return self._finalize(blocking=False)
 
