@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import threading
 import time
 import uuid
@@ -20,6 +21,7 @@ from megackpt.storage.interface import Batch, FileReader, FileUpdater, FileWrite
 P = ParamSpec("P")
 T = TypeVar("T")
 
+BELOW = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 TEMPORARY = ".megackpt-put-"
@@ -395,3 +397,35 @@ def write_temporary(folder: int, data: bytes) -> str:
     finally:
         os.close(fd)
     return name
+
+
+def unlink_file(folder: int, name: str) -> None:
+    """Remove a file or a link; keep a folder of this name."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except (FileNotFoundError, IsADirectoryError):
+        return
+    except PermissionError:  # some systems raise it for a folder
+        if not stat.S_ISDIR(
+            os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        ):
+            raise
+
+
+def remove_tree(folder: int, name: str) -> None:
+    """Remove a file, a link, or a folder and its content. An absent one is not an error."""
+    try:
+        fd = os.open(name, BELOW, dir_fd=folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        os.unlink(name, dir_fd=folder)  # a file, or a link but not its target
+        return
+    try:
+        for entry in os.listdir(fd):
+            remove_tree(fd, entry)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=folder)

@@ -12,12 +12,15 @@ from typing import Any
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.storage import kernel
 from megackpt.storage.files import (
+    BELOW,
     LocalBatch,
     LocalReader,
     LocalUpdater,
     LocalWriter,
     failure,
     patiently,
+    remove_tree,
+    unlink_file,
     write_temporary,
 )
 from megackpt.storage.interface import (
@@ -29,7 +32,6 @@ from megackpt.storage.interface import (
 )
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_BELOW = _FOLDER | os.O_NOFOLLOW
 _READ = (
     os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 )  # NONBLOCK: a FIFO must not hang us
@@ -83,7 +85,7 @@ class LocalStorage(Storage):
 
     def _sync(self, folder: str) -> None:
         with self._refusals("make durable", folder):
-            descriptor = os.open(folder or ".", _BELOW, dir_fd=self._fd)
+            descriptor = os.open(folder or ".", BELOW, dir_fd=self._fd)
             try:
                 os.fsync(descriptor)
             finally:
@@ -216,7 +218,7 @@ class LocalStorage(Storage):
             suppress(FileNotFoundError),
             self._within("remove", name) as (folder, last),
         ):
-            _remove_tree(folder, last)
+            remove_tree(folder, last)
             os.fsync(folder)
 
     def remove_files(self, names: Iterable[str]) -> None:
@@ -225,7 +227,7 @@ class LocalStorage(Storage):
         folders: set[str] = set()
         for name in names:
             with suppress(*gone), self._within("remove", name) as (folder, last):
-                _unlink(folder, last)
+                unlink_file(folder, last)
             folders.update(name[:at] for at, sign in enumerate(name) if sign == "/")
         # From the deepest up: a folder may be empty once those in it are gone.
         for name in sorted(folders, key=lambda name: (-name.count("/"), name)):
@@ -473,41 +475,9 @@ def _make_folder(fd: int, name: str, durably: bool = True) -> None:
 
 def _enter(fd: int, part: str, make: bool, durably: bool) -> int:
     try:
-        return patiently(os.open, part, _BELOW, dir_fd=fd)
+        return patiently(os.open, part, BELOW, dir_fd=fd)
     except FileNotFoundError:
         if not make:
             raise
     _make_folder(fd, part, durably)
-    return patiently(os.open, part, _BELOW, dir_fd=fd)
-
-
-def _unlink(folder: int, name: str) -> None:
-    """Remove a file or a link; keep a folder of this name."""
-    try:
-        os.unlink(name, dir_fd=folder)
-    except (FileNotFoundError, IsADirectoryError):
-        return
-    except PermissionError:  # some systems raise it for a folder
-        if not stat.S_ISDIR(
-            os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-        ):
-            raise
-
-
-def _remove_tree(folder: int, name: str) -> None:
-    """Remove a file, a link, or a folder and its content. An absent one is not an error."""
-    try:
-        fd = os.open(name, _BELOW, dir_fd=folder)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-            raise
-        os.unlink(name, dir_fd=folder)  # a file, or a link but not its target
-        return
-    try:
-        for entry in os.listdir(fd):
-            _remove_tree(fd, entry)
-    finally:
-        os.close(fd)
-    os.rmdir(name, dir_fd=folder)
+    return patiently(os.open, part, BELOW, dir_fd=fd)
