@@ -89,7 +89,7 @@ class Stage:
     ended: str = ""
     """Empty while the stage is running, then "done" or "failed"."""
     started_at: float = field(default_factory=time.perf_counter)
-    retries_before: int = field(default_factory=lambda: _retries)
+    retries_before: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def advance(self, count: int) -> None:
@@ -201,7 +201,7 @@ def current() -> Stage:
 
 def start(name: str, operation: Operation) -> Stage:
     """Start a stage that may run on other threads. The caller has to call ``finish``."""
-    step = Stage(name, operation)
+    step = Stage(name, operation, retries_before=_retries)
     if operation.name:
         step.counts_bytes = any(o.shows_progress for o in _observers)
         for observer in _observers:

@@ -36,6 +36,8 @@ _READ = (
     os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 )  # NONBLOCK: a FIFO must not hang us
 
+_NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
+_REFUSED = (*_NOT_REGULAR, errno.EACCES, errno.EPERM)
 _LONGEST = 255  # most bytes of a name on any known file system
 
 
@@ -141,7 +143,7 @@ class LocalStorage(Storage):
             try:
                 fd = patiently(os.open, last, flags, dir_fd=folder)
             except OSError as error:
-                if error.errno not in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+                if error.errno not in _NOT_REGULAR:
                     raise
                 raise CorruptCheckpoint(
                     f"{path} is not a regular file (a link, socket or device)"
@@ -167,17 +169,25 @@ class LocalStorage(Storage):
 
     def _opened_size(self, name: str) -> int | None:
         """The size of the opened file: a network file system may hold an old one for its name."""
-        try:
-            with self.open(name) as reader:
-                return reader.size
-        except FileNotFoundError:
-            return None
-        except CorruptCheckpoint:
-            return self.size(name)  # a link, or a folder
-        except StorageError as error:
-            if not isinstance(error.__cause__, PermissionError):
-                raise
-            return self.size(name)
+        flags = _READ
+        if self._links:
+            flags &= ~os.O_NOFOLLOW
+        with (
+            suppress(FileNotFoundError),
+            self._within("look at", name) as (folder, last),
+        ):
+            try:
+                fd = patiently(os.open, last, flags, dir_fd=folder)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                return self.size(name)
+            try:
+                status = patiently(os.fstat, fd)
+            finally:
+                os.close(fd)
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
+        return None
 
     def is_remote(self) -> bool:
         return kernel.is_networked(self._fd)
@@ -423,6 +433,8 @@ class SingleFile(LocalStorage):
     @property
     def called(self) -> str:
         return os.path.join(self.location, self.only)
+
+    sizes = Storage.sizes  # that of the file itself
 
     def following(self) -> LocalStorage:
         return self  # the file itself, where every link to it ends

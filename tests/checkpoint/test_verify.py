@@ -93,8 +93,6 @@ def test_what_was_written_and_cannot_be_read_again_is_not_committed(
             raise FileNotFoundError(name)
         return opened(self, name)
 
-    # It goes right after its size was looked at, which opens it.
-    monkeypatch.setattr(LocalStorage, "_opened_size", LocalStorage.size)
     monkeypatch.setattr(LocalStorage, "open", gone)
     with pytest.raises(
         CorruptCheckpoint,
