@@ -24,8 +24,6 @@ _FREE = 256
 """Characters, or bytes of an integer, without cost: names and numbers are shared often."""
 _FREE_PARTS = 8
 """Parts of a key without cost."""
-_MOST = 1 << 62
-"""Parts of a value are counted up to here."""
 _COLLISIONS = 256
 """Keys with one hash in one container: a look-up compares with each of them."""
 _SMALL = (1 << 61) - 1
@@ -75,11 +73,8 @@ class Budget:
             if target is not None:
                 kept = self._hashed.setdefault(id(target), (target, seen, repeated))
                 _, seen, repeated = kept
-            depth, parts = _measure((key,))[0].popitem()[1]
-            if depth > limits.PICKLE_DEPTH:
-                raise CorruptCheckpoint(
-                    f"the key of a dict is nested more than {limits.PICKLE_DEPTH} levels deep"
-                )
+            measured, _ = _measure((key,), limits.PICKLE_DEPTH, "the key of a dict")
+            _, parts = measured.popitem()[1]
             self.spend(_ITEM * max(0, parts - _FREE_PARTS))
             value = hash(key)
             if value in seen:
@@ -112,12 +107,8 @@ def check_shape(value: Any, levels: int = limits.PICKLE_DEPTH) -> Container[int]
         CorruptCheckpoint: it is nested too deep, or shares too many parts too often.
         UntrustedClass: it holds getattr, or a name that was only an argument of getattr.
     """
-    measured, count = _measure(value)
-    depth, leaves = measured.get(id(value), (0, 1))
-    if depth > levels:
-        raise CorruptCheckpoint(
-            f"the object is nested {depth} levels deep: at most {levels} can be read"
-        )
+    measured, count = _measure(value, levels, "the object")
+    _, leaves = measured.get(id(value), (0, 1))
     if leaves > max(limits.PICKLE_LEAVES, _SHARED * count):
         raise CorruptCheckpoint(
             f"the object has {leaves} parts, counted each time that they are met: "
@@ -126,11 +117,14 @@ def check_shape(value: Any, levels: int = limits.PICKLE_DEPTH) -> Container[int]
     return measured
 
 
-def _measure(value: Any) -> tuple[dict[int, tuple[int, int]], int]:
+def _measure(
+    value: Any, levels: int, what: str
+) -> tuple[dict[int, tuple[int, int]], int]:
     """The identity of each container -> its depth, and its parts as often as a walk meets them.
 
     A long integer counts as several parts. The second result is the number of parts, each as often
-    as containers hold it.
+    as containers hold it. Raises CorruptCheckpoint at the first container that is too deep: the
+    number of parts may double at each level.
     """
     measured: dict[int, tuple[int, int]] = {}
     opened: set[int] = set()
@@ -143,23 +137,24 @@ def _measure(value: Any) -> tuple[dict[int, tuple[int, int]], int]:
         inner = _parts(part)
         if inner is None:
             continue
+        depth, leaves = 0, 1
         if not closing:
             if id(part) not in opened:  # else it contains itself, which pickle allows
                 opened.add(id(part))
                 waiting.append((part, True))
                 waiting.extend((p, False) for p in inner)
-            continue
-        depth, leaves = 0, 1
-        for below in inner:
-            its_depth, its_leaves = measured.get(id(below), (0, 1))
-            if type(below) is int:
-                its_leaves += _weight(below) // _ITEM
-            depth = max(depth, its_depth)
-            leaves += its_leaves
-            count += 1
-        opened.discard(id(part))
-        # Else a pickle whose parts double at each level leads to numbers as long as itself.
-        measured[id(part)] = depth + 1, min(leaves, _MOST)
+        else:
+            for below in inner:
+                its_depth, its_leaves = measured.get(id(below), (0, 1))
+                if type(below) is int:
+                    its_leaves += _weight(below) // _ITEM
+                depth = max(depth, its_depth)
+                leaves += its_leaves
+                count += 1
+            opened.discard(id(part))
+            measured[id(part)] = depth + 1, leaves
+        if max(depth + 1, len(opened)) > levels:
+            raise CorruptCheckpoint(f"{what} is nested more than {levels} levels deep")
     return measured, count
 
 
