@@ -106,9 +106,12 @@ def interpreter(minor: str) -> str | None:
 
 
 def version_of(python: str) -> str:
-    """Such as 3.11.2; nothing if it does not run (pyenv leaves such commands on the PATH)."""
+    """Such as 3.11.2; nothing if it does not run (pyenv leaves such commands on the PATH), or makes no venv."""
     try:
-        return answer(python, "import platform; print(platform.python_version())")
+        # Debian has ensurepip in a package of its own, python3-venv.
+        return answer(
+            python, "import ensurepip, platform; print(platform.python_version())"
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
 
