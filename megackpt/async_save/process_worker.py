@@ -143,9 +143,8 @@ class _Dispatcher:
                 message = process.receive()
                 if isinstance(message, Attempt):
                     return message
-                with suppress(
-                    CheckpointingException
-                ):  # cancelled: the process is being killed
+                # A cancelled task raises: its process is being killed.
+                with suppress(CheckpointingException):
                     task.advance(message)
         except CheckpointingException as failed:
             error = CheckpointingException(f"{task.name}: {failed}")

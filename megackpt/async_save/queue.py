@@ -27,10 +27,8 @@ logger = logging.getLogger("megackpt.async_calls")
 ENDED = 1000
 """The progress, in thousandths, of a task that has ended, and of no other."""
 _RANKS = 1 << 32
-_FIRST_PAUSE, _LONGEST_PAUSE = (
-    0.002,
-    0.5,
-)  # seconds between two votes of a blocking call
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
+"""Seconds between two votes of a blocking call."""
 
 _unfinished: set[AsyncCallsQueue] = set()
 """Queues with unfinalized requests; kept here even if the caller drops them."""

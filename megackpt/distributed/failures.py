@@ -103,7 +103,7 @@ def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
         failure = Failure.of(0, error)
         return (failure.kind or CheckpointingException)(failure.text)
     failure = Failure.of(0, error)
-    text = f"{_what_failed(stage)}: the coordinator could not go on: {failure.text}\n{_indented(failure.story)}"
+    text = f"{_what_failed(stage)}: the coordinator failed: {failure.text}\n{_indented(failure.story)}"
     return RankFailure(text, {0: failure.story})
 
 

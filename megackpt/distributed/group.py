@@ -68,7 +68,7 @@ class Group(ABC):
         """
         return self
 
-    def __exit__(  # noqa: B027 - a single process informs nobody
+    def __exit__(  # noqa: B027 - a single process has no others
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
         """End it. The other ranks learn at once of an error that is this rank's alone."""

@@ -49,9 +49,8 @@ logger = logging.getLogger("megackpt.distributed")
 
 _GRACE = 0.2  # seconds in which rank 0 collects reports of one failure
 _VERDICT_SECONDS = 3.0  # after these a rank does not wait for rank 0's verdict
-_CROSSED_SECONDS = (
-    2.0  # two ranks that wait for one another in two calls will go on waiting
-)
+_CROSSED_SECONDS = 2.0
+"""Two ranks that wait for each other in different calls report it after these."""
 _CAUSE_SECONDS = 5.0
 _NAMED = 64  # ranks that one answer names
 _REMEMBERED = 64  # failed calls
@@ -420,9 +419,8 @@ class Links:
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         async def contained() -> None:
             try:
-                with suppress(
-                    OSError, EOFError
-                ):  # the reader of the connection finds it
+                # The reader of the connection reports these errors.
+                with suppress(OSError, EOFError):
                     await work
             except Exception:
                 logger.exception("the control connections of rank %d", self.rank)

@@ -126,7 +126,7 @@ class JobStore:
 
 
 def own_address(port: int, token: bytes, store: Any = None) -> Address:
-    """Where other hosts reach this one: by the interface that gloo is told to use, if it is told.
+    """Where other hosts reach this one: by the interface that GLOO_SOCKET_IFNAME names.
 
     Otherwise by the interface on the way to the job's store, or that of the default route.
     """

@@ -81,9 +81,8 @@ class Buffer:
             for start in range(0, self.size, _POPULATED_AT_ONCE):
                 length = min(_POPULATED_AT_ONCE, self.size - start)
                 self._map.madvise(_POPULATE_WRITE, start, length)
-        except (
-            OSError
-        ):  # an older kernel or too little memory: the copy touches the pages
+        except OSError:
+            # An older kernel, or too little memory: the copy touches the pages.
             return
 
     def wait_for_devices(self) -> None:
@@ -163,9 +162,8 @@ class BufferPool:
     def _collect_returned(self) -> None:
         while self._returned:
             buffer = self._returned.popleft()
-            if (
-                buffer in self._leased
-            ):  # else it belongs to the parent of this forked process
+            # In a forked process, others belong to the parent.
+            if buffer in self._leased:
                 self._leased.remove(buffer)
                 self._free.append(buffer)
 

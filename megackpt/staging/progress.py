@@ -42,7 +42,7 @@ class CountedSource:
 
 
 def counted_target(target: LoadTarget, todo: int) -> LoadTarget | CountedTarget:
-    """The target itself if nobody follows the progress of this stage, which loads ``todo`` bytes."""
+    """The target itself if no observer shows the progress of this stage, which loads ``todo`` bytes."""
     stage = events.current()
     if not stage.counts_bytes:
         return target

@@ -343,11 +343,10 @@ class LocalReader(FileReader):
                 at = os.lseek(self._fd, data, os.SEEK_HOLE)
                 found += max(0, min(at, end) - data)
         except (OSError, AttributeError) as error:
-            if (
-                getattr(error, "errno", None) != errno.ENXIO
-            ):  # this system does not report holes
+            # ENXIO: the rest is a hole. Other errors: this system does not report holes.
+            if getattr(error, "errno", None) != errno.ENXIO:
                 return length
-        return found  # ENXIO: the rest is a hole
+        return found
 
     def again(self) -> LocalReader:
         """Return a second reader of the open file. Its caller closes it separately."""

@@ -334,7 +334,7 @@ def test_a_foreign_error_of_the_coordinator_is_a_rank_failure_of_rank_0():
     )
     for error in got:
         assert isinstance(error, RankFailure)
-        assert "the coordinator could not go on: KeyError: 'x'" in str(error)
+        assert "the coordinator failed: KeyError: 'x'" in str(error)
         assert list(error.failures) == [0]
     assert isinstance(got[0].__cause__, KeyError)
 
@@ -401,9 +401,7 @@ def test_what_the_coordinator_cannot_open_is_told_to_all():
         2, lambda group: group.reduce_broadcast("plan", lambda: Shy(0), len)
     ):
         assert isinstance(error, RankFailure)
-        assert "the coordinator could not go on: LookupError: not on this rank" in str(
-            error
-        )
+        assert "the coordinator failed: LookupError: not on this rank" in str(error)
 
 
 def test_an_exception_class_that_others_cannot_import_is_told_as_text():

@@ -100,14 +100,11 @@ def _find(module: str, name: str) -> Rule:
     if module == "torch" and name == "Size":
         return Rule(_size, _size)
     if module == "torch":
-        return Rule(
-            name
-        )  # a dtype; one that is none is found out where it is used as one
+        return Rule(name)  # a dtype; its name is checked where it is used
     if (module, name) == ("torch.serialization", "_get_layout"):
         return Rule(_layout, _layout)
-    if module in ("pathlib", "pathlib._local") and name.endswith(
-        "Path"
-    ):  # the second: Python 3.13
+    # Python 3.13 names the second of these modules.
+    if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
         return Rule(_path, _path)
     if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
         return (
