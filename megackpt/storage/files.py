@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from megackpt import events, limits
@@ -420,11 +421,13 @@ def remove_tree(folder: int, name: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        os.unlink(name, dir_fd=folder)  # a file, or a link but not its target
+        with suppress(FileNotFoundError):  # another process removes them, too
+            os.unlink(name, dir_fd=folder)  # a file, or a link but not its target
         return
     try:
         for entry in os.listdir(fd):
             remove_tree(fd, entry)
     finally:
         os.close(fd)
-    os.rmdir(name, dir_fd=folder)
+    with suppress(FileNotFoundError):
+        os.rmdir(name, dir_fd=folder)

@@ -364,15 +364,18 @@ class LocalStorage(Storage):
     def _within(
         self, doing: str, name: str, make: bool = False
     ) -> Iterator[tuple[int, str]]:
-        """Yield an entry's folder and its name there. FileNotFoundError if one is absent."""
+        """Yield an entry's folder and its name there.
+
+        Raises FileNotFoundError if one is absent, unless ``make``.
+        """
         folder, last = self._parent(name, make)
         try:
             yield folder, last
-        except FileNotFoundError as error:
-            path = self._path(name)
-            raise FileNotFoundError(error.errno, error.strerror, path) from None
         except OSError as error:
-            raise failure(doing, self._path(name), error) from error
+            path = self._path(name)
+            if make or not isinstance(error, FileNotFoundError):
+                raise failure(doing, path, error) from error
+            raise FileNotFoundError(error.errno, error.strerror, path) from None
         finally:
             os.close(folder)
 

@@ -362,6 +362,30 @@ def test_delete_goes_deep(root, tmp_path):
     assert root.list() == []
 
 
+def test_what_another_process_removes_meanwhile_does_not_end_a_removal(
+    root, monkeypatch
+):
+    real = os.unlink
+
+    def removed_before(name, **options):
+        real(name, **options)
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    root.put_new({f"a/{i}/f": b"" for i in range(3)})
+    monkeypatch.setattr(os, "unlink", removed_before)
+    root.delete("a")
+    assert root.list() == []
+
+
+def test_a_folder_that_disappears_refuses_a_write(root, monkeypatch):
+    def gone(*_, **__):
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    monkeypatch.setattr(os, "rename", gone)
+    with pytest.raises(StorageError, match=r"cannot write .*/a/f: gone"):
+        root.put("a/f", b"")
+
+
 def test_roots(tmp_path):
     with pytest.raises(FileNotFoundError):
         LocalStorage(tmp_path / "x")
