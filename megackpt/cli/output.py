@@ -19,6 +19,8 @@ from megackpt.progress_line import is_open
 
 _MAX_VALUE_LENGTH = 200
 _SIZES = ("bytes", "bytes_read", "resumed")
+_VALUES = ("a", "b")
+"""Fields of differences with values from checkpoints, which may be lists of dicts themselves."""
 
 Record = Mapping[str, Any]
 
@@ -76,7 +78,9 @@ def _table_lines(name: str, records: Sequence[Record]) -> Iterator[str]:
     """A table, and below it the tables that are in its records."""
     nested: set[str] = set()
     for record in records:
-        nested.update(column for column in record if _is_table(record[column]))
+        for column, value in record.items():
+            if column not in _VALUES and _is_table(value):
+                nested.add(column)
     columns = [column for column in records[0] if column not in nested]
     rows = [[column.upper() for column in columns]]
     rows += [[_format(c, record[c]) for c in columns] for record in records]
@@ -92,7 +96,7 @@ def _table_lines(name: str, records: Sequence[Record]) -> Iterator[str]:
         yield line.rstrip()
     for record, row in zip(records, rows[1:], strict=True):
         for column, value in record.items():
-            if _is_table(value):
+            if column in nested and value:
                 inner = [_fields(item) for item in value]
                 yield from _table_lines(f"{row[0]}, {column}", inner)
 
@@ -129,7 +133,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _format(name: str, value: Any) -> str:
     """The value of a field in one line."""
-    value = _fields(value)
+    given, value = value, _fields(value)
     if value is None:
         text = "-"
     elif value is ...:
@@ -142,11 +146,11 @@ def _format(name: str, value: Any) -> str:
         text = format_age(value)
     elif isinstance(value, float):
         text = f"{value:.9g}"
-    elif isinstance(value, Mapping):
+    elif value is not given:
         text = " ".join(_format(field, item) for field, item in value.items())
     elif name == "digests" and value:
         text = value[0] if len(value) == 1 else f"{value[0]} +{len(value) - 1}"
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and name not in _VALUES:
         text = str(list(value))
     elif isinstance(value, str):
         text = value

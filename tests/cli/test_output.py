@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor, events, limits
+from megackpt.cli.compare import Change
+from megackpt.cli.output import text_lines
 from megackpt.progress_line import show_progress
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +95,18 @@ def test_ascii_terminals(on_terminal: Callable[..., Any]) -> None:
     assert shown.status == 0
     assert shown.raw.isascii()
     assert "self_attention" in shown.text
+
+
+def test_values_that_are_lists_of_dicts_are_no_tables() -> None:
+    changes = [
+        Change(("x",), [{"p": 1}, {"q": 2}], 5),
+        Change(("y",), ..., list(range(1000))),
+    ]
+    lines = list(text_lines({"objects": [{"key": "k", "changes": changes}]}))
+    assert re.search(
+        r"\['x'\] +\[\{'p': 1\}, \{'q': 2\}\] +5$", "\n".join(lines), re.MULTILINE
+    )
+    assert max(map(len, lines)) < 300
 
 
 def test_without_a_terminal_progress_is_lines(
