@@ -96,6 +96,8 @@ class Stage:
         """Add ``count`` bytes to ``done``."""
         with self._lock:
             self.done += count
+            if self.todo:
+                self.done = min(self.done, self.todo)
 
 
 class Observer:

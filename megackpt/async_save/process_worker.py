@@ -47,7 +47,11 @@ class ProcessWorker(Worker):
         error = task.cancel(reason)
         dispatcher = self._dispatcher
         if task.started and dispatcher is not None and dispatcher.kill_process_of(task):
-            task.wait(limits.WORKER_STOP_SECONDS)  # until the process is dead
+            task.stuck = not task.wait(limits.WORKER_STOP_SECONDS)
+            if task.stuck:
+                # The process does not die while it waits for a disk. The next task gets another.
+                dispatcher.end()
+                self._detach()
         task.finish(Attempt(None, error))
 
     def close(self) -> None:
@@ -60,8 +64,9 @@ class ProcessWorker(Worker):
         current = dispatcher.current
         if current is not None:
             self.stop(current, dispatcher.closing)
-        dispatcher.thread.join(limits.WORKER_STOP_SECONDS)
-        self._detach()
+        if self._dispatcher is not None:
+            dispatcher.thread.join(limits.WORKER_STOP_SECONDS)
+            self._detach()
 
     def forget(self) -> None:
         """In a forked child: leave the process to the parent."""

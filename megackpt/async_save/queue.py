@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - registers its exit hook before ours
+import concurrent.futures.thread  # registers its exit hook before ours
 import logging
 import os
 import threading
@@ -304,7 +304,9 @@ class AsyncCallsQueue:
     def _vote(self, call: _Call) -> bool:
         group = call.pending.meet()
         own = call.progress * _RANKS + group.rank
-        slowest, least, opposite = group.lowest([own, call.index, -call.index])
+        slowest, least, opposite, stuck = group.lowest(
+            [own, call.index, -call.index, -int(call.task.stuck)]
+        )
         if least != -opposite:
             raise CheckpointingException(
                 f"Unmatched async calls. The ranks' oldest unfinalized requests are the numbers {least} to "
@@ -312,6 +314,7 @@ class AsyncCallsQueue:
             )
         progress, rank = divmod(slowest, _RANKS)
         call.slowest = rank, progress
+        call.task.stuck = stuck < 0
         return progress == ENDED
 
     def _check_timeout(self, call: _Call) -> None:
@@ -360,7 +363,11 @@ def _end_of_process() -> None:
             "(AsyncCallsQueue.close() finalizes them): %s",
             queue.status(),
         )
+        tasks = [call.task for call in queue._calls]
         queue.close(abort=True)
+        if any(task.stuck for task in tasks):
+            # Python would wait for the threads of pools, also for those of a daemon.
+            getattr(concurrent.futures.thread, "_threads_queues", {}).clear()
 
 
 def _forked() -> None:

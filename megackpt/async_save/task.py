@@ -25,7 +25,8 @@ class Task(Generic[T]):
 
     The outcome, a value or an error, is set once. ``todo`` is the number of bytes of the work (0:
     unknown), ``done`` how many of them are done, ``moved_at`` the ``time.monotonic()`` of the last
-    progress. Thread-safe.
+    progress, ``stuck`` whether the work, here or on another rank, was given up and may still be
+    running, for example because its disk hangs. Thread-safe.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Task(Generic[T]):
         self.done = 0
         self.moved_at = time.monotonic()
         self.started = False
+        self.stuck = False
         self.outcome: Attempt[T] | None = None
         self.cancelled: CheckpointingException | None = None
         self._lock = threading.Lock()
@@ -54,6 +56,8 @@ class Task(Generic[T]):
         if self.cancelled is not None:
             raise self.cancelled
         with self._lock:
+            if self.todo:  # formats may read a block twice
+                count = min(count, self.todo - self.done)
             self.done += count
             self.moved_at = time.monotonic()
         if self._on_progress is not None:

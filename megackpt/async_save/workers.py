@@ -48,4 +48,5 @@ class ThreadWorker(Worker):
     ) -> None:
         error = task.cancel(reason)
         if not (task.started and task.wait(limits.WORKER_STOP_SECONDS)):
+            task.stuck = task.started
             task.finish(Attempt(None, error))

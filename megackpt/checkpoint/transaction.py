@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from uuid import uuid4
 
 from megackpt import events, limits
@@ -284,7 +285,10 @@ class Transaction:
             )
 
     def abandon(self) -> None:
-        """End without touching a file: lost ranks may still write."""
+        """End without touching a file: lost ranks or a hanging worker may still write.
+
+        The next save removes the files.
+        """
         self._ended()
 
 
@@ -378,6 +382,7 @@ class Writing:
     def __call__(self, advance: Callable[[int], None]) -> WriteResult:
         counted = CountedSource(self.source, advance)
         with staging_storage(self.directory, self.save_id) as root:
+            root.moved = partial(advance, 0)
             return self.backend.write(root, self.plan, counted)
 
 

@@ -146,7 +146,7 @@ def save(
         operation.total.operation.id = part.save_id
         # Stage, then write: now, or later while training continues.
         stage = _copy if async_sharded_save else _reference
-        task = stage(operation, request, part)
+        task = operation.task = stage(operation, request, part)
         backend = request.backend
         if not async_sharded_save:
             task.run()
@@ -201,6 +201,7 @@ class _SaveOperation:
     def __init__(self, group: Group, directory: str) -> None:
         self.group = group
         self.transaction: Transaction | None = None
+        self.task: Task[WriteResult] | None = None
         self.total = events.start(
             events.TOTAL, events.Operation("save", directory, group.rank, group.size)
         )
@@ -273,7 +274,8 @@ class _SaveOperation:
 
     def _end(self, error: BaseException, others_may_write: bool) -> None:
         if self.transaction is not None:
-            if others_may_write:
+            # A disk that hangs would hang this thread, too.
+            if others_may_write or (self.task is not None and self.task.stuck):
                 self.transaction.abandon()
             else:
                 self.transaction.abort()

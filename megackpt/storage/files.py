@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from megackpt import events, limits
@@ -29,6 +30,7 @@ TEMPORARY = ".megackpt-put-"
 """Prefix of the names of temporary files. A leftover one belongs to a process that died."""
 
 _BATCH = 16 << 20  # bytes handed to one writev, and to early write-back
+_SYNCED_AT_ONCE = 4 << 20  # bytes: a file is made durable in such parts
 _VECTORS = min(
     1024, os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
 )
@@ -127,7 +129,10 @@ class _Open:
     _refusal = "create"
     _flags = NEW
 
-    def __init__(self, folder: int, name: str, path: str) -> None:
+    def __init__(
+        self, folder: int, name: str, path: str, moved: Callable[[], object]
+    ) -> None:
+        self._moved = moved
         self._folder = folder  # ours to close
         self._name = name
         self._path = path
@@ -141,7 +146,7 @@ class _Open:
         if self._fd < 0:
             return
         try:
-            os.fsync(self._fd)
+            _sync_file(self._moved, (self._fd, self._path))
             os.fsync(self._folder)
         except OSError as error:
             raise failure("make durable", self._path, error) from error
@@ -168,13 +173,14 @@ class LocalWriter(_Open, FileWriter):
                     self._written += done
                     batch = _after(batch, done)
                 self._start_writeback(_BATCH)
+                self._moved()
         except OSError as error:
             raise failure("write", self._path, error) from error
 
     def _start_writeback(self, least: int) -> None:
         pending = self._written - self._started
         if pending >= least:
-            kernel.start_writeback(self._fd, self._started, pending)
+            kernel.write_back(self._fd, self._started, pending)
             self._started = self._written
 
     @property
@@ -213,9 +219,10 @@ class LocalUpdater(_Open, FileUpdater):
                 while batch:
                     done = os.pwritev(self._fd, batch, start)
                     if done >= _BATCH:
-                        kernel.start_writeback(self._fd, start, done)
+                        kernel.write_back(self._fd, start, done)
                     start += done
                     batch = _after(batch, done)
+                self._moved()
         except OSError as error:
             raise failure("write", self._path, error) from error
 
@@ -228,21 +235,23 @@ class LocalBatch(Batch):
 
     ``open_folder`` opens the folder of a file, and creates it if absent. It returns the descriptor,
     the last part of the file's name, and the file's path. ``sync`` makes the entries of a folder
-    durable.
+    durable. ``moved``: see ``Storage.moved``.
     """
 
     def __init__(
         self,
         open_folder: Callable[[str], tuple[int, str, str]],
         sync: Callable[[str], None],
+        moved: Callable[[], object],
     ) -> None:
+        self._moved = moved
         self._open_folder = open_folder
         self._sync = sync
         self._waiting: list[tuple[int, str]] = []
         self._folders: dict[str, None] = {}
 
     def create(self, name: str) -> FileWriter:
-        writer = _BatchWriter(*self._open_folder(name))
+        writer = _BatchWriter(*self._open_folder(name), self._moved)
         writer.batch = self
         while name:  # another writer may have made a folder above and not synced it yet
             name = name.rpartition("/")[0]
@@ -257,7 +266,7 @@ class LocalBatch(Batch):
 
     def _sync_files(self) -> None:
         try:
-            _each(_sync_file, self._waiting)
+            _each(partial(_sync_file, self._moved), self._waiting)
         finally:
             self.abort()
 
@@ -283,12 +292,20 @@ class _BatchWriter(LocalWriter):
             self.batch.take(fd, self._path)
 
 
-def _sync_file(file: tuple[int, str]) -> None:
+def _sync_file(moved: Callable[[], object], file: tuple[int, str]) -> None:
+    """Make a file durable. Call ``moved`` whenever a part has reached the disk."""
     fd, path = file
     try:
+        # The last part, and the table of the file's blocks, are left to fsync.
+        starts = range(0, os.fstat(fd).st_size - _SYNCED_AT_ONCE, _SYNCED_AT_ONCE)
+        for wait in (False, True):
+            for start in starts:
+                kernel.write_back(fd, start, _SYNCED_AT_ONCE, wait)
+                moved()
         os.fsync(fd)
     except OSError as error:
         raise failure("make durable", path, error) from error
+    moved()
 
 
 def _each(work: Callable[[T], None], items: Sequence[T]) -> None:

@@ -184,6 +184,9 @@ class Storage(ABC):
     location: str
     """The path or URL of the root, for messages."""
 
+    moved: Callable[[], object] = int
+    """Called by writes whenever bytes have reached the disk. ``int()`` does nothing."""
+
     @property
     def called(self) -> str:
         """The name for messages: the root, or the single file that the caller opened in it."""

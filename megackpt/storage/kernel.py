@@ -25,7 +25,7 @@ _NETWORKED = frozenset((
 ))  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-_SYNC_FILE_RANGE_WRITE = 2
+_SYNC_FILE_RANGE_WAIT_BEFORE, _SYNC_FILE_RANGE_WRITE = 1, 2
 _ABSENT = frozenset(
     (
         errno.ENOSYS,
@@ -49,12 +49,20 @@ def _function(name: str, *arguments: Any) -> Callable[..., int] | None:
     return found  # type: ignore[no-any-return]
 
 
-def start_writeback(fd: int, start: int, length: int) -> None:
-    """Ask for these dirty pages to be written soon. Only advice: fsync reports errors."""
+def write_back(fd: int, start: int, length: int, wait: bool = False) -> None:
+    """Ask for these dirty pages to be written soon; or wait until those asked for are written.
+
+    Only fsync makes them durable. Waiting raises OSError if the system could not write them,
+    because a later fsync may not report it again.
+    """
     int64 = ctypes.c_int64
     call = _function("sync_file_range", ctypes.c_int, int64, int64, ctypes.c_uint)
-    if call is not None:
-        call(fd, start, length, _SYNC_FILE_RANGE_WRITE)
+    flag = _SYNC_FILE_RANGE_WAIT_BEFORE if wait else _SYNC_FILE_RANGE_WRITE
+    if call is None or call(fd, start, length, flag) == 0 or not wait:
+        return
+    number = ctypes.get_errno()
+    if number not in _ABSENT:
+        raise OSError(number, os.strerror(number))
 
 
 def rename_new(name: str, to: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:

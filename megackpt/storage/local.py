@@ -107,18 +107,18 @@ class LocalStorage(Storage):
 
     def create(self, name: str) -> FileWriter:
         folder, last = self._parent(name, make=True)
-        return LocalWriter(folder, last, self._path(name))
+        return LocalWriter(folder, last, self._path(name), self.moved)
 
     def batch(self) -> Batch:
         def open_folder(name: str) -> tuple[int, str, str]:
             folder, last = self._parent(name, make=True, durably=False)
             return folder, last, self._path(name)
 
-        return LocalBatch(open_folder, self._sync)
+        return LocalBatch(open_folder, self._sync, self.moved)
 
     def update(self, name: str) -> FileUpdater:
         folder, last = self._parent(name, make=True)
-        return LocalUpdater(folder, last, self._path(name))
+        return LocalUpdater(folder, last, self._path(name), self.moved)
 
     def following(self) -> LocalStorage:
         same = self.folder("")
