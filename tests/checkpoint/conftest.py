@@ -15,6 +15,7 @@ from megackpt.checkpoint import (
     begin,
     decode_index,
     encode_index,
+    marker,
     open_checkpoint,
 )
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint
@@ -185,3 +186,9 @@ def saves(caplog) -> Saves:
 
 
 OWN = {"rank0.bin", "rank1.bin", "toc", "metadata.json", "megackpt.index"}
+
+
+@pytest.fixture(autouse=True)
+def no_unfinished_saves():
+    """Ids are fixed here. Saves of earlier tests that are not collected yet do not hold them."""
+    marker.active.clear()
