@@ -99,7 +99,9 @@ def test_an_installed_format_works_by_its_name(site, tmp_path):
     """
     run([sys.executable, "-c", textwrap.dedent(program)], site, tmp_path)
     megackpt = [sys.executable, "-m", "megackpt"]
-    assert "npz version 1" in run([*megackpt, "show", "saved"], site, tmp_path)
+    assert "format: npz\nversion: 1\n" in run(
+        [*megackpt, "show", "saved"], site, tmp_path
+    )
     assert "all good" in run([*megackpt, "verify", "back"], site, tmp_path)
 
 
