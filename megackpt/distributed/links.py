@@ -28,7 +28,7 @@ from megackpt.distributed.messages import (
     STATE,
     CallFailed,
     Link,
-    Payload,
+    Message,
     Step,
     Verdict,
     children_of,
@@ -357,7 +357,7 @@ class Links:
     async def _read(self, link: Link) -> None:
         try:
             while True:
-                self._handle(link, *await link.receive())
+                self._handle(link, await link.receive())
         except (OSError, EOFError) as error:
             link.socket.close()
             if self._links.get(link.rank) is link:
@@ -380,15 +380,8 @@ class Links:
             self._arrivals[key] = self._loop.create_future()
         return self._arrivals[key]
 
-    def _handle(
-        self,
-        link: Link,
-        kind: int,
-        call: int,
-        number: int,
-        label: str,
-        payload: Payload,
-    ) -> None:
+    def _handle(self, link: Link, message: Message) -> None:
+        kind, call, number, label, payload = message
         if kind == ASK:
             state = self._state(link.rank, call, number, label)
             self._spawn(link.send(STATE, call, number, "", state.packed()))

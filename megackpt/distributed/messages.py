@@ -116,6 +116,14 @@ class Verdict(NamedTuple):
         return cls({int(rank): word for rank, word in missing.items()}, text)
 
 
+class Message(NamedTuple):
+    kind: int
+    call: int
+    number: int
+    label: str
+    payload: memoryview
+
+
 class CallFailed(Exception):
     """The call has failed on all ranks; ``verdict`` says why."""
 
@@ -151,7 +159,7 @@ class Link:
                 self.shut()
                 raise
 
-    async def receive(self) -> tuple[int, int, int, str, memoryview]:
+    async def receive(self) -> Message:
         def note() -> None:
             self.heard = time.monotonic()
 
@@ -161,7 +169,7 @@ class Link:
             raise ConnectionError(f"a control message of {length} bytes is refused")
         text = await receive(self.socket, memoryview(bytearray(label)), note)
         payload = await receive(self.socket, memoryview(bytearray(length)), note)
-        return kind, call, number, bytes(text).decode(), payload
+        return Message(kind, call, number, bytes(text).decode(), payload)
 
     def shut(self) -> None:
         """Both ends notice; the reader of this one closes the connection."""

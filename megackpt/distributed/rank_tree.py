@@ -31,6 +31,7 @@ from megackpt.distributed.messages import (
     STATE,
     CallFailed,
     Link,
+    Message,
     Payload,
     Step,
     Verdict,
@@ -208,19 +209,11 @@ class Tree(Links):
             payloads.append(payload)
         return payloads
 
-    def _handle(
-        self,
-        link: Link,
-        kind: int,
-        call: int,
-        number: int,
-        label: str,
-        payload: Payload,
-    ) -> None:
-        if kind == CONFIRM:
-            self._spawn(self._on_confirm(link, call, number))
+    def _handle(self, link: Link, message: Message) -> None:
+        if message.kind == CONFIRM:
+            self._spawn(self._on_confirm(link, message.call, message.number))
         else:
-            super()._handle(link, kind, call, number, label, payload)
+            super()._handle(link, message)
 
     async def _on_confirm(self, link: Link, call: int, number: int) -> None:
         """Answer whether this rank and those below wait in the step."""

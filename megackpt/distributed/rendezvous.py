@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import hmac
 import json
+import logging
 import math
 import os
 import secrets
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
+
+logger = logging.getLogger("megackpt.distributed")
 
 Address = tuple[list[str], int, str]
 """Hosts to try in turn, the port, and the token as hex digits."""
@@ -171,8 +174,13 @@ class Listener:
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            accepted, _ = await loop.sock_accept(self.socket)
+        while self.socket.fileno() != -1:
+            try:
+                accepted, _ = await loop.sock_accept(self.socket)
+            except OSError as error:  # such as too many open files
+                logger.warning("a rank cannot connect yet: %s", error)
+                await asyncio.sleep(_LONGEST_PAUSE)
+                continue
             task = loop.create_task(self._greet(accepted))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -184,7 +192,7 @@ class Listener:
                 data = await receive(accepted, memoryview(bytearray(_GREETING.size)))
                 magic, token, kind, *numbers = _GREETING.unpack(data)
                 if magic != _MAGIC or not hmac.compare_digest(token, self.token):
-                    accepted.close()  # a stranger
+                    accepted.close()
                     return
                 await asyncio.get_running_loop().sock_sendall(accepted, _MAGIC)
         except (OSError, EOFError, TimeoutError):

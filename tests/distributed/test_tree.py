@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +17,7 @@ import torch
 
 import megackpt
 from megackpt import AsyncCallsQueue, CheckpointingException, RankLost, ShardedTensor
-from megackpt.distributed import group_over, messages, process_group
+from megackpt.distributed import group_over, messages, process_group, rendezvous
 
 SOON = timedelta(seconds=20)
 
@@ -70,6 +72,31 @@ def strangers():
 
 def test_a_stranger_cannot_join(ranks):
     ranks(strangers, 2)
+
+
+def test_ranks_connect_after_the_limit_of_open_files_was_met():
+    async def connect_at_the_limit():
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        arrived = asyncio.get_running_loop().create_future()
+        listener = rendezvous.Listener(lambda made, *_: arrived.set_result(made))
+        serving = asyncio.create_task(listener.serve())
+        address = ["127.0.0.1"], listener.port, listener.token.hex()
+        connecting = asyncio.create_task(
+            rendezvous.connect(address, messages.LINK, 1, 0, 0)
+        )
+        await asyncio.sleep(0)  # it has its socket, and none is left for the listener
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            await asyncio.sleep(0.2)
+            assert not connecting.done()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        (await connecting).close()
+        (await asyncio.wait_for(arrived, 10)).close()
+        serving.cancel()
+        listener.socket.close()
+
+    asyncio.run(connect_at_the_limit())
 
 
 def too_large():
