@@ -323,7 +323,10 @@ def test_a_bucket_that_does_not_exist_is_named(bucket: Bucket) -> None:
         assert "probe" not in str(caught.value), name
 
 
-@pytest.mark.parametrize("strategy", ["torch_dist", "zarr", "compressed"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["torch_dist", pytest.param("zarr", marks=pytest.mark.slow), "compressed"],
+)
 def test_a_chunk_that_is_damaged_on_its_way_is_read_once_more(
     line: Line, url: str, strategy: str
 ) -> None:

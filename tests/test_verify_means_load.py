@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 import megackpt
-from megackpt import CheckpointManager, ShardedObject, ShardedTensor
+from megackpt import CheckpointManager, ShardedObject, ShardedTensor, limits
 from megackpt.__main__ import main
 from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
 
@@ -182,6 +182,7 @@ def test_a_refusal_is_no_damage(
     number: int,
     capsys: Any,
 ) -> None:
+    monkeypatch.setattr(limits, "RETRY_SECONDS", 0.05)
     run = tmp_path / "run"
     manager = run_of(run, strategy)
     step = run / "iter_0000002"

@@ -197,6 +197,7 @@ def test_the_files_beside(tmp_path: Path) -> None:
         export_huggingface(*arguments, overwrite=True)
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_touches_no_file_of_others(tmp_path: Path) -> None:
     """Nor does one that meets another."""
     training, out = tmp_path / "training", tmp_path / "out"

@@ -344,7 +344,7 @@ def test_no_descriptor_and_no_memory_is_lost(worker: ProcessWorker) -> None:
     pid = done(worker, chores.Double(arena))
     gc.collect()
     counts = len(chores.descriptors(os.getpid())), len(chores.descriptors(pid))
-    for i in range(50):
+    for i in range(20):
         assert (
             done(worker, chores.Double(arena if i % 2 else Buffer.allocate(1 << 20)))
             == pid

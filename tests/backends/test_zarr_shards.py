@@ -44,6 +44,10 @@ class TestShards(BackendSuite):
             },
         )
 
+    @pytest.mark.slow
+    def test_a_thin_slice_reads_few_bytes(self, tmp_path: Path) -> None:
+        super().test_a_thin_slice_reads_few_bytes(tmp_path)
+
 
 suite = TestShards()
 

@@ -353,7 +353,14 @@ def faults() -> Iterator[tuple[str, str, int | str]]:
             yield "GET", path, how
 
 
-@pytest.mark.parametrize("method_path_how", [*faults()], ids=str)
+@pytest.mark.parametrize(
+    "method_path_how",
+    [
+        fault if "commit" in fault[1] else pytest.param(fault, marks=pytest.mark.slow)
+        for fault in faults()
+    ],
+    ids=str,
+)
 def test_a_bad_line_loses_nothing(line, url, saves, quick, method_path_how):
     method, path, how = method_path_how
     saves.save(url, 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megackpt import limits
 from megackpt.checkpoint import (
     begin,
     clear,
@@ -188,7 +189,12 @@ def test_abort_removes_what_the_save_made_and_no_more(tmp_path, saves, before):
     assert entries(tmp_path) == ({"c"} if before else set())
 
 
-def test_files_that_the_coordinator_cannot_see(tmp_path, saves):
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(limits, "LATE_FILE_SECONDS", 0.5)
+
+
+def test_files_that_the_coordinator_cannot_see(tmp_path, saves, impatient):
     class OnAnotherDisk(type(open_backend())):
         def write(self, root, plan, data):
             result = super().write(root, plan, data)
@@ -210,7 +216,7 @@ def open_backend():
     return strategies.backend_named("tiny")
 
 
-def test_a_truncated_file_is_not_committed(tmp_path, saves):
+def test_a_truncated_file_is_not_committed(tmp_path, saves, impatient):
     class Short(type(open_backend())):
         def write(self, root, plan, data):
             result = super().write(root, plan, data)

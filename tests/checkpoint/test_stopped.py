@@ -82,8 +82,7 @@ SLOW = pytest.mark.slow
     "before",
     [
         "nothing",
-        "checkpoint",
-        *(pytest.param(b, marks=SLOW) for b in ("empty", "foreign")),
+        *(pytest.param(b, marks=SLOW) for b in ("empty", "foreign", "checkpoint")),
     ],
 )
 @pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=SLOW)])

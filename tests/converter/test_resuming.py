@@ -66,7 +66,9 @@ def dying(step: int, source: Path, target: Path, to: str, overwrite: bool) -> bo
 @pytest.mark.parametrize(
     ("to", "before", "stride"),
     [
-        ("torch_dist", "nothing", 11), ("torch_dist", "foreign", 7), ("torch_dist", "checkpoint", 11),
+        ("torch_dist", "foreign", 11),
+        pytest.param("torch_dist", "nothing", 11, marks=pytest.mark.slow),
+        pytest.param("torch_dist", "checkpoint", 11, marks=pytest.mark.slow),
         ("safetensors", "nothing", 11), ("torch", "checkpoint", 11),
         pytest.param("torch_dist", "nothing", 1, marks=pytest.mark.campaign),
         pytest.param("torch_dist", "checkpoint", 1, marks=pytest.mark.campaign),

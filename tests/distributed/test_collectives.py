@@ -642,7 +642,9 @@ def real_late_rank(stage):
     assert group.all_agree(1)
 
 
-@pytest.mark.parametrize("stage", ["plan", "vote"])
+@pytest.mark.parametrize(
+    "stage", ["plan", pytest.param("vote", marks=pytest.mark.slow)]
+)
 def test_a_late_rank_is_an_error_with_the_timeout_and_the_next_call_works(ranks, stage):
     done = ranks(real_late_rank, 4, stage)
     for rank in (0, 1, 3):

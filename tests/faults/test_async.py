@@ -149,7 +149,9 @@ def test_the_process_ends_with_a_save_in_flight(
         }, told  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["end of main", "exception"])
+@pytest.mark.parametrize(
+    "how", ["end of main", pytest.param("exception", marks=pytest.mark.slow)]
+)
 def test_the_process_does_not_write_to_the_end_first(tmp_path: Path, how: str) -> None:
     (tmp_path / "slow.py").write_text(DRIPPING)
     many = '{f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(9)) for i in range(400)}'

@@ -200,7 +200,7 @@ REFUSABLE = ("write", "writev", "pwrite64", "pwritev", *SYNCS)
     ("name", "later"),
     [
         *((name, "") for name in FORMATS[:2]),
-        ("torch_dist", "thread"),
+        pytest.param("torch_dist", "thread", marks=pytest.mark.slow),
         pytest.param("zarr", "process", marks=pytest.mark.slow),
         pytest.param("torch_dist", "process", marks=pytest.mark.campaign),
         pytest.param("zarr", "thread", marks=pytest.mark.campaign),

@@ -37,7 +37,13 @@ def check(report: dict[str, Any]) -> float:
     return float(max(told["at"] for told in report["told"].values()))
 
 
-@pytest.mark.parametrize("kind", ["sync", "thread", "process"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("sync", marks=SLOW), pytest.param("thread", marks=SLOW), "process"],
+)
 def test_a_killed_rank_is_named_by_all(tmp_path: Path, kind: str) -> None:
     for report in kill(kind, 2, 1, tmp_path):
         check(report)

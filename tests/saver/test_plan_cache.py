@@ -151,7 +151,7 @@ def save(
     )
 
 
-@pytest.mark.parametrize("changed", [0, 2])
+@pytest.mark.parametrize("changed", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("strategy", FORMATS)
 def test_any_change_on_one_rank_is_a_miss_on_all(

@@ -142,7 +142,13 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+SLOW = ("arrays of objects", "counted tuples", "deques")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in BOMBS],
+)
 def test_bombs(name: str) -> None:
     begin = time.thread_time()
     with pytest.raises(CorruptCheckpoint):

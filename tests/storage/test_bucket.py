@@ -289,6 +289,7 @@ def test_names_that_lead_outside(root: BucketStorage, name: str) -> None:
             work(name)
 
 
+@pytest.mark.slow
 def test_list_and_delete_know_folders(root: BucketStorage, bucket: Bucket) -> None:
     bucket.client.put_object(
         Bucket=bucket.name, Key="run/iter_1/", Body=b""
