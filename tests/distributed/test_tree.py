@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -76,25 +76,27 @@ def test_a_stranger_cannot_join(ranks):
 
 def test_ranks_connect_after_the_limit_of_open_files_was_met():
     async def connect_at_the_limit():
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        arrived = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        accept = loop.sock_accept
+        refused = []
+
+        async def refuse_once(listening):
+            if not refused:
+                refused.append(listening)
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return await accept(listening)
+
+        loop.sock_accept = refuse_once
+        arrived = loop.create_future()
         listener = rendezvous.Listener(lambda made, *_: arrived.set_result(made))
         serving = asyncio.create_task(listener.serve())
         address = ["127.0.0.1"], listener.port, listener.token.hex()
-        connecting = asyncio.create_task(
-            rendezvous.connect(address, messages.LINK, 1, 0, 0)
-        )
-        await asyncio.sleep(0)  # it has its socket, and none is left for the listener
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        try:
-            await asyncio.sleep(0.2)
-            assert not connecting.done()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        (await connecting).close()
-        (await asyncio.wait_for(arrived, 10)).close()
+        made = await rendezvous.connect(address, messages.LINK, 1, 0, 0)
+        accepted = await asyncio.wait_for(arrived, 10)
         serving.cancel()
-        listener.socket.close()
+        for each in (made, accepted, listener.socket):
+            each.close()
+        assert refused
 
     asyncio.run(connect_at_the_limit())
 
