@@ -153,6 +153,7 @@ def test_an_index_of_an_older_release_names_no_files_of_keys(
     assert not (tmp_path / file).exists()
 
 
+@pytest.mark.slow
 def test_files_of_others_stay_where_a_process_writes(tmp_path: Path) -> None:
     put(tmp_path, LOOKALIKES)
     before = kept(tmp_path)

@@ -153,7 +153,9 @@ def bomb(tmp_path: Path, codec: str) -> tuple[LocalStorage, World]:
     return root, world
 
 
-@pytest.mark.parametrize("codec", ["zstd", "blosc"])
+@pytest.mark.parametrize(
+    "codec", ["zstd", pytest.param("blosc", marks=pytest.mark.slow)]
+)
 def test_bombs_do_not_explode(tmp_path: Path, codec: str) -> None:
     """In a process of its own, whose memory is limited to what a chunk may need."""
     _, world = bomb(tmp_path, codec)
