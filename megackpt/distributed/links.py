@@ -47,6 +47,7 @@ from megackpt.errors import name_ranks
 
 logger = logging.getLogger("megackpt.distributed")
 
+_DELIVERY = 0.02  # seconds
 _GRACE = 0.2  # seconds in which rank 0 collects reports of one failure
 _VERDICT_SECONDS = 3.0  # after these a rank does not wait for rank 0's verdict
 _CROSSED_SECONDS = 2.0
@@ -371,9 +372,15 @@ class Links:
             self._ended[link.rank] = word
         else:  # a host that is silent; it may connect again
             word = f"{SILENT} ({error})"
+        # After its last messages have reached the steps that wait for them.
+        self._loop.call_later(_DELIVERY, self._report_lost, link.rank, word)
+
+    def _report_lost(self, rank: int, word: str) -> None:
+        if rank in self._links:  # it has connected again
+            return
         for step in tuple(self.steps.values()):
-            if link.rank in step.awaited:
-                self._report(step.call, Verdict({link.rank: word}))
+            if rank in step.awaited:
+                self._report(step.call, Verdict({rank: word}))
 
     def _arrival(self, key: tuple[int, int, int, int]) -> asyncio.Future[Any]:
         if key not in self._arrivals:

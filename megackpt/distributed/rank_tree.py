@@ -168,7 +168,9 @@ class Tree(Links):
 
     async def _from_parent(self, step: Step) -> Payload:
         parent = [cast("int", self.parent)]
-        await self._link_to(step, parent)
+        # A parent may end, or destroy the process group, as soon as it has sent the message.
+        if not self._arrival((parent[0], SENT, step.call, step.number)).done():
+            await self._link_to(step, parent)
         # Rank 0 itself waits for the others before it answers.
         return (await self._collect(step, SENT, parent, 2 * step.timeout))[0]
 

@@ -17,7 +17,13 @@ import torch
 
 import megackpt
 from megackpt import AsyncCallsQueue, CheckpointingException, RankLost, ShardedTensor
-from megackpt.distributed import group_over, messages, process_group, rendezvous
+from megackpt.distributed import (
+    group_over,
+    messages,
+    process_group,
+    rank_tree,
+    rendezvous,
+)
 
 SOON = timedelta(seconds=20)
 
@@ -99,6 +105,48 @@ def test_ranks_connect_after_the_limit_of_open_files_was_met():
         assert refused
 
     asyncio.run(connect_at_the_limit())
+
+
+class MemoryStore:
+    """The job's store for ranks that are objects of one process."""
+
+    def __init__(self):
+        self.addresses = {}
+
+    def is_silent(self, timeout=0.0):
+        return False
+
+    async def publish(self, rank, port, token):
+        self.addresses[rank] = ["127.0.0.1"], port, token.hex()
+
+    async def find(self, rank):
+        while rank not in self.addresses:
+            await asyncio.sleep(0.01)
+        return self.addresses[rank]
+
+
+def test_a_parent_may_end_as_soon_as_it_has_sent_its_last_message():
+    store = MemoryStore()
+    parent, child = (rank_tree.Tree(rank, 2, store) for rank in range(2))
+
+    def step(tree, number):
+        made = messages.Step(1, number, 20.0, "write", "save", "c")
+        tree.steps[1] = made
+        return made
+
+    sent = parent.start(parent.broadcast(step(parent, 1), b"first"))
+    first = child.start(child.broadcast(step(child, 1), None))
+    assert bytes(first.result(10)) == b"first"
+    sent.result(10)
+    parent.start(parent.broadcast(step(parent, 2), b"last")).result(10)
+    parent.close()
+    deadline = time.monotonic() + 10
+    while 0 in child._links:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    last = child.start(child.broadcast(step(child, 2), None))
+    assert bytes(last.result(10)) == b"last"
+    child.close()
 
 
 def too_large():
