@@ -60,10 +60,13 @@ class JobStore:
         from torch.distributed import distributed_c10d
 
         name = process_group.group_name
-        # A later group may have the name of one that was destroyed, in the same store. A restarted
-        # job may have the store of the job before.
+        # A later group may have the name of one that was destroyed, in the same store. The store of
+        # torchrun's agent has the addresses of workers that it has restarted. In other jobs each
+        # agent has a count of its own, and that of a host which was replaced begins with 0.
         _made[name] += 1
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt = "0"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store: Any = distributed_c10d.PrefixStore(
             f"megackpt/{name}/{attempt}/{_made[name]}",
             distributed_c10d._get_default_store(),

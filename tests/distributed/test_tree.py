@@ -290,3 +290,15 @@ def test_a_store_that_is_silent_hangs_nobody(ranks, tmp_path):
             ranks(silent_store, 3, port, server.pid, tmp_path, init=False)
         finally:
             server.kill()
+
+
+def agents_that_count_differently(directory):
+    """The agent of a host that was replaced has restarted its workers less often."""
+    rank = int(os.environ["RANK"])
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    megackpt.save(state(rank, 2), f"{directory}/a", timeout=SOON)
+
+
+def test_ranks_find_each_other_after_a_host_was_replaced(ranks, tmp_path):
+    ranks(agents_that_count_differently, 2, tmp_path)
