@@ -27,6 +27,7 @@ TIMEOUT = 5.0
 CUT = float(os.environ.get("CUT_SECONDS", "50"))
 PORT = 29400
 ADDRESS = {"one": "10.77.0.1", "two": "10.77.0.2"}
+STORAGE = "10.78.0.3"
 PATIENCE = 120.0
 
 
@@ -134,37 +135,43 @@ def ip(*words: str) -> None:
 
 
 class Network:
-    """Three namespaces: two hosts, and the switch between them."""
+    """Three namespaces: two hosts, and the switches between them.
+
+    A second network leads to storage, at STORAGE. It is never cut.
+    """
 
     def __init__(self) -> None:
         self.names = {
-            name: f"megackpt-{os.getpid()}-{name}" for name in (*ADDRESS, "mid")
+            name: f"megackpt-{os.getpid()}-{name}" for name in ("mid", *ADDRESS)
         }
         mid = self.names["mid"]
-        for name in self.names.values():
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", mid, "link", "add", "switch", "type", "bridge")
-        ip("-n", mid, "link", "set", "switch", "up")
-        for name, address in ADDRESS.items():
-            host = self.names[name]
-            ip(
-                "-n",
-                host,
-                "link",
-                "add",
-                "eth0",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                name,
-                "netns",
-                mid,
-            )
-            ip("-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", host, "link", "set", "eth0", "up")
-            ip("-n", mid, "link", "set", name, "up", "master", "switch")
+        ip("netns", "add", mid)
+        ip("-n", mid, "link", "set", "lo", "up")
+        for switch in ("switch", "storage"):
+            ip("-n", mid, "link", "add", switch, "type", "bridge")
+            ip("-n", mid, "link", "set", switch, "up")
+        ip("-n", mid, "addr", "add", f"{STORAGE}/24", "dev", "storage")
+        for name in ADDRESS:
+            self._add(name)
+
+    def _add(self, name: str) -> None:
+        host, mid = self.names[name], self.names["mid"]
+        ip("netns", "add", host)
+        ip("-n", host, "link", "set", "lo", "up")
+        to_storage = STORAGE.rpartition(".")[0] + "." + ADDRESS[name].rpartition(".")[2]
+        for device, address, port, switch in (
+            ("eth0", ADDRESS[name], name, "switch"),
+            ("eth1", to_storage, f"{name}-storage", "storage"),
+        ):
+            pair = f"{device} type veth peer name {port} netns {mid}"
+            ip("-n", host, "link", "add", *pair.split())
+            ip("-n", host, "addr", "add", f"{address}/24", "dev", device)
+            ip("-n", host, "link", "set", device, "up")
+            ip("-n", mid, "link", "set", port, "up", "master", switch)
+
+    def enter(self, name: str) -> list[str]:
+        """The command before one that runs on this host."""
+        return ["ip", "netns", "exec", self.names[name]]
 
     def cut(self) -> None:
         ip("-n", self.names["mid"], "link", "set", "two", "nomaster")
@@ -172,9 +179,30 @@ class Network:
     def mend(self) -> None:
         ip("-n", self.names["mid"], "link", "set", "two", "master", "switch")
 
+    def replace(self, name: str) -> None:
+        """A new host with the address of one whose processes are gone."""
+        for port in (name, f"{name}-storage"):
+            ip("-n", self.names["mid"], "link", "del", port)
+        ip("netns", "del", self.names[name])
+        self._add(name)
+        self.mend()
+
     def remove(self) -> None:
         for name in self.names.values():
             subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def apart(name: str) -> list[str]:
+    """The command before one that has a name of its host and process ids of its own."""
+    options = "--pid --fork --uts --mount-proc --kill-child"
+    return [
+        "unshare",
+        *options.split(),
+        "sh",
+        "-c",
+        f'hostname {name}; exec "$@"',
+        "sh",
+    ]
 
 
 class Job:
@@ -187,17 +215,8 @@ class Job:
         self.folder = folder
         for name in ADDRESS:
             host = [sys.executable, __file__, "host", name, kind, store, str(folder)]
-            apart = [
-                "unshare",
-                "--pid",
-                "--fork",
-                "--uts",
-                "--mount-proc",
-                "--kill-child",
-            ]
-            inside = ["sh", "-c", f'hostname {name}; exec "$@"', "sh"]
             self.hosts[name] = subprocess.Popen(
-                ["ip", "netns", "exec", network.names[name], *apart, *inside, *host],
+                [*network.enter(name), *apart(name), *host],
                 stdout=subprocess.PIPE,
                 text=True,
             )

@@ -14,23 +14,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 5.0
 BOUND = 2 * TIMEOUT + 5
+KINDS = ["sync", "thread", "process"]
 FAULTS = [
     ("cut", "one"),
     ("cut", "two"),
     ("one dies", "one"),
-    ("two dies", "two"),
     ("two dies", "one"),
     ("worker", "one"),
 ]
 
 
-def run(
-    kind: str, fault: str, store: str, folder: Path, cut: float = 50
-) -> dict[str, Any]:
-    script = Path(__file__).with_name("hosts_apart.py")
+def run(script: str, *words: str, cut: float = 50) -> dict[str, Any]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, str(script), kind, fault, store, str(folder)],
+        [sys.executable, str(Path(__file__).with_name(script)), *words],
         env={**os.environ, "PYTHONPATH": path, "CUT_SECONDS": f"{cut:g}"},
         stdout=subprocess.PIPE,
         text=True,
@@ -40,8 +37,9 @@ def run(
     return report
 
 
-def check(report: dict[str, Any]) -> float:
-    """The longest wait of any call that failed."""
+def apart(kind: str, fault: str, store: str, folder: Path) -> dict[str, Any]:
+    """One case with processes that go on after a cut, checked."""
+    report = run("hosts_apart.py", kind, fault, store, str(folder))
     assert not report["silent"], report
     assert not report["crashed"], report
     assert not report["committed while cut"], report
@@ -55,46 +53,156 @@ def check(report: dict[str, Any]) -> float:
         else:  # they know only their parent
             assert named == [0], report
         assert "did not answer" in report["text"][rank], report
-    longest = max(report["waited"].values())
-    assert longest < BOUND + 2, report  # of a save and its last wait
-    return float(longest)
+    assert max(report["waited"].values()) < BOUND + 2, (
+        report
+    )  # a save and its last wait
+    return report
 
 
 @pytest.mark.root
 @pytest.mark.slow
 def test_a_host_falls_silent(tmp_path: Path) -> None:
-    check(run("thread", "one dies", "one", tmp_path))
+    apart("thread", "one dies", "one", tmp_path)
 
 
 @pytest.mark.root
 @pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["sync", "thread", "process"])
-@pytest.mark.parametrize(("fault", "store"), FAULTS)
-def test_hosts_apart(
-    tmp_path: Path, note: Any, kind: str, fault: str, store: str
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("store", ["one", "two"])
+def test_the_same_processes_go_on(
+    tmp_path: Path, note: Any, kind: str, store: str
 ) -> None:
-    report = run(kind, fault, store, tmp_path)
-    check(report)
+    report = apart(kind, "cut", store, tmp_path)
 
     def of(ranks: str, field: str) -> str:
-        values = [report[field][rank] for rank in ranks if rank in report[field]]
-        return f"{max(values):.1f} s" if values else "-"
+        return f"{max(report[field][rank] for rank in ranks):.1f} s"
 
     note(
         (
-            "two hosts",
-            "saves",
-            "store on",
+            "two hosts, cut for 50 s",
+            "job's store on",
             "host one raised after",
+            "waited",
             "host two",
-            "said",
-            "went on",
+            "waited",
+            "then saved again",
+        ),
+        kind,
+        store,
+        *(of(ranks, field) for ranks in ("01", "23") for field in ("raised", "waited")),
+        f"{len(report['went on'])} of 4 ranks, attempt {report['attempts']}",
+    )
+
+
+def side(report: dict[str, Any], host: str) -> str:
+    entries = [entry for entry in report["raised"] if entry["host"] == host]
+    if not entries:
+        return "-"
+    last = max(entries, key=lambda entry: entry["after"])
+    return f"{last['after']:.1f} s: {last['text']}"
+
+
+@pytest.mark.root
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("fault", "store"), FAULTS)
+def test_torchrun_goes_on(
+    tmp_path: Path, note: Any, kind: str, fault: str, store: str
+) -> None:
+    report = run("elastic_hosts.py", "host", kind, fault, store, str(tmp_path))
+    restored = ", ".join(f"step {step}" for step in report["restored"])
+    again = ", ".join(f"{name} ({code})" for name, code in report["agents"]) or "no"
+    failed = len(report["failed again"])
+    note(
+        (
+            "under torchrun",
+            "saves",
+            "rendezvous on",
+            "host one raised after",
+            "host two raised after",
+            "restored",
+            "first save after",
+            "of this the fault",
+            "failed saves of the restarted",
+            "agents that ended",
         ),
         fault,
         kind,
         store,
-        of("01", "raised"),
-        of("23", "raised"),
-        " / ".join(sorted(set(report["text"].values()))),
-        f"{len(report['went on'])} of 4 ranks",
+        side(report, "one"),
+        side(report, "two"),
+        restored,
+        f"{report['first save']:.1f} s",
+        f"{report['back']:.1f} s",
+        failed,
+        again,
     )
+    assert report["went on"], report
+    assert not report["silent"], report
+    assert not report["committed while cut"], report
+    assert not report["bad"], report
+    assert report["right"], report
+    (restored,) = report["restored"]
+    assert 0 <= restored - report["last"] <= 1, report
+    for entry in report["raised"]:
+        assert entry["waited"] < BOUND, report
+        assert "did not answer" in entry["text"], report
+        if fault == "worker":
+            assert entry["named"] == [3], report
+        elif entry["host"] == "one":
+            assert set(entry["named"]) <= {2, 3}, report
+        else:
+            assert entry["named"] == [0], report
+
+
+LOST = [
+    ("publish", "kill"),
+    ("write", "stop"),
+    ("publish", "stop"),
+    ("write", "cut"),
+    ("publish", "cut"),
+]
+
+
+@pytest.mark.root
+@pytest.mark.campaign
+@pytest.mark.parametrize("place", ["directory", "bucket"])
+@pytest.mark.parametrize(("point", "fault"), LOST)
+def test_the_coordinators_host_is_lost(
+    tmp_path: Path, note: Any, point: str, fault: str, place: str
+) -> None:
+    report = run("elastic_hosts.py", "coordinator", point, fault, place, str(tmp_path))
+    told = [entry["text"].splitlines()[0] for entry in report["coordinator raised"]]
+    note(
+        (
+            "the coordinator's host",
+            "in the stage",
+            "target",
+            "host two raised after",
+            "restarted job saved after",
+            "that save took",
+            "the coordinator raised",
+        ),
+        fault,
+        point,
+        place,
+        f"{max(entry['after'] for entry in report['others raised']):.1f} s",
+        f"{report['first save']:.1f} s",
+        f"{report['first save took']:.1f} s",
+        told[0] if told else "-",
+    )
+    assert report["went on"], report
+    assert report["went further"], report
+    assert not report["failed again"], report
+    assert report["restored"] == [3], report
+    # A stopped process may hold the lock on the directory, for which a save waits three times.
+    assert report["first save took"] < 10, report
+    assert not report["coordinator saved"], report
+    assert report["winner"]["ok"], report
+    assert report["stands"] == report["winner"], report
+    assert not report["bad"], report
+    for entry in report["others raised"]:
+        assert entry["after"] < BOUND + 2, report
+    if fault != "kill":
+        (text,) = [entry["text"] for entry in report["coordinator raised"]]
+        assert text.startswith(("RankLost", "SaveInProgress")), report
