@@ -24,7 +24,7 @@ def _from_environment(name: str, default: int) -> int:
 # Waiting for other ranks.
 
 RANK_TIMEOUT_SECONDS = 1800
-"""Seconds. A rank that does not answer for so long fails the save or load. Override: ``timeout``."""
+"""Seconds. A rank that does not answer so long fails the save or load. Override: ``timeout``."""
 WAIT_WARNING_SECONDS = 30.0
 """Seconds. A longer wait for other ranks is logged. Override: ``MEGACKPT_WAIT_WARNING_SECONDS``."""
 HOST_SILENT_SECONDS = 120

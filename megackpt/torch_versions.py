@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 DROPS_ERRORS_OF_READERS = (2, 9) <= RELEASE < (2, 12)
-"""Whether ``dcp.load`` only says "metadata is None" if a storage reader cannot read the metadata."""
+"""Whether ``dcp.load`` only says "metadata is None" if a reader cannot read the metadata."""
 
 COPIES_FLOAT4 = RELEASE >= (2, 10)
 """Whether ``Tensor.copy_`` supports float4_e2m1fn_x2. Older releases only have the dtype."""

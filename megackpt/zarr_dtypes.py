@@ -1,7 +1,7 @@
-"""bfloat16 and float8 for zarr-python: ``import megackpt.zarr_dtypes``, and it reads and writes them. Knows no torch.
+"""bfloat16 and float8 for zarr-python, after ``import megackpt.zarr_dtypes``. Knows no torch.
 
-Also entry points in the group ``zarr.data_type``, which zarr-python 3.4.2 loads, and 3.1.6 only collects.
-The names in both versions of zarr are those that tensorstore writes.
+Also entry points in the group ``zarr.data_type``, which zarr-python 3.4.2 loads, and 3.1.6 only
+collects. The names in both versions of zarr are those that tensorstore writes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Float(ZDType[Any, Any], HasItemSize):
     def default_scalar(self) -> Any:
         return self._native().type(0)
 
-    def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:  # noqa: ARG002 (the same in both)
+    def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:  # noqa: ARG002
         if isinstance(data, str) and data.startswith("0x"):  # the bits themselves
             return np.array(int(data, 16), f"u{self.item_size}").view(self._native())[
                 ()
@@ -90,7 +90,7 @@ class _Float(ZDType[Any, Any], HasItemSize):
             _WORDS.get(data, data) if isinstance(data, str) else data
         )
 
-    def to_json_scalar(self, data: object, *, zarr_format: int) -> float | str:  # noqa: ARG002 (the same in both)
+    def to_json_scalar(self, data: object, *, zarr_format: int) -> float | str:  # noqa: ARG002
         value = float(self.cast_scalar(data))
         return next(
             (word for word, meant in _WORDS.items() if repr(meant) == repr(value)),

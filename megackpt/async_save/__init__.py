@@ -1,4 +1,4 @@
-"""Asynchronous saves: requests, the queue that finalizes them in order, thread and process workers."""
+"""Asynchronous saves: requests, the queue that finalizes them, thread and process workers."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from megackpt.errors import CheckpointingException, StorageError
 class ProcessWorker(Worker):
     """Performs tasks one after the other in one process.
 
-    Work and results must be picklable. The first task starts the process, and the first one after its
-    death starts another. Do not change the work between ``start`` and its outcome.
+    Work and results must be picklable. The first task starts the process, and the first one after
+    its death starts another. Do not change the work between ``start`` and its outcome.
     """
 
     def __init__(self) -> None:
@@ -156,9 +156,9 @@ class _Dispatcher:
             error.__cause__ = failed
         except (EOFError, ConnectionError) as lost:
             error = StorageError(
-                f"{task.name}: the writer process {self._end_process()} before all was written; nothing "
-                "was committed. The next save starts a new one. See standard error for its last "
-                "output; AsyncCallsQueue(persistent=False) writes in threads instead"
+                f"{task.name}: the writer process {self._end_process()} before all was written; "
+                "nothing was committed. The next save starts a new one. See standard error for its "
+                "last output; AsyncCallsQueue(persistent=False) writes in threads instead"
             )
             error.__cause__ = lost
         except OSError as failed:
@@ -193,8 +193,9 @@ class _Dispatcher:
 
 def _unavailable(task: Task[Any], error: Exception) -> StorageError:
     return StorageError(
-        f"{task.name}: no writer process can be used: {error} (too many open files or threads, or too "
-        "little memory?); nothing was committed. AsyncCallsQueue(persistent=False) writes in threads"
+        f"{task.name}: no writer process can be used: {error} (too many open files or threads, or "
+        "too little memory?); nothing was committed. AsyncCallsQueue(persistent=False) writes in "
+        "threads"
     )
 
 

@@ -123,12 +123,13 @@ class _Call:
 
 
 class AsyncCallsQueue:
-    """Asynchronous saves: schedule each, finalize regularly, close at the end; the same on all ranks.
+    """Asynchronous saves: schedule, finalize regularly, close at the end; alike on all ranks.
 
     Args:
-        persistent: a writer process of low priority, started once, does the work; else threads of this
-            process.
-        process_group: the ranks of requests that do not know theirs (None: the default process group).
+        persistent: a writer process of low priority, started once, does the work; else threads of
+            this process.
+        process_group: the ranks of requests that do not know theirs (None: the default process
+            group).
         timeout: how long a worker may go without progress before it is given up. A function of the
             caller's own reports no progress, so this bounds its time.
         on_error: "raise" the error of a failed save on all ranks, or "warn": log it as an ERROR on
@@ -157,7 +158,7 @@ class AsyncCallsQueue:
         )  # a signal handler may call methods during others
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Start the task of a request; returns its number (0, 1, 2, ...) at once. Call it on all ranks."""
+        """Start the task of a request; returns its number (0, 1, 2, ...). Call it on all ranks."""
         with self._exclusive():
             request = AsyncRequest(*async_request).freeze()  # also Megatron's own
             pending = request.prepare(self._process_group)
@@ -172,13 +173,15 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Finalize, in order, the requests whose tasks have ended on all ranks; returns their numbers.
+        """Finalize, in order, the requests whose tasks all ranks have ended; returns their numbers.
 
-        Collective: one small vote for each of them, and one for the first unfinished one. ``blocking``:
-        wait for all. ``no_dist``: check the task of this rank only, for callers who know about the others.
+        Collective: one small vote for each of them, and one for the first unfinished one.
+        ``blocking``: wait for all. ``no_dist``: check the task of this rank only, for callers who
+        know about the others.
 
-        Raises, on all ranks, the error of a request on any rank (see ``on_error``). That request has
-        ended then; the next call continues with the next one. After RankLost all requests have ended.
+        Raises, on all ranks, the error of a request on any rank (see ``on_error``). That request
+        has ended then; the next call continues with the next one. After RankLost all requests have
+        ended.
         """
         finalized: list[int] = []
         with self._exclusive():
@@ -219,16 +222,19 @@ class AsyncCallsQueue:
     def status(self) -> str:
         """One line a request, such as "iter_300: writing, 41 %, waiting for rank 3 (12 %)".
 
-        The progress of other ranks is that of the last vote. Not collective; may be called on any thread.
+        The progress of other ranks is that of the last vote. Not collective; may be called on any
+        thread.
         """
         return "\n".join(map(str, tuple(self._calls))) or "nothing is being saved"
 
     def close(self, abort: bool = False) -> None:
-        """Finalize all requests (collective), or ``abort`` them (not collective); then end the worker.
+        """Finalize all requests (collective), or ``abort`` them (not collective); then end the
+        worker.
 
-        Aborted saves leave their directories as they were. Other ranks that continue with them, or with
-        other asynchronous saves of this process group, raise RankLost. Raises the first error of all
-        requests. Raises Busy, without effect, while another thread uses the queue: call it again.
+        Aborted saves leave their directories as they were. Other ranks that continue with them, or
+        with other asynchronous saves of this process group, raise RankLost. Raises the first error
+        of all requests. Raises Busy, without effect, while another thread uses the queue: call it
+        again.
         """
         failed: Exception | None = None
         while self._calls and not abort:
@@ -257,8 +263,9 @@ class AsyncCallsQueue:
         lock = self._lock
         if not lock.acquire(blocking=False):
             raise Busy(
-                "another thread is using this AsyncCallsQueue: let it finish first, or give each thread a queue "
-                "and a process group of its own (status() and close(abort=True) may be called from any thread)"
+                "another thread is using this AsyncCallsQueue: let it finish first, or give each "
+                "thread a queue and a process group of its own (status() and close(abort=True) may "
+                "be called from any thread)"
             )
         try:
             yield
@@ -309,8 +316,9 @@ class AsyncCallsQueue:
         )
         if least != -opposite:
             raise CheckpointingException(
-                f"Unmatched async calls. The ranks' oldest unfinalized requests are the numbers {least} to "
-                f"{-opposite} (here {call.index}): every rank must schedule and finalize the same requests"
+                "Unmatched async calls. The ranks' oldest unfinalized requests are the numbers "
+                f"{least} to {-opposite} (here {call.index}): every rank must schedule and "
+                "finalize the same requests"
             )
         progress, rank = divmod(slowest, _RANKS)
         call.slowest = rank, progress
@@ -322,9 +330,10 @@ class AsyncCallsQueue:
         idle = time.monotonic() - max(call.task.moved_at, call.first)
         if call.task.outcome is None and idle > self._timeout.total_seconds():
             reason = StorageError(
-                f"{call.task.name}: its worker has not moved a byte for {idle:.0f} s and is given up after "
-                f"{call.task.done} of {call.task.todo} bytes (timeout {self._timeout.total_seconds():g} s): check "
-                "the disk; if it is only slow, give the AsyncCallsQueue a longer timeout"
+                f"{call.task.name}: its worker has not moved a byte for {idle:.0f} s and is given "
+                f"up after {call.task.done} of {call.task.todo} bytes (timeout "
+                f"{self._timeout.total_seconds():g} s): check the disk; if it is only slow, give "
+                "the AsyncCallsQueue a longer timeout"
             )
             self._get_worker().stop(call.task, reason)
 

@@ -65,13 +65,14 @@ class Pending:
 
 
 class AsyncRequest(NamedTuple):
-    """Two stages: ``async_fn``, without communication, and then the collective ``finalize_fns`` in order.
+    """Two stages: ``async_fn``, without communication, and then the collective ``finalize_fns`` in
+    order.
 
     ``save(..., async_sharded_save=True)`` returns one. Pass it to
-    ``AsyncCallsQueue.schedule_async_request``, or call ``execute_sync``, on all ranks. The fields are
-    Megatron-Core's (0.16, ``strategies/async_utils.py``), so other requests can be made by hand.
-    ``preload_fn``, if given, is called when the request is scheduled; its result replaces the second
-    of ``async_fn_args``.
+    ``AsyncCallsQueue.schedule_async_request``, or call ``execute_sync``, on all ranks. The fields
+    are Megatron-Core's (0.16, ``strategies/async_utils.py``), so other requests can be made by
+    hand. ``preload_fn``, if given, is called when the request is scheduled; its result replaces the
+    second of ``async_fn_args``.
     """
 
     async_fn: Callable[..., Any] | None
@@ -84,7 +85,7 @@ class AsyncRequest(NamedTuple):
 
     @property
     def task(self) -> Task[Any] | None:
-        """The task of a save on this rank, with its progress and outcome; None for other requests."""
+        """The task of a save on this rank, with progress and outcome; None for other requests."""
         return self.async_fn.task if isinstance(self.async_fn, Pending) else None
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
@@ -134,7 +135,8 @@ class AsyncRequest(NamedTuple):
         if self.preload_fn is not None:
             if len(args) < 2:
                 raise CheckpointingException(
-                    "the result of preload_fn replaces the second of async_fn_args, but there are fewer than two"
+                    "the result of preload_fn replaces the second of async_fn_args, but there are "
+                    "fewer than two"
                 )
             args[1] = self.preload_fn()
         return _WithoutProgress(partial(self.async_fn, *args, **self.async_fn_kwargs))
@@ -142,7 +144,8 @@ class AsyncRequest(NamedTuple):
     def finalize(self, pending: Pending) -> None:
         """The last stage, collective: an error of any rank's task is raised on all.
 
-        Without one, all finalize functions are called, and the first error of theirs is raised after that.
+        Without one, all finalize functions are called, and the first error of theirs is raised
+        after that.
         """
         if pending.conclude not in self.finalize_fns:
             pending.conclude()

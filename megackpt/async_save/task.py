@@ -21,7 +21,8 @@ Work = Callable[[Advance], T]
 
 
 class Task(Generic[T]):
-    """``work`` is called once by a worker, with a function that takes the bytes done since its last call.
+    """``work`` is called once by a worker, with a function that takes the bytes done since its last
+    call.
 
     The outcome, a value or an error, is set once. ``todo`` is the number of bytes of the work (0:
     unknown), ``done`` how many of them are done, ``moved_at`` the ``time.monotonic()`` of the last
@@ -71,7 +72,8 @@ class Task(Generic[T]):
         return first
 
     def run(self, contain_exit: bool = False) -> None:
-        """Perform the work on this thread, or wait for the thread that does. Errors become the outcome.
+        """Perform the work on this thread, or wait for the thread that does. Errors become the
+        outcome.
 
         ``contain_exit``: SystemExit and the like, on a worker thread, are failures of the task.
         """
@@ -80,7 +82,7 @@ class Task(Generic[T]):
             return
         try:
             value = self.work(self.advance)
-        except BaseException as raised:  # noqa: BLE001 - torch raises BaseExceptions; raised on all ranks
+        except BaseException as raised:  # noqa: BLE001 - raised on all ranks
             error = raised
             if contain_exit and isinstance(raised, DEPARTURES):
                 error = RuntimeError(f"the work tried to end its thread: {raised!r}")
@@ -130,10 +132,10 @@ class Task(Generic[T]):
         return self._ended.wait(seconds)
 
     def get(self) -> T:
-        """The value. Raises the error of the work, or CheckpointingException if it has not ended."""
+        """The value. Raises the error of the work, or CheckpointingException before its end."""
         if self.outcome is None:
             raise CheckpointingException(
-                f"{self.name}: not executed yet: schedule it in megackpt's AsyncCallsQueue (other queues "
-                "cannot run it), or call execute_sync()"
+                f"{self.name}: not executed yet: schedule it in megackpt's AsyncCallsQueue (other "
+                "queues cannot run it), or call execute_sync()"
             )
         return self.outcome.get()

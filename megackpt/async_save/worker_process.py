@@ -4,8 +4,8 @@ The parent sends callables. The process runs them one after the other, and sends
 outcomes. Buffers pass as descriptors of memfds, and stay mapped while the parent uses them.
 
 The process is a new interpreter that imports this module by name. A fork is unsafe once threads or
-CUDA exist; multiprocessing's spawn runs the script of the user again if it has no guard, and is refused
-in daemonic processes. Both ends of the connection are ours, so pickles may pass.
+CUDA exist; multiprocessing's spawn runs the script of the user again if it has no guard, and is
+refused in daemonic processes. Both ends of the connection are ours, so pickles may pass.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class WorkerProcess:
     """The parent's side of a worker process.
 
     ``low_priority``: the process uses only the processor and disk time that others leave.
-    ``on_release`` is called with the number of a buffer that the parent has freed; pass it to ``unmap``.
-    Raises OSError where the process cannot be started.
+    ``on_release`` is called with the number of a buffer that the parent has freed; pass it to
+    ``unmap``. Raises OSError where the process cannot be started.
 
     The system kills the process when the thread that has started it ends.
     """
@@ -85,10 +85,11 @@ class WorkerProcess:
         self._sent: WeakSet[Buffer] = WeakSet()
 
     def send(self, work: Callable[[Callable[[int], None]], Any]) -> None:
-        """Have ``work`` called with a function that takes the number of bytes done since its last call.
+        """Have ``work`` called with a function that takes the number of bytes done since its last
+        call.
 
-        Raises CheckpointingException where the work cannot be pickled: nothing was sent then. Raises
-        OSError where the process is dead or a descriptor cannot be sent.
+        Raises CheckpointingException where the work cannot be pickled: nothing was sent then.
+        Raises OSError where the process is dead or a descriptor cannot be sent.
         """
         data, buffers = _pickle(work)
         for buffer in buffers:
@@ -96,8 +97,9 @@ class WorkerProcess:
                 continue
             if buffer.fd is None:
                 raise CheckpointingException(
-                    "this system has no memory that processes can share (memfd_create), so a writer "
-                    "process cannot be used: write in threads (AsyncCallsQueue(persistent=False))"
+                    "this system has no memory that processes can share (memfd_create), so a "
+                    "writer process cannot be used: write in threads "
+                    "(AsyncCallsQueue(persistent=False))"
                 )
             self.connection.send(("map", buffer.number, buffer.size))
             send_handle(self.connection, buffer.fd, self.process.pid)
@@ -169,7 +171,7 @@ def _start(descriptor: int, low_priority: bool) -> subprocess.Popen[bytes]:
 
 
 def _has_stderr() -> bool:
-    """Whether descriptor 2 is standard error: without one at the start it may be any file by now."""
+    """Whether descriptor 2 is standard error: otherwise it may be any file by now."""
     if sys.__stderr__ is None:
         return False
     try:
@@ -232,8 +234,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__":
             raise CheckpointingException(
-                f"{name} is defined in the script itself, which a writer process does not run again: "
-                "move it to a module that can be imported, or write in threads "
+                f"{name} is defined in the script itself, which a writer process does not run "
+                "again: move it to a module that can be imported, or write in threads "
                 "(AsyncCallsQueue(persistent=False))"
             )
         return super().find_class(module, name)

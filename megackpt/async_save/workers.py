@@ -23,7 +23,7 @@ class Worker(ABC):
     def stop(
         self, task: Task[Any], reason: CheckpointingException | None = None
     ) -> None:
-        """Give up a task. On return it has an outcome (this error), and the worker takes other tasks."""
+        """Give up a task. On return it has an outcome (this error), and the worker takes others."""
 
     def close(self) -> None:  # noqa: B027 - threads end with their tasks
         """Release what the worker holds; no task may follow."""
@@ -34,7 +34,8 @@ class ThreadWorker(Worker):
 
     def start(self, task: Task[Any]) -> None:
         if not task.started:
-            # A daemon: without finalization there is no checkpoint, so an ending process need not wait.
+            # A daemon: without finalization there is no checkpoint, so an ending process need
+            # not wait.
             name = f"megackpt-{task.name}"
             thread = threading.Thread(
                 target=task.run, args=(True,), name=name, daemon=True

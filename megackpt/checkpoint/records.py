@@ -111,7 +111,9 @@ class Committed(BucketStorage):
         self._outer = url
         self.record = record
 
-    def __reduce__(self) -> tuple[type[BucketStorage], tuple[str, Record]]:  # type: ignore[override]
+    def __reduce__(  # type: ignore[override]
+        self,
+    ) -> tuple[type[BucketStorage], tuple[str, Record]]:
         return type(self), (self._outer, self.record)
 
     @property

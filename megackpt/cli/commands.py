@@ -1,4 +1,4 @@
-"""The commands ``ls``, ``show``, ``verify``, ``diff`` and ``convert``: options in, an answer out."""
+"""The commands ``ls``, ``show``, ``verify``, ``diff``, ``convert``: options in, an answer out."""
 
 from __future__ import annotations
 

@@ -70,7 +70,11 @@ class Delegate:
         """The part of the value that an index names."""
         return find_state_dict_object({index.fqn: value}, index)
 
-    def transform_object(self, item: WriteItem, part: Any) -> torch.Tensor | io.BytesIO:  # noqa: ARG002
+    def transform_object(
+        self,
+        item: WriteItem,  # noqa: ARG002
+        part: Any,
+    ) -> torch.Tensor | io.BytesIO:
         """The data to write: a tensor, or (for items of type BYTE_IO) a stream."""
         if isinstance(part, torch.Tensor):
             return part

@@ -120,7 +120,8 @@ def manifest_of(
         add(entry, box, rank, item)
     if unwritten:
         raise CoverageError(
-            f"the planner's metadata lists what no rank has written: {join_truncated(unwritten, 5, ', ')}"
+            "the planner's metadata lists what no rank has written: "
+            f"{join_truncated(unwritten, 5, ', ')}"
         )
     if common is not None:
         add(COMMON, Box((), ()), 0, common)

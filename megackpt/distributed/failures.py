@@ -1,7 +1,7 @@
 """How an exception of one rank is sent, and raised on all ranks.
 
-An exception may hold anything (open files, tensors, locks), so it is never sent itself: a ``Failure`` carries
-its class where that is one of ours, its text and its formatted traceback.
+An exception may hold anything (open files, tensors, locks), so it is never sent itself: a
+``Failure`` carries its class where that is one of ours, its text and its formatted traceback.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """``kind`` is None for an exception that is not ours, or whose class other ranks cannot import."""
+        """``kind`` is None for an exception that is not ours, or that others cannot import."""
         kind = (
             type(error)
             if isinstance(error, CheckpointingException)
@@ -83,7 +83,8 @@ def for_all_ranks(
 ) -> CheckpointingException:
     """The one exception that all ``size`` ranks raise after these failed in ``stage``.
 
-    If all failures are of one class of ours, it is of that class; otherwise a RankFailure with all tracebacks.
+    If all failures are of one class of ours, it is of that class; otherwise a RankFailure with all
+    tracebacks.
     """
     kinds = {failure.kind for failure in failures}
     kind = kinds.pop() if len(kinds) == 1 else None
@@ -96,14 +97,15 @@ def for_all_ranks(
 
 
 def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
-    """What all ranks raise after the coordinator's step failed: its own text where the error is ours."""
+    """What all ranks raise after the coordinator failed: its own text if the error is ours."""
     if isinstance(error, CheckpointingException):
         if _can_be_pickled(error):
             return error
         failure = Failure.of(0, error)
         return (failure.kind or CheckpointingException)(failure.text)
     failure = Failure.of(0, error)
-    text = f"{_what_failed(stage)}: the coordinator failed: {failure.text}\n{_indented(failure.story)}"
+    text = f"{_what_failed(stage)}: the coordinator failed: {failure.text}\n"
+    text += _indented(failure.story)
     return RankFailure(text, {0: failure.story})
 
 
@@ -114,7 +116,7 @@ def of_single_process(stage: str, error: BaseException) -> RankFailure:
 
 
 def parted(stage: str, rank: int, error: BaseException) -> RankLost:
-    """What a rank raises that leaves the others; raise it ``from`` its error. They get ``departure``."""
+    """What a rank raises that leaves the others; raise it ``from`` its error."""
     failure = Failure.of(rank, error)
     return RankLost(
         f"{_what_failed(stage)}: rank {rank} {departure(error)}", {rank: failure.story}
@@ -134,7 +136,8 @@ def _rank_failure(stage: str, failures: Sequence[Failure], size: int) -> RankFai
         lines += [_indented(text), _indented(first.story, by=4)]
     if len(texts_shown) > TRACEBACKS_SHOWN:
         lines.append(
-            f"  and {len(texts_shown) - TRACEBACKS_SHOWN} more tracebacks, in .failures of this exception"
+            f"  and {len(texts_shown) - TRACEBACKS_SHOWN} more tracebacks, in .failures of this "
+            "exception"
         )
     return RankFailure(
         "\n".join(lines), {failure.rank: failure.story for failure in failures}
@@ -156,7 +159,7 @@ def _by_text(failures: Sequence[Failure], size: int) -> list[tuple[str, Failure]
 
 
 def _by_likeness(failures: Sequence[Failure], size: int) -> list[str]:
-    """Each different text once; of three and more that differ in numbers only (offsets, ranks), the first."""
+    """Each different text once; of three and more that differ only in numbers, the first."""
     alike: dict[str, list[tuple[str, Failure]]] = {}
     for text, first in _by_text(failures, size):
         alike.setdefault(re.sub("[0-9]+", "", first.text), []).append((text, first))
@@ -192,6 +195,6 @@ def _can_be_pickled(value: object) -> bool:
     """Whether this exception, or class, can be pickled and unpickled."""
     try:
         pickle.loads(pickle.dumps(value))
-    except Exception:  # noqa: BLE001  # pickling calls the value's own code, which may raise anything
+    except Exception:  # noqa: BLE001 - pickling calls the value's own code
         return False
     return True

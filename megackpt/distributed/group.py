@@ -1,7 +1,7 @@
 """Groups of ranks: their collective steps, and how the error of one rank reaches all.
 
-``Group`` is the interface. ``RankGroup`` implements it over primitives that only move bytes, so that
-processes and the threads of a test behave alike; ``SingleGroup`` is a single process.
+``Group`` is the interface. ``RankGroup`` implements it over primitives that only move bytes, so
+that processes and the threads of a test behave alike; ``SingleGroup`` is a single process.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class Busy(CheckpointingException):
 class Group(ABC):
     """Ranks that save or load together; rank 0 is the coordinator.
 
-    All of them make the same calls in the same order. An exception of any rank's ``work``, or of the
-    coordinator's ``decide``, is raised on every rank: if all failures are of one class of ours, as that
-    class with a text that names the ranks, otherwise as RankFailure. A rank that is gone, or does not answer
-    in time, is a RankFailure as well. KeyboardInterrupt and SystemExit pass through where they happen.
+    All of them make the same calls in the same order. An exception of any rank's ``work``, or of
+    the coordinator's ``decide``, is raised on every rank: if all failures are of one class of ours,
+    as that class with a text that names the ranks, otherwise as RankFailure. A rank that is gone,
+    or does not answer in time, is a RankFailure as well. KeyboardInterrupt and SystemExit pass
+    through where they happen.
     """
 
     rank: int
@@ -62,7 +63,8 @@ class Group(ABC):
         return self
 
     def __enter__(self) -> Group:
-        """Start one save or load. Where ranks are processes, other threads cannot start one meanwhile.
+        """Start one save or load. Where ranks are processes, other threads cannot start one
+        meanwhile.
 
         A later step of the same save may enter again, on any thread.
         """
@@ -77,18 +79,20 @@ class Group(ABC):
         """Let the save fail on all ranks. Not collective; the others raise RankLost."""
 
     def confirm(self) -> None:  # noqa: B027 - as above
-        """Before a step that cannot be undone, on the coordinator: raise RankLost unless all ranks wait."""
+        """On the coordinator before a final step: raise RankLost unless all ranks wait."""
 
     @abstractmethod
     def lowest(self, numbers: Sequence[int]) -> list[int]:
-        """The element-wise minimum over all ranks (64 bits each, as many on each rank). One tiny message."""
+        """The element-wise minimum over all ranks (64 bits each, as many on each rank)."""
 
     def all_agree(self, token: int | None) -> bool:
-        """True on every rank if all ranks passed the same token, none of them None. One tiny message.
+        """True on every rank if all ranks passed the same token, none of them None. One tiny
+        message.
 
         Tokens are compared by their lowest 63 bits.
         """
-        # The least of t and the least of -t are opposites exactly if all t are equal; no token is in between.
+        # The least of t and the least of -t are opposites exactly if all t are equal; no token is
+        # in between.
         pair = (
             [_NO_TOKEN, _NO_TOKEN]
             if token is None
@@ -104,8 +108,9 @@ class Group(ABC):
         work: Callable[[], T],
         decide: Callable[[list[T]], Sequence[U]],
     ) -> U:
-        """One gather, one scatter: ``work`` on every rank, ``decide`` on the coordinator over all results in
-        rank order, and each rank gets its element. Any exception anywhere is raised on every rank."""
+        """One gather, one scatter: ``work`` on every rank, ``decide`` on the coordinator over all
+        results in rank order, and each rank gets its element. Any exception anywhere is raised on
+        every rank."""
 
     @abstractmethod
     def reduce_broadcast(
@@ -115,21 +120,22 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, stage: str, decide: Callable[[], U]) -> U:
-        """One broadcast: ``decide`` on the coordinator; all ranks get its value, or raise its exception."""
+        """One broadcast: ``decide`` on the coordinator; all get its value or its exception."""
 
     @abstractmethod
     def exchange(
         self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
     ) -> None:
-        """Send each rank (by number) its stream and receive one from each; then one gather, one broadcast.
+        """Send each rank (by number) its stream and receive one from each; then one gather, one
+        broadcast.
 
-        ``streams`` returns the outgoing and the incoming ones; both ends must agree on their sizes. An
-        error of any stream is raised on every rank.
+        ``streams`` returns the outgoing and the incoming ones; both ends must agree on their sizes.
+        An error of any stream is raised on every rank.
         """
 
 
 class SingleGroup(Group):
-    """One process alone. Nothing is sent or copied; our own errors pass unchanged, others as RankFailure."""
+    """One process alone. Nothing is sent; our own errors pass unchanged, others as RankFailure."""
 
     rank = 0
     size = 1
@@ -173,7 +179,10 @@ class _ErrorReply:
 
 
 class RankGroup(Group):
-    """Several ranks, over primitives that move bytes. A message is a pickled value, Failure or _ErrorReply."""
+    """Several ranks, over primitives that move bytes.
+
+    A message is a pickled value, Failure or _ErrorReply.
+    """
 
     def _begin(self, stage: str) -> None:
         """A step begins, on all ranks."""
@@ -305,7 +314,7 @@ class RankGroup(Group):
             return Attempt(value), _pack(value)
         except DEPARTURES:
             raise
-        except BaseException as error:  # noqa: BLE001  # torch raises BaseExceptions; raised on all ranks
+        except BaseException as error:  # noqa: BLE001 - raised on all ranks
             return Attempt(None, error), _pack(Failure.of(self.rank, error))
 
     def _results(self, stage: str, gathered: list[Packed], own: Attempt[T]) -> list[T]:
@@ -364,10 +373,11 @@ class RankGroup(Group):
     def _unpack(
         self, stage: str, packed: Packed, own: BaseException | None = None
     ) -> Any:
-        """The value of a message. Raises the exception that it holds, from this rank's own if there is one.
+        """The value of a message. Raises the exception that it holds, from this rank's own if there
+        is one.
 
-        A rank that cannot unpack it leaves; the others notice at the next message of the operation. The
-        last message has plain values only.
+        A rank that cannot unpack it leaves; the others notice at the next message of the operation.
+        The last message has plain values only.
         """
         try:
             value = pickle.loads(packed)

@@ -169,7 +169,7 @@ class Links:
                 self._spawn(link.send(ASK, step.call, step.number, step.label))
 
     def _state(self, asking: int, call: int, number: int, label: str) -> Verdict:
-        """The answer to a neighbour that waits for this rank in a step: whom it waits for itself."""
+        """The answer to a neighbour that waits for this rank in a step: the rank it waits for."""
         step = self.steps.get(call)
         if step is not None and step.number == number:
             if self._differs(step, asking, label) or not step.awaited:

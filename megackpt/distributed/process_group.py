@@ -1,7 +1,7 @@
 """Ranks as processes: the steps of one save or load over the tree of a torch process group.
 
-The caller's group, which may be NCCL's, carries no message. It names the ranks. They find each other's
-addresses in the job's store.
+The caller's group, which may be NCCL's, carries no message. It names the ranks. They find each
+other's addresses in the job's store.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(seconds=limits.RANK_TIMEOUT_SECONDS)
 BUSY = (
-    "another thread of this process is saving or loading over the same process group: let it finish "
-    "first, or give each thread a process group of its own (torch.distributed.new_group, in the same "
-    "order on all ranks)"
+    "another thread of this process is saving or loading over the same process group: let it "
+    "finish first, or give each thread a process group of its own (torch.distributed.new_group, in "
+    "the same order on all ranks)"
 )
-REFUSED = "began one while another thread of its process was at work over the same group, and was refused"
+REFUSED = (
+    "began one while another thread of its process was at work over the same group, "
+    "and was refused"
+)
 ADVICE = (
     "The trainer's own process groups are as they were, and the next save or load connects afresh. "
     "Where a rank is only slow, give a longer timeout."
@@ -66,14 +69,15 @@ def group_over(
     process_group: dist.ProcessGroup | Group | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Group:
-    """The Group for one save or load: over the process group given, the default one, or this process alone.
+    """The Group for one save or load: over the process group given, the default one, or this
+    process alone.
 
-    Every rank of the process group calls this equally often. ``timeout`` is how long the ranks wait for one
-    another; for the coordinator, which itself waits for the others before it answers, twice as long.
-    A Group is returned as it is.
+    Every rank of the process group calls this equally often. ``timeout`` is how long the ranks wait
+    for one another; for the coordinator, which itself waits for the others before it answers, twice
+    as long. A Group is returned as it is.
 
-    Raises RankLost if the other ranks have given up this call already, Busy while another thread is in
-    one, CheckpointingException if this process is none of the ranks.
+    Raises RankLost if the other ranks have given up this call already, Busy while another thread is
+    in one, CheckpointingException if this process is none of the ranks.
     """
     if isinstance(process_group, Group):
         return process_group
@@ -117,7 +121,7 @@ def group_over(
 def domain_of(
     process_group: dist.ProcessGroup | None, called: str = "dedup_group"
 ) -> int:
-    """A number that names these ranks among all others: the lowest of them (0 for None: all ranks)."""
+    """A number that names these ranks among all others: the lowest (0 for None: all ranks)."""
     if process_group is None:
         return 0
     distributed = sys.modules.get("torch.distributed")
@@ -129,8 +133,8 @@ def domain_of(
         return int(min(distributed.get_process_group_ranks(process_group)))
     except KeyError:
         raise CheckpointingException(
-            f"{called} is a process group that has been destroyed, {process_group!r}: make a new strategy, over a "
-            "group that there is"
+            f"{called} is a process group that has been destroyed, {process_group!r}: make a new "
+            "strategy, over a group that there is"
         ) from None
 
 

@@ -119,7 +119,7 @@ class Tree(Links):
         source: int,
         incoming: Stream,
     ) -> None:
-        """Send a stream to one rank, and receive one from another, over connections of their own."""
+        """Send a stream to one rank, and receive one from another, over own connections."""
         await asyncio.gather(
             self._guard(step, to, self._give(step, address, outgoing)),
             self._guard(step, source, self._take(step, source, incoming)),

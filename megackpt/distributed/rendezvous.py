@@ -1,4 +1,4 @@
-"""How ranks find and recognise each other: addresses in the job's store, and a token in each greeting."""
+"""How ranks find and know each other: addresses in the job's store, tokens in greetings."""
 
 from __future__ import annotations
 

@@ -10,10 +10,12 @@ _FILLING = 1 << 20
 
 
 class Stream:
-    """``nbytes`` bytes in pieces of memory. The next piece is taken from the iterator when one is used up.
+    """``nbytes`` bytes in pieces of memory. The next piece is taken from the iterator when one is
+    used up.
 
-    Both ends know ``nbytes``, and may cut it into different pieces. An error of the iterator is kept in
-    ``error``: the transfer continues with undefined bytes, so that the other rank does not wait.
+    Both ends know ``nbytes``, and may cut it into different pieces. An error of the iterator is
+    kept in ``error``: the transfer continues with undefined bytes, so that the other rank does not
+    wait.
     """
 
     def __init__(self, nbytes: int, pieces: Iterable[memoryview]) -> None:

@@ -47,8 +47,8 @@ def warn(
     inside = f" of the {operation} {path}" if operation else ""
     logger.warning(
         "rank %d has waited %g s in the stage %r%s for %s: still at work there, or not in the same "
-        "call (all ranks of the process group have to call save, load and the like alike). It waits "
-        "for %g s at most (timeout=).",
+        "call (all ranks of the process group have to call save, load and the like alike). It "
+        "waits for %g s at most (timeout=).",
         rank,
         warn_after(),
         stage,

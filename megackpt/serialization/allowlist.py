@@ -258,7 +258,7 @@ def _sparse(layout: torch.layout, data: Any) -> torch.Tensor:
         ) from error
 
 
-def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any) -> Any:  # noqa: ARG001 - torch's order
+def _parameter(data: torch.Tensor, requires_grad: bool, hooks: Any) -> Any:  # noqa: ARG001
     if not isinstance(data, torch.Tensor):
         raise CorruptCheckpoint("a Parameter is not made of a tensor")
     return torch.nn.Parameter(

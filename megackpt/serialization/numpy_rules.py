@@ -15,7 +15,7 @@ _DTYPE = re.compile(r"[<>|=]?(?:[?bBhHiIlLqQefdgFDGO]|[biufcSUV]\d{1,6}|[mM]8|O8
 _UNITS = re.compile("[YMWDhms]|[munpfa]s|generic")
 
 
-def _dtype(code: Any, align: Any = False, copy: Any = False) -> np.dtype[Any]:  # noqa: ARG001 - numpy's order
+def _dtype(code: Any, align: Any = False, copy: Any = False) -> np.dtype[Any]:  # noqa: ARG001
     if type(code) is not str or not _DTYPE.fullmatch(code):
         raise CorruptCheckpoint(f"a numpy dtype {code!r} is not plain")
     return np.dtype(np.dtype(code), copy=True)  # a copy, because its state is set next
@@ -109,7 +109,7 @@ def _scalar(dtype: Any, data: Any = b"") -> Any:
 
 def _array(
     kind: Any = np.ndarray,
-    shape: Any = (0,),  # noqa: ARG001 - numpy's order
+    shape: Any = (0,),  # noqa: ARG001
     code: Any = b"b",  # noqa: ARG001
 ) -> np.ndarray[Any, Any]:
     """An array without elements, as numpy pickles it: these come with its state."""
@@ -131,7 +131,7 @@ def _set_array(array: np.ndarray[Any, Any], state: Any) -> None:
         raise CorruptCheckpoint(
             f"a numpy array of shape {shape} and dtype {dtype} comes with other data"
         )
-    array.__setstate__((version, shape, dtype, bool(fortran), data))  # type: ignore[arg-type] # takes no np.bool
+    array.__setstate__((version, shape, dtype, bool(fortran), data))  # type: ignore[arg-type]
 
 
 def rules() -> dict[str, Rule]:

@@ -1,4 +1,4 @@
-"""Limits on pickles: the work for copies and hashes, the depth of values, how often parts repeat."""
+"""Limits on pickles: work for copies and hashes, depth of values, how often parts repeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values to blobs: torch.save, with enums and ``StandIn`` objects pickled as other readers expect them."""
+"""Values to blobs: torch.save, with enums and ``StandIn`` objects pickled for other readers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class _StandInPickler(pickle._Pickler):
     """Writes a ``StandIn`` for a plain class of Megatron-Core as an object of that class.
 
     Other ``StandIn`` objects stay as they are: a class that was not trusted must not run where
-    the copy is loaded. The base is Python's pickler, because the one in C cannot write a class by its name alone.
+    the copy is loaded. The base is Python's pickler, because the one in C cannot write a class by
+    its name alone.
     """
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)

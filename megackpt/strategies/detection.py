@@ -19,8 +19,8 @@ from megackpt.strategies.policy import Strategy, reader_of
 def find_backend(storage: Storage, asked: Strategy | None = None) -> Backend:
     """The format of the complete checkpoint in this directory.
 
-    ``metadata.json`` names it. Without one, ``recognises`` of all formats is called, or of the one that
-    the caller ``asked`` for.
+    ``metadata.json`` names it. Without one, ``recognises`` of all formats is called, or of the one
+    that the caller ``asked`` for.
 
     Raises:
         NotACheckpoint: no format recognises it.
@@ -39,24 +39,28 @@ def find_backend(storage: Storage, asked: Strategy | None = None) -> Backend:
         if backend.recognises(storage):
             return backend
         raise NotACheckpoint(
-            f"{storage.called} is not a distributed checkpoint: the format {asked.backend!r} does not recognise it"
+            f"{storage.called} is not a distributed checkpoint: the format {asked.backend!r} does "
+            "not recognise it"
         )
     found, unasked = _recognised(storage)
     if len(found) > 1:
         names = " and as ".join(map(repr, found))
         raise BackendError(
-            f"{storage.called} can be read as {names}, and has no {CONFIG} that says which: choose by "
-            f"sharded_strategy={next(iter(found))!r}, or move away the files that are not the checkpoint's"
+            f"{storage.called} can be read as {names}, and has no {CONFIG} that says which: choose "
+            f"by sharded_strategy={next(iter(found))!r}, or move away the files that are not the "
+            "checkpoint's"
         )
     if found:
         return next(iter(found.values()))
     if _is_damaged(storage):
         raise CorruptCheckpoint(
-            f"{storage.location}/{CONFIG} is damaged: it does not say which format wrote the checkpoint"
+            f"{storage.location}/{CONFIG} is damaged: it does not say which format wrote the "
+            "checkpoint"
         )
     errors = f" (not asked: {'; '.join(unasked)})" if unasked else ""
     raise NotACheckpoint(
-        f"{storage.called} is not a distributed checkpoint: no known format is recognised in it{errors}"
+        f"{storage.called} is not a distributed checkpoint: no known format is recognised in "
+        f"it{errors}"
     )
 
 
@@ -83,6 +87,6 @@ def _recognised(storage: Storage) -> tuple[dict[str, Backend], list[str]]:
                 found.setdefault(entry.name, reader_of(entry.name, entry.version))
         except StorageError:
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in that fails must not hide the other formats
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - others may succeed
             unasked.append(f"{entry.name}: {error}")
     return found, unasked

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Format:
-    """One entry of the registry. ``install``: what the error says if the class cannot be imported."""
+    """One entry of the registry. ``install``: what the error says if the import fails."""
 
     name: str
     version: int
@@ -36,7 +36,8 @@ class Format:
             raise
         except ImportError as error:
             raise BackendError(
-                f"the format {self.name!r} needs a package that is not installed ({error}): {self.install}"
+                f"the format {self.name!r} needs a package that is not installed ({error}): "
+                f"{self.install}"
             ) from error
         except (
             Exception,
@@ -63,7 +64,7 @@ BUILT_IN = (
 
 @functools.cache  # reading the entry points of all packages takes milliseconds
 def formats() -> tuple[Format, ...]:
-    """Every known format, the built-in ones first. The error of a broken plug-in is raised when it is used."""
+    """Every known format, the built-in ones first. A broken plug-in raises when it is used."""
     reserved = {entry.name for entry in BUILT_IN}
     plugged: dict[tuple[str, int], list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINTS):
@@ -99,7 +100,8 @@ def _plug_in(name: str, version: int, points: Sequence[EntryPoint]) -> Format:
             )
         if not version:
             raise BackendError(
-                f"{where}: in the entry point {points[0].name!r} the version after @ is not a number >= 1"
+                f"{where}: in the entry point {points[0].name!r} the version after @ is not a "
+                "number >= 1"
             )
         kind: object = points[0].load()
         if not isinstance(kind, type) or not issubclass(kind, Backend):

@@ -1,4 +1,4 @@
-"""Strategies: a format with its options and the policy of one save or load; and the defaults of format names."""
+"""Strategies: a format, its options and the policy of one save or load; the defaults of names."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ COMMON_IS_KEPT = (
 class Strategy:
     """How to save: the format, its options, and which ranks write.
 
-    ``options`` go to the backend's constructor (torch_dist: ``files_per_rank``, ``separation_hint``; zarr:
-    ``compression``, ``checksum``; safetensors: ``shards``, ``max_shard_bytes``).
-    ``balance`` distributes the writing of tensors over all ranks that hold a shard; their copies must be
-    equal. False: the main replica writes it. The main replica always writes objects.
-    ``dedup_group`` is the torch process group within which replicas write for each other (None: all ranks).
-    ``staging_memory`` is how many bytes of host memory an asynchronous save may use for its copy on each
-    rank (None: see ``staging.memory_cap``). Data that does not fit is written before ``save`` returns. Objects
-    and the common state of such a save need more memory, because they are pickled whole.
+    ``options`` go to the backend's constructor (torch_dist: ``files_per_rank``,
+    ``separation_hint``; zarr: ``compression``, ``checksum``; safetensors: ``shards``,
+    ``max_shard_bytes``). ``balance`` distributes the writing of tensors over all ranks that hold a
+    shard; their copies must be equal. False: the main replica writes it. The main replica always
+    writes objects. ``dedup_group`` is the torch process group within which replicas write for each
+    other (None: all ranks). ``staging_memory`` is how many bytes of host memory an asynchronous
+    save may use for its copy on each rank (None: see ``staging.memory_cap``). Data that does not
+    fit is written before ``save`` returns. Objects and the common state of such a save need more
+    memory, because they are pickled whole.
 
-    A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that it needs.
-    "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send it to the ranks
-    that need it. "auto": as "always" if bytes come over a network (network file systems, object stores),
-    as "never" if ranks share a page cache.
+    A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that
+    it needs. "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send
+    it to the ranks that need it. "auto": as "always" if bytes come over a network (network file
+    systems, object stores), as "never" if ranks share a page cache.
     """
 
     backend: str = "torch_dist"
@@ -63,7 +64,7 @@ class Strategy:
             )
 
     def make_writer(self) -> Backend:
-        """As ``make_backend``, for a save. Raises BackendError for a format that only ``convert`` writes."""
+        """As ``make_backend``, for a save. Raises BackendError for an export format."""
         backend = self.make_backend()
         name = backend.properties.name
         if backend.properties.export_only:
@@ -77,14 +78,15 @@ class Strategy:
     def make_backend(self) -> Backend:
         """The backend to write with.
 
-        Raises BackendError if it is unknown, if its package is missing, or if the version is read but not written.
+        Raises BackendError if it is unknown, if its package is missing, or if the version is read
+        but not written.
         """
         for kind in kinds(self.backend):
             if self.version in (None, kind.properties.version):
                 return made(kind, self.backend, self.options)
         raise BackendError(
-            f"version {self.version} of the format {self.backend!r} is not written by this release: "
-            f"it writes {sorted(kind.properties.version for kind in kinds(self.backend))}"
+            f"version {self.version} of the format {self.backend!r} is not written by this "
+            f"release: it writes {sorted(kind.properties.version for kind in kinds(self.backend))}"
         )
 
     def make_reader(self, version: int | None = None) -> Backend:
@@ -115,7 +117,7 @@ class _Given(Strategy):
 
 @dataclass(frozen=True, init=False)
 class _Wrapper(Strategy):
-    """A strategy around another one, with a copy of all of its values. The other one chooses the format."""
+    """A strategy around another one, which chooses the format, with a copy of all of its values."""
 
     base_strategy: StrategyLike = None
     parallelization_group: Any = None
@@ -137,7 +139,7 @@ class _Wrapper(Strategy):
 
 @dataclass(frozen=True, init=False)
 class FullyParallelSaveStrategyWrapper(_Wrapper):
-    """Megatron's name: the ranks of a group (None: all ranks) that hold a shard divide the writing."""
+    """Megatron's name: the ranks of a group (None: all ranks) with a shard divide the writing."""
 
     def __init__(
         self,
@@ -157,11 +159,11 @@ class FullyParallelSaveStrategyWrapper(_Wrapper):
 
 @dataclass(frozen=True, init=False)
 class FullyParallelLoadStrategyWrapper(_Wrapper):
-    """Megatron's name: the ranks of a group (None: all ranks) divide the reading, if that is faster.
+    """Megatron's name: the ranks of a group (None: all ranks) divide the reading if that is faster.
 
-    ``exchange_algo``: "always" and "never" as in ``Strategy.exchange``; "auto" and Megatron's names of
-    algorithms ("broadcast", "gather_rounds", "gather_object") decide by the file system. All use the same
-    exchange. ``strategy`` None: the directory decides the format.
+    ``exchange_algo``: "always" and "never" as in ``Strategy.exchange``; "auto" and Megatron's names
+    of algorithms ("broadcast", "gather_rounds", "gather_object") decide by the file system. All use
+    the same exchange. ``strategy`` None: the directory decides the format.
     """
 
     def __init__(
@@ -196,8 +198,9 @@ def as_strategy(given: StrategyLike) -> Strategy:
             properties = given.properties
             return _Given(properties.name, properties.version, instance=given)
     raise BackendError(
-        f"a strategy is a name ('zarr'), a pair (('zarr', 2)), a Strategy or a Backend, not {given!r}; in place of "
-        "one of Megatron-Core's, pass the class of its name in megackpt.megatron.strategies, or None"
+        "a strategy is a name ('zarr'), a pair (('zarr', 2)), a Strategy or a Backend, not "
+        f"{given!r}; in place of one of Megatron-Core's, pass the class of its name in "
+        "megackpt.megatron.strategies, or None"
     )
 
 
@@ -228,7 +231,10 @@ def _wrapped(given: StrategyLike) -> StrategyLike:
 
 
 def asked_format(given: StrategyLike) -> Strategy | None:
-    """The format that the caller of a load asks for; None: any. Raises BackendError for an unknown one."""
+    """The format that the caller of a load asks for; None: any.
+
+    Raises BackendError for an unknown one.
+    """
     given = _wrapped(given)
     if given is None:
         return None
@@ -257,10 +263,10 @@ def register_default_strategy(
 ) -> None:
     """Make ``strategy`` the default for this format and version in this process. Megatron's name.
 
-    SAVE_SHARDED: ``save(..., backend)`` uses it, as do None and (backend, version). LOAD_SHARDED: every
-    load of a checkpoint of (backend, version) uses it. Register the same on all ranks. A Strategy or a
-    Backend that a caller passes has priority. Raises NotImplementedError for the other actions: the
-    format stores the common state itself.
+    SAVE_SHARDED: ``save(..., backend)`` uses it, as do None and (backend, version). LOAD_SHARDED:
+    every load of a checkpoint of (backend, version) uses it. Register the same on all ranks. A
+    Strategy or a Backend that a caller passes has priority. Raises NotImplementedError for the
+    other actions: the format stores the common state itself.
     """
     if action not in (StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED):
         raise NotImplementedError(f"{action}: {COMMON_IS_KEPT}")
@@ -275,10 +281,10 @@ def register_default_strategy(
 def get_default_strategy(
     action: StrategyAction, backend: str, version: int | None = None
 ) -> StrategyLike:
-    """The registered default, else a Strategy of the format. Megatron's name. None: the newest version.
+    """The registered default, else a Strategy of the format (None: its newest version).
 
-    Raises BackendError "Cannot import a default strategy for ..." if a package is missing or broken,
-    "Cannot find a default strategy for ..." if the format is unknown.
+    Raises BackendError "Cannot import a default strategy for ..." if a package is missing or
+    broken, "Cannot find a default strategy for ..." if the format is unknown.
     """
     default = _registered(action, backend, version)
     if default is not None:
@@ -322,8 +328,9 @@ def get_default_save_sharded_strategy(
 def reader_of(name: str, version: int | None, asked: Strategy | None = None) -> Backend:
     """The backend that reads checkpoints of this format and version (None: the newest).
 
-    It is the one that the caller ``asked`` for if that is an object or has options, else the one registered
-    for LOAD_SHARDED, else that of the registry. Raises BackendError if another format was asked for.
+    It is the one that the caller ``asked`` for if that is an object or has options, else the one
+    registered for LOAD_SHARDED, else that of the registry. Raises BackendError if another format
+    was asked for.
     """
     if asked is not None and asked.backend != name:
         raise BackendError(

@@ -110,7 +110,7 @@ class World:
 
 @dataclass(frozen=True, eq=False)
 class MemorySource:
-    """The ``Source`` of a plan's rows, from a World. The next block of a row has the same memory."""
+    """The ``Source`` of a plan's rows, from a World. A row's blocks share their memory."""
 
     world: World
     plan: SavePlan

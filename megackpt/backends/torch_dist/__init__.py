@@ -1,14 +1,15 @@
-"""torch_dist, version 1: torch DCP's files (``__R_N.distcp`` and ``.metadata``) in Megatron's layout "B".
+"""torch_dist, version 1: torch DCP's files (``__R_N.distcp`` and ``.metadata``) in Megatron's
+layout "B".
 
     common.pt            the common state, written by the rank that holds it
     __{rank}_{n}.distcp  records: torch.save archives, one after the other, payloads aligned to 64
     .metadata            pickle of torch's Metadata: where each record is
     metadata.json        the name and version of the format
 
-``torch.distributed.checkpoint.load``, ``dcp_to_torch_save`` and megatron-core 0.16 read what it writes.
-It reads its own checkpoints, stock DCP's, and all of Megatron's: those with flattened optimizer state
-(up to 0.15, flattened.py), and those with the common state among the objects (since 0.19,
-metadata_reader.py).
+``torch.distributed.checkpoint.load``, ``dcp_to_torch_save`` and megatron-core 0.16 read what it
+writes. It reads its own checkpoints, stock DCP's, and all of Megatron's: those with flattened
+optimizer state (up to 0.15, flattened.py), and those with the common state among the objects (since
+0.19, metadata_reader.py).
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ _LONGEST_HINT = 200
 class TorchDist(Backend):
     """torch DCP's format.
 
-    Options: ``files_per_rank``, the number of files (and threads) of each rank; ``separation_hint``, a
-    prefix: items whose key begins with it go into files of their own, named with it.
+    Options: ``files_per_rank``, the number of files (and threads) of each rank;
+    ``separation_hint``, a prefix: items whose key begins with it go into files of their own, named
+    with it.
     """
 
     files_per_rank: int = 2

@@ -161,7 +161,7 @@ class Records:
     def tensor(
         self, dtype: str, shape: tuple[int, ...], blocks: Iterator[memoryview]
     ) -> WrittenRecord:
-        """Write the archive of a C-order tensor. Returns the place of its elements, which are these blocks."""
+        """Write the archive of a C-order tensor. Returns the place of its elements."""
         padding = bytes(-(self._position + len(self._tail)) % ALIGNMENT)
         head, ending = frame(dtype, shape)
         self._add(memoryview(self._tail + padding + head))

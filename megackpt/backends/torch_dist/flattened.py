@@ -1,8 +1,9 @@
 """Megatron-Core up to 0.15: optimizer state in flattened runs, mapped to boxes of the true tensors.
 
-A tensor of shape (X, Y), cut into cells of (x, y), is listed with the size (X/x, Y/y, x*y): a chunk at
-(i, j, start) holds elements [start, start + n) of cell (i, j) in C order. Its record holds the elements of several
-boxes of the true tensor, one after the other. Source: Metadata's attribute ``mcore_data`` in files of 0.12.3.
+A tensor of shape (X, Y), cut into cells of (x, y), is listed with the size (X/x, Y/y, x*y): a chunk
+at (i, j, start) holds elements [start, start + n) of cell (i, j) in C order. Its record holds the
+elements of several boxes of the true tensor, one after the other. Source: Metadata's attribute
+``mcore_data`` in files of 0.12.3.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def true_boxes(
 ) -> Iterator[Box]:
     """The boxes of the true tensor whose elements are, one after the other, those of a chunk.
 
-    ``listed`` is the size in ``.metadata``. Raises CorruptCheckpoint where the shape cannot be cut so.
+    ``listed`` is the size in ``.metadata``. Raises CorruptCheckpoint where the shape cannot be cut
+    so.
     """
     *counts, volume = listed or (0,)
     fits = len(counts) == len(shape) and all(
@@ -71,20 +73,26 @@ def true_boxes(
 
 
 class Part(NamedTuple):
-    """Which elements of its record a chunk is: ``volume`` of them after ``before``, of ``held`` in all."""
+    """Which elements of its record a chunk is: ``volume`` after ``before``, of ``held`` in all."""
 
     before: int
     volume: int
     held: int
 
     def may_be_in(self, record: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Can a record of the one shape hold the chunk, which has the other? Alone it is of its shape, or a run."""
+        """Whether a record of the one shape can hold the chunk, which has the other.
+
+        Alone it has its shape, or is a run.
+        """
         alone = self.volume == self.held and record == shape
         return alone or record == (*(1 for _ in record[1:]), self.held)
 
 
 class Parts:
-    """The Part of each chunk. Chunks of one tensor that begin at the same byte share a record, in order of offsets."""
+    """The Part of each chunk.
+
+    Chunks of one tensor that begin at the same byte share a record, in order of offsets.
+    """
 
     def __init__(self, chunks: Chunks) -> None:
         order = np.lexsort(

@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint that others wrote (stock torch DCP, Megatron-Core), from its ``.metadata``.
+"""The manifest of a checkpoint that others wrote (stock torch DCP, Megatron-Core), from its
+``.metadata``.
 
 Every number is compared with the files before it is used. Keys are DCP's flat names. A tensor that
 Megatron-Core flattened has its true shape in the manifest.
@@ -38,7 +39,7 @@ from megackpt.planning.manifest import (
 from megackpt.storage import Storage
 
 EDGE = 2048
-"""Bytes that ``read`` takes from either end of a record: the zip directory, and all before the payload."""
+"""Bytes read from either end of a record: its zip directory and all before the data."""
 
 
 class _Stored(NamedTuple):
@@ -52,8 +53,9 @@ class _Stored(NamedTuple):
 def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifest:
     """The manifest of a checkpoint without our index; encoding "native".
 
-    Raises NotACheckpoint without ``.metadata``; CorruptCheckpoint if it contradicts itself or the files;
-    UntrustedClass if it names a class that is not allowed; BackendError for unsupported contents.
+    Raises NotACheckpoint without ``.metadata``; CorruptCheckpoint if it contradicts itself or the
+    files; UntrustedClass if it names a class that is not allowed; BackendError for unsupported
+    contents.
     """
     listing = read_listing(root, name)
     try:
@@ -89,8 +91,8 @@ def _items(listing: Listing) -> Iterator[_Stored]:
     for name, box, place in listing:
         if place.through:
             raise BackendError(
-                f"{name!r} is stored through {list(place.through)}: compressed checkpoints are read by "
-                "megackpt.dcp.FileSystemReader only; save it again without extensions"
+                f"{name!r} is stored through {list(place.through)}: compressed checkpoints are "
+                "read by megackpt.dcp.FileSystemReader only; save it again without extensions"
             )
         if name in named:
             entry, box = named[name]
@@ -99,7 +101,8 @@ def _items(listing: Listing) -> Iterator[_Stored]:
         listed = listing.tensors[name]
         if listed.dtype not in ITEMSIZE:
             raise BackendError(
-                f"{name!r} is of {listed.dtype}, which cannot be read: its elements are not whole bytes"
+                f"{name!r} is of {listed.dtype}, which cannot be read: its elements are not whole "
+                "bytes"
             )
         shape, parts = listed.shape, iter((box,))
         if name in shapes:

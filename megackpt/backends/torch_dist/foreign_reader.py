@@ -31,7 +31,10 @@ _PICKLE_LIMIT = 1 << 20
 
 
 def read(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
-    """Read the regions of a plan from torch.save archives. Raises CorruptCheckpoint naming key, box and file."""
+    """Read the regions of a plan from torch.save archives.
+
+    Raises CorruptCheckpoint naming key, box and file.
+    """
     manifest, chunks = plan.manifest, plan.manifest.chunks
     parts = Parts(chunks)
     into = _without_lists(root, plan, into)
@@ -82,7 +85,7 @@ def _without_lists(root: Storage, plan: LoadPlan, into: Target) -> Target:
 def _payloads(
     root: Storage, plan: LoadPlan, parts: Parts, chunks: Int64
 ) -> list[tuple[int, tuple[int, int] | None]]:
-    """For each of these chunks of one file, the place of its raw bytes. None: they have no plain form."""
+    """The place of the raw bytes of each of these chunks of one file. None: no plain form."""
     manifest = plan.manifest
     found = []
     with root.open(manifest.files[manifest.chunks.file[chunks[0]]]) as reader:

@@ -1,7 +1,8 @@
-"""Reading ``.metadata`` of others: torch's and Megatron's classes as inert records, and nothing else.
+"""Reading ``.metadata`` of others: torch's and Megatron's classes as inert records, and nothing
+else.
 
-Source of names: torch.distributed.checkpoint (metadata, filesystem, planner) and, for what Megatron-Core up to
-0.15 adds, megatron.core.dist_checkpointing.strategies.torch.
+Source of names: torch.distributed.checkpoint (metadata, filesystem, planner) and, for what
+Megatron-Core up to 0.15 adds, megatron.core.dist_checkpointing.strategies.torch.
 """
 
 from __future__ import annotations

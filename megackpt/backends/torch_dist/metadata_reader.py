@@ -1,6 +1,8 @@
-"""The items that ``.metadata`` lists, under torch DCP's flat names. Every number is checked, no code runs.
+"""The items that ``.metadata`` lists, under torch DCP's flat names. Every number is checked, no
+code runs.
 
-Objects have Megatron-Core's names: ``key/shard_0.1_4.2`` is shard (0, 1) of an object of shape (4, 2).
+Objects have Megatron-Core's names: ``key/shard_0.1_4.2`` is shard (0, 1) of an object of shape (4,
+2).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from megackpt.planning.manifest import (
 from megackpt.storage import Storage
 
 LISTED_COMMON = unique_key(COMMON_KEY, (0,), (1,))
-"""The item in which Megatron-Core from 0.19 on keeps the common state, as ``[dict]``. It writes no common.pt."""
+"""Megatron-Core from 0.19 on keeps the common state here, as ``[dict]``, not in common.pt."""
 _UNKNOWN = -1  # an extent that the name leaves out
 
 Name = tuple[str, Dims, Dims]
@@ -120,7 +122,7 @@ class Listing:
 
 
 def read_listing(root: Storage, name: str) -> Listing:
-    """The listing in this file. Raises NotACheckpoint, CorruptCheckpoint or UntrustedClass, naming it."""
+    """The listing in this file. Raises NotACheckpoint, CorruptCheckpoint or UntrustedClass."""
     try:
         return Listing(read_metadata(root.get(name, limits.DCP_METADATA_BYTES)))
     except FileNotFoundError as error:
@@ -134,7 +136,7 @@ def read_listing(root: Storage, name: str) -> Listing:
 
 
 def check_files(root: Storage, items: Sequence[ListedItem]) -> None:
-    """Raise CorruptCheckpoint unless every record is inside its file, and every file inside the directory."""
+    """Raise CorruptCheckpoint unless all records are inside files, and files in the directory."""
     files = list(dict.fromkeys(item.place.file for item in items))
     sizes = dict(zip(files, root.sizes(files), strict=True))
     problems = [
@@ -146,14 +148,15 @@ def check_files(root: Storage, items: Sequence[ListedItem]) -> None:
         size = sizes[file]
         if size is not None and start + length > size:
             problems.append(
-                f"{name!r} {box} should end at byte {start + length} of {file!r}, which has {size} bytes"
+                f"{name!r} {box} should end at byte {start + length} of {file!r}, which has {size} "
+                "bytes"
             )
     if problems:
         raise CorruptCheckpoint(f"{root.location}: {join_truncated(problems)}")
 
 
 def parse_name(name: str) -> Name:
-    """Key, offset and global shape of an object. Old releases leave out the last extent: it is then -1."""
+    """Key, offset and global shape of an object. If the last extent is left out, it is -1."""
     if name == LISTED_COMMON:
         return COMMON_KEY, (), ()
     key, slash, last = name.rpartition("/")
@@ -167,7 +170,7 @@ def parse_name(name: str) -> Name:
 
 
 def objects_named(names: Iterable[str]) -> dict[str, tuple[TensorEntry, Box]]:
-    """For each name the object, and which box of it this is. An unknown extent is what the names reach to."""
+    """The object of each name, and its box there. An unknown extent is what the names reach to."""
     parsed = {name: parse_name(name) for name in names}
     reach: dict[str, int] = {}
     for key, offset, shape in parsed.values():

@@ -1,10 +1,12 @@
-"""Writing ``.metadata``: the pickle of torch's ``Metadata``, made straight from a manifest's columns.
+"""Writing ``.metadata``: the pickle of torch's ``Metadata``, made straight from a manifest's
+columns.
 
-No object of torch is made. The opcodes of a chunk differ from those of another one of the same dtype
-and number of dimensions in numbers only, so they are tables of bytes, with a row for each chunk. Strings
-and classes are written once, at the front, into the unpickler's memo, and fetched by number. Only classes
-of torch are named. Source of the structure: torch.distributed.checkpoint.metadata and
-filesystem._StorageInfo, format version 1.0.0, as DCP of torch 2.13 writes it.
+No object of torch is made. The opcodes of a chunk differ from those of another one of the same
+dtype and number of dimensions in numbers only, so they are tables of bytes, with a row for each
+chunk. Strings and classes are written once, at the front, into the unpickler's memo, and fetched by
+number. Only classes of torch are named. Source of the structure:
+torch.distributed.checkpoint.metadata and filesystem._StorageInfo, format version 1.0.0, as DCP of
+torch 2.13 writes it.
 """
 
 from __future__ import annotations
@@ -224,7 +226,8 @@ class _Emission:
 
 
 def emit(manifest: Manifest, omit: Bool) -> bytes:
-    """The content of ``.metadata``. Tensors for which ``omit`` is true (the common state) are left out.
+    """The content of ``.metadata``. Tensors for which ``omit`` is true (the common state) are left
+    out.
 
     Raises BackendError where two items would have one name.
     """

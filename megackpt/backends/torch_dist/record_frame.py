@@ -1,12 +1,15 @@
-"""The bytes of one item in a ``.distcp`` file: a stored zip archive that ``torch.load(weights_only=True)`` reads.
+"""The bytes of one item in a ``.distcp`` file: a stored zip archive that
+``torch.load(weights_only=True)`` reads.
 
-An archive is head + payload + tail. The head holds the members ``data.pkl``, ``byteorder`` and ``version`` and
-the local header of ``data/0``, padded so that the payload (the tensor's C-order bytes) starts at a multiple of
-ALIGNMENT; the tail is the central directory. The lengths of head and tail follow from dtype, number of
-dimensions and size alone, so that the place of a record follows from the place of its payload.
+An archive is head + payload + tail. The head holds the members ``data.pkl``, ``byteorder`` and
+``version`` and the local header of ``data/0``, padded so that the payload (the tensor's C-order
+bytes) starts at a multiple of ALIGNMENT; the tail is the central directory. The lengths of head and
+tail follow from dtype, number of dimensions and size alone, so that the place of a record follows
+from the place of its payload.
 
-CRC fields are 0, as after ``torch.serialization.set_crc32_options(False)``: torch does not check them, and
-megackpt has digests of its own. The layout is that of APPNOTE.TXT (zip) and of torch's serialization notes.
+CRC fields are 0, as after ``torch.serialization.set_crc32_options(False)``: torch does not check
+them, and megackpt has digests of its own. The layout is that of APPNOTE.TXT (zip) and of torch's
+serialization notes.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _PAYLOAD = b"data/0"
 
 
 def tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """``data.pkl``: what torch.save pickles for a contiguous CPU tensor, in numbers of fixed width."""
+    """``data.pkl``, torch.save's pickle of a contiguous CPU tensor, its numbers of fixed width."""
     return b"\x80\x02" + tensor_opcodes(dtype, shape, "0") + b"."
 
 
@@ -50,7 +53,7 @@ def frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 
 def frame_lengths(dtype: str, shapes: Int64) -> tuple[Int64, Int64]:
-    """Lengths of head and tail for each row of ``shapes`` (n, ndim): those of ``frame``, by columns."""
+    """Lengths of head and tail for each row of ``shapes`` (n, ndim), as of ``frame``."""
     itemsize = ITEMSIZE[dtype]
     filled = np.prod(np.maximum(shapes, 1), axis=1, dtype=np.int64) * itemsize
     size = np.prod(shapes, axis=1, dtype=np.int64) * itemsize
