@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megackpt import events
-from megackpt.checkpoint import Opened, open_checkpoint, verify as verify_checkpoint
+from megackpt.checkpoint import open_checkpoint, verify as verify_checkpoint
 from megackpt.checkpoint.regions import Regions
 from megackpt.cli.compare import Tolerance, compare
 from megackpt.cli.output import Answer
@@ -122,9 +122,23 @@ def show(options: argparse.Namespace) -> Answer:
         if is_terminal(sys.stdout) and not options.all and not has_layout:
             text = {**data, "entries": _folded(data["entries"])}
     if options.common:
-        data["common"] = text["common"] = _common_state(opened)
+        # Imports torch.
+        from megackpt.serialization.inspection import look
+
+        blob = Regions(opened).common()
+        common = None
+        if blob is not None:
+            common = look(blob, f"{opened.storage.location}: the common state")
+        data["common"] = text["common"] = common
     if options.html:
-        _write_shard_map(opened, options.checkpoint, options.html)
+        from megackpt.cli.report import shard_map
+
+        page = shard_map(opened, title=options.checkpoint)
+        try:
+            Path(options.html).write_text(page, encoding="utf-8")
+        except OSError as error:
+            reason = f"cannot write {options.html}: {error.strerror}"
+            raise StorageError(reason) from error
         data["html"] = text["html"] = options.html
     return Answer(data, text=text)
 
@@ -187,8 +201,8 @@ def _folded(entries: Sequence[Entry]) -> list[Entry]:
     groups: dict[object, list[Entry]] = {}
     for entry in entries:
         pattern = _NUMBER.sub("#", entry["key"])
-        alike = [entry[name] for name in ("dtype", "shape", "chunks", "bytes")]
-        groups.setdefault((pattern, *alike), []).append(entry)
+        alike = {**entry, "key": pattern, "grid": None}
+        groups.setdefault(repr(alike), []).append(entry)
     folded = []
     for group in groups.values():
         label = group[0]["key"]
@@ -203,22 +217,3 @@ def _folded(entries: Sequence[Entry]) -> list[Entry]:
             label += f" ({len(group)} alike)"
         folded.append({**group[0], "key": label})
     return folded
-
-
-def _common_state(opened: Opened) -> Any:
-    # Imports torch.
-    from megackpt.serialization.inspection import look
-
-    blob = Regions(opened).common()
-    if blob is None:
-        return None
-    return look(blob, f"{opened.storage.location}: the common state")
-
-
-def _write_shard_map(opened: Opened, title: str, file: str) -> None:
-    from megackpt.cli.report import shard_map
-
-    try:
-        Path(file).write_text(shard_map(opened, title=title), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {file}: {error.strerror}") from error

@@ -139,7 +139,14 @@ def compare(
                 result.described.append(Described(key, meta_a, meta_b))
             if meta_a.shape != meta_b.shape or meta_a.is_object != meta_b.is_object:
                 continue
-            boxes = _undecided_boxes(key, side_a, side_b)
+            in_a, in_b = side_a.chunk_digests(key), side_b.chunk_digests(key)
+            boxes = list(in_a)
+            if meta_a.is_object:
+                boxes = sorted({*in_a, *in_b})
+            has_digests = side_a.has_digests and side_b.has_digests
+            if has_digests and meta_a == meta_b and in_a.keys() == in_b.keys():
+                boxes = [box for box in boxes if in_a[box] != in_b[box]]
+            boxes = [box for box in boxes if box.volume]
             if not boxes:
                 result.by_digest += 1
             for box in boxes:
@@ -200,19 +207,6 @@ class _Side:
         return found
 
 
-def _undecided_boxes(key: str, a: _Side, b: _Side) -> list[Box]:
-    """The boxes that have to be read: those of A, without the chunks with equal digests."""
-    in_a, in_b = a.chunk_digests(key), b.chunk_digests(key)
-    if a.meta(key).is_object:
-        boxes = sorted({*in_a, *in_b})
-    else:
-        boxes = [box for box in in_a if box.volume]
-    is_comparable = a.has_digests and b.has_digests and a.meta(key) == b.meta(key)
-    if is_comparable and in_a.keys() == in_b.keys():
-        boxes = [box for box in boxes if in_a[box] != in_b[box]]
-    return boxes
-
-
 def _batches(
     regions: Sequence[tuple[str, Box]],
 ) -> Iterator[list[tuple[str, Box]]]:
@@ -268,12 +262,22 @@ def _compare_elements(
     a, b = a.reshape(-1), b.reshape(-1)
     has_one_dtype = dtypes[0] == dtypes[1]
     rows = np.arange(len(a))
-    if has_one_dtype:
-        rows = np.flatnonzero(_unequal_bits(a, b))
+    if has_one_dtype and a.dtype.itemsize < 16:
+        rows = np.flatnonzero(a != b)
+    elif has_one_dtype:
+        # numpy has no integers of 16 bytes: an element is two of 8.
+        halves = a.view(np.uint64) != b.view(np.uint64)
+        rows = np.flatnonzero(halves[0::2] | halves[1::2])
     # Any bits may be stored: infinities, signalling NaNs, numbers that overflow.
     with np.errstate(all="ignore"):
         x, y = _values(a[rows], dtypes[0]), _values(b[rows], dtypes[1])
-        distance = _distance(x, y)
+        if x.dtype == y.dtype and x.dtype.kind in "iu":
+            # Modulo 2**64 the result is right even if the subtraction overflows.
+            larger, smaller = np.maximum(x, y), np.minimum(x, y)
+            distance = larger.view(np.uint64) - smaller.view(np.uint64)
+        else:
+            # Integers become floats before they overflow.
+            distance = np.abs(x * 1.0 - y * 1.0)
         if tolerance is not None or not has_one_dtype:
             tolerance = tolerance or Tolerance()
             limit = tolerance.absolute + tolerance.relative * np.abs(y * 1.0)
@@ -296,13 +300,6 @@ def _compare_elements(
     del found.first[FIRST:]
 
 
-def _unequal_bits(a: Raw, b: Raw) -> NDArray[np.bool_]:
-    if a.dtype.itemsize < 16:
-        return np.asarray(a != b)
-    unequal = a.view(np.uint64) != b.view(np.uint64)
-    return np.asarray(unequal[0::2] | unequal[1::2])
-
-
 def _values(raw: Raw, dtype: str) -> Raw:
     """Raw elements as int64, uint64, float64 or complex128, without loss."""
     if dtype == "bool":
@@ -312,16 +309,6 @@ def _values(raw: Raw, dtype: str) -> Raw:
     typed = raw.view(np.dtype(getattr(ml_dtypes, dtype, dtype)))
     wide = {"i": np.int64, "u": np.uint64, "c": np.complex128}
     return np.asarray(typed.astype(wide.get(typed.dtype.kind, np.float64)))
-
-
-def _distance(x: Raw, y: Raw) -> Raw:
-    """Absolute differences: exact for integers, otherwise in float64."""
-    if x.dtype == y.dtype and x.dtype.kind in "iu":
-        # Modulo 2**64 the result is right even if the subtraction overflows.
-        larger, smaller = np.maximum(x, y), np.minimum(x, y)
-        return larger.view(np.uint64) - smaller.view(np.uint64)
-    # Integers become floats before they overflow.
-    return np.asarray(np.abs(x * 1.0 - y * 1.0))
 
 
 def _compare_objects(

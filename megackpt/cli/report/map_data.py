@@ -58,13 +58,16 @@ def manifest_data(manifest: Manifest) -> Data:
     }
     columns = {name: column[order] for name, column in columns.items()}
     name, version = manifest.backend
+    written_as = "not written yet"
+    if name:
+        written_as = f"{name} {version}"
     sizes = "with what the format adds to each chunk"
     if manifest.encoding == "raw":
         sizes = ""
     return {
         "kind": "checkpoint",
         "facts": [
-            ["format", f"{name} {version}" if name else "not written yet"],
+            ["format", written_as],
             ["save", manifest.save_id],
             ["sizes", sizes],
         ],
