@@ -56,13 +56,27 @@ def finder(trusted: Sequence[Any] = (), stand_ins: bool = False) -> Find:
         module, name = current_name(module, name)
         full = f"{module}.{name}"
         if full in vouched and not is_unsafe(module, name):
-            return _trusted_rule(vouched[full])
-        rule = known_rules().get(full) or _enum_member(full, vouched)
-        if rule is None and (stand_ins or is_megatron(module)):
-            rule = _stand_in_rule(full)
-        if rule is None:
-            raise UntrustedClass(refusal(module, name))
-        return rule
+            # The user trusts it, so it is called as pickle itself would.
+            value = vouched[full]
+            if isinstance(value, type):
+                new = partial(value.__new__, value)
+                return Rule(value, value, _build_trusted, new, trusted=True)
+            if callable(value):
+                return Rule(value, value, _build_trusted, trusted=True)
+            return Rule(value, trusted=True)
+        rule = known_rules().get(full)
+        if rule is not None:
+            return rule
+        # A member of an enum that is trusted or known.
+        owner, _, member = full.rpartition(".")
+        kind: Any = vouched.get(owner)
+        if kind is None and owner in known_rules():
+            kind = known_rules()[owner].value
+        if isinstance(kind, EnumType) and member in kind.__members__:
+            return Rule(kind.__members__[member])
+        if stand_ins or is_megatron(module):
+            return _stand_in_rule(full)
+        raise UntrustedClass(refusal(module, name))
 
     return find
 
@@ -70,16 +84,6 @@ def finder(trusted: Sequence[Any] = (), stand_ins: bool = False) -> Find:
 def is_megatron(module: str) -> bool:
     """True for modules of Megatron-Core, whose classes become ``StandInClass`` objects."""
     return module.partition(".")[0] == "megatron"
-
-
-def _enum_member(full: str, vouched: Mapping[str, Any]) -> Rule | None:
-    """The rule of a member of an enum that is trusted or known."""
-    owner, _, name = full.rpartition(".")
-    rule = known_rules().get(owner)
-    kind: Any = vouched.get(owner, rule and rule.value)
-    if isinstance(kind, EnumType) and name in kind.__members__:
-        return Rule(kind.__members__[name])
-    return None
 
 
 def _stand_in_rule(qualified: str) -> Rule:
@@ -99,16 +103,6 @@ def _stand_in_rule(qualified: str) -> Rule:
         partial(make, True),
         by_reference=True,
     )
-
-
-def _trusted_rule(value: Any) -> Rule:
-    """The rule of a class or function that the user trusts: what pickle itself does."""
-    if isinstance(value, type):
-        new = partial(value.__new__, value)
-        return Rule(value, value, _build_trusted, new, trusted=True)
-    if callable(value):
-        return Rule(value, value, _build_trusted, trusted=True)
-    return Rule(value, trusted=True)
 
 
 def _build_trusted(instance: Any, state: Any) -> None:
@@ -332,16 +326,20 @@ def rebuild_tensor(
         raise CorruptCheckpoint(
             f"a tensor has the shape {size}, the strides {stride}, the offset {offset!r}"
         )
-    last = 0
+    end = offset
     if 0 not in size:
-        last = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        for number, step in zip(size, stride, strict=True):
+            end += (number - 1) * step
+        end += 1
     # torch would enlarge an empty storage.
-    if (offset + last) * dtype.itemsize > storage._untyped_storage.nbytes():
+    if end * dtype.itemsize > storage._untyped_storage.nbytes():
         raise CorruptCheckpoint("a tensor reaches beyond its storage")
     # From here on an error of torch is not damage of the file.
     flat = torch.empty(0, dtype=dtype, device=storage._untyped_storage.device)
     tensor = flat.set_(storage._untyped_storage, offset, size, stride)
-    lazy = rest[-1] if len(rest) > 2 and type(rest[-1]) is dict else {}
+    lazy = {}
+    if len(rest) > 2 and type(rest[-1]) is dict:
+        lazy = rest[-1]
     if lazy.get("conj") is True and tensor.is_complex():
         tensor = tensor.conj()
     if lazy.get("neg") is True and dtype != torch.bool:
@@ -360,7 +358,28 @@ def _checked_grad(tensor: Any, wanted: bool) -> bool:
 @cache
 def known_rules() -> Mapping[str, Rule]:
     """Qualified name to rule, for everything that loads without trust."""
-    rules = {**_python_rules(), **numpy_rules.rules(), **_torch_rules()}
+    rules = {**_python_rules(), **numpy_rules.rules()}
+    for dtype, storage in STORAGES.items():
+        rules[f"torch.{storage}Storage"] = Rule(getattr(torch, dtype))
+    data = torch.dtype | torch.layout | torch.memory_format | torch.qscheme
+    for name, value in vars(torch).items():
+        if isinstance(value, data):
+            rules[f"torch.{name}"] = Rule(value)
+    rules |= {
+        "torch.UntypedStorage": Rule(torch.uint8),
+        "torch.storage.UntypedStorage": Rule(torch.uint8),
+        "torch.Size": Rule(torch.Size, torch.Size),
+        "torch.device": Rule(torch.device, torch.device),
+        "torch.Tensor": Rule(torch.Tensor),
+        "torch.nn.parameter.Parameter": Rule(torch.nn.Parameter),
+        "torch.serialization._get_layout": Rule(_layout, _layout),
+        "torch._utils._rebuild_sparse_tensor": Rule(
+            _sparse, _sparse, charge=_charge_sparse
+        ),
+        "torch._utils._rebuild_parameter": Rule(_parameter, _parameter),
+    }
+    for version in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        rules[f"torch._utils.{version}"] = Rule(rebuild_tensor, rebuild_tensor)
     # The second name is in blobs of earlier versions.
     for module in (StandIn.__module__, "megackpt.objects.standins"):
         rules[f"{module}.StandIn"] = Rule(StandIn, StandIn)
@@ -439,30 +458,4 @@ def _python_rules() -> dict[str, Rule]:
     for member in (*signal.Signals, *signal.Handlers):
         # Python 3.11 pickles members of these enums by name.
         rules[f"signal.{member.name}"] = Rule(member)
-    return rules
-
-
-def _torch_rules() -> dict[str, Rule]:
-    rules: dict[str, Rule] = {}
-    for dtype, storage in STORAGES.items():
-        rules[f"torch.{storage}Storage"] = Rule(getattr(torch, dtype))
-    data = torch.dtype | torch.layout | torch.memory_format | torch.qscheme
-    for name, value in vars(torch).items():
-        if isinstance(value, data):
-            rules[f"torch.{name}"] = Rule(value)
-    rules |= {
-        "torch.UntypedStorage": Rule(torch.uint8),
-        "torch.storage.UntypedStorage": Rule(torch.uint8),
-        "torch.Size": Rule(torch.Size, torch.Size),
-        "torch.device": Rule(torch.device, torch.device),
-        "torch.Tensor": Rule(torch.Tensor),
-        "torch.nn.parameter.Parameter": Rule(torch.nn.Parameter),
-        "torch.serialization._get_layout": Rule(_layout, _layout),
-        "torch._utils._rebuild_sparse_tensor": Rule(
-            _sparse, _sparse, charge=_charge_sparse
-        ),
-        "torch._utils._rebuild_parameter": Rule(_parameter, _parameter),
-    }
-    for version in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-        rules[f"torch._utils.{version}"] = Rule(rebuild_tensor, rebuild_tensor)
     return rules

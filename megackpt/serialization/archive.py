@@ -165,8 +165,11 @@ class _File(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> Any:
-        rest = max(0, self._archive.size - self._at)
-        length = rest if size < 0 else min(size, rest)
-        data = self._archive.read(self._at, length) if length else b""
+        length = max(0, self._archive.size - self._at)
+        if 0 <= size < length:
+            length = size
+        if not length:
+            return b""
+        data = self._archive.read(self._at, length)
         self._at += length
         return data

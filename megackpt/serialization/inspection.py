@@ -61,7 +61,15 @@ class _Viewer:
             case argparse.Namespace() | types.SimpleNamespace():
                 return self.view(vars(value), inside)
             case StandIn():
-                return self._view_stand_in(value, inside)
+                shown: dict[str, Any] = {"<class>": value.qualified_name}
+                if value.args:
+                    shown["<arguments>"] = self.view(value.args, inside)
+                state = self.view(value.state, inside)
+                if isinstance(state, dict):
+                    shown |= state
+                elif state is not None:
+                    shown["<state>"] = state
+                return shown
             case StandInClass():
                 return f"<class {value.qualified_name}>"
             case np.generic():
@@ -76,17 +84,6 @@ class _Viewer:
             case int() | range() | slice():
                 return _number(value)
         return value
-
-    def _view_stand_in(self, value: StandIn, inside: tuple[int, ...]) -> dict[str, Any]:
-        opened: dict[str, Any] = {"<class>": value.qualified_name}
-        if value.args:
-            opened["<arguments>"] = self.view(value.args, inside)
-        state = self.view(value.state, inside)
-        if isinstance(state, dict):
-            opened |= state
-        elif state is not None:
-            opened["<state>"] = state
-        return opened
 
 
 def _number(value: Any) -> Any:

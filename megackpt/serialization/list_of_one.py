@@ -46,7 +46,16 @@ def _rewritten(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
     # A DeprecationWarning comes from names with odd escapes, where warnings are errors.
     except (ValueError, IndexError, DeprecationWarning) as error:
         raise CorruptCheckpoint(f"a pickle is damaged: {error}") from error
-    return _zipped(contents)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        for name, content in contents.items():
+            member = zipfile.ZipInfo(f"archive/{name}")
+            if name.startswith("data/"):
+                begin = buffer.tell() + LOCAL.size + len(member.filename) + 4
+                gap = -begin % _ALIGNMENT
+                member.extra = struct.pack("<2H", 0x4246, gap) + b"Z" * gap
+            file.writestr(member, content)
+    return buffer.getvalue()
 
 
 def _without_frames(pickle: bytes) -> bytes:
@@ -110,17 +119,3 @@ def _check_single(pickle: bytes, removed: int | None = None) -> None:
 class _Discard(io.BytesIO):
     def write(self, data: Any) -> int:
         return len(data)
-
-
-def _zipped(contents: dict[str, bytes]) -> bytes:
-    """A torch archive of these members, with checksums."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        for name, content in contents.items():
-            member = zipfile.ZipInfo(f"archive/{name}")
-            if name.startswith("data/"):
-                begin = buffer.tell() + LOCAL.size + len(member.filename) + 4
-                gap = -begin % _ALIGNMENT
-                member.extra = struct.pack("<2H", 0x4246, gap) + b"Z" * gap
-            file.writestr(member, content)
-    return buffer.getvalue()

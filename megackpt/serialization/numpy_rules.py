@@ -28,11 +28,24 @@ def _set_dtype(dtype: np.dtype[Any], state: Any) -> None:
     plain = version in (3, 4) and order in ("<", ">", "|", "=")
     sizes = (dtype.itemsize,) if dtype.kind in "SUV" else (-1, dtype.itemsize)
     if plain and dtype.kind in "mM":
-        alike = _time(f"{order}{dtype.kind}8", rest[-1])
+        # The last item of a time's state: (any, (unit, how many of them, 1, 1)).
+        unit, count, *_ = rest[-1][1]
+        if type(unit) is bytes:
+            unit = unit.decode("ascii")
+        known = type(unit) is str and _UNITS.fullmatch(unit)
+        if not known or type(count) is not int or not 0 < count < 1 << 31:
+            raise CorruptCheckpoint(f"a numpy time has the unit {count} {unit!r}")
+        code = f"{order}{dtype.kind}8"
+        if unit != "generic":
+            code += f"[{count}{unit}]"
+        alike = np.dtype(code)
     elif plain and dtype.kind == "V" and names is not None:
         alike = _structure(names, fields, size, rest[1])
     elif plain and dtype.kind == "V" and subarray is not None:
-        alike = _repeated(*subarray)
+        part, shape = subarray
+        if _field(part).subdtype is not None or not _is_shape(shape):
+            raise CorruptCheckpoint("a numpy field is an array that is not plain")
+        alike = np.dtype((_field(part), shape))
     elif plain and names is fields is subarray is None and size in sizes:
         alike = dtype.newbyteorder(order)
     else:
@@ -42,19 +55,6 @@ def _set_dtype(dtype: np.dtype[Any], state: Any) -> None:
             f"a numpy dtype of {dtype.itemsize} bytes has a state of {alike.itemsize}"
         )
     dtype.__setstate__(alike.__reduce__()[2])  # type: ignore[attr-defined]
-
-
-def _time(code: str, metadata: Any) -> np.dtype[Any]:
-    """datetime64 or timedelta64. ``metadata``: (any, (unit, how many of them, 1, 1))."""
-    unit, count, *_ = metadata[1]
-    if type(unit) is bytes:
-        unit = unit.decode("ascii")
-    known = type(unit) is str and _UNITS.fullmatch(unit)
-    if not known or type(count) is not int or not 0 < count < 1 << 31:
-        raise CorruptCheckpoint(f"a numpy time has the unit {count} {unit!r}")
-    if unit != "generic":
-        code += f"[{count}{unit}]"
-    return np.dtype(code)
 
 
 def _structure(names: Any, fields: Any, size: Any, flags: Any) -> np.dtype[Any]:
@@ -68,13 +68,6 @@ def _structure(names: Any, fields: Any, size: Any, flags: Any) -> np.dtype[Any]:
         layout["formats"].append(_field(part))
         layout["offsets"].append(offset)
     return np.dtype(layout, align=bool(flags & 128))  # type: ignore[call-overload,no-any-return]
-
-
-def _repeated(part: Any, shape: Any) -> np.dtype[Any]:
-    """The dtype of a field that holds an array."""
-    if _field(part).subdtype is not None or not _is_shape(shape):
-        raise CorruptCheckpoint("a numpy field is an array that is not plain")
-    return np.dtype((_field(part), shape))
 
 
 def _field(part: Any) -> np.dtype[Any]:
@@ -123,11 +116,13 @@ def _set_array(array: np.ndarray[Any, Any], state: Any) -> None:
     dtype = _whole(dtype)
     if not _is_shape(shape):
         raise CorruptCheckpoint("the state of a numpy array has no shape")
-    kind = list if dtype.hasobject else bytes
-    length = math.prod(shape) * (1 if dtype.hasobject else dtype.itemsize)
     if type(data) is str:
         data = data.encode("latin-1")
-    if not isinstance(data, kind) or len(data) != length:
+    length = math.prod(shape)
+    fits = isinstance(data, bytes) and len(data) == length * dtype.itemsize
+    if dtype.hasobject:
+        fits = isinstance(data, list) and len(data) == length
+    if not fits:
         raise CorruptCheckpoint(
             f"a numpy array of shape {shape} and dtype {dtype} comes with other data"
         )

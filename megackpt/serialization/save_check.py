@@ -48,9 +48,13 @@ class _CheckingUnpickler(Unpickler):
         try:
             return super()._call(function, args, kwargs, new)
         except (TypeError, ValueError, AttributeError, RuntimeError):
+            parts = list(args)
             for arg in args:
-                parts = arg if isinstance(arg, tuple | list) else ()
-                if any(map(_is_opaque, (arg, *parts))):
+                if isinstance(arg, tuple | list):
+                    parts += arg
+            for part in parts:
+                kind = part if isinstance(part, type) else type(part)
+                if issubclass(kind, Opaque):
                     value = Opaque()
                     self._made[id(value)] = value, _opaque_rule(Opaque)
                     return value
@@ -59,12 +63,6 @@ class _CheckingUnpickler(Unpickler):
 
 def _opaque_rule(kind: type) -> Rule:
     return Rule(kind, kind, lambda *_: None, trusted=True)
-
-
-def _is_opaque(value: Any) -> bool:
-    return isinstance(value, Opaque) or (
-        isinstance(value, type) and issubclass(value, Opaque)
-    )
 
 
 def check_loadable(blob: bytes) -> list[str]:
@@ -79,9 +77,10 @@ def check_loadable(blob: bytes) -> list[str]:
         module, name = current_name(module, name)
         full = f"{module}.{name}"
         unsafe = is_unsafe(module, name)
-        rule = None if full in vouched and not unsafe else known_rules().get(full)
-        if rule is not None:
-            return rule
+        if unsafe or full not in vouched:
+            rule = known_rules().get(full)
+            if rule is not None:
+                return rule
         if unsafe:
             raise UntrustedClass(refusal(module, name))
         if full not in vouched and not is_megatron(module):

@@ -58,21 +58,17 @@ def trusted_globals(trusted: Sequence[Any] = ()) -> dict[str, Any]:
     for given in (*torch.serialization.get_safe_globals(), *trusted):
         if isinstance(given, tuple):
             value, name = given
-        else:
-            value, name = given, _pickled_name(given)
-        found[name] = value
+            found[name] = value
+            continue
+        name = f"{given.__module__}.{given.__qualname__}"
+        # A method written in C, such as torch.relu, is pickled by its class and its own name.
+        if isinstance(given, BuiltinFunctionType | MethodDescriptorType):
+            reduced = given.__reduce__()
+            if isinstance(reduced, tuple) and isinstance(reduced[1][0], type):
+                owner, method = reduced[1]
+                name = f"{owner.__module__}.{owner.__qualname__}.{method}"
+        found[name] = given
     return found
-
-
-def _pickled_name(given: Any) -> str:
-    """The qualified name that pickle writes."""
-    # A method written in C, such as torch.relu, is pickled by its class and its own name.
-    if isinstance(given, BuiltinFunctionType | MethodDescriptorType):
-        reduced = given.__reduce__()
-        if isinstance(reduced, tuple) and isinstance(reduced[1][0], type):
-            owner, name = reduced[1]
-            return f"{owner.__module__}.{owner.__qualname__}.{name}"
-    return f"{given.__module__}.{given.__qualname__}"
 
 
 def current_name(module: str, name: str) -> tuple[str, str]:
@@ -81,7 +77,8 @@ def current_name(module: str, name: str) -> tuple[str, str]:
     torch.save writes protocol 2, which has some names of Python 2. Python 3.13 pickles paths by a
     private module.
     """
-    module = "pathlib" if module == "pathlib._local" else module
+    if module == "pathlib._local":
+        return "pathlib", name
     return NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
 
 
