@@ -41,9 +41,8 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.width + self.patches * (
-            _ROW.itemsize + _PATCH.itemsize
-        )
+        patch = _ROW.itemsize + _PATCH.itemsize
+        return self.count * self.width + self.patches * patch
 
     def fields(self) -> list[int]:
         return [self.count, self.width, self.base, self.step, self.patches]
@@ -51,11 +50,8 @@ class Layout:
     @classmethod
     def parse(cls, fields: Any) -> Layout:
         """The layout in the head of an index. CorruptCheckpoint if it is invalid."""
-        if (
-            not isinstance(fields, list)
-            or len(fields) != 5
-            or any(type(f) is not int for f in fields)
-        ):
+        sane = isinstance(fields, list) and len(fields) == 5
+        if not sane or {*map(type, fields)} != {int}:
             damaged(f"{fields!r} describes no column")
         layout = cls(*fields)
         sane = (
@@ -79,30 +75,31 @@ def pack(values: Int64) -> tuple[Layout, list[bytes]]:
         raise ValueError(
             f"an index holds numbers from -1 to 2**62, not {low} to {high}"
         )
-    step = _step(values, low, high)
+    step = 1
+    # The greatest common divisor of all differences. One of a few is cheap and often 1.
+    if _width(high - low) > 1:
+        step = math.gcd(*(values[:_SAMPLE] - low).tolist())
+        if step != 1:
+            step = int(np.gcd.reduce(values - low)) or 1
     width = _width((high - low) // step)
     dense = Layout(len(values), width, low, step, 0)
     rows = np.flatnonzero(values)
     sparse = Layout(len(values), 0, 0, 1, len(rows))
     if sparse.nbytes < dense.nbytes and len(values) <= 1 << 32:
-        return sparse, [
-            rows.astype(_ROW).tobytes(),
-            values[rows].astype(_PATCH).tobytes(),
-        ]
+        patches = values[rows].astype(_PATCH)
+        return sparse, [rows.astype(_ROW).tobytes(), patches.tobytes()]
     if not width:
         return dense, []
-    return dense, [((values - low) // step).astype(_WIDTHS[width]).tobytes()]
-
-
-def _step(values: Int64, low: int, high: int) -> int:
-    """The greatest common divisor of all differences; 1 where a step would not help."""
-    if _width(high - low) <= 1 or math.gcd(*(values[:_SAMPLE] - low).tolist()) == 1:
-        return 1
-    return int(np.gcd.reduce(values - low)) or 1
+    small = (values - low) // step
+    return dense, [small.astype(_WIDTHS[width]).tobytes()]
 
 
 def _width(span: int) -> int:
-    return next(w for w in (0, *_WIDTHS) if span < 1 << (8 * w))
+    """The bytes that a number up to ``span`` takes; 0 for none."""
+    width = 0
+    while span >= 1 << (8 * width):
+        width = 2 * width or 1
+    return width
 
 
 def unpack(layout: Layout, data: memoryview) -> Int64:
@@ -122,13 +119,12 @@ def unpack(layout: Layout, data: memoryview) -> Int64:
         if layout.base:
             values += layout.base
     if layout.patches:
-        _patch(values, layout, data[layout.count * layout.width :])
+        start = layout.count * layout.width
+        rows = np.frombuffer(data, _ROW, layout.patches, start)
+        patches = np.frombuffer(data, _PATCH, layout.patches, start + rows.nbytes)
+        if rows.max() >= layout.count:
+            damaged("a number is out of range")
+        if patches.min() < -1 or patches.max() >= LARGEST:
+            damaged("a number is out of range")
+        values[rows] = patches
     return values
-
-
-def _patch(values: Int64, layout: Layout, data: memoryview) -> None:
-    rows = np.frombuffer(data, _ROW, layout.patches)
-    patches = np.frombuffer(data, _PATCH, layout.patches, rows.nbytes)
-    if rows.max() >= layout.count or patches.min() < -1 or patches.max() >= LARGEST:
-        damaged("a number is out of range")
-    values[rows] = patches

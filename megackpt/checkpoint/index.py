@@ -62,30 +62,35 @@ START = _START.size
 
 def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
     """The content of ``megackpt.index`` for a manifest of written chunks and the small files."""
-    manifest = _sorted_by_tensor(manifest)
+    tensor = manifest.chunks.tensor
+    if (np.diff(tensor) < 0).any():
+        order = np.argsort(tensor, kind="stable")
+        manifest = replace(manifest, chunks=manifest.chunks.take(order))
     columns, derived = _columns(manifest)
     packed = {name: pack(column) for name, column in columns.items()}
-    keys = "".join(entry.key for entry in manifest.tensors).encode(
-        "utf-8", "surrogatepass"
-    )
-    files = "".join(manifest.files).encode("utf-8", "surrogatepass")
+    keys = "".join([entry.key for entry in manifest.tensors])
+    key_bytes = keys.encode("utf-8", "surrogatepass")
+    file_bytes = "".join(manifest.files).encode("utf-8", "surrogatepass")
+    small_digests = {}
+    for name, (size, checksum) in small.items():
+        small_digests[name] = [size, checksum.hex()]
     head = {
         "save_id": manifest.save_id,
         "backend": list(manifest.backend),
         "encoding": manifest.encoding,
-        "small": {
-            name: [size, checksum.hex()] for name, (size, checksum) in small.items()
-        },
+        "small": small_digests,
         "dtypes": list(ITEMSIZE),
         "axes": _axes(manifest.tensors),
         "derived": derived,
-        "text": [len(keys), len(files)],
+        "text": [len(key_bytes), len(file_bytes)],
         "columns": {name: layout.fields() for name, (layout, _) in packed.items()},
     }
     text = json.dumps(head, separators=(",", ":")).encode()
     parts = [_START.pack(MAGIC, VERSION, len(text)), text]
-    parts += [part for _, blobs in packed.values() for part in blobs]
-    body = b"".join([*parts, keys, files, manifest.chunks.digests.tobytes()])
+    for _, column in packed.values():
+        parts += column
+    parts += [key_bytes, file_bytes, manifest.chunks.digests.tobytes()]
+    body = b"".join(parts)
     return body + digest(body)
 
 
@@ -168,14 +173,6 @@ def read_head(storage: Storage) -> Head | None:
 
 def _axes(tensors: Sequence[TensorEntry]) -> int:
     return max((len(entry.meta.shape) for entry in tensors), default=0)
-
-
-def _sorted_by_tensor(manifest: Manifest) -> Manifest:
-    chunks = manifest.chunks
-    if not (np.diff(chunks.tensor) < 0).any():
-        return manifest
-    order = np.argsort(chunks.tensor, kind="stable")
-    return replace(manifest, chunks=chunks.take(order))
 
 
 def _columns(manifest: Manifest) -> tuple[Columns, bool]:

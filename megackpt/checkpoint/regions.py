@@ -67,20 +67,13 @@ class Regions:
         numbers = {number for number, _ in regions}
         if len(numbers) == 1:  # planned in time that depends on this tensor alone
             manifest = self._parts.excerpt([*numbers])
-        wanted = [self._declared(number, box) for number, box in regions]
+        wanted = []
+        for number, box in regions:
+            key, meta = self.opened.manifest.tensors[number]
+            nbytes = box.volume * meta.itemsize
+            wanted.append(Declaration(ShardId(key, box), meta, 0, False, nbytes, 0))
         plan = plan_load(Declarations.of(wanted), manifest)
         self.opened.backend.read(self.opened.storage, plan, landing, self._verify)
-
-    def _declared(self, number: int, box: Box) -> Declaration:
-        entry = self.opened.manifest.tensors[number]
-        return Declaration(
-            ShardId(entry.key, box),
-            entry.meta,
-            0,
-            False,
-            box.volume * entry.meta.itemsize,
-            0,
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,41 +61,35 @@ def _problems(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> list[
     sizes = dict(zip(small, storage.sizes([*small]), strict=True))
     whole = [name for name, (size, _) in small.items() if sizes[name] == size]
     digests = dict(zip(whole, map(digest, storage.contents(whole)), strict=True))
-    return [
-        _small_file_problem(storage, name, sizes[name], size)
-        for name, (size, checksum) in small.items()
-        if digests.get(name) != checksum
-    ]
-
-
-def _small_file_problem(
-    storage: Storage, name: str, found: int | None, size: int
-) -> str:
-    path = f"{storage.location}/{name}"
-    if found is None:
-        return f"{path} is missing: the checkpoint's index names it"
-    what = (
-        f"has {found} bytes instead of {size}"
-        if found != size
-        else "does not match its digest"
-    )
-    return (
-        f"{path} {what}: it is damaged, or was written by another program "
-        f"({_compared(storage, name)}). If it is right, remove {INDEX}: loads then trust the "
-        "format's own files"
-    )
+    problems = []
+    for name, (size, checksum) in small.items():
+        path, found = f"{storage.location}/{name}", sizes[name]
+        if found is None:
+            problems.append(f"{path} is missing: the checkpoint's index names it")
+            continue
+        what = "does not match its digest"
+        if found != size:
+            what = f"has {found} bytes instead of {size}"
+        if digests.get(name) != checksum:
+            problems.append(
+                f"{path} {what}: it is damaged, or was written by another program "
+                f"({_compared(storage, name)}). If it is right, remove {INDEX}: loads then "
+                "trust the format's own files"
+            )
+    return problems
 
 
 def _compared(storage: Storage, name: str) -> str:
     own, other = storage.modified(name), storage.modified(INDEX)
     if own is None or other is None:
         return "one of the two is gone"
-    newer = name if own > other else INDEX
-    times = [
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-        for moment in (own, other)
-    ]
-    return f"{newer} is newer: {name} {times[0]}, {INDEX} {times[1]}"
+    newer = INDEX
+    if own > other:
+        newer = name
+    form = "%Y-%m-%d %H:%M:%S"
+    own_time = time.strftime(form, time.localtime(own))
+    index_time = time.strftime(form, time.localtime(other))
+    return f"{newer} is newer: {name} {own_time}, {INDEX} {index_time}"
 
 
 def table_of_another(
@@ -123,7 +117,10 @@ def native_format(storage: Storage) -> Backend | None:
         named = strategies.read_config(storage) is not None
     except (CorruptCheckpoint, FileNotFoundError):
         return None
-    return _format_of(storage, CONFIG if named else METADATA)
+    table = METADATA
+    if named:
+        table = CONFIG
+    return _format_of(storage, table)
 
 
 def _format_of(storage: Storage, table: str) -> Backend | None:

@@ -158,7 +158,14 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
         )
     _check_counts(head, len(body))
     columns = _unpacked(head, body)
-    metas = _metas(head, columns)
+    _check_below(columns["meta_dtype"], len(head.dtypes))
+    shapes = _tuples(columns["meta_ndim"], columns["meta_dim"], head.axes)
+    metas = []
+    for shape, number in zip(shapes, columns["meta_dtype"].tolist(), strict=True):
+        dtype = head.dtypes[number]
+        if problem := size_problem(shape, dtype):
+            damaged(f"of a tensor, {problem}")
+        metas.append(TensorMeta(shape, dtype))
     keys = _split(body[text_at:files_at], columns["key_chars"])
     files = _split(body[files_at:digests_at], columns["file_chars"])
     _check_names(files)
@@ -245,16 +252,6 @@ def _tuples(ndims: Int64, dims: Int64, axes: int) -> list[Dims]:
     return [
         tuple(values[a:b]) for a, b in pairwise(accumulate(ndims.tolist(), initial=0))
     ]
-
-
-def _metas(head: Head, columns: Columns) -> list[TensorMeta]:
-    _check_below(columns["meta_dtype"], len(head.dtypes))
-    shapes = _tuples(columns["meta_ndim"], columns["meta_dim"], head.axes)
-    dtypes = [head.dtypes[i] for i in columns["meta_dtype"].tolist()]
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        if problem := size_problem(shape, dtype):
-            damaged(f"of a tensor, {problem}")
-    return list(map(TensorMeta, shapes, dtypes))
 
 
 def _grids(columns: Columns) -> tuple[Dims | None, ...]:
