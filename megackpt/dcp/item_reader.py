@@ -53,11 +53,7 @@ _MAX_OVERHEAD = 1 << 20
 """Bytes of a pickled tensor beyond its elements. Bounds what an extension makes of a record."""
 
 _RESOLVING = "resolve_tensor", "lookup_tensor", "transform_tensor"
-_KNOWN_METHODS = {
-    getattr(planner, name)
-    for planner in (DefaultLoadPlanner, LoadPlanner)
-    for name in _RESOLVING
-}
+_KNOWN_PLANNERS = DefaultLoadPlanner, LoadPlanner
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +90,9 @@ class ItemReader:
         copied: list[tuple[ReadItem, int]] = []
         for item in plan.items:
             name, offset = item.storage_index.fqn, item.storage_index.offset
-            chunk = name, None if offset is None else tuple(offset)
+            chunk: ChunkName = name, None
+            if offset is not None:
+                chunk = name, tuple(offset)
             if chunk not in checkpoint.items:
                 raise MismatchError(
                     f"{checkpoint.storage.location} holds no chunk of {name!r} at {offset}"
@@ -123,9 +121,8 @@ class ItemReader:
         begin = size = 0
         tensors: list[torch.Tensor] = []
         for end, (item, row) in enumerate(items, start=1):
-            dtype = dtype_named(
-                manifest.tensors[manifest.chunks.tensor[row]].meta.dtype
-            )
+            entry = manifest.tensors[manifest.chunks.tensor[row]]
+            dtype = dtype_named(entry.meta.dtype)
             tensors.append(torch.empty(item.lengths, dtype=dtype, device="cpu"))
             size += tensors[-1].nbytes
             if size < _COPIED_BYTES and end < len(items):
@@ -192,9 +189,8 @@ class ItemReader:
             refuse_sparse(reader, place.start, place.length, where)
             data = allocate(place.length, where)
             reader.read_into(place.start, [memoryview(data)])
-        key = opaque_key(
-            item.name, item.box, checkpoint.listing.tensors[item.name].shape
-        )
+        shape = checkpoint.listing.tensors[item.name].shape
+        key = opaque_key(item.name, item.box, shape)
         row = checkpoint.rows.get((key, None))
         if self._verify and row is not None:
             digests = checkpoint.manifest.chunk(row).digests.tobytes()
@@ -231,7 +227,8 @@ def _keys_with_own_memory(planner: AnyLoadPlanner) -> set[str]:
     """The keys that resolve to memory of the state dict that no other key has."""
     state = getattr(planner, "state_dict", None)
     for name in _RESOLVING:
-        if getattr(type(planner), name, None) not in _KNOWN_METHODS:
+        known = [getattr(planner_type, name) for planner_type in _KNOWN_PLANNERS]
+        if getattr(type(planner), name, None) not in known:
             return set()
     if not isinstance(state, dict):
         return set()

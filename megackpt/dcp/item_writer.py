@@ -154,8 +154,12 @@ def local_tensors(value: object) -> list[torch.Tensor]:
         return []
     if hasattr(value, "local_shards"):  # torch's ShardedTensor
         return [shard.tensor for shard in value.local_shards()]
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return [local] if is_plain(local) else []
+    local = value
+    if hasattr(value, "to_local"):
+        local = value.to_local()
+    if is_plain(local):
+        return [local]
+    return []
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -244,7 +248,11 @@ class ItemWriter:
             if isinstance(data, io.BytesIO):
                 stream.write(data.getvalue())
             elif extensions or not _is_storable(item, data):
-                torch.save(_compact(data), stream)
+                host = data.detach().cpu()
+                # torch.save would store all of a larger storage.
+                if is_plain(host) and host.untyped_storage().nbytes() != host.nbytes:
+                    host = host.clone()
+                torch.save(host, stream)
                 data = output
             stream.close()
         if isinstance(data, io.BytesIO):
@@ -284,14 +292,6 @@ def _is_storable(item: WriteItem, data: torch.Tensor) -> bool:
         and planned is not None
         and planned.properties.dtype == data.dtype
     )
-
-
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU, without the rest of a larger storage: torch.save would store it."""
-    host = tensor.detach().cpu()
-    if is_plain(host) and host.untyped_storage().nbytes() != host.nbytes:
-        return host.clone()
-    return host
 
 
 def _blocks(tensor: torch.Tensor, dtype: str) -> Iterator[memoryview]:

@@ -142,7 +142,9 @@ class _Delegated:
         return self.delegate.create_write_items(key, self.value)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [] if self._is_elsewhere else self.delegate.create_chunk_list(self.value)
+        if self._is_elsewhere:
+            return []
+        return self.delegate.create_chunk_list(self.value)
 
 
 def _delegate(state_dict: Mapping[str, Any], delegates: Delegates) -> dict[str, Any]:
@@ -159,7 +161,9 @@ def _delegate(state_dict: Mapping[str, Any], delegates: Delegates) -> dict[str, 
 
 def _delegated(planner: Any, index: MetadataIndex) -> _Delegated | None:
     found = planner.state_dict.get(index.fqn)
-    return found if isinstance(found, _Delegated) else None
+    if isinstance(found, _Delegated):
+        return found
+    return None
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -231,7 +235,9 @@ class SavePlanner(DefaultSavePlanner):
 
         Our writer takes it from the planner. Assign it to ``transforms`` of stock's writer.
         """
-        return _Transforms(self) if self.delegates else None
+        if self.delegates:
+            return _Transforms(self)
+        return None
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -273,8 +279,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _set(self, key: str, value: Any) -> None:
         """Set a value in the caller's state dict (``self.state_dict`` is a copy)."""
-        path = self.mappings[key] if self.flatten_state_dict else (key,)
-        set_element(self.original_state_dict, path, value)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[key], value)
+        else:
+            self.original_state_dict[key] = value
 
     def lookup_tensor(self, index: MetadataIndex) -> Any:
         if found := _delegated(self, index):

@@ -52,7 +52,7 @@ def named_chunks(state_dict: Mapping[str, Any]) -> dict[str, list[ChunkShape]]:
     for key, value in flatten_state_dict(dict(state_dict))[0].items():
         if not isinstance(value, torch.Tensor):
             continue
-        if _has_methods(value):
+        if hasattr(getattr(value, "_local_tensor", value), SHARD_METHODS[0]):
             chunks[key] = _from_items(_create_write_items(key, value))
         elif shard_fields(value):
             chunks[key] = _from_fields(value)
@@ -88,10 +88,6 @@ def check_plan(chunks: Mapping[str, list[ChunkShape]], plan: SavePlan) -> None:
                 f"{key!r}: the tensor names its shard, and the copy that async_save staged of it "
                 f"does not (a process receives bare tensors): {_ADVICE}"
             )
-
-
-def _has_methods(value: Any) -> bool:
-    return hasattr(getattr(value, "_local_tensor", value), SHARD_METHODS[0])
 
 
 def _from_fields(tensor: Any) -> list[ChunkShape]:

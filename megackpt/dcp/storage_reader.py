@@ -25,7 +25,12 @@ from megackpt.checkpoint import INDEX, absolute, open_checkpoint
 from megackpt.checkpoint.opening import unreplaced
 from megackpt.dcp.item_reader import ItemReader, OpenCheckpoint
 from megackpt.dcp.storage_writer import Path, is_checkpoint_path
-from megackpt.dcp.torch_metadata import metadata_of, native_manifest, rows_of
+from megackpt.dcp.torch_metadata import (
+    ChunkName,
+    metadata_of,
+    native_manifest,
+    rows_of,
+)
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
@@ -109,8 +114,9 @@ class FileSystemReader(StorageReader):
         **kwargs: Any,
     ) -> None:
         if self._checkpoint is None:  # The caller has the metadata from elsewhere.
-            collective = kwargs.get("use_collectives", True)
-            rank = None if collective else kwargs.get("rank")
+            rank = None
+            if not kwargs.get("use_collectives", True):
+                rank = kwargs.get("rank")
             self._checkpoint = _open(self.path, rank)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -165,8 +171,10 @@ def _open(directory: Path, rank: int | None) -> OpenCheckpoint:
     check_files(storage, listed)
     items = {}
     for item in listed:
-        offset = None if tensors[item.name].is_object else item.box.offset
-        items[item.name, offset] = item
+        name: ChunkName = item.name, item.box.offset
+        if tensors[item.name].is_object:
+            name = item.name, None
+        items[name] = item
     manifest = indexed or native_manifest(tensors, listed)
     return OpenCheckpoint(storage, listing, items, manifest, rows_of(manifest))
 

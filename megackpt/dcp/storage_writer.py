@@ -229,7 +229,9 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, in every save (also with cached plans): begin the checkpoint."""
         if self._begun is not None and (self._prepared or self._is_busy()):
-            thread = f" in {self._thread.name}" if self._thread else ""
+            thread = ""
+            if self._thread:
+                thread = f" in {self._thread.name}"
             raise SaveInProgress(
                 f"this writer is saving to {self._begun.target.location}{thread}: finish that "
                 "first. If it has failed, reset() the writer in the thread that began it"
@@ -276,10 +278,12 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             )
         try:
             with staging_storage(begun.target.location, begun.save_id) as storage:
-                listed = LISTED_COMMON in metadata.state_dict_metadata
-                common = None if listed else _write_common(storage)
+                common = None
+                is_listed = LISTED_COMMON in metadata.state_dict_metadata
+                if not is_listed:
+                    common = _write_common(storage)
                 manifest = manifest_of(metadata, results, common)
-                if listed:
+                if is_listed:
                     check_common(storage, results)
             table = encode_metadata(metadata, results, self.storage_meta())
             begun.commit(PlannedByDcp(table=table), manifest)

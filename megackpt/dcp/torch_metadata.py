@@ -169,12 +169,15 @@ def _planned_chunks(
 ) -> Iterator[tuple[MetadataIndex, TensorEntry, Box]]:
     """Every chunk of the metadata once."""
     items = metadata.state_dict_metadata
-    objects = objects_named(
-        name for name, item in items.items() if isinstance(item, BytesStorageMetadata)
-    )
+    names = []
+    for name, item in items.items():
+        if isinstance(item, BytesStorageMetadata):
+            names.append(name)
+    objects = objects_named(names)
     # How many different values a key would have in the index.
-    count = Counter(entry.key for entry in {entry for entry, _ in objects.values()})
-    count.update(name for name in items if name not in objects)
+    count = Counter(items.keys() - objects.keys())
+    for entry in {entry for entry, _ in objects.values()}:
+        count[entry.key] += 1
     for name, item in items.items():
         if isinstance(item, BytesStorageMetadata):
             entry, box = objects[name]
@@ -185,18 +188,18 @@ def _planned_chunks(
             continue
         dtype = str(item.properties.dtype).removeprefix("torch.")
         entry = TensorEntry(name, TensorMeta(tuple(item.size), dtype))
-        boxes = (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks)
-        for box in dict.fromkeys(boxes):
+        boxes = dict[Box, None]()
+        for chunk in item.chunks:
+            boxes[Box(tuple(chunk.offsets), tuple(chunk.sizes))] = None
+        for box in boxes:
             yield MetadataIndex(name, torch.Size(box.offset)), entry, box
 
 
-def opaque_key(
-    name: str,
-    box: Box,
-    shape: tuple[int, ...],
-) -> str:
+def opaque_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
     """The index's key for a chunk that is not stored as a plain tensor."""
-    return name if box == Box.whole(shape) else unique_key(name, box.offset, shape)
+    if box == Box.whole(shape):
+        return name
+    return unique_key(name, box.offset, shape)
 
 
 def encode_metadata(

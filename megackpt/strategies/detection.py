@@ -57,7 +57,9 @@ def find_backend(storage: Storage, asked: Strategy | None = None) -> Backend:
             f"{storage.location}/{CONFIG} is damaged: it does not say which format wrote the "
             "checkpoint"
         )
-    errors = f" (not asked: {'; '.join(unasked)})" if unasked else ""
+    errors = ""
+    if unasked:
+        errors = f" (not asked: {'; '.join(unasked)})"
     raise NotACheckpoint(
         f"{storage.called} is not a distributed checkpoint: no known format is recognised in "
         f"it{errors}"

@@ -39,10 +39,7 @@ class Format:
                 f"the format {self.name!r} needs a package that is not installed ({error}): "
                 f"{self.install}"
             ) from error
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # importing runs the plug-in's own code
+        except (Exception, SystemExit) as error:  # from the plug-in's own code
             raise BackendError(
                 f"the format {self.name!r} cannot be imported: {type(error).__name__}: {error}"
             ) from error
@@ -77,15 +74,23 @@ def formats() -> tuple[Format, ...]:
                 point.name,
             )
             continue
-        version = int(number) if number.isdecimal() else 0 if number else 1
+        version = 1
+        if number:
+            # 0 is no version: its use is an error.
+            version = 0
+            if number.isdecimal():
+                version = int(number)
         plugged.setdefault((name, version), []).append(point)
-    return *BUILT_IN, *(
-        _plug_in(name, version, points) for (name, version), points in plugged.items()
-    )
+    found = list(BUILT_IN)
+    for (name, version), points in plugged.items():
+        found.append(_plug_in(name, version, points))
+    return tuple(found)
 
 
 def _package(point: EntryPoint) -> str:
-    return point.dist.name if point.dist else point.value
+    if point.dist is None:
+        return point.value
+    return point.dist.name
 
 
 def _plug_in(name: str, version: int, points: Sequence[EntryPoint]) -> Format:
@@ -137,8 +142,9 @@ def kinds(name: str) -> Iterator[type[Backend]]:
     named = [entry for entry in formats() if entry.name == name]
     if not named:
         known = sorted({entry.name for entry in formats()})
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = ""
+        for near in difflib.get_close_matches(str(name), known, n=1):
+            hint = f"; did you mean {near!r}?"
         raise BackendError(
             f"unknown format {name!r}: known are {', '.join(known)}{hint}"
         )
@@ -165,11 +171,9 @@ def made(kind: type[Backend], name: str, options: Mapping[str, Any]) -> Backend:
     except (Exception, SystemExit) as error:  # a plug-in's own code
         taken = [word for word in inspect.signature(kind).parameters if word != "self"]
         unknown = [repr(word) for word in options if word not in taken]
-        why = (
-            f"it has no option {', '.join(unknown)}"
-            if unknown and isinstance(error, TypeError)
-            else error
-        )
+        why = str(error)
+        if unknown and isinstance(error, TypeError):
+            why = f"it has no option {', '.join(unknown)}"
         raise BackendError(
             f"the format {name!r} does not take the options {dict(options)!r}: {why} "
             f"(it takes {', '.join(taken) or 'none'})"

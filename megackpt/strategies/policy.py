@@ -173,13 +173,15 @@ class FullyParallelLoadStrategyWrapper(_Wrapper):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
+        if exchange_algo in ALGORITHMS:
+            exchange_algo = "auto"
         self._hold(
             strategy,
             as_strategy(strategy),
             parallelization_group=parallelization_group,
             do_cache_distribution=do_cache_distribution,
             load_group=parallelization_group,
-            exchange="auto" if exchange_algo in ALGORITHMS else exchange_algo,
+            exchange=exchange_algo,
         )
 
 
@@ -209,10 +211,11 @@ def resolve(given: StrategyLike) -> Strategy:
     strategy = as_strategy(given)
     if isinstance(given, Strategy | Backend):
         return strategy
-    default = _registered(
-        StrategyAction.SAVE_SHARDED, strategy.backend, strategy.version
-    )
-    return strategy if default is None else as_strategy(default)
+    name, version = strategy.backend, strategy.version
+    default = _registered(StrategyAction.SAVE_SHARDED, name, version)
+    if default is None:
+        return strategy
+    return as_strategy(default)
 
 
 def loading(given: StrategyLike, name: str, version: int) -> Strategy:
@@ -220,7 +223,9 @@ def loading(given: StrategyLike, name: str, version: int) -> Strategy:
     if isinstance(given, Strategy | Backend):
         return as_strategy(given)
     default = _registered(StrategyAction.LOAD_SHARDED, name, version)
-    return as_strategy(given if default is None else default)
+    if default is None:
+        return as_strategy(given)
+    return as_strategy(default)
 
 
 def _wrapped(given: StrategyLike) -> StrategyLike:
@@ -301,7 +306,9 @@ def get_default_strategy(
         else:
             strategy.make_reader(version)
     except BackendError as error:
-        verb = "find" if error.__cause__ is None else "import"
+        verb = "find"
+        if error.__cause__ is not None:
+            verb = "import"
         raise BackendError(
             f"Cannot {verb} a default strategy for: {what}. Error: {error}"
         ) from error
@@ -311,8 +318,11 @@ def get_default_strategy(
 def _registered(action: StrategyAction, name: str, version: int | None) -> StrategyLike:
     table = default_strategies[action.value]
     if version is None:
-        known = [*table, *((entry.name, entry.version) for entry in formats())]
-        version = max((v for n, v in known if n == name), default=1)
+        version = 1
+        known = [(entry.name, entry.version) for entry in formats()]
+        for known_name, known_version in (*table, *known):
+            if known_name == name:
+                version = max(version, known_version)
     return table.get((name, version))
 
 
@@ -340,8 +350,6 @@ def reader_of(name: str, version: int | None, asked: Strategy | None = None) -> 
     if isinstance(asked, _Given) or (asked is not None and asked.options):
         return asked.make_reader(version)
     default = _wrapped(_registered(StrategyAction.LOAD_SHARDED, name, version))
-    return (
-        backend_named(name, version)
-        if default is None
-        else as_strategy(default).make_reader()
-    )
+    if default is None:
+        return backend_named(name, version)
+    return as_strategy(default).make_reader()
