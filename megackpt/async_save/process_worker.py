@@ -118,23 +118,20 @@ class _Dispatcher:
             if item is None:
                 break
             if isinstance(item, Task):
-                self._finish(item)
+                with self._lock:
+                    self.current = item
+                if self.closing is not None:
+                    item.cancel(self.closing)
+                if item.cancelled is not None:
+                    item.finish(Attempt(None, item.cancelled))
+                elif item.claim():
+                    item.finish(self._perform(item))
+                with self._lock:
+                    self.current = None
             elif self.process is not None:
                 self.process.unmap(item)
             del item  # an idle thread must not keep the task and its memory
         self._end_process()
-
-    def _finish(self, task: Task[Any]) -> None:
-        with self._lock:
-            self.current = task
-        if self.closing is not None:
-            task.cancel(self.closing)
-        if task.cancelled is not None:
-            task.finish(Attempt(None, task.cancelled))
-        elif task.claim():
-            task.finish(self._perform(task))
-        with self._lock:
-            self.current = None
 
     def _perform(self, task: Task[Any]) -> Attempt[Any]:
         error: Exception
@@ -174,21 +171,21 @@ class _Dispatcher:
 
     def _living_process(self) -> WorkerProcess:
         process = self.process
-        if process is not None and (
-            process.killed or process.process.poll() is not None
-        ):
+        if process is not None:
+            if not process.killed and process.process.poll() is None:
+                return process
             self._end_process()
-            process = None
-        if process is None:
-            process = WorkerProcess(low_priority=True, on_release=self.items.put)
-            with self._lock:
-                self.process = process
+        process = WorkerProcess(low_priority=True, on_release=self.items.put)
+        with self._lock:
+            self.process = process
         return process
 
     def _end_process(self) -> str:
         with self._lock:
             process, self.process = self.process, None
-        return "" if process is None else process.end()
+        if process is None:
+            return ""
+        return process.end()
 
 
 def _unavailable(task: Task[Any], error: Exception) -> StorageError:

@@ -153,9 +153,8 @@ class AsyncCallsQueue:
         self._calls: deque[_Call] = deque()
         self._index = -1
         self._worker: Worker | None = None
-        self._lock = (
-            threading.RLock()
-        )  # a signal handler may call methods during others
+        # Reentrant: a signal handler may call methods during others.
+        self._lock = threading.RLock()
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start the task of a request; returns its number (0, 1, 2, ...). Call it on all ranks."""
@@ -286,19 +285,27 @@ class AsyncCallsQueue:
         """Whether the oldest request has ended on all ranks, and this thread may finalize it."""
         pause = _FIRST_PAUSE
         while call in self._calls:
-            self._check_timeout(call)
-            try:
-                call.agreed = call.agreed or (
-                    call.progress == ENDED if no_dist else self._vote(call)
+            task, seconds = call.task, self._timeout.total_seconds()
+            idle = time.monotonic() - max(task.moved_at, call.first)
+            if task.outcome is None and idle > seconds:
+                reason = StorageError(
+                    f"{task.name}: its worker has not moved a byte for {idle:.0f} s and is given "
+                    f"up after {task.done} of {task.todo} bytes (timeout {seconds:g} s): check "
+                    "the disk; if it is only slow, give the AsyncCallsQueue a longer timeout"
                 )
+                self._get_worker().stop(task, reason)
+            try:
+                if no_dist:
+                    call.agreed = call.agreed or call.progress == ENDED
+                else:
+                    call.agreed = call.agreed or self._vote(call)
                 if call.agreed:
                     call.pending.meet()
             except BaseException as error:
-                # This request cannot be finalized any more. A signal handler may have aborted it.
-                if not self._give_up(call) and isinstance(
-                    error, CheckpointingException
-                ):
-                    return False
+                # This request cannot be finalized any more.
+                was_there = self._give_up(call)
+                if not was_there and isinstance(error, CheckpointingException):
+                    return False  # a signal handler has aborted it
                 raise
             if call.agreed or not blocking:
                 return call.agreed
@@ -324,18 +331,6 @@ class AsyncCallsQueue:
         call.slowest = rank, progress
         call.task.stuck = stuck < 0
         return progress == ENDED
-
-    def _check_timeout(self, call: _Call) -> None:
-        """Give up a task without progress."""
-        idle = time.monotonic() - max(call.task.moved_at, call.first)
-        if call.task.outcome is None and idle > self._timeout.total_seconds():
-            reason = StorageError(
-                f"{call.task.name}: its worker has not moved a byte for {idle:.0f} s and is given "
-                f"up after {call.task.done} of {call.task.todo} bytes (timeout "
-                f"{self._timeout.total_seconds():g} s): check the disk; if it is only slow, give "
-                "the AsyncCallsQueue a longer timeout"
-            )
-            self._get_worker().stop(call.task, reason)
 
     def _remove(self, call: _Call) -> bool:
         """Remove a request. Whether it was there."""

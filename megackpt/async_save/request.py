@@ -86,16 +86,19 @@ class AsyncRequest(NamedTuple):
     @property
     def task(self) -> Task[Any] | None:
         """The task of a save on this rank, with progress and outcome; None for other requests."""
-        return self.async_fn.task if isinstance(self.async_fn, Pending) else None
+        if isinstance(self.async_fn, Pending):
+            return self.async_fn.task
+        return None
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Call ``fn`` after the other finalize functions.
 
         Raises RuntimeError if the request is frozen, or the save is scheduled.
         """
-        if self.is_frozen or (
-            isinstance(self.async_fn, Pending) and self.async_fn.scheduled
-        ):
+        is_taken = self.is_frozen
+        if isinstance(self.async_fn, Pending):
+            is_taken |= self.async_fn.scheduled
+        if is_taken:
             raise RuntimeError(
                 "this request is scheduled already: add finalize functions before scheduling it"
             )

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet, finalize
 
 from megackpt.distributed.failures import Attempt, Failure
@@ -91,8 +91,17 @@ class WorkerProcess:
         Raises CheckpointingException where the work cannot be pickled: nothing was sent then.
         Raises OSError where the process is dead or a descriptor cannot be sent.
         """
-        data, buffers = _pickle(work)
-        for buffer in buffers:
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        try:
+            pickler.dump(work)
+        except Exception as error:
+            raise CheckpointingException(
+                f"this work cannot be sent to a writer process ({error}): it must be picklable, "
+                "so use functions at the top level of a module, or "
+                "AsyncCallsQueue(persistent=False), which writes in threads"
+            ) from error
+        for buffer in pickler.buffers:
             if buffer in self._sent:
                 continue
             if buffer.fd is None:
@@ -105,7 +114,7 @@ class WorkerProcess:
             send_handle(self.connection, buffer.fd, self.process.pid)
             self._sent.add(buffer)
             finalize(buffer, self._on_release, buffer.number).atexit = False
-        self.connection.send(("run", data))
+        self.connection.send(("run", file.getvalue()))
 
     def unmap(self, number: int) -> None:
         with suppress(OSError):  # the process is dead, and its memory is free
@@ -137,7 +146,15 @@ class WorkerProcess:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_TIMEOUT)
         self.process.kill()
-        return f"{self.process.pid} {_describe_exit(self.process.wait())}"
+        code = self.process.wait()
+        how = f"ended with status {code}"
+        if code < 0:
+            how = f"was killed by signal {-code}"
+            with suppress(ValueError):  # a real-time signal has no name
+                how = f"was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += " (out of memory, perhaps)"
+        return f"{self.process.pid} {how}"
 
     def forget(self) -> None:
         """In a forked child: leave the process to the parent."""
@@ -154,7 +171,12 @@ def _start(descriptor: int, low_priority: bool) -> subprocess.Popen[bytes]:
     code = _CODE.format(
         path=path, fd=passed, parent=os.getpid(), low_priority=low_priority
     )
-    output = 2 if _has_stderr() else subprocess.DEVNULL
+    output = subprocess.DEVNULL
+    # In a process that began without standard error, descriptor 2 may be any file by now.
+    if sys.__stderr__ is not None:
+        with suppress(OSError):
+            os.fstat(2)
+            output = 2
     try:
         return subprocess.Popen(
             [sys.executable, "-u", "-c", code],
@@ -170,28 +192,6 @@ def _start(descriptor: int, low_priority: bool) -> subprocess.Popen[bytes]:
         os.close(passed)
 
 
-def _has_stderr() -> bool:
-    """Whether descriptor 2 is standard error: otherwise it may be any file by now."""
-    if sys.__stderr__ is None:
-        return False
-    try:
-        os.fstat(2)
-    except OSError:
-        return False
-    return True
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"ended with status {code}"
-    if code == -signal.SIGKILL:
-        return "was killed by SIGKILL (out of memory, perhaps)"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal
-        return f"was killed by signal {-code}"
-
-
 class _RemoteTraceback(Exception):
     """The text of a traceback in the worker process."""
 
@@ -203,9 +203,8 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.buffers: list[Buffer] = []
 
-    def reducer_override(
-        self, value: object
-    ) -> Any:  # called less often than persistent_id
+    # Pickle calls it less often than persistent_id.
+    def reducer_override(self, value: object) -> Any:
         if not isinstance(value, Buffer):
             return NotImplemented
         self.buffers.append(value)
@@ -214,20 +213,6 @@ class _Pickler(pickle.Pickler):
 
 def _mapped_buffer(number: int) -> Buffer:
     return _mapped[number]
-
-
-def _pickle(work: object) -> tuple[bytes, list[Buffer]]:
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    try:
-        pickler.dump(work)
-    except Exception as error:
-        raise CheckpointingException(
-            f"this work cannot be sent to a writer process ({error}): it must be picklable, so use "
-            "functions at the top level of a module, or AsyncCallsQueue(persistent=False), which "
-            "writes in threads"
-        ) from error
-    return file.getvalue(), pickler.buffers
 
 
 class _Unpickler(pickle.Unpickler):
@@ -281,25 +266,22 @@ def main(descriptor: int, parent: int, low_priority: bool) -> None:
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     try:
-        _serve(connection)
+        while True:
+            kind, *arguments = connection.recv()
+            if kind == "map":
+                number, size = arguments
+                # Kept from save to save: the page faults of a new mapping cost processor time.
+                _mapped[number] = Buffer(size, recv_handle(connection))
+            elif kind == "unmap":
+                _mapped.pop(arguments[0], None)
+            else:
+                progress = _Progress(connection)
+                progress.end(_run(arguments[0], progress.advance))
+            del arguments
+            # A cycle would keep the memory of the work until some later collection.
+            gc.collect()
     except (EOFError, ConnectionError):
         os._exit(0)  # threads of a library must not delay the end
-
-
-def _serve(connection: Connection) -> NoReturn:
-    while True:
-        kind, *arguments = connection.recv()
-        if kind == "map":
-            number, size = arguments
-            # Kept from save to save: the page faults of a new mapping cost processor time.
-            _mapped[number] = Buffer(size, recv_handle(connection))
-        elif kind == "unmap":
-            _mapped.pop(arguments[0], None)
-        else:
-            progress = _Progress(connection)
-            progress.end(_run(arguments[0], progress.advance))
-        del arguments
-        gc.collect()  # a cycle would keep the memory of the work until some later collection
 
 
 def _run(data: bytes, advance: Callable[[int], None]) -> bytes:
