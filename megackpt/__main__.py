@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Keys may have characters that the encoding of the terminal lacks.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     options = _parser(arguments).parse_args(arguments)
     try:
         with show_progress():

@@ -111,22 +111,21 @@ class _Lines(events.Observer):
         with suppress(OSError, ValueError):
             while not self.stopped.wait(seconds):
                 with self._lock:
-                    self._print_stage()
-
-    def _print_stage(self) -> None:
-        stage = self._stage
-        if stage is None or stage.ended:
-            return
-        text = f"{_name(stage)}: {stage.name}"
-        if stage.todo:
-            percent = 100 * stage.done // stage.todo
-            sizes = f"{format_size(stage.done)} of {format_size(stage.todo)}"
-            text += f", {percent} %, {sizes}"
-        if self._is_terminal:
-            self._write(text)
-        elif stage.todo and stage.done and text != self._logged:
-            self._logged = text
-            self._write(f"{text}\n")
+                    stage = self._stage
+                    if stage is None or stage.ended:
+                        continue
+                    text = f"{_name(stage)}: {stage.name}"
+                    if stage.todo:
+                        percent = 100 * stage.done // stage.todo
+                        sizes = (
+                            f"{format_size(stage.done)} of {format_size(stage.todo)}"
+                        )
+                        text += f", {percent} %, {sizes}"
+                    if self._is_terminal:
+                        self._write(text)
+                    elif stage.todo and stage.done and text != self._logged:
+                        self._logged = text
+                        self._write(f"{text}\n")
 
     def _write(self, text: str) -> None:
         if self._is_terminal:

@@ -23,7 +23,9 @@ def is_branch(node: Any) -> bool:
 
 def items(branch: Any) -> Iterable[tuple[Any, Any]]:
     """(key, value) of a dict, (index, value) of a list."""
-    return branch.items() if isinstance(branch, dict) else enumerate(branch)
+    if isinstance(branch, dict):
+        return branch.items()
+    return enumerate(branch)
 
 
 def show(path: Path) -> str:
@@ -70,7 +72,9 @@ def lookup(tree: Any, path: Path) -> Any:
 
 def blank(branch: Any) -> Any:
     """A dict for a dict; a list of as many None for a list."""
-    return {} if isinstance(branch, dict) else [None] * len(branch)
+    if isinstance(branch, dict):
+        return {}
+    return [None] * len(branch)
 
 
 def nested_values(x: Any) -> Iterator[Any]:
@@ -143,7 +147,9 @@ def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         for k, value in x2.items():
-            x1[k] = merge(x1[k], value, (*key, k)) if k in x1 else value
+            if k in x1:
+                value = merge(x1[k], value, (*key, k))
+            x1[k] = value
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             sizes = f"{len(x1)} and {len(x2)}"
@@ -168,17 +174,21 @@ def diff(
     left: list[Path] = []
     right: list[Path] = []
     mismatch: list[tuple[Path, type, type]] = []
-    if is_branch(x1) and isinstance(x2, dict if isinstance(x1, dict) else list):
+    are_branches = is_branch(x1) and is_branch(x2)
+    if are_branches and isinstance(x1, dict) == isinstance(x2, dict):
         mine, yours = dict(items(x1)), dict(items(x2))
-        left += [(*prefix, key) for key in mine if key not in yours]
-        right += [(*prefix, key) for key in yours if key not in mine]
-        for key, value in mine.items():
-            if key in yours:
-                inner = diff(value, yours[key], (*prefix, key))
+        for key in {**mine, **yours}:
+            path = (*prefix, key)
+            if key not in yours:
+                left.append(path)
+            elif key not in mine:
+                right.append(path)
+            else:
+                inner = diff(mine[key], yours[key], path)
                 left += inner[0]
                 right += inner[1]
                 mismatch += inner[2]
-    elif hasattr(type(x1), "replica_id") and type(x1) is type(x2):
+    elif hasattr(type(x1), "replica_id") and type(x1) is type(x2):  # shards
         return diff(x1.data, x2.data, (*prefix, type(x1)))
     elif _differ(x1, x2):
         mismatch.append((prefix, type(x1), type(x2)))
@@ -197,7 +207,9 @@ def _differ(a: Any, b: Any) -> bool:
         if getattr(a, "shape", None) != getattr(b, "shape", None):
             return True
         unequal = a != b
-        return bool(unequal.any() if hasattr(unequal, "any") else unequal)
+        if hasattr(unequal, "any"):
+            unequal = unequal.any()
+        return bool(unequal)
     except Exception:  # noqa: BLE001 - the values' own code, which may raise anything
         return True  # e.g. tensors of two devices, or of a dtype without comparison
 

@@ -12,10 +12,9 @@ from typing import Any, ClassVar, Self
 
 import ml_dtypes
 import numpy as np
-from zarr.core.dtype.common import (
-    HasEndianness,
-    HasItemSize,
-)  # what codecs ask of a data type
+
+# What codecs ask of a data type.
+from zarr.core.dtype.common import HasEndianness, HasItemSize
 from zarr.dtype import ZDType, data_type_registry
 
 try:
@@ -53,7 +52,9 @@ class _Float(ZDType[Any, Any], HasItemSize):
 
     @classmethod
     def _from_json_v2(cls, data: Any) -> Self:
-        return cls._from_json_v3(data["name"] if isinstance(data, dict) else data)
+        if isinstance(data, dict):
+            data = data["name"]
+        return cls._from_json_v3(data)
 
     @classmethod
     def _from_json_v3(cls, data: Any) -> Self:
@@ -62,11 +63,9 @@ class _Float(ZDType[Any, Any], HasItemSize):
         return cls()
 
     def to_json(self, zarr_format: int) -> Any:
-        return (
-            self._zarr_v3_name
-            if zarr_format == 3
-            else {"name": self._zarr_v3_name, "object_codec_id": None}
-        )
+        if zarr_format == 3:
+            return self._zarr_v3_name
+        return {"name": self._zarr_v3_name, "object_codec_id": None}
 
     def _check_scalar(self, data: object) -> bool:
         return isinstance(data, int | float | np.number | self._native().type)
@@ -83,19 +82,18 @@ class _Float(ZDType[Any, Any], HasItemSize):
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:  # noqa: ARG002
         if isinstance(data, str) and data.startswith("0x"):  # the bits themselves
-            return np.array(int(data, 16), f"u{self.item_size}").view(self._native())[
-                ()
-            ]
-        return self.cast_scalar(
-            _WORDS.get(data, data) if isinstance(data, str) else data
-        )
+            bits = np.array(int(data, 16), f"u{self.item_size}")
+            return bits.view(self._native())[()]
+        if isinstance(data, str):
+            data = _WORDS.get(data, data)
+        return self.cast_scalar(data)
 
     def to_json_scalar(self, data: object, *, zarr_format: int) -> float | str:  # noqa: ARG002
         value = float(self.cast_scalar(data))
-        return next(
-            (word for word, meant in _WORDS.items() if repr(meant) == repr(value)),
-            value,
-        )
+        for word, meant in _WORDS.items():
+            if repr(meant) == repr(value):  # NaN does not equal itself
+                return word
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,9 @@ class Whole:
     ) -> Whole:
         """Return a tensor of random bits, whatever they mean in this dtype (a bool is 0 or 1)."""
         itemsize = ITEMSIZE[dtype]
-        high = 2 if dtype == "bool" else 256
+        high = 256
+        if dtype == "bool":
+            high = 2
         random = np.random.default_rng(seed)
         bits = random.integers(0, high, (*shape, itemsize), np.uint8)
         values = bits.view(carried_dtype(itemsize)).reshape(shape)
@@ -159,7 +161,9 @@ class MemoryTarget:
     def open(self, target: int, box: Box) -> NDArray[Any]:
         self.opened.append((target, box))
         region = self._region(target, box)
-        return np.zeros(box.shape, region.dtype) if target % 2 else region
+        if target % 2:
+            return np.zeros(box.shape, region.dtype)
+        return region
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
         self.closed.append((target, box))

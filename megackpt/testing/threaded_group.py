@@ -55,11 +55,13 @@ class ThreadedGroup(RankGroup):
 
     def _lowest(self, numbers: Sequence[int]) -> list[int]:
         votes = self._meet("lowest", "vote", list(numbers))
-        return [min(column) for column in zip(*votes, strict=True)]
+        return list(map(min, zip(*votes, strict=True)))
 
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
         everything = self._meet("gather", stage, packed)
-        return everything if self.rank == 0 else None
+        if self.rank:
+            return None
+        return everything
 
     def _scatter(self, stage: str, packed: Sequence[Packed] | None) -> Packed:
         return cast("Packed", self._meet("scatter", stage, packed)[0][self.rank])
@@ -137,9 +139,10 @@ class _Meeting:
         """Wait at most for the timeout. A long wait is logged, with the missing ranks."""
         after = warn_after()
         if 0 < after < self.timeout and not self._changed.wait_for(done, after):
-            missing = self._absent() if source is None else [source]
+            whom = name_ranks(self._absent())
+            if source is not None:
+                whom = name_ranks([source])
             running = events.current().operation
-            whom = name_ranks(missing)
             warn(rank, stage, whom, running.name, running.path, self.timeout)
         return bool(self._changed.wait_for(done, self.timeout))
 
@@ -190,10 +193,14 @@ class _Meeting:
 
     def _fail(self, text: str, missing: dict[int, str]) -> None:
         if self._failure is None:
-            states = {rank: f"is at {name}" for rank, (name, _) in self._here.items()}
-            states.update(missing)
-            listed = "; ".join(f"rank {rank} {states[rank]}" for rank in sorted(states))
-            self._failure = RankLost(f"{text} {listed}", dict(missing))
+            lines = []
+            for rank in range(self.size):
+                if rank in missing:
+                    lines.append(f"rank {rank} {missing[rank]}")
+                elif rank in self._here:
+                    name, _ = self._here[rank]
+                    lines.append(f"rank {rank} is at {name}")
+            self._failure = RankLost(f"{text} {'; '.join(lines)}", dict(missing))
         self._changed.notify_all()
 
     def _raise(self) -> None:

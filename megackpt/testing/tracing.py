@@ -59,7 +59,8 @@ class WatchedStorage(LocalStorage):
 
         def traced(start: int, buffers: Sequence[memoryview]) -> None:
             read_into(start, buffers)
-            self.read += sum(buffer.nbytes for buffer in buffers)
+            for buffer in buffers:
+                self.read += buffer.nbytes
 
         reader.read_into = traced  # type: ignore[method-assign]
         return reader

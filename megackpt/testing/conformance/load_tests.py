@@ -35,20 +35,19 @@ class LoadTests(Harness):
         for verify in (True, False):
             boxes = []
             for key, whole in list(world.tensors.items()) * 10:
-                bounds = [
-                    sorted(random.integers(0, n + 1, 2).tolist())
-                    for n in whole.values.shape
-                ]
-                offset = tuple(low for low, _ in bounds)
-                shape = tuple(high - low for low, high in bounds)
-                boxes.append(ShardId(key, Box(offset, shape)))
+                offset, shape = [], []
+                for extent in whole.values.shape:
+                    low, high = sorted(random.integers(0, extent + 1, 2).tolist())
+                    offset.append(low)
+                    shape.append(high - low)
+                boxes.append(ShardId(key, Box(tuple(offset), tuple(shape))))
             self.expect(world, self.load(root, manifest, world.declared(boxes), verify))
 
     def test_many_small_boxes(self, tmp_path: Path) -> None:
         """Every element alone, and the whole tensor."""
         world = World({"w": self.random(24, 24, shard=(8, 6))})
         root, manifest = self.save(tmp_path / "c", world, ranks=2)
-        boxes = [Box((i, j), (1, 1)) for i in range(24) for j in range(24)]
+        boxes = [Box(offset, (1, 1)) for offset in np.ndindex(24, 24)]
         boxes.append(Box.whole((24, 24)))
         wanted = world.declared([ShardId("w", box) for box in boxes])
         for verify in (True, False):
@@ -86,12 +85,11 @@ class LoadTests(Harness):
         check(same, "read_manifest lists other chunks than were saved")
         named = found.backend == manifest.backend
         check(named, f"read_manifest names the format {found.backend}")
-        there = {
-            path.relative_to(tmp_path / "c").as_posix()
-            for path in (tmp_path / "c").rglob("*")
-            if path.is_file()
-        }
-        lost = there - {*found.files, *found.tables, CONFIG}
+        lost = set()
+        for path in (tmp_path / "c").rglob("*"):
+            name = path.relative_to(tmp_path / "c").as_posix()
+            if path.is_file() and name not in (*found.files, *found.tables, CONFIG):
+                lost.add(name)
         check(not lost, f"read_manifest does not list {lost} in files or tables")
         self.expect_all(world, root, found)
 
@@ -120,7 +118,8 @@ class LoadTests(Harness):
             right = decoded.shape == (count,) and bool((decoded >= 0).all())
             check(right, f"decoded_bytes: not {count} sizes, but {decoded}")
             for i in np.flatnonzero(decoded == 0).tolist():
-                chunk, key = found.chunk(i), found.tensors[found.chunks.tensor[i]].key
+                chunk = found.chunk(i)
+                key, _ = found.tensors[found.chunks.tensor[i]]
                 data = bytearray(chunk.location.length)
                 with root.open(chunk.location.file) as reader:
                     reader.read_into(chunk.location.start, [memoryview(data)])

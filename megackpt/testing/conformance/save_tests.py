@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier
+
+import numpy as np
 
 from megackpt.errors import BackendError
 from megackpt.planning.box import Box
@@ -37,9 +39,9 @@ class SaveTests(Harness):
     def test_other_dtypes_are_refused_before_anything_is_written(
         self, tmp_path: Path
     ) -> None:
-        for i, dtype in enumerate(set(ITEMSIZE) - {OBJECT} - set(self.dtypes)):
+        for dtype in set(ITEMSIZE) - {OBJECT, *self.dtypes}:
             world = World({"odd": Whole.random(dtype, (4,), (2,))})
-            self._expect_refusal(tmp_path / str(i), world, "odd")
+            self._expect_refusal(tmp_path / dtype, world, "odd")
 
     def test_scalars_and_empty_tensors(self, tmp_path: Path) -> None:
         shapes: list[tuple[int, ...]] = [(), (0,), (4, 0), (0, 4), (1,), (1, 1, 1)]
@@ -53,20 +55,20 @@ class SaveTests(Harness):
     def test_objects_and_common_state(self, tmp_path: Path) -> None:
         if not self.objects:
             return
-        blobs: dict[str, Blobs] = {
-            "single": {(): b"alone"},
-            "grid": {(i, j): b"x" * (i + j) for i in range(4) for j in range(2)},
-        }
-        world = World({}, blobs, b"the common state")
+        grid = {index: b"x" * sum(index) for index in np.ndindex(4, 2)}
+        world = World({}, {"single": {(): b"alone"}, "grid": grid}, b"the common state")
         self.expect_all(world, *self.save(tmp_path / "c", world, ranks=2))
 
     def test_keys_may_be_any_text(self, tmp_path: Path) -> None:
-        keys = [key for key in KEYS if key not in self.unfit_keys]
-        world = World({key: self.random(3, seed=i) for i, key in enumerate(keys)})
-        if self.objects:
-            objects: dict[str, Blobs]
-            objects = {key + "o": {(0,): repr(key).encode()} for key in keys}
-            world = replace(world, objects=objects)
+        tensors: dict[str, Whole] = {}
+        objects: dict[str, Blobs] = {}
+        for seed, key in enumerate(KEYS):
+            if key in self.unfit_keys:
+                continue
+            tensors[key] = self.random(3, seed=seed)
+            if self.objects:
+                objects[key + "o"] = {(0,): repr(key).encode()}
+        world = World(tensors, objects)
         self.expect_both(world, *self.save(tmp_path / "c", world))
 
     def test_unfit_keys_are_refused_before_anything_is_written(
