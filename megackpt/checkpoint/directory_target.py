@@ -40,7 +40,6 @@ from megackpt.checkpoint.marker import (
     logger,
     markers,
     owner_suffix,
-    read_marker,
     refuse_working,
     siblings,
     staging_name,
@@ -122,10 +121,13 @@ class DirectoryTarget(SiblingDirectories):
         """Make the directory of this save. Returns whether it resumes a dead save of its id."""
         self._begins = marker.save_id
         with self._turn(), self._others_meanwhile():
-            self.recover(spared=marker.save_id if resume else "")
+            spared = ""
+            if resume:
+                spared = marker.save_id
+            self.recover(spared=spared)
             self.check_replaceable()
             folder = self._folder(self.name)
-            self._base = "" if folder is None else version(folder)
+            self._base = version(folder)
             if folder is not None and is_replaceable(folder):
                 if not overwrite:
                     raise CheckpointExists(
@@ -134,7 +136,9 @@ class DirectoryTarget(SiblingDirectories):
                     )
                 self._own_files(folder)  # raises if they cannot be determined
             # A new target gets the usual mode. One that replaces a directory gets its mode later.
-            mode = 0o777 if folder is None else 0o700
+            mode = 0o777
+            if folder is not None:
+                mode = 0o700
             staging = staging_name(self.name, marker.save_id)
             resumed = resume and self._take_over(marker.save_id)
             if not resumed and not self.outer.make_folder(staging, mode):
@@ -155,10 +159,7 @@ class DirectoryTarget(SiblingDirectories):
     def _take_over(self, save_id: str) -> bool:
         """Take the directory of a dead save of this id, if there is one. Only one process can."""
         staging = staging_name(self.name, save_id)
-        folder = self._folder(staging)
-        marker = (
-            None if folder is None else read_marker(folder, PREFIX + save_id, save_id)
-        )
+        marker = self._marker_in(Sibling(staging, save_id, ""))
         if marker is None:
             return False
         if not self._is_over(marker):
@@ -325,13 +326,13 @@ class DirectoryTarget(SiblingDirectories):
         for sibling in found:
             unpublished[sibling.entry] = self._marker_in(sibling)
         # Read after the siblings: an exchange moves a marker from there to here.
-        folder = self._folder(self.name)
-        here = [] if folder is None else markers(folder)
-        found_markers = [m for m in (*unpublished.values(), *here) if m is not None]
-        alive = [m for m in found_markers if not self._is_over(m, abandoned)]
+        here = self._markers_here()
+        there = [marker for marker in unpublished.values() if marker is not None]
+        alive = [m for m in (*there, *here) if not self._is_over(m, abandoned)]
         working = {owner_suffix(marker.save_id) for marker in alive}
+        by_id = {marker.save_id: marker for marker in here}
         for sibling in found:
-            published = next((m for m in here if m.save_id == sibling.save_id), None)
+            published = by_id.get(sibling.save_id)
             owner = sibling.suffix or owner_suffix(sibling.save_id)
             is_staging = unpublished[sibling.entry] is not None
             if is_staging and sibling.save_id == spared:
@@ -395,12 +396,18 @@ class DirectoryTarget(SiblingDirectories):
         if self.outer.size(self.name) is not None:
             return False  # a file
         with self._turn(), self._others_meanwhile():
-            folder = self._folder(self.name)
-            here = [] if folder is None else markers(folder)
-            if not any(m.save_id == save_id and m.is_dead() for m in here):
-                return False
-            self.recover()
-            return True
+            for marker in self._markers_here():
+                if marker.save_id == save_id and marker.is_dead():
+                    self.recover()
+                    return True
+            return False
+
+    def _markers_here(self) -> list[Marker]:
+        """The markers in the target."""
+        folder = self._folder(self.name)
+        if folder is None:
+            return []
+        return markers(folder)
 
     def _is_over(self, marker: Marker, abandoned: bool = False) -> bool:
         if marker.save_id == self._begins and marker.pid == os.getpid():
@@ -453,8 +460,7 @@ class DirectoryTarget(SiblingDirectories):
                 self.outer.rename(entry, taken)
 
     def _require(self, base: str) -> None:
-        folder = self._folder(self.name)
-        if ("" if folder is None else version(folder)) != base:
+        if version(self._folder(self.name)) != base:
             self._refuse_changed()
 
     def _refuse_changed(self) -> None:
@@ -491,8 +497,8 @@ class DirectoryTarget(SiblingDirectories):
         try:
             yield
         except (FileNotFoundError, StorageError) as error:
-            cause = error if isinstance(error, FileNotFoundError) else error.__cause__
-            if not isinstance(cause, FileNotFoundError):
+            causes = error, error.__cause__
+            if not any(isinstance(cause, FileNotFoundError) for cause in causes):
                 raise
             raise SaveInProgress(
                 f"another save is writing to {self.location}, and has taken over from "

@@ -156,7 +156,9 @@ class Marker:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         except (ValueError, OverflowError, OSError):
             since = "at an unknown time"
-        kind = "removal" if self.removes else "save"
+        kind = "save"
+        if self.removes:
+            kind = "removal"
         return f"a {kind} by process {self.pid} on host {self.host!r}, started {since}"
 
 

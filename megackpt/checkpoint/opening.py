@@ -63,12 +63,14 @@ class Opened:
 
 def absolute(directory: Directory) -> str:
     """The absolute path of a directory, or a URL. Raises StorageError if it is neither."""
-    path: object = (
-        os.fspath(directory) if isinstance(directory, os.PathLike) else directory
-    )
+    path: object = directory
+    if isinstance(directory, os.PathLike):
+        path = os.fspath(directory)
     if not isinstance(path, str):
         # The type alone: the value may be a whole state.
-        given = repr(path) if path is None else f"a {type(path).__name__}"
+        given = f"a {type(path).__name__}"
+        if path is None:
+            given = "None"
         raise StorageError(
             f"a checkpoint's directory must be a str or a Path, not {given}"
         )
@@ -76,9 +78,8 @@ def absolute(directory: Directory) -> str:
         raise StorageError(f"{path!r} names no directory (the current one is '.')")
     if is_url(path):
         return BucketStorage(path).location
-    if path.startswith("~") and (
-        path[1:2] in ("", "/") or os.path.expanduser(path) != path
-    ):
+    is_home = path == "~" or path.startswith("~/")
+    if is_home or os.path.expanduser(path) != path:
         raise StorageError(
             f"{path!r}: shells expand the ~, Python does not: give os.path.expanduser({path!r})"
         )
@@ -175,12 +176,15 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> Storage
         return _in_bucket(where, asked)
     target = os.path.realpath(where)
     for _ in range(_ATTEMPTS):
-        storage = None
+        storage: LocalStorage | None = None
         try:
-            one = os.path.isfile(target)
-            storage = SingleFile(target) if one else LocalStorage(target)
+            kind: type[LocalStorage] = LocalStorage
+            if os.path.isfile(target):
+                kind = SingleFile
+            storage = kind(target)
             reason = incomplete(storage, asked=asked)
-            if one and os.path.basename(target) in (CONFIG, ".metadata"):
+            name = os.path.basename(target)
+            if isinstance(storage, SingleFile) and name in (CONFIG, ".metadata"):
                 reason = (
                     f"{os.fspath(directory)} is not a distributed checkpoint, but one of its "
                     "files"
@@ -213,12 +217,11 @@ def _in_bucket(url: str, asked: Strategy | None) -> Storage:
     names = outer.list()
     if not names:
         above, _, name = url.rpartition("/")
-        one = is_url(above) and BucketStorage(above).size(name) is not None
-        raise NotACheckpoint(
-            f"{url} is one object: to read a single file, copy it to a file system"
-            if one
-            else f"{url} does not exist: no object is there"
-        )
+        if is_url(above) and BucketStorage(above).size(name) is not None:
+            raise NotACheckpoint(
+                f"{url} is one object: to read a single file, copy it to a file system"
+            )
+        raise NotACheckpoint(f"{url} does not exist: no object is there")
     try:
         strategies.find_backend(outer, asked)
     except NotACheckpoint as error:
@@ -237,46 +240,35 @@ def _in_bucket(url: str, asked: Strategy | None) -> Storage:
 def _elsewhere(target: str) -> str:
     """A hint at checkpoints in this directory, or near it under a similar name."""
     missing = ""
-    if os.path.isfile(target):
-        above = os.path.dirname(target)
-        return (
-            f"; it lies in the checkpoint {above}: is that meant?"
-            if _is_complete(above)
-            else ""
-        )
-    while not os.path.isdir(target) and target != os.path.dirname(target):
-        target, missing = os.path.split(target)
+    within = []
     try:
+        if os.path.isfile(target):
+            above = os.path.dirname(target)
+            if incomplete(LocalStorage(above)) is None:
+                return f"; it lies in the checkpoint {above}: is that meant?"
+            return ""
+        while not os.path.isdir(target) and target != os.path.dirname(target):
+            target, missing = os.path.split(target)
         near = LocalStorage(target)
         names = near.list()
         if missing:
-            found = get_close_matches(missing, names, 3)
-            return (
-                f"; in {target} there is {' and '.join(map(repr, found))}: is one of them meant?"
-                if found
-                else ""
-            )
-        within = [
-            n
-            for n in names
-            if near.size(f"{n}/{CONFIG}") is not None
-            or near.size(f"{n}/.metadata") is not None
-        ]
+            found = " and ".join(map(repr, get_close_matches(missing, names, 3)))
+            if found:
+                return f"; in {target} there is {found}: is one of them meant?"
+            return ""
+        for name in names:
+            for table in (CONFIG, ".metadata"):
+                if near.size(f"{name}/{table}") is not None:
+                    within.append(os.path.join(target, name))
+                    break
     except (CheckpointingException, OSError):
         return ""  # the first error is more useful
-    more = f" (the last of {len(within)})" if len(within) > 1 else ""
-    return (
-        f"; a checkpoint is in {os.path.join(target, within[-1])}{more}: is that meant?"
-        if within
-        else ""
-    )
-
-
-def _is_complete(directory: str) -> bool:
-    try:
-        return incomplete(LocalStorage(directory)) is None
-    except (CheckpointingException, OSError):
-        return False  # the first error is more useful
+    if not within:
+        return ""
+    more = ""
+    if len(within) > 1:
+        more = f" (the last of {len(within)})"
+    return f"; a checkpoint is in {within[-1]}{more}: is that meant?"
 
 
 def incomplete(storage: LocalStorage, asked: Strategy | None = None) -> str | None:
@@ -368,11 +360,9 @@ class Shortfall:
     needed: int
 
     def __str__(self) -> str:
-        state = (
-            "missing"
-            if self.size is None
-            else f"truncated ({self.size} of {self.needed} bytes)"
-        )
+        state = f"truncated ({self.size} of {self.needed} bytes)"
+        if self.size is None:
+            state = "missing"
         return f"{self.name}, written by rank {self.writer}, is {state}"
 
 

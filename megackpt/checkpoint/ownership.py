@@ -79,14 +79,19 @@ def own_files(storage: Storage) -> tuple[str, ...]:
             other = table_of_another(storage, small)
             if other is None:
                 return tuple(sorted(named))
-    backend = native_format(storage) if other is None else other[1]
+    if other is None:
+        backend = native_format(storage)
+    else:
+        _, backend = other
     if backend is not None:
         try:
             manifest = by_its_own_account(backend, storage)
-            config = [CONFIG] if strategies.read_config(storage) is not None else []
-            listed = {*files_of(manifest, {}), *config, INDEX}
-            # Stock DCP has no common.pt.
-            named |= listed if config else listed - {"common.pt"}
+            listed = {*files_of(manifest, {}), INDEX}
+            if strategies.read_config(storage) is not None:
+                listed.add(CONFIG)
+            else:
+                listed.discard("common.pt")  # stock DCP has none
+            named |= listed
         except StorageError:
             raise
         except (CheckpointingException, FileNotFoundError) as error:
@@ -137,31 +142,17 @@ def foreign_entries(
         while above and above not in folders:
             folders.add(above)
             above = above.rpartition("/")[0]
-    top = [
-        e
-        for e in storage.list()
-        if not e.startswith(OURS) and (names is None or e in names)
-    ]
-    waiting = [("", top)]
-    while waiting:
-        folder, entries = waiting.pop()
-        for entry in entries:
-            name = f"{folder}/{entry}" if folder else entry
-            inner = _listed(storage, name) if name in folders else None
-            if inner is not None:
-                waiting.append((name, inner))
-            elif name not in own:
-                yield name
-
-
-def _listed(storage: Storage, name: str) -> list[str] | None:
-    """The entries of a folder; None for a file, and for a link, which leads out of the root."""
-    if storage.size(name) is not None:
-        return None
-    try:
-        return storage.list(name)
-    except CorruptCheckpoint:
-        return None
+    waiting = [entry for entry in storage.list() if not entry.startswith(OURS)]
+    if names is not None:
+        waiting = [entry for entry in waiting if entry in names]
+    for name in waiting:
+        if name in folders and storage.size(name) is None:
+            # The storage refuses to list a link, which leads out of the root.
+            with suppress(CorruptCheckpoint):
+                waiting += [f"{name}/{entry}" for entry in storage.list(name)]
+                continue
+        if name not in own:
+            yield name
 
 
 def refuse_collisions(

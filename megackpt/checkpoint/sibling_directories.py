@@ -29,9 +29,11 @@ _PASSES = 5  # over a replaced directory into which others still write
 _OWN_FILES = f"{TEMPORARY}own-files"  # in a directory that is being removed
 
 
-def version(folder: LocalStorage) -> str:
+def version(folder: LocalStorage | None) -> str:
     """Identifies the checkpoint in a directory, by its tables of contents; "" for none."""
-    found = []
+    found: list[str] = []
+    if folder is None:
+        return ""
     for name in (METADATA, CONFIG, INDEX):
         status = folder.stat(name)
         if status is not None:
@@ -151,8 +153,9 @@ class SiblingDirectories:
         """The files of the checkpoint in a directory; none without a checkpoint."""
         known = version(folder)
         if self._owned is None or self._owned[0] != known:
-            files = own_files(folder) if is_replaceable(folder) else ()
-            self._owned = known, files
+            self._owned = known, ()
+            if is_replaceable(folder):
+                self._owned = known, own_files(folder)
         return self._owned[1]
 
     def _marker_in(self, sibling: Sibling) -> Marker | None:

@@ -72,12 +72,12 @@ class Report:
         return not self.problems and not self.unread
 
     def __str__(self) -> str:
-        verdict = "all good"
+        found = []
         if self.problems:
-            verdict = f"{len(self.problems)} problems"
+            found.append(f"{len(self.problems)} problems")
         if self.unread:
-            unread = f"{len(self.unread)} parts that could not be read"
-            verdict = ", ".join([verdict, unread] if self.problems else [unread])
+            found.append(f"{len(self.unread)} parts that could not be read")
+        verdict = ", ".join(found) or "all good"
         if self.ok and not self.checked:
             verdict += " (it has no digests: sizes were checked, not the content)"
         what = f"{self.tensors} tensors and objects, {self.bytes} bytes in {self.files} files"
@@ -185,12 +185,13 @@ class _Work(ChunkChecks):
             with self.recorded():
                 native = self.backend.verify_native(storage, manifest)
                 checked = native is not None
-                self.problems.update(dict.fromkeys(native or ()))
+                damaged = set()
+                for problem in native or ():
+                    self.problems[problem] = None
+                    damaged.add(problem.partition(": ")[0])
                 # What the format has found damaged is not read, and reported again.
-                damaged = {problem.partition(": ")[0] for problem in native or ()}
-                for row in rows.tolist() if damaged else ():
-                    if self.name(row) in damaged:
-                        self.bad.add(row)
+                if damaged:
+                    self.bad.update(r for r in rows.tolist() if self.name(r) in damaged)
             # Reading raw bytes proves nothing without digests, but decoding others does.
             compared = rows[self.backend.decoded_bytes(manifest) > 0]
         compared = compared[~np.isin(compared, list(self.bad))]
@@ -216,11 +217,11 @@ class _Work(ChunkChecks):
 
     def check_coverage(self) -> None:
         """Raise CorruptCheckpoint for holes and overlaps among the stored chunks."""
-        whole = [
-            Declaration(ShardId(key, Box.whole(meta.shape)), meta, 0, False, 0, 0)
-            for key, meta in self.manifest.tensors
-            if not meta.is_object
-        ]
+        whole = []
+        for key, meta in self.manifest.tensors:
+            if not meta.is_object:
+                shard = ShardId(key, Box.whole(meta.shape))
+                whole.append(Declaration(shard, meta, 0, False, 0, 0))
         plan_load(Declarations.of(whole), self.manifest)
 
     @cached_property
@@ -255,10 +256,8 @@ class _Work(ChunkChecks):
             extended = f"{where} went through an extension of DCP's, which has to be registered"
             self.untrusted[extended] = None
             return
-        in_distcp = (
-            self.backend.properties.name == "torch_dist"
-            and self.manifest.files[chunks.file[row]] != COMMON_FILE
-        )
+        file = self.manifest.files[chunks.file[row]]
+        in_distcp = self.backend.properties.name == "torch_dist" and file != COMMON_FILE
         if in_distcp and isinstance(value, list) and len(value) == 1:
             value = value[0]  # DCP's planner gets an object as a list of one
         if key == COMMON_KEY and not isinstance(value, dict):
