@@ -15,6 +15,7 @@ optimizer state (up to 0.15, flattened.py), and those with the common state amon
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -81,13 +82,13 @@ class TorchDist(Backend):
             )
 
     def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 - any key may match
-        prefixes = [""] if self.separation_hint is None else ["", self.separation_hint]
-        numbers = range(self.files_per_rank)
-        files = [COMMON_FILE]
-        for prefix in prefixes:
-            for rank in range(ranks):
-                files += [file_name(rank, number, prefix) for number in numbers]
-        return Layout([*files, METADATA, CONFIG])
+        files = [COMMON_FILE, METADATA, CONFIG]
+        for rank in range(ranks):
+            for number in range(self.files_per_rank):
+                files.append(file_name(rank, number))
+                if self.separation_hint is not None:
+                    files.append(file_name(rank, number, self.separation_hint))
+        return Layout(files)
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         files = distribute(plan, self.files_per_rank, self.separation_hint)
@@ -111,9 +112,17 @@ class TorchDist(Backend):
         manifest = foreign_manifest.read_manifest(
             root, METADATA, (properties.name, properties.version)
         )
-        has_integrity = _is_integrity_file(root)
-        tables = (METADATA, INTEGRITY) if has_integrity else (METADATA,)
-        return replace(manifest, tables=tables)
+        tables = [METADATA]
+        # Only a file with the fields that Megatron writes belongs to the checkpoint.
+        if root.size(INTEGRITY) is not None:
+            with suppress(
+                CorruptCheckpoint, ValueError, TypeError, KeyError, RecursionError
+            ):
+                fields = json.loads(root.get(INTEGRITY, limit=limits.INTEGRITY_BYTES))
+                algorithm, listed = fields["algorithm"], fields["files"]
+                if isinstance(algorithm, str) and isinstance(listed, dict):
+                    tables.append(INTEGRITY)
+        return replace(manifest, tables=tuple(tables))
 
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         if manifest.encoding == "raw":
@@ -137,15 +146,3 @@ def extension_keys(root: Storage) -> set[str]:
     """The keys of the objects that DCP's extensions encoded: only they can decode them."""
     listing = read_listing(root, METADATA)
     return {item.name for item in listing if item.place.through}
-
-
-def _is_integrity_file(root: Storage) -> bool:
-    """Does the file of this name have the fields that Megatron writes?"""
-    if root.size(INTEGRITY) is None:
-        return False
-    try:
-        fields = json.loads(root.get(INTEGRITY, limit=limits.INTEGRITY_BYTES))
-        algorithm, files = fields["algorithm"], fields["files"]
-    except (CorruptCheckpoint, ValueError, TypeError, KeyError, RecursionError):
-        return False
-    return isinstance(algorithm, str) and isinstance(files, dict)

@@ -70,7 +70,9 @@ def distribute(plan: SavePlan, files: int, hint: str | None) -> list[FilePart]:
             groups.setdefault(hint, []).append(row)
         else:
             groups[""].append(row)
-    parts = [FilePart(COMMON_FILE, common)] if common else []
+    parts = []
+    if common:
+        parts.append(FilePart(COMMON_FILE, common))
     for prefix, rows in groups.items():
         bins = spread(sizes[rows].tolist(), files)
         for number, positions in enumerate(bins):
@@ -86,11 +88,15 @@ def spread(sizes: Sequence[int], files: int) -> list[list[int]]:
     Objects (-1: their size is not known) come first, in turn; then tensors, largest first.
     """
     bins: list[list[int]] = [[] for _ in range(files)]
-    objects = [row for row, size in enumerate(sizes) if size < 0]
-    for turn, row in enumerate(objects):
-        bins[turn % files].append(row)
-    tensors = [row for row, size in enumerate(sizes) if size >= 0]
+    objects, tensors = 0, []
+    for row, size in enumerate(sizes):
+        if size < 0:
+            bins[objects % files].append(row)
+            objects += 1
+        else:
+            tensors.append(row)
     tensors.sort(key=lambda row: -sizes[row])
+    # A heap of the bytes and the number of each file.
     load = [(0, number) for number in range(files)]
     for row in tensors:
         filled, number = load[0]

@@ -25,16 +25,21 @@ _SHAPE = "nd_reformulated_orig_global_shape"
 def true_shapes(metadata: Record) -> dict[str, tuple[int, ...]]:
     """Name -> global shape, of the tensors that are kept flattened. Raises CorruptCheckpoint."""
     plans = metadata.field("all_local_plans") or ()
-    tables = [plan.field("mcore_data") for plan in plans if isinstance(plan, Record)]
     found: dict[str, tuple[int, ...]] = {}
-    for table in (*tables, metadata.field("mcore_data")):
-        for name, about in table.items() if type(table) is dict else ():
-            shape = about.get(_SHAPE) if type(about) is dict else None
-            if shape is None:
+    for record in (*plans, metadata):
+        table = None
+        if isinstance(record, Record):
+            table = record.field("mcore_data")
+        if type(table) is not dict:
+            continue
+        for name, about in table.items():
+            if type(about) is not dict or about.get(_SHAPE) is None:
                 continue
-            if not isinstance(shape, tuple) or not all(
-                type(n) is int and 0 < n < 1 << 63 for n in shape
-            ):
+            shape = about[_SHAPE]
+            sane = isinstance(shape, tuple)
+            for extent in shape if sane else ():
+                sane = sane and type(extent) is int and 0 < extent < 1 << 63
+            if not sane:
                 raise CorruptCheckpoint(
                     f"{name!r} is flattened, of a shape that no tensor has: {shape}"
                 )
@@ -54,22 +59,23 @@ def true_boxes(
     so.
     """
     *counts, volume = listed or (0,)
-    fits = len(counts) == len(shape) and all(
-        c and not n % c for n, c in zip(shape, counts, strict=True)
-    )
-    cell = tuple(n // max(c, 1) for n, c in zip(shape, counts, strict=False))
+    fits = len(counts) == len(shape)
+    cell = []
+    for extent, count in zip(shape, counts, strict=False):
+        fits = fits and count > 0 and extent % count == 0
+        cell.append(extent // max(count, 1))
     if not fits or math.prod(cell) != volume:
         raise CorruptCheckpoint(
             f"{name!r} of shape {shape} cannot be flattened to {listed}"
         )
     *index, start = run.offset
     *ones, count = run.shape
-    if any(n != 1 for n in ones):
+    if math.prod(ones) != 1:
         raise CorruptCheckpoint(
             f"the chunk {run} of the flattened {name!r} is in no single cell"
         )
     offset = tuple(i * n for i, n in zip(index, cell, strict=True))
-    return Box(offset, cell).runs(start, start + count)
+    return Box(offset, tuple(cell)).runs(start, start + count)
 
 
 class Part(NamedTuple):
@@ -84,8 +90,10 @@ class Part(NamedTuple):
 
         Alone it has its shape, or is a run.
         """
-        alone = self.volume == self.held and record == shape
-        return alone or record == (*(1 for _ in record[1:]), self.held)
+        if self.volume == self.held and record == shape:
+            return True
+        ones = (1,) * (len(record) - 1)
+        return record == (*ones, self.held)
 
 
 class Parts:
@@ -95,14 +103,13 @@ class Parts:
     """
 
     def __init__(self, chunks: Chunks) -> None:
-        order = np.lexsort(
-            (*chunks.boxes.offset.T[::-1], chunks.start, chunks.file, chunks.tensor)
-        )
-        keys = np.stack(
-            [column[order] for column in (chunks.tensor, chunks.file, chunks.start)]
-        )
-        fresh = np.ones(len(order), np.bool_)
-        fresh[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+        offsets = chunks.boxes.offset.T[::-1]
+        order = np.lexsort((*offsets, chunks.start, chunks.file, chunks.tensor))
+        # The first chunk of each record.
+        fresh = np.zeros(len(order), np.bool_)
+        fresh[:1] = True
+        for column in (chunks.tensor, chunks.file, chunks.start):
+            fresh[1:] |= np.diff(column[order]) != 0
         record = np.cumsum(fresh) - 1
         self._volume = chunks.boxes.volume
         passed = np.append(0, np.cumsum(self._volume[order]))
@@ -112,6 +119,5 @@ class Parts:
         self._held[order] = np.diff(passed[first])[record]
 
     def __getitem__(self, chunk: int) -> Part:
-        return Part(
-            int(self._before[chunk]), int(self._volume[chunk]), int(self._held[chunk])
-        )
+        before, volume = int(self._before[chunk]), int(self._volume[chunk])
+        return Part(before, volume, int(self._held[chunk]))

@@ -65,28 +65,21 @@ def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifes
     if COMMON_FILE in root.list():
         # common.pt takes precedence, as in Megatron-Core.
         found = [item for item in found if not item.entry.is_common]
-        found.append(
-            _Stored(
-                COMMON,
-                Box((), ()),
-                RecordPlace(COMMON_FILE, 0, root.size(COMMON_FILE) or 0),
-            )
-        )
-    check_files(
-        root, [ListedItem(item.entry.key, item.box, item.place) for item in found]
-    )
+        place = RecordPlace(COMMON_FILE, 0, root.size(COMMON_FILE) or 0)
+        found.append(_Stored(COMMON, Box((), ()), place))
     tensors: dict[TensorEntry, int] = {}
-    rows = [
-        (tensors.setdefault(entry, len(tensors)), box, *place[:3])
-        for entry, box, place in found
-    ]
+    listed, rows = [], []
+    for entry, box, place in found:
+        listed.append(ListedItem(entry.key, box, place))
+        number = tensors.setdefault(entry, len(tensors))
+        rows.append((number, box, place.file, place.start, place.length))
+    check_files(root, listed)
     return replace(Manifest.of(tensors, rows), encoding="native", backend=backend)
 
 
 def _items(listing: Listing) -> Iterator[_Stored]:
-    named = objects_named(
-        name for name, meta in listing.tensors.items() if meta.is_object
-    )
+    objects = [name for name, meta in listing.tensors.items() if meta.is_object]
+    named = objects_named(objects)
     shapes = flattened.true_shapes(listing.record)
     for name, box, place in listing:
         if place.through:
@@ -130,7 +123,9 @@ def damage(root: Storage, manifest: Manifest) -> list[str] | None:
         for problems, unchecked in jobs:
             found += problems
             any_unchecked = any_unchecked or unchecked
-    return None if any_unchecked and not found else found
+    if any_unchecked and not found:
+        return None
+    return found
 
 
 def _check_record(

@@ -56,11 +56,15 @@ class Record:
         self.state: Any = None
 
     def field(self, name: str, default: Any = None) -> Any:
-        return self.state.get(name, default) if type(self.state) is dict else default
+        if type(self.state) is not dict:
+            return default
+        return self.state.get(name, default)
 
 
 def _make(kind: str, *_: Any) -> Record:
-    return Record("Metadata" if kind == "MCoreMetadata" else kind)
+    if kind == "MCoreMetadata":
+        return Record("Metadata")
+    return Record(kind)
 
 
 def _build(record: Record, state: Any) -> None:
@@ -74,9 +78,10 @@ class Size(tuple[int, ...]):
 
 
 def _size(numbers: Any = ()) -> Size:
-    if len(numbers) > _DIMENSIONS or not all(
-        type(n) is int and 0 <= n < 1 << 63 for n in numbers
-    ):
+    sane = len(numbers) <= _DIMENSIONS
+    for number in numbers[:_DIMENSIONS]:
+        sane = sane and type(number) is int and 0 <= number < 1 << 63
+    if not sane:
         raise CorruptCheckpoint("it holds a size that no tensor has")
     return Size(numbers)
 
@@ -107,12 +112,10 @@ def _find(module: str, name: str) -> Rule:
     # Python 3.13 names the second of these modules.
     if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
         return Rule(_path, _path)
-    if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
-        return (
-            Rule(dict, dict, charge=charge_keys)
-            if name == "OrderedDict"
-            else Rule(set, set, charge=charge_items)
-        )
+    if (module, name) == ("collections", "OrderedDict"):
+        return Rule(dict, dict, charge=charge_keys)
+    if (module, name) == ("builtins", "set"):
+        return Rule(set, set, charge=charge_items)
     raise UntrustedClass(
         f".metadata names {module}.{name}, which no checkpoint's table of contents needs: "
         "it was not run, and the checkpoint was not read"
@@ -121,11 +124,9 @@ def _find(module: str, name: str) -> Rule:
 
 def read_metadata(data: bytes) -> Record:
     """The Metadata record of a ``.metadata`` file. Raises CorruptCheckpoint or UntrustedClass."""
-    root = unpickle(data, _find)
-    if (
-        not isinstance(root, Record)
-        or root.kind != "Metadata"
-        or type(root.state) is not dict
-    ):
+    root: object = unpickle(data, _find)
+    if not isinstance(root, Record) or root.kind != "Metadata":
         raise CorruptCheckpoint(".metadata holds no Metadata of torch DCP")
+    if type(root.state) is not dict:
+        raise CorruptCheckpoint(".metadata holds a Metadata without fields")
     return root

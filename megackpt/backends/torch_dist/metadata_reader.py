@@ -69,11 +69,13 @@ class Listing:
         described = metadata.field("state_dict_metadata")
         if type(described) is not dict:
             raise CorruptCheckpoint("it lists no items")
-        if not all(type(name) is str for name in described):
-            raise CorruptCheckpoint("an item has a name that is not a string")
         self._described: dict[str, Any] = described
-        self._places = dict(_places(metadata.field("storage_data")))
-        self.tensors = {name: _meta(name, item) for name, item in described.items()}
+        self._places = _places(metadata.field("storage_data"))
+        self.tensors: dict[str, TensorMeta] = {}
+        for name, item in described.items():
+            if type(name) is not str:
+                raise CorruptCheckpoint("an item has a name that is not a string")
+            self.tensors[name] = _meta(name, item)
 
     def __iter__(self) -> Iterator[ListedItem]:
         for name, meta in self.tensors.items():
@@ -93,8 +95,10 @@ class Listing:
         whole = Box.whole(meta.shape)
         itemsize = ITEMSIZE.get(meta.dtype, 0)
         taken: set[tuple[str, int]] = set()
-        boxes = [_box(name, chunk, len(meta.shape)) for chunk in chunks]
-        for box in dict.fromkeys(boxes):
+        boxes = dict[Box, None]()
+        for chunk in chunks:
+            boxes[_box(name, chunk, len(meta.shape))] = None
+        for box in boxes:
             if not whole.contains(box):
                 raise CorruptCheckpoint(
                     f"the chunk {box} of {name!r} is outside of its shape {meta.shape}"
@@ -139,11 +143,12 @@ def check_files(root: Storage, items: Sequence[ListedItem]) -> None:
     """Raise CorruptCheckpoint unless all records are inside files, and files in the directory."""
     files = list(dict.fromkeys(item.place.file for item in items))
     sizes = dict(zip(files, root.sizes(files), strict=True))
-    problems = [
-        f"the file {file!r} is missing, or is not a regular file (a link, a folder)"
-        for file in files
-        if sizes[file] is None
-    ]
+    problems = []
+    for file, size in sizes.items():
+        if size is None:
+            problems.append(
+                f"the file {file!r} is missing, or is not a regular file (a link, a folder)"
+            )
     for name, box, (file, start, length, _) in items:
         size = sizes[file]
         if size is not None and start + length > size:
@@ -178,16 +183,16 @@ def objects_named(names: Iterable[str]) -> dict[str, tuple[TensorEntry, Box]]:
             reach[key] = max(reach.get(key, 0), offset[-1] + 1)
     found = {}
     for name, (key, offset, shape) in parsed.items():
-        whole = (*shape[:-1], reach[key]) if _UNKNOWN in shape else shape
-        found[name] = (
-            TensorEntry(key, TensorMeta(whole, OBJECT)),
-            Box(offset, (1,) * len(shape)),
-        )
+        if _UNKNOWN in shape:
+            shape = (*shape[:-1], reach[key])
+        entry = TensorEntry(key, TensorMeta(shape, OBJECT))
+        found[name] = entry, Box(offset, (1,) * len(shape))
     return found
 
 
-def _places(stored: Any) -> Iterator[tuple[tuple[str, Any], RecordPlace]]:
-    """(name, offset or None), and the place."""
+def _places(stored: Any) -> dict[tuple[str, Any], RecordPlace]:
+    """(name, offset or None) -> the place."""
+    places = {}
     if type(stored) is not dict:
         raise CorruptCheckpoint("it has no table of places")
     for index, info in stored.items():
@@ -198,7 +203,26 @@ def _places(stored: Any) -> Iterator[tuple[tuple[str, Any], RecordPlace]]:
             raise CorruptCheckpoint(
                 "its table of places has an item without a name or offset"
             )
-        yield (name, offset), _place(name, info)
+        file, start = info.field("relative_path"), info.field("offset")
+        length = info.field("length")
+        if type(file) is not str or type(start) is not int or type(length) is not int:
+            raise CorruptCheckpoint(
+                f"the place of {name!r} is not a file and two numbers"
+            )
+        # Also an absolute path, whose first part is empty, leads out of the checkpoint.
+        if {"", ".", ".."}.intersection(file.split("/")) or "\0" in file:
+            raise CorruptCheckpoint(
+                f"the place of {name!r}, {file!r}, is not a file inside the checkpoint"
+            )
+        if min(start, length) < 0 or start + length >= _TOO_LARGE:
+            raise CorruptCheckpoint(
+                f"the place of {name!r} is {length} bytes from byte {start} on"
+            )
+        through = info.field("transform_descriptors") or []
+        if type(through) is not list or not set(map(type, through)) <= {str}:
+            raise CorruptCheckpoint(f"{name!r} has descriptors that are not strings")
+        places[name, offset] = RecordPlace(file, start, length, tuple(through))
+    return places
 
 
 def _is(value: Any, kind: str) -> bool:
@@ -237,22 +261,3 @@ def _box(name: str, chunk: Any, ndim: int) -> Box:
     raise CorruptCheckpoint(
         f"a chunk of {name!r} is not a region of a tensor of {ndim} dimensions"
     )
-
-
-def _place(name: str, info: Record) -> RecordPlace:
-    file, start = info.field("relative_path"), info.field("offset")
-    length = info.field("length")
-    if type(file) is not str or type(start) is not int or type(length) is not int:
-        raise CorruptCheckpoint(f"the place of {name!r} is not a file and two numbers")
-    if any(part in ("", ".", "..") for part in file.split("/")) or "\0" in file:
-        raise CorruptCheckpoint(
-            f"the place of {name!r}, {file!r}, is not a file inside the checkpoint"
-        )
-    if min(start, length) < 0 or start + length >= _TOO_LARGE:
-        raise CorruptCheckpoint(
-            f"the place of {name!r} is {length} bytes from byte {start} on"
-        )
-    through = info.field("transform_descriptors") or []
-    if type(through) is not list or not all(type(one) is str for one in through):
-        raise CorruptCheckpoint(f"{name!r} has descriptors that are not strings")
-    return RecordPlace(file, start, length, tuple(through))

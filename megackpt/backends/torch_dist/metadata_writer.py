@@ -94,19 +94,13 @@ def _global(module: str, name: str) -> bytes:
 
 def _rows(count: int, *parts: bytes | Bytes) -> bytes:
     """So many rows of these parts in turn: bytes that all rows share, or a table of them."""
-    blank = b"".join(
-        part if isinstance(part, bytes) else bytes(part.shape[1]) for part in parts
-    )
-    table = np.empty((count, len(blank)), np.uint8)
-    table[:] = np.frombuffer(blank, np.uint8)
-    at = 0
+    columns = []
     for part in parts:
         if isinstance(part, bytes):
-            at += len(part)
-        else:
-            table[:, at : at + part.shape[1]] = part
-            at += part.shape[1]
-    return table.tobytes()
+            shared = np.frombuffer(part, np.uint8)
+            part = np.broadcast_to(shared, (count, len(part)))
+        columns.append(part)
+    return np.concatenate(columns, axis=1).tobytes()
 
 
 def _column(numbers: Int64, dtype: str) -> Bytes:
@@ -254,8 +248,9 @@ def emit(manifest: Manifest, omit: Bool) -> bytes:
         offset = chunks.boxes.row(row, len(meta.shape)).offset
         names.append(unique_key(key, offset, meta.shape))
         emission.add_object(names[-1], row)
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
+    counts = Counter(names)
+    if len(counts) < len(names):
+        twice = sorted(name for name, count in counts.items() if count > 1)
         raise BackendError(
             f"torch DCP has one item of a name, but several have these: {twice[:20]}"
         )

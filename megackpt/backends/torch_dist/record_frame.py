@@ -62,7 +62,7 @@ def frame_lengths(dtype: str, shapes: Int64) -> tuple[Int64, Int64]:
     for kind in np.unique(kinds):
         rows = np.flatnonzero(kinds == kind)
         # All records of one kind have the same lengths.
-        lengths[:, rows] = np.array(
-            [list(map(len, frame(dtype, tuple(shapes[rows[0]].tolist()))))]
-        ).T
+        head, tail = frame(dtype, tuple(shapes[rows[0]].tolist()))
+        lengths[0, rows] = len(head)
+        lengths[1, rows] = len(tail)
     return lengths[0], lengths[1]
