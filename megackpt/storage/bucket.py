@@ -62,10 +62,8 @@ class BucketStorage(Storage):
                 "the endpoint and the credentials (AWS_*, GOOGLE_*, AZURE_*)"
             )
         found = _URL.fullmatch(url.rstrip("/"))
-        if (
-            found is None
-            or found["scheme"] not in client.AMAZON | client.GOOGLE | client.AZURE
-        ):
+        known = client.AMAZON | client.GOOGLE | client.AZURE
+        if found is None or found["scheme"] not in known:
             raise StorageError(
                 f"{url!r} is not a URL of a bucket: it should be s3://BUCKET/FOLDER "
                 "(or gs://, az://)"
@@ -85,10 +83,14 @@ class BucketStorage(Storage):
             raise CorruptCheckpoint(
                 f"{name!r} is not a name of a file inside a checkpoint"
             )
-        return f"{self._prefix}/{name}" if self._prefix else name
+        if not self._prefix:
+            return name
+        return f"{self._prefix}/{name}"
 
     def url(self, name: str) -> str:
-        return f"{self.location}/{name}" if name else self.location
+        if not name:
+            return self.location
+        return f"{self.location}/{name}"
 
     def folder(self, name: str) -> BucketStorage:
         """Return a folder of this root as a storage. It may be empty."""
@@ -195,22 +197,28 @@ class BucketStorage(Storage):
 
     def size(self, name: str) -> int | None:
         meta = self._head(name)
-        return None if meta is None else int(meta["size"])
+        if meta is None:
+            return None
+        return int(meta["size"])
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         if len(names) < _FEW:
             return super().sizes(names)
-        found = self.objects()
-        return [found[name][0] if name in found else None for name in names]
+        sizes = {name: size for name, (size, _) in self.objects().items()}
+        return [sizes.get(name) for name in names]
 
     def modified(self, name: str) -> float | None:
         meta = self._head(name)
-        return None if meta is None else float(meta["last_modified"].timestamp())
+        if meta is None:
+            return None
+        return float(meta["last_modified"].timestamp())
 
     def version(self, name: str) -> Version | None:
         """Return the current version of an object; None if it is absent."""
         meta = self._head(name)
-        return None if meta is None else Version(meta["e_tag"], meta["version"])
+        if meta is None:
+            return None
+        return Version(meta["e_tag"], meta["version"])
 
     def _head(self, name: str) -> Any:
         with suppress(FileNotFoundError), self._request("look at", name) as key:
@@ -344,4 +352,6 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 def root_at(place: str | os.PathLike[str], create: bool = False) -> Storage:
     """Return the storage of a directory or a bucket. ``create`` makes an absent directory."""
-    return BucketStorage(str(place)) if is_url(place) else LocalStorage(place, create)
+    if is_url(place):
+        return BucketStorage(str(place))
+    return LocalStorage(place, create)

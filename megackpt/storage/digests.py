@@ -19,7 +19,9 @@ def digest(data: bytes | memoryview) -> bytes:
 
 def digest_blocks(view: memoryview) -> bytes:
     """Return the joined digests of the DIGEST_BLOCKs of a C-contiguous view; b"" for no bytes."""
-    flat = view.cast("B") if view.nbytes else memoryview(b"")
+    if not view.nbytes:
+        return b""
+    flat = view.cast("B")
     blocks = range(0, len(flat), DIGEST_BLOCK)
     return b"".join(digest(flat[start : start + DIGEST_BLOCK]) for start in blocks)
 

@@ -31,9 +31,9 @@ TEMPORARY = ".megackpt-put-"
 
 _BATCH = 16 << 20  # bytes handed to one writev, and to early write-back
 _SYNCED_AT_ONCE = 4 << 20  # bytes: a file is made durable in such parts
-_VECTORS = min(
-    1024, os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 16
-)
+_VECTORS = 16  # buffers of one call, if the system does not say how many
+if "SC_IOV_MAX" in os.sysconf_names:
+    _VECTORS = min(1024, os.sysconf("SC_IOV_MAX"))
 _OPEN = 120
 """Files of a batch held open until they are synced. The first fsync on ext4 commits for all."""
 _THREADS = 4
@@ -84,12 +84,10 @@ def patiently(call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
 
 def failure(doing: str, path: str, error: OSError) -> StorageError:
     """Return the error to raise when the file system refuses."""
-    hint = (
-        "; free some space (or raise the quota) and save again"
-        if error.errno in _FULL
-        else ""
-    )
-    return StorageError(f"cannot {doing} {path}: {error.strerror or error}{hint}")
+    text = f"cannot {doing} {path}: {error.strerror or error}"
+    if error.errno in _FULL:
+        text += "; free some space (or raise the quota) and save again"
+    return StorageError(text)
 
 
 def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
@@ -336,22 +334,18 @@ class LocalReader(FileReader):
         for first in range(0, len(views), _VECTORS):
             batch = views[first : first + _VECTORS]
             while batch:
-                done = self._read(start, batch)
+                try:
+                    done = patiently(os.preadv, self._fd, batch, start)
+                except OSError as error:
+                    raise failure("read", self._path, error) from error
+                if not done:
+                    missing = sum(map(len, batch))
+                    raise CorruptCheckpoint(
+                        f"{self._path} ends at byte {self.size}: {missing} bytes from byte "
+                        f"{start} on are missing"
+                    )
                 start += done
                 batch = _after(batch, done)
-
-    def _read(self, start: int, batch: list[memoryview]) -> int:
-        try:
-            done = patiently(os.preadv, self._fd, batch, start)
-        except OSError as error:
-            raise failure("read", self._path, error) from error
-        if not done:
-            missing = sum(map(len, batch))
-            raise CorruptCheckpoint(
-                f"{self._path} ends at byte {self.size}: {missing} bytes from byte {start} on "
-                "are missing"
-            )
-        return done
 
     def stored(self, start: int, length: int, enough: int) -> int:
         found, at, end = 0, start, min(start + length, self.size)
@@ -379,14 +373,6 @@ class LocalReader(FileReader):
             os.close(fd)
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    """Write a small file's content and make it durable."""
-    for batch in _batches([memoryview(data)]):
-        while batch:
-            batch = _after(batch, os.writev(fd, batch))
-    os.fsync(fd)
-
-
 def create(name: str, folder: int, flags: int = NEW) -> int:
     """Open a file for writing, by a descriptor that is not one of the standard streams'.
 
@@ -407,7 +393,10 @@ def write_temporary(folder: int, data: bytes) -> str:
     name = f"{TEMPORARY}{uuid.uuid4().hex}"
     fd = create(name, folder)
     try:
-        _write_all(fd, data)
+        left = memoryview(data)
+        while left:
+            left = left[os.writev(fd, [left[:_BATCH]]) :]
+        os.fsync(fd)
     except BaseException:
         os.unlink(name, dir_fd=folder)
         raise
@@ -423,9 +412,8 @@ def unlink_file(folder: int, name: str) -> None:
     except (FileNotFoundError, IsADirectoryError):
         return
     except PermissionError:  # some systems raise it for a folder
-        if not stat.S_ISDIR(
-            os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-        ):
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):
             raise
 
 

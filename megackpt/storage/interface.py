@@ -23,16 +23,16 @@ def unsafe_names(names: Iterable[str]) -> list[str]:
 
     They are absolute, contain NUL, have an empty, ``.`` or ``..`` part, or cannot be encoded.
     """
-    return [name for name in names if not _is_safe(name)]
-
-
-def _is_safe(name: str) -> bool:
-    if not name.isascii():
+    unsafe = []
+    for name in names:
+        is_safe = _SAFE.fullmatch(name) is not None
         try:
             os.fsencode(name)
         except UnicodeEncodeError:
-            return False
-    return _SAFE.fullmatch(name) is not None
+            is_safe = False
+        if not is_safe:
+            unsafe.append(name)
+    return unsafe
 
 
 def allocate(size: int, where: str) -> bytearray:
@@ -91,7 +91,10 @@ class Durable(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close() if error is None else self.abort()
+        if error is None:
+            self.close()
+        else:
+            self.abort()
 
 
 class FileWriter(Durable):

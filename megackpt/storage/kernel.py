@@ -12,10 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_IOPRIO_SET = {
-    "x86_64": 251,
-    "aarch64": 30,
-}  # system call numbers; libc has no wrapper
+# Numbers of the system call; libc has no wrapper.
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_LOWEST = 2 << 13 | 7  # best effort, the last of eight levels
 # f_type of NFS, SMB (three generations), Lustre, GPFS, Ceph, BeeGFS, PanFS, OrangeFS, AFS, 9P, and
 # of FUSE, by which buckets, GlusterFS and JuiceFS are mounted.
@@ -57,7 +55,9 @@ def write_back(fd: int, start: int, length: int, wait: bool = False) -> None:
     """
     int64 = ctypes.c_int64
     call = _function("sync_file_range", ctypes.c_int, int64, int64, ctypes.c_uint)
-    flag = _SYNC_FILE_RANGE_WAIT_BEFORE if wait else _SYNC_FILE_RANGE_WRITE
+    flag = _SYNC_FILE_RANGE_WRITE
+    if wait:
+        flag = _SYNC_FILE_RANGE_WAIT_BEFORE
     if call is None or call(fd, start, length, flag) == 0 or not wait:
         return
     number = ctypes.get_errno()

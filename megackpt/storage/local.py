@@ -32,9 +32,8 @@ from megackpt.storage.interface import (
 )
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_READ = (
-    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-)  # NONBLOCK: a FIFO must not hang us
+# NONBLOCK: the open of a FIFO must not wait for its other end.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
 _REFUSED = (*_NOT_REGULAR, errno.EACCES, errno.EPERM)
@@ -47,13 +46,21 @@ def _checked(name: str, new: bool = False) -> list[str]:
     ``new``: a save chose the name, and the file system checks its length.
     """
     parts = name.split("/")
-    if unsafe_names([name]) or (
-        not new and any(len(os.fsencode(part)) > _LONGEST for part in parts)
-    ):
+    is_safe = not unsafe_names([name])
+    if is_safe and not new:
+        is_safe = max(len(os.fsencode(part)) for part in parts) <= _LONGEST
+    if not is_safe:
         raise CorruptCheckpoint(
             f"{name!r:.300} is not a name of a file inside a checkpoint"
         )
     return parts
+
+
+def _parts(folder: str) -> list[str]:
+    """Return the parts of a folder's name, none for the root."""
+    if not folder:
+        return []
+    return _checked(folder)
 
 
 class LocalStorage(Storage):
@@ -186,7 +193,8 @@ class LocalStorage(Storage):
                 status = patiently(os.fstat, fd)
             finally:
                 os.close(fd)
-            return status.st_size if stat.S_ISREG(status.st_mode) else None
+            if stat.S_ISREG(status.st_mode):
+                return status.st_size
         return None
 
     def is_remote(self) -> bool:
@@ -194,7 +202,9 @@ class LocalStorage(Storage):
 
     def modified(self, name: str) -> float | None:
         status = self.stat(name)
-        return status.st_mtime if status is not None else None
+        if status is None:
+            return None
+        return status.st_mtime
 
     def stat(self, name: str) -> os.stat_result | None:
         """Return an entry's status (of a link itself, unless ``following``); None if absent."""
@@ -212,9 +222,8 @@ class LocalStorage(Storage):
         return None
 
     def list(self, name: str = "") -> list[str]:
-        parts = _checked(name) if name else []
         try:
-            fd = self._descend(parts)
+            fd = self._descend(_parts(name))
         except FileNotFoundError:
             return []
         try:
@@ -254,8 +263,8 @@ class LocalStorage(Storage):
     def folder(self, name: str) -> LocalStorage:
         """Return a folder of this root as a storage. Raises as ``open`` does."""
         below = object.__new__(LocalStorage)
-        below._fd = self._descend(_checked(name) if name else [])
-        below.location = self._path(name) if name else self.location
+        below._fd = self._descend(_parts(name))
+        below.location = os.path.normpath(self._path(name))
         return below
 
     def lock(self) -> bool:
@@ -443,10 +452,14 @@ class SingleFile(LocalStorage):
         return self  # the file itself, where every link to it ends
 
     def list(self, name: str = "") -> list[str]:
-        return [] if name else [self.only]
+        if name:
+            return []
+        return [self.only]
 
     def stat(self, name: str) -> os.stat_result | None:
-        return self._file.status() if name == self.only else None
+        if name != self.only:
+            return None
+        return self._file.status()
 
     def open(self, name: str) -> LocalReader:
         if name != self.only:

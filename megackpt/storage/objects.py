@@ -198,10 +198,9 @@ class BucketWriter(FileWriter):
         if held is not None:
             if not self._bucket.put_if_match(self._name, bytes(held), None):
                 raise self._taken()
-        elif self._upload is not None:
-            self._finish()
-
-    def _finish(self) -> None:
+            return
+        if self._upload is None:
+            return
         try:
             with self._sending():
                 self._upload.flush()
