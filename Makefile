@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .peers/.ready
 MARKED := campaign slow strace browser megatron transformers root
-CORE := tests/state tests/adapters tests/dcp tests/interop tests/distributed/test_collectives.py
+CORE := tests/state tests/adapters tests/dcp tests/interop tests/distributed/test_collectives.py tests/distributed/test_real_ranks.py
 EMPTY :=
 EXPRESSION := not ($(subst $(EMPTY) , or ,$(MARKED)))
 # Three processes: tests often wait for ranks, disks or interpreters to start. worksteal keeps most tests

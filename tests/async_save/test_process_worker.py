@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -34,16 +33,7 @@ from megackpt.staging.buffers import Buffer
 sys.path.insert(0, str(Path(__file__).parent))  # writers import works by name
 import chores
 
-PATIENCE = 60.0
-SCRIPT = f"import sys; sys.path[:0] = [{str(Path(__file__).parents[2])!r}, {str(Path(__file__).parent)!r}]\n"
-SCRIPT += """
-from pathlib import Path
-import chores
-from megackpt.async_save import AsyncCallsQueue, AsyncRequest, Task
-from megackpt.async_save.process_worker import ProcessWorker
-from megackpt.async_save.request import Pending
-from megackpt.distributed import group_over
-"""
+from tests.async_save.processes import done, ended, gone, until
 
 
 @pytest.fixture
@@ -51,38 +41,6 @@ def worker() -> Iterator[ProcessWorker]:
     worker = ProcessWorker()
     yield worker
     worker.close()
-
-
-def ended(task: Task[Any]) -> Task[Any]:
-    assert task.wait(PATIENCE)
-    return task
-
-
-def done(
-    worker: ProcessWorker, work: Callable[[Any], Any], name: str = "iter_1"
-) -> Any:
-    """What becomes of it: the value, or the error."""
-    task = Task(work, name)
-    worker.start(task)
-    outcome = ended(task).outcome
-    assert outcome is not None
-    return outcome.error or outcome.value
-
-
-def until(seen: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE
-    while not (value := seen()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return value
-
-
-def gone(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    return state in "ZX"
 
 
 def begun(
@@ -487,130 +445,3 @@ def test_only_the_process_that_is_at_a_task_is_killed(worker: ProcessWorker) -> 
     assert (ended(first).get(), held) == (pid, [True])
     assert not dispatcher.kill_process_of(first)  # it is over
     assert done(worker, chores.pid) == second.get()
-
-
-def script(folder: Path, text: str) -> subprocess.Popen[str]:
-    path = folder / "script.py"
-    path.write_text(SCRIPT + text)
-    pipes: dict[str, Any] = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-    }
-    return subprocess.Popen([sys.executable, path], cwd=folder, **pipes)
-
-
-def test_a_script_without_a_guard_and_without_a_close(tmp_path: Path) -> None:
-    """The main module runs once; a task in flight at the end is given up quietly."""
-    text = """
-print("once", flush=True)
-worker = ProcessWorker()
-first, second = Task(chores.pid, "first"), Task(chores.Wait(Path("."), deaf=True), "second")
-worker.start(first)
-worker.start(second)
-first.wait()
-print(first.get(), flush=True)
-while not Path("begun").exists():
-    second.wait(0.01)
-"""
-    process = script(tmp_path, text)
-    out, err = process.communicate(timeout=PATIENCE)
-    once, pid = out.split()
-    assert (once, err, process.returncode) == ("once", "", 0)
-    until(lambda: gone(int(pid)))
-
-
-SAVING = """
-import sys, torch, megackpt
-from megackpt import ShardedTensor
-
-def save(directory):
-    queue = AsyncCallsQueue(persistent=True)
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(24 << 20))}
-    queue.schedule_async_request(megackpt.save(state, directory, async_sharded_save=True))
-    queue.close()
-"""
-
-
-@pytest.mark.slow
-def test_it_works_in_a_daemonic_process(tmp_path: Path) -> None:
-    """multiprocessing lets these start no processes."""
-    text = """
-import multiprocessing
-
-if __name__ == "__main__":
-    process = multiprocessing.get_context("spawn").Process(target=save, args=("ckpt",), daemon=True)
-    process.start()
-    process.join()
-    sys.exit(process.exitcode)
-"""
-    process = script(tmp_path, SAVING + text)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    assert megackpt.verify(tmp_path / "ckpt").ok
-
-
-@pytest.mark.root
-def test_it_works_with_a_dev_shm_of_64_mib(tmp_path: Path) -> None:
-    """As in containers by default: 96 MiB are saved."""
-    text = """
-save("ckpt")
-"""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT + SAVING + text)
-    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec"
-    subprocess.run(
-        ["unshare", "--mount", "sh", "-c", f"{mount} {sys.executable} {path}"],
-        cwd=tmp_path,
-        check=True,
-        timeout=PATIENCE,
-    )
-    assert megackpt.verify(tmp_path / "ckpt").ok
-
-
-def test_a_queue_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
-    text = """
-queue = AsyncCallsQueue(persistent=True)
-task = Task(chores.Wait(Path(".")), "iter_5")
-task.on_end(lambda outcome: print(outcome.error, flush=True))
-with group_over() as group:
-    queue.schedule_async_request(AsyncRequest(Pending(task, group), (), []))
-while not Path("begun").exists():
-    task.wait(0.01)
-"""
-    process = script(tmp_path, text)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0
-    assert "given up" in out
-    assert "Traceback" not in err
-    assert "these saves are finalized" in err
-    until(lambda: gone(int((tmp_path / "begun").read_text())))
-
-
-def test_it_dies_with_its_parent_however_that_dies(tmp_path: Path) -> None:
-    """Also while it hangs, and while a process that the parent has forked lives on."""
-    text = """
-import os, time
-worker = ProcessWorker()
-task = Task(chores.Wait(Path("."), deaf=True))
-worker.start(task)
-while not Path("begun").exists():
-    task.wait(0.01)
-forked = os.fork()
-if not forked:
-    os.close(1), os.close(2)
-    while not Path("go").exists():
-        time.sleep(0.01)
-    os._exit(0)
-print(forked, flush=True)
-time.sleep(1000)
-"""
-    process = script(tmp_path, text)
-    assert process.stdout is not None
-    forked = int(process.stdout.readline())
-    process.kill()
-    process.communicate()
-    until(lambda: gone(int((tmp_path / "begun").read_text())))
-    assert not gone(forked)
-    (tmp_path / "go").touch()
-    until(lambda: gone(forked))

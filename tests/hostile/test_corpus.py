@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.hostile import corpus
-from tests.hostile.corpus import CASES
+from tests.hostile.cases.place import CASES, STEP, build
 from tests.hostile.pickles import RUNNING, whole
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -29,7 +29,7 @@ WARM = "dcp"  # a kind that is read without tensorstore
 SHORT = corpus.in_every_run()
 QUICK = {*SHORT[::2], *corpus.WENT_WRONG}
 METADATA = ("load_sharded_metadata", "load_tensors_metadata")
-TOLD = re.compile(rf"{corpus.STEP}|'|for key|the common state|checkpoint")
+TOLD = re.compile(rf"{STEP}|'|for key|the common state|checkpoint")
 """An error tells of a file, a key, or the whole."""
 
 Outcome = Mapping[str, Any]
@@ -64,7 +64,7 @@ class Server:
 
 def tried(base: Path, names: list[str]) -> dict[str, Outcome]:
     """What came of each of these cases, and of the healthy checkpoints that they are made from."""
-    trials = corpus.build(base, names)
+    trials = build(base, names)
     waiting, lock, found = iter(trials.items()), threading.Lock(), dict[str, Outcome]()
 
     def taken() -> Iterator[tuple[str, Mapping[str, Any]]]:

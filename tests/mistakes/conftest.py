@@ -153,6 +153,15 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``made``: each mistake of the test's module."""
+    if "made" in metafunc.fixturenames:
+        found = [
+            each for each in vars(metafunc.module).values() if hasattr(each, "told")
+        ]
+        metafunc.parametrize("made", found, ids=lambda made: made.__name__)
+
+
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
     run = tmp_path_factory.mktemp("run")

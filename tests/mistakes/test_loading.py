@@ -5,9 +5,6 @@ What is asked for is told against a checkpoint of the model of conftest.py. ``py
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,29 +19,9 @@ from megackpt.errors import (
     ShardingError,
     StorageError,
 )
+from tests.mistakes.gallery import mistake, piece, test_gallery
 
-piece = ShardedTensor.from_rank_offsets
-
-MISTAKES: dict[Callable[[Any], Any], tuple[type[Exception], tuple[str, ...]]] = {}
-
-
-def mistake(
-    error: type[Exception], *told: str
-) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """A function that every rank calls, the error that all must raise, and what its message must hold."""
-
-    def add(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        MISTAKES[function] = error, told
-        return function
-
-    return add
-
-
-@pytest.mark.parametrize("made", MISTAKES, ids=lambda made: made.__name__)
-def test_gallery(made: Callable[[Any], Any], stranger: Any) -> None:
-    error, told = MISTAKES[made]
-    message = stranger.reads(made, error)
-    assert [part for part in told if part not in message] == []
+__all__ = ["test_gallery"]
 
 
 # --- names ---
