@@ -7,8 +7,8 @@ from megackpt.async_save.request import (
     AsyncRequest as AsyncRequest,
     Pending as Pending,
 )
-from megackpt.async_save.task import Task as Task
-from megackpt.async_save.workers import (
+from megackpt.async_save.task import (
+    Task as Task,
     ThreadWorker as ThreadWorker,
     Worker as Worker,
 )

@@ -17,8 +17,7 @@ from typing import Any
 
 from megackpt import events
 from megackpt.async_save.request import AsyncRequest, Pending
-from megackpt.async_save.task import Task
-from megackpt.async_save.workers import ThreadWorker, Worker
+from megackpt.async_save.task import Task, ThreadWorker, Worker
 from megackpt.distributed import DEFAULT_TIMEOUT, Attempt, Busy, attempt
 from megackpt.errors import CheckpointingException, RankLost, StorageError
 
