@@ -102,12 +102,17 @@ def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Open
         BackendError: the format is unknown or needs a missing package, several formats recognise
             the directory, or it is not of the format ``asked`` for.
     """
+
+    def look(storage: Storage) -> Opened:
+        backend, manifest, small = stored_manifest(storage, asked)
+        problems = small_file_problems(storage, small)
+        if problems:
+            raise CorruptCheckpoint("\n".join(problems))
+        return Opened(as_read_by(backend, storage), backend, manifest, small)
+
     # Without an index nothing ties the files together: check that no save began to remove them.
     return unreplaced(
-        directory,
-        lambda storage: _read(storage, asked),
-        lambda opened: bool(opened.manifest.save_id),
-        asked,
+        directory, look, lambda opened: bool(opened.manifest.save_id), asked
     )
 
 
@@ -154,7 +159,11 @@ def open_same(
             f"{error}; but rank 0 has opened a checkpoint there, which cannot be seen on host "
             f"{socket.gethostname()!r}: is the directory shared between all hosts?"
         ) from error
-    found = _save_id(storage)
+    found = ""
+    if isinstance(storage, Committed):
+        found = storage.record.save_id
+    elif (head := read_head(storage)) is not None:
+        found = head.save_id
     if found != save_id:
         raise CheckpointReplaced(
             f"{storage.called} was replaced while it was being read: opened as save "
@@ -389,22 +398,8 @@ def still_short(storage: Storage, files: Sequence[Shortfall]) -> list[Shortfall]
     return found
 
 
-def _read(storage: Storage, asked: Strategy | None = None) -> Opened:
-    backend, manifest, small = stored_manifest(storage, asked)
-    problems = small_file_problems(storage, small)
-    if problems:
-        raise CorruptCheckpoint("\n".join(problems))
-    return Opened(as_read_by(backend, storage), backend, manifest, small)
-
-
 def as_read_by(backend: Backend, storage: Storage) -> Storage:
     """The storage. It follows links if the format allows them."""
-    return storage.following() if backend.properties.follows_links else storage
-
-
-def _save_id(storage: Storage) -> str:
-    """The id in the commit record or in the head of the index; empty without both."""
-    if isinstance(storage, Committed):
-        return storage.record.save_id
-    head = read_head(storage)
-    return "" if head is None else head.save_id
+    if backend.properties.follows_links:
+        return storage.following()
+    return storage

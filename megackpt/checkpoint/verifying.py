@@ -118,11 +118,27 @@ def verify(
         BackendError: the format is unknown or needs a missing package.
     """
     with events.operation("verify", directory) as running:
-        report = unreplaced(
-            directory,
-            lambda storage: _verified(storage, running, threads, start, advance),
-            lambda report: report.ok,
-        )
+
+        def verified(storage: Storage) -> Report:
+            try:
+                with events.stage("open"):
+                    backend, manifest, small = stored_manifest(storage)
+                    running.id = manifest.save_id
+            except CorruptCheckpoint as error:
+                return Report(storage.called, 0, 0, 0, False, (str(error),))
+            with events.stage("read") as reading:
+
+                def moved(count: int) -> None:
+                    reading.advance(count)
+                    advance(count)
+
+                work = _Work(as_read_by(backend, storage), backend, manifest, moved)
+                reading.todo = int(manifest.chunks.length.sum())
+                report = work.report(small, threads, start)
+                reading.done = report.bytes
+                return report
+
+        report = unreplaced(directory, verified, lambda report: report.ok)
         running.bytes = report.bytes
         if report.problems:
             running.problem = f"{len(report.problems)} problems: {report.problems[0]}"
@@ -130,32 +146,6 @@ def verify(
             running.problem = (
                 f"{len(report.unread)} parts could not be read: {report.unread[0]}"
             )
-        return report
-
-
-def _verified(
-    storage: Storage,
-    running: events.Operation,
-    threads: int,
-    start: Count,
-    advance: Count,
-) -> Report:
-    try:
-        with events.stage("open"):
-            backend, manifest, small = stored_manifest(storage)
-            running.id = manifest.save_id
-    except CorruptCheckpoint as error:
-        return Report(storage.called, 0, 0, 0, False, (str(error),))
-    with events.stage("read") as reading:
-
-        def moved(count: int) -> None:
-            reading.advance(count)
-            advance(count)
-
-        work = _Work(as_read_by(backend, storage), backend, manifest, moved)
-        reading.todo = int(manifest.chunks.length.sum())
-        report = work.report(small, threads, start)
-        reading.done = report.bytes
         return report
 
 

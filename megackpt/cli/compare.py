@@ -340,23 +340,21 @@ def object_changes(a: Any, b: Any, path: tuple[Any, ...] = ()) -> Iterator[Chang
     elif isinstance(a, list) and isinstance(b, list):
         for i, (x, y) in enumerate(zip_longest(a, b, fillvalue=...)):
             yield from object_changes(x, y, (*path, i))
-    elif not _is_same_leaf(a, b):
-        yield Change(path, a, b)
+    else:
+        from megackpt.serialization.inspection import UNSEEN
 
-
-def _is_same_leaf(a: Any, b: Any) -> bool:
-    from megackpt.serialization.inspection import UNSEEN
-
-    # Parts that were too deep to inspect are not known to be equal.
-    if type(a) is not type(b) or a is UNSEEN:
-        return False
-    if isinstance(a, float | complex | np.generic):
-        # 0.0 and -0.0 differ; NaN equals NaN.
-        return repr(a) == repr(b)
-    if hasattr(a, "dtype") and hasattr(a, "shape"):
-        is_alike = a.dtype == b.dtype and a.shape == b.shape
-        return bool(is_alike) and _array_bytes(a) == _array_bytes(b) is not None
-    return bool(a == b)
+        # Parts that were too deep to inspect are not known to be equal.
+        is_same = type(a) is type(b) and a is not UNSEEN
+        if is_same and isinstance(a, float | complex | np.generic):
+            # 0.0 and -0.0 differ; NaN equals NaN.
+            is_same = repr(a) == repr(b)
+        elif is_same and hasattr(a, "dtype") and hasattr(a, "shape"):
+            is_same = a.dtype == b.dtype and a.shape == b.shape
+            is_same = is_same and _array_bytes(a) == _array_bytes(b) is not None
+        elif is_same:
+            is_same = a == b
+        if not is_same:
+            yield Change(path, a, b)
 
 
 def _array_bytes(array: Any) -> bytes | None:

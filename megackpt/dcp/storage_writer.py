@@ -68,7 +68,6 @@ from megackpt.distributed import Attempt, attempt
 from megackpt.errors import CheckpointingException, SaveInProgress
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorEntry, TensorMeta
 from megackpt.planning.save_plan import refuse_unstorable
-from megackpt.storage import Storage
 
 Path = str | os.PathLike[str]
 HostItems = dict[MetadataIndex, Resolved]
@@ -281,7 +280,14 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
                 common = None
                 is_listed = LISTED_COMMON in metadata.state_dict_metadata
                 if not is_listed:
-                    common = _write_common(storage)
+                    # The empty common state that Megatron-Core expects.
+                    with storage.create(COMMON_FILE) as writer:
+                        records = Records(writer)
+                        empty = memoryview(serialization.dump({}))
+                        stored = records.blob(iter([empty]))
+                        records.end()
+                    info = _StorageInfo(COMMON_FILE, stored.start, stored.length)
+                    common = StoredItem(info, *stored)
                 manifest = manifest_of(metadata, results, common)
                 if is_listed:
                     check_common(storage, results)
@@ -397,15 +403,6 @@ def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
                 meta = TensorMeta(tuple(item.tensor_data.size), dtype)
             entries.add(TensorEntry(item.index.fqn, meta))
     refuse_unstorable(tuple(entries))
-
-
-def _write_common(storage: Storage) -> StoredItem:
-    """The empty common state that Megatron-Core expects."""
-    with storage.create(COMMON_FILE) as writer:
-        records = Records(writer)
-        stored = records.blob(iter([memoryview(serialization.dump({}))]))
-        records.end()
-    return StoredItem(_StorageInfo(COMMON_FILE, stored.start, stored.length), *stored)
 
 
 def is_checkpoint_path(checkpoint_id: Path) -> bool:

@@ -118,29 +118,26 @@ def damage(root: Storage, manifest: Manifest) -> list[str] | None:
     rows = rows[chunks.file[rows] >= 0]
     found: list[str] = []
     any_unchecked = False
+
+    def check_record(row: int) -> tuple[list[str], bool]:
+        """The problems of a record, and whether it has bytes without a checksum."""
+        chunk = manifest.chunk(row)
+        place = chunk.location
+        if root.size(place.file) is None:
+            return [], False  # reported once for the file
+        with root.open(place.file) as reader:
+            try:
+                problems, unchecked = check_archive(reader, place.start, place.length)
+            except CorruptCheckpoint as error:
+                problems, unchecked = [str(error)], False
+        shard = ShardId(manifest.tensors[chunks.tensor[row]].key, chunk.box)
+        where = f"{root.location}/{place.file}"
+        return [f"{shard}: {problem}: {where}" for problem in problems], unchecked
+
     with ThreadPoolExecutor(THREADS, "megackpt-checksums") as pool:
-        jobs = pool.map(lambda row: _check_record(root, manifest, row), rows.tolist())
-        for problems, unchecked in jobs:
+        for problems, unchecked in pool.map(check_record, rows.tolist()):
             found += problems
             any_unchecked = any_unchecked or unchecked
     if any_unchecked and not found:
         return None
     return found
-
-
-def _check_record(
-    root: Storage, manifest: Manifest, row: int
-) -> tuple[list[str], bool]:
-    """The problems of a record, and whether it has bytes without a checksum."""
-    chunk = manifest.chunk(row)
-    place = chunk.location
-    if root.size(place.file) is None:
-        return [], False  # reported once for the file
-    with root.open(place.file) as reader:
-        try:
-            problems, unchecked = check_archive(reader, place.start, place.length)
-        except CorruptCheckpoint as error:
-            problems, unchecked = [str(error)], False
-    shard = ShardId(manifest.tensors[manifest.chunks.tensor[row]].key, chunk.box)
-    where = f"{root.location}/{place.file}"
-    return [f"{shard}: {problem}: {where}" for problem in problems], unchecked

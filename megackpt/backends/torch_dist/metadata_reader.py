@@ -75,7 +75,26 @@ class Listing:
         for name, item in described.items():
             if type(name) is not str:
                 raise CorruptCheckpoint("an item has a name that is not a string")
-            self.tensors[name] = _meta(name, item)
+            if _is(item, "BytesStorageMetadata"):
+                self.tensors[name] = TensorMeta((), OBJECT)
+                continue
+            if not _is(item, "TensorStorageMetadata"):
+                raise CorruptCheckpoint(f"{name!r} is neither a tensor nor an object")
+            size, properties = item.field("size"), item.field("properties")
+            # The properties are a tuple in torch's own pickles, a dict in others.
+            dtype = None
+            if _is(properties, "TensorProperties"):
+                dtype = properties.field("dtype")
+                if type(properties.state) is tuple and properties.state:
+                    dtype = properties.state[0]
+            if type(dtype) is not str or dtype == OBJECT:
+                raise CorruptCheckpoint(f"{name!r} has no dtype")
+            if type(size) is not Size:
+                raise CorruptCheckpoint(f"{name!r} has no size")
+            most = math.prod(max(n, 1) for n in size)
+            if most * ITEMSIZE.get(dtype, 1) >= _TOO_LARGE:
+                raise CorruptCheckpoint(f"{name!r} of shape {tuple(size)} cannot exist")
+            self.tensors[name] = TensorMeta(tuple(size), dtype)
 
     def __iter__(self) -> Iterator[ListedItem]:
         for name, meta in self.tensors.items():
@@ -227,29 +246,6 @@ def _places(stored: Any) -> dict[tuple[str, Any], RecordPlace]:
 
 def _is(value: Any, kind: str) -> bool:
     return isinstance(value, Record) and value.kind == kind
-
-
-def _meta(name: str, item: Any) -> TensorMeta:
-    if _is(item, "BytesStorageMetadata"):
-        return TensorMeta((), OBJECT)
-    if not _is(item, "TensorStorageMetadata"):
-        raise CorruptCheckpoint(f"{name!r} is neither a tensor nor an object")
-    size, properties = item.field("size"), item.field("properties")
-    # The properties are a tuple in torch's own pickles, a dict in others.
-    dtype = None
-    if _is(properties, "TensorProperties"):
-        state = properties.state
-        if type(state) is tuple and state:
-            dtype = state[0]
-        else:
-            dtype = properties.field("dtype")
-    if type(dtype) is not str or dtype == OBJECT:
-        raise CorruptCheckpoint(f"{name!r} has no dtype")
-    if type(size) is not Size:
-        raise CorruptCheckpoint(f"{name!r} has no size")
-    if math.prod(max(n, 1) for n in size) * ITEMSIZE.get(dtype, 1) >= _TOO_LARGE:
-        raise CorruptCheckpoint(f"{name!r} of shape {tuple(size)} cannot exist")
-    return TensorMeta(tuple(size), dtype)
 
 
 def _box(name: str, chunk: Any, ndim: int) -> Box:

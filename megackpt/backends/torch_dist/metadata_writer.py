@@ -149,8 +149,12 @@ class _Emission:
         width = len(table) // count
         numbers, first = np.unique(tensor, return_index=True)
         bounds = [*(first * width).tolist(), len(table)]
+        # Its layout and memory format; False: it needs no gradient and is not pinned.
+        properties = _global("torch", dtype) + memo["strided"] + b"\x89"
+        properties += memo["contiguous"] + b"\x89"
         begin = memo["TensorStorageMetadata"] + _STATE + memo["properties"]
-        begin += self._properties(dtype) + memo["size"] + memo["Size"] + b"("
+        begin += memo["TensorProperties"] + b")\x81(" + properties + b"tb"
+        begin += memo["size"] + memo["Size"] + b"("
         for i, number in enumerate(numbers.tolist()):
             key = _FETCH + struct.pack("<I", self.key + number)
             extents = map(_integer, self.manifest.tensors[number].meta.shape)
@@ -211,12 +215,6 @@ class _Emission:
         for axis in range(columns.shape[1]):
             parts += _integers(columns[:, axis])
         return [*parts, _TUPLE]
-
-    def _properties(self, dtype: str) -> bytes:
-        memo = self.memo
-        state = _global("torch", dtype) + memo["strided"] + b"\x89"
-        state += memo["contiguous"] + b"\x89"
-        return memo["TensorProperties"] + b")\x81(" + state + b"tb"
 
 
 def emit(manifest: Manifest, omit: Bool) -> bytes:
