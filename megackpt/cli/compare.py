@@ -125,13 +125,13 @@ def compare(
     """
     side_a, side_b = _Side(a, select), _Side(b, select)
     result = Comparison()
-    result.only_a = [key for key in side_a.numbers if key not in side_b.numbers]
     result.only_b = [key for key in side_b.numbers if key not in side_a.numbers]
     regions: list[tuple[str, Box]] = []
     shards: list[tuple[str, Box]] = []
     with events.operation("diff", a.storage.location), events.stage("read") as stage:
         for key in side_a.numbers:
             if key not in side_b.numbers:
+                result.only_a.append(key)
                 continue
             result.compared += 1
             meta_a, meta_b = side_a.meta(key), side_b.meta(key)
@@ -170,11 +170,10 @@ class _Side:
         self._regions = Regions(opened)
         self.has_digests = len(opened.manifest.chunks.digests) > 0
         self._parts = TensorParts(opened.manifest)
-        self.numbers = {
-            key: number
-            for key, number in opened.manifest.numbers().items()
-            if fnmatch.fnmatchcase(key, select)
-        }
+        self.numbers: dict[str, int] = {}
+        for key, number in opened.manifest.numbers().items():
+            if fnmatch.fnmatchcase(key, select):
+                self.numbers[key] = number
 
     def meta(self, key: str) -> TensorMeta:
         return self.manifest.tensors[self.numbers[key]].meta

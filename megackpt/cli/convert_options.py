@@ -88,7 +88,9 @@ def convert_arguments(options: argparse.Namespace) -> dict[str, Any]:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise ValueError(f"an option is NAME=VALUE, not {text!r}")
-        values[name] = int(value) if value.isdecimal() else value
+        values[name] = value
+        if value.isdecimal():
+            values[name] = int(value)
     if values:
         arguments["to"] = Strategy(options.to, options=values)
     return arguments

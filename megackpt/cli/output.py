@@ -139,7 +139,9 @@ def _format(name: str, value: Any) -> str:
     elif value is ...:
         text = "absent"
     elif isinstance(value, bool):
-        text = "yes" if value else "no"
+        text = "no"
+        if value:
+            text = "yes"
     elif name in _SIZES:
         text = format_size(value)
     elif name == "saved":

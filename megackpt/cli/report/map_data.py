@@ -93,18 +93,21 @@ def declarations_data(declared: Declarations, balance: bool) -> Data:
     writer[shard_of[writing]] = declared.rank[writing]
     texts = uncovered(declared)
     problems = {}
-    for number, entry in enumerate(declared.tensors):
-        if entry.key in texts:
-            problems[number] = texts[entry.key]
+    for number, (key, _) in enumerate(declared.tensors):
+        if key in texts:
+            problems[number] = texts[key]
     first = shards.first
     order = _sorted_by_box(declared.tensor[first], declared.boxes.take(first))
     columns = {"writer": writer[order], "length": declared.nbytes[first[order]]}
-    groups = [np.zeros(0, np.int64), *(shards.rows(row) for row in order.tolist())]
-    holders = np.concatenate(groups)
+    holders = np.zeros(0, np.int64)
+    if len(order):
+        holders = np.concatenate([shards.rows(row) for row in order.tolist()])
     holding = np.unique(declared.rank)
     world = holding
     if len(declared.domains) > 1:
         world = np.union1d(np.arange(len(declared.domains)), holding)
+    ids = declared.replica_ids
+    replicas = [[str(replica), is_main_replica(replica)] for replica in ids]
     written_by = "main replicas"
     if balance:
         written_by = "the least loaded holder of each box; objects by main replicas"
@@ -122,9 +125,7 @@ def declarations_data(declared: Declarations, balance: bool) -> Data:
             "rank": declared.rank[holders].tolist(),
             "replica": declared.replica[holders].tolist(),
         },
-        "replicas": [
-            [str(replica), is_main_replica(replica)] for replica in declared.replica_ids
-        ],
+        "replicas": replicas,
         **_tensors(declared.tensors, [None] * len(declared.tensors)),
         **_boxes(declared, first[order], columns, problems),
     }
@@ -156,16 +157,13 @@ def _tensors(
     entries: Sequence[TensorEntry], grids: Sequence[tuple[int, ...] | None]
 ) -> Data:
     dtypes = sorted({entry.meta.dtype for entry in entries})
-    return {
-        "dtypes": dtypes,
-        "tensors": {
-            "key": [entry.key for entry in entries],
-            "dtype": [dtypes.index(entry.meta.dtype) for entry in entries],
-            "ndim": [len(entry.meta.shape) for entry in entries],
-            "shape": [extent for entry in entries for extent in entry.meta.shape],
-            "grid": grids,
-        },
-    }
+    columns: dict[str, list[Any]] = {"key": [], "dtype": [], "ndim": [], "shape": []}
+    for key, meta in entries:
+        columns["key"].append(key)
+        columns["dtype"].append(dtypes.index(meta.dtype))
+        columns["ndim"].append(len(meta.shape))
+        columns["shape"] += meta.shape
+    return {"dtypes": dtypes, "tensors": {**columns, "grid": grids}}
 
 
 def _boxes(
@@ -181,12 +179,8 @@ def _boxes(
     own = np.arange(boxes.width) < ndim[tensor][:, None]
     # A key that is declared in several ways is several tensors, each without some boxes.
     times = Counter(entry.key for entry in declared.tensors)
-    flaws: dict[str, list[int]] = {
-        "tensor": [],
-        "count": [],
-        "offset": [],
-        "extent": [],
-    }
+    flaws: dict[str, list[int]]
+    flaws = {"tensor": [], "count": [], "offset": [], "extent": []}
     located = [n for n in problems if times[declared.tensors[n].key] == 1]
     for number in located[:MAX_LOCATED]:
         for box, count in _regions(declared, number):
@@ -215,8 +209,8 @@ def _regions(declared: Declarations, number: int) -> Iterator[tuple[Box, int]]:
     boxes = mine.boxes.widened(len(shape))
     whole = shapes_table(declared.tensors[number : number + 1], boxes.width)
     leaves = (boxes.offset < 0) | (boxes.shape < 0) | (boxes.stop > whole)
-    outside = dict.fromkeys(
-        boxes.row(int(i), len(shape)) for i in np.flatnonzero(leaves.any(axis=1))
-    )
-    yield from ((box, OUTSIDE) for box in islice(outside, MAX_REGIONS))
+    rows = np.flatnonzero(leaves.any(axis=1)).tolist()
+    outside = dict.fromkeys(boxes.row(row, len(shape)) for row in rows)
+    for box in islice(outside, MAX_REGIONS):
+        yield box, OUTSIDE
     yield from islice(miscounted(mine.boxes.take(mine.main), shape), MAX_REGIONS)
