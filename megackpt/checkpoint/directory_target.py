@@ -38,7 +38,6 @@ from megackpt.checkpoint.marker import (
     Marker,
     Sibling,
     logger,
-    markers,
     owner_suffix,
     refuse_working,
     siblings,
@@ -310,11 +309,6 @@ class DirectoryTarget(SiblingDirectories):
             if self._marker_in(sibling) is not None:
                 self._remove_unpublished(sibling)
 
-    def _remove_taken(self, save_id: str) -> None:
-        for sibling in siblings(self.outer, self.name):
-            if sibling.suffix == owner_suffix(save_id):
-                self._remove_sibling(sibling)
-
     def recover(self, *, spared: str = "", abandoned: bool = False) -> list[Marker]:
         """Finish or undo dead saves to this directory. Returns the markers of the others.
 
@@ -401,13 +395,6 @@ class DirectoryTarget(SiblingDirectories):
                     self.recover()
                     return True
             return False
-
-    def _markers_here(self) -> list[Marker]:
-        """The markers in the target."""
-        folder = self._folder(self.name)
-        if folder is None:
-            return []
-        return markers(folder)
 
     def _is_over(self, marker: Marker, abandoned: bool = False) -> bool:
         if marker.save_id == self._begins and marker.pid == os.getpid():

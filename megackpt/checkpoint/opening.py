@@ -102,17 +102,12 @@ def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Open
         BackendError: the format is unknown or needs a missing package, several formats recognise
             the directory, or it is not of the format ``asked`` for.
     """
-
-    def look(storage: Storage) -> Opened:
-        backend, manifest, small = stored_manifest(storage, asked)
-        problems = small_file_problems(storage, small)
-        if problems:
-            raise CorruptCheckpoint("\n".join(problems))
-        return Opened(as_read_by(backend, storage), backend, manifest, small)
-
     # Without an index nothing ties the files together: check that no save began to remove them.
     return unreplaced(
-        directory, look, lambda opened: bool(opened.manifest.save_id), asked
+        directory,
+        lambda storage: _read(storage, asked),
+        lambda opened: bool(opened.manifest.save_id),
+        asked,
     )
 
 
@@ -396,6 +391,14 @@ def still_short(storage: Storage, files: Sequence[Shortfall]) -> list[Shortfall]
         if size is None or size < file.needed:
             found.append(replace(file, size=size))
     return found
+
+
+def _read(storage: Storage, asked: Strategy | None = None) -> Opened:
+    backend, manifest, small = stored_manifest(storage, asked)
+    problems = small_file_problems(storage, small)
+    if problems:
+        raise CorruptCheckpoint("\n".join(problems))
+    return Opened(as_read_by(backend, storage), backend, manifest, small)
 
 
 def as_read_by(backend: Backend, storage: Storage) -> Storage:

@@ -13,7 +13,10 @@ from megackpt.checkpoint.marker import (
     Marker,
     Sibling,
     logger,
+    markers,
+    owner_suffix,
     read_marker,
+    siblings,
 )
 from megackpt.checkpoint.ownership import (
     OURS,
@@ -52,6 +55,12 @@ class SiblingDirectories:
         self.outer = LocalStorage(above, create=create)
         self.location = path
         self._owned: tuple[str, tuple[str, ...]] | None = None
+
+    def _remove_taken(self, save_id: str) -> None:
+        """Remove the directories that this save has taken from others."""
+        for sibling in siblings(self.outer, self.name):
+            if sibling.suffix == owner_suffix(save_id):
+                self._remove_sibling(sibling)
 
     def _remove_sibling(self, sibling: Sibling) -> None:
         if self._marker_in(sibling) is not None:
@@ -164,6 +173,13 @@ class SiblingDirectories:
         if folder is None:
             return None
         return read_marker(folder, PREFIX + sibling.save_id, sibling.save_id)
+
+    def _markers_here(self) -> list[Marker]:
+        """The markers in the target."""
+        folder = self._folder(self.name)
+        if folder is None:
+            return []
+        return markers(folder)
 
     def _folder(self, name: str) -> LocalStorage | None:
         try:
