@@ -23,7 +23,8 @@ from megackpt.storage.interface import Batch, FileReader, FileUpdater, FileWrite
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BELOW = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+BELOW = FOLDER | os.O_NOFOLLOW
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 TEMPORARY = ".megackpt-put-"
@@ -436,3 +437,26 @@ def remove_tree(folder: int, name: str) -> None:
         os.close(fd)
     with suppress(FileNotFoundError):
         os.rmdir(name, dir_fd=folder)
+
+
+def make_folders(path: str) -> None:
+    """Make a directory and its missing parents durably. An existing one is not an error."""
+    if os.path.isdir(path):
+        return
+    above = os.path.dirname(path)
+    make_folders(above)
+    fd = os.open(above, FOLDER)
+    try:
+        make_folder(fd, os.path.basename(path))
+    finally:
+        os.close(fd)
+
+
+def make_folder(fd: int, name: str, durably: bool = True) -> None:
+    """Make a folder, if it is absent."""
+    try:
+        os.mkdir(name, dir_fd=fd)
+        if durably:
+            os.fsync(fd)
+    except FileExistsError:
+        return  # another rank was faster, or a file is in the way: opening it will fail

@@ -13,11 +13,14 @@ from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.storage import kernel
 from megackpt.storage.files import (
     BELOW,
+    FOLDER,
     LocalBatch,
     LocalReader,
     LocalUpdater,
     LocalWriter,
     failure,
+    make_folder,
+    make_folders,
     patiently,
     remove_tree,
     unlink_file,
@@ -31,7 +34,6 @@ from megackpt.storage.interface import (
     unsafe_names,
 )
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # NONBLOCK: the open of a FIFO must not wait for its other end.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -82,7 +84,7 @@ class LocalStorage(Storage):
         try:
             if create:
                 make_folders(self.location)
-            self._fd = patiently(os.open, self.location, _FOLDER)
+            self._fd = patiently(os.open, self.location, FOLDER)
         except (FileNotFoundError, NotADirectoryError):
             if not create:
                 raise
@@ -402,7 +404,7 @@ class LocalStorage(Storage):
         self, folders: Sequence[str], make: bool = False, durably: bool = True
     ) -> int:
         if not folders:
-            return patiently(os.open, ".", _FOLDER, dir_fd=self._fd)
+            return patiently(os.open, ".", FOLDER, dir_fd=self._fd)
         fd = self._fd
         for i, part in enumerate(folders):
             try:
@@ -479,33 +481,11 @@ class SingleFile(LocalStorage):
             return False
 
 
-def make_folders(path: str) -> None:
-    """Make a directory and its missing parents durably. An existing one is not an error."""
-    if os.path.isdir(path):
-        return
-    above = os.path.dirname(path)
-    make_folders(above)
-    fd = os.open(above, _FOLDER)
-    try:
-        _make_folder(fd, os.path.basename(path))
-    finally:
-        os.close(fd)
-
-
-def _make_folder(fd: int, name: str, durably: bool = True) -> None:
-    try:
-        os.mkdir(name, dir_fd=fd)
-        if durably:
-            os.fsync(fd)
-    except FileExistsError:
-        return  # another rank was faster, or a file is in the way: opening it will fail
-
-
 def _enter(fd: int, part: str, make: bool, durably: bool) -> int:
     try:
         return patiently(os.open, part, BELOW, dir_fd=fd)
     except FileNotFoundError:
         if not make:
             raise
-    _make_folder(fd, part, durably)
+    make_folder(fd, part, durably)
     return patiently(os.open, part, BELOW, dir_fd=fd)
