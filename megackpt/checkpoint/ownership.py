@@ -136,7 +136,7 @@ def foreign_entries(
     Temporary files of saves are left out. ``names``: the entries of the directory itself to
     examine; by default all.
     """
-    folders: set[str] = set()
+    own, folders = frozenset(own), set[str]()
     for name in own:
         above = name.rpartition("/")[0]
         while above and above not in folders:
@@ -146,11 +146,13 @@ def foreign_entries(
     if names is not None:
         waiting = [entry for entry in waiting if entry in names]
     for name in waiting:
-        if name in folders and storage.size(name) is None:
-            # The storage refuses to list a link, which leads out of the root.
+        if name in folders:
+            # The storage refuses to list a file, or a link, which leads out of the root.
             with suppress(CorruptCheckpoint):
-                waiting += [f"{name}/{entry}" for entry in storage.list(name)]
-                continue
+                entries = storage.list(name)
+                if entries or storage.size(name) is None:
+                    waiting += [f"{name}/{entry}" for entry in entries]
+                    continue
         if name not in own:
             yield name
 

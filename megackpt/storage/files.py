@@ -70,11 +70,12 @@ def patiently(call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
     write or rename it is unknown what is on the disk, and a second call would hide that.
     Raises the last OSError after ``limits.RETRY_SECONDS``, and any other one at once.
     """
-    pause, deadline = _FIRST_PAUSE, time.monotonic() + limits.RETRY_SECONDS
+    pause, deadline = _FIRST_PAUSE, 0.0
     while True:
         try:
             return call(*args, **named)
         except OSError as error:
+            deadline = deadline or time.monotonic() + limits.RETRY_SECONDS
             late = time.monotonic() + pause > deadline
             if error.errno not in _MOMENTARY or late or not allowance.take(pause):
                 raise

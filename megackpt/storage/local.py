@@ -49,7 +49,8 @@ def _checked(name: str, new: bool = False) -> list[str]:
     """
     parts = name.split("/")
     is_safe = not unsafe_names([name])
-    if is_safe and not new:
+    # A character has at most four bytes.
+    if is_safe and not new and 4 * len(name) > _LONGEST:
         is_safe = max(len(os.fsencode(part)) for part in parts) <= _LONGEST
     if not is_safe:
         raise CorruptCheckpoint(
@@ -174,10 +175,11 @@ class LocalStorage(Storage):
         return status.st_size
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        return list(map(self._opened_size, names))
+        # A network file system may remember an old size for a name, not for an opened file.
+        look = self._opened_size if self.is_remote() else self.size
+        return [look(name) for name in names]
 
     def _opened_size(self, name: str) -> int | None:
-        """The size of the opened file: a network file system may hold an old one for its name."""
         flags = _READ
         if self._links:
             flags &= ~os.O_NOFOLLOW
@@ -245,11 +247,20 @@ class LocalStorage(Storage):
     def remove_files(self, names: Iterable[str]) -> None:
         """Remove existing files, and folders that become empty, durably. Keep other folders."""
         gone = FileNotFoundError, CorruptCheckpoint  # absent, or behind a link
-        folders: set[str] = set()
+        in_folder: dict[str, list[str]] = {}
         for name in names:
-            with suppress(*gone), self._within("remove", name) as (folder, last):
-                unlink_file(folder, last)
-            folders.update(name[:at] for at, sign in enumerate(name) if sign == "/")
+            with suppress(CorruptCheckpoint):
+                *parts, last = _checked(name)
+                in_folder.setdefault("/".join(parts), []).append(last)
+        folders: set[str] = set()
+        for above, files in in_folder.items():
+            first = f"{above}/{files[0]}".lstrip("/")
+            with suppress(*gone), self._within("remove", first) as (folder, _):
+                for file in files:
+                    unlink_file(folder, file)
+            while above:
+                folders.add(above)
+                above = above.rpartition("/")[0]
         # From the deepest up: a folder may be empty once those in it are gone.
         for name in sorted(folders, key=lambda name: (-name.count("/"), name)):
             with suppress(*gone), self._within("remove", name) as (folder, last):

@@ -18,7 +18,7 @@ import megackpt
 from megackpt import ShardedTensor, limits
 from megackpt.checkpoint import transaction
 from megackpt.errors import CorruptCheckpoint, StorageError
-from megackpt.storage import LocalStorage, files
+from megackpt.storage import LocalStorage, files, kernel
 
 MOMENTARY = [errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.EIO]
 
@@ -60,7 +60,7 @@ def below(*args: Any, **_: Any) -> bool:
 
 USES: dict[str, Callable[[LocalStorage], object]] = {
     "open": lambda root: root.get("folder/file"),
-    "fstat": lambda root: root.sizes(["folder/file"]),
+    "fstat": lambda root: root._opened_size("folder/file"),
     "stat": lambda root: root.size("folder/file"),
     "listdir": lambda root: root.list("folder"),
     "preadv": lambda root: root.get("folder/file"),
@@ -173,6 +173,7 @@ class Late:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, looks: int, size: int | None
     ) -> None:
+        monkeypatch.setattr(kernel, "is_networked", lambda _: True)
         self.looks, self.size, self.real = looks, size, LocalStorage._opened_size
 
         def look(root: LocalStorage, name: str) -> int | None:
@@ -237,10 +238,11 @@ def test_a_load_of_a_broken_checkpoint_does_not_wait(tmp_path: Path) -> None:
     assert time.monotonic() - began < 2
 
 
-def test_sizes_are_those_of_opened_files(
+def test_sizes_on_a_network_are_those_of_opened_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache shows an old size for the name."""
+    monkeypatch.setattr(kernel, "is_networked", lambda _: True)
     root = LocalStorage(tmp_path)
     root.put("file", b"data")
     real = os.stat
