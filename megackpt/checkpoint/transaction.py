@@ -45,7 +45,6 @@ from megackpt.checkpoint.marker import Marker, active, logger
 from megackpt.checkpoint.object_target import ObjectTarget
 from megackpt.checkpoint.opening import (
     Directory,
-    Shortfall,
     absolute,
     shortfalls,
     still_short,
@@ -201,7 +200,13 @@ class Transaction:
             if self.target.holds(self.save_id):
                 raise
             raise _taken_over(self.target.location, error) from error
-        self._publish(record, confirm)
+        confirm()  # a save that must fail takes nothing from other saves
+        kind = "publishing a checkpoint"
+        if self.target.replaces_something:
+            kind = "replacing the checkpoint"
+        logger.debug("%s in %s", kind, self.target.location)
+        self.target.publish(record, self._names, self._replaces, confirm)
+        self._enter(State.PUBLISHED)
         self.target.settle(self.marker)
         self._enter(State.RETIRED)
         self._ended()
@@ -210,7 +215,17 @@ class Transaction:
         self, backend: Backend, manifest: Manifest, reread: bool
     ) -> tuple[dict[str, bytes], Manifest]:
         """Check the files of the ranks. Returns the small files and the final manifest."""
-        if missing := self._missing(manifest):
+        missing = shortfalls(self.storage, manifest)
+        # Network file systems are late.
+        pause, deadline = _FIRST_PAUSE, time.monotonic() + limits.LATE_FILE_SECONDS
+        while missing and time.monotonic() < deadline:
+            if not self.target.holds(self.save_id):
+                break  # another save has taken the directory
+            events.count_retry()
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause *= 2
+            missing = still_short(self.storage, missing)
+        if missing:
             raise StorageError(
                 f"{len(missing)} of {len(manifest.files)} files that ranks wrote are missing or "
                 f"too short where the coordinator reads them, {self.path}: "
@@ -224,19 +239,6 @@ class Transaction:
                 + "\n".join(problems)
             )
         return dict(result.files), result.manifest
-
-    def _missing(self, manifest: Manifest) -> list[Shortfall]:
-        """The files of the ranks that are not there in full. Network file systems are late."""
-        missing = shortfalls(self.storage, manifest)
-        pause, deadline = _FIRST_PAUSE, time.monotonic() + limits.LATE_FILE_SECONDS
-        while missing and time.monotonic() < deadline:
-            if not self.target.holds(self.save_id):
-                break  # another save has taken the directory
-            events.count_retry()
-            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-            pause *= 2
-            missing = still_short(self.storage, missing)
-        return missing
 
     def _complete(self, small: dict[str, bytes], manifest: Manifest) -> Record:
         """Write the small files and the index. Returns the record of this save."""
@@ -253,14 +255,6 @@ class Transaction:
         count = len(manifest.files) + len(small) + 1
         checksum = len(index), digest(index)
         return Record(self.save_id, time.time(), checksum, count, nbytes)
-
-    def _publish(self, record: Record, confirm: Callable[[], None]) -> None:
-        confirm()  # a save that must fail takes nothing from other saves
-        replacing = self.target.replaces_something
-        kind = "replacing the checkpoint" if replacing else "publishing a checkpoint"
-        logger.debug("%s in %s", kind, self.target.location)
-        self.target.publish(record, self._names, self._replaces, confirm)
-        self._enter(State.PUBLISHED)
 
     def _enter(self, state: State) -> None:
         if state not in _NEXT[self.state]:

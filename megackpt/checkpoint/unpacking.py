@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -90,7 +90,16 @@ def parse_head(text: bytes) -> Head:
         layouts = {}
         for column, fields in head["columns"].items():
             layouts[column] = Layout.parse(fields)
-        _check_columns(layouts, axes, head.get("optional", []))
+        # A newer release may add columns. Those that it names as optional can be ignored.
+        known = set(column_names(MOST_AXES))
+        unknown = layouts.keys() - known - set(head.get("optional", []))
+        if unknown:
+            raise BackendError(
+                f"a newer release of megackpt wrote this index: it has the column "
+                f"{min(unknown)!r}, which this release does not know. Update megackpt"
+            )
+        if known.intersection(layouts) != set(column_names(axes)):
+            damaged("a column is missing, or of an axis that no tensor has")
         parsed = Head(
             _string(head["save_id"]),
             (_string(name), _natural(version)),
@@ -112,18 +121,6 @@ def parse_head(text: bytes) -> Head:
         damaged(f"unknown dtypes {sorted(unknown)}")
     _check_names([*small])
     return parsed
-
-
-def _check_columns(found: Iterable[str], axes: int, optional: Iterable[str]) -> None:
-    """A newer release may add columns. Those that it names as optional can be ignored."""
-    known = set(column_names(MOST_AXES))
-    if unknown := set(found).difference(known, optional):
-        raise BackendError(
-            f"a newer release of megackpt wrote this index: it has the column "
-            f"{min(unknown)!r}, which this release does not know. Update megackpt"
-        )
-    if known.intersection(found) != set(column_names(axes)):
-        damaged("a column is missing, or of an axis that no tensor has")
 
 
 def _string(value: Any) -> str:

@@ -67,15 +67,11 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """``kind`` is None for an exception that is not ours, or that others cannot import."""
-        kind = (
-            type(error)
-            if isinstance(error, CheckpointingException)
-            and _can_be_pickled(type(error))
-            else None
-        )
+        story = "".join(traceback.format_exception(error))
         text = format_error(error)
-        headline = text if kind else f"{type(error).__name__}: {text}"
-        return cls(rank, kind, headline, "".join(traceback.format_exception(error)))
+        if isinstance(error, CheckpointingException) and _can_be_pickled(type(error)):
+            return cls(rank, type(error), text, story)
+        return cls(rank, None, f"{type(error).__name__}: {text}", story)
 
 
 def for_all_ranks(
@@ -86,14 +82,20 @@ def for_all_ranks(
     If all failures are of one class of ours, it is of that class; otherwise a RankFailure with all
     tracebacks.
     """
-    kinds = {failure.kind for failure in failures}
-    kind = kinds.pop() if len(kinds) == 1 else None
-    if kind is None or kind is RankFailure:
-        return _rank_failure(stage, failures, size)
-    texts = _by_likeness(failures, size)
-    return kind(
-        join_truncated(texts, TRACEBACKS_SHOWN, "\n", "more such texts of other ranks")
-    )
+    kind, *others = {failure.kind for failure in failures}
+    if not others and kind not in (None, RankFailure):
+        texts = _by_likeness(failures, size)
+        more = "more such texts of other ranks"
+        return kind(join_truncated(texts, TRACEBACKS_SHOWN, "\n", more))
+    by_text = _by_text(failures, size)
+    lines = [f"{_what_failed(stage)}: {len(failures)} of {size} ranks failed"]
+    for text, first in by_text[:TRACEBACKS_SHOWN]:
+        lines += [_indented(text), _indented(first.story, by=4)]
+    left = len(by_text) - TRACEBACKS_SHOWN
+    if left > 0:
+        lines.append(f"  and {left} more tracebacks, in .failures of this exception")
+    stories = {failure.rank: failure.story for failure in failures}
+    return RankFailure("\n".join(lines), stories)
 
 
 def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
@@ -129,33 +131,17 @@ def departure(reason: BaseException) -> str:
     return f"{LEFT} {line[:_LONGEST]}".encode(errors="backslashreplace").decode()
 
 
-def _rank_failure(stage: str, failures: Sequence[Failure], size: int) -> RankFailure:
-    texts_shown = _by_text(failures, size)
-    lines = [f"{_what_failed(stage)}: {len(failures)} of {size} ranks failed"]
-    for text, first in texts_shown[:TRACEBACKS_SHOWN]:
-        lines += [_indented(text), _indented(first.story, by=4)]
-    if len(texts_shown) > TRACEBACKS_SHOWN:
-        lines.append(
-            f"  and {len(texts_shown) - TRACEBACKS_SHOWN} more tracebacks, in .failures of this "
-            "exception"
-        )
-    return RankFailure(
-        "\n".join(lines), {failure.rank: failure.story for failure in failures}
-    )
-
-
 def _by_text(failures: Sequence[Failure], size: int) -> list[tuple[str, Failure]]:
     """Each different text once, with its ranks, and the first failure of those."""
     same: dict[str, list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.rank):
         same.setdefault(failure.text, []).append(failure)
-    return [
-        (
-            text if size == 1 else f"{name_ranks(f.rank for f in those)}: {text}",
-            those[0],
-        )
-        for text, those in same.items()
-    ]
+    found = []
+    for text, those in same.items():
+        if size > 1:
+            text = f"{name_ranks(failure.rank for failure in those)}: {text}"
+        found.append((text, those[0]))
+    return found
 
 
 def _by_likeness(failures: Sequence[Failure], size: int) -> list[str]:
@@ -168,23 +154,19 @@ def _by_likeness(failures: Sequence[Failure], size: int) -> list[str]:
         if len(texts) < 3:
             texts_shown += [text for text, _ in texts]
             continue
-        others = [
-            f.rank for f in failures if f.text in {first.text for _, first in texts[1:]}
-        ]
-        texts_shown += [
-            texts[0][0],
-            f"{name_ranks(others)}: the same, but for the numbers",
-        ]
+        left_out = {first.text for _, first in texts[1:]}
+        others = [f.rank for f in failures if f.text in left_out]
+        shown, _ = texts[0]
+        others_named = f"{name_ranks(others)}: the same, but for the numbers"
+        texts_shown += [shown, others_named]
     return texts_shown
 
 
 def _what_failed(stage: str) -> str:
     # Callers of Megatron look for 'Worker failure' where writing failed.
-    return (
-        f"Worker failure in the stage {stage!r}"
-        if stage == "write"
-        else f"failure in the stage {stage!r}"
-    )
+    if stage == "write":
+        return f"Worker failure in the stage {stage!r}"
+    return f"failure in the stage {stage!r}"
 
 
 def _indented(text: str, by: int = 2) -> str:

@@ -93,11 +93,9 @@ class Group(ABC):
         """
         # The least of t and the least of -t are opposites exactly if all t are equal; no token is
         # in between.
-        pair = (
-            [_NO_TOKEN, _NO_TOKEN]
-            if token is None
-            else [token % 2**63, -(token % 2**63)]
-        )
+        pair = [_NO_TOKEN, _NO_TOKEN]
+        if token is not None:
+            pair = [token % 2**63, -(token % 2**63)]
         least, opposite = self.lowest(pair)
         return least == -opposite
 

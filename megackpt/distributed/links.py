@@ -89,12 +89,17 @@ class Links:
     def verdict(self, call: int) -> Verdict | None:
         """Why this call has failed, if it has."""
         failure = self._failures.get(call)
-        return failure.result() if failure is not None and failure.done() else None
+        if failure is None or not failure.done():
+            return None
+        return failure.result()
 
     def last_failure(self) -> int:
-        return max(
-            (call for call, f in tuple(self._failures.items()) if f.done()), default=0
-        )
+        """The highest number of a call that has failed, or 0."""
+        last = 0
+        for call, failure in tuple(self._failures.items()):
+            if failure.done():
+                last = max(last, call)
+        return last
 
     def close(self) -> None:
         with suppress(RuntimeError):
@@ -102,8 +107,10 @@ class Links:
 
     def sockets(self) -> list[socket.socket]:
         """All open sockets of this rank."""
-        listening = [self._listener.socket] if self._listener is not None else []
-        return [*(link.socket for link in self._links.values()), *listening]
+        found = [link.socket for link in self._links.values()]
+        if self._listener is not None:
+            found.append(self._listener.socket)
+        return found
 
     async def _link_to(self, step: Step, ranks: Collection[int]) -> None:
         """Wait until these neighbours are connected. Children connect by themselves."""
@@ -129,9 +136,11 @@ class Links:
         try:
             while not failure.done():
                 step.awaited = set()
+                waiting = []
                 for future, ranks in pending.items():
                     if not future.done():
                         step.awaited |= ranks
+                        waiting.append(future)
                 if not step.awaited:
                     return
                 ended = {r: self._ended[r] for r in step.awaited if r in self._ended}
@@ -139,7 +148,6 @@ class Links:
                     self._report(step.call, Verdict(ended))
                 elif step.elapsed > seconds:
                     self._report(step.call, self._missing(step))
-                waiting = [future for future in pending if not future.done()]
                 await asyncio.wait(
                     [*waiting, failure],
                     timeout=step.pause,
@@ -224,7 +232,9 @@ class Links:
         if after > 0:
             step.warned = True
             missing = self._missing(step)
-            whom = name_ranks(missing.missing) if missing.missing else missing.text
+            whom = missing.text
+            if missing.missing:
+                whom = name_ranks(missing.missing)
             warn(self.rank, step.stage, whom, step.operation, step.path, step.timeout)
 
     # Failures: reported to rank 0, which sends one verdict to all.
@@ -232,10 +242,11 @@ class Links:
     def _failure(self, call: int) -> asyncio.Future[Verdict]:
         if call not in self._failures:
             self._failures[call] = self._loop.create_future()
-            while len(self._failures) > _REMEMBERED and not self.steps.get(
-                next(iter(self._failures))
-            ):
-                self._failures.popitem(last=False)
+            while len(self._failures) > _REMEMBERED:
+                oldest = next(iter(self._failures))
+                if self.steps.get(oldest):
+                    break  # a step of it still waits
+                del self._failures[oldest]
         return self._failures[call]
 
     def _report(self, call: int, verdict: Verdict) -> None:
@@ -256,9 +267,9 @@ class Links:
         if merged == known and not first:
             return
         self._reports[call] = merged
-        link = None if self.parent is None else self._links.get(self.parent)
         seconds = _GRACE
-        if link is not None:
+        if self.parent is not None and self.parent in self._links:
+            link = self._links[self.parent]
             self._spawn(link.send(REPORT, call, 0, "", merged.packed()))
             seconds = _VERDICT_SECONDS
         if first:
@@ -272,11 +283,11 @@ class Links:
         if self._failure(call).done():
             return
         packed = verdict.packed()
-        sends = [
-            asyncio.ensure_future(self._links[child].send(FAILED, call, 0, "", packed))
-            for child in self.children
-            if child in self._links
-        ]
+        sends = []
+        for child in self.children:
+            if child in self._links:
+                send = self._links[child].send(FAILED, call, 0, "", packed)
+                sends.append(asyncio.ensure_future(send))
         if sends:
             _, late = await asyncio.wait(sends, timeout=1.0)
             for task in late:
@@ -307,7 +318,9 @@ class Links:
     async def _connect(self, step: Step, known: str) -> None:
         """Connect to the parent; where that fails, the call fails. ``known``: how it has ended."""
         parent = cast("int", self.parent)
-        patience = 0.0 if known else limits.CONNECT_SECONDS
+        patience = limits.CONNECT_SECONDS
+        if known:
+            patience = 0.0
         why = Verdict({parent: ABSENT})
         try:
             async with asyncio.timeout(max(0.0, 2 * step.timeout - step.elapsed)):
@@ -325,8 +338,9 @@ class Links:
         except StoreLost as error:
             self._report(step.call, Verdict({}, str(error)))
         except OSError:  # and TimeoutError
-            silent = self.store.is_silent(step.timeout)
-            self._report(step.call, Verdict({}, STORE_SILENT) if silent else why)
+            if self.store.is_silent(step.timeout):
+                why = Verdict({}, STORE_SILENT)
+            self._report(step.call, why)
         finally:
             self._connecting = False
 

@@ -38,13 +38,17 @@ def _seconds(text: str) -> float:
 
 def interval(after: float) -> float:
     """Seconds between two questions to a rank for which this one waits."""
-    return min(max(after / 30, 0.02), 1.0) if after > 0 else 1.0
+    if after <= 0:
+        return 1.0
+    return min(max(after / 30, 0.02), 1.0)
 
 
 def warn(
     rank: int, stage: str, whom: str, operation: str, path: str, timeout: float
 ) -> None:
-    inside = f" of the {operation} {path}" if operation else ""
+    inside = ""
+    if operation:
+        inside = f" of the {operation} {path}"
     logger.warning(
         "rank %d has waited %g s in the stage %r%s for %s: still at work there, or not in the same "
         "call (all ranks of the process group have to call save, load and the like alike). It "
