@@ -461,3 +461,14 @@ def make_folder(fd: int, name: str, durably: bool = True) -> None:
             os.fsync(fd)
     except FileExistsError:
         return  # another rank was faster, or a file is in the way: opening it will fail
+
+
+def enter_folder(fd: int, part: str, make: bool, durably: bool) -> int:
+    """Open a folder; make it first if it is absent and ``make``."""
+    try:
+        return patiently(os.open, part, BELOW, dir_fd=fd)
+    except FileNotFoundError:
+        if not make:
+            raise
+    make_folder(fd, part, durably)
+    return patiently(os.open, part, BELOW, dir_fd=fd)

@@ -18,8 +18,8 @@ from megackpt.storage.files import (
     LocalReader,
     LocalUpdater,
     LocalWriter,
+    enter_folder,
     failure,
-    make_folder,
     make_folders,
     patiently,
     remove_tree,
@@ -419,7 +419,7 @@ class LocalStorage(Storage):
         fd = self._fd
         for i, part in enumerate(folders):
             try:
-                below = _enter(fd, part, make, durably)
+                below = enter_folder(fd, part, make, durably)
             except FileNotFoundError:
                 raise FileNotFoundError(
                     errno.ENOENT,
@@ -490,13 +490,3 @@ class SingleFile(LocalStorage):
             return os.path.samestat(os.stat(self.called), self._file.status())
         except FileNotFoundError:
             return False
-
-
-def _enter(fd: int, part: str, make: bool, durably: bool) -> int:
-    try:
-        return patiently(os.open, part, BELOW, dir_fd=fd)
-    except FileNotFoundError:
-        if not make:
-            raise
-    make_folder(fd, part, durably)
-    return patiently(os.open, part, BELOW, dir_fd=fd)
