@@ -10,11 +10,6 @@ from megackpt.storage.bucket import (
     is_url as is_url,
     root_at as root_at,
 )
-from megackpt.storage.digests import (
-    digest as digest,
-    digest_blocks as digest_blocks,
-    read_digested as read_digested,
-)
 from megackpt.storage.files import TEMPORARY as TEMPORARY
 from megackpt.storage.interface import (
     Batch as Batch,
@@ -23,8 +18,11 @@ from megackpt.storage.interface import (
     FileWriter as FileWriter,
     Storage as Storage,
     allocate as allocate,
+    digest as digest,
+    digest_blocks as digest_blocks,
     read_again as read_again,
     read_dense as read_dense,
+    read_digested as read_digested,
     refuse_holes as refuse_holes,
     unsafe_names as unsafe_names,
 )

@@ -1,4 +1,4 @@
-"""The interface of all storage: durable writes and ranged reads."""
+"""The interface of all storage: durable writes, ranged reads, digests of bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
+import xxhash
+
 from megackpt import limits
 from megackpt.errors import CheckpointReplaced, CorruptCheckpoint
+from megackpt.planning.manifest import DIGEST_BLOCK
 
 T = TypeVar("T")
 
+_STRIDE = 256 << 10
+"""Bytes to read before hashing them. Both copies are then still in the inner caches."""
 _SAFE = re.compile(r"(?!\.\.?(?:/|\Z))[^/\0]+(?:/(?!\.\.?(?:/|\Z))[^/\0]+)*")
 """Parts that are neither empty nor ``.`` nor ``..``, without NUL."""
 
@@ -311,3 +316,31 @@ def read_again(source: Storage | FileReader, read: Callable[[], T]) -> T:
         if not source.refetch():
             raise
         return read()
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """Return the 16 bytes of xxh3-128, in canonical (big-endian) order."""
+    # The object form releases the GIL on large input.
+    return xxhash.xxh3_128(data).digest()
+
+
+def digest_blocks(view: memoryview) -> bytes:
+    """Return the joined digests of the DIGEST_BLOCKs of a C-contiguous view; b"" for no bytes."""
+    if not view.nbytes:
+        return b""
+    flat = view.cast("B")
+    blocks = range(0, len(flat), DIGEST_BLOCK)
+    return b"".join(digest(flat[start : start + DIGEST_BLOCK]) for start in blocks)
+
+
+def read_digested(reader: FileReader, start: int, place: memoryview) -> bytes:
+    """Fill a flat view with the bytes from ``start`` on; return their digest.
+
+    Raises as ``read_into``.
+    """
+    hasher = xxhash.xxh3_128()
+    for first in range(0, len(place), _STRIDE):
+        part = place[first : first + _STRIDE]
+        reader.read_into(start + first, [part])
+        hasher.update(part)
+    return hasher.digest()
