@@ -25,14 +25,14 @@ class Strategy:
     """How to save: the format, its options, and which ranks write.
 
     ``options`` go to the backend's constructor (torch_dist: ``files_per_rank``,
-    ``separation_hint``; zarr: ``compression``, ``checksum``; safetensors: ``shards``,
-    ``max_shard_bytes``). ``balance`` distributes the writing of tensors over all ranks that hold a
-    shard; their copies must be equal. False: the main replica writes it. The main replica always
-    writes objects. ``dedup_group`` is the torch process group within which replicas write for each
-    other (None: all ranks). ``staging_memory`` is how many bytes of host memory an asynchronous
-    save may use for its copy on each rank (None: see ``staging.memory_cap``). Data that does not
-    fit is written before ``save`` returns. Objects and the common state of such a save need more
-    memory, because they are pickled whole.
+    ``separation_hint``, ``torch_metadata``; zarr: ``compression``, ``checksum``; safetensors:
+    ``shards``, ``max_shard_bytes``). ``balance`` distributes the writing of tensors over all ranks
+    that hold a shard; their copies must be equal. False: the main replica writes it. The main
+    replica always writes objects. ``dedup_group`` is the torch process group within which replicas
+    write for each other (None: all ranks). ``staging_memory`` is how many bytes of host memory an
+    asynchronous save may use for its copy on each rank (None: see ``staging.memory_cap``). Data
+    that does not fit is written before ``save`` returns. Objects and the common state of such a
+    save need more memory, because they are pickled whole.
 
     A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that
     it needs. "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send

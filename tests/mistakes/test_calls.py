@@ -174,7 +174,7 @@ def the_format_is_misspelt(r):
 @mistake(
     BackendError,
     "does not take the options {'files_per_ranks': 2}",
-    "it takes files_per_rank, separation_hint",
+    "it takes files_per_rank, separation_hint, torch_metadata",
 )
 def an_option_of_the_format_is_misspelt(r):
     r.save(r.model(), megackpt.Strategy("torch_dist", options={"files_per_ranks": 2}))

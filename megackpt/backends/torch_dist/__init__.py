@@ -3,7 +3,7 @@ layout "B".
 
     common.pt            the common state, written by the rank that holds it
     __{rank}_{n}.distcp  records: torch.save archives, one after the other, payloads aligned to 64
-    .metadata            pickle of torch's Metadata: where each record is
+    .metadata            pickle of torch's Metadata: where each record is. Optional
     metadata.json        the name and version of the format
 
 ``torch.distributed.checkpoint.load``, ``dcp_to_torch_save`` and megatron-core 0.16 read what it
@@ -60,11 +60,13 @@ class TorchDist(Backend):
 
     Options: ``files_per_rank``, the number of files (and threads) of each rank;
     ``separation_hint``, a prefix: items whose key begins with it go into files of their own, named
-    with it.
+    with it; ``torch_metadata``: False writes no ``.metadata``. Only megackpt reads such a
+    checkpoint, by its index.
     """
 
     files_per_rank: int = 2
     separation_hint: str | None = None
+    torch_metadata: bool = True
 
     properties: ClassVar[Properties] = Properties("torch_dist", 1, frozenset({1}))
 
@@ -72,6 +74,10 @@ class TorchDist(Backend):
         if type(self.files_per_rank) is not int or self.files_per_rank < 1:
             raise BackendError(
                 f"files_per_rank must be an integer >= 1, not {self.files_per_rank!r}"
+            )
+        if type(self.torch_metadata) is not bool:
+            raise BackendError(
+                f"torch_metadata must be True or False, not {self.torch_metadata!r}"
             )
         hint = self.separation_hint
         if hint is None:
@@ -95,6 +101,8 @@ class TorchDist(Backend):
         return write_files(root, plan, data, files)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002
+        if not self.torch_metadata:
+            return Finished(manifest, config_file(self.properties))
         omit = np.array([entry.is_common for entry in manifest.tensors], np.bool_)
         metadata = metadata_writer.emit(manifest, omit)
         return Finished(manifest, {METADATA: metadata, **config_file(self.properties)})

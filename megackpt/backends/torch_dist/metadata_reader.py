@@ -150,7 +150,8 @@ def read_listing(root: Storage, name: str) -> Listing:
         return Listing(read_metadata(root.get(name, limits.DCP_METADATA_BYTES)))
     except FileNotFoundError as error:
         raise NotACheckpoint(
-            f"{root.location} has no {name}: it is not a complete torch_dist checkpoint"
+            f"{root.location} has no {name}: it is not a complete torch_dist checkpoint "
+            "(one saved with torch_metadata=False is read by its megackpt.index)"
         ) from error
     except UntrustedClass as error:
         raise UntrustedClass(f"{root.location}/{name}: {error}") from None
