@@ -17,12 +17,15 @@ from typing import Any
 
 import pytest
 
+from tests.faults.share import SHARE
+
 figures: dict[tuple[str, ...], list[tuple[object, ...]]] = {}
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if figures:
-        terminalreporter.section("figures of the faults")
+        kind = "" if SHARE == 1 else f", a sample of {SHARE:.0%} of the campaign"
+        terminalreporter.section(f"figures of the faults{kind}")
     for head, rows in figures.items():
         for cells in (head, ["---"] * len(head), *rows):
             terminalreporter.line(f"| {' | '.join(map(str, cells))} |")

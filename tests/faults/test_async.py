@@ -19,6 +19,7 @@ import torch.distributed as dist
 import megackpt
 from megackpt import AsyncCallsQueue, AsyncRequest, ShardedTensor
 from megackpt.errors import RankLost, StorageError
+from tests.faults.share import part
 
 SOON = timedelta(seconds=20)
 
@@ -387,7 +388,8 @@ def stressed(folder: str, saves: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "saves"), [(2, 8), pytest.param(3, 60, marks=pytest.mark.campaign)]
+    ("size", "saves"),
+    [(2, 8), pytest.param(3, part(60, least=20), marks=pytest.mark.campaign)],
 )
 def test_many_at_random(ranks: Any, tmp_path: Path, size: int, saves: int) -> None:
     """By threads and by processes, some of which are killed; with loads between, and aborts by all ranks."""

@@ -16,6 +16,7 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
+from tests.faults.share import part
 
 SERVER = "/usr/lib/openssh/sftp-server"
 ROWS = 1 << 18  # of each rank: 1 MiB
@@ -60,7 +61,7 @@ def saves_of_a_rank(real: str, folder: str, count: int) -> None:
     "count",
     [
         pytest.param(10, marks=pytest.mark.slow),
-        pytest.param(300, marks=pytest.mark.campaign),
+        pytest.param(part(300), marks=pytest.mark.campaign),
     ],
 )
 def test_overwriting_saves_over_two_mounts(

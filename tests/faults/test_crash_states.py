@@ -13,6 +13,7 @@ import pytest
 
 import megackpt
 from tests.faults import crash_states
+from tests.faults.share import part
 
 FORMATS = ("torch_dist", "zarr", "safetensors")
 NOTES = {"notes.txt": b"mine", "logs": None, "logs/run": b"mine, too"}
@@ -103,7 +104,9 @@ def outcomes(
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("before", [None, 1])
 @pytest.mark.parametrize(
-    "count", [6, pytest.param(200, marks=pytest.mark.campaign)], ids=["few", "all"]
+    "count",
+    [6, pytest.param(part(200), marks=pytest.mark.campaign)],
+    ids=["few", "all"],
 )
 def test_every_state_is_one_of_two(
     states: ModuleType,

@@ -10,6 +10,7 @@ import pytest
 
 import megackpt
 from megackpt.errors import CheckpointingException
+from tests.faults.share import part
 
 FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
 
@@ -83,7 +84,7 @@ def counted(
 @pytest.mark.parametrize(
     ("name", "count"),
     [(name, 300) for name in FORMATS[:2]]
-    + [pytest.param(name, 2000, marks=pytest.mark.campaign) for name in FORMATS],
+    + [pytest.param(name, part(2000), marks=pytest.mark.campaign) for name in FORMATS],
 )
 def test_a_flipped_bit_is_caught_or_harmless(
     states, note, tmp_path, name, count
@@ -102,7 +103,7 @@ def test_without_the_index_errors_are_still_ours(states, note, tmp_path, name) -
     """Where the digests have been taken away a load cannot see all; how much it sees is a figure."""
     written(states, tmp_path / "ckpt", name)
     (tmp_path / "ckpt" / "megackpt.index").unlink()
-    outcomes, harmless, _ = flipped(states, tmp_path / "ckpt", 2000, seed=3)
+    outcomes, harmless, _ = flipped(states, tmp_path / "ckpt", part(2000), seed=3)
     note(HEAD, *counted(f"{name}, its megackpt.index removed", outcomes, harmless))
     assert outcomes["caught"]
     assert states.seen(tmp_path / "ckpt") == 1

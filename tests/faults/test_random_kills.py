@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.faults.share import part
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -52,7 +54,8 @@ def test_a_killed_rank_is_named_by_all(tmp_path: Path, kind: str) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", ["sync", "thread", "process"])
 def test_killed_at_random(tmp_path: Path, note: Any, kind: str) -> None:
-    seconds = [check(report) for report in kill(kind, 100, 2, tmp_path)]
+    count = part(100)
+    seconds = [check(report) for report in kill(kind, count, 2, tmp_path)]
     note(
         (
             "one rank of seven killed",
@@ -61,7 +64,7 @@ def test_killed_at_random(tmp_path: Path, note: Any, kind: str) -> None:
             "slowest",
         ),
         kind,
-        100,
+        count,
         len(seconds),
         f"{max(seconds):.1f} s",
     )

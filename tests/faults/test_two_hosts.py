@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.faults.share import sampled
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 5.0
@@ -22,6 +25,9 @@ FAULTS = [
     ("two dies", "one"),
     ("worker", "one"),
 ]
+# Of these, which take a minute each, a sample has a few.
+CUTS = sampled([*product(KINDS, ["one", "two"])], least=1)
+ENDS = sampled([*product(KINDS, FAULTS)], least=3)
 
 
 def run(script: str, *words: str, cut: float = 50) -> dict[str, Any]:
@@ -67,8 +73,7 @@ def test_a_host_falls_silent(tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.campaign
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("store", ["one", "two"])
+@pytest.mark.parametrize(("kind", "store"), CUTS)
 def test_the_same_processes_go_on(
     tmp_path: Path, note: Any, kind: str, store: str
 ) -> None:
@@ -104,11 +109,11 @@ def side(report: dict[str, Any], host: str) -> str:
 
 @pytest.mark.root
 @pytest.mark.campaign
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("fault", "store"), FAULTS)
+@pytest.mark.parametrize(("kind", "ending"), ENDS)
 def test_torchrun_goes_on(
-    tmp_path: Path, note: Any, kind: str, fault: str, store: str
+    tmp_path: Path, note: Any, kind: str, ending: tuple[str, str]
 ) -> None:
+    fault, store = ending
     report = run("elastic_hosts.py", "host", kind, fault, store, str(tmp_path))
     restored = ", ".join(f"step {step}" for step in report["restored"])
     again = ", ".join(f"{name} ({code})" for name, code in report["agents"]) or "no"
@@ -166,11 +171,13 @@ LOST = [
 
 @pytest.mark.root
 @pytest.mark.campaign
-@pytest.mark.parametrize("place", ["directory", "bucket"])
-@pytest.mark.parametrize(("point", "fault"), LOST)
+@pytest.mark.parametrize(
+    ("lost", "place"), sampled([*product(LOST, ["directory", "bucket"])], least=3)
+)
 def test_the_coordinators_host_is_lost(
-    tmp_path: Path, note: Any, point: str, fault: str, place: str
+    tmp_path: Path, note: Any, lost: tuple[str, str], place: str
 ) -> None:
+    point, fault = lost
     report = run("elastic_hosts.py", "coordinator", point, fault, place, str(tmp_path))
     told = [entry["text"].splitlines()[0] for entry in report["coordinator raised"]]
     note(
