@@ -229,6 +229,7 @@ class Tree(Links):
         with suppress(CallFailed):
             await self.confirm(asked)
             await link.send(CONFIRMED, call, number, step.label)
+            self.counts["messages"] += 1
 
 
 _trees: WeakSet[Tree] = WeakSet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import megackpt
 from megackpt import ShardedTensor
 from megackpt.backends.base import Backend
 from megackpt.backends.zarr import Zarr
 from megackpt.checkpoint import open_checkpoint
+from megackpt.distributed import messages, process_group
 from megackpt.errors import CheckpointingException
 from megackpt.planning.manifest import Declarations, Manifest
 from megackpt.state import dtype_named
@@ -29,7 +32,7 @@ from megackpt.testing import ThreadedGroup
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
-from simulation import simulator  # noqa: E402 - next to the tool, which finds them so
+from simulation import simulator, wire  # noqa: E402 - next to the tool, which finds them so
 from simulation.model import Model  # noqa: E402
 from simulation.parallelism import Parallelism  # noqa: E402
 
@@ -229,6 +232,66 @@ def test_what_ranks_send_is_what_is_counted() -> None:
     assert save.rows == sum(map(len, parts))
 
 
+OPERATIONS = ["first save", "next save", "load"]
+
+
+def counted(directory: str, *job: int) -> None:
+    """A rank of a real group: what it has sent after each operation, and its connections."""
+    messages.FAN_OUT = 2
+    held = state_of(DENSE.padded(2).declared(Parallelism(*job))[dist.get_rank()])
+    counts = []
+    for operation in OPERATIONS:
+        if operation == "load":
+            megackpt.load(held, directory)
+        else:
+            megackpt.save(held, directory)
+        (group,) = process_group._known.values()
+        sent = group.tree.counts
+        counts.append([sent["messages"], sent["bytes"], len(group.tree._links)])
+    print(json.dumps(counts))
+
+
+@pytest.mark.parametrize(
+    "job", [(2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)]
+)
+def test_the_wire_is_that_of_real_ranks(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: tuple[int, ...]
+) -> None:
+    """In two or three levels: connections, messages and bytes of each rank are as foretold."""
+    monkeypatch.setattr(messages, "FAN_OUT", 2)
+    monkeypatch.setattr(wire, "DIRECTORY", str(tmp_path / "c"))
+    size = math.prod(job)
+    done = ranks(counted, size, tmp_path / "c", *job, timeout=120)
+    told = np.array([json.loads(rank.stdout) for rank in done])
+    real = open_checkpoint(tmp_path / "c").manifest
+    common = real.chunks_of("common_state")[0].location.length
+    save = simulator.simulate_save(
+        DENSE.padded(2), Parallelism(*job), backend_named("torch_dist"), common
+    )
+    before = np.zeros_like(told[:, 0])
+    for number, operation in enumerate(OPERATIONS):
+        foretold = save.wires[operation]
+        assert foretold.levels == size.bit_length() - 1
+        sent = told[:, number] - before
+        before = told[:, number]
+        assert before[:, 2].tolist() == foretold.connections.tolist()
+        assert sent[:, 0].tolist() == foretold.messages.tolist(), operation
+        assert sent[:, 1].tolist() == foretold.sent.tolist(), operation
+        assert foretold.sent.sum() == foretold.received.sum()
+
+
+def test_the_tree_of_16384_ranks() -> None:
+    """At most 130 connections in any process, and three levels."""
+    empty = np.zeros(16_384, np.int64)
+    tree = wire.first_save(wire.SaveMessages(empty, empty, empty), 0)
+    assert tree.levels == 3
+    assert tree.connections[0] == tree.connections.max() == 77
+    assert tree.connections[1:].max() == 63
+    assert tree.connections.sum() == 2 * 16_383
+    # Up and down: a vote, the plan; up: the results; twice a question; down: the outcome.
+    assert tree.rounds == 3 * (2 + 2 + 1 + 2 * 2 + 1)
+
+
 def test_every_step_is_told() -> None:
     command = [
         sys.executable,
@@ -259,6 +322,10 @@ def test_every_step_is_told() -> None:
     assert "simulation_0.format: torch_dist" in text
     assert "simulation_0.ranks: 4" in text
     assert "simulation_0.load.ranks: 2" in text
+    for fact in facts:
+        assert [row["operation"] for row in fact["wire"]] == OPERATIONS
+        assert [row["ranks"] for row in fact["wire"]] == [4, 4, 2]
+    assert "wire_0:" in text
 
 
 @pytest.mark.parametrize(

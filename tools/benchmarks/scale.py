@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from simulation.layout import located
+from simulation.layout import located, write_results
 from simulation.parallelism import Parallelism, Places, grid_pieces
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -199,7 +199,8 @@ def _world(ranks: int, copies: int) -> list[Declarations]:
 
 def _located(plans: Sequence[SavePlan], manifest: Manifest) -> Manifest:
     """As torch_dist would have written it."""
-    return located(TorchDist(), plans, manifest)
+    results = write_results(TorchDist(), plans, manifest)
+    return located(TorchDist(), manifest, results)
 
 
 def _dcp_item(row: Declaration) -> WriteItem:

@@ -37,8 +37,10 @@ from megackpt.planning.manifest import (
 NO_DIGESTS = np.zeros((0, DIGEST_SIZE), np.uint8)
 
 
-def located(backend: Backend, plans: Sequence[SavePlan], planned: Manifest) -> Manifest:
-    """The manifest as a save would commit it, without digests.
+def write_results(
+    backend: Backend, plans: Sequence[SavePlan], planned: Manifest
+) -> list[WriteResult]:
+    """What each rank would return from writing, without digests.
 
     ``planned`` has the lengths of objects. Raises CheckpointingException for formats and options whose layout
     depends on the data.
@@ -57,14 +59,26 @@ def located(backend: Backend, plans: Sequence[SavePlan], planned: Manifest) -> M
                 f"cannot simulate a save as {backend.properties.name}: "
                 "only torch_dist and uncompressed zarr have a layout that is known before the save"
             )
+    return results
+
+
+def located(
+    backend: Backend, planned: Manifest, results: Sequence[WriteResult]
+) -> Manifest:
+    """The manifest as a save would commit it, without digests."""
     written_by = backend.properties.name, backend.properties.version
     return replace(planned, backend=written_by, save_id="0" * 32).located(results)
 
 
 def index_size(manifest: Manifest, small: Mapping[str, tuple[int, bytes]]) -> int:
     """Bytes of the index of a manifest without digests, plus the digests that a save adds to it."""
-    blocks = int((-(-manifest.chunks.length // DIGEST_BLOCK)).sum())
+    blocks = int(digest_blocks(manifest.chunks.length).sum())
     return len(encode_index(manifest, small)) + blocks * DIGEST_SIZE
+
+
+def digest_blocks(lengths: Int64) -> Int64:
+    """How many digests chunks of these lengths have."""
+    return -(-lengths // DIGEST_BLOCK)
 
 
 def _torch_dist(backend: TorchDist, plan: SavePlan, lengths: Int64) -> WriteResult:

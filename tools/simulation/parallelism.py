@@ -163,7 +163,7 @@ def _declared(
         tuple(copied.tolist()),
         replica.astype(np.int32),
         np.zeros(len(rows), np.bool_),
-        mine[:, 1],
+        np.ascontiguousarray(mine[:, 1]),
         np.zeros(len(rows), np.int32),
     )
 
@@ -182,6 +182,11 @@ def _of_rank(
         for bits in shared.replica_ids
         if isinstance(bits, int)
     ]
+    numbers = {replica_id: i for i, replica_id in enumerate(dict.fromkeys(table))}
+    number = np.array([numbers[replica_id] for replica_id in table], np.int32)
     return replace(
-        shared, replica_ids=tuple(table), rank=np.full(len(shared), rank, np.int32)
+        shared,
+        replica_ids=tuple(numbers),
+        replica=number[shared.replica],
+        rank=np.full(len(shared), rank, np.int32),
     )

@@ -17,17 +17,45 @@ from simulation.simulator import (
     Save,
     per_shard,
 )
+from simulation.wire import Wire
 
 
 def answer(saves: Sequence[Save], loads: Sequence[Load | None]) -> Answer:
     simulations = []
-    for save, load in zip(saves, loads, strict=True):
+    # As text each is a list of lines: a table would be wide.
+    text: dict[str, Any] = {}
+    for i, (save, load) in enumerate(zip(saves, loads, strict=True)):
         facts = save_facts(save)
         facts["load"] = load and load_facts(load)
-        simulations.append(facts)
-    # As text each is a list of lines: a table would be wide.
-    text = {f"simulation_{i}": facts for i, facts in enumerate(simulations)}
+        wires = dict(save.wires)
+        if load is not None and load.sends is not None:
+            wires["load"] = load.sends
+        table = [wire_facts(name, wire) for name, wire in wires.items()]
+        simulations.append({**facts, "wire": table})
+        text[f"simulation_{i}"] = facts
+        text[f"wire_{i}"] = table
     return Answer({"simulations": simulations}, text=text)
+
+
+def wire_facts(operation: str, wire: Wire) -> dict[str, Any]:
+    """``others`` are all ranks but rank 0: the most of any."""
+    return {
+        "operation": operation,
+        "ranks": len(wire.sent),
+        "connections_rank_0": int(wire.connections[0]),
+        "connections_others": _most(wire.connections),
+        "rounds": wire.rounds,
+        "messages": int(wire.messages.sum()),
+        "sent_rank_0": int(wire.sent[0]),
+        "sent_others": _most(wire.sent),
+        "received_rank_0": int(wire.received[0]),
+        "received_others": _most(wire.received),
+        "sent_all": int(wire.sent.sum()),
+    }
+
+
+def _most(column: Int64) -> int:
+    return int(column[1:].max(initial=0))
 
 
 def save_facts(save: Save) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, Manifest
 from megackpt.planning.save_plan import SavePolicy
 from megackpt.storage import FileReader, LocalStorage, Storage, digest
-from simulation.layout import index_size, located
+from simulation import wire
+from simulation.layout import digest_blocks, index_size, located, write_results
 from simulation.model import Model
 from simulation.parallelism import Parallelism
 from simulation.plan_reuse import Again, simulate_again
@@ -63,6 +64,8 @@ class Save:
     plain_index: int | None  # the same without digests
     chunks: int
     again: Again
+    wires: dict[str, wire.Wire]  # by operation, by the same ranks
+    opened: int | None  # bytes of what rank 0 sends to all in a load; None: as above
 
     @property
     def imbalance(self) -> float:
@@ -83,6 +86,7 @@ class Load:
     needed: Int64  # bytes of each rank's tensors
     read: Int64  # bytes that each rank reads, digests not checked; as needed where the format's own reader reads
     requests: Int64  # calls that read them
+    sends: wire.Wire | None
 
 
 def simulate_save(
@@ -106,16 +110,28 @@ def simulate_save(
     with clock("plan"):
         plans, planned = plan_for_backend(backend, received, SavePolicy(), validate)
     with clock("pack"):
+        packed = [replace(plan, tensors=()) for plan in plans]
         scattered = np.array(
-            [len(pickle.dumps(replace(p, tensors=()), protocol=5)) for p in plans],
-            np.int64,
+            [len(pickle.dumps(plan, protocol=5)) for plan in packed], np.int64
         )
     planned = _with_common(planned, common)
     with clock("locate"):
-        manifest = located(backend, plans, planned)
-    small, index, plain = _contents(clock, backend, manifest)
+        results = write_results(backend, plans, planned)
+        manifest = located(backend, planned, results)
+    small, index, plain, opened = _contents(clock, backend, manifest)
     written = np.zeros(job.ranks, np.int64)
     np.add.at(written, planned.chunks.writer, planned.chunks.length)
+    blocks = np.zeros(job.ranks, np.int64)
+    np.add.at(blocks, manifest.chunks.writer, digest_blocks(manifest.chunks.length))
+    messages = wire.messages_of(
+        received[0], packed[0], gathered, scattered, results, blocks
+    )
+    wires = {
+        "first save": wire.first_save(messages, int(written.sum())),
+        "next save": wire.next_save(messages, int(written.sum())),
+    }
+    if opened is not None:
+        wires["load"] = wire.load(received, gathered, opened)
     return Save(
         job=job,
         format=backend.properties.name,
@@ -131,6 +147,8 @@ def simulate_save(
         plain_index=plain,
         chunks=len(manifest.chunks),
         again=simulate_again(backend, received),
+        wires=wires,
+        opened=opened,
     )
 
 
@@ -150,10 +168,13 @@ def _files(manifest: Manifest, ranks: int) -> Int64:
 
 def _contents(
     clock: Clock, backend: Backend, manifest: Manifest
-) -> tuple[dict[str, int], int | None, int | None]:
-    """Sizes of the small files, and of the index with and without digests; none where cells have to be assembled."""
+) -> tuple[dict[str, int], int | None, int | None, int | None]:
+    """Sizes of the small files, of the index with and without digests, and of the manifest as it travels.
+
+    None where cells have to be assembled.
+    """
     if any(name.startswith("__fragments_") for name in manifest.files):
-        return {}, None, None
+        return {}, None, None, None
     with clock("emit"):
         files = backend.finish(
             cast(Storage, LocalStorage("/")), manifest
@@ -162,9 +183,11 @@ def _contents(
     with clock("index"):
         encoded = encode_index(manifest, small)
     with clock("open"):
-        decode_index(encoded)
+        opened, _ = decode_index(encoded)
     sizes = {name: size for name, (size, _) in small.items()}
-    return sizes, index_size(manifest, small), len(encoded)
+    blocks = int(digest_blocks(manifest.chunks.length).sum())
+    travels = wire.opened_size(opened, blocks)
+    return sizes, index_size(manifest, small), len(encoded), travels
 
 
 def simulate_load(model: Model, job: Parallelism, save: Save, sample: int = 64) -> Load:
@@ -176,9 +199,12 @@ def simulate_load(model: Model, job: Parallelism, save: Save, sample: int = 64) 
         ).tolist()
     )
     rows = [_one_rank(parts[rank], save.manifest) for rank in ranks]
-    seconds, needed, read, requests = zip(*rows, strict=True)
-    counts = (np.array(column, np.int64) for column in (needed, read, requests))
-    return Load(job, ranks, np.array(seconds), *counts)
+    seconds, needed, read, requests = map(np.array, zip(*rows, strict=True))
+    sends = None
+    if save.opened is not None:
+        sent = [len(pickle.dumps(part, protocol=5)) for part in parts]
+        sends = wire.load(parts, np.array(sent, np.int64), save.opened)
+    return Load(job, ranks, seconds, needed, read, requests, sends)
 
 
 def _one_rank(part: Declarations, manifest: Manifest) -> tuple[float, int, int, int]:
