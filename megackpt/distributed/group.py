@@ -7,6 +7,7 @@ that processes and the threads of a test behave alike; ``SingleGroup`` is a sing
 from __future__ import annotations
 
 import pickle
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,10 @@ Streams = Mapping[int, Stream]
 """For each other rank the bytes between it and this one."""
 
 _NO_TOKEN = -(2**63) + 1
+
+COMPRESSED_BYTES = 1 << 20
+"""Larger broadcasts are compressed. Rank 0 sends the manifest of a load to each of its children, and
+each of them sends it on."""
 
 
 class Busy(CheckpointingException):
@@ -337,7 +342,7 @@ class RankGroup(Group):
     ) -> U:
         def decide_one() -> tuple[U, Packed]:
             value = decide()
-            return value, _pack(value)
+            return value, compress(_pack(value))
 
         def refuse(message: Packed) -> None:
             self._broadcast(stage, message)
@@ -378,7 +383,7 @@ class RankGroup(Group):
         The last message has plain values only.
         """
         try:
-            value = pickle.loads(packed)
+            value = pickle.loads(_expand(packed))
         except Exception as error:  # unpickling runs the code of the value's class
             self._leave(error)
             raise parted(stage, self.rank, error) from error
@@ -403,6 +408,16 @@ def _first_error(outgoing: Streams, incoming: Streams) -> BaseException | None:
 
 def _pack(value: object) -> bytes:
     return pickle.dumps(value, protocol=5)
+
+
+def compress(packed: bytes) -> bytes:
+    """The pickle, compressed if it is large. Columns of numbers shrink to a tenth."""
+    return zlib.compress(packed, 1) if len(packed) > COMPRESSED_BYTES else packed
+
+
+def _expand(packed: Packed) -> Packed:
+    is_compressed = packed[:1] == b"x"  # of zlib; no pickle begins so
+    return zlib.decompress(packed) if is_compressed else packed
 
 
 @contextmanager

@@ -54,6 +54,33 @@ def test_alone_everything_is_a_plain_call():
     assert not group.all_agree(None)
 
 
+def test_a_large_broadcast_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values arrive as they are, and the message is a small part of them."""
+    travelled: list[int] = []
+    broadcast = ThreadedGroup._broadcast
+
+    def watch(group: ThreadedGroup, stage: str, packed: bytes | None) -> bytes:
+        if packed is not None:
+            travelled.append(len(packed))
+        return bytes(broadcast(group, stage, packed))
+
+    monkeypatch.setattr(ThreadedGroup, "_broadcast", watch)
+    large, small = np.arange(1 << 18), np.arange(100)
+
+    def run(group: ThreadedGroup) -> None:
+        for value in (large, small):
+            got = group.broadcast("open", lambda value=value: value)
+            assert np.array_equal(got, value)
+            got = group.reduce_broadcast(
+                "read", lambda: 1, lambda _, value=value: value
+            )
+            assert np.array_equal(got, value)
+
+    ThreadedGroup.run(3, run)
+    assert max(travelled) < large.nbytes // 2
+    assert min(travelled) > small.nbytes
+
+
 def test_alone_our_errors_pass_unchanged_and_foreign_ones_are_wrapped():
     error = CoverageError("a hole")
     with pytest.raises(CoverageError) as caught:

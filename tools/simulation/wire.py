@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from megackpt.distributed.group import COMPRESSED_BYTES, compress
 from megackpt.distributed.messages import children_of, join
 from megackpt.loader.load_operation import _RankRequest as LoadRequest
 from megackpt.planning.box import Int64
@@ -146,7 +147,11 @@ def load(parts: Sequence[Declarations], gathered: Int64, opened: int) -> Wire:
 def opened_size(manifest: Manifest, blocks: int) -> int:
     """What rank 0 sends to all. The manifest has no digests; ``blocks``: how many there are."""
     chunks = replace(manifest.chunks, digests=_digests(blocks))
-    return _size((DIRECTORY, replace(manifest, chunks=chunks)))
+    size = _size((DIRECTORY, replace(manifest, chunks=chunks)))
+    if size <= COMPRESSED_BYTES:
+        return size
+    plain = pickle.dumps((DIRECTORY, manifest), protocol=5)
+    return len(compress(plain)) + blocks * DIGEST_SIZE  # digests do not shrink
 
 
 def messages_of(
