@@ -2,8 +2,8 @@
 
 State is stored under the key of the model's parameter, such as
 ``optimizer.state.exp_avg.decoder.layers.mlp.weight``, not under the optimizer's numbers, which
-depend on the parameters that a rank holds. The keys are the same if ranks have flat ranges of parameters (ZeRO-1).
-Names are those of Megatron-Core's ``dist_checkpointing.optimizer``.
+depend on the parameters that a rank holds. The keys are the same if ranks have flat ranges of
+parameters (ZeRO-1). Names are those of Megatron-Core's ``dist_checkpointing.optimizer``.
 """
 
 from __future__ import annotations

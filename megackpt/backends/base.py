@@ -68,9 +68,9 @@ class Source(Protocol):
         """The row's raw C-order bytes (for an object: its blob), in consecutive blocks.
 
         Every block but the last is a multiple of DIGEST_BLOCK long. A block is valid until the next
-        block of the same row is requested, because staging memory is bounded and reused. Rows may be
-        requested in any order and from any thread. A backend may hold the last blocks of several rows
-        at a time, to write small ones together: a few MiB at most.
+        block of the same row is requested, because staging memory is bounded and reused. Rows may
+        be requested in any order and from any thread. A backend may hold the last blocks of several
+        rows at a time, to write small ones together: a few MiB at most.
         """
 
 
@@ -100,13 +100,15 @@ class Properties:
     reads: Collection[int]
     """The versions that it reads."""
     gridded: bool = False
-    """Rows are cells of a regular grid, or parts of a cell that several ranks share. See SavePolicy."""
+    """Rows are cells of a regular grid, or parts of a cell that several ranks share. See
+    SavePolicy."""
     whole_tensors: bool = False
     """Each tensor is stored whole, in a file that all ranks write to. See ``Layout.places``."""
     max_item_bytes: int | None = None
     """Rows are cut to at most this many bytes."""
     encoding: str = "raw"
-    """"raw": the bytes at the location of a chunk are those of its box. "native": only ``read`` knows."""
+    """"raw": the bytes at the location of a chunk are those of its box. "native": only ``read``
+    knows."""
     export_only: bool = False
     """One process writes everything: ``convert`` does, ``save`` refuses the format."""
     follows_links: bool = False
@@ -120,7 +122,8 @@ class Layout:
     files: list[str]
     """Files and folders that the save may make in the root of the directory: an upper bound."""
     places: Mapping[str, Location] | None = None
-    """Formats of whole tensors: key -> the bytes of the tensor. Ranks find them in ``SavePlan.places``."""
+    """Formats of whole tensors: key -> the bytes of the tensor. Ranks find them in
+    ``SavePlan.places``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +162,8 @@ class Backend(ABC):
     """One storage format.
 
     An instance holds options only, and serves many saves and loads at the same time. Saves reuse a
-    plan if the pickles of their backends are equal. A backend that cannot be pickled plans every save.
+    plan if the pickles of their backends are equal. A backend that cannot be pickled plans every
+    save.
     """
 
     properties: ClassVar[Properties]
@@ -169,8 +173,8 @@ class Backend(ABC):
     def layout(self, ranks: int, manifest: Manifest) -> Layout:
         """On the coordinator, after planning: the files of a save by this many ranks.
 
-        ``manifest`` has no locations yet. Raises BackendError, naming the key, for a tensor that the
-        format cannot hold.
+        ``manifest`` has no locations yet. Raises BackendError, naming the key, for a tensor that
+        the format cannot hold.
         """
 
     @abstractmethod
@@ -196,8 +200,8 @@ class Backend(ABC):
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         """On every rank: read the regions of the plan into the target, and only the bytes needed.
 
-        With ``verify``, read whole digest blocks and compare them, if the manifest has digests. Raises
-        CorruptCheckpoint naming key, box, file and block.
+        With ``verify``, read whole digest blocks and compare them, if the manifest has digests.
+        Raises CorruptCheckpoint naming key, box, file and block.
         """
 
     def recognises(self, root: Storage) -> bool:
@@ -280,8 +284,8 @@ def config_file(properties: Properties) -> dict[str, bytes]:
 def read_config(root: Storage) -> CheckpointingConfig | None:
     """The content of ``metadata.json``. Unknown fields are ignored, as by Megatron >= 0.19.
 
-    None if there is no such file, or if it names no format: other programs use the name, too. Raises
-    CorruptCheckpoint if the name or the version has the wrong type.
+    None if there is no such file, or if it names no format: other programs use the name, too.
+    Raises CorruptCheckpoint if the name or the version has the wrong type.
     """
     size = root.size(CONFIG)
     if size is None or size > limits.CONFIG_BYTES:

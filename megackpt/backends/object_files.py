@@ -6,7 +6,8 @@
 ``<key>.objects/key``                 the key in UTF-8, if it is too long for the name of the folder
 ====================================  ===========================================================
 
-Shards have Megatron-Core's names. Keys are percent-encoded, so that each is a name on any file system.
+Shards have Megatron-Core's names. Keys are percent-encoded, so that each is a name on any file
+system.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from megackpt.storage import Batch, Storage, digest_blocks
 
 COMMON_FILE = "common.pt"
 OBJECTS = ".objects"
-"""The folder of an object's shards is the encoded key with this ending. Other names do not have it."""
+"""The folder of an object's shards is the encoded key with this ending. Other names do not have
+it."""
 
 _KEY = "key"
 _RESERVED = frozenset(("zarr.json", COMMON_FILE, CONFIG, "megackpt.index"))
@@ -48,8 +50,9 @@ _SHORTENED = (
 _EMPTY = "%"
 _KEY_BYTES = 1 << 20
 
-# The zarr specification forbids "/", names of dots only and names that begin with "__"; tensorstore keeps
-# ".__lock" for itself; characters that a file system may fold, refuse or hide are not trusted either.
+# The zarr specification forbids "/", names of dots only and names that begin with "__"; tensorstore
+# keeps ".__lock" for itself; characters that a file system may fold, refuse or hide are not trusted
+# either.
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.+=,@()\[\]-]|^\.|^_(?=_)|\.(?=(?:objects|__lock)$)")
 _NUMBERS = r"((?:[0-9]{1,10}(?:\.[0-9]{1,10})*)?)"
 _SHARD = re.compile(f"shard_{_NUMBERS}_{_NUMBERS}")
@@ -69,7 +72,10 @@ def encode_key(key: str) -> str:
 
 
 def decode_key(name: str) -> str | None:
-    """The key that ``encode_key`` encoded. None if the name was shortened, or is not one of its names."""
+    """The key that ``encode_key`` encoded.
+
+    None if the name was shortened, or is not one of its names.
+    """
     if _SHORTENED in name:
         return None
     try:
@@ -119,7 +125,10 @@ def parse_offset(name: str) -> tuple[Dims, Dims] | None:
 
 
 def parse_shard(file: str) -> tuple[Dims, Dims] | None:
-    """Offset and global shape in the last part of the name of a shard file. None for other names."""
+    """Offset and global shape in the last part of the name of a shard file.
+
+    None for other names.
+    """
     name = file.removesuffix(".pt")
     found = parse_offset(name)
     if name == file or found is None or len(found[0]) != len(found[1]):
@@ -134,7 +143,10 @@ def write_object(
     blocks: Iterator[memoryview],
     batch: Batch | None = None,
 ) -> WrittenRow:
-    """Write the blob of one shard, durable with its batch if it has one. Returns its location and digests."""
+    """Write the blob of one shard, durable with its batch if it has one.
+
+    Returns its location and digests.
+    """
     file, digests = shard_file(entry, box), []
     with (batch or root).create(file) as writer:
         for block in blocks:
@@ -165,7 +177,10 @@ class ObjectFile(NamedTuple):
 
 
 def objects_in(root: Storage) -> Iterator[ObjectFile]:
-    """The objects beside the tensors. Raises CorruptCheckpoint for folders that hold something else."""
+    """The objects beside the tensors.
+
+    Raises CorruptCheckpoint for folders that hold something else.
+    """
     for name in root.list():
         size = root.size(name)
         if name == COMMON_FILE:
@@ -182,12 +197,16 @@ def objects_in(root: Storage) -> Iterator[ObjectFile]:
 def object_shards(
     root: Storage, folder: str, key: str | None, files: list[str]
 ) -> Iterator[ObjectFile]:
-    """The shards of one object in these files of a folder. Raises CorruptCheckpoint for other files."""
+    """The shards of one object in these files of a folder.
+
+    Raises CorruptCheckpoint for other files.
+    """
     shards = {file: shard for file in files if (shard := parse_shard(file)) is not None}
     shapes = {shape for _, shape in shards.values()}
     if key is None or len(shapes) != 1 or len(shards) != len(files):
         raise CorruptCheckpoint(
-            f"{root.location}/{folder} is not the folder of one object's shards: it holds {files[:20]}"
+            f"{root.location}/{folder} is not the folder of one object's shards: it holds "
+            f"{files[:20]}"
         )
     entry = TensorEntry(key, TensorMeta(shapes.pop(), OBJECT))
     for name, (offset, _) in shards.items():

@@ -1,8 +1,9 @@
-"""Tensors stored whole in files that all ranks write to: parts to their places, then one pass over the result.
+"""Tensors stored whole in files that all ranks write to: parts to their places, then one pass over
+the result.
 
 Such a format knows beforehand where each tensor begins (``Layout.places``). Ranks write their parts
-there, run by run. When all have written, the coordinator checks that they fill each tensor, and reads
-the tensors once for their digests, and for a checksum if the format has one.
+there, run by run. When all have written, the coordinator checks that they fill each tensor, and
+reads the tensors once for their digests, and for a checksum if the format has one.
 """
 
 from __future__ import annotations
@@ -222,7 +223,10 @@ def manifest_from_files(
     found: Iterable[tuple[TensorEntry, Box, Location]],
     backend: tuple[str, int],
 ) -> Manifest:
-    """The manifest of these raw chunks, without digests. Raises CorruptCheckpoint for impossible ones."""
+    """The manifest of these raw chunks, without digests.
+
+    Raises CorruptCheckpoint for impossible ones.
+    """
     numbers: dict[TensorEntry, int] = {}
     chunks = []
     for entry, box, place in found:

@@ -48,7 +48,10 @@ def recognises(
 
 
 def read(root: Storage, name: str) -> dict[str, str]:
-    """Key -> file. Raises CorruptCheckpoint for files that are missing, or not below this directory."""
+    """Key -> file.
+
+    Raises CorruptCheckpoint for files that are missing, or not below this directory.
+    """
     where = f"{root.location}/{name}"
     try:
         document = json.loads(
@@ -76,7 +79,10 @@ def read(root: Storage, name: str) -> dict[str, str]:
 def check(
     where: str, weight_map: Mapping[str, str], found: Iterable[tuple[str, str]]
 ) -> None:
-    """Raise CorruptCheckpoint if the files hold other tensors than the weight map. ``found``: (key, file)."""
+    """Raise CorruptCheckpoint if the files hold other tensors than the weight map.
+
+    ``found``: (key, file).
+    """
     problems, held = [], dict[str, str]()
     for key, file in found:
         if held.setdefault(key, file) != file:

@@ -140,7 +140,8 @@ class Conversion:
         clash = reserved.intersection(name.partition("/")[0] for name in self.files)
         if clash:
             raise BackendError(
-                f"{min(clash)!r} is a file of the format {backend.properties.name}: choose another name"
+                f"{min(clash)!r} is a file of the format {backend.properties.name}: "
+                "choose another name"
             )
 
     def save_id(self) -> str:

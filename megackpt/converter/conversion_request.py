@@ -158,8 +158,8 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     path = _resolve_path(checkpoint_dir)
     if not is_replaceable(opened.storage):
         raise BackendError(
-            f"{path} is read as {opened.backend.properties.name!r}, but nothing in it says that it is a "
-            "checkpoint which may be replaced (no megackpt.index, no metadata.json of a known "
+            f"{path} is read as {opened.backend.properties.name!r}, but nothing in it says that "
+            "it is a checkpoint which may be replaced (no megackpt.index, no metadata.json of a known "
             "format): convert it to another directory, and leave out the keys by exclude="
         )
     backend, tasks = _target_backend(opened.backend.properties.name, None)

@@ -44,7 +44,10 @@ class TaskRunner:
     def perform(
         self, task: ConversionTask, advance: Callable[[int], None]
     ) -> TaskResult:
-        """Read, convert and write the rows of one task, durably. ``advance`` takes the bytes done."""
+        """Read, convert and write the rows of one task, durably.
+
+        ``advance`` takes the bytes done.
+        """
         data = CellSource(self._stored, self.reader, task, self.verify)
         writing = Writing(self.target, self.save_id, self.writer, task.plan, data)
         return TaskResult(task.number, writing(advance), data.overflows)

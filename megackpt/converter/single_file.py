@@ -25,7 +25,8 @@ from megackpt.errors import (
 from megackpt.storage import LocalStorage, is_url
 
 _FORMATS = {
-    ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",
+    ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch",
+    ".ckpt": "torch",
 }  # fmt: skip
 
 
@@ -64,8 +65,8 @@ def run_to_file(conversion: Conversion, path: str, overwrite: bool) -> Converted
     if len(files) != 1:
         raise BackendError(
             f"the format {backend.properties.name!r} writes this conversion as {len(files)} files: "
-            f"{join_truncated(files, 5, ', ')}. Name a directory; or, for safetensors, choose shards=1, "
-            "and leave out everything but tensors (state=False, or --no-state)"
+            f"{join_truncated(files, 5, ', ')}. Name a directory; or, for safetensors, choose "
+            "shards=1, and leave out everything but tensors (state=False, or --no-state)"
         )
     source = files[0]
     parent, name = os.path.split(path)

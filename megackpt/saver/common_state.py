@@ -60,8 +60,8 @@ def groups_to_store(
         raise ShardingError(
             "groups of parameters differ between ranks, and one list of them is stored: "
             f"{join_truncated(lost, 6)}. Build the optimizer of the same groups on all ranks, "
-            "also of those without a parameter there; and give groups a 'name', or leave them in the "
-            "order of the checkpoint that was loaded"
+            "also of those without a parameter there; and give groups a 'name', or leave them in "
+            "the order of the checkpoint that was loaded"
         )
     replaced = {}
     for name, (_, group) in stored.items():
@@ -107,7 +107,8 @@ def check_size(common: Mapping[Any, Any], directory: str) -> None:
     if undeclared:
         text += (
             f" (which leaves {events.format_size(undeclared)} as they are, numpy arrays and "
-            "values in tuples or sets: torch.from_numpy and lists make tensors of them that it declares)"
+            "values in tuples or sets: torch.from_numpy and lists make tensors of them that "
+            "it declares)"
         )
     if total >= limits.COMMON_STATE_BYTES:
         raise ShardingError(f"{text}. Or allow it: allow_large_common_state=True")

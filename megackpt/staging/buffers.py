@@ -101,8 +101,8 @@ class Buffer:
 class HostCopy:
     """The Source of a save plan's rows that were copied into a buffer.
 
-    Row i is the ``lengths[i]`` bytes at ``starts[i]``. ``release`` gives the buffer back; calling it
-    is optional and may be repeated. Pickling needs a pickler that replaces the buffer.
+    Row i is the ``lengths[i]`` bytes at ``starts[i]``. ``release`` gives the buffer back; calling
+    it is optional and may be repeated. Pickling needs a pickler that replaces the buffer.
     """
 
     plan: SavePlan
@@ -136,7 +136,8 @@ class BufferPool:
         self._leases = 0
 
     def lease(self, size: int, cap: int) -> Buffer | None:
-        """A buffer of at least ``size`` bytes; None where all leased ones would exceed ``cap`` bytes.
+        """A buffer of at least ``size`` bytes; None where all leased ones would exceed ``cap``
+        bytes.
 
         Raises StorageError where the system has no memory or no descriptor left.
         """

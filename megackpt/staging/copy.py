@@ -35,14 +35,14 @@ _move_small: _Move = ctypes.PYFUNCTYPE(
 def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | None:
     """Copy all rows of a save plan, objects included. The tensors may be changed when this returns.
 
-    Copies of CUDA tensors may still run then: work on the streams that are current now may change the
-    tensors, and readers of the copy wait for it.
+    Copies of CUDA tensors may still run then: work on the streams that are current now may change
+    the tensors, and readers of the copy wait for it.
 
-    Returns None where this copy does not fit beside the earlier ones: ``cap`` (None: ``default_cap()``)
-    is how many bytes all copies of this process may take together.
+    Returns None where this copy does not fit beside the earlier ones: ``cap`` (None:
+    ``default_cap()``) is how many bytes all copies of this process may take together.
 
-    Raises ShardingError for a tensor that has changed its size since it was declared, StorageError where
-    the system has no memory.
+    Raises ShardingError for a tensor that has changed its size since it was declared, StorageError
+    where the system has no memory.
     """
     plan = source.plan
     cap = default_cap() if cap is None else cap
@@ -77,8 +77,8 @@ def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | Non
 def _log_no_room(rank: int, size: int, cap: int) -> None:
     logger.log(
         logging.WARNING if rank == 0 else logging.DEBUG,
-        "this asynchronous save is written before save() returns: its copy of %s bytes does not fit "
-        "beside those of saves in flight (limit %s bytes: Strategy(staging_memory=...))",
+        "this asynchronous save is written before save() returns: its copy of %s bytes does "
+        "not fit beside those of saves in flight (limit %s bytes: Strategy(staging_memory=...))",
         f"{size:,}",
         f"{cap:,}",
     )

@@ -22,8 +22,8 @@ _LOCAL_RANKS = (
 def default_cap() -> int:
     """The bytes that copies of saves may take in this process without Strategy(staging_memory=...).
 
-    This is half of the host memory that is available at the first call, divided by the ranks of this
-    host (set by torchrun, Open MPI or Slurm; else 1), and at least 256 MiB.
+    This is half of the host memory that is available at the first call, divided by the ranks of
+    this host (set by torchrun, Open MPI or Slurm; else 1), and at least 256 MiB.
     """
     ranks = 1
     for name in _LOCAL_RANKS:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from megackpt.staging.target import LoadTarget
 
 COUNTED_AT_ONCE = 16 * DIGEST_BLOCK
-"""Bytes: the largest block that is passed on. Progress is visible, and a cancelled task stops, between blocks."""
+"""Bytes: the largest block that is passed on. Progress is visible, and a cancelled task stops,
+between blocks."""
 
 
 class Blocks(Protocol):
@@ -42,7 +43,9 @@ class CountedSource:
 
 
 def counted_target(target: LoadTarget, todo: int) -> LoadTarget | CountedTarget:
-    """The target itself if no observer shows the progress of this stage, which loads ``todo`` bytes."""
+    """The target itself if no observer shows the progress of this stage, which loads ``todo``
+    bytes.
+    """
     stage = events.current()
     if not stage.counts_bytes:
         return target

@@ -16,7 +16,8 @@ from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import DIGEST_BLOCK, SavePlan, carried_dtype
 
 COPIED_AT_ONCE = 16 * DIGEST_BLOCK
-"""Bytes that are copied to the host at a time where a tensor's memory cannot be written directly."""
+"""Bytes that are copied to the host at a time where a tensor's memory cannot be written
+directly."""
 
 _SMALL = 64 << 10  # bytes
 _COMPARED = 1 << 22  # addresses of elements that are compared with one another
@@ -55,14 +56,15 @@ def region(tensor: torch.Tensor, holder: Box, box: Box) -> torch.Tensor:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes; no copy."""
-    # A contiguous tensor may have any stride along an axis of extent 1, or where it has no elements.
-    # Flattening keeps that stride, and torch then refuses the view as bytes.
+    # A contiguous tensor may have any stride along an axis of extent 1, or where it has no
+    # elements. Flattening keeps that stride, and torch then refuses the view as bytes.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements of this tensor share memory, as in expanded tensors and windows by ``unfold``.
+    """Whether elements of this tensor share memory, as in expanded tensors and windows by
+    ``unfold``.
 
     Exact, except for large memory that is interleaved in an uncommon way: that counts as shared.
     """
@@ -73,8 +75,8 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
         if size > 1:
             axes.append((step, size))
     axes.sort()
-    # An axis cannot overlap the axes of smaller steps if its step is larger than their reach. All axes
-    # are so in what slicing, transposing and reshaping make of a contiguous tensor.
+    # An axis cannot overlap the axes of smaller steps if its step is larger than their reach. All
+    # axes are so in what slicing, transposing and reshaping make of a contiguous tensor.
     overlapping = 0
     reach = 0
     for count, (step, size) in enumerate(axes, start=1):

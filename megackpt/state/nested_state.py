@@ -200,8 +200,8 @@ def _misplaced(path: Path, leaf: Any) -> str:
         if is_declared(value):
             name = getattr(value, "key", "")
             return (
-                f"{tree.show(path)}: a {type(value).__name__} ({name!r}) in a {type(leaf).__name__} "
-                "is lost; only dicts and lists are walked into: make it one of these"
+                f"{tree.show(path)}: a {type(value).__name__} ({name!r}) in a "
+                f"{type(leaf).__name__} is lost; only dicts and lists are walked into: make it one of these"
             )
         if isinstance(value, (Mapping, tuple, set, frozenset, list)):
             if id(value) not in walked:  # it may be in itself

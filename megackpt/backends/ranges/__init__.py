@@ -1,9 +1,10 @@
-"""Reads planned regions of raw C-order chunks: exact ranges, few calls, few copies. All formats use it.
+"""Reads planned regions of raw C-order chunks: exact ranges, few calls, few copies. All formats use
+it.
 
-Regions are cut into pieces of bounded size, sorted by their place in the files, and distributed over
-threads. A piece that is consecutive in the file is read directly into the target's memory, small
-neighbours by one call. Others pass through a small scratch memory. With ``verify``, whole digest blocks
-are read and hashed.
+Regions are cut into pieces of bounded size, sorted by their place in the files, and distributed
+over threads. A piece that is consecutive in the file is read directly into the target's memory,
+small neighbours by one call. Others pass through a small scratch memory. With ``verify``, whole
+digest blocks are read and hashed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from megackpt.storage import Storage
 def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     """Read every region of a plan. The encoding of the manifest is "raw".
 
-    With ``verify``, whole digest blocks are read and compared if the manifest has digests. Otherwise
-    only the bytes needed are read, and gaps that are cheaper than a call. Raises CorruptCheckpoint naming
-    key, box, file and block, for all failures at once.
+    With ``verify``, whole digest blocks are read and compared if the manifest has digests.
+    Otherwise only the bytes needed are read, and gaps that are cheaper than a call. Raises
+    CorruptCheckpoint naming key, box, file and block, for all failures at once.
     """
     if not len(plan):
         return

@@ -14,18 +14,21 @@ from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import DIGEST_BLOCK, Bool, LoadPlan
 
 PIECE = 32 << 20
-"""Larger regions are cut: the target provides memory for one piece at a time, and threads divide the work."""
+"""Larger regions are cut: the target provides memory for one piece at a time, and threads divide
+the work."""
 SMALL = 256 << 10
 """Pieces up to this size are read together with their neighbours."""
 TOGETHER = 1 << 20
-"""Bytes that one call reads for small pieces: few enough to be in the cache when they are hashed."""
+"""Bytes that one call reads for small pieces: few enough to be in the cache when they are
+hashed."""
 CALL = 512
 """Pieces of one call: with the gaps between them, the limit of buffers of a call."""
 SKIP = 4 << 10
 """Unwanted bytes between small pieces that are read and dropped to save another call."""
 
 FAR = 4 << 20
-"""With more unwanted bytes between the runs of one region, a request for each run is faster than one for all."""
+"""With more unwanted bytes between the runs of one region, a request for each run is faster than
+one for all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +119,8 @@ class Pieces:
     def shares(
         self, threads: int, checked: bool
     ) -> Iterator[tuple[Pieces, list[slice]]]:
-        """Consecutive pieces of about equal bytes: several shares a thread, so that threads end together.
+        """Consecutive pieces of about equal bytes: several shares a thread, so that threads end
+        together.
 
         Each share comes with its groups: the pieces of one file that one call reads.
         """
@@ -134,7 +138,10 @@ class Pieces:
             yield self.take(slice(begin, end)), list(starmap(slice, pairwise(bounds)))
 
     def _begins_group(self, checked: bool, before: Int64) -> Bool:
-        """Where a group begins. A piece that is large, has gaps, or does not follow closely is its own group."""
+        """Where a group begins.
+
+        A piece that is large, has gaps, or does not follow closely is its own group.
+        """
         simple: Bool = (self.high - self.low == self.nbytes) & (self.nbytes <= SMALL)
         if checked:  # only whole blocks can be hashed where they land
             ends = (self.high % DIGEST_BLOCK == 0) | (self.high == self.length)
@@ -163,7 +170,9 @@ def _cut(boxes: Boxes, itemsize: Int64) -> tuple[Boxes, Int64]:
 
 
 def _halves(box: Box, limit: int) -> Iterator[Box]:
-    """Boxes of at most ``limit`` elements, cut along the outermost axis possible, at powers of two if possible."""
+    """Boxes of at most ``limit`` elements, cut along the outermost axis possible, at powers of two
+    if possible.
+    """
     if box.volume <= limit:
         yield box
         return
@@ -198,4 +207,5 @@ def name_of(plan: LoadPlan, row: int) -> str:
     """The name of the chunk of a plan's row in errors."""
     manifest, number = plan.manifest, int(plan.chunk[row])
     chunk = manifest.chunk(number)
-    return f"{manifest.tensors[manifest.chunks.tensor[number]].key!r} {chunk.box} in {chunk.location.file}"
+    key = manifest.tensors[manifest.chunks.tensor[number]].key
+    return f"{key!r} {chunk.box} in {chunk.location.file}"

@@ -31,10 +31,11 @@ from megackpt.storage import (
 )
 
 GAP = 16 << 10
-"""Unwanted bytes between the runs of one region that are read along: more would cost more than a call."""
+"""Unwanted bytes between the runs of one region that are read along: more would cost more than a
+call."""
 WINDOW = 1 << 20
-"""Bytes of scratch memory of one thread. It stays in the cache, so a copy through it costs less than
-passing the rows of a strided target one by one."""
+"""Bytes of scratch memory of one thread. It stays in the cache, so a copy through it costs less
+than passing the rows of a strided target one by one."""
 
 Array = NDArray[Any]
 
@@ -112,8 +113,8 @@ class Job:
         if found != chunks.digests[chunks.block_bounds[chunk] + block].tobytes():
             start = int(chunks.start[chunk]) + block * DIGEST_BLOCK
             raise CorruptCheckpoint(
-                f"{self.root.location}: {name_of(self.plan, row)} is damaged: the bytes of block {block} "
-                f"(from byte {start} of the file) are not those that were saved"
+                f"{self.root.location}: {name_of(self.plan, row)} is damaged: the bytes of "
+                f"block {block} (from byte {start} of the file) are not those that were saved"
             )
 
     def _open(self, file: int) -> FileReader:
@@ -138,9 +139,11 @@ class Job:
 
 
 def refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> None:
-    """Raise CorruptCheckpoint if the pickle of a large blob is a hole in a sparse file, before memory is taken.
+    """Raise CorruptCheckpoint if the pickle of a large blob is a hole in a sparse file, before
+    memory is taken.
 
-    The whole blob counts if it is not an archive. Tensors in an archive may be holes: they are zeros.
+    The whole blob counts if it is not an archive. Tensors in an archive may be holes: they are
+    zeros.
     """
     if length <= limits.HOLE_BYTES:
         return
@@ -209,7 +212,9 @@ class _FilePart:
                 piece.array[...] = place
 
     def _fill(self, piece: _Piece, low: int, array: Array, strides: list[int]) -> None:
-        """Fill ``array``, whose first element is at byte ``low`` of the chunk, its axes ``strides`` bytes apart."""
+        """Fill ``array``, whose first element is at byte ``low`` of the chunk, its axes ``strides``
+        bytes apart.
+        """
         outer = _outer_axes(array, strides)
         runs = math.prod(array.shape[:outer])
         if runs == 1:
@@ -272,7 +277,10 @@ class _FilePart:
             position = last
 
     def _edge(self, piece: _Piece, block: int) -> memoryview:
-        """A block that is needed in part. It is kept, because the next piece often needs the rest."""
+        """A block that is needed in part.
+
+        It is kept, because the next piece often needs the rest.
+        """
         size = min(DIGEST_BLOCK, piece.length - block * DIGEST_BLOCK)
         if self._block_of != (piece.base, block):
             if not self._block:
@@ -304,7 +312,9 @@ def _c_strides(array: Array) -> list[int]:
 
 
 def _slabs(low: int, array: Array, strides: list[int]) -> Iterator[tuple[int, Array]]:
-    """Slices along the outermost axis with several elements, of about a window each, with their first bytes."""
+    """Slices along the outermost axis with several elements, of about a window each, with their
+    first bytes.
+    """
     axis = next(i for i, extent in enumerate(array.shape) if extent > 1)
     step = max(1, WINDOW // strides[axis])
     before = (slice(None),) * axis
