@@ -78,7 +78,9 @@ def _build(shard: Any, key: str, data: Any, replica_id: ReplicaId, *_: Any) -> A
     if has_methods(data):
         shape, chunks = _chunks_by_methods(key, data)
     else:
-        named = data if shard_fields(data) else shard
+        named = shard
+        if shard_fields(data):
+            named = data
         shape, chunks = _chunks_by_fields(key, data, named)
     if not chunks and 0 in shape:
         # An empty tensor is stored, too.
@@ -96,7 +98,9 @@ def _build(shard: Any, key: str, data: Any, replica_id: ReplicaId, *_: Any) -> A
         # A view without the fields, which are those of the whole local tensor.
         view = chunk.data.detach()
         local_shape = tuple(view.shape)
-        replica = replica_id if chunk.written else 1
+        replica = 1
+        if chunk.written:
+            replica = replica_id
         shards.append(
             ShardedTensor(
                 key, view, view.dtype, local_shape, shape, chunk.offset, None, replica
@@ -139,7 +143,8 @@ def _chunks_by_fields(
             f"{key!r}: {len(offsets)} global_offsets, {len(starts)} local_offsets and {len(sizes)} "
             "local_sizes are not one of each for each piece"
         )
-    whole, local = Box.whole(shape), Box.whole(tuple(data.shape))
+    whole = Box.whole(shape)
+    local = Box.whole(tuple(data.shape))
     chunks = []
     for offset, start, size in zip(offsets, starts, sizes, strict=True):
         piece = (
@@ -151,7 +156,8 @@ def _chunks_by_fields(
                 f"{key!r}: {piece} has not the {len(shape)} axes of the global_shape {shape}, or "
                 f"the local tensor of shape {local.shape} has not"
             )
-        there, here = Box(offset, size), Box(start, size)
+        there = Box(offset, size)
+        here = Box(start, size)
         inside = whole.contains(there) and local.contains(here)
         if not inside or min(size, default=0) < 0:
             raise ShardingError(

@@ -110,7 +110,10 @@ def sharded(
     if replicated not in REPLICATED:
         raise ShardingError(f"replicated is one of {REPLICATED}, not {replicated!r}")
     rank, holders = _holders(among)
-    replica = holders.index(rank) if rank in holders else len(holders)
+    if rank in holders:
+        replica = holders.index(rank)
+    else:
+        replica = len(holders)
     result: ShardedStateDict = tree.copied(state_dict)
     # Several meshes may hold the same state: that of the first holder has replica 0.
     mesh_replica: dict[DeviceMesh, int] = {}
@@ -148,15 +151,20 @@ def sharded(
 
 def _holders(among: DeviceMesh | Iterable[int] | None) -> tuple[int, list[int]]:
     """This rank, and all ranks that hold the state, in order."""
-    rank, world = 0, 1
+    rank = 0
+    world = 1
     if dist.is_available() and dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
     ranks: object = among  # Callers without a type checker pass anything.
     if among is None:
         ranks = range(world)
     elif isinstance(among, DeviceMesh):
         ranks = among.mesh.flatten().tolist()
-    holders = set(ranks) if isinstance(ranks, Iterable) else set()
+    if isinstance(ranks, Iterable):
+        holders = set(ranks)
+    else:
+        holders = set()
     if not holders or any(type(r) is not int or not 0 <= r < world for r in holders):
         raise ShardingError(
             f"`among` is a DeviceMesh, or some of the {world} ranks by number, not {among!r}"
@@ -181,7 +189,8 @@ def _is_plain_list(node: Any) -> bool:
 
 def _replica(tensor: DTensor) -> int:
     """This rank's number among the replicas on the mesh."""
-    mesh, number = tensor.device_mesh, 0
+    mesh = tensor.device_mesh
+    number = 0
     place = mesh.get_coordinate() or ()
     for size, index, placement in zip(
         mesh.shape, place, tensor.placements, strict=False
@@ -293,10 +302,14 @@ def runs(
     axes = []
     for axis, size in enumerate(shape):
         parts = tuple(cuts[axis])
-        fsdp2_parts = parts if order else _fsdp2_cuts(parts, mesh)
+        fsdp2_parts = parts
+        if not order:
+            fsdp2_parts = _fsdp2_cuts(parts, mesh)
         held = _held(size, parts, mesh, place)
         fsdp2_held = _held(size, fsdp2_parts, mesh, place)
-        length = local[axis] if axis < len(local) else size
+        length = size
+        if axis < len(local):
+            length = local[axis]
         fits = length == _length(fsdp2_held)
         if held != fsdp2_held and not (fits and _is_fsdp2(fsdp2_parts)):
             some_equal, all_equal = _same_lengths(size, parts, mesh)
@@ -345,7 +358,8 @@ def _same_lengths(
     cutting = {dim for dim, _ in parts}
     # Along the other dimensions of the mesh nothing changes.
     ranges = [range(n if dim in cutting else 1) for dim, n in enumerate(mesh)]
-    some_equal, all_equal = False, True
+    some_equal = False
+    all_equal = True
     for place in product(*ranges):
         held = _held(size, parts, mesh, place)
         fsdp2_held = _held(size, fsdp2_parts, mesh, place)
@@ -390,12 +404,14 @@ def _cut(
             low, high = (start + end for end in _chunk(stop - start, count, number))
         # low and high count held indices: take these from each run in turn.
         for begin, length in held:
-            first, last = max(low, 0), min(high, length)
+            first = max(low, 0)
+            last = min(high, length)
             if first < last and taken and sum(taken[-1]) == begin + first:
                 taken[-1] = (taken[-1][0], taken[-1][1] + last - first)
             elif first < last:
                 taken.append((begin + first, last - first))
-            low, high = low - length, high - length
+            low = low - length
+            high = high - length
     return taken or [(0, 0)]
 
 

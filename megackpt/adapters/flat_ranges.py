@@ -59,11 +59,14 @@ def check_flat_range(
     flat_range: slice,
 ) -> None:
     """Raise ShardingError for a range outside the parameter, or data of another length."""
-    start, stop = flat_range.start, flat_range.stop
+    start = flat_range.start
+    stop = flat_range.stop
     shape = param_shape(param)
     size = math.prod(shape)
     is_range = None not in (start, stop) and 0 <= start <= stop <= size
-    data_shape = None if data is None else tuple(data.shape)
+    data_shape = None
+    if data is not None:
+        data_shape = tuple(data.shape)
     if not is_range or data_shape not in (None, (stop - start,)):
         raise ShardingError(
             f"{param.key!r}: data of shape {data_shape} is not elements {start}:{stop} of a "
@@ -156,7 +159,9 @@ def _parts(
         shift = in_piece - in_param
         for box in _local_box(piece).runs(low + shift, stop + shift):
             start = low - flat_range.start
-            view = None if data is None else data[start : start + box.volume]
+            view = None
+            if data is not None:
+                view = data[start : start + box.volume]
             shard = _part(piece, box, view)
             if main:
                 shard.replica_id = _with_last(shard.replica_id, 0)
@@ -250,7 +255,8 @@ def _trailing_row(view: torch.Tensor) -> tuple[int, int]:
     """How many axes precede those that are contiguous together; and the length of these."""
     if not view.numel():
         return 0, 0
-    axes, length = view.dim(), 1
+    axes = view.dim()
+    length = 1
     while axes and (view.shape[axes - 1] == 1 or view.stride(axes - 1) == length):
         axes -= 1
         length *= view.shape[axes]

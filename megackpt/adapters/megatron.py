@@ -42,7 +42,9 @@ def from_megatron(leaf: Any) -> Any:
     """
     kind: Any = type(leaf)
     convert = _converter(kind)
-    return leaf if convert is None else convert(leaf)
+    if convert is None:
+        return leaf
+    return convert(leaf)
 
 
 @lru_cache(maxsize=1024)
@@ -68,7 +70,8 @@ def _converter(kind: type) -> Callable[[Any], Any] | None:
             shard.build_fn = _build_fn(leaf)
         elif isinstance(shard, ShardedTensor) and shard.flattened_range is not None:
             # A range of the local tensor's elements, in C order.
-            data, flat_range = shard.data, shard.flattened_range
+            data = shard.data
+            flat_range = shard.flattened_range
             check_flat_range(shard, data, flat_range)
             whole = replace(shard, data=None, flattened_range=None)
             return declare_flat_range(whole, data, flat_range)
@@ -98,7 +101,8 @@ def _build_fn(factory: Any) -> Callable[..., Any]:
 def _common_fields(theirs: type, ours: type) -> list[str]:
     """The fields that both classes have. Warns once of fields that only theirs has."""
     name = f"{theirs.__module__}.{theirs.__name__}"
-    there, here = getattr(theirs, "__dataclass_fields__", {}), fields(ours)
+    there = getattr(theirs, "__dataclass_fields__", {})
+    here = fields(ours)
     lacking = [f.name for f in here if f.default is MISSING and f.name not in there]
     if lacking:
         raise ShardingError(

@@ -80,7 +80,8 @@ class ParallelLayout:
         edp is what remains.
         Raises ShardingError for a rank outside the world and for sizes that do not divide it.
         """
-        etp = tp if etp is None else etp
+        if etp is None:
+            etp = tp
         stage = tp * cp * dp
         if min(tp, cp, dp, pp, ep, etp) < 1 or not 0 <= rank < stage * pp:
             raise ShardingError(

@@ -201,7 +201,10 @@ def declare_state(
     flat_ranges: Mapping[int, slice] | None = None,
 ) -> dict[int, dict[str, Any]]:
     """The "state" of an optimizer's state dict, declared by ``optim_state_to_sharding_state``."""
-    excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
+    if isinstance(exclude_keys, str):
+        excluded = {exclude_keys}
+    else:
+        excluded = set(exclude_keys)
     declared: dict[int, dict[str, Any]] = {}
     for number, values in state.items():
         if number not in id_to_sharded_param_map:
@@ -224,7 +227,9 @@ def _declare(
     prefix: str,
     flat_range: slice | None,
 ) -> Any:
-    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    shape = None
+    if isinstance(value, torch.Tensor):
+        shape = tuple(value.shape)
     if prefix == _STEP and shape == (1,):
         shape = None  # One number of the whole parameter, even if that has one element.
     if flat_range is None and shape == param_shape(param):
@@ -242,7 +247,9 @@ def _declare(
             return value
         found = _choose(param.key, loaded, prefix == _STEP)
         tensors = isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor)
-        return value.detach().copy_(found) if tensors and not value.is_meta else found
+        if tensors and not value.is_meta:
+            return value.detach().copy_(found)
+        return found
 
     return _declare_of_whole(param, value, flat_range, merge)
 
@@ -268,7 +275,9 @@ def _declare_of_whole(
         declared = []
         for piece in chosen.values():
             # Each is loaded into memory of its own.
-            own = data.clone() if isinstance(data, torch.Tensor) else data
+            own = data
+            if isinstance(data, torch.Tensor):
+                own = data.clone()
             declared.append(_declare_once(piece, own))
         return declared
 
@@ -293,17 +302,23 @@ def _choose(
             key,
             steps,
         )
-    return max(loaded) if is_step else loaded[0]
+    if is_step:
+        return max(loaded)
+    return loaded[0]
 
 
 def _as_tuple(replica_id: ReplicaId) -> tuple[int, ...]:
-    return tuple(replica_id) if isinstance(replica_id, (tuple, list)) else (replica_id,)
+    if isinstance(replica_id, (tuple, list)):
+        return tuple(replica_id)
+    return (replica_id,)
 
 
 def _declare_once(param: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
     """``value`` of a whole parameter; ``param`` is a part of it."""
-    key, n = param.key, param.prepend_axis_num
-    grid, offset = param.global_shape[:n], param.global_offset[:n]
+    key = param.key
+    n = param.prepend_axis_num
+    grid = param.global_shape[:n]
+    offset = param.global_offset[:n]
     replica = _replica_of_whole(param)
     is_step = (
         f"{_STEP}." in key and isinstance(value, torch.Tensor) and value.numel() == 1

@@ -61,7 +61,8 @@ class GroupsFactory(ShardedTensorFactory):
     numbers: dict[int, set[int]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.build_fn, self.merge_fn = self._build, self._merge
+        self.build_fn = self._build
+        self.merge_fn = self._merge
         groups = self.data or []  # None in a declaration without data
         keys = _identifying_keys(groups)
         if len({_text(_identity(group, keys)) for group in groups}) < len(groups):
@@ -229,7 +230,10 @@ def held_groups(
         groups = factory.data
         named = _identifying_keys(groups) == ["name"]
         for i, group in enumerate(groups):
-            which = f"name={group['name']!r}" if named else f"{i} of {len(groups)}"
+            if named:
+                which = f"name={group['name']!r}"
+            else:
+                which = f"{i} of {len(groups)}"
             texts = {}
             for key, value in _hyperparameters(group).items():
                 text = _text(value)

@@ -54,7 +54,8 @@ class DataPosition:
         ShardingError for an impossible rank or size.
         """
         batch_size = _as_int("batch_size", batch_size)
-        dp_rank, dp_size = _as_int("dp_rank", dp_rank), _as_int("dp_size", dp_size)
+        dp_rank = _as_int("dp_rank", dp_rank)
+        dp_size = _as_int("dp_size", dp_size)
         has_samples = self.samples >= 1 and self.consumed_samples >= 0
         if not has_samples or batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ShardingError(
@@ -69,8 +70,11 @@ class DataPosition:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a stored position. MismatchError for other ``samples`` or ``seed``."""
         given: object = state  # Callers without a type checker pass anything.
-        stored = given if isinstance(given, Mapping) else {}
-        own, consumed = self.state_dict(), stored.get("consumed_samples")
+        stored = {}
+        if isinstance(given, Mapping):
+            stored = given
+        own = self.state_dict()
+        consumed = stored.get("consumed_samples")
         wrong = [
             name
             for name in ("samples", "seed")
@@ -136,9 +140,11 @@ def _shuffle(
     half = np.uint64(((samples - 1).bit_length() + 1) // 2)
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = _mix(_mix(np.full_like(epochs, seed)) + epochs)
-    result, outside = places.copy(), np.ones(len(places), bool)
+    result = places.copy()
+    outside = np.ones(len(places), bool)
     while outside.any():
-        left, right = result[outside] >> half, result[outside] & mask
+        left = result[outside] >> half
+        right = result[outside] & mask
         for number in range(_ROUNDS):
             key = keys[outside] + np.uint64(number * _STRIDE % 2**64)
             left, right = right, left ^ (_mix(right ^ _mix(key)) & mask)

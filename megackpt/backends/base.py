@@ -27,6 +27,7 @@ from megackpt.planning.manifest import (
     Manifest,
     SavePlan,
     WriteResult,
+    itemsizes,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
 from megackpt.storage import Storage
@@ -228,8 +229,8 @@ class Backend(ABC):
         chunks = manifest.chunks
         if manifest.encoding == "raw":
             return np.zeros(len(chunks), np.int64)
-        itemsize = np.array([e.meta.itemsize for e in manifest.tensors], np.int64)
-        sizes: Int64 = chunks.boxes.volume * itemsize[chunks.tensor]
+        itemsize = itemsizes(manifest.tensors)[chunks.tensor]
+        sizes: Int64 = chunks.boxes.volume * itemsize
         return np.maximum(1, np.maximum(sizes, chunks.length))
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:  # noqa: ARG002

@@ -79,11 +79,9 @@ def decode_key(name: str) -> str | None:
     if _SHORTENED in name:
         return None
     try:
-        return (
-            ""
-            if name == _EMPTY
-            else unquote_to_bytes(name).decode("utf-8", "surrogatepass")
-        )
+        if name == _EMPTY:
+            return ""
+        return unquote_to_bytes(name).decode("utf-8", "surrogatepass")
     except UnicodeError:
         return None
 
@@ -94,7 +92,9 @@ def _escape(text: str) -> str:
 
 def folder(entry: TensorEntry) -> str:
     """The name in the root of all shards of this object (or of the common state)."""
-    return COMMON_FILE if entry.is_common else encode_key(entry.key) + OBJECTS
+    if entry.is_common:
+        return COMMON_FILE
+    return encode_key(entry.key) + OBJECTS
 
 
 def shard_file(entry: TensorEntry, box: Box) -> str:
@@ -147,7 +147,8 @@ def write_object(
 
     Returns its location and digests.
     """
-    file, digests = shard_file(entry, box), []
+    file = shard_file(entry, box)
+    digests = []
     with (batch or root).create(file) as writer:
         for block in blocks:
             digests.append(digest_blocks(block))
@@ -227,7 +228,9 @@ def _key_of(root: Storage, name: str) -> str | None:
         key = root.get(f"{name}/{_KEY}", _KEY_BYTES).decode("utf-8", "surrogatepass")
     except UnicodeError:
         return None
-    return key if encode_key(key) == encoded else None
+    if encode_key(key) == encoded:
+        return key
+    return None
 
 
 @dataclass(frozen=True)

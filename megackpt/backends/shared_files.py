@@ -91,9 +91,11 @@ def _write_row(
     start = left = 0
     # A row without bytes is at byte 0: the file need not reach to its place.
     if item.nbytes:
-        start, left = place.start + next(starts), run
+        start = place.start + next(starts)
+        left = run
     position = start
-    digests, length = [], 0
+    digests = []
+    length = 0
     for block in data.blocks(row):
         length += len(block)
         if length > item.nbytes:
@@ -101,7 +103,8 @@ def _write_row(
         digests.append(digest_blocks(block))
         while len(block):
             if not left:
-                position, left = place.start + next(starts), run
+                position = place.start + next(starts)
+                left = run
             part = block[:left]
             updater.write_at(position, [part])
             position += len(part)
@@ -122,7 +125,8 @@ def merge_pieces(
     These have no digests yet (all zeros); the others have their writer's. Raises BackendError if
     parts do not fill a tensor: the holes would be read as zeros.
     """
-    parts, volume = TensorParts(manifest), manifest.chunks.boxes.volume
+    parts = TensorParts(manifest)
+    volume = manifest.chunks.boxes.volume
     chunks: list[Chunk] = []
     rows: list[tuple[int, Box, str, int, int]] = []
     incomplete: list[str] = []
@@ -139,7 +143,8 @@ def merge_pieces(
             digests = np.zeros((blocks, DIGEST_SIZE), np.uint8)
             writer = -1
             if found:
-                digests, writer = found[0].digests, found[0].writer
+                digests = found[0].digests
+                writer = found[0].writer
             found = [Chunk(Box.whole(meta.shape), place, digests, writer)]
         for chunk in found:
             place = chunk.location
@@ -167,7 +172,8 @@ def compute_digests(
     Raises CorruptCheckpoint if one rank wrote all of a chunk, and something else is read.
     """
     chunks = manifest.chunks
-    digests, bounds = chunks.digests.copy(), chunks.block_bounds
+    digests = chunks.digests.copy()
+    bounds = chunks.block_bounds
     checksums: dict[int, int] = {}
     with ThreadPoolExecutor(THREADS, "megackpt-digests") as pool:
         jobs = pool.map(
@@ -206,8 +212,10 @@ def _digest_rows(
     window = memoryview(bytearray(min(WINDOW, int(chunks.length[rows].max()))))
     with root.open(manifest.files[chunks.file[rows[0]]]) as reader:
         for row in rows:
-            start, length = int(chunks.start[row]), int(chunks.length[row])
-            digests, checksum = [], 0
+            start = int(chunks.start[row])
+            length = int(chunks.length[row])
+            digests = []
+            checksum = 0
             for done in range(0, length, WINDOW):
                 part = window[: length - done]
                 reader.read_into(start + done, [part])

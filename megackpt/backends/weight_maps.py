@@ -59,7 +59,9 @@ def read(root: Storage, name: str) -> dict[str, str]:
         )
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{where} cannot be parsed: {error}") from error
-    found = document.get("weight_map") if isinstance(document, dict) else None
+    found = None
+    if isinstance(document, dict):
+        found = document.get("weight_map")
     if not isinstance(found, dict) or not all(
         isinstance(file, str) for file in found.values()
     ):
@@ -83,7 +85,8 @@ def check(
 
     ``found``: (key, file).
     """
-    problems, held = [], dict[str, str]()
+    problems = []
+    held = dict[str, str]()
     for key, file in found:
         if held.setdefault(key, file) != file:
             problems.append(f"{key!r} is in {held[key]} and in {file}")

@@ -11,7 +11,7 @@ import numpy as np
 from megackpt import limits
 from megackpt.errors import BackendError
 from megackpt.planning.box import Int64
-from megackpt.planning.manifest import Manifest, ShardId
+from megackpt.planning.manifest import Manifest, ShardId, itemsizes
 
 # A worker holds the cells that it reads and writes at the same time, and what its threads need.
 _CELLS = 4
@@ -77,7 +77,7 @@ def worker_bytes(
             f"this conversion takes at least max_memory={_mebibytes(base)}"
         )
     chunks = manifest.chunks
-    is_object = np.array([e.meta.is_object for e in manifest.tensors], np.bool_)
+    is_object = itemsizes(manifest.tensors) == 0
     held = np.where(is_object[chunks.tensor], chunks.length, decoded)
     held *= np.isin(chunks.tensor, tensors)
     # It is read and written at the same time, so it counts twice; the base has one cell of it.
@@ -87,7 +87,9 @@ def worker_bytes(
         number = chunks.tensor[row]
         key, meta = manifest.tensors[number]
         shard = ShardId(key, chunks.boxes.row(row, len(meta.shape)))
-        kind = "an object" if is_object[number] else "a chunk that is decoded whole,"
+        kind = "a chunk that is decoded whole,"
+        if is_object[number]:
+            kind = "an object"
         raise BackendError(
             f"{shard} is {kind} of {held[row]} bytes: more than max_memory={_mebibytes(limit)} "
             f"allows. Give {_mebibytes(most)}"

@@ -15,6 +15,7 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint import Opened
 from megackpt.checkpoint.regions import Region, Regions
 from megackpt.converter.cells import ConversionTask
+from megackpt.planning.manifest import itemsizes
 from megackpt.storage import Storage
 
 # Elements that are cast at once: they stay in the cache, and torch starts no threads for them.
@@ -39,8 +40,8 @@ class CellSource:
         self._plan = task.plan
         self._stored = [entry.meta for entry in task.part.tensors]
         self._regions = Regions(Opened(source, reader, task.part, {}), verify)
-        itemsize = np.array([meta.itemsize for meta in self._stored], np.int64)
-        self._sizes = task.plan.boxes.volume * itemsize[task.plan.tensor]
+        itemsize = itemsizes(task.part.tensors)[task.plan.tensor]
+        self._sizes = task.plan.boxes.volume * itemsize
         self._lock = threading.Lock()
         self._ready: dict[int, NDArray[Any] | bytes] = {}
         self._used: set[int] = set()
@@ -68,7 +69,9 @@ class CellSource:
         if self._stored[number].is_object:
             self._ready[row] = self._regions.blobs([region])[0]
             return
-        rows, regions, total = [row], [region], self._sizes[row]
+        rows = [row]
+        regions = [region]
+        total = self._sizes[row]
         for other in range(
             row + 1, min(row + limits.CONVERT_READ_ROWS, len(self._plan))
         ):

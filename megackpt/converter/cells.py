@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megackpt import limits
-from megackpt.planning.box import Box, Boxes, Int64, cut, regular_grids, runs
+from megackpt.planning.box import Box, Boxes, Int64, cut, group, regular_grids
 from megackpt.planning.coverage import shapes_table
 from megackpt.planning.manifest import (
     Declarations,
@@ -21,6 +21,7 @@ from megackpt.planning.manifest import (
     SavePlan,
     TensorEntry,
     TensorParts,
+    itemsizes,
 )
 
 Shape = tuple[int, ...]
@@ -63,7 +64,9 @@ def declare_cells(
             continue
         itemsize = max(meta.itemsize, manifest.tensors[number].meta.itemsize)
         atom = atoms.get(number, (1,) * len(meta.shape))
-        stored = atom if contiguous else grids.get(number, atom)
+        stored = atom
+        if not contiguous:
+            stored = grids.get(number, atom)
         budget = limits.CONVERT_CELL_BYTES // itemsize
         cells = Boxes.of([Box.whole(meta.shape)])
         if 0 not in meta.shape:
@@ -114,9 +117,10 @@ def _stored_cells(
     manifest: Manifest, decoded: Int64
 ) -> tuple[dict[int, Shape], dict[int, Shape]]:
     """Return tensor number -> the cell of its stored grid, and -> what can only be read whole."""
-    order = np.argsort(manifest.chunks.tensor, kind="stable")
+    groups = group(manifest.chunks.tensor)
+    order = groups.order
+    bounds = groups.bounds
     tensor = manifest.chunks.tensor[order]
-    bounds = runs(tensor)
     numbers = tensor[bounds[:-1]].tolist()
     boxes = manifest.chunks.boxes
     shapes = shapes_table([manifest.tensors[n] for n in numbers], boxes.width)
@@ -127,8 +131,7 @@ def _stored_cells(
     encoded = regular
     if len(order):
         # A chunk of which any part takes the memory of all is read once.
-        itemsize = np.array([e.meta.itemsize for e in manifest.tensors], np.int64)
-        sizes = stored.volume * itemsize[tensor]
+        sizes = stored.volume * itemsizes(manifest.tensors)[tensor]
         is_whole = decoded[order] >= np.maximum(1, sizes)
         encoded = np.logical_or.reduceat(is_whole, bounds[:-1])
     grids: dict[int, Shape] = {}

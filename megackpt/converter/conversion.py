@@ -1,4 +1,4 @@
-"""A conversion: open the source, plan, write cells under the memory limit, finish, verify, commit."""
+"""A conversion: open the source, plan, write cells in bounded memory, finish, verify, commit."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ class Conversion:
 
     def save_id(self) -> str:
         """Return an id: the same whenever the same source is converted to the same target."""
-        stored, backend = self.opened.manifest, self.backend
+        stored = self.opened.manifest
+        backend = self.backend
         stamps: list[object] = []
         if not len(stored.chunks.digests):
             # Without digests, sizes and times of the files identify the content.

@@ -100,7 +100,8 @@ def convert(
     options = ConversionOptions(
         verify, verify_target, parse_size(max_memory), workers, progress, resume
     )
-    source_path, target_path = _resolve_path(source), _resolve_path(target)
+    source_path = _resolve_path(source)
+    target_path = _resolve_path(target)
     for inner, outer in ((source_path, target_path), (target_path, source_path)):
         if f"{inner}/".startswith(f"{outer.rstrip('/')}/"):
             raise StorageError(
@@ -159,8 +160,8 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     if not is_replaceable(opened.storage):
         raise BackendError(
             f"{path} is read as {opened.backend.properties.name!r}, but nothing in it says that "
-            "it is a checkpoint which may be replaced (no megackpt.index, no metadata.json of a known "
-            "format): convert it to another directory, and leave out the keys by exclude="
+            "it is a checkpoint which may be replaced (no megackpt.index, no metadata.json of "
+            "a known format): convert it to another directory, and leave out the keys by exclude="
         )
     backend, tasks = _target_backend(opened.backend.properties.name, None)
     Conversion(opened, path, kept, backend, tasks).run(path, overwrite=True)
@@ -168,7 +169,9 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 
 def _resolve_path(path: str | Path) -> str:
     location = absolute(path)
-    return location if is_url(location) else os.path.realpath(location)
+    if is_url(location):
+        return location
+    return os.path.realpath(location)
 
 
 def _target_backend(to: StrategyLike, shards: int | None) -> tuple[Backend, int | None]:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # Weights, and what a training or an earlier export keeps for itself.
 _NOT_COPIED = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf",
-    "*.onnx*", "*.ot", "*.tflite", "*.npz", "*.distcp", "*.index.json", "*.index.*.json", "trainer_state.json",
-    "metadata.json", "megackpt.*", "*.old", "*.old[0-9]*", ".*",
+    "*.onnx*", "*.ot", "*.tflite", "*.npz", "*.distcp", "*.index.json", "*.index.*.json",
+    "trainer_state.json", "metadata.json", "megackpt.*", "*.old", "*.old[0-9]*", ".*",
 )  # fmt: skip
 # transformers 5 keeps chat templates in this folder.
 _TEMPLATES = "additional_chat_templates"

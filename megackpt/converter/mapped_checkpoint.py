@@ -22,6 +22,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
     TensorParts,
+    itemsizes,
 )
 from megackpt.storage import Storage
 
@@ -71,7 +72,7 @@ def map_checkpoint(table: Table, opened: Opened) -> Opened:
     order = np.argsort(owners, kind="stable")
     tensor = np.array(owners, np.int32)[order]
     all_boxes = Boxes.concat(boxes).take(order)
-    itemsize = np.array([e.meta.itemsize for e in entries.values()], np.int64)
+    tensors = tuple(entries.values())
     no_file = np.full(len(tensor), -1, np.int32)
     mapped_chunks = Chunks(
         tensor,
@@ -79,13 +80,13 @@ def map_checkpoint(table: Table, opened: Opened) -> Opened:
         no_file,
         no_file,
         np.concatenate(origins)[order],  # as "start": _MappedReader looks the chunk up
-        all_boxes.volume * itemsize[tensor],
+        all_boxes.volume * itemsizes(tensors)[tensor],
         np.zeros((0, 16), np.uint8),
     )
     manifest = replace(
         stored,
-        tensors=tuple(entries.values()),
-        grids=(None,) * len(entries),
+        tensors=tensors,
+        grids=(None,) * len(tensors),
         chunks=mapped_chunks,
         encoding="native",
     )
@@ -124,7 +125,8 @@ class _MappedReader(Backend):
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         chunks = plan.manifest.chunks
-        rows, boxes = [], []
+        rows = []
+        boxes = []
         for row, chunk in enumerate(plan.chunk.tolist()):
             key, meta = plan.manifest.tensors[chunks.tensor[chunk]]
             box = plan.boxes.row(row, len(meta.shape))

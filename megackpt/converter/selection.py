@@ -131,7 +131,8 @@ def _check_names(manifest: Manifest, entries: Mapping[int, TensorEntry]) -> None
     owners: dict[str, str] = {}
     problems = []
     for number, entry in entries.items():
-        source, key = manifest.tensors[number].key, entry.key
+        source = manifest.tensors[number].key
+        key = entry.key
         if key in owners:
             problems.append(
                 f"{owners[key]!r} and {source!r} would both be called {key!r}"

@@ -108,7 +108,9 @@ class Comparison:
             result[i] = value
             if isinstance(shard, ShardedObject):
                 result[i] = unbundled(shard, value, groups[i].index(i))
-        common = values[-1] if len(values) > len(self.kept) else {}
+        common = {}
+        if len(values) > len(self.kept):
+            common = values[-1]
         return restore(self.extracted, result, common)
 
 
@@ -152,7 +154,9 @@ def _warn_of_unasked(groups: Sequence[Unasked], directory: str) -> None:
         return
     texts = []
     for name, count, nbytes in groups:
-        keys = "key" if count == 1 else "keys"
+        keys = "keys"
+        if count == 1:
+            keys = "key"
         texts.append(f"{name!r} ({count} {keys}, {events.format_size(nbytes)})")
     logger.warning(
         "%s: stored, but asked for by no rank, so not loaded: %s. (An optimizer without state "
@@ -200,7 +204,9 @@ def _refuse_shared_memory(shards: Sequence[ShardedTensor | ShardedObject]) -> No
 
 
 def _data_of(shard: ShardedTensor | ShardedObject) -> torch.Tensor | None:
-    return shard.data if isinstance(shard, ShardedTensor) else None
+    if isinstance(shard, ShardedTensor):
+        return shard.data
+    return None
 
 
 def overlapping(tensors: Sequence[torch.Tensor | None]) -> Int64:
@@ -212,7 +218,9 @@ def overlapping(tensors: Sequence[torch.Tensor | None]) -> Int64:
             for size, step in zip(data.shape, data.stride(), strict=True):
                 last += (size - 1) * step
             begin = data.data_ptr()  # 0: it has no memory, as on the meta device
-            end = begin + (last + 1) * data.itemsize if begin else 0
+            end = 0
+            if begin:
+                end = begin + (last + 1) * data.itemsize
             spans.append((begin, end, row))
     start, stop, rows = np.array(sorted(spans), np.int64).reshape(-1, 3).T
     before = np.maximum.accumulate(stop)

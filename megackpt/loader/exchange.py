@@ -12,7 +12,7 @@ from megackpt.backends.ranges import octets
 from megackpt.distributed import Group, Stream
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.exchange_plan import ExchangePlan, Transfers
-from megackpt.planning.manifest import Declarations
+from megackpt.planning.manifest import Declarations, itemsizes
 from megackpt.staging.target import LoadTarget
 
 COPY_SIZE = 4 << 20
@@ -37,8 +37,8 @@ class TransferData:
         object_length: Callable[[int], int],
     ) -> TransferData:
         """``object_length(i)`` gives the bytes of transfer i, of an object."""
-        size = np.array([entry.meta.itemsize for entry in wanted.tensors], np.int64)
-        nbytes = transfers.boxes.volume * size[wanted.tensor[transfers.row]]
+        itemsize = itemsizes(wanted.tensors)[wanted.tensor[transfers.row]]
+        nbytes = transfers.boxes.volume * itemsize
         for i in np.flatnonzero(nbytes == 0).tolist():
             nbytes[i] = object_length(i)
         # Ranks send values as they have read them, already converted: in the wanted dtype.
@@ -114,7 +114,8 @@ def exchange(
         return len(memory.blobs[int(plan.sends.row[i])])
 
     def received_length(i: int) -> int:
-        peer, row = int(plan.receives.peer[i]), int(plan.receives.peer_row[i])
+        peer = int(plan.receives.peer[i])
+        row = int(plan.receives.peer_row[i])
         return lengths[peer][row]
 
     def streams() -> tuple[dict[int, Stream], dict[int, Stream]]:

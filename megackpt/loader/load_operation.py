@@ -211,7 +211,8 @@ class _LoadOperation:
     @events.stage("compare")
     def compare(self, directory: str) -> _RankRequest:
         """Open the checkpoint that rank 0 has opened, and compare this rank's request with it."""
-        request, manifest = self.request, self.manifest
+        request = self.request
+        manifest = self.manifest
         events.current().operation.id = manifest.save_id
         if request.directory != directory:
             raise ShardingError(
@@ -226,7 +227,9 @@ class _LoadOperation:
         names: Collection[str] = ()
         if StrictHandling.requires_global_app_metadata(request.strict):
             names = strictness.requested(self.compared.declared)
-        declared = self.compared.declared if request.validate else None
+        declared = None
+        if request.validate:
+            declared = self.compared.declared
         strategy = loading(request.strategy, *manifest.backend)
         domain = domain_of(strategy.load_group, "load_group")
         return _RankRequest(declared, names, strategy.exchange, domain)
@@ -287,7 +290,8 @@ class _LoadOperation:
     def restore(self) -> int:
         """Make the state; return its bytes on this rank."""
         synchronize(self.memory.tensors)
-        wanted, trusted = self.compared.wanted, self.request.trusted
+        wanted = self.compared.wanted
+        trusted = self.request.trusted
         values = values_of(self.root, wanted, self.memory, trusted)
         self.state = self.compared.restore(values)
         return self.memory.nbytes

@@ -49,7 +49,9 @@ def load_common_state_dict(
         [None] * len(wanted),
         trusted=classes,
     )
-    return dict(values[0]) if values else {}
+    if values:
+        return dict(values[0])
+    return {}
 
 
 def load_content_metadata(
@@ -111,7 +113,8 @@ def load_sharded_metadata(
 
 def _whole(entry: TensorEntry) -> ShardedTensor:
     shape = entry.meta.shape
-    offset, fragments = (0,) * len(shape), (1,) * len(shape)
+    offset = (0,) * len(shape)
+    fragments = (1,) * len(shape)
     dtype = dtype_named(entry.meta.dtype)
     return ShardedTensor(entry.key, None, dtype, shape, shape, offset, fragments)
 

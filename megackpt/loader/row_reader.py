@@ -110,7 +110,9 @@ def target_of(
     dtypes: list[torch.dtype | None] = []
     for entry in wanted.tensors:
         number = numbers.get(entry.key)
-        name = OBJECT if number is None else manifest.tensors[number].meta.dtype
+        name = OBJECT
+        if number is not None:
+            name = manifest.tensors[number].meta.dtype
         dtypes.append(None if name == OBJECT else dtype_named(name))
     by_row = [dtypes[number] for number in wanted.tensor.tolist()]
     return LoadTarget(tensors, wanted.boxes, by_row, {})
@@ -137,4 +139,6 @@ def destination(shard: ShardedTensor) -> torch.Tensor:
                 f"there is no memory for {shard.key!r}, {shape} of {shard.dtype}"
             ) from error
     tensor = tensor.detach()
-    return tensor.zero_() if shard.allow_shape_mismatch else tensor
+    if shard.allow_shape_mismatch:
+        return tensor.zero_()
+    return tensor

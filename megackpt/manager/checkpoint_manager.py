@@ -127,7 +127,8 @@ class CheckpointManager:
         self._retention = Retention(self.root, self._naming, keep_last, keep_every)
         self._strategy = strategy
         self._worker = _WORKERS[asynchronous]
-        self._process_group, self._timeout = process_group, timeout
+        self._process_group = process_group
+        self._timeout = timeout
         self._queue = AsyncCallsQueue(
             self._worker == "process",
             process_group=process_group,
@@ -398,7 +399,9 @@ class CheckpointManager:
         self._retention_thread.submit(self._retention.apply, newest)
 
     def _agree_on_step(self, step: int | None) -> int | None:
-        wanted = None if step is None else _as_step(step)
+        wanted = None
+        if step is not None:
+            wanted = _as_step(step)
         with self._group() as group:
             if not group.all_agree(-1 if wanted is None else wanted):
                 raise ShardingError(

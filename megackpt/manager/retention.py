@@ -161,7 +161,9 @@ class Retention:
         if not isinstance(root, LocalStorage):
             return
         names = [name for name in root.list() if name.startswith(TEMPORARY)]
-        now = root.now() if names else 0.0
+        now = 0.0
+        if names:
+            now = root.now()
         for name in names:
             if now - (root.modified(name) or now) > STALE_AFTER:
                 root.delete(name)

@@ -244,14 +244,20 @@ def parse_name(name: str) -> tuple[str, int | None]:
 def _kind_of(root: Storage, name: str) -> int:
     """S_IFDIR, S_IFREG, S_IFLNK ...; 0 if the entry is gone."""
     if not isinstance(root, LocalStorage):
-        return stat.S_IFDIR if root.size(name) is None else stat.S_IFREG
+        if root.size(name) is None:
+            return stat.S_IFDIR
+        return stat.S_IFREG
     status = root.stat(name)
-    return stat.S_IFMT(status.st_mode) if status else 0
+    if status:
+        return stat.S_IFMT(status.st_mode)
+    return 0
 
 
 def _examine_itself(location: str) -> Step | None:
     step, storage = _examine(location, Step(".", "", None, True, ""))
-    return _with_sizes(step, storage) if step.complete else None
+    if step.complete:
+        return _with_sizes(step, storage)
+    return None
 
 
 def _examine(path: str, step: Step) -> tuple[Step, Storage | None]:
@@ -267,7 +273,8 @@ def _examine(path: str, step: Step) -> tuple[Step, Storage | None]:
         return _examine_incomplete(path, replace(step, complete=False), str(error))
     except CheckpointingException as error:
         return replace(step, complete=None, reason=str(error)), storage
-    name, version = backend.properties.name, backend.properties.version
+    name = backend.properties.name
+    version = backend.properties.version
     if config is not None and config.sharded_backend == name:
         version = config.sharded_backend_version
     return replace(step, format=name, version=version), as_read_by(backend, storage)
@@ -311,7 +318,9 @@ def _local_files(storage: LocalStorage, folder: str) -> Iterator[tuple[int, floa
     """Size and time of each file. Links to directories are not followed."""
     unfollowed = storage.folder("")
     for entry in storage.list(folder):
-        name = f"{folder}/{entry}" if folder else entry
+        name = entry
+        if folder:
+            name = f"{folder}/{entry}"
         status = unfollowed.stat(name)
         if status is not None and stat.S_ISDIR(status.st_mode):
             yield from _local_files(storage, name)

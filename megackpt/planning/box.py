@@ -54,7 +54,9 @@ class Box:
         shape = tuple(
             min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True)
         )
-        return None if any(s <= 0 for s in shape) else Box(offset, shape)
+        if any(s <= 0 for s in shape):
+            return None
+        return Box(offset, shape)
 
     def contains(self, other: Box) -> bool:
         return all(
@@ -78,36 +80,28 @@ class Box:
 
     def runs(self, start: int, stop: int) -> Iterator[Box]:
         """Boxes whose elements, joined, are elements [start, stop) of this box in C order."""
-        if start >= stop:
-            return
         if not self.shape:
-            yield self
+            if start < stop:
+                yield self
             return
-        inner = math.prod(self.shape[1:])
-        first, last = -(-start // inner), stop // inner
-        if first > last:
-            yield from self._within_row(last, start - last * inner, stop - last * inner)
-            return
-        if start < first * inner:
-            yield from self._within_row(first - 1, start - (first - 1) * inner, inner)
-        if first < last:
-            yield Box(
-                (self.offset[0] + first, *self.offset[1:]),
-                (last - first, *self.shape[1:]),
-            )
-        if last * inner < stop:
-            yield from self._within_row(last, 0, stop - last * inner)
-
-    def _within_row(self, row: int, start: int, stop: int) -> Iterator[Box]:
-        for box in Box(self.offset[1:], self.shape[1:]).runs(start, stop):
-            yield Box((self.offset[0] + row, *box.offset), (1, *box.shape))
+        # A row is what one index of the first axis selects.
+        row = Box(self.offset[1:], self.shape[1:])
+        while start < stop:
+            number, skipped = divmod(start, row.volume)
+            first = self.offset[0] + number
+            count = (stop - start) // row.volume
+            if skipped == 0 and count > 0:
+                yield Box((first, *row.offset), (count, *row.shape))
+                start += count * row.volume
+            else:
+                end = min(stop - start + skipped, row.volume)
+                for box in row.runs(skipped, end):
+                    yield Box((first, *box.offset), (1, *box.shape))
+                start += end - skipped
 
     def __str__(self) -> str:
-        return (
-            "["
-            + ", ".join(f"{o}:{e}" for o, e in zip(self.offset, self.stop, strict=True))
-            + "]"
-        )
+        ranges = [f"{o}:{e}" for o, e in zip(self.offset, self.stop, strict=True)]
+        return f"[{', '.join(ranges)}]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,22 +126,15 @@ class Boxes:
 
     @classmethod
     def concat(cls, parts: Sequence[Boxes]) -> Boxes:
-        widths = sorted({p.width for p in parts})
-        if len(widths) == 1:
-            return cls(
-                np.concatenate([p.offset for p in parts]),
-                np.concatenate([p.shape for p in parts]),
-            )
-        shape = sum(map(len, parts)), max(widths, default=0)
-        joined = cls(np.zeros(shape, np.int64), np.ones(shape, np.int64))
-        for width in widths:  # few widths, many parts: no part is padded on its own
-            rows = np.repeat([p.width == width for p in parts], [len(p) for p in parts])
-            joined.offset[rows, :width] = np.concatenate(
-                [p.offset for p in parts if p.width == width]
-            )
-            joined.shape[rows, :width] = np.concatenate(
-                [p.shape for p in parts if p.width == width]
-            )
+        width = max((part.width for part in parts), default=0)
+        size = sum(map(len, parts)), width
+        joined = cls(np.zeros(size, np.int64), np.ones(size, np.int64))
+        start = 0
+        for part in parts:
+            rows = slice(start, start + len(part))
+            joined.offset[rows, : part.width] = part.offset
+            joined.shape[rows, : part.width] = part.shape
+            start += len(part)
         return joined
 
     def __len__(self) -> int:
@@ -235,38 +222,50 @@ def runs(column: NDArray[Any]) -> Int64:
     return np.concatenate([[0], inner, [len(column)]]).astype(np.int64)
 
 
+def ranges(starts: Int64, counts: Int64) -> tuple[Int64, Int64]:
+    """All numbers of the ranges [start, start + count), and before them the rows of their ranges.
+
+    Both have ``counts.sum()`` entries, range by range.
+    """
+    row = np.repeat(np.arange(len(counts)), counts)
+    before = np.cumsum(counts) - counts
+    return row, np.arange(len(row)) + (starts - before)[row]
+
+
+def group(column: NDArray[Any]) -> Groups:
+    """The rows with the same value, in order of values."""
+    order = np.argsort(column, kind="stable")
+    return Groups(order, runs(column[order]))
+
+
 def group_equal(owner: NDArray[Any], boxes: Boxes) -> Groups:
     """The rows with the same box of the same owner (a small number >= 0), in order of owners.
 
     Sorts one 63-bit key a row instead of all its columns: the owner's number, then a hash of the
     box. If different boxes have equal keys, which is unlikely, the columns are sorted instead.
     """
-    columns = [owner, *boxes.offset.T, *boxes.shape.T]
-    key = _sorting_key(owner, columns[1:])
-    order = np.argsort(key)
-    bounds = runs(key[order])
-    number = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    # The fast sort is not stable: sorted once more by (group, row).
-    order = np.sort((number << 32) | order) & 0xFFFFFFFF
-    first = order[bounds[:-1]][number]
-    if any((column[order] != column[first]).any() for column in columns):
-        rows = np.stack(columns, axis=1)
-        key = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
-        order = np.argsort(key, kind="stable")
-        bounds = runs(key[order])
-    return Groups(order, bounds)
-
-
-def _sorting_key(owner: NDArray[Any], columns: Sequence[Int64]) -> Int64:
-    bits = max(1, int(owner.max(initial=0)).bit_length())
+    extents = [*boxes.offset.T, *boxes.shape.T]
     mixed = np.zeros(len(owner), np.uint64)
     weight = 0x9E3779B97F4A7C15
-    for column in columns:
+    for column in extents:
         mixed += column.astype(np.uint64) * np.uint64(weight)
         # Odd, and independent enough: the sums' high bits are used.
         weight = weight * 0xD1342543DE82EF95 % 2**64
+    bits = max(1, int(owner.max(initial=0)).bit_length())
     high = owner.astype(np.uint64) << np.uint64(63 - bits)
-    return (high | (mixed >> np.uint64(1 + bits))).astype(np.int64)
+    key = (high | (mixed >> np.uint64(1 + bits))).astype(np.int64)
+
+    order = np.argsort(key)
+    bounds = runs(key[order])
+    number = Groups(order, bounds).number
+    # The fast sort is not stable: sorted once more by (group, row).
+    order = np.sort((number << 32) | order) & 0xFFFFFFFF
+    first = order[bounds[:-1]][number]
+    columns = [owner, *extents]
+    if any((column[order] != column[first]).any() for column in columns):
+        rows = np.stack(columns, axis=1)
+        return group(np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1))
+    return Groups(order, bounds)
 
 
 def cut(boxes: Boxes, pieces: Int64, origin: Int64) -> tuple[Int64, Boxes]:
@@ -279,15 +278,16 @@ def cut(boxes: Boxes, pieces: Int64, origin: Int64) -> tuple[Int64, Boxes]:
     counts = np.maximum(1, -(-(lead + boxes.shape) // pieces))
     counts[(boxes.shape == 0).any(axis=1)] = 1
     totals = np.prod(counts, axis=1, dtype=np.int64)
-    row = np.repeat(np.arange(len(totals)), totals)
-    place = np.arange(len(row)) - np.repeat(np.cumsum(totals) - totals, totals)
-    offset, shape = boxes.offset[row], boxes.shape[row]
+    row, place = ranges(np.zeros_like(totals), totals)
+    offset = boxes.offset[row]
+    shape = boxes.shape[row]
     for axis in reversed(range(boxes.width)):
         place, number = np.divmod(place, counts[row, axis])
         start = number * pieces[row, axis] - lead[row, axis]
         stop = np.minimum(start + pieces[row, axis], shape[:, axis])
-        offset[:, axis] += np.maximum(start, 0)
-        shape[:, axis] = stop - np.maximum(start, 0)
+        start = np.maximum(start, 0)
+        offset[:, axis] += start
+        shape[:, axis] = stop - start
     return row, Boxes(offset, shape)
 
 
@@ -297,11 +297,14 @@ def largest_divisor(number: int, limit: int) -> int:
     Takes at most ``limit`` steps, because the number may come from a file.
     """
     root = math.isqrt(number)
-    # The smallest factor that the number may have beside a divisor within the limit.
-    least = max(1, -(-number // limit))
-    large = (number // n for n in range(least, root + 1) if number % n == 0)
-    small = (n for n in range(min(limit, root), 0, -1) if number % n == 0)
-    return next(large, 0) or next(small)
+    # Divisors above the root, the largest first: each is the number by a small factor.
+    for factor in range(max(1, -(-number // limit)), root + 1):
+        if number % factor == 0:
+            return number // factor
+    divisor = min(limit, root)
+    while number % divisor:
+        divisor -= 1
+    return divisor
 
 
 def regular_grids(
@@ -319,7 +322,8 @@ def regular_grids(
     cells = np.ones_like(whole)
     fits = np.ones(len(boxes), np.bool_)
     for axis in range(boxes.width):
-        offset, shape = boxes.offset[:, axis], boxes.shape[:, axis]
+        offset = boxes.offset[:, axis]
+        shape = boxes.shape[:, axis]
         cells[:, axis] = np.maximum.reduceat(shape, bounds[:-1])
         cell = np.repeat(cells[:, axis], counts)
         rest = np.repeat(whole[:, axis], counts) - offset

@@ -25,15 +25,18 @@ def uncovered(declared: Declarations, thorough: bool = True) -> dict[str, str]:
     main replicas, but each key needs one. If not ``thorough``, only what no save may ignore:
     keys that would be lost or are ambiguous, and shards to write outside of their tensors.
     """
-    tensors, shards = declared.tensors, declared.shards
+    tensors = declared.tensors
+    shards = declared.shards
     tensor = declared.tensor[shards.first]
     shapes = shapes_table(tensors, declared.boxes.width)
     whole = shapes[tensor]
     boxes = declared.boxes.take(shards.first).widened(whole.shape[1])
-    volume, mains = boxes.volume, declared.mains
+    volume = boxes.volume
+    mains = declared.mains
     outside = np.zeros(len(boxes), np.bool_)
     for axis in range(boxes.width):  # long columns are faster than many short rows
-        offset, shape = boxes.offset[:, axis], boxes.shape[:, axis]
+        offset = boxes.offset[:, axis]
+        shape = boxes.shape[:, axis]
         outside |= (offset < 0) | (shape < 0) | (offset + shape > whole[:, axis])
 
     # A key is lost if no main replica of it has data, or could have none.

@@ -84,11 +84,13 @@ def _explain_tensor(declared: Declarations, number: int) -> str:
     key, meta = declared.tensors[number]
     mine = declared.take(np.flatnonzero(declared.tensor == number))
     regions = list(islice(miscounted(mine.boxes.take(mine.main), meta.shape), 64))
-    shards, mains = mine.shards, mine.mains
+    shards = mine.shards
+    mains = mine.mains
     ndim = len(meta.shape)
     boxes = mine.boxes.take(shards.first).widened(ndim)
     boxes = Boxes(boxes.offset[:, :ndim], boxes.shape[:, :ndim])
-    low, high = boxes.offset, boxes.stop
+    low = boxes.offset
+    high = boxes.stop
     whole = np.array(meta.shape, np.int64)
     outside = ((low < 0) | (high < low) | (high > whole)).any(axis=1)
     near = np.zeros(len(boxes), np.int64)  # 2: meets one of the regions, 1: touches it
@@ -99,7 +101,9 @@ def _explain_tensor(declared: Declarations, number: int) -> str:
     order = np.lexsort([*low.T[::-1], mains == 0, -near, ~outside])
 
     shape = _shape_text(meta)
-    leaving, holes, overlaps = [], [], []
+    leaving = []
+    holes = []
+    overlaps = []
     for i in np.flatnonzero(outside)[: REGIONS + 1].tolist():
         box = boxes.row(i, ndim)
         leaving.append(f"{box} lies outside of {shape}")
@@ -139,11 +143,15 @@ def _explain_tensor(declared: Declarations, number: int) -> str:
         )
     else:
         doubled = order[(mains > 1)[order] & (boxes.volume > 0)[order]]
-        rows = shards.rows(int(doubled[0])) if len(doubled) else doubled
+        rows = doubled
+        if len(doubled):
+            rows = shards.rows(int(doubled[0]))
         hint = _cause(
             mine.rank[rows[mine.main[rows]]].tolist(), boxes.take(mains == 0), regions
         )
-    return f"{text}\n  hint: {hint}" if hint else text
+    if hint:
+        return f"{text}\n  hint: {hint}"
+    return text
 
 
 def _cause(
@@ -154,7 +162,9 @@ def _cause(
     ``ranks`` have the same box as main replica, ``copies`` are the boxes without one.
     """
     if len(set(ranks)) > 1:
-        count = "two" if len(ranks) == 2 else str(len(ranks))
+        count = str(len(ranks))
+        if len(ranks) == 2:
+            count = "two"
         return (
             f"{count} ranks declare the same box as main replica; is the tensor-parallel rank "
             "missing from rank_offsets? If they hold copies, all but one need a non-zero "
@@ -211,4 +221,6 @@ def _explain_conflict(declared: Declarations, numbers: Sequence[int]) -> str:
 
 def _shape_text(meta: TensorMeta) -> str:
     shape = str(tuple(int(size) for size in meta.shape))
-    return f"objects {shape}" if meta.is_object else shape
+    if meta.is_object:
+        return f"objects {shape}"
+    return shape

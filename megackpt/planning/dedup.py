@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from megackpt.planning.box import Int64, runs
-from megackpt.planning.manifest import Bool, Declarations, Int32
+from megackpt.planning.box import Int64, group, ranges, runs
+from megackpt.planning.manifest import Declarations, Int32, itemsizes
 
 _MANY = 16  # shards assigned in one turn from which on a turn is faster than a loop
 
@@ -26,72 +26,73 @@ def assign(declared: Declarations, balance: bool = True) -> Int64:
     declarations only. Objects weigh their nominal ``nbytes``.
     """
     shards = declared.shards
-    rows, shard = shards.order, shards.number
-    main = declared.main[rows]
-    first = np.flatnonzero(main)
-    first = first[runs(shard[first])[:-1]]
+    rows = shards.order
+    shard = shards.number
+    # The first main replica of each shard that has one, as positions in ``rows``.
+    main = np.flatnonzero(declared.main[rows])
+    main = main[runs(shard[main])[:-1]]
     if not balance or len(shards) == len(rows):  # or each shard has one holder
-        return np.sort(rows[first])
-    is_object = np.array([entry.meta.is_object for entry in declared.tensors], np.bool_)
-    may_differ = is_object[declared.tensor[rows]]
-    may_differ[first] = False
-    holders, bounds = _candidates(declared, rows, shard, first, may_differ)
-    return np.sort(holders[_balanced(declared, holders, bounds)])
+        return np.sort(rows[main])
 
-
-def _candidates(
-    declared: Declarations, rows: Int64, shard: Int64, first: Int64, may_differ: Bool
-) -> tuple[Int64, Int64]:
-    """For each shard with a main replica the rows that may write it, and the shards' bounds.
-
-    One row a rank, without those that ``may_differ`` from their main replica, the row in
-    ``first``.
-    """
+    # The candidates: in the domain of the main replica, of an object itself alone.
     rank = declared.rank[rows]
     domains = np.array(declared.domains, np.int64)
     # Declarations of a single rank have one domain, whatever the rank's number.
     domain = domains[np.minimum(rank, len(domains) - 1)]
-    wanted = np.full(int(shard.max(initial=-1)) + 1, -1, np.int64)
-    wanted[shard[first]] = domain[first]
-    fits = domain == wanted[shard]
-    fits[(wanted[shard] < 0) | may_differ] = False
-    rows, rank, shard = rows[fits], rank[fits], shard[fits]
+    wanted = np.full(len(shards), -1, np.int64)
+    wanted[shard[main]] = domain[main]
+    is_object = itemsizes(declared.tensors) == 0
+    fits = (domain == wanted[shard]) & (wanted[shard] >= 0)
+    fits &= ~is_object[declared.tensor[rows]]
+    fits[main] = True
+    rows = rows[fits]
+    rank = rank[fits]
+    shard = shard[fits]
+    # A rank that declares a shard several times is one candidate.
     again = np.zeros(len(rows), np.bool_)
     again[1:] = (shard[1:] == shard[:-1]) & (rank[1:] == rank[:-1])
-    return rows[~again], runs(shard[~again])
+    return np.sort(_balanced(declared, rows[~again], runs(shard[~again])))
 
 
-def _balanced(declared: Declarations, holders: Int64, bounds: Int64) -> Int64:
-    """For each shard the position in ``holders`` of its writer."""
+def _balanced(declared: Declarations, candidates: Int64, bounds: Int64) -> Int64:
+    """For each shard the row of its writer.
+
+    The candidates of shard i are rows of ``declared``: ``candidates[bounds[i] : bounds[i + 1]]``.
+    """
     count = np.diff(bounds)
-    chosen = bounds[:-1].copy()
-    rank = declared.rank[holders]
-    nbytes = declared.nbytes[holders[bounds[:-1]]]
+    first = candidates[bounds[:-1]]
+    nbytes = declared.nbytes[first]
     several = np.flatnonzero(count > 1)
     if not len(several):
-        return chosen
+        return first
+    rank = declared.rank[candidates]
     alone = count == 1
-    loads = np.bincount(rank[chosen[alone]], nbytes[alone], int(rank.max()) + 1).astype(
-        np.int64
-    )
-    order = several[
-        _precedence(declared, holders[chosen[several]], count[several], nbytes[several])
-    ]
-    limits = runs(count[order])
-    for begin, end in pairwise(limits.tolist()):  # those with equally many holders
+    loads = np.zeros(int(rank.max()) + 1, np.int64)
+    np.add.at(loads, declared.rank[first[alone]], nbytes[alone])
+
+    # Key and box, the last criteria, only make the order deterministic.
+    keys = np.array([entry.key for entry in declared.tensors], object)
+    alphabetical = np.argsort(np.argsort(keys, kind="stable"))
+    held = first[several]
+    offsets = declared.boxes.offset[held].T[::-1]
+    key = alphabetical[declared.tensor[held]]
+    order = np.lexsort([*offsets, key, -nbytes[several], count[several]])
+    order = several[order]
+    chosen = bounds[:-1].copy()
+    for begin, end in pairwise(runs(count[order]).tolist()):  # equally many candidates
         shards = order[begin:end]
         members = rank[bounds[shards][:, None] + np.arange(count[shards[0]])]
         chosen[shards] += _assign_each(members, nbytes[shards], loads)
-    return chosen
+    return candidates[chosen]
 
 
 def _assign_each(members: Int32, nbytes: Int64, loads: Int64) -> Int64:
     """Which of its ``members`` (n, k) gets each shard; updates ``loads``."""
     winner = np.empty(len(members), np.int64)
-    _, first, group = np.unique(members[:, 0], return_index=True, return_inverse=True)
+    _, first, number = np.unique(members[:, 0], return_index=True, return_inverse=True)
     sets = members[first]
-    apart = len(np.unique(sets)) == sets.size and bool((members == sets[group]).all())
-    if not apart or len(group) < _MANY * np.bincount(group).max():
+    apart = len(np.unique(sets)) == sets.size and bool((members == sets[number]).all())
+    if not apart or len(number) < _MANY * np.bincount(number).max():
         for i, mine in enumerate(members):
             best = loads[mine].argmin()
             loads[mine[best]] += nbytes[i]
@@ -99,26 +100,13 @@ def _assign_each(members: Int32, nbytes: Int64, loads: Int64) -> Int64:
         return winner
     # Disjoint sets of ranks do not depend on one another's assignments: the first shard of each
     # set is assigned at once, then the second, ...
-    order = np.argsort(group, kind="stable")
-    limits = runs(group[order])
-    turn = np.arange(len(order)) - np.repeat(limits[:-1], np.diff(limits))
-    order = order[np.argsort(turn, kind="stable")]
-    for begin, end in pairwise(runs(np.sort(turn)).tolist()):
-        shards = order[begin:end]
+    by_set = group(number)
+    _, turn = ranges(np.zeros_like(by_set.first), np.diff(by_set.bounds))
+    turns = group(turn)
+    for i in range(len(turns)):
+        shards = by_set.order[turns.rows(i)]
         candidates = members[shards]
         best = loads[candidates].argmin(axis=1)
         loads[candidates[np.arange(len(shards)), best]] += nbytes[shards]
         winner[shards] = best
     return winner
-
-
-def _precedence(
-    declared: Declarations, rows: Int64, count: Int64, nbytes: Int64
-) -> Int64:
-    """The order of assignment. Key and box, the last criteria, only make it deterministic."""
-    alphabetical = np.empty(len(declared.tensors), np.int64)
-    keys = [entry.key for entry in declared.tensors]
-    by_key = sorted(range(len(keys)), key=keys.__getitem__)
-    alphabetical[by_key] = np.arange(len(by_key))
-    offsets = declared.boxes.offset[rows].T[::-1]
-    return np.lexsort([*offsets, alphabetical[declared.tensor[rows]], -nbytes, count])

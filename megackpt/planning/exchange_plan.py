@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megackpt.planning.box import Boxes, Groups, Int64, cut, group_equal, runs
+from megackpt.planning.box import Boxes, Groups, Int64, cut, group_equal, ranges, runs
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import DIGEST_BLOCK, Declarations, LoadPlan, Manifest
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    ITEMSIZE,
+    Declarations,
+    LoadPlan,
+    Manifest,
+    itemsizes,
+)
+from megackpt.planning.manifest.tensors import joined
 
 READ_UNIT = 16 << 20
 """Bytes of a larger chunk that one rank reads. Others that want the chunk read the next ones."""
@@ -59,20 +67,17 @@ def plan_exchange(
     ``plan_load``.
     """
     wanted = Declarations.merge(parts)
-    starts = np.cumsum([0, *map(len, parts)])
-    holder = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    counts = np.array([len(part) for part in parts], np.int64)
+    starts = np.cumsum(counts) - counts
+    holder = np.repeat(np.arange(len(parts)), counts)
     plan = _in_read_units(plan_load(wanted, manifest))
-    alone = np.concatenate([np.zeros(0, np.int64), *map(np.add, starts, apart)])
+    alone = joined(list(map(np.add, starts, apart)), np.int64)
     owner = _owners(plan, wanted, holder, alone)
     row, boxes = _cut_at_overlaps(owner, plan.boxes)
-    chunk, target = plan.chunk[row], plan.target[row]
-    rank = holder[target]
-    source = _sources(
-        replace(plan, chunk=chunk, boxes=boxes, target=target),
-        rank,
-        group_equal(owner[row], boxes),
-    )
-    local = target - starts[rank]
+    plan = replace(plan.take(row), boxes=boxes)
+    rank = holder[plan.target]
+    source = _sources(plan, rank, group_equal(owner[row], boxes))
+
     is_read = source == np.arange(len(source))
     received = np.flatnonzero(~is_read)
     sent = source[received]  # row by row: ``received`` gets what ``sent`` reads
@@ -80,6 +85,7 @@ def plan_exchange(
     places = np.arange(len(received))
     sent_by = _by_rank(places, rank[sent], len(parts))
     received_by = _by_rank(places, rank[received], len(parts))
+    local = plan.target - starts[rank]
 
     def transfers(own: Int64, peers: Int64) -> Transfers:
         return Transfers(rank[peers], boxes.take(own), local[own], local[peers])
@@ -88,7 +94,7 @@ def plan_exchange(
     for mine, sends, receives in zip(read_by, sent_by, received_by, strict=True):
         plans.append(
             ExchangePlan(
-                chunk[mine],
+                plan.chunk[mine],
                 boxes.take(mine),
                 local[mine],
                 transfers(sent[sends], received[sends]),
@@ -110,15 +116,17 @@ def _owners(plan: LoadPlan, wanted: Declarations, holder: Int64, alone: Int64) -
 
     The wanted rows ``alone`` have numbers of their own.
     """
-    kinds: dict[str, int] = {}
-    dtypes = [entry.meta.dtype for entry in wanted.tensors]
-    kind = np.array([kinds.setdefault(d, len(kinds)) for d in dtypes], np.int64)
+    dtypes = list(ITEMSIZE)
+    kinds = [dtypes.index(entry.meta.dtype) for entry in wanted.tensors]
+    kind = np.array(kinds, np.int64)[wanted.tensor[plan.target]]
     domains = np.array(wanted.domains, np.int64)
     domain = np.unique(domains, return_inverse=True)[1][holder]
-    domain[alone] = len(wanted.domains) + alone
-    column = domain[plan.target] * len(plan.manifest.chunks) + plan.chunk
-    column = column * len(kinds) + kind[wanted.tensor[plan.target]]
-    owner: Int64 = np.unique(column, return_inverse=True)[1].astype(np.int64)
+    domain[alone] = len(domains) + alone
+    # Equal numbers: of one domain, in one chunk, wanted in one dtype.
+    number = domain[plan.target]
+    number = number * len(plan.manifest.chunks) + plan.chunk
+    number = number * len(dtypes) + kind
+    owner: Int64 = np.unique(number, return_inverse=True)[1].astype(np.int64)
     return owner
 
 
@@ -127,24 +135,23 @@ def _in_read_units(plan: LoadPlan) -> LoadPlan:
 
     Cuts are where digest blocks end, so that no block is read twice.
     """
-    if plan.manifest.encoding != "raw":  # the backend can only decode whole chunks
+    manifest = plan.manifest
+    if manifest.encoding != "raw":  # the backend can only decode whole chunks
         return plan
-    chunks = plan.manifest.chunks
-    size = _itemsizes(plan.manifest)
+    chunks = manifest.chunks
+    itemsize = itemsizes(manifest.tensors)[chunks.tensor[plan.chunk]]
     holder = chunks.boxes.take(plan.chunk).widened(plan.boxes.width)
-    rows, axis = np.arange(len(plan)), (holder.shape > 1).argmax(axis=1)
-    pieces = holder.shape.copy()
-    inner = holder.volume * size[chunks.tensor[plan.chunk]] // pieces[rows, axis]
-    inner = np.maximum(inner, 1)  # objects have an itemsize of 0
+    rows = np.arange(len(plan))
+    outermost = (holder.shape > 1).argmax(axis=1)
+    extent = holder.shape[rows, outermost]
+    # Bytes at one place along this axis. At least 1, because objects have an itemsize of 0.
+    inner = np.maximum(1, holder.volume * itemsize // extent)
     align = DIGEST_BLOCK // np.gcd(inner, DIGEST_BLOCK)
     unit = -(-READ_UNIT // (inner * align)) * align
-    pieces[rows, axis] = np.minimum(pieces[rows, axis], unit)
+    pieces = holder.shape.copy()
+    pieces[rows, outermost] = np.minimum(extent, unit)
     row, boxes = cut(plan.boxes, pieces, holder.offset)
-    return replace(plan, chunk=plan.chunk[row], boxes=boxes, target=plan.target[row])
-
-
-def _itemsizes(manifest: Manifest) -> Int64:
-    return np.array([entry.meta.itemsize for entry in manifest.tensors], np.int64)
+    return replace(plan.take(row), boxes=boxes)
 
 
 def _cut_at_overlaps(owner: Int64, boxes: Boxes) -> tuple[Int64, Boxes]:
@@ -156,18 +163,18 @@ def _cut_at_overlaps(owner: Int64, boxes: Boxes) -> tuple[Int64, Boxes]:
     for axis in range(boxes.width):
         ends = np.concatenate([boxes.offset[:, axis], boxes.stop[:, axis]])
         values, number = np.unique(ends, return_inverse=True)
-        begin, end = (owner[row] * len(values) + half for half in np.split(number, 2))
-        edges = np.unique(np.concatenate([begin, end]))
-        first = np.searchsorted(edges, begin)
-        count = np.searchsorted(edges, end) - first
-        # Each box becomes ``count`` pieces, between one edge of its owner and the next.
-        parent = np.repeat(np.arange(len(row)), count)
-        before = np.repeat(np.cumsum(count) - count, count)
-        edge = first[parent] + np.arange(len(parent)) - before
-        offset, shape = boxes.offset[parent], boxes.shape[parent]
-        offset[:, axis] = values[edges[edge] % len(values)]
-        shape[:, axis] = values[edges[edge + 1] % len(values)] - offset[:, axis]
-        row, boxes = row[parent], Boxes(offset, shape)
+        # One number for an owner and a place on the axis, so that one sort serves all owners.
+        place = np.tile(owner[row], 2) * len(values) + number
+        edges, number = np.unique(place, return_inverse=True)
+        first, last = np.split(number, 2)
+        # Each box becomes pieces between one edge of its owner and the next.
+        parent, edge = ranges(first, last - first)
+        start = values[edges[edge] % len(values)]
+        stop = values[edges[edge + 1] % len(values)]
+        boxes = boxes.take(parent)
+        boxes.offset[:, axis] = start
+        boxes.shape[:, axis] = stop - start
+        row = row[parent]
     return row, boxes
 
 
@@ -177,10 +184,14 @@ def _sources(plan: LoadPlan, rank: Int64, regions: Groups) -> Int64:
     One row of each region is read. The regions that the same ranks want are divided among these,
     in the order of the files, in stretches of equally many bytes.
     """
-    chunks, first = plan.manifest.chunks, regions.first
-    chunk, count = plan.chunk[first], np.diff(regions.bounds)
-    size = _itemsizes(plan.manifest)[chunks.tensor[chunk]]
-    nbytes = np.where(size, plan.boxes.take(first).volume * size, chunks.length[chunk])
+    chunks = plan.manifest.chunks
+    first = regions.first
+    chunk = plan.chunk[first]
+    count = np.diff(regions.bounds)
+    itemsize = itemsizes(plan.manifest.tensors)[chunks.tensor[chunk]]
+    nbytes = plan.boxes.take(first).volume * itemsize
+    nbytes = np.where(itemsize > 0, nbytes, chunks.length[chunk])
+
     # A hash of the set of ranks that want each region.
     mixed = rank[regions.order].astype(np.uint64) + np.uint64(1)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
@@ -188,16 +199,21 @@ def _sources(plan: LoadPlan, rank: Int64, regions: Groups) -> Int64:
     ranks = np.add.reduceat(mixed, regions.bounds[:-1])
     offsets = plan.boxes.offset[first].T[::-1]
     order = np.lexsort((*offsets, chunks.start[chunk], chunks.file[chunk], ranks))
-    bounds = runs(ranks[order])
-    number = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    before = np.append(0, np.cumsum(nbytes[order]))
-    begin, end = before[bounds[:-1]][number], before[bounds[1:]][number]
-    readers = np.minimum(count[order], -(-(end - begin) // SMALL_READS))
-    turn = (before[:-1] - begin) * readers // np.maximum(1, end - begin)
+    alike = Groups(order, runs(ranks[order]))  # regions of one set of ranks
+
+    # From here on by order: the bytes of the set, and those before each region in it.
+    number = alike.number
+    nbytes = nbytes[order]
+    count = count[order]
+    total = np.add.reduceat(nbytes, alike.bounds[:-1])[number]
+    before = np.cumsum(nbytes) - nbytes
+    before -= before[alike.bounds[:-1]][number]
+    readers = np.minimum(count, -(-total // SMALL_READS))
+    turn = before * readers // np.maximum(1, total)
+    # Sets begin with different ranks, because small ones have a single reader.
     chosen = np.empty_like(first)
-    chosen[order] = (turn + number) % count[order]
+    chosen[order] = (turn + number) % count
+    read = regions.order[regions.bounds[:-1] + chosen]
     source = np.empty(len(plan), np.int64)
-    source[regions.order] = np.repeat(
-        regions.order[regions.bounds[:-1] + chosen], count
-    )
+    source[regions.order] = read[regions.number]
     return source

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from megackpt.errors import CorruptCheckpoint, MismatchError, join_truncated
-from megackpt.planning.box import Box, Boxes, Int64, group_equal, runs
+from megackpt.planning.box import Box, Boxes, Int64, group_equal, ranges, runs
 from megackpt.planning.coverage import shapes_table
 from megackpt.planning.manifest import Bool, Declarations, Int32, LoadPlan, Manifest
 from megackpt.planning.tiling import miscounted, tile_exactly
@@ -75,12 +73,13 @@ def _overlaps(
     range along this axis that may meet the wanted box.
     """
     bounds = runs(owner)[:-1]
-    axes = np.zeros(int(max(stored, default=0)) + 1, np.int64)
+    axes = np.zeros(int(stored.max(initial=0)) + 1, np.int64)
     if len(bounds):
         longest = np.maximum.reduceat(chunks.shape, bounds)
         divided = np.maximum.reduceat(chunks.stop, bounds) // np.maximum(1, longest)
         axes[owner[bounds]] = divided.argmax(axis=1)
-    chunk, row = np.arange(len(chunks)), np.arange(len(boxes))
+    chunk = np.arange(len(chunks))
+    row = np.arange(len(boxes))
     ends = [
         chunks.offset[chunk, axes[owner]],
         chunks.stop[chunk, axes[owner]],
@@ -92,37 +91,35 @@ def _overlaps(
     number += len(values) * np.concatenate([owner, owner, stored, stored])
     start, stop, low, high = np.split(number, np.cumsum(list(map(len, ends[:3]))))
     order = np.argsort(start, kind="stable")
+    chunks = chunks.take(order)
+    # Chunks before ``first`` end before the wanted box, those from ``last`` on begin behind it.
     first = np.searchsorted(np.maximum.accumulate(stop[order]), low, side="right")
     last = np.searchsorted(start[order], high, side="left")
-    found = list(
-        _compared(boxes, chunks.take(order), first, np.maximum(0, last - first))
-    )
-    targets = np.concatenate([row[:0], *(t for t, _ in found)])
-    places = order[np.concatenate([chunk[:0], *(p for _, p in found)])]
-    order = np.lexsort([places, targets])
-    return targets[order], places[order]
+    counts = np.maximum(0, last - first)
 
-
-def _compared(
-    boxes: Boxes, chunks: Boxes, first: Int64, counts: Int64
-) -> Iterator[tuple[Int64, Int64]]:
-    """Compare each wanted row with ``counts`` chunks from ``first`` on, some pairs at a time."""
-    ends = np.cumsum(counts)
-    begin, done = 0, 0
-    while begin < len(boxes):
-        end = max(begin + 1, int(np.searchsorted(ends, done + PAIRS, side="right")))
-        part = slice(begin, end)
-        targets = np.repeat(np.arange(begin, end), counts[part])
-        before = ends[part] - counts[part] - done
-        places = np.arange(len(targets)) + np.repeat(first[part] - before, counts[part])
+    found_rows = [row[:0]]
+    found_chunks = [chunk[:0]]
+    done = np.cumsum(counts)
+    begin = 0
+    while begin < len(boxes):  # some pairs at a time, to bound the memory
+        limit = done[begin] - counts[begin] + PAIRS
+        end = max(begin + 1, int(np.searchsorted(done, limit, side="right")))
+        targets, places = ranges(first[begin:end], counts[begin:end])
+        targets += begin
         shared = np.ones(len(targets), np.bool_)
         for axis in range(boxes.width):
-            low, start = boxes.offset[targets, axis], chunks.offset[places, axis]
-            stop = start + chunks.shape[places, axis]
+            low = boxes.offset[targets, axis]
             high = low + boxes.shape[targets, axis]
+            start = chunks.offset[places, axis]
+            stop = start + chunks.shape[places, axis]
             shared &= np.maximum(low, start) < np.minimum(high, stop)
-        yield targets[shared], places[shared]
-        begin, done = end, int(ends[end - 1])
+        found_rows.append(targets[shared])
+        found_chunks.append(order[places[shared]])
+        begin = end
+    targets = np.concatenate(found_rows)
+    places = np.concatenate(found_chunks)
+    order = np.lexsort([places, targets])
+    return targets[order], places[order]
 
 
 def _sound(manifest: Manifest, chunks: Boxes, owner: Int32) -> Bool:
@@ -145,18 +142,22 @@ def _check_whole(
     wanted: Declarations, stored: Int64, plan: LoadPlan, sound: Bool
 ) -> None:
     """Raise unless each wanted row, or the stored part of a flexible one, is covered exactly."""
-    tensors, found = plan.manifest.tensors, plan.boxes
+    tensors = plan.manifest.tensors
+    found = plan.boxes
     numbers, which = np.unique(stored, return_inverse=True)
     whole = shapes_table([tensors[n] for n in numbers], found.width)[which]
     boxes = wanted.boxes.widened(found.width)
-    low, high = np.maximum(boxes.offset, 0), np.minimum(boxes.stop, whole)
+    low = np.maximum(boxes.offset, 0)
+    high = np.minimum(boxes.stop, whole)
     inside = np.prod(np.maximum(0, high - low), axis=1, dtype=np.int64)
     beyond = np.flatnonzero((inside != boxes.volume) & ~wanted.flexible).tolist()
-    problems = [
-        f"{wanted.row(i).shard} was asked for, but the checkpoint holds this tensor with shape "
-        f"{tensors[stored[i]].meta.shape}"
-        for i in beyond
-    ]
+    problems = []
+    for i in beyond:
+        shape = tensors[stored[i]].meta.shape
+        problems.append(
+            f"{wanted.row(i).shard} was asked for, but the checkpoint holds this tensor with "
+            f"shape {shape}"
+        )
     if problems:
         raise MismatchError(join_truncated(problems, separator="\n"))
     got = np.zeros(len(wanted), np.int64)

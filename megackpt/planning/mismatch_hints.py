@@ -56,7 +56,8 @@ class StoredNames:
             )
         first = names[0]
         for start in [0, *(match.end() for match in re.finditer(r"\.", first))]:
-            old, rest = first[:start], first[start:]
+            old = first[:start]
+            rest = first[start:]
             if start and "." not in rest and len(names) < 3:
                 return ""  # too little in common
             ending = sorted(name for name in self._names if name.endswith(rest))

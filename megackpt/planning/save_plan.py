@@ -12,9 +12,9 @@ from megackpt.planning.box import (
     Boxes,
     Int64,
     cut,
+    group,
     largest_divisor,
     regular_grids,
-    runs,
 )
 from megackpt.planning.coverage import check, shapes_table
 from megackpt.planning.dedup import assign
@@ -27,6 +27,7 @@ from megackpt.planning.manifest import (
     Manifest,
     SavePlan,
     TensorEntry,
+    itemsizes,
     key_problem,
     size_problem,
 )
@@ -61,8 +62,8 @@ class SavePolicy:
     cell_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
-        limit = 1 if self.max_item_bytes is None else self.max_item_bytes
-        if min(self.cell_bytes, limit) < 1:
+        limit = self.max_item_bytes
+        if self.cell_bytes < 1 or (limit is not None and limit < 1):
             raise ValueError(f"max_item_bytes and cell_bytes must be positive: {self}")
 
 
@@ -83,12 +84,13 @@ def plan_save(
     declarations are not an exact tiling. Without ``validate`` only keys that would be lost or
     ambiguous, and shards outside of their tensors, raise it.
     """
-    policy = SavePolicy() if policy is None else policy
+    if policy is None:
+        policy = SavePolicy()
     declared = Declarations.merge(parts).numbered()
     tensors = declared.tensors
     refuse_unstorable(tensors)
     check(declared, thorough=validate)
-    itemsize = np.array([entry.meta.itemsize for entry in tensors], np.int64)
+    itemsize = itemsizes(tensors)
     row = _without_empty(declared, assign(declared, policy.balance))
     boxes = declared.boxes.take(row)
     grids: list[Grid] = [None] * len(tensors)
@@ -109,7 +111,9 @@ def plan_save(
     size = itemsize[declared.tensor[row]]
     weight = np.where(size == 0, _UNBOUNDED, boxes.volume * size)
     order = np.lexsort([-weight, holder[row]])
-    row, boxes, size = row[order], boxes.take(order), size[order]
+    row = row[order]
+    boxes = boxes.take(order)
+    size = size[order]
     chunks = Chunks(
         declared.tensor[row],
         boxes,
@@ -119,9 +123,8 @@ def plan_save(
         boxes.volume * size,
         np.zeros((0, DIGEST_SIZE), np.uint8),
     )
-    return _plans(parts, tensors, grids, row, chunks), Manifest(
-        tensors, tuple(grids), chunks
-    )
+    plans = _plans(parts, tensors, grids, row, chunks)
+    return plans, Manifest(tensors, tuple(grids), chunks)
 
 
 def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:
@@ -165,19 +168,15 @@ def _plans(
     plans = []
     start = 0
     for rank, own in enumerate(parts):
-        if id(own.tensors) not in grids_of:
-            grids_of[id(own.tensors)] = tuple(map(chosen.get, own.tensors))
+        table = id(own.tensors)
+        if table not in grids_of:
+            grids_of[table] = tuple(map(chosen.get, own.tensors))
         mine = slice(bounds[rank], bounds[rank + 1])
         source = (row[mine] - start).astype(np.int32)
+        tensor = own.tensor[source]
+        boxes = chunks.boxes.take(mine)
         plans.append(
-            SavePlan(
-                rank,
-                own.tensors,
-                grids_of[id(own.tensors)],
-                own.tensor[source],
-                chunks.boxes.take(mine),
-                source,
-            )
+            SavePlan(rank, own.tensors, grids_of[table], tensor, boxes, source)
         )
         start += len(own)
     return plans
@@ -200,17 +199,17 @@ def _grids(
 
     The cells are None if all items are cells already.
     """
-    order = np.argsort(tensor, kind="stable")
-    bounds = runs(tensor[order])
-    numbers = tensor[order][bounds[:-1]].tolist()
+    groups = group(tensor)
+    bounds = groups.bounds
+    numbers = tensor[groups.first].tolist()
     present = [tensors[number] for number in numbers]
-    is_object = np.array([entry.meta.is_object for entry in present], np.bool_)
-    itemsize = np.array([entry.meta.itemsize or 1 for entry in present], np.int64)
+    itemsize = np.maximum(1, itemsizes(present))
+    # Extents of 0 count as 1: no cell is empty.
     whole = np.maximum(1, shapes_table(present, boxes.width))
-    held = boxes.take(order).widened(whole.shape[1])
+    held = boxes.take(groups.order).widened(whole.shape[1])
     held = Boxes(held.offset, np.maximum(1, held.shape))
     own, regular = regular_grids(held, bounds, whole)
-    regular |= is_object
+    regular |= itemsizes(present) == 0
     cells = own.copy()
     if policy.max_item_bytes is not None:
         cells = _smaller(own, whole, policy.max_item_bytes // itemsize, own < whole)
@@ -250,14 +249,12 @@ def _free_cell(boxes: Boxes, whole: Int64, itemsize: int, policy: SavePolicy) ->
     largest = boxes.shape.max(axis=0)
     rest = np.minimum(largest, whole - boxes.offset)
     free = ((boxes.offset % largest != 0) | (boxes.shape != rest)).any(axis=0)
-    mean = np.maximum(1, boxes.shape.mean(axis=0).astype(np.int64) // _CELLS_OF_A_SHARD)
-    cell = np.where(free, mean, largest)
+    mean = boxes.shape.mean(axis=0).astype(np.int64)
+    cell = np.where(free, np.maximum(1, mean // _CELLS_OF_A_SHARD), largest)
     for axis in np.flatnonzero(free).tolist():
-        least = -(
-            -policy.cell_bytes // (_SMALLER_CELLS * itemsize * int(np.prod(cell)))
-        )
-        cell[axis] = min(int(whole[axis]), int(cell[axis]) * max(1, least))
+        nbytes = itemsize * int(np.prod(cell))
+        times = max(1, -(-policy.cell_bytes // (_SMALLER_CELLS * nbytes)))
+        cell[axis] = min(int(whole[axis]), int(cell[axis]) * times)
     limit = min(policy.cell_bytes, policy.max_item_bytes or policy.cell_bytes)
-    return _smaller(
-        cell[None], whole[None], np.array([limit // itemsize]), ~free[None]
-    ).ravel()
+    budget = np.array([limit // itemsize])
+    return _smaller(cell[None], whole[None], budget, ~free[None])[0]

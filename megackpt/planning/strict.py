@@ -23,6 +23,7 @@ from megackpt.planning.manifest import (
     ShardId,
     TensorEntry,
     TensorMeta,
+    itemsizes,
     unique_key,
 )
 from megackpt.planning.mismatch_hints import StoredNames, shape_hint
@@ -83,13 +84,17 @@ def parse_strict_flag(strict: str | bool | Enum) -> StrictHandling:
     if isinstance(strict, Enum):
         strict = strict.value
     if isinstance(strict, bool):
-        return StrictHandling.RAISE_ALL if strict else StrictHandling.LOG_ALL
+        if strict:
+            return StrictHandling.RAISE_ALL
+        return StrictHandling.LOG_ALL
     try:
         return StrictHandling(strict)
     except ValueError:
         values = [flag.value for flag in StrictHandling]
         near = get_close_matches(str(strict), values, 1)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        meant = ""
+        if near:
+            meant = f" (did you mean {near[0]!r}?)"
         flags = ", ".join(map(repr, values))
         raise ValueError(
             f"Invalid strict flag: {strict!r}{meant}; one of {flags}, True or False is "
@@ -135,7 +140,9 @@ def describe_unexpected(
     ordered = sorted(names)
     lines = [f"Unexpected keys: asked for, but not in the checkpoint ({len(names)}):"]
     for number, name in enumerate(ordered):
-        note = known.note(name) if number < _ADVISED else ""
+        note = ""
+        if number < _ADVISED:
+            note = known.note(name)
         lines.append(f"  {name!r}{note}")
     return join_truncated(lines, 1 + _NAMED, "\n") + known.hint(ordered)
 
@@ -160,14 +167,17 @@ def check_shapes(
     rigid = np.zeros(len(wanted.tensors), np.bool_)
     rigid[wanted.tensor[~wanted.flexible]] = True
     numbers = manifest.numbers()
-    problems, hints = [], []
+    problems = []
+    hints = []
     for i in np.unique(wanted.tensor).tolist():
         key, meta = wanted.tensors[i]
         if key not in numbers or manifest.tensors[numbers[key]].meta == meta:
             continue
         held = manifest.tensors[numbers[key]].meta
         if meta.is_object != held.is_object:
-            kind = "an object" if held.is_object else "a tensor"
+            kind = "a tensor"
+            if held.is_object:
+                kind = "an object"
             problems.append(
                 f"{key!r} is stored as {kind} ({held.dtype}), but asked for as {meta.dtype}"
             )
@@ -191,17 +201,16 @@ def check_shapes(
 
 
 def _names(tensors: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> set[str]:
-    is_object = np.array([entry.meta.is_object for entry in tensors], np.bool_)
-    present = np.zeros(len(tensors), np.bool_)
-    present[tensor] = True
-    names = {tensors[i].key for i in np.flatnonzero(present & ~is_object).tolist()}
-    if not is_object.any():
-        return names
+    is_object = itemsizes(tensors) == 0
+    names = set()
+    for number in np.unique(tensor).tolist():
+        if not is_object[number]:
+            names.add(tensors[number].key)
     for row in np.flatnonzero(is_object[tensor]).tolist():
         entry = tensors[tensor[row]]
         if not entry.is_common:
-            shape = entry.meta.shape
-            names.add(unique_key(entry.key, boxes.row(row, len(shape)).offset, shape))
+            box = boxes.row(row, len(entry.meta.shape))
+            names.add(unique_key(entry.key, box.offset, entry.meta.shape))
     return names
 
 
@@ -226,6 +235,8 @@ def unasked(asked: Collection[str], manifest: Manifest) -> list[Unasked]:
             groups.setdefault(key_pattern(entry.key), []).append(i)
     found = []
     for pattern, numbers in groups.items():
-        name = pattern if len(numbers) > 1 else manifest.tensors[numbers[0]].key
+        name = pattern
+        if len(numbers) == 1:
+            name = manifest.tensors[numbers[0]].key
         found.append(Unasked(name, len(numbers), int(nbytes[numbers].sum())))
     return sorted(found, key=lambda group: (-group.nbytes, group.name))

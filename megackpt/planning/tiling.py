@@ -7,12 +7,13 @@ counts the boxes that hold it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.planning.box import Box, Boxes, Int64, regular_grids
+from megackpt.planning.box import Box, Boxes, Int64, regular_grids, runs
 
 CELLS = 1 << 18
 """Cells of the counting grid held at a time. Larger regions are halved first."""
@@ -30,7 +31,8 @@ def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]
     counts = np.diff(bounds)
     inside = np.ones(len(boxes), np.bool_)
     for axis in range(boxes.width):
-        start, stop = boxes.offset[:, axis], np.repeat(whole[:, axis], counts)
+        start = boxes.offset[:, axis]
+        stop = np.repeat(whole[:, axis], counts)
         inside &= (start >= 0) & (start + boxes.shape[:, axis] <= stop)
     exact = np.logical_and.reduceat(inside, bounds[:-1])
     # In bounds and of the right volume in sum, boxes with a hole also overlap.
@@ -54,18 +56,24 @@ def _are_ranges(
     """
     run = np.repeat(np.arange(len(counts)), counts)
     rows = np.flatnonzero(wanted[run])
-    run, part = run[rows], boxes.take(rows)
+    run = run[rows]
+    boxes = boxes.take(rows)
     strides = np.ones_like(whole)
     strides[:, :-1] = np.cumprod(whole[:, :0:-1], axis=1)[:, ::-1]
-    start = (part.offset * strides[run]).sum(axis=1)
-    stop = ((part.stop - 1) * strides[run]).sum(axis=1) + 1
-    contiguous = stop - start == part.volume
+    # The first element of each box and the one behind its last, in C order.
+    start = (boxes.offset * strides[run]).sum(axis=1)
+    stop = ((boxes.stop - 1) * strides[run]).sum(axis=1) + 1
+    contiguous = stop - start == boxes.volume
+
     order = np.lexsort([start, run])
-    run, start, stop = run[order], start[order], stop[order]
-    first = np.append(True, run[1:] != run[:-1])
-    follows = contiguous[order] & (start == np.where(first, 0, np.roll(stop, 1)))
+    run = run[order]
+    start = start[order]
+    bounds = runs(run)[:-1]
+    expected = np.roll(stop[order], 1)
+    expected[bounds] = 0
+    follows = contiguous[order] & (start == expected)
     found = np.zeros(len(whole), np.bool_)
-    found[run[first]] = np.logical_and.reduceat(follows, np.flatnonzero(first))
+    found[run[bounds]] = np.logical_and.reduceat(follows, bounds)
     return found
 
 
@@ -78,48 +86,52 @@ def miscounted(boxes: Boxes, whole: Sequence[int]) -> Iterator[tuple[Box, int]]:
     """
     ndim = len(whole)
     wide = boxes.widened(ndim)
-    low, high = wide.offset[:, :ndim], wide.stop[:, :ndim]
+    low = wide.offset[:, :ndim]
+    high = wide.stop[:, :ndim]
     yield from _swept(low, high, np.zeros(ndim, np.int64), np.array(whole, np.int64))
 
 
 def _swept(
     low: Int64, high: Int64, start: Int64, stop: Int64
 ) -> Iterator[tuple[Box, int]]:
+    """``miscounted`` for the region [start, stop), and boxes [low, high)."""
     if (start >= stop).any():
         return
-    low, high = np.maximum(low, start), np.minimum(high, stop)
+    low = np.maximum(low, start)
+    high = np.minimum(high, stop)
     there = (low < high).all(axis=1)
-    low, high = low[there], high[there]
+    low = low[there]
+    high = high[there]
+    # Along each axis the edges of boxes cut the region. No edge is within a cell of this grid.
     cuts = []
     for axis in range(len(start)):
-        ends = [
-            low[:, axis],
-            high[:, axis],
-            start[axis : axis + 1],
-            stop[axis : axis + 1],
-        ]
-        cuts.append(np.unique(np.concatenate(ends)))
-    lengths = [len(cut) - 1 for cut in cuts]
-    if max(lengths, default=1) == 1:  # every box that is there holds all of the region
+        edges = [[start[axis], stop[axis]], low[:, axis], high[:, axis]]
+        cuts.append(np.unique(np.concatenate(edges)))
+    cells = [len(cut) - 1 for cut in cuts]
+    if all(count == 1 for count in cells):  # each of these boxes holds the whole region
         if len(low) != 1:
             yield Box(tuple(start.tolist()), tuple((stop - start).tolist())), len(low)
         return
-    if len(lengths) > _AXES or float(np.prod(lengths, dtype=np.float64)) > CELLS:
-        axis = int(np.argmax(lengths))
-        middle = cuts[axis][lengths[axis] // 2]
-        left, right = stop.copy(), start.copy()
-        left[axis] = right[axis] = middle
+    if len(cells) > _AXES or math.prod(cells) > CELLS:
+        axis = int(np.argmax(cells))
+        middle = cuts[axis][cells[axis] // 2]
+        left = stop.copy()
+        right = start.copy()
+        left[axis] = middle
+        right[axis] = middle
         yield from _swept(low, high, start, left)
         yield from _swept(low, high, right, stop)
         return
 
-    # How many boxes hold each cell between the cuts: the running sum of their corners.
+    # How many boxes hold each cell: the running sum of +1 and -1 at their corners.
     counts = np.zeros([len(cut) for cut in cuts], np.int64)
     for corner in np.ndindex(*(2,) * len(cuts)):
         place = []
         for axis, is_end in enumerate(corner):
-            corners = high if is_end else low
-            place.append(np.searchsorted(cuts[axis], corners[:, axis]))
+            ends = low
+            if is_end:
+                ends = high
+            place.append(np.searchsorted(cuts[axis], ends[:, axis]))
         np.add.at(counts, tuple(place), (-1) ** sum(corner))
     for axis in range(len(cuts)):
         np.cumsum(counts, axis=axis, out=counts)
@@ -130,19 +142,19 @@ def _blocks(counts: Int64, cuts: Sequence[Int64]) -> Iterator[tuple[Box, int]]:
     """The cells whose count is not 1, joined to blocks of equal count."""
     left = counts != 1
     while left.any():
-        first = tuple(map(int, np.unravel_index(left.argmax(), left.shape)))
-        count = counts[first]
-        alike = left & (counts == count)
-        block = [slice(i, i + 1) for i in first]
+        first = np.unravel_index(left.argmax(), left.shape)
+        alike = left & (counts == counts[first])
+        block = [slice(i, i + 1) for i in map(int, first)]
         for axis in reversed(range(len(block))):  # as far as all cells are alike
-            block[axis] = slice(block[axis].start, None)
-            others = tuple(a for a in range(len(block)) if a != axis)
+            begin = block[axis].start
+            block[axis] = slice(begin, None)
+            others = tuple(other for other in range(len(block)) if other != axis)
             line = alike[tuple(block)].all(axis=others)
-            length = int(np.append(line, False).argmin())
-            block[axis] = slice(block[axis].start, block[axis].start + length)
+            block[axis] = slice(begin, begin + int(np.append(line, False).argmin()))
         left[tuple(block)] = False
-        low, shape = [], []
+        offset = []
+        shape = []
         for cut, cells in zip(cuts, block, strict=True):
-            low.append(int(cut[cells.start]))
-            shape.append(int(cut[cells.stop]) - low[-1])
-        yield Box(tuple(low), tuple(shape)), int(count)
+            offset.append(int(cut[cells.start]))
+            shape.append(int(cut[cells.stop]) - offset[-1])
+        yield Box(tuple(offset), tuple(shape)), int(counts[first])

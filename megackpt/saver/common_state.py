@@ -71,7 +71,9 @@ def groups_to_store(
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if len(text) <= 80:
+        return text
+    return f"{text[:77]}..."
 
 
 def check_size(common: Mapping[Any, Any], directory: str) -> None:
@@ -80,7 +82,10 @@ def check_size(common: Mapping[Any, Any], directory: str) -> None:
     Raises ShardingError from ``limits.COMMON_STATE_BYTES`` on. Reads no data. A run that saves the
     same again, to this directory or a sibling, is warned once.
     """
-    total, largest, where, undeclared = 0, -1, "", 0
+    total = 0
+    largest = -1
+    where = ""
+    undeclared = 0
     counted: set[Any] = set()
     for path, value, in_dicts in _tensors_and_arrays(common):
         identity, nbytes = _stored_once(value, in_dicts)
@@ -91,7 +96,8 @@ def check_size(common: Mapping[Any, Any], directory: str) -> None:
         if not in_dicts or isinstance(value, np.ndarray):
             undeclared += nbytes  # ``megackpt.sharded`` leaves these as they are
         if nbytes > largest:
-            largest, where = nbytes, tree.show(path)
+            largest = nbytes
+            where = tree.show(path)
     if total < limits.COMMON_STATE_WARNING_BYTES:
         return
     values = f"{len(counted)} tensors and arrays"
@@ -142,7 +148,10 @@ def _stored_once(value: Any, in_dicts: bool) -> tuple[Any, int]:
     if value.is_meta or is_distributed(value):  # no data, or refused elsewhere
         return None, 0
     if value.layout is not torch.strided:
-        count = value._nnz() if "sparse" in str(value.layout) else value.numel()
+        if "sparse" in str(value.layout):
+            count = value._nnz()
+        else:
+            count = value.numel()
         return id(value), value.element_size() * count
     own = value.numel() * value.element_size()
     if type(value) not in (torch.Tensor, torch.nn.Parameter):

@@ -140,12 +140,15 @@ def save(
         # Plan, unless all ranks hold the plan of an earlier save.
         reuse = _all_ranks_reuse(group, declared, cached, started)
         if cached is not None and reuse:
-            request, part = declared.get(), cached
+            request = declared.get()
+            part = cached
         else:
             request, part = _make_plan(group, declared, started)
         operation.total.operation.id = part.save_id
         # Stage, then write: now, or later while training continues.
-        stage = _copy if async_sharded_save else _reference
+        stage = _reference
+        if async_sharded_save:
+            stage = _copy
         task = operation.task = stage(operation, request, part)
         backend = request.backend
         if not async_sharded_save:
@@ -228,7 +231,9 @@ class _SaveOperation:
         @events.stage("begin")
         def work() -> Transaction:
             request = declared.get()
-            save_id = cached.save_id if cached else uuid.uuid4().hex
+            save_id = uuid.uuid4().hex
+            if cached:
+                save_id = cached.save_id
             self.total.operation.id = save_id
             place = begin(
                 request.directory, save_id=save_id, overwrite=request.overwrite
@@ -452,7 +457,8 @@ def _write_task(
     """The task of writing. An error in making its source becomes its outcome."""
     step = events.start("write", operation.total.operation)
     step.todo = part.plan.nbytes
-    directory, backend = request.directory, request.backend
+    directory = request.directory
+    backend = request.backend
     writing = attempt(
         lambda: Writing(directory, part.save_id, backend, part.plan, source())
     )

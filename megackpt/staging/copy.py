@@ -45,7 +45,8 @@ def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | Non
     where the system has no memory.
     """
     plan = source.plan
-    cap = default_cap() if cap is None else cap
+    if cap is None:
+        cap = default_cap()
     lengths = source.lengths.copy()
     if int(lengths.sum()) > cap:  # do not serialize the objects in vain
         _log_no_room(plan.rank, int(lengths.sum()), cap)
@@ -88,13 +89,16 @@ def _copy_tensors(source: TensorSource, copy: HostCopy) -> None:
     buffer = copy.buffer
     buffer.wait_for_devices()
     base = buffer.memory.ctypes.data
-    starts, lengths = copy.starts.tolist(), copy.lengths.tolist()
-    held, rows = source.held, source.rows
+    starts = copy.starts.tolist()
+    lengths = copy.lengths.tolist()
+    held = source.held
+    rows = source.rows
     queued: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(
         list
     )
     for row in np.flatnonzero(~source.is_object).tolist():
-        start, length = starts[row], lengths[row]
+        start = starts[row]
+        length = lengths[row]
         declared, whole = rows[row]
         value: Any = held[declared]
         # A state may have 100,000 small tensors: most need no call of source.tensor.
@@ -108,7 +112,9 @@ def _copy_tensors(source: TensorSource, copy: HostCopy) -> None:
         if not length:
             continue
         if is_plain_memory(value) and value.data_ptr():
-            move = _move_small if length < _LARGE else _move_large
+            move = _move_large
+            if length < _LARGE:
+                move = _move_small
             move(base + start, value.data_ptr(), length)
             continue
         into = torch.from_numpy(buffer.memory[start : start + length])

@@ -35,7 +35,7 @@ def default_cap() -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: what the host has, within its control groups' limits."""
+    """Bytes that this process may still take: the host's, within its control groups' limits."""
     try:
         meminfo = (root / "proc/meminfo").read_text()
         groups = (root / "proc/self/cgroup").read_text().splitlines()

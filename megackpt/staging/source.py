@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes, Int64
-from megackpt.planning.manifest import DIGEST_BLOCK, SavePlan, carried_dtype
+from megackpt.planning.manifest import DIGEST_BLOCK, SavePlan, carried_dtype, itemsizes
 
 COPIED_AT_ONCE = 16 * DIGEST_BLOCK
 """Bytes that are copied to the host at a time where a tensor's memory cannot be written
@@ -33,7 +33,7 @@ _NUMPY_DTYPES = (
 
 
 def host_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """The memory of a CPU tensor as an array of ``carried_dtype``, same shape and strides; no copy."""
+    """The memory of a CPU tensor as ``carried_dtype``, of the same shape and strides; no copy."""
     size = tensor.element_size()
     if tensor.dtype not in _NUMPY_DTYPES and size in _CARRIER:
         tensor = tensor.view(_CARRIER[size])
@@ -133,18 +133,12 @@ class TensorSource:
     @cached_property
     def is_object(self) -> NDArray[np.bool_]:
         """For each row of the plan whether it is an object."""
-        kinds = np.array(
-            [entry.meta.is_object for entry in self.plan.tensors], np.bool_
-        )
-        return kinds[self.plan.tensor]
+        return (itemsizes(self.plan.tensors) == 0)[self.plan.tensor]
 
     @cached_property
     def lengths(self) -> Int64:
         """The bytes of each row; 0 for objects, which are not serialized yet."""
-        itemsize = np.array(
-            [entry.meta.itemsize for entry in self.plan.tensors], np.int64
-        )
-        return self.plan.boxes.volume * itemsize[self.plan.tensor]
+        return self.plan.boxes.volume * itemsizes(self.plan.tensors)[self.plan.tensor]
 
     @cached_property
     def rows(self) -> list[tuple[int, bool]]:

@@ -172,11 +172,9 @@ def _naming(factory: ShardedTensorFactory, function: str) -> Iterator[None]:
         error.add_note(f"in the {function} of the factory {factory.key!r}")
         if isinstance(error, (TypeError, ValueError)):
             arguments = "key, data, replica_id, flattened_range"
-            got = (
-                f"({arguments})"
-                if function == "build_fn"
-                else "what build_fn gave, with tensors for shards"
-            )
+            got = "what build_fn gave, with tensors for shards"
+            if function == "build_fn":
+                got = f"({arguments})"
             error.add_note(f"which is called with {got}")
         raise
 
@@ -201,7 +199,8 @@ def _misplaced(path: Path, leaf: Any) -> str:
             name = getattr(value, "key", "")
             return (
                 f"{tree.show(path)}: a {type(value).__name__} ({name!r}) in a "
-                f"{type(leaf).__name__} is lost; only dicts and lists are walked into: make it one of these"
+                f"{type(leaf).__name__} is lost; only dicts and lists are walked into: make it one "
+                "of these"
             )
         if isinstance(value, (Mapping, tuple, set, frozenset, list)):
             if id(value) not in walked:  # it may be in itself
@@ -234,7 +233,9 @@ def restore(
         if isinstance(leaf, LocalNonpersistentObject):
             return _Placed(leaf.unwrap(), replaces=True)
         value = loaded.get(path, ABSENT)
-        return value if value is ABSENT else _Placed(value, replaces=False)
+        if value is ABSENT:
+            return value
+        return _Placed(value, replaces=False)
 
     result: dict[Any, Any] = tree.copied(common)
     placed = _select(extracted.state, place)
@@ -247,7 +248,8 @@ def restore(
     for path, factory in reversed(extracted.factories):
         if not _exists(result, path):
             continue
-        parent, key = tree.lookup(result, path[:-1]), path[-1]
+        parent = tree.lookup(result, path[:-1])
+        key = path[-1]
         if path not in incomplete:
             with _naming(factory, "merge_fn"):
                 parent[key] = factory.merge_fn(parent[key])
@@ -279,7 +281,10 @@ def _joined(stored: Any, asked: Any, path: Path) -> Any:
         problem = f"is a list of {len(stored)} here and of {len(asked)} there"
     else:
         for key, value in tree.items(asked):
-            present = stored.get(key) if isinstance(stored, dict) else stored[key]
+            if isinstance(stored, dict):
+                present = stored.get(key)
+            else:
+                present = stored[key]
             stored[key] = _joined(present, value, (*path, key))
         return stored
     if any(isinstance(leaf, _Placed) for leaf in tree.nested_values(asked)):

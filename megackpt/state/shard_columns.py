@@ -148,8 +148,11 @@ def _traits(shard: Shard) -> tuple[Any, ...] | None:
 def _row(shard: Shard, saving: bool) -> _Row:
     """Raises ShardingError for a contradiction, and for sizes and keys that no index can hold."""
     shard.validate_metadata_integrity()
-    whole, offset = _ints(shard.global_shape), _ints(shard.global_offset)
-    dtype, shape, flexible = OBJECT, (1,) * len(whole), False
+    whole = _ints(shard.global_shape)
+    offset = _ints(shard.global_offset)
+    dtype = OBJECT
+    shape = (1,) * len(whole)
+    flexible = False
     problem = ""
     if isinstance(shard, ShardedTensor):
         dtype = dtype_name(shard.dtype)
@@ -247,7 +250,9 @@ def bundled(shard: ShardedObject, values: list[Any]) -> Any:
 
     The blob of an object without a grid (global shape ()) holds the value, as in torch DCP.
     """
-    return values if shard.global_shape else values[0]
+    if shard.global_shape:
+        return values
+    return values[0]
 
 
 def unbundled(shard: ShardedObject, content: Any, position: int) -> Any:

@@ -293,13 +293,18 @@ def _where(value: Any, check: Callable[[Any], object]) -> str:
                 break
         else:
             break
-    return f", at {tree.show(tuple(path))}" if path else ""
+    if path:
+        return f", at {tree.show(tuple(path))}"
+    return ""
 
 
 def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, list | tuple | deque):
         return enumerate(value)
     if not isinstance(value, dict):
-        value = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+        if isinstance(value, type):
+            value = {}
+        else:
+            value = getattr(value, "__dict__", {})
     items: Iterable[tuple[Any, Any]] = value.items()
     return items

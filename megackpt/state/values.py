@@ -103,13 +103,16 @@ class ShardedTensor(ShardedBase):
                 f"{key!r}: data must be a torch.Tensor, not {type(data).__name__}"
             )
         local = (1,) * prepend_axis_num + tuple(data.shape)
-        offset, fragments = [0] * len(local), [1] * len(local)
+        offset = [0] * len(local)
+        fragments = [1] * len(local)
         seen: dict[int, tuple[int, int]] = {}
         for triple in rank_offsets:
             try:
                 axis, rank, count = map(index, triple)
             except (TypeError, ValueError):  # not three, or not whole numbers
-                axis, rank, count = -1, 0, 0
+                axis = -1
+                rank = 0
+                count = 0
             placed = 0 <= axis < len(local) and 0 <= rank < count
             if not placed or seen.setdefault(axis, (rank, count)) != (rank, count):
                 raise ShardingError(
@@ -189,8 +192,10 @@ class ShardedTensor(ShardedBase):
             raise ShardingError(
                 f"{self.key!r}: cannot narrow axis {dim}, which {self.local_shape} lacks"
             )
-        axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
-        whole, offset = self.global_shape[axis], self.global_offset[axis]
+        axis = dim + self.prepend_axis_num
+        size = self.local_shape[dim]
+        whole = self.global_shape[axis]
+        offset = self.global_offset[axis]
         if not self.has_regular_grid or not size or whole % size or offset % size:
             raise ShardingError(
                 f"{self.key!r}: only pieces of a regular grid can be narrowed; along axis {dim} "
@@ -227,12 +232,10 @@ class ShardedTensor(ShardedBase):
             )
 
     def _problems(self) -> list[str]:
-        local, whole, offset, n = (
-            self.local_shape,
-            self.global_shape,
-            self.global_offset,
-            self.prepend_axis_num,
-        )
+        local = self.local_shape
+        whole = self.global_shape
+        offset = self.global_offset
+        n = self.prepend_axis_num
         found = _naming_problems(self)
         if self.flattened_range is not None:
             found.append(

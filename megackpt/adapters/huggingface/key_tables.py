@@ -30,7 +30,8 @@ def llama(config: Mapping[str, Any]) -> Rules:
             f"num_key_value_heads, {groups}, does not divide num_attention_heads, {heads}"
         )
     ours, theirs = "decoder.layers.#.", "model.layers.#."
-    attention, mlp = f"{ours}self_attention.", f"{ours}mlp."
+    attention = f"{ours}self_attention."
+    mlp = f"{ours}mlp."
     before_attention = f"{theirs}input_layernorm.weight"
     before_mlp = f"{theirs}post_attention_layernorm.weight"
     embedding = Padded("model.embed_tokens.weight", vocabulary)

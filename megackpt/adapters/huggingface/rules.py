@@ -45,7 +45,8 @@ class Piece:
 
     def maps(self, box: Box) -> Box:
         """The region over there of a part of ``box``."""
-        offset, shape = [], []
+        offset = []
+        shape = []
         for axis, start in zip(self.axes, self.there.offset, strict=True):
             if axis is None:
                 offset.append(start)
@@ -70,7 +71,9 @@ class Piece:
         index = [slice(None) if axis in kept else 0 for axis in range(array.ndim)]
         array = array[(*index, ...)]
         order = [kept.index(axis) for axis in mapped]
-        permute = array.permute if isinstance(array, torch.Tensor) else array.transpose
+        permute = array.transpose
+        if isinstance(array, torch.Tensor):
+            permute = array.permute
         array = permute(order)
         return array[(*(None if a is None else slice(None) for a in self.axes), ...)]
 
@@ -228,7 +231,9 @@ def as_rule(theirs: Theirs) -> Rule:
     given: object = theirs  # Callers without a type checker pass anything.
     if not isinstance(given, str | Rule):
         raise ShardingError(f"{given!r} is neither a name nor a rule")
-    return Name(given) if isinstance(given, str) else given
+    if isinstance(given, str):
+        return Name(given)
+    return given
 
 
 def _unit(

@@ -166,7 +166,9 @@ def _in_pieces(
             for piece in held:
                 padding[index(piece)] = False
             # torch cannot fill float8
-            filled = values.view(torch.uint8) if values.itemsize == 1 else values
+            filled = values
+            if values.itemsize == 1:
+                filled = values.view(torch.uint8)
             filled.masked_fill_(padding, 0)
         return data
 

@@ -66,7 +66,10 @@ def link(
             try:
                 matched.append(entry.match(key, shape))
             except Exception as error:  # noqa: BLE001 - the caller's own rule may raise anything
-                text = str(error) if isinstance(error, ShardingError) else repr(error)
+                if isinstance(error, ShardingError):
+                    text = str(error)
+                else:
+                    text = repr(error)
                 problems.append(f"{key!r}, by the rule {entry.pattern!r}: {text}")
     if unmapped:
         keys = join_truncated(unmapped, separator=", ")

@@ -110,7 +110,9 @@ def _tensor(storage: Any, *args: Any) -> StoredTensor | UnsupportedTensor:
 
     if type(storage) is not _Storage:
         raise CorruptCheckpoint("a tensor is made without a storage")
-    dtype = None if storage.typed is None else storage.typed.dtype
+    dtype = None
+    if storage.typed is not None:
+        dtype = storage.typed.dtype
     if len(args) > 5 and type(args[5]) is not dict:
         dtype = args[5]
     name = str(dtype or "a quantized kind").removeprefix("torch.")
@@ -151,10 +153,14 @@ def check_archive(
     archive as torch writes it.
     """
     # A small archive takes one read; of a large one the directory and headers are read alone.
-    whole = _read(reader, start, length) if length <= WINDOW else b""
+    whole = b""
+    if length <= WINDOW:
+        whole = _read(reader, start, length)
 
     def fetch(at: int, size: int) -> bytes:
-        return whole[at : at + size] if whole else _read(reader, start + at, size)
+        if whole:
+            return whole[at : at + size]
+        return _read(reader, start + at, size)
 
     archive = Archive(fetch, length)
     damage: list[str] = []

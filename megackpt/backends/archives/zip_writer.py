@@ -49,7 +49,9 @@ def aligned_start(member: Member) -> int:
 
 def header(member: Member, aligned: bool = False) -> bytes:
     """The local header. ``aligned``: padded so that it ends at a multiple of ALIGNMENT."""
-    name, size, extra = _FOLDER + member.name, member.size, b""
+    name = _FOLDER + member.name
+    size = member.size
+    extra = b""
     if size >= LIMIT:
         extra = struct.pack("<2H2Q", 1, 16, size, size)
         size = _MAX32
@@ -63,29 +65,38 @@ def header(member: Member, aligned: bool = False) -> bytes:
 
 def directory(members: list[Member], start: int, wide: bool) -> bytes:
     """The end of an archive, from byte ``start``. ``wide``: in zip64, for large archives."""
-    table = b"".join(map(_entry, members))
-    size, count, offset, end64 = len(table), len(members), start, b""
+    entries = []
+    for member in members:
+        name = _FOLDER + member.name
+        size = member.size
+        offset = member.header
+        extra = b""
+        if size >= LIMIT:
+            extra += struct.pack("<2Q", size, size)
+            size = _MAX32
+        if offset >= LIMIT:
+            extra += struct.pack("<Q", offset)
+            offset = _MAX32
+        if extra:
+            extra = struct.pack("<2H", 1, len(extra)) + extra
+        flags = (0, 0, _UTF8, 0, 0, 0)
+        lengths = (size, size, len(name), len(extra))
+        entries.append(
+            _CENTRAL.pack(b"PK\1\2", *flags, member.crc, *lengths, 0, 0, 0, 0, offset)
+        )
+        entries += [name, extra]
+    table = b"".join(entries)
+    size = len(table)
+    count = len(members)
+    end64 = b""
     if wide:
-        end64 = _END64.pack(
-            b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start
-        ) + _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
-        size, offset = min(size, _MAX32), _MAX32
+        sizes = (count, count, size, start)
+        end64 = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, *sizes)
+        end64 += _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+        size = min(size, _MAX32)
+        start = _MAX32
     count = min(count, _MAX16)
-    return table + end64 + _END.pack(b"PK\5\6", 0, 0, count, count, size, offset, 0)
-
-
-def _entry(member: Member) -> bytes:
-    name, size, offset, extra = _FOLDER + member.name, member.size, member.header, b""
-    if size >= LIMIT:
-        extra += struct.pack("<2Q", size, size)
-        size = _MAX32
-    if offset >= LIMIT:
-        extra += struct.pack("<Q", offset)
-        offset = _MAX32
-    if extra:
-        extra = struct.pack("<2H", 1, len(extra)) + extra
-    fields = (0, 0, _UTF8, 0, 0, 0, member.crc, size, size, len(name), len(extra))
-    return _CENTRAL.pack(b"PK\1\2", *fields, 0, 0, 0, 0, offset) + name + extra
+    return table + end64 + _END.pack(b"PK\5\6", 0, 0, count, count, size, start, 0)
 
 
 def text(value: str) -> bytes:
@@ -110,16 +121,20 @@ def tensor_opcodes(dtype: str, shape: tuple[int, ...], storage: str) -> bytes:
     Numbers have a fixed width, so that the length does not depend on the shape's extents.
     """
     # C-order strides in elements, as torch has them: an extent of 0 counts as 1.
-    strides, step = list[int](), 1
+    strides = list[int]()
+    step = 1
     for extent in reversed(shape):
         strides.insert(0, step)
         step *= max(extent, 1)
     wide = step * ITEMSIZE[dtype] >= WIDE
     length = math.prod(shape)
     if typed := STORAGES.get(dtype):
-        function, kind, last = "v2", f"torch\n{typed}Storage", b""
+        function = "v2"
+        kind = f"torch\n{typed}Storage"
+        last = b""
     else:
-        function, kind = "v3", "torch.storage\nUntypedStorage"
+        function = "v3"
+        kind = "torch.storage\nUntypedStorage"
         length *= ITEMSIZE[dtype]
         last = f"ctorch\n{dtype}\n".encode()
     return b"".join((

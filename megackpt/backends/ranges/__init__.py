@@ -21,7 +21,7 @@ from megackpt.backends.ranges.reader import (
     refuse_sparse as refuse_sparse,
 )
 from megackpt.errors import CorruptCheckpoint
-from megackpt.planning.manifest import LoadPlan
+from megackpt.planning.manifest import LoadPlan, itemsizes
 from megackpt.storage import Storage
 
 
@@ -36,11 +36,10 @@ def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         return
     manifest = plan.manifest
     job = Job(root, plan, into, verify and len(manifest.chunks.digests) > 0)
-    is_object = np.array([entry.meta.is_object for entry in manifest.tensors], np.bool_)
-    objects = is_object[manifest.chunks.tensor[plan.chunk]]
-    blobs = np.flatnonzero(objects)
+    itemsize = itemsizes(manifest.tensors)[manifest.chunks.tensor[plan.chunk]]
+    blobs = np.flatnonzero(itemsize == 0)
     file = manifest.chunks.file[plan.chunk[blobs]]
-    pieces = Pieces.of(plan, np.flatnonzero(~objects))
+    pieces = Pieces.of(plan, np.flatnonzero(itemsize))
     with ThreadPoolExecutor(THREADS, "megackpt-read") as pool:
         jobs = [
             pool.submit(job.read_objects, blobs[file == number])

@@ -10,8 +10,8 @@ from itertools import pairwise, starmap
 import numpy as np
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.planning.box import Box, Boxes, Int64
-from megackpt.planning.manifest import DIGEST_BLOCK, Bool, LoadPlan
+from megackpt.planning.box import Box, Boxes, Int64, runs
+from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan, itemsizes
 
 PIECE = 32 << 20
 """Larger regions are cut: the target provides memory for one piece at a time, and threads divide
@@ -50,31 +50,41 @@ class Pieces:
     @classmethod
     def of(cls, plan: LoadPlan, rows: Int64) -> Pieces:
         chunks = plan.manifest.chunks
-        metas = [entry.meta for entry in plan.manifest.tensors]
-        itemsizes = np.array([meta.itemsize for meta in metas], np.int64)
-        itemsize = itemsizes[chunks.tensor[plan.chunk[rows]]]
+        tensors = plan.manifest.tensors
+        itemsize = itemsizes(tensors)[chunks.tensor[plan.chunk[rows]]]
         boxes, origin = _cut(plan.boxes.take(rows), itemsize)
-        rows, itemsize = rows[origin], itemsize[origin]
+        rows = rows[origin]
+        itemsize = itemsize[origin]
         chunk = plan.chunk[rows]
         width = max(boxes.width, chunks.boxes.width)
-        boxes, holder = boxes.widened(width), chunks.boxes.take(chunk).widened(width)
-        _check_places(plan, rows, boxes, holder, chunks.length[chunk], itemsize)
+        boxes = boxes.widened(width)
+        holder = chunks.boxes.take(chunk).widened(width)
+        length = chunks.length[chunk]
+        inside = (boxes.offset >= holder.offset) & (boxes.stop <= holder.stop)
+        fits = inside.all(axis=1) & (holder.volume * itemsize == length)
+        if not fits.all():
+            wrong = int(fits.argmin())
+            name = name_of(plan, int(rows[wrong]))
+            raise CorruptCheckpoint(
+                f"{name} does not fit the {length[wrong]} bytes of its location"
+            )
+
         strides = np.ones((len(rows), width), np.int64)
         strides[:, :-1] = np.cumprod(holder.shape[:, :0:-1], axis=1)[:, ::-1]
         strides *= itemsize[:, None]
         low = ((boxes.offset - holder.offset) * strides).sum(axis=1)
+        last = low + ((boxes.shape - 1) * strides).sum(axis=1)
+        ndims = np.array([len(entry.meta.shape) for entry in tensors], np.int64)
         pieces = cls(
             row=rows,
-            ndim=np.array([len(m.shape) for m in metas], np.int64)[
-                chunks.tensor[chunk]
-            ],
+            ndim=ndims[chunks.tensor[chunk]],
             offset=boxes.offset,
             shape=boxes.shape,
             file=chunks.file[chunk].astype(np.int64),
             base=chunks.start[chunk],
-            length=chunks.length[chunk],
+            length=length,
             low=low,
-            high=low + ((boxes.shape - 1) * strides).sum(axis=1) + itemsize,
+            high=last + itemsize,
             nbytes=boxes.volume * itemsize,
             strides=strides,
         )
@@ -93,28 +103,24 @@ class Pieces:
         Pieces whose runs are far apart are left out.
         """
         mine = self.take(rows)
-        low, high = mine.low, mine.high
+        low = mine.low
+        high = mine.high
         if checked:
             low = low // DIGEST_BLOCK * DIGEST_BLOCK
             high = np.minimum(-(-high // DIGEST_BLOCK) * DIGEST_BLOCK, mine.length)
             dense = np.ones(len(low), np.bool_)
         else:
-            dense = high - low - mine.nbytes <= FAR * (mine.nbytes // mine._run() - 1)
-        yield from zip(
-            (mine.base + low)[dense].tolist(),
-            (mine.base + high)[dense].tolist(),
-            strict=True,
-        )
-
-    def _run(self) -> Int64:
-        """Bytes of each piece that are consecutive in its chunk, at least."""
-        run: Int64 = self.nbytes // self.shape.prod(axis=1)
-        together = np.ones(len(run), np.bool_)
-        for axis in reversed(range(self.strides.shape[1])):
-            extent = self.shape[:, axis]
-            together &= (extent == 1) | (self.strides[:, axis] == run)
-            run = np.where(together, run * extent, run)
-        return run
+            # The bytes of each piece that are consecutive in its chunk, at least.
+            run = mine.nbytes // mine.shape.prod(axis=1)
+            together = np.ones(len(run), np.bool_)
+            for axis in reversed(range(mine.strides.shape[1])):
+                extent = mine.shape[:, axis]
+                together &= (extent == 1) | (mine.strides[:, axis] == run)
+                run = np.where(together, run * extent, run)
+            dense = high - low - mine.nbytes <= FAR * (mine.nbytes // run - 1)
+        starts = (mine.base + low)[dense]
+        stops = (mine.base + high)[dense]
+        yield from zip(starts.tolist(), stops.tolist(), strict=True)
 
     def shares(
         self, threads: int, checked: bool
@@ -122,36 +128,30 @@ class Pieces:
         """Consecutive pieces of about equal bytes: several shares a thread, so that threads end
         together.
 
-        Each share comes with its groups: the pieces of one file that one call reads.
+        Each share comes with its groups: the pieces of one file that one call reads. A piece that
+        is large, has gaps, or does not follow closely is its own group.
         """
         if not len(self):
             return
-        before = np.cumsum(self.nbytes) - self.nbytes
-        first = np.flatnonzero(self._begins_group(checked, before))
-        size = min(PIECE, max(TOGETHER, int(self.nbytes.sum()) // (4 * threads) + 1))
-        new = np.flatnonzero(np.diff(before[first] // size, prepend=-1))
-        for part in np.split(first, new[1:]):
-            begin = int(part[0])
-            after = first[np.searchsorted(first, part[-1], "right") :]
-            end = int(after[0]) if len(after) else len(self)
-            bounds = [*(part - begin).tolist(), end - begin]
-            yield self.take(slice(begin, end)), list(starmap(slice, pairwise(bounds)))
-
-    def _begins_group(self, checked: bool, before: Int64) -> Bool:
-        """Where a group begins.
-
-        A piece that is large, has gaps, or does not follow closely is its own group.
-        """
-        simple: Bool = (self.high - self.low == self.nbytes) & (self.nbytes <= SMALL)
+        simple = (self.high - self.low == self.nbytes) & (self.nbytes <= SMALL)
         if checked:  # only whole blocks can be hashed where they land
-            ends = (self.high % DIGEST_BLOCK == 0) | (self.high == self.length)
-            simple = simple & (self.low % DIGEST_BLOCK == 0) & ends
-        begin, end = self.base + self.low, self.base + self.high
-        gap = begin[1:] - end[:-1]
-        filled = before // TOGETHER + np.arange(len(before)) // CALL
+            simple &= self.low % DIGEST_BLOCK == 0
+            simple &= (self.high % DIGEST_BLOCK == 0) | (self.high == self.length)
+        before = np.cumsum(self.nbytes) - self.nbytes
+        call = before // TOGETHER + np.arange(len(self)) // CALL
+        gap = (self.base + self.low)[1:] - (self.base + self.high)[:-1]
         follows = simple[1:] & simple[:-1] & (gap >= 0) & (gap <= SKIP)
-        follows &= (self.file[1:] == self.file[:-1]) & (filled[1:] == filled[:-1])
-        return np.concatenate([np.ones(1, np.bool_), ~follows])
+        follows &= (self.file[1:] == self.file[:-1]) & (call[1:] == call[:-1])
+        starts = np.append(0, np.flatnonzero(~follows) + 1)  # of groups
+
+        size = min(PIECE, max(TOGETHER, int(self.nbytes.sum()) // (4 * threads) + 1))
+        share = before[starts] // size
+        bounds = np.append(starts, len(self))
+        for first, last in pairwise(runs(share).tolist()):
+            begin = int(bounds[first])
+            groups = (bounds[first : last + 1] - begin).tolist()
+            part = self.take(slice(begin, int(bounds[last])))
+            yield part, list(starmap(slice, pairwise(groups)))
 
 
 def _cut(boxes: Boxes, itemsize: Int64) -> tuple[Boxes, Int64]:
@@ -180,32 +180,17 @@ def _halves(box: Box, limit: int) -> Iterator[Box]:
     step = max(1, limit // math.prod(box.shape[axis + 1 :]))
     step = min(1 << (step.bit_length() - 1), box.shape[axis])
     for start in range(0, box.shape[axis], step):
-        offset, shape = list(box.offset), list(box.shape)
+        offset = list(box.offset)
+        shape = list(box.shape)
         offset[axis] += start
         shape[axis] = min(step, box.shape[axis] - start)
         yield from _halves(Box(tuple(offset), tuple(shape)), limit)
 
 
-def _check_places(
-    plan: LoadPlan,
-    rows: Int64,
-    boxes: Boxes,
-    holder: Boxes,
-    length: Int64,
-    itemsize: Int64,
-) -> None:
-    inside = (boxes.offset >= holder.offset) & (boxes.stop <= holder.stop)
-    wrong = np.flatnonzero(~inside.all(axis=1) | (holder.volume * itemsize != length))
-    if len(wrong):
-        name = name_of(plan, int(rows[wrong[0]]))
-        raise CorruptCheckpoint(
-            f"{name} does not fit the {length[wrong[0]]} bytes of its location"
-        )
-
-
 def name_of(plan: LoadPlan, row: int) -> str:
     """The name of the chunk of a plan's row in errors."""
-    manifest, number = plan.manifest, int(plan.chunk[row])
+    manifest = plan.manifest
+    number = int(plan.chunk[row])
     chunk = manifest.chunk(number)
     key = manifest.tensors[manifest.chunks.tensor[number]].key
     return f"{key!r} {chunk.box} in {chunk.location.file}"

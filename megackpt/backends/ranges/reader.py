@@ -71,7 +71,8 @@ class Job:
         with self._open(int(chunks.file[self.plan.chunk[rows[0]]])) as reader:
             for row in rows.tolist():
                 chunk = self.plan.chunk[row]
-                start, length = int(chunks.start[chunk]), int(chunks.length[chunk])
+                start = int(chunks.start[chunk])
+                length = int(chunks.length[chunk])
                 name = f"{self.root.location}: {name_of(self.plan, row)}"
                 if start + length > reader.size:
                     raise CorruptCheckpoint(
@@ -109,7 +110,8 @@ class Job:
 
     def check(self, row: int, block: int, found: bytes) -> None:
         """Compare the digest of one block of the chunk that a plan's row is in."""
-        chunks, chunk = self.plan.manifest.chunks, self.plan.chunk[row]
+        chunks = self.plan.manifest.chunks
+        chunk = self.plan.chunk[row]
         if found != chunks.digests[chunks.block_bounds[chunk] + block].tobytes():
             start = int(chunks.start[chunk]) + block * DIGEST_BLOCK
             raise CorruptCheckpoint(
@@ -153,9 +155,11 @@ def refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> No
 
     try:
         archive = Archive(fetch, length)
-        at, size = archive.start("data.pkl"), archive.members["data.pkl"].size
+        at = archive.start("data.pkl")
+        size = archive.members["data.pkl"].size
     except CorruptCheckpoint:
-        at, size = 0, length
+        at = 0
+        size = length
     refuse_holes(reader, start + at, size, where)
 
 
@@ -260,7 +264,8 @@ class _FilePart:
         if not self.job.checked:
             self.reader.read_into(piece.base + low, [place])
             return
-        position, stop = low, low + len(place)
+        position = low
+        stop = low + len(place)
         while position < stop:
             block = position // DIGEST_BLOCK
             first = block * DIGEST_BLOCK

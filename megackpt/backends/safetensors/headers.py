@@ -120,7 +120,8 @@ def _cuts_within(ends: list[int], limit: int) -> list[int]:
 
     ``ends``: 0, and the byte behind each tensor.
     """
-    cuts, first = [], 0
+    cuts = []
+    first = 0
     for number in range(1, len(ends) - 1):
         if ends[number + 1] - ends[first] > limit:
             cuts.append(number)
@@ -130,7 +131,8 @@ def _cuts_within(ends: list[int], limit: int) -> list[int]:
 
 def _even_cuts(ends: list[int], count: int) -> list[int]:
     """Cuts into so many parts of about the same bytes, each of one tensor at least."""
-    cuts, first = [], 0
+    cuts = []
+    first = 0
     for left in range(count, 1, -1):
         goal = ends[first] + (ends[-1] - ends[first]) / left
         cut = first + 1
@@ -146,7 +148,8 @@ def _file(name: str, tensors: Sequence[TensorEntry]) -> TensorFile:
     # As the reference writer does it: with large items first, each tensor is aligned to its items.
     ordered = sorted(tensors, key=lambda entry: (-entry.meta.itemsize, entry.key))
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
-    starts, end = [], 0
+    starts = []
+    end = 0
     for key, meta in ordered:
         starts.append(end)
         end += _size(meta)
@@ -210,7 +213,8 @@ def read_header(root: Storage, name: str) -> Contents:
             raise TypeError(f"{METADATA} is not a dict of texts")
         for key, info in header.items():
             begin, end = info["data_offsets"]
-            shape, dtype = tuple(info["shape"]), info["dtype"]
+            shape = tuple(info["shape"])
+            dtype = info["dtype"]
             integers = {type(number) for number in (begin, end, *shape)} <= {int}
             if not integers or type(dtype) is not str:
                 raise TypeError(

@@ -61,7 +61,8 @@ class TorchFile(Backend):
         number = end = 0
         for place in plan.places or ():
             if place is not None:
-                number, end = number + 1, max(end, place.start + place.length)
+                number += 1
+                end = max(end, place.start + place.length)
         with root.update(NAME) as updater:
             for row, tensor in enumerate(plan.tensor.tolist()):
                 if not plan.tensors[tensor].meta.is_object:
@@ -70,7 +71,8 @@ class TorchFile(Backend):
                 blob = b"".join(data.blocks(row))
                 start = aligned_start(Member(b"data/%d" % number, len(blob), end))
                 updater.write_at(start, [memoryview(blob)])
-                number, end = number + 1, start + len(blob)
+                number += 1
+                end = start + len(blob)
                 place = Location(NAME, start, len(blob))
                 found[row] = place, digest_blocks(memoryview(blob))
         return write_result(plan, found)
@@ -106,8 +108,12 @@ class TorchFile(Backend):
         tables = tuple(files)
         if index:
             weight_map = weight_maps.read(root, index)
-            files, tables = list(dict.fromkeys(weight_map.values())), (index,)
-        found, has_bytes, held, common = [], [], [], []
+            files = list(dict.fromkeys(weight_map.values()))
+            tables = (index,)
+        found = []
+        has_bytes = []
+        held = []
+        common = []
         for file in files:
             for entry, box, place, plain in file_reader.read_shards(root, file):
                 found.append((entry, box, place))

@@ -119,7 +119,8 @@ class _TensorWalk:
             parts = dict(enumerate(value))
         else:
             return value
-        kept, changed = {}, False
+        kept = {}
+        changed = False
         for key, part in parts.items():
             rest = self.take(part, (*path, key))
             changed |= rest is not part
@@ -221,7 +222,8 @@ def read_shards(root: Storage, name: str) -> list[Shard]:
             key, _, cell = unique.rpartition("/")
             parsed = object_files.parse_shard(f"{cell}.pt")
             if parsed is None or not parsed[1]:
-                key, parsed = unique, ((), ())
+                key = unique
+                parsed = ((), ())
             offset, shape = parsed
             entry = TensorEntry(key, TensorMeta(shape, OBJECT))
             found.append(Shard(entry, Box(offset, (1,) * len(offset)), place, True))
@@ -234,7 +236,8 @@ def read_shards(root: Storage, name: str) -> list[Shard]:
 def _locate(file: str, archive: Archive, found: StoredTensor) -> Location:
     """The bytes of a tensor, if it is plain; else only their length counts."""
     storage = f"data/{found.storage}"
-    start, size = archive.start(storage), archive.members[storage].size
+    start = archive.start(storage)
+    size = archive.members[storage].size
     if size != found.nbytes or start + size > archive.size:
         raise CorruptCheckpoint(
             f"{storage} should have {found.nbytes} bytes from {start} on, and has {size} in an "
@@ -243,7 +246,9 @@ def _locate(file: str, archive: Archive, found: StoredTensor) -> Location:
     itemsize = ITEMSIZE[found.dtype]
     length = math.prod(found.shape) * itemsize
     # A tensor without elements may have any offset.
-    offset = int(found.view.storage_offset()) * itemsize if length else 0
+    offset = 0
+    if length:
+        offset = int(found.view.storage_offset()) * itemsize
     return Location(file, start + offset, length)
 
 

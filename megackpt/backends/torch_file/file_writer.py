@@ -49,7 +49,8 @@ def payloads(sizes: Iterable[int]) -> list[Member]:
 
 def tensor_locations(manifest: Manifest) -> dict[str, Location]:
     """Key to the tensor's bytes. It depends on tensors alone: it is known before any write."""
-    entries, sizes = list[TensorEntry](), list[int]()
+    entries = list[TensorEntry]()
+    sizes = list[int]()
     for entry in manifest.tensors:
         if not entry.meta.is_object:
             entries.append(entry)
@@ -101,7 +102,8 @@ def write_archive(
             )
         members[row] = replace(member, crc=checksums[row])
         end = aligned_start(member) + member.size
-    tail, table = b"", list(members.values())
+    tail = b""
+    table = list(members.values())
     for name, content in (
         (b"data.pkl", _pickle(manifest, members)),
         (b"byteorder", b"little"),

@@ -76,7 +76,9 @@ class Zarr(Backend):
     def __init__(self, compression: str | None = None, checksum: bool = True) -> None:
         """Raises BackendError for an unknown compression."""
         self.packing = Packing.chosen(compression, checksum)
-        encoding = "raw" if compression is None else "native"
+        encoding = "native"
+        if compression is None:
+            encoding = "raw"
         properties = replace(type(self).properties, encoding=encoding)
         self.properties = properties  # type: ignore[misc] # see Backend.properties
 
@@ -118,7 +120,9 @@ class Zarr(Backend):
 
     def read_manifest(self, root: Storage) -> Manifest:
         config = read_config(root)
-        version = MEGATRON if config is None else config.sharded_backend_version
+        version = MEGATRON
+        if config is not None:
+            version = config.sharded_backend_version
         return discover(root, version)
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:

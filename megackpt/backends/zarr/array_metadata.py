@@ -140,7 +140,8 @@ def refuse_unfit(tensors: Iterable[TensorEntry], grids: Iterable[Grid | None]) -
     """Raise BackendError naming every tensor that a zarr array cannot hold."""
     unfit = []
     for entry, grid in zip(tensors, grids, strict=True):
-        key, meta = entry.key, entry.meta
+        key = entry.key
+        meta = entry.meta
         if meta.is_object:
             continue
         if len(meta.shape) > _MOST_DIMENSIONS:
@@ -179,8 +180,10 @@ def parse_array(text: bytes, where: str) -> ArrayLayout:
     """
     try:
         document = json.loads(text)
-        shape, dtype = tuple(document["shape"]), document["data_type"]
-        grid, naming = document["chunk_grid"], document["chunk_key_encoding"]
+        shape = tuple(document["shape"])
+        dtype = document["data_type"]
+        grid = document["chunk_grid"]
+        naming = document["chunk_key_encoding"]
         cell = inner = tuple(grid["configuration"]["chunk_shape"])
         separator = naming.get("configuration", {}).get("separator", "/")
         key = document.get("attributes", {}).get("key")
@@ -188,7 +191,8 @@ def parse_array(text: bytes, where: str) -> ArrayLayout:
         sharded = len(codecs) == 1 and codecs[0]["name"] == "sharding_indexed"
         if sharded:
             options = codecs[0]["configuration"]
-            inner, codecs = tuple(options["chunk_shape"]), options["codecs"]
+            inner = tuple(options["chunk_shape"])
+            codecs = options["codecs"]
             location = options.get("index_location", "end")
             if options["index_codecs"] != [LITTLE, CRC] or location != "end":
                 raise BackendError(f"{where}: the index of its shards cannot be read")
@@ -238,8 +242,10 @@ def parse_zarray(text: bytes, where: str) -> ArrayLayout:
     """The array that a .zarray of zarr version 2 describes; raises as ``parse_array``."""
     try:
         document = json.loads(text)
-        shape, cell = tuple(document["shape"]), tuple(document["chunks"])
-        dtype, order = str(document["dtype"]), document["order"]
+        shape = tuple(document["shape"])
+        cell = tuple(document["chunks"])
+        dtype = str(document["dtype"])
+        order = document["order"]
         compressor = document["compressor"]
         if compressor is not None:
             compressor = compressor["id"]

@@ -72,7 +72,8 @@ def _write_row(
     row: int,
     packing: Packing,
 ) -> list[WrittenChunk]:
-    item, entry = plan.row(row), plan.tensors[plan.tensor[row]]
+    item = plan.row(row)
+    entry = plan.tensors[plan.tensor[row]]
     box = item.shard.box
     if item.meta.is_object:
         return [(box, *write_object(root, entry, box, data.blocks(row), batch))]
@@ -121,7 +122,8 @@ def _write_fragments(
     name = fragments_file(plan.rank)
     with batch.create(name) as writer:
         for row in rows:
-            start, digests = writer.position, []
+            start = writer.position
+            digests = []
             for block in data.blocks(row):
                 digests.append(digest_blocks(block))
                 writer.write([block])
@@ -137,7 +139,8 @@ def write_cell(
     ``box``: of the cell, up to the end of the tensor. ``blocks``: its bytes in C order; a block is
     valid until the next one is taken. Raises BackendError if there are fewer bytes than elements.
     """
-    packing, itemsize = layout.packing, ITEMSIZE[layout.dtype]
+    packing = layout.packing
+    itemsize = ITEMSIZE[layout.dtype]
     boxes = layout.chunks(box)
     stream = _Stream(blocks, f"{ShardId(key, box)}")
     file = f"{encode_key(key)}/{layout.file(layout.index(box))}"
@@ -146,7 +149,8 @@ def write_cell(
     with batch.create(file) as writer:
         for row in range(len(boxes)):
             chunk = boxes.row(row, len(layout.shape))
-            start, length = writer.position, chunk.volume * itemsize
+            start = writer.position
+            length = chunk.volume * itemsize
             if packing.compressor is None and length == layout.chunk_bytes:
                 digests = _write_raw(writer, stream, length, packing.checksum)
             else:
@@ -169,7 +173,8 @@ def _write_raw(
 
     Each block is hashed and written while it is in the processor's cache.
     """
-    digests, crc = [], 0
+    digests = []
+    crc = 0
     for first in range(0, length, DIGEST_BLOCK):
         block = stream.read(min(length - first, DIGEST_BLOCK))
         digests.append(digest(block))
@@ -205,7 +210,8 @@ class _Stream:
         if not self._rest:
             self._rest = next(self._blocks, self._rest)
         if len(self._rest) >= size:
-            part, self._rest = self._rest[:size], self._rest[size:]
+            part = self._rest[:size]
+            self._rest = self._rest[size:]
             return part
         found = np.empty(size, np.uint8).data
         filled = 0

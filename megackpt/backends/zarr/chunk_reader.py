@@ -20,26 +20,27 @@ from megackpt.backends.zarr.array_metadata import read_layout
 from megackpt.backends.zarr.codecs import shard_index
 from megackpt.backends.zarr.grid import MEGATRON, ArrayLayout, Cells
 from megackpt.errors import CorruptCheckpoint
-from megackpt.planning.box import Boxes, Int64
+from megackpt.planning.box import Boxes, Int64, group
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
     Bool,
     Chunk,
-    Digests,
     LoadPlan,
     Manifest,
     ReadItem,
     ShardId,
     TensorEntry,
     carried_dtype,
+    itemsizes,
 )
 from megackpt.serialization.list_of_one import wrapped
 from megackpt.storage import Storage, allocate, digest_blocks, read_again, read_dense
 
 _OVERHEAD = 1 << 16
 """A codec may make a chunk twice as large, and larger by so many bytes."""
-_PADDED, _PADDING = 64 << 20, 16
+_PADDED = 64 << 20
+_PADDING = 16
 """A chunk may be larger than its part of the tensor by so many bytes, or so many times larger."""
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -54,20 +55,19 @@ def read_rows(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None
     if manifest.backend[1] == MEGATRON:
         into = ConvertedObjects(into, partial(_wrapped, plan, root.location))
     elif verify and not len(manifest.chunks.digests):
-        ranged &= _is_object(manifest)[manifest.chunks.tensor[plan.chunk]]
+        ranged &= itemsizes(manifest.tensors)[manifest.chunks.tensor[plan.chunk]] == 0
     if ranged.any():
         read_raw(root, plan.take(ranged), into, verify)
     decoded = plan.take(~ranged)
-    order = np.argsort(decoded.chunk, kind="stable")
-    starts = np.flatnonzero(np.diff(decoded.chunk[order], prepend=-1))
-    groups = np.split(order, starts)[1:]  # the regions of each chunk
+    regions = group(decoded.chunk)  # of each chunk
 
     def work(numbers: Iterator[int]) -> None:
         reader = _ChunkReader(root, manifest.backend[1])
         for number in numbers:
-            reader.read(list(decoded.take(groups[number]).rows()), into, verify)
+            items = decoded.take(regions.rows(number)).rows()
+            reader.read(list(items), into, verify)
 
-    run_in_threads(len(groups), work)
+    run_in_threads(len(regions), work)
 
 
 def raw_rows(manifest: Manifest, rows: Int64) -> Bool:
@@ -82,7 +82,8 @@ def damage(root: Storage, manifest: Manifest) -> list[str] | None:
     """The problems that the crc32c of the chunks show. None if there are arrays without."""
     reader = _ChunkReader(root, manifest.backend[1])
     problems = []
-    for row in np.flatnonzero(~_is_object(manifest)[manifest.chunks.tensor]).tolist():
+    itemsize = itemsizes(manifest.tensors)[manifest.chunks.tensor]
+    for row in np.flatnonzero(itemsize).tolist():
         entry = manifest.tensors[manifest.chunks.tensor[row]]
         chunk = manifest.chunk(row)
         try:
@@ -108,10 +109,6 @@ def _wrapped(plan: LoadPlan, where: str, target: int, data: bytes) -> bytes:
         raise CorruptCheckpoint(f"{entry.key!r} in {where}/{file}: {error}") from error
 
 
-def _is_object(manifest: Manifest) -> Bool:
-    return np.array([entry.meta.is_object for entry in manifest.tensors], np.bool_)
-
-
 class _ChunkReader:
     """Reads and decodes chunks, one after the other. Each thread has its own.
 
@@ -127,7 +124,8 @@ class _ChunkReader:
 
     def read(self, items: list[ReadItem], into: Target, verify: bool) -> None:
         """Read regions of one chunk."""
-        entry, chunk = items[0].entry, items[0].chunk
+        entry = items[0].entry
+        chunk = items[0].chunk
         checked = partial(self._checked_elements, entry, chunk, verify)
         values = read_again(self.root, checked)
         for item in items:
@@ -146,10 +144,27 @@ class _ChunkReader:
     def _checked_elements(
         self, entry: TensorEntry, chunk: Chunk, verify: bool
     ) -> NDArray[Any]:
+        """The elements of a chunk, compared with its digests if it has any."""
         values = self.elements(entry, chunk)
-        if verify and len(chunk.digests):
-            data = octets(np.ascontiguousarray(values))
-            _check(data, chunk.digests, self._name(entry, chunk))
+        if not verify or not len(chunk.digests):
+            return values
+        name = self._name(entry, chunk)
+        data = octets(np.ascontiguousarray(values))
+        found = np.frombuffer(digest_blocks(data), np.uint8).reshape(-1, DIGEST_SIZE)
+        if found.shape != chunk.digests.shape:
+            raise CorruptCheckpoint(
+                f"{name}: {len(data)} bytes do not fit {len(chunk.digests)} digests"
+            )
+        damaged = []
+        for block in np.flatnonzero((found != chunk.digests).any(axis=1)).tolist():
+            start = block * DIGEST_BLOCK
+            end = min(start + DIGEST_BLOCK, len(data))
+            damaged.append(f"{block} (bytes {start}:{end})")
+        if damaged:
+            raise CorruptCheckpoint(
+                f"{name}: the bytes are not those that were saved; damaged blocks: "
+                f"{', '.join(damaged)}"
+            )
         return values
 
     def elements(self, entry: TensorEntry, chunk: Chunk) -> NDArray[Any]:
@@ -157,18 +172,21 @@ class _ChunkReader:
 
         Raises CorruptCheckpoint if they cannot be decoded.
         """
-        name, file = self._name(entry, chunk), chunk.location.file
+        name = self._name(entry, chunk)
+        file = chunk.location.file
         layout = self.layout_of(entry, chunk)
         dtype = carried_dtype(entry.meta.itemsize)
         if 0 in layout.shape:
             return np.zeros(chunk.box.shape, dtype)
         try:
             with self.root.open(file) as reader:
-                start, length = 0, reader.size
+                start = 0
+                length = reader.size
                 if layout.sharded:
                     index = self._read_index(file, layout.chunks_in_a_cell)
                     number = layout.numbers(Boxes.of([chunk.box]))[0]
-                    start, length = int(index[0][number]), int(index[1][number])
+                    start = int(index[0][number])
+                    length = int(index[1][number])
                 if start < 0:
                     raise CorruptCheckpoint(f"{name}: its shard has no such chunk")
                 if length > 2 * layout.chunk_bytes + _OVERHEAD:
@@ -213,20 +231,3 @@ def _sound_layout(root: Storage, folder: str, entry: TensorEntry) -> ArrayLayout
             f"{layout.own_bytes} can be the tensor's; memory has {_MEMORY}"
         )
     return layout
-
-
-def _check(data: memoryview, digests: Digests, name: str) -> None:
-    found = np.frombuffer(digest_blocks(data), np.uint8).reshape(-1, DIGEST_SIZE)
-    if found.shape != digests.shape:
-        raise CorruptCheckpoint(
-            f"{name}: {len(data)} bytes do not fit {len(digests)} digests"
-        )
-    damaged = []
-    for block in np.flatnonzero((found != digests).any(axis=1)).tolist():
-        start = block * DIGEST_BLOCK
-        end = min(start + DIGEST_BLOCK, len(data))
-        damaged.append(f"{block} (bytes {start}:{end})")
-    if damaged:
-        raise CorruptCheckpoint(
-            f"{name}: the bytes are not those that were saved; damaged blocks: {', '.join(damaged)}"
-        )

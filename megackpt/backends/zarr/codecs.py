@@ -55,7 +55,9 @@ class Packing:
         name, colon, number = str(compression).partition(":")
         highest, level = _LEVELS.get(name, (0, 0))
         if colon:
-            level = int(number) if number.isdecimal() else 0
+            level = 0
+            if number.isdecimal():
+                level = int(number)
         if not 1 <= level <= highest:
             raise BackendError(
                 f"zarr has no compression {compression!r}; choose None; "
@@ -165,7 +167,9 @@ def _zstd_content_size(header: bytes) -> int:
     if not width:
         return -1
     size = int.from_bytes(header[start : start + width], "little")
-    return size + 256 if width == 2 else size
+    if width == 2:
+        return size + 256
+    return size
 
 
 def encode_index(count: int, numbers: Int64, stored: list[tuple[int, int]]) -> bytes:
@@ -202,7 +206,8 @@ def shard_index(root: Storage, file: str, count: int) -> tuple[Int64, Int64]:
             f"{where}: the index of the shard does not match its crc32c"
         )
     table = np.frombuffer(data, "<u8", 2 * count).reshape(count, 2)
-    starts, lengths = table[:, 0], table[:, 1]
+    starts = table[:, 0]
+    lengths = table[:, 1]
     found = table.astype(np.int64)
     beyond = (starts > end) | (lengths > end - np.minimum(starts, end))
     beyond &= (found != MISSING).any(axis=1)

@@ -166,7 +166,8 @@ class _Found:
         boxes = layout.chunks(box)
         for row, number in enumerate(layout.numbers(boxes).tolist()):
             part = boxes.row(row, len(layout.shape))
-            start, length = int(starts[number]), int(lengths[number])
+            start = int(starts[number])
+            length = int(lengths[number])
             if start == MISSING or layout.stored_bytes not in (None, length):
                 self.problems.append(
                     f"{file} has {length} bytes of chunk {number}, {part}"
@@ -202,7 +203,8 @@ def _find_in_root(found: _Found) -> None:
             f"{ARRAY} lists {count} arrays, and {len(arrays)} are there"
         )
     for name in arrays:
-        layout, key = read_layout(root, name), decode_key(name)
+        layout = read_layout(root, name)
+        key = decode_key(name)
         if layout is not None and layout.key is not None:
             key = layout.key
         if layout is not None and key is not None:

@@ -50,9 +50,11 @@ def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
     layouts: dict[int, ArrayLayout] = {}
     parts_of: dict[tuple[int, Box], list[Chunk]] = {}
     for row in np.flatnonzero(is_part).tolist():
-        number, part = int(chunks.tensor[row]), manifest.chunk(row)
+        number = int(chunks.tensor[row])
+        part = manifest.chunk(row)
         if number not in layouts:
-            meta, grid = manifest.tensors[number].meta, manifest.grids[number]
+            meta = manifest.tensors[number].meta
+            grid = manifest.grids[number]
             layouts[number] = ArrayLayout.planned(meta, grid, packing)
         layout = layouts[number]
         box = layout.box(layout.index(part.box))
@@ -64,7 +66,8 @@ def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
         with root.batch() as batch:
             for i in numbers:
                 (number, box), parts = cells[i]
-                key, layout = manifest.tensors[number].key, layouts[number]
+                key = manifest.tensors[number].key
+                layout = layouts[number]
                 found[i] = _write(root, batch, key, layout, box, parts)
 
     run_in_threads(len(cells), work)

@@ -27,13 +27,17 @@ ZARRAY = ".zarray"
 SEPARATOR = "."
 """Between the numbers of a cell in the name of its file. Folders would cost as much as files."""
 
-LARGEST_CHUNK, SMALLEST_CHUNK = 4 << 20, 1 << 19
-"""Bytes of a chunk in a shard: a larger cell is cut into such chunks, if it can be cut evenly."""
+LARGEST_CHUNK = 4 << 20
+"""Bytes of a chunk in a shard, at most: a larger cell is cut, if it can be cut evenly."""
+SMALLEST_CHUNK = 1 << 19
+"""A cell is not cut into chunks of fewer bytes."""
 
 
 def entry_name(entry: TensorEntry) -> str:
     """The name in the root of everything that belongs to this entry."""
-    return folder(entry) if entry.meta.is_object else encode_key(entry.key)
+    if entry.meta.is_object:
+        return folder(entry)
+    return encode_key(entry.key)
 
 
 def fragments_file(rank: int) -> str:

@@ -47,6 +47,7 @@ from megackpt.planning.manifest.tensors import (
     TensorMeta as TensorMeta,
     carried_dtype as carried_dtype,
     is_main_replica as is_main_replica,
+    itemsizes as itemsizes,
     key_problem as key_problem,
     size_problem as size_problem,
     unique_key as unique_key,

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.box import Box, Boxes, Int64, ranges
 from megackpt.planning.manifest.tensors import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
@@ -101,10 +101,8 @@ class Chunks:
 
     def blocks(self, rows: Int64) -> Int64:
         """The rows of ``digests`` of these chunks."""
-        counts = -(-self.length[rows] // DIGEST_BLOCK)
-        before = np.cumsum(counts) - counts
-        starts: Int64 = np.repeat(self.block_bounds[rows] - before, counts)
-        return starts + np.arange(len(starts))
+        starts = self.block_bounds[rows]
+        return ranges(starts, self.block_bounds[rows + 1] - starts)[1]
 
     def take(self, rows: Int64) -> Chunks:
         digests = self.digests
@@ -175,7 +173,8 @@ class Manifest:
     def chunk(self, i: int) -> Chunk:
         """Row ``i``."""
         c = self.chunks
-        digests, file = c.digests, ""
+        digests = c.digests
+        file = ""
         if len(digests):
             digests = digests[c.block_bounds[i] : c.block_bounds[i + 1]]
         if c.file[i] >= 0:
@@ -288,7 +287,9 @@ def listed(
 def _is_possible(
     entries: Sequence[TensorEntry], number: int, box: Box, location: Location
 ) -> bool:
-    file, start, length = location.file, location.start, location.length
+    file = location.file
+    start = location.start
+    length = location.length
     if not _are_counts((number, start, length, *box.offset, *box.shape)):
         return False
     if number >= len(entries) or type(file) is not str or start + length >= LARGEST:

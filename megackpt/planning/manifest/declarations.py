@@ -156,7 +156,8 @@ class Declarations:
     ) -> Declarations:
         """Each of these boxes declared once, by a main replica; without ``rank``, by rank 0."""
         zero = np.zeros(len(boxes), np.int32)
-        rank = zero if rank is None else rank
+        if rank is None:
+            rank = zero
         is_flexible = zero.astype(np.bool_)
         return cls(tensors, tensor, boxes, (0,), zero, is_flexible, nbytes, rank)
 

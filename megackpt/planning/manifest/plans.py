@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest.chunks import Chunk, Location, Manifest
-from megackpt.planning.manifest.tensors import Int32, ShardId, TensorEntry, TensorMeta
+from megackpt.planning.manifest.tensors import (
+    Int32,
+    ShardId,
+    TensorEntry,
+    TensorMeta,
+    itemsizes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,8 @@ class SavePlan:
     @property
     def nbytes(self) -> int:
         """Size of the raw bytes of all rows (0 for objects, which are not serialised yet)."""
-        itemsize = np.array([entry.meta.itemsize for entry in self.tensors], np.int64)
-        return int((itemsize[self.tensor] * self.boxes.volume).sum())
+        itemsize = itemsizes(self.tensors)[self.tensor]
+        return int((itemsize * self.boxes.volume).sum())
 
     def placed(self, places: Mapping[str, Location]) -> SavePlan:
         """This plan with the places of its tensors, given by key."""

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.planning.box import Box
+from megackpt.planning.box import Box, Int64
 
 OBJECT = "object"
 COMMON_KEY = "common_state"
@@ -72,7 +72,9 @@ No rank number, even a wrong one, has this value. See ``Declarations.numbered``.
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
     """True for 0 and for tuples of zeros only."""
-    return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
+    if isinstance(replica_id, int):
+        return replica_id == 0
+    return not any(replica_id)
 
 
 def is_unnumbered(replica_id: ReplicaId) -> bool:
@@ -105,7 +107,9 @@ def size_problem(shape: Sequence[int], dtype: str) -> str:
 
 def key_problem(key: str) -> str:
     """Why nothing can be stored under this key; empty where it can."""
-    found = None if key.isascii() else _PAIR.search(key)
+    found = None
+    if not key.isascii():
+        found = _PAIR.search(key)
     if found is None:
         return ""
     character = found.group().encode("utf-16", "surrogatepass").decode("utf-16")
@@ -156,9 +160,9 @@ class ShardId:
     box: Box
 
     def __str__(self) -> str:
-        return (
-            "the common state" if self.key == COMMON_KEY else f"{self.key!r} {self.box}"
-        )
+        if self.key == COMMON_KEY:
+            return "the common state"
+        return f"{self.key!r} {self.box}"
 
 
 def unique_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
@@ -170,6 +174,11 @@ def unique_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
     if not shape:
         return key
     return f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
+
+
+def itemsizes(tensors: Sequence[TensorEntry]) -> Int64:
+    """Bytes of an element of each tensor, 0 of objects."""
+    return np.array([ITEMSIZE[entry.meta.dtype] for entry in tensors], np.int64)
 
 
 def merged_tables(
@@ -192,7 +201,9 @@ def merged_tables(
 
 
 def joined(columns: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate(columns) if columns else np.zeros(0, dtype)
+    if columns:
+        return np.concatenate(columns)
+    return np.zeros(0, dtype)
 
 
 def pack_table(tensors: Sequence[TensorEntry]) -> bytes:
