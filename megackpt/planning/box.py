@@ -222,7 +222,7 @@ def runs(column: NDArray[Any]) -> Int64:
     return np.concatenate([[0], inner, [len(column)]]).astype(np.int64)
 
 
-def ranges(starts: Int64, counts: Int64) -> tuple[Int64, Int64]:
+def expand_ranges(starts: Int64, counts: Int64) -> tuple[Int64, Int64]:
     """All numbers of the ranges [start, start + count), and before them the rows of their ranges.
 
     Both have ``counts.sum()`` entries, range by range.
@@ -278,7 +278,7 @@ def cut(boxes: Boxes, pieces: Int64, origin: Int64) -> tuple[Int64, Boxes]:
     counts = np.maximum(1, -(-(lead + boxes.shape) // pieces))
     counts[(boxes.shape == 0).any(axis=1)] = 1
     totals = np.prod(counts, axis=1, dtype=np.int64)
-    row, place = ranges(np.zeros_like(totals), totals)
+    row, place = expand_ranges(np.zeros_like(totals), totals)
     offset = boxes.offset[row]
     shape = boxes.shape[row]
     for axis in reversed(range(boxes.width)):

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megackpt.planning.box import Int64, group, ranges, runs
+from megackpt.planning.box import Int64, expand_ranges, group, runs
 from megackpt.planning.manifest import Declarations, Int32, itemsizes
 
 _MANY = 16  # shards assigned in one turn from which on a turn is faster than a loop
@@ -101,7 +101,7 @@ def _assign_each(members: Int32, nbytes: Int64, loads: Int64) -> Int64:
     # Disjoint sets of ranks do not depend on one another's assignments: the first shard of each
     # set is assigned at once, then the second, ...
     by_set = group(number)
-    _, turn = ranges(np.zeros_like(by_set.first), np.diff(by_set.bounds))
+    _, turn = expand_ranges(np.zeros_like(by_set.first), np.diff(by_set.bounds))
     turns = group(turn)
     for i in range(len(turns)):
         shards = by_set.order[turns.rows(i)]

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megackpt.planning.box import Boxes, Groups, Int64, cut, group_equal, ranges, runs
+from megackpt.planning.box import (
+    Boxes,
+    Groups,
+    Int64,
+    cut,
+    expand_ranges,
+    group_equal,
+    runs,
+)
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
@@ -16,8 +24,8 @@ from megackpt.planning.manifest import (
     LoadPlan,
     Manifest,
     itemsizes,
+    joined,
 )
-from megackpt.planning.manifest.tensors import joined
 
 READ_UNIT = 16 << 20
 """Bytes of a larger chunk that one rank reads. Others that want the chunk read the next ones."""
@@ -168,7 +176,7 @@ def _cut_at_overlaps(owner: Int64, boxes: Boxes) -> tuple[Int64, Boxes]:
         edges, number = np.unique(place, return_inverse=True)
         first, last = np.split(number, 2)
         # Each box becomes pieces between one edge of its owner and the next.
-        parent, edge = ranges(first, last - first)
+        parent, edge = expand_ranges(first, last - first)
         start = values[edges[edge] % len(values)]
         stop = values[edges[edge + 1] % len(values)]
         boxes = boxes.take(parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megackpt.errors import CorruptCheckpoint, MismatchError, join_truncated
-from megackpt.planning.box import Box, Boxes, Int64, group_equal, ranges, runs
+from megackpt.planning.box import Box, Boxes, Int64, expand_ranges, group_equal, runs
 from megackpt.planning.coverage import shapes_table
 from megackpt.planning.manifest import Bool, Declarations, Int32, LoadPlan, Manifest
 from megackpt.planning.tiling import miscounted, tile_exactly
@@ -104,7 +104,7 @@ def _overlaps(
     while begin < len(boxes):  # some pairs at a time, to bound the memory
         limit = done[begin] - counts[begin] + PAIRS
         end = max(begin + 1, int(np.searchsorted(done, limit, side="right")))
-        targets, places = ranges(first[begin:end], counts[begin:end])
+        targets, places = expand_ranges(first[begin:end], counts[begin:end])
         targets += begin
         shared = np.ones(len(targets), np.bool_)
         for axis in range(boxes.width):

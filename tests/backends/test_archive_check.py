@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megackpt.backends.archives.archive_reader import WINDOW
+from megackpt.backends.archives import WINDOW
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.storage import LocalStorage
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from megackpt.backends import archives
 from megackpt.backends.archives import (
     ALIGNMENT,
     Member,
@@ -19,7 +20,6 @@ from megackpt.backends.archives import (
     header,
     load_structure,
     tensor_opcodes,
-    zip_writer,
 )
 from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
 
@@ -36,7 +36,7 @@ def test_zip_readers_find_what_was_written(
     contents: dict[str, bytes], aligned: bool, limit: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zip_writer, "LIMIT", limit)
+        patch.setattr(archives, "LIMIT", limit)
         data, members = b"", []
         for name, content in contents.items():
             members.append(

@@ -26,8 +26,7 @@ from megackpt import (
     load_plain_tensors,
     save,
 )
-from megackpt.backends import shared_files
-from megackpt.backends.archives import zip_writer
+from megackpt.backends import archives, shared_files
 from megackpt.backends.torch_file import TorchFile, file_writer
 from megackpt.checkpoint import verify
 from megackpt.errors import (
@@ -102,7 +101,7 @@ def test_every_dtype_is_torchs_too(tmp_path: Path, name: str) -> None:
 def test_large_sizes_and_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (zip_writer, file_writer):  # what begins at 4 GiB otherwise
+    for module in (archives, file_writer):  # what begins at 4 GiB otherwise
         monkeypatch.setattr(module, "LIMIT", 100)
     state = TENSORS | {"large": torch.ones(40)}
     export(whole(state) | {"step": 7}, tmp_path / "c")

@@ -19,7 +19,7 @@ from megackpt import (
     ShardedTensor,
     Strategy,
 )
-from megackpt.backends.ranges import pieces, reader as range_reader
+from megackpt.backends import range_pieces, ranges
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.loader import exchange, load_operation
@@ -138,8 +138,8 @@ def loaded(
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each small tensor is read by itself, as a model's large ones are, and nothing that lies between along with it."""
     monkeypatch.setattr(exchange_plan, "SMALL_READS", 1)
-    monkeypatch.setattr(pieces, "SKIP", 0)
-    monkeypatch.setattr(range_reader, "GAP", 0)
+    monkeypatch.setattr(range_pieces, "SKIP", 0)
+    monkeypatch.setattr(ranges, "GAP", 0)
 
 
 @pytest.fixture

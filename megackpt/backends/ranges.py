@@ -1,9 +1,17 @@
-"""The pieces of one thread: read, compared with digests, and put into the target."""
+"""Reads planned regions of raw C-order chunks: exact ranges, few calls, few copies. All formats use
+it.
+
+Regions are cut into pieces of bounded size, sorted by their place in the files, and distributed
+over threads. A piece that is consecutive in the file is read directly into the target's memory,
+small neighbours by one call. Others pass through a small scratch memory. With ``verify``, whole
+digest blocks are read and hashed.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice, product
@@ -13,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megackpt import limits
-from megackpt.backends.base import Target
-from megackpt.backends.ranges.pieces import SKIP, Pieces, name_of
+from megackpt.backends.base import THREADS, Target
+from megackpt.backends.range_pieces import SKIP, Pieces, name_of
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
-from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan
+from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan, itemsizes
 from megackpt.serialization.archive import Archive
 from megackpt.storage import (
     FileReader,
@@ -40,6 +48,37 @@ than passing the rows of a strided target one by one."""
 Array = NDArray[Any]
 
 
+def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
+    """Read every region of a plan. The encoding of the manifest is "raw".
+
+    With ``verify``, whole digest blocks are read and compared if the manifest has digests.
+    Otherwise only the bytes needed are read, and gaps that are cheaper than a call. Raises
+    CorruptCheckpoint naming key, box, file and block, for all failures at once.
+    """
+    if not len(plan):
+        return
+    manifest = plan.manifest
+    job = _Job(root, plan, into, verify and len(manifest.chunks.digests) > 0)
+    itemsize = itemsizes(manifest.tensors)[manifest.chunks.tensor[plan.chunk]]
+    blobs = np.flatnonzero(itemsize == 0)
+    file = manifest.chunks.file[plan.chunk[blobs]]
+    pieces = Pieces.of(plan, np.flatnonzero(itemsize))
+    with ThreadPoolExecutor(THREADS, "megackpt-read") as pool:
+        jobs = [
+            pool.submit(job.read_objects, blobs[file == number])
+            for number in np.unique(file)
+        ]
+        shares = pieces.shares(THREADS, job.checked)
+        jobs += [pool.submit(job.read_pieces, *share) for share in shares]
+    errors = [error for j in jobs if (error := j.exception())]
+    if not errors:
+        return
+    texts = list(dict.fromkeys(map(str, errors)))
+    if len(texts) == 1 or any(type(e) is not CorruptCheckpoint for e in errors):
+        raise errors[0]
+    raise CorruptCheckpoint("\n".join(texts)) from errors[0]
+
+
 class _Piece(NamedTuple):
     """One region: one row of Pieces, and its destination."""
 
@@ -54,7 +93,7 @@ class _Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class _Job:
     """One load. Its threads call ``read_objects`` and ``read_pieces``.
 
     ``checked``: compare digests, which the manifest has.
@@ -171,7 +210,7 @@ def octets(array: Array) -> memoryview:
 class _FilePart:
     """Reads pieces of one file."""
 
-    def __init__(self, job: Job, reader: FileReader) -> None:
+    def __init__(self, job: _Job, reader: FileReader) -> None:
         self.job = job
         self.reader = reader
         self._dropped = memoryview(b"")
