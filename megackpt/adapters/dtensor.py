@@ -379,40 +379,35 @@ def _held(
     """What these cuts, one after the other, leave of an axis at one place of the mesh."""
     held = [(0, size)]
     for dim, factor in parts:
-        held = _cut(held, factor, mesh[dim], place[dim])
+        # Of the indices held, one of mesh[dim] pieces of each of ``factor`` pieces.
+        count = mesh[dim]
+        number = place[dim]
+        left = _length(held)
+        taken: list[Run] = []
+        for part in range(factor):
+            if strides_are_cut_at_once():
+                low, high = _chunk(left, factor * count, part * count + number)
+            else:
+                start, stop = _chunk(left, factor, part)
+                low, high = _chunk(stop - start, count, number)
+                low += start
+                high += start
+            # low and high count held indices: take these from each run in turn.
+            for begin, length in held:
+                first = max(low, 0)
+                last = min(high, length)
+                if first < last and taken and sum(taken[-1]) == begin + first:
+                    taken[-1] = (taken[-1][0], taken[-1][1] + last - first)
+                elif first < last:
+                    taken.append((begin + first, last - first))
+                low -= length
+                high -= length
+        held = taken or [(0, 0)]
     return held
 
 
 def _length(held: list[Run]) -> int:
     return sum(length for _, length in held)
-
-
-def _cut(
-    held: list[Run],
-    factor: int,
-    count: int,
-    number: int,
-) -> list[Run]:
-    """Of the indices held, piece ``number`` of ``count`` of each of ``factor`` pieces."""
-    taken: list[Run] = []
-    size = _length(held)
-    for part in range(factor):
-        if strides_are_cut_at_once():
-            low, high = _chunk(size, factor * count, part * count + number)
-        else:
-            start, stop = _chunk(size, factor, part)
-            low, high = (start + end for end in _chunk(stop - start, count, number))
-        # low and high count held indices: take these from each run in turn.
-        for begin, length in held:
-            first = max(low, 0)
-            last = min(high, length)
-            if first < last and taken and sum(taken[-1]) == begin + first:
-                taken[-1] = (taken[-1][0], taken[-1][1] + last - first)
-            elif first < last:
-                taken.append((begin + first, last - first))
-            low = low - length
-            high = high - length
-    return taken or [(0, 0)]
 
 
 def _chunk(

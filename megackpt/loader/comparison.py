@@ -23,7 +23,7 @@ from megackpt.loader.row_reader import common_row, destination
 from megackpt.planning import coverage, strict
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import COMMON_KEY, Bool, Declarations, Manifest
-from megackpt.planning.strict import StrictHandling, Unasked
+from megackpt.planning.strict import StrictHandling
 from megackpt.staging.source import overlaps_itself
 from megackpt.state import (
     ABSENT,
@@ -74,8 +74,7 @@ class Comparison:
                 raise MismatchError(text)
             logger.warning("%s", text)
         strict.check_shapes(declared, manifest, request.dtype_policy)
-        absent = _named(declared, unexpected)
-        kept = np.flatnonzero(~_left_out(extracted, absent))
+        kept = np.flatnonzero(~_left_out(extracted, declared, unexpected))
         rows = [declared.take(kept)]
         # Notes of a file's author are not state: they would mix with the caller's own.
         if manifest.encoding != "noted":
@@ -128,9 +127,24 @@ def check_coverage(
         raise CoverageError(
             f"{error}\n(To load a part, or one twice: validate_access_integrity=False.)"
         ) from None
-    if request.strict is StrictHandling.ASSUME_OK_UNEXPECTED:
-        asked = {entry.key for entry in declared.tensors}
-        _warn_of_unasked(strict.unasked(asked, manifest), request.directory)
+    if request.strict is not StrictHandling.ASSUME_OK_UNEXPECTED:
+        return
+    texts = []
+    asked = {entry.key for entry in declared.tensors}
+    for name, count, nbytes in strict.unasked(asked, manifest):
+        keys = "keys"
+        if count == 1:
+            keys = "key"
+        texts.append(f"{name!r} ({count} {keys}, {events.format_size(nbytes)})")
+    if texts:
+        # An optimizer that has made no step has no moments to ask for, for example.
+        logger.warning(
+            "%s: stored, but asked for by no rank, so not loaded: %s. (An optimizer without state "
+            "asks for none: give it its state before the load. To load a part on purpose: "
+            "strict='raise_unexpected'.)",
+            request.directory,
+            join_truncated(texts, GROUPS, ", "),
+        )
 
 
 def find_missing(
@@ -146,25 +160,6 @@ def find_missing(
     if missing and StrictHandling.requires_logging(flag):
         logger.warning("%s", strict.describe_missing(missing))
     return strict.keys(missing, manifest.tensors)
-
-
-def _warn_of_unasked(groups: Sequence[Unasked], directory: str) -> None:
-    """An optimizer that has made no step has no moments to ask for, for example."""
-    if not groups:
-        return
-    texts = []
-    for name, count, nbytes in groups:
-        keys = "keys"
-        if count == 1:
-            keys = "key"
-        texts.append(f"{name!r} ({count} {keys}, {events.format_size(nbytes)})")
-    logger.warning(
-        "%s: stored, but asked for by no rank, so not loaded: %s. (An optimizer without state "
-        "asks for none: give it its state before the load. To load a part on purpose: "
-        "strict='raise_unexpected'.)",
-        directory,
-        join_truncated(texts, GROUPS, ", "),
-    )
 
 
 def _warn_of_undeclared(extracted: Extracted, manifest: Manifest) -> None:
@@ -230,29 +225,24 @@ def overlapping(tensors: Sequence[torch.Tensor | None]) -> Int64:
     return rows[meets]
 
 
-def _left_out(extracted: Extracted, absent: Bool) -> Bool:
-    """The shards that are not loaded: absent ones, and others that the same factories built.
+def _left_out(
+    extracted: Extracted, declared: Declarations, unexpected: Collection[str]
+) -> Bool:
+    """The shards that are not loaded: unexpected ones, and others that the same factories built.
 
     A factory cannot merge a part of its shards, and their data may be views of live
     parameters.
     """
-    if not absent.any():
-        return absent
+    left_out = np.zeros(len(declared), np.bool_)
+    if not unexpected:
+        return left_out
     around = [{path[:n] for n in range(len(path) + 1)} for path in extracted.paths]
     above_absent: set[tree.Path] = set()
-    for i in np.flatnonzero(absent).tolist():
-        above_absent |= around[i]
+    for i, row in enumerate(declared.rows()):
+        if strict.name_of(row.shard, row.meta) in unexpected:
+            left_out[i] = True
+            above_absent |= around[i]
     incomplete = {path for path, _ in extracted.factories} & above_absent
-    left_out = absent.copy()
     for i, paths in enumerate(around):
         left_out[i] |= not incomplete.isdisjoint(paths)
     return left_out
-
-
-def _named(declared: Declarations, names: Collection[str]) -> Bool:
-    """Which rows have one of these names (keys of tensors, unique keys of objects)?"""
-    found = np.zeros(len(declared), np.bool_)
-    if names:
-        for i, row in enumerate(declared.rows()):
-            found[i] = strict.name_of(row.shard, row.meta) in names
-    return found

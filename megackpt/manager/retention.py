@@ -116,7 +116,11 @@ class Retention:
                 name = self.naming.name(number)
                 if number <= newest and name in names:
                     own[number] = name
-            for number in self.superfluous(own, lambda n: self._has_good(run, own[n])):
+
+            def is_good(number: int) -> bool:
+                return any(map(self._is_good, run.examine(own[number])))
+
+            for number in self.superfluous(own, is_good):
                 self._remove(run, own[number])
         except Exception as error:
             is_expected = isinstance(error, (CheckpointingException, OSError))
@@ -167,9 +171,6 @@ class Retention:
         for name in names:
             if now - (root.modified(name) or now) > STALE_AFTER:
                 root.delete(name)
-
-    def _has_good(self, run: RunDirectory, name: str) -> bool:
-        return any(self._is_good(step) for step in run.examine(name))
 
     def _is_good(self, step: Step) -> bool:
         if not step.complete:

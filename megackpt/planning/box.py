@@ -104,6 +104,14 @@ class Box:
         return f"[{', '.join(ranges)}]"
 
 
+def padded(rows: Sequence[Sequence[int]], fill: int, width: int = 0) -> Int64:
+    """Rows of different lengths as an array (n, ``width`` or more), with ``fill`` behind them."""
+    width = max([width, *map(len, rows)])
+    pads = [(fill,) * (width - length) for length in range(width + 1)]
+    flat = [(*row, *pads[len(row)]) for row in rows]
+    return np.array(flat, np.int64).reshape(len(rows), width)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
     """A column of boxes: ``offset`` and ``shape`` are int64 arrays of shape (n, width)."""
@@ -114,15 +122,8 @@ class Boxes:
     @classmethod
     def of(cls, boxes: Iterable[Box], width: int = 0) -> Boxes:
         rows = list(boxes)
-        width = max([width, *(len(b.shape) for b in rows)])
-        column = cls(
-            np.zeros((len(rows), width), np.int64),
-            np.ones((len(rows), width), np.int64),
-        )
-        for i, box in enumerate(rows):
-            column.offset[i, : len(box.offset)] = box.offset
-            column.shape[i, : len(box.shape)] = box.shape
-        return column
+        offset = padded([box.offset for box in rows], 0, width)
+        return cls(offset, padded([box.shape for box in rows], 1, width))
 
     @classmethod
     def concat(cls, parts: Sequence[Boxes]) -> Boxes:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megackpt.errors import CoverageError
-from megackpt.planning.box import Int64, runs
+from megackpt.planning.box import Int64, padded, runs
 from megackpt.planning.coverage_report import explain, join_problems
 from megackpt.planning.manifest import Declarations, TensorEntry
 from megackpt.planning.tiling import tile_exactly
@@ -75,8 +75,4 @@ def check(declared: Declarations, thorough: bool = True) -> None:
 
 def shapes_table(tensors: Sequence[TensorEntry], width: int) -> Int64:
     """The global shapes of a table of tensors, (n, width or more), padded with 1 as boxes are."""
-    shapes = [entry.meta.shape for entry in tensors]
-    width = max([width, *map(len, shapes)])
-    pads = [(1,) * (width - ndim) for ndim in range(width + 1)]
-    flat = [shape + pads[len(shape)] for shape in shapes]
-    return np.array(flat, np.int64).reshape(len(tensors), width)
+    return padded([entry.meta.shape for entry in tensors], 1, width)

@@ -142,12 +142,22 @@ class BufferPool:
         Raises StorageError where the system has no memory or no descriptor left.
         """
         with self._lock:
-            self._collect_returned()
+            while self._returned:
+                returned = self._returned.popleft()
+                # In a forked process, others belong to the parent.
+                if returned in self._leased:
+                    self._leased.remove(returned)
+                    self._free.append(returned)
             available = cap - sum(buffer.size for buffer in self._leased)
             if size > available:
                 return None
-            buffer = self._take_free(size, available)
-            if buffer is None:
+            # The smallest free buffer that is large enough, and not more than twice as large.
+            most = min(max(2 * size, _GRAIN), available)
+            fitting = [free for free in self._free if size <= free.size <= most]
+            if fitting:
+                buffer = min(fitting, key=lambda free: free.size)
+                self._free.remove(buffer)
+            else:
                 buffer = _allocate(size, available)
             self._leases += 1
             buffer.leased_at = self._leases
@@ -159,23 +169,6 @@ class BufferPool:
         # The garbage collector may call this at any point, also while this thread holds the lock.
         # So it only notes the buffer for the next lease.
         self._returned.append(buffer)
-
-    def _collect_returned(self) -> None:
-        while self._returned:
-            buffer = self._returned.popleft()
-            # In a forked process, others belong to the parent.
-            if buffer in self._leased:
-                self._leased.remove(buffer)
-                self._free.append(buffer)
-
-    def _take_free(self, size: int, available: int) -> Buffer | None:
-        """The smallest free buffer that is large enough, and not more than twice as large."""
-        self._free.sort(key=lambda buffer: buffer.size)
-        for buffer in self._free:
-            if size <= buffer.size <= min(max(2 * size, _GRAIN), available):
-                self._free.remove(buffer)
-                return buffer
-        return None
 
     def _free_unused(self, cap: int) -> None:
         """Free what recent leases did not use, and the longest unused while all exceed the cap."""

@@ -17,7 +17,7 @@ from megackpt.errors import (
     ShardingError,
     join_truncated,
 )
-from megackpt.planning.box import Boxes, Int64
+from megackpt.planning.box import Boxes, Int64, padded
 from megackpt.planning.manifest import (
     COMMON_KEY,
     ITEMSIZE,
@@ -67,32 +67,17 @@ def declare(
     Raises ShardingError with the problems of all shards.
     """
     keys: list[str] = [shard.key for shard in shards]
-    rows, kinds = _frozen(shards, saving)
-    if common:
-        keys.append(COMMON_KEY)
-        kinds.append(len(rows))
-        rows.append(
-            _Row((), OBJECT, (), (), _replica(common_replica), False, NOMINAL_OBJECT)
-        )
-    return _columns(keys, rows, np.array(kinds, np.int64), rank, domain)
-
-
-def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int]]:
-    """Rows, and for each shard the number of its row.
-
-    Tensors that differ in their keys alone share a row: of the many tensors of a model only the
-    first of each kind is validated. Each object has its own row.
-    """
     rows: list[_Row] = []
     kinds: list[int] = []
+    # Tensors that differ in their keys alone share a row: of the many tensors of a model only the
+    # first of each kind is validated. Each object has its own row.
     known: dict[Any, int] = {}
     problems: list[str] = []
     for shard in shards:
         try:
             traits = _traits(shard)
-            kind = known.get(traits, -1)
-            if kind < 0:
-                kind = len(rows)
+            kind = known.get(traits, len(rows))
+            if kind == len(rows):
                 rows.append(_row(shard, saving))
                 if traits is not None:
                     known[traits] = kind
@@ -108,7 +93,13 @@ def _frozen(shards: Sequence[Shard], saving: bool) -> tuple[list[_Row], list[int
         raise ShardingError(
             join_truncated(problems, separator="\n", others="more shards")
         )
-    return rows, kinds
+    if common:
+        keys.append(COMMON_KEY)
+        kinds.append(len(rows))
+        rows.append(
+            _Row((), OBJECT, (), (), _replica(common_replica), False, NOMINAL_OBJECT)
+        )
+    return _columns(keys, rows, np.array(kinds, np.int64), rank, domain)
 
 
 def _traits(shard: Shard) -> tuple[Any, ...] | None:
@@ -167,7 +158,12 @@ def _row(shard: Shard, saving: bool) -> _Row:
                 "module.to_empty(device=...) and an initialisation"
             )
     else:
-        nbytes = _weight(shard.data)
+        nbytes = NOMINAL_OBJECT
+        data = shard.data
+        if isinstance(data, io.BytesIO) and not data.closed:
+            data = data.getbuffer()
+        if isinstance(data, (bytes, bytearray, memoryview)):
+            nbytes = memoryview(data).nbytes
     problem = problem or size_problem(whole, dtype) or size_problem(shape, dtype)
     if saving:
         problem = problem or key_problem(shard.key)
@@ -187,14 +183,6 @@ def _replica(replica_id: Any) -> ReplicaId:
     return index(replica_id)
 
 
-def _weight(data: Any) -> int:
-    if isinstance(data, io.BytesIO) and not data.closed:
-        data = data.getbuffer()
-    if isinstance(data, (bytes, bytearray, memoryview)):
-        return memoryview(data).nbytes
-    return NOMINAL_OBJECT
-
-
 def _columns(
     keys: list[str], rows: list[_Row], kinds: Int64, rank: int, domain: int
 ) -> Declarations:
@@ -210,8 +198,8 @@ def _columns(
     number = [tensors.setdefault(name, len(tensors)) for name in named]
     listed = tuple(metas)
     boxes = Boxes(
-        _padded([row.offset for row in rows], 0),
-        _padded([row.shape for row in rows], 1),
+        padded([row.offset for row in rows], 0),
+        padded([row.shape for row in rows], 1),
     )
     return Declarations(
         tuple(TensorEntry(key, listed[number]) for key, number in tensors),
@@ -224,13 +212,6 @@ def _columns(
         np.full(len(kinds), rank, np.int32),
         (domain,),
     )
-
-
-def _padded(values: list[Shape], fill: int) -> Int64:
-    width = max(map(len, values), default=0)
-    pads = [(fill,) * (width - n) for n in range(width + 1)]
-    flat = [value + pads[len(value)] for value in values]
-    return np.array(flat, np.int64).reshape(len(values), width)
 
 
 def object_groups(shards: Sequence[Shard]) -> dict[int, list[int]]:
