@@ -20,14 +20,15 @@ from megackpt import limits
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
-    DIGEST_SIZE,
     Declarations,
     LoadPlan,
     Location,
     Manifest,
     SavePlan,
     WriteResult,
+    digest_rows,
     itemsizes,
+    table_of,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
 from megackpt.storage import Storage
@@ -146,16 +147,14 @@ WrittenRow = tuple[Location, bytes]
 def write_result(plan: SavePlan, written: Mapping[int, WrittenRow]) -> WriteResult:
     """The result of a rank that wrote each row of its plan as one chunk."""
     rows = [written[row] for row in range(len(plan))]
-    files: dict[str, int] = {}
-    numbers = [files.setdefault(place.file, len(files)) for place, _ in rows]
-    digests = np.frombuffer(b"".join(digests for _, digests in rows), np.uint8)
+    files, file = table_of(place.file for place, _ in rows)
     return WriteResult.of_rows(
         plan.boxes,
-        tuple(files),
-        np.array(numbers, np.int32),
+        files,
+        file,
         np.array([place.start for place, _ in rows], np.int64),
         np.array([place.length for place, _ in rows], np.int64),
-        digests.reshape(-1, DIGEST_SIZE),
+        digest_rows(b"".join(digests for _, digests in rows)),
     )
 
 

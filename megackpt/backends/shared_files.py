@@ -33,6 +33,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
     TensorParts,
+    digest_rows,
     listed,
 )
 from megackpt.storage import FileUpdater, Storage, digest_blocks
@@ -157,8 +158,7 @@ def merge_pieces(
         )
     merged = Manifest.of(manifest.tensors, rows)
     writers = np.array([chunk.writer for chunk in chunks], np.int32)
-    none = np.zeros((0, DIGEST_SIZE), np.uint8)
-    digests = np.concatenate([none, *(chunk.digests for chunk in chunks)])
+    digests = np.concatenate([digest_rows(b""), *(chunk.digests for chunk in chunks)])
     columns = replace(merged.chunks, writer=writers, digests=digests)
     merged = replace(manifest, chunks=columns, files=merged.files)
     return merged, np.flatnonzero(writers < 0)
@@ -190,7 +190,7 @@ def compute_digests(
                     f"{shard}: what was written is not what is read again from "
                     f"{root.location}/{chunk.location.file}; write it again"
                 )
-            known[:] = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_SIZE)
+            known[:] = digest_rows(found)
     return replace(manifest, chunks=replace(chunks, digests=digests)), checksums
 
 

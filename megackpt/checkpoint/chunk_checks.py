@@ -25,13 +25,13 @@ from megackpt.errors import (
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
-    DIGEST_SIZE,
     Chunk,
     LoadPlan,
     Manifest,
     ShardId,
     TensorParts,
     carried_dtype,
+    digest_rows,
 )
 from megackpt.storage import FileReader, Storage, digest_blocks
 
@@ -173,7 +173,7 @@ class ChunkChecks:
 
     def wrong_blocks(self, chunk: Chunk, first: int, part: memoryview) -> Any:
         """For each block of ``part``, from the block ``first`` on: has it another digest?"""
-        found = np.frombuffer(digest_blocks(part), np.uint8).reshape(-1, DIGEST_SIZE)
+        found = digest_rows(digest_blocks(part))
         return (found != chunk.digests[first : first + len(found)]).any(axis=1)
 
     def compare_native(self, rows: list[int]) -> None:

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megackpt.planning.box import Boxes
-from megackpt.planning.manifest import DIGEST_BLOCK, DIGEST_SIZE, WriteResult
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    DIGEST_SIZE,
+    WriteResult,
+    digest_rows,
+)
 from megackpt.storage import Storage, digest, digest_blocks
 
 JOURNAL = "megackpt.journal"
@@ -84,7 +89,6 @@ def _read_task(storage: Storage, name: str) -> TaskResult | None:
     item, number, start, length = np.array(record["numbers"], np.int64)
     shape = 2, len(item), record["width"]
     boxes = np.array(record["boxes"], np.int64).reshape(shape)
-    digests = np.frombuffer(bytes.fromhex(record["digests"]), np.uint8)
     result = WriteResult(
         item,
         Boxes(boxes[0], boxes[1]),
@@ -92,7 +96,7 @@ def _read_task(storage: Storage, name: str) -> TaskResult | None:
         number.astype(np.int32),
         start,
         length,
-        digests.reshape(-1, DIGEST_SIZE),
+        digest_rows(bytes.fromhex(record["digests"])),
     )
     return TaskResult(record["task"], result, record["overflows"])
 

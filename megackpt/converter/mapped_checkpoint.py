@@ -22,6 +22,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
     TensorParts,
+    digest_rows,
     itemsizes,
 )
 from megackpt.storage import Storage
@@ -81,7 +82,7 @@ def map_checkpoint(table: Table, opened: Opened) -> Opened:
         no_file,
         np.concatenate(origins)[order],  # as "start": _MappedReader looks the chunk up
         all_boxes.volume * itemsizes(tensors)[tensor],
-        np.zeros((0, 16), np.uint8),
+        digest_rows(b""),
     )
     manifest = replace(
         stored,

@@ -45,12 +45,12 @@ from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON,
     COMMON_KEY,
-    DIGEST_SIZE,
     ITEMSIZE,
     OBJECT,
     Manifest,
     TensorEntry,
     TensorMeta,
+    digest_rows,
     unique_key,
 )
 from megackpt.storage import Storage
@@ -129,7 +129,7 @@ def manifest_of(
     columns = replace(
         manifest.chunks,
         writer=np.array(writers, np.int32),
-        digests=np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_SIZE),
+        digests=digest_rows(b"".join(digests)),
     )
     manifest = replace(manifest, chunks=columns)
     # The keys are the caller's: see now, before the commit, that the index can be read again.

@@ -19,7 +19,6 @@ from megackpt.planning.box import (
 from megackpt.planning.coverage import check, shapes_table
 from megackpt.planning.dedup import assign
 from megackpt.planning.manifest import (
-    DIGEST_SIZE,
     Bool,
     Chunks,
     Declarations,
@@ -27,6 +26,7 @@ from megackpt.planning.manifest import (
     Manifest,
     SavePlan,
     TensorEntry,
+    digest_rows,
     itemsizes,
     key_problem,
     size_problem,
@@ -121,7 +121,7 @@ def plan_save(
         np.full(len(row), -1, np.int32),
         np.zeros(len(row), np.int64),
         boxes.volume * size,
-        np.zeros((0, DIGEST_SIZE), np.uint8),
+        digest_rows(b""),
     )
     plans = _plans(parts, tensors, grids, row, chunks)
     return plans, Manifest(tensors, tuple(grids), chunks)

@@ -29,6 +29,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
     key_problem,
     size_problem,
+    table_of,
 )
 from megackpt.state.storable import dtype_name
 from megackpt.state.values import ShardedObject, ShardedTensor
@@ -187,26 +188,20 @@ def _columns(
     keys: list[str], rows: list[_Row], kinds: Int64, rank: int, domain: int
 ) -> Declarations:
     """The rows that ``kinds`` numbers, one for each key."""
-    metas: dict[TensorMeta, int] = {}
-    tensors: dict[tuple[str, int], int] = {}
-    replicas: dict[ReplicaId, int] = {}
-    meta = [
-        metas.setdefault(TensorMeta(row.whole, row.dtype), len(metas)) for row in rows
-    ]
-    replica = [replicas.setdefault(row.replica, len(replicas)) for row in rows]
-    named = zip(keys, np.array(meta, np.int64)[kinds].tolist(), strict=True)
-    number = [tensors.setdefault(name, len(tensors)) for name in named]
-    listed = tuple(metas)
+    metas, meta = table_of(TensorMeta(row.whole, row.dtype) for row in rows)
+    replicas, replica = table_of(row.replica for row in rows)
+    # A pair of a key and a number is compared faster than a TensorEntry.
+    tensors, number = table_of(zip(keys, meta[kinds].tolist(), strict=True))
     boxes = Boxes(
         padded([row.offset for row in rows], 0),
         padded([row.shape for row in rows], 1),
     )
     return Declarations(
-        tuple(TensorEntry(key, listed[number]) for key, number in tensors),
-        np.array(number, np.int32),
+        tuple(TensorEntry(key, metas[kind]) for key, kind in tensors),
+        number,
         boxes.take(kinds),
-        tuple(replicas),
-        np.array(replica, np.int32)[kinds],
+        replicas,
+        replica[kinds],
         np.array([row.flexible for row in rows], np.bool_)[kinds],
         np.array([row.nbytes for row in rows], np.int64)[kinds],
         np.full(len(kinds), rank, np.int32),

@@ -23,12 +23,12 @@ from megackpt.errors import BackendError
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
-    DIGEST_SIZE,
     ITEMSIZE,
     Location,
     SavePlan,
     ShardId,
     WriteResult,
+    digest_rows,
 )
 from megackpt.storage import Batch, FileWriter, Storage, digest, digest_blocks
 
@@ -107,7 +107,7 @@ def write_result(rows: Sequence[list[WrittenChunk]], width: int) -> WriteResult:
         file_of.astype(np.int32),
         start,
         length,
-        np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_SIZE),
+        digest_rows(b"".join(digests)),
     )
 
 

@@ -23,7 +23,6 @@ from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Boxes, Int64, group
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
-    DIGEST_SIZE,
     Bool,
     Chunk,
     LoadPlan,
@@ -32,6 +31,7 @@ from megackpt.planning.manifest import (
     ShardId,
     TensorEntry,
     carried_dtype,
+    digest_rows,
     itemsizes,
 )
 from megackpt.serialization.list_of_one import wrapped
@@ -150,7 +150,7 @@ class _ChunkReader:
             return values
         name = self._name(entry, chunk)
         data = octets(np.ascontiguousarray(values))
-        found = np.frombuffer(digest_blocks(data), np.uint8).reshape(-1, DIGEST_SIZE)
+        found = digest_rows(digest_blocks(data))
         if found.shape != chunk.digests.shape:
             raise CorruptCheckpoint(
                 f"{name}: {len(data)} bytes do not fit {len(chunk.digests)} digests"

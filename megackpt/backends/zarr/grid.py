@@ -10,8 +10,15 @@ import numpy as np
 
 from megackpt.backends.object_files import encode_key, folder
 from megackpt.backends.zarr.codecs import Packing
-from megackpt.planning.box import Box, Boxes, Int64, cut, largest_divisor
-from megackpt.planning.manifest import ITEMSIZE, Bool, Int32, TensorEntry, TensorMeta
+from megackpt.planning.box import Box, Boxes, Int64, cut, largest_divisor, padded
+from megackpt.planning.manifest import (
+    ITEMSIZE,
+    Bool,
+    Int32,
+    TensorEntry,
+    TensorMeta,
+    itemsizes,
+)
 
 Grid = tuple[int, ...]
 
@@ -189,15 +196,11 @@ class Cells:
     ) -> Cells:
         # A plan may use a few tensors of a large table.
         used, number = np.unique(tensor, return_inverse=True)
-        shapes = np.ones((len(used), boxes.width), np.int64)
-        cells = np.ones((len(used), boxes.width), np.int64)
-        objects = np.zeros(len(used), np.bool_)
-        for i, t in enumerate(used.tolist()):
-            meta = tensors[t].meta
-            shapes[i, : len(meta.shape)] = meta.shape
-            cells[i, : len(meta.shape)] = cell_of(meta.shape, grids[t])
-            objects[i] = meta.is_object
-        is_object = objects[number]
+        present = [tensors[t] for t in used.tolist()]
+        extents = [cell_of(tensors[t].meta.shape, grids[t]) for t in used.tolist()]
+        cells = padded(extents, 1, boxes.width)
+        shapes = padded([entry.meta.shape for entry in present], 1, boxes.width)
+        is_object = (itemsizes(present) == 0)[number]
         grid = np.where(is_object[:, None], boxes.shape, cells[number])
         index = boxes.offset // np.maximum(grid, 1)
         end = np.minimum(index * grid + grid, shapes[number])

@@ -40,12 +40,14 @@ from megackpt.planning.manifest.declarations import (
     TensorEntry as TensorEntry,
     TensorMeta as TensorMeta,
     carried_dtype as carried_dtype,
+    digest_rows as digest_rows,
     is_main_replica as is_main_replica,
     itemsizes as itemsizes,
     joined as joined,
     key_problem as key_problem,
     merged_tables,
     size_problem as size_problem,
+    table_of as table_of,
     unique_key as unique_key,
 )
 
@@ -176,21 +178,17 @@ class Manifest:
     ) -> Manifest:
         """Without digests. A row is a chunk: tensor's number, box, file, start, length."""
         entries = tuple(tensors)
-        files: dict[str, int] = {}
-        numbers, boxes, names, starts, lengths = (
-            zip(*rows, strict=True) if rows else [()] * 5
-        )
-        file = [files.setdefault(name, len(files)) for name in names]
+        files, file = table_of(row[2] for row in rows)
         chunks = Chunks(
-            np.array(numbers, np.int32),
-            Boxes.of(boxes),
+            np.array([row[0] for row in rows], np.int32),
+            Boxes.of(row[1] for row in rows),
             np.full(len(rows), -1, np.int32),
-            np.array(file, np.int32),
-            np.array(starts, np.int64),
-            np.array(lengths, np.int64),
-            np.zeros((0, DIGEST_SIZE), np.uint8),
+            file,
+            np.array([row[3] for row in rows], np.int64),
+            np.array([row[4] for row in rows], np.int64),
+            digest_rows(b""),
         )
-        return cls(entries, (None,) * len(entries), chunks, tuple(files))
+        return cls(entries, (None,) * len(entries), chunks, files)
 
     def numbers(self) -> dict[str, int]:
         """Key -> number in ``tensors``."""

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
@@ -181,6 +181,18 @@ def itemsizes(tensors: Sequence[TensorEntry]) -> Int64:
     return np.array([ITEMSIZE[entry.meta.dtype] for entry in tensors], np.int64)
 
 
+def digest_rows(digests: bytes | memoryview) -> Digests:
+    """The digests of blocks, one behind the other, as rows."""
+    return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_SIZE)
+
+
+def table_of(values: Iterable[T]) -> tuple[tuple[T, ...], Int32]:
+    """The distinct values in the order in which they come, and for each value its number there."""
+    table: dict[T, int] = {}
+    numbers = [table.setdefault(value, len(table)) for value in values]
+    return tuple(table), np.array(numbers, np.int32)
+
+
 def merged_tables(
     tables: Sequence[tuple[T, ...]], columns: Sequence[Int32]
 ) -> tuple[tuple[T, ...], Int32]:
@@ -326,19 +338,14 @@ class Declarations:
     @classmethod
     def of(cls, rows: Sequence[Declaration], domain: int = 0) -> Declarations:
         """The columns of one rank's declarations, in the order given."""
-        tensors: dict[TensorEntry, int] = {}
-        replicas: dict[ReplicaId, int] = {}
-        number = [
-            tensors.setdefault(TensorEntry(r.shard.key, r.meta), len(tensors))
-            for r in rows
-        ]
-        replica = [replicas.setdefault(r.replica_id, len(replicas)) for r in rows]
+        tensors, number = table_of(TensorEntry(r.shard.key, r.meta) for r in rows)
+        replicas, replica = table_of(r.replica_id for r in rows)
         return cls(
-            tuple(tensors),
-            np.array(number, np.int32),
+            tensors,
+            number,
             Boxes.of(r.shard.box for r in rows),
-            tuple(replicas),
-            np.array(replica, np.int32),
+            replicas,
+            replica,
             np.array([r.flexible for r in rows], np.bool_),
             np.array([r.nbytes for r in rows], np.int64),
             np.array([r.rank for r in rows], np.int32),
