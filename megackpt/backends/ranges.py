@@ -118,13 +118,12 @@ class _Job:
                         f"{name} should end at byte {start + length}, "
                         f"but the file has {reader.size}"
                     )
-                blob = partial(self._read_blob, reader, row, start, length)
+                blob = partial(self._read_blob, reader, row, start, length, name)
                 self.into.blob(int(self.plan.target[row]), read_again(reader, blob))
 
     def _read_blob(
-        self, reader: FileReader, row: int, start: int, length: int
+        self, reader: FileReader, row: int, start: int, length: int, name: str
     ) -> bytes:
-        name = f"{self.root.location}: {name_of(self.plan, row)}"
         refuse_sparse(reader, start, length, name)
         data = memoryview(allocate(length, name))
         reader.read_into(start, [data])
@@ -233,12 +232,13 @@ class _FilePart:
     def _together(self, pieces: list[_Piece]) -> None:
         """Read small neighbours by one call. The bytes between them are dropped."""
         buffers: list[memoryview] = []
+        landed: list[Array] = []
         begin = position = pieces[0].base + pieces[0].low
-        landed = [
-            p.array if p.array.flags.c_contiguous else np.empty_like(p.array, order="C")
-            for p in pieces
-        ]
-        for piece, place in zip(pieces, landed, strict=True):
+        for piece in pieces:
+            place = piece.array
+            if not place.flags.c_contiguous:
+                place = np.empty_like(place, order="C")
+            landed.append(place)
             start = piece.base + piece.low
             if start > position:
                 self._dropped = self._dropped or memoryview(bytearray(SKIP))
@@ -248,9 +248,8 @@ class _FilePart:
         self.reader.read_into(begin, buffers)
         for piece, place in zip(pieces, landed, strict=True):
             if self.job.checked:
-                self.job.check(
-                    piece.row, piece.low // DIGEST_BLOCK, digest(octets(place))
-                )
+                block = piece.low // DIGEST_BLOCK
+                self.job.check(piece.row, block, digest(octets(place)))
             if place is not piece.array:
                 piece.array[...] = place
 
@@ -263,10 +262,10 @@ class _FilePart:
         if runs == 1:
             self._fill_run(piece, low, array)
             return
-        span = (
-            sum((n - 1) * s for n, s in zip(array.shape, strides, strict=False))
-            + array.itemsize
-        )
+        # From the first byte of the region to its last: all of these are read if few are unwanted.
+        span = array.itemsize
+        for extent, stride in zip(array.shape, strides, strict=False):
+            span += (extent - 1) * stride
         if not self.job.checked and span - array.nbytes > GAP * (runs - 1):
             for index in product(*map(range, array.shape[:outer])):
                 start = low + sum(i * s for i, s in zip(index, strides, strict=False))
