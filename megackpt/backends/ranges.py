@@ -214,9 +214,8 @@ class _FilePart:
         self.reader = reader
         self._dropped = memoryview(b"")
         self._window = memoryview(b"")
-        self._block = memoryview(
-            b""
-        )  # the bytes of the digest block that was read last
+        # The bytes of the digest block that was read last.
+        self._block = memoryview(b"")
         self._block_of = (-1, -1)  # chunk's start, number
 
     def fetch(self, group: list[_Piece]) -> None:

@@ -28,9 +28,15 @@ from megackpt.distributed import (
     group_over,
 )
 from megackpt.errors import CheckpointReplaced, NotACheckpoint, ShardingError
-from megackpt.loader.comparison import Comparison, check_coverage, find_missing
+from megackpt.loader.comparison import (
+    Comparison,
+    KeyMap,
+    LoadRequest,
+    check_coverage,
+    find_missing,
+    trusted_classes,
+)
 from megackpt.loader.exchange import exchange
-from megackpt.loader.load_request import KeyMap, LoadRequest, trusted_classes
 from megackpt.loader.row_reader import read, target_of, values_of
 from megackpt.planning import strict as strictness
 from megackpt.planning.box import Int64

@@ -10,7 +10,7 @@ import torch
 
 from megackpt.checkpoint import find_storage, open_checkpoint
 from megackpt.errors import NotACheckpoint
-from megackpt.loader.load_request import trusted_classes
+from megackpt.loader.comparison import trusted_classes
 from megackpt.loader.row_reader import common_row, destination, read_rows
 from megackpt.planning.manifest import TensorEntry
 from megackpt.state import ShardedObject, ShardedTensor, declare, dtype_named

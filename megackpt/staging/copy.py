@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from megackpt.errors import ShardingError
-from megackpt.staging.buffers import POOL, Buffer, Event, HostCopy
-from megackpt.staging.memory_cap import default_cap
+from megackpt.staging.buffers import POOL, Buffer, Event, HostCopy, default_cap
 from megackpt.staging.source import TensorSource, is_plain_memory, resolved
 
 logger = logging.getLogger("megackpt.staging")

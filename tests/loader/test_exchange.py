@@ -23,8 +23,7 @@ from megackpt.backends import range_pieces, ranges
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.loader import exchange, load_operation
-from megackpt.loader.comparison import Comparison
-from megackpt.loader.load_request import LoadRequest
+from megackpt.loader.comparison import Comparison, LoadRequest
 from megackpt.planning import exchange_plan
 from megackpt.storage import kernel
 from megackpt.storage.bucket import BucketStorage
