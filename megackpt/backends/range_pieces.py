@@ -10,7 +10,7 @@ from itertools import pairwise, starmap
 import numpy as np
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.planning.box import Box, Boxes, Int64, runs
+from megackpt.planning.box import Box, Boxes, Int64, c_strides, runs
 from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan, itemsizes
 
 PIECE = 32 << 20
@@ -69,9 +69,7 @@ class Pieces:
                 f"{name} does not fit the {length[wrong]} bytes of its location"
             )
 
-        strides = np.ones((len(rows), width), np.int64)
-        strides[:, :-1] = np.cumprod(holder.shape[:, :0:-1], axis=1)[:, ::-1]
-        strides *= itemsize[:, None]
+        strides = c_strides(holder.shape) * itemsize[:, None]
         low = ((boxes.offset - holder.offset) * strides).sum(axis=1)
         last = low + ((boxes.shape - 1) * strides).sum(axis=1)
         ndims = np.array([len(entry.meta.shape) for entry in tensors], np.int64)

@@ -223,6 +223,13 @@ def runs(column: NDArray[Any]) -> Int64:
     return np.concatenate([[0], inner, [len(column)]]).astype(np.int64)
 
 
+def c_strides(shape: Int64) -> Int64:
+    """For rows of extents the number of elements from one index of an axis to the next."""
+    strides = np.ones_like(shape)
+    strides[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
+    return strides
+
+
 def expand_ranges(starts: Int64, counts: Int64) -> tuple[Int64, Int64]:
     """All numbers of the ranges [start, start + count), and before them the rows of their ranges.
 

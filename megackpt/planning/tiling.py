@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.planning.box import Box, Boxes, Int64, regular_grids, runs
+from megackpt.planning.box import Box, Boxes, Int64, c_strides, regular_grids, runs
 
 CELLS = 1 << 18
 """Cells of the counting grid held at a time. Larger regions are halved first."""
@@ -58,11 +58,10 @@ def _are_ranges(
     rows = np.flatnonzero(wanted[run])
     run = run[rows]
     boxes = boxes.take(rows)
-    strides = np.ones_like(whole)
-    strides[:, :-1] = np.cumprod(whole[:, :0:-1], axis=1)[:, ::-1]
+    strides = c_strides(whole)[run]
     # The first element of each box and the one behind its last, in C order.
-    start = (boxes.offset * strides[run]).sum(axis=1)
-    stop = ((boxes.stop - 1) * strides[run]).sum(axis=1) + 1
+    start = (boxes.offset * strides).sum(axis=1)
+    stop = ((boxes.stop - 1) * strides).sum(axis=1) + 1
     contiguous = stop - start == boxes.volume
 
     order = np.lexsort([start, run])

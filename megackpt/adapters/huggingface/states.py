@@ -137,16 +137,16 @@ def _in_pieces(
         tied: ReplicaId = 1  # never the main replica
         if isinstance(replica_id, tuple | list):
             tied = (1, *replica_id)
-        parts = [
-            (piece, piece.there.offset, piece.view(values[index(piece)]))
-            for piece in held
-        ]
-        for piece in others.values():
-            # At the start, which is inside of a stored tensor of any shape.
-            start = (0,) * len(piece.shape)
-            parts.append((piece, start, data.new_empty((0, *piece.shape[1:]))))
-        return [
-            ShardedTensor(
+        shards = []
+        for piece in (*held, *others.values()):
+            if piece.key in others:
+                # At the start, which is inside of a stored tensor of any shape.
+                offset: tuple[int, ...] = (0,) * len(piece.shape)
+                view = data.new_empty((0, *piece.shape[1:]))
+            else:
+                offset = piece.there.offset
+                view = piece.view(values[index(piece)])
+            declared = ShardedTensor(
                 piece.key,
                 view,
                 shard.dtype,
@@ -154,11 +154,14 @@ def _in_pieces(
                 piece.shape,
                 offset,
                 None,
-                tied if piece.tied else replica_id,
-                allow_shape_mismatch=shard.allow_shape_mismatch and not piece.exact,
             )
-            for piece, offset, view in parts
-        ]
+            declared.replica_id = replica_id
+            if piece.tied:
+                declared.replica_id = tied
+            if not piece.exact:
+                declared.allow_shape_mismatch = shard.allow_shape_mismatch
+            shards.append(declared)
+        return shards
 
     def merge(_: Any) -> torch.Tensor:
         if sum(piece.box.volume for piece in held) < box.volume:
