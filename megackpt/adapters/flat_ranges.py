@@ -94,7 +94,18 @@ def declare_flat_range(
         parts = _parts(named, data, flat_range, main=main)
         if parts:
             return [shard for _, shard in parts]
-        return [_empty_part(piece, data) for piece in built_tensors(named)]
+        empty: list[Any] = []
+        view = None
+        if data is not None:
+            view = data[:0]
+        for piece in built_tensors(named):
+            if piece.local_shape:
+                box = Box(_local_box(piece).offset, (0, *piece.local_shape[1:]))
+                empty.append(_part(piece, box, view))
+            else:
+                # It has no empty boxes, and a replica of it might be chosen to be written.
+                empty.append(LocalNonpersistentObject(data))
+        return empty
 
     def merge(pieces: list[torch.Tensor]) -> Any:
         has_memory = data is not None and not data.is_meta
@@ -125,16 +136,6 @@ def _with_last(replica_id: ReplicaId, last: int) -> ReplicaId:
     if isinstance(replica_id, (tuple, list)):
         return (*replica_id[:-1], last)
     return last
-
-
-def _empty_part(
-    piece: ShardedTensor, data: torch.Tensor | None
-) -> ShardedTensor | LocalNonpersistentObject:
-    if not piece.local_shape:
-        # A scalar has no empty boxes, and a replica of it might be chosen to be written.
-        return LocalNonpersistentObject(data)
-    box = Box(_local_box(piece).offset, (0, *piece.local_shape[1:]))
-    return _part(piece, box, None if data is None else data[:0])
 
 
 def _parts(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, groupby, product
-from operator import itemgetter, mul
+from operator import mul
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     DIGEST_SIZE,
     Chunk,
-    Chunks,
     Location,
     Manifest,
     SavePlan,
@@ -175,10 +174,16 @@ def compute_digests(
     digests = chunks.digests.copy()
     bounds = chunks.block_bounds
     checksums: dict[int, int] = {}
+    if not len(rows):
+        return manifest, checksums
+    # Chunks in file order, in parts of one file and about a window.
+    order = rows[np.lexsort((chunks.start[rows], chunks.file[rows]))]
+    window = np.cumsum(chunks.length[order]) // WINDOW
+    is_last = (np.diff(chunks.file[order]) > 0) | (np.diff(window) > 0)
+    parts = np.split(order, np.flatnonzero(is_last) + 1)
     with ThreadPoolExecutor(THREADS, "megackpt-digests") as pool:
         jobs = pool.map(
-            lambda part: _digest_rows(root, manifest, part, crc),
-            _windows(chunks, rows),
+            lambda part: _digest_rows(root, manifest, part.tolist(), crc), parts
         )
         for row, found, checksum in chain.from_iterable(jobs):
             checksums[row] = checksum
@@ -192,15 +197,6 @@ def compute_digests(
                 )
             known[:] = digest_rows(found)
     return replace(manifest, chunks=replace(chunks, digests=digests)), checksums
-
-
-def _windows(chunks: Chunks, rows: Int64) -> Iterator[list[int]]:
-    """Chunks in file order, in parts of one file and about a window."""
-    order = rows[np.lexsort((chunks.start[rows], chunks.file[rows]))]
-    window = np.cumsum(chunks.length[order]) // WINDOW
-    keys = zip(chunks.file[order].tolist(), window.tolist(), strict=True)
-    for _, part in groupby(zip(order.tolist(), keys, strict=True), itemgetter(1)):
-        yield [row for row, _ in part]
 
 
 def _digest_rows(

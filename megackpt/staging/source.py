@@ -177,33 +177,22 @@ class TensorSource:
         if is_plain_memory(value):
             yield byte_view(value)
             return
-        size = value.numel() * value.element_size()
-        buffer = _temporary_buffer(size)
+        itemsize = value.element_size()
+        size = value.numel() * itemsize
+        if size <= _SMALL:
+            buffer = np.empty(max(1, size), np.uint8)
+        else:
+            # A mapping of its own is freed at once. malloc would keep the memory and fragment it.
+            memory = mmap(-1, min(COPIED_AT_ONCE, size), flags=MAP_PRIVATE)
+            buffer = np.frombuffer(memory, np.uint8)
         for start in range(0, size, len(buffer)):
-            yield _copy_out(value, start, min(start + len(buffer), size), buffer)
-
-
-def _temporary_buffer(size: int) -> NDArray[np.uint8]:
-    if size <= _SMALL:
-        return np.empty(max(1, size), np.uint8)
-    # A mapping of its own is freed at once. malloc would keep the memory and fragment it.
-    return np.frombuffer(
-        mmap(-1, min(COPIED_AT_ONCE, size), flags=MAP_PRIVATE), np.uint8
-    )
-
-
-def _copy_out(
-    tensor: torch.Tensor, start: int, stop: int, into: NDArray[np.uint8]
-) -> memoryview:
-    """Bytes [start, stop) of a tensor's elements in C order, copied to ``into``.
-
-    ``start`` and ``stop`` are multiples of the element size. The copy is complete on return.
-    """
-    size = tensor.element_size()
-    copied = into[: stop - start]
-    buffer = torch.from_numpy(copied).view(tensor.dtype)
-    filled = 0
-    for run in Box.whole(tensor.shape).runs(start // size, stop // size):
-        buffer[filled : filled + run.volume].view(run.shape).copy_(tensor[run.slices()])
-        filled += run.volume
-    return copied.data
+            stop = min(start + len(buffer), size)
+            block = buffer[: stop - start]
+            copied = torch.from_numpy(block).view(value.dtype)
+            filled = 0
+            # Both are multiples of the element size. Each copy is complete when it returns.
+            for run in Box.whole(value.shape).runs(start // itemsize, stop // itemsize):
+                part = copied[filled : filled + run.volume]
+                part.view(run.shape).copy_(value[run.slices()])
+                filled += run.volume
+            yield block.data

@@ -69,21 +69,13 @@ def refuse_unfit(tensors: Sequence[TensorEntry]) -> None:
             wrong.append(f"{key!r}: the format has no {meta.dtype}")
         elif key == METADATA:
             wrong.append(f"{key!r}: the name is the format's own")
-        elif not _is_unicode(key):
+        elif key.encode(errors="replace").decode() != key:
             wrong.append(f"{key!r}: the name cannot be encoded as UTF-8")
     if wrong:
         raise BackendError(
             f"safetensors cannot hold {join_truncated(wrong)}. "
             "hint: write torch_dist, or change the dtype first"
         )
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def arranged(
@@ -97,10 +89,25 @@ def arranged(
     ends = [0]
     for entry in tensors:
         ends.append(ends[-1] + _size(entry.meta))
+    cuts: list[int] = []
+    first = 0
     if shards is None:
-        cuts = _cuts_within(ends, max_bytes)
+        # At most so many bytes in a part; a larger tensor is alone.
+        for number in range(1, len(tensors)):
+            if ends[number + 1] - ends[first] > max_bytes:
+                cuts.append(number)
+                first = number
     else:
-        cuts = _even_cuts(ends, min(shards, len(tensors)))
+        # About the same bytes in each part, and one tensor at least.
+        for left in range(min(shards, len(tensors)), 1, -1):
+            goal = ends[first] + (ends[-1] - ends[first]) / left
+            first += 1
+            # Each of the other parts gets one of the tensors that are left.
+            while (
+                first + left < len(ends) and ends[first] + ends[first + 1] <= 2 * goal
+            ):
+                first += 1
+            cuts.append(first)
     parts = [tensors[a:b] for a, b in pairwise([0, *cuts, len(tensors)])]
     if len(parts) == 1:
         return [_file(f"{stem}.safetensors", parts[0])]
@@ -113,35 +120,6 @@ def arranged(
 
 def _size(meta: TensorMeta) -> int:
     return math.prod(meta.shape) * meta.itemsize
-
-
-def _cuts_within(ends: list[int], limit: int) -> list[int]:
-    """Cuts into parts of at most so many bytes; a larger tensor is alone.
-
-    ``ends``: 0, and the byte behind each tensor.
-    """
-    cuts = []
-    first = 0
-    for number in range(1, len(ends) - 1):
-        if ends[number + 1] - ends[first] > limit:
-            cuts.append(number)
-            first = number
-    return cuts
-
-
-def _even_cuts(ends: list[int], count: int) -> list[int]:
-    """Cuts into so many parts of about the same bytes, each of one tensor at least."""
-    cuts = []
-    first = 0
-    for left in range(count, 1, -1):
-        goal = ends[first] + (ends[-1] - ends[first]) / left
-        cut = first + 1
-        # Each of the other parts gets one of the tensors that are left.
-        while cut + left < len(ends) and ends[cut] + ends[cut + 1] <= 2 * goal:
-            cut += 1
-        cuts.append(cut)
-        first = cut
-    return cuts
 
 
 def _file(name: str, tensors: Sequence[TensorEntry]) -> TensorFile:

@@ -74,27 +74,6 @@ def is_torch_file(reader: FileReader) -> bool:
     return start.startswith(b"PK\3\4") and name.startswith(_FIRST_MEMBERS)
 
 
-def _open(reader: FileReader) -> Archive:
-    def fetch(start: int, length: int) -> bytes:
-        return bytes(read_dense(reader, start, length, "a part of it"))
-
-    if fetch(0, min(len(_LEGACY), reader.size)) == _LEGACY:
-        raise BackendError(
-            "it is of the kind that torch wrote before version 1.6: load it with "
-            "torch.load(..., weights_only=True), and save that with torch.save"
-        )
-    archive = Archive(fetch, reader.size)
-    if "constants.pkl" in archive.members or "data.pkl" not in archive.members:
-        raise BackendError(
-            "it is an archive, but no torch.save wrote it (TorchScript files hold programs)"
-        )
-    if not archive.little_endian:
-        raise BackendError(
-            "it was written on a big-endian machine: load it there with torch, and save it again"
-        )
-    return archive
-
-
 class _TensorWalk:
     """One walk through a state, which takes the tensors out."""
 
@@ -111,7 +90,27 @@ class _TensorWalk:
                 "its state contains itself, or the same parts again and again"
             )
         if isinstance(value, StoredTensor | UnsupportedTensor):
-            self._add(path, value)
+            if not all(isinstance(key, str | int) for key in path):
+                raise BackendError(
+                    f"a tensor is at {tree.show(path)[:1000]}, which cannot be a name"
+                )
+            name = _SINGLE
+            if path:
+                name = ".".join(map(str, path))
+            self.limit -= len(name)
+            if isinstance(value, UnsupportedTensor):
+                raise BackendError(
+                    f"{name!r} is not a plain tensor ({value.kind}): make it dense, and save it "
+                    "again"
+                )
+            if name in self.paths:
+                both = f"{tree.show(self.paths[name])} and {tree.show(path)}"
+                raise BackendError(
+                    f"two tensors would be named {name!r}: those at {both}. "
+                    "Rename one, and save it again"
+                )
+            self.paths[name] = path
+            self.tensors[name] = value
             return _NOTHING
         if isinstance(value, dict):
             parts = value
@@ -130,27 +129,6 @@ class _TensorWalk:
             return value
         # A list without some of its items becomes a dict of the others by index.
         return kept or _NOTHING
-
-    def _add(self, path: tree.Path, value: StoredTensor | UnsupportedTensor) -> None:
-        if not all(isinstance(key, str | int) for key in path):
-            raise BackendError(
-                f"a tensor is at {tree.show(path)[:1000]}, which cannot be a name"
-            )
-        name = _SINGLE
-        if path:
-            name = ".".join(map(str, path))
-        self.limit -= len(name)
-        if isinstance(value, UnsupportedTensor):
-            raise BackendError(
-                f"{name!r} is not a plain tensor ({value.kind}): make it dense, and save it again"
-            )
-        if name in self.paths:
-            both = f"{tree.show(self.paths[name])} and {tree.show(path)}"
-            raise BackendError(
-                f"two tensors would be named {name!r}: those at {both}. "
-                "Rename one, and save it again"
-            )
-        self.paths[name], self.tensors[name] = path, value
 
 
 @lru_cache(maxsize=2)
@@ -197,7 +175,25 @@ def _opened(
     """
     try:
         with root.open(name) as reader:
-            archive = _open(reader)
+
+            def fetch(start: int, length: int) -> bytes:
+                return bytes(read_dense(reader, start, length, "a part of it"))
+
+            if fetch(0, min(len(_LEGACY), reader.size)) == _LEGACY:
+                raise BackendError(
+                    "it is of the kind that torch wrote before version 1.6: load it with "
+                    "torch.load(..., weights_only=True), and save that with torch.save"
+                )
+            archive = Archive(fetch, reader.size)
+            if "constants.pkl" in archive.members or "data.pkl" not in archive.members:
+                raise BackendError(
+                    "it is an archive, but no torch.save wrote it (TorchScript files hold programs)"
+                )
+            if not archive.little_endian:
+                raise BackendError(
+                    "it was written on a big-endian machine: load it there with torch, and save it "
+                    "again"
+                )
             pickle = archive.content("data.pkl", limits.TORCH_PICKLE_BYTES)
             yield reader, archive, _parse(pickle, stand_ins)
     except (CorruptCheckpoint, BackendError) as error:
