@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, starmap
@@ -10,7 +9,7 @@ from itertools import pairwise, starmap
 import numpy as np
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.planning.box import Box, Boxes, Int64, c_strides, runs
+from megackpt.planning.box import Int64, c_strides, cut, extents_within, runs
 from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan, itemsizes
 
 PIECE = 32 << 20
@@ -52,9 +51,15 @@ class Pieces:
         chunks = plan.manifest.chunks
         tensors = plan.manifest.tensors
         itemsize = itemsizes(tensors)[chunks.tensor[plan.chunk[rows]]]
-        boxes, origin = _cut(plan.boxes.take(rows), itemsize)
-        rows = rows[origin]
-        itemsize = itemsize[origin]
+        boxes = plan.boxes.take(rows)
+        if (boxes.volume * itemsize > PIECE).any():
+            extents = extents_within(boxes.shape, PIECE // itemsize)
+            # Powers of two, so that most pieces end where digest blocks do.
+            is_cut = extents < boxes.shape
+            extents[is_cut] = 1 << np.log2(extents[is_cut]).astype(np.int64)
+            origin, boxes = cut(boxes, extents, boxes.offset)
+            rows = rows[origin]
+            itemsize = itemsize[origin]
         chunk = plan.chunk[rows]
         width = max(boxes.width, chunks.boxes.width)
         boxes = boxes.widened(width)
@@ -150,39 +155,6 @@ class Pieces:
             groups = (bounds[first : last + 1] - begin).tolist()
             part = self.take(slice(begin, int(bounds[last])))
             yield part, list(starmap(slice, pairwise(groups)))
-
-
-def _cut(boxes: Boxes, itemsize: Int64) -> tuple[Boxes, Int64]:
-    """The same regions in boxes of at most PIECE bytes, and the row that each comes from."""
-    large = np.flatnonzero(boxes.volume * itemsize > PIECE)
-    if not len(large):
-        return boxes, np.arange(len(boxes), dtype=np.int64)
-    small = np.flatnonzero(boxes.volume * itemsize <= PIECE)
-    origin = [small]
-    parts = [boxes.take(small)]
-    for row in large.tolist():
-        cut = list(_halves(boxes.row(row, boxes.width), PIECE // int(itemsize[row])))
-        parts.append(Boxes.of(cut, boxes.width))
-        origin.append(np.full(len(cut), row, np.int64))
-    return Boxes.concat(parts), np.concatenate(origin).astype(np.int64)
-
-
-def _halves(box: Box, limit: int) -> Iterator[Box]:
-    """Boxes of at most ``limit`` elements, cut along the outermost axis possible, at powers of two
-    if possible.
-    """
-    if box.volume <= limit:
-        yield box
-        return
-    axis = next(i for i, extent in enumerate(box.shape) if extent > 1)
-    step = max(1, limit // math.prod(box.shape[axis + 1 :]))
-    step = min(1 << (step.bit_length() - 1), box.shape[axis])
-    for start in range(0, box.shape[axis], step):
-        offset = list(box.offset)
-        shape = list(box.shape)
-        offset[axis] += start
-        shape[axis] = min(step, box.shape[axis] - start)
-        yield from _halves(Box(tuple(offset), tuple(shape)), limit)
 
 
 def name_of(plan: LoadPlan, row: int) -> str:

@@ -276,6 +276,16 @@ def group_equal(owner: NDArray[Any], boxes: Boxes) -> Groups:
     return Groups(order, bounds)
 
 
+def extents_within(shape: Int64, budget: Int64) -> Int64:
+    """The largest pieces of these shapes, cut along leading axes, of ``budget`` elements."""
+    pieces = np.empty_like(shape)
+    for axis in reversed(range(shape.shape[1])):
+        extent = np.maximum(1, shape[:, axis])
+        pieces[:, axis] = np.minimum(extent, budget)
+        budget = np.where(extent <= budget, budget // extent, 1)
+    return pieces
+
+
 def cut(boxes: Boxes, pieces: Int64, origin: Int64) -> tuple[Int64, Boxes]:
     """The pieces into which a grid cuts each box, in C order, and for each the row of its box.
 

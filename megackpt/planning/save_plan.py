@@ -12,6 +12,7 @@ from megackpt.planning.box import (
     Boxes,
     Int64,
     cut,
+    extents_within,
     group,
     largest_divisor,
     regular_grids,
@@ -102,7 +103,7 @@ def plan_save(
     elif policy.max_item_bytes is not None:
         budget = np.maximum(1, policy.max_item_bytes // np.maximum(1, itemsize))
         budget[itemsize == 0] = _UNBOUNDED
-        pieces = _within(boxes.shape, budget[declared.tensor[row]])
+        pieces = extents_within(boxes.shape, budget[declared.tensor[row]])
         piece_of, boxes = cut(boxes, pieces, boxes.offset)
         row = row[piece_of]
 
@@ -182,16 +183,6 @@ def _plans(
     return plans
 
 
-def _within(shape: Int64, budget: Int64) -> Int64:
-    """The largest pieces of these shapes, cut along leading axes, of ``budget`` elements."""
-    pieces = np.empty_like(shape)
-    for axis in reversed(range(shape.shape[1])):
-        extent = np.maximum(1, shape[:, axis])
-        pieces[:, axis] = np.minimum(extent, budget)
-        budget = np.where(extent <= budget, budget // extent, 1)
-    return pieces
-
-
 def _grids(
     tensors: Sequence[TensorEntry], tensor: Int32, boxes: Boxes, policy: SavePolicy
 ) -> tuple[list[Grid], Int64 | None]:
@@ -232,7 +223,7 @@ def _smaller(cells: Int64, whole: Int64, budget: Int64, divided: Bool) -> Int64:
 
     If an extent has no useful divisor, shards share the cells at their borders.
     """
-    pieces = _within(cells, np.maximum(1, budget))
+    pieces = extents_within(cells, np.maximum(1, budget))
     for i, axis in np.argwhere((pieces < cells) & (cells < whole) & divided).tolist():
         divisor = largest_divisor(int(cells[i, axis]), int(pieces[i, axis]))
         if divisor * _USEFUL >= pieces[i, axis]:
