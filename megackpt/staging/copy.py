@@ -46,7 +46,7 @@ def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | Non
     plan = source.plan
     if cap is None:
         cap = default_cap()
-    lengths = source.lengths.copy()
+    lengths = plan.lengths
     if int(lengths.sum()) > cap:  # do not serialize the objects in vain
         _log_no_room(plan.rank, int(lengths.sum()), cap)
         return None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megackpt.planning.box import Box, Boxes, Int64
+from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import DIGEST_BLOCK, SavePlan, carried_dtype, itemsizes
 
 COPIED_AT_ONCE = 16 * DIGEST_BLOCK
@@ -134,11 +134,6 @@ class TensorSource:
     def is_object(self) -> NDArray[np.bool_]:
         """For each row of the plan whether it is an object."""
         return (itemsizes(self.plan.tensors) == 0)[self.plan.tensor]
-
-    @cached_property
-    def lengths(self) -> Int64:
-        """The bytes of each row; 0 for objects, which are not serialized yet."""
-        return self.plan.boxes.volume * itemsizes(self.plan.tensors)[self.plan.tensor]
 
     @cached_property
     def rows(self) -> list[tuple[int, bool]]:

@@ -371,10 +371,14 @@ class SavePlan:
         return len(self.tensor)
 
     @property
+    def lengths(self) -> Int64:
+        """The raw bytes of each row; 0 for objects, which are not serialised yet."""
+        return self.boxes.volume * itemsizes(self.tensors)[self.tensor]
+
+    @property
     def nbytes(self) -> int:
-        """Size of the raw bytes of all rows (0 for objects, which are not serialised yet)."""
-        itemsize = itemsizes(self.tensors)[self.tensor]
-        return int((itemsize * self.boxes.volume).sum())
+        """The raw bytes of all rows."""
+        return int(self.lengths.sum())
 
     def placed(self, places: Mapping[str, Location]) -> SavePlan:
         """This plan with the places of its tensors, given by key."""
