@@ -98,9 +98,9 @@ def _build(shard: Any, key: str, data: Any, replica_id: ReplicaId, *_: Any) -> A
         # A view without the fields, which are those of the whole local tensor.
         view = chunk.data.detach()
         local_shape = tuple(view.shape)
-        replica = 1
-        if chunk.written:
-            replica = replica_id
+        replica = replica_id
+        if not chunk.written:
+            replica = 1
         shards.append(
             ShardedTensor(
                 key, view, view.dtype, local_shape, shape, chunk.offset, None, replica

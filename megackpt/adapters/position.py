@@ -70,7 +70,7 @@ class DataPosition:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a stored position. MismatchError for other ``samples`` or ``seed``."""
         given: object = state  # Callers without a type checker pass anything.
-        stored = {}
+        stored: Mapping[Any, Any] = {}
         if isinstance(given, Mapping):
             stored = given
         own = self.state_dict()

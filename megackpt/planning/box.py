@@ -252,28 +252,30 @@ def group_equal(owner: NDArray[Any], boxes: Boxes) -> Groups:
     Sorts one 63-bit key a row instead of all its columns: the owner's number, then a hash of the
     box. If different boxes have equal keys, which is unlikely, the columns are sorted instead.
     """
-    extents = [*boxes.offset.T, *boxes.shape.T]
-    mixed = np.zeros(len(owner), np.uint64)
-    weight = 0x9E3779B97F4A7C15
-    for column in extents:
-        mixed += column.astype(np.uint64) * np.uint64(weight)
-        # Odd, and independent enough: the sums' high bits are used.
-        weight = weight * 0xD1342543DE82EF95 % 2**64
-    bits = max(1, int(owner.max(initial=0)).bit_length())
-    high = owner.astype(np.uint64) << np.uint64(63 - bits)
-    key = (high | (mixed >> np.uint64(1 + bits))).astype(np.int64)
-
+    columns = [owner, *boxes.offset.T, *boxes.shape.T]
+    key = _sorting_key(owner, columns[1:])
     order = np.argsort(key)
     bounds = runs(key[order])
     number = Groups(order, bounds).number
     # The fast sort is not stable: sorted once more by (group, row).
     order = np.sort((number << 32) | order) & 0xFFFFFFFF
     first = order[bounds[:-1]][number]
-    columns = [owner, *extents]
     if any((column[order] != column[first]).any() for column in columns):
         rows = np.stack(columns, axis=1)
         return group(np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1))
     return Groups(order, bounds)
+
+
+def _sorting_key(owner: NDArray[Any], columns: Sequence[Int64]) -> Int64:
+    bits = max(1, int(owner.max(initial=0)).bit_length())
+    mixed = np.zeros(len(owner), np.uint64)
+    weight = 0x9E3779B97F4A7C15
+    for column in columns:
+        mixed += column.astype(np.uint64) * np.uint64(weight)
+        # Odd, and independent enough: the sums' high bits are used.
+        weight = weight * 0xD1342543DE82EF95 % 2**64
+    high = owner.astype(np.uint64) << np.uint64(63 - bits)
+    return (high | (mixed >> np.uint64(1 + bits))).astype(np.int64)
 
 
 def extents_within(shape: Int64, budget: Int64) -> Int64:

@@ -61,12 +61,12 @@ class CachedPlan:
         return uuid5(NAMESPACE_OID, f"{self.first_id} {next(self._uses)}").hex
 
 
+@dataclass(frozen=True, eq=False)
 class PlanCache:
     """The plans of the last few different declarations of one rank, by fingerprint."""
 
-    def __init__(self, size: int = 4) -> None:
-        self._size = size
-        self._plans: OrderedDict[int, CachedPlan] = OrderedDict()
+    size: int = 4
+    _plans: OrderedDict[int, CachedPlan] = field(default_factory=OrderedDict)
 
     def get(self, fingerprint: int) -> CachedPlan | None:
         """The plan made for these declarations, or None."""
@@ -78,7 +78,7 @@ class PlanCache:
         """Keep the plan of a new planning round."""
         self._plans[fingerprint] = plan
         self._plans.move_to_end(fingerprint)
-        if len(self._plans) > self._size:
+        if len(self._plans) > self.size:
             self._plans.popitem(last=False)
 
 

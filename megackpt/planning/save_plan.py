@@ -92,7 +92,15 @@ def plan_save(
     refuse_unstorable(tensors)
     check(declared, thorough=validate)
     itemsize = itemsizes(tensors)
-    row = _without_empty(declared, assign(declared, policy.balance))
+    row = assign(declared, policy.balance)
+    keep = declared.boxes.volume[row] > 0
+    if not keep.all():
+        # Of each tensor without elements one empty shard stays.
+        empty = np.flatnonzero(~keep)
+        numbers, first = np.unique(declared.tensor[row[empty]], return_index=True)
+        for number, place in zip(numbers.tolist(), empty[first].tolist(), strict=True):
+            keep[place] = 0 in tensors[number].meta.shape
+        row = row[keep]
     boxes = declared.boxes.take(row)
     grids: list[Grid] = [None] * len(tensors)
     if policy.gridded:
@@ -138,18 +146,6 @@ def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:
             wrong.append(f"{entry.key!r}: {problem}")
     if wrong:
         raise ShardingError(join_truncated(wrong, separator="\n"))
-
-
-def _without_empty(declared: Declarations, rows: Int64) -> Int64:
-    """The rows without empty shards, except one of each tensor that has no elements."""
-    keep = declared.boxes.volume[rows] > 0
-    if keep.all():
-        return rows
-    empty = np.flatnonzero(~keep)
-    numbers, first = np.unique(declared.tensor[rows[empty]], return_index=True)
-    for number, place in zip(numbers.tolist(), empty[first].tolist(), strict=True):
-        keep[place] = 0 in declared.tensors[number].meta.shape
-    return rows[keep]
 
 
 def _plans(
@@ -248,4 +244,4 @@ def _free_cell(boxes: Boxes, whole: Int64, itemsize: int, policy: SavePolicy) ->
         cell[axis] = min(int(whole[axis]), int(cell[axis]) * times)
     limit = min(policy.cell_bytes, policy.max_item_bytes or policy.cell_bytes)
     budget = np.array([limit // itemsize])
-    return _smaller(cell[None], whole[None], budget, ~free[None])[0]
+    return _smaller(cell[None], whole[None], budget, ~free[None]).ravel()

@@ -102,10 +102,11 @@ def _swept(
     low = low[there]
     high = high[there]
     # Along each axis the edges of boxes cut the region. No edge is within a cell of this grid.
-    cuts = []
+    cuts: list[Int64] = []
     for axis in range(len(start)):
-        edges = [[start[axis], stop[axis]], low[:, axis], high[:, axis]]
-        cuts.append(np.unique(np.concatenate(edges)))
+        ends = np.array([start[axis], stop[axis]])
+        edges = np.concatenate([ends, low[:, axis], high[:, axis]])
+        cuts.append(np.unique(edges))
     cells = [len(cut) - 1 for cut in cuts]
     if all(count == 1 for count in cells):  # each of these boxes holds the whole region
         if len(low) != 1:
@@ -127,10 +128,10 @@ def _swept(
     for corner in np.ndindex(*(2,) * len(cuts)):
         place = []
         for axis, is_end in enumerate(corner):
-            ends = low
+            corners = low
             if is_end:
-                ends = high
-            place.append(np.searchsorted(cuts[axis], ends[:, axis]))
+                corners = high
+            place.append(np.searchsorted(cuts[axis], corners[:, axis]))
         np.add.at(counts, tuple(place), (-1) ** sum(corner))
     for axis in range(len(cuts)):
         np.cumsum(counts, axis=axis, out=counts)

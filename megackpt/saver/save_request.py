@@ -280,7 +280,7 @@ def _pickled_options(backend: Backend) -> str | None:
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=4)  # one protocol for all Python versions
     pickler.fast = True  # no memo: equal values give equal bytes, shared or not
-    dumped = attempt(lambda: pickler.dump(backend))
+    dumped = attempt(partial(pickler.dump, backend))
     if dumped.error is not None:
         logger.debug(
             "every save is planned: this %s cannot be pickled: %s",

@@ -133,7 +133,8 @@ class TensorSource:
     @cached_property
     def is_object(self) -> NDArray[np.bool_]:
         """For each row of the plan whether it is an object."""
-        return (itemsizes(self.plan.tensors) == 0)[self.plan.tensor]
+        itemsize = itemsizes(self.plan.tensors)[self.plan.tensor]
+        return np.asarray(itemsize == 0)
 
     @cached_property
     def rows(self) -> list[tuple[int, bool]]:

@@ -225,13 +225,6 @@ class ShardedTensor(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Raise ShardingError, with every problem, if shapes, dtype, offset and data disagree."""
-        problems = [problem for problem in self._problems() if problem]
-        if problems:
-            raise ShardingError(
-                f"{self.key!r}: {'; '.join(problems)}\n  declared: {self!r}"
-            )
-
-    def _problems(self) -> list[str]:
         local = self.local_shape
         whole = self.global_shape
         offset = self.global_offset
@@ -274,10 +267,14 @@ class ShardedTensor(ShardedBase):
             found.append(
                 f"sizes and offsets must not exceed 2^62 ({local}, {whole}, {offset})"
             )
-        regular = not any(found) and self.axis_fragmentations is not None
+        problems = list(filter(None, found))
+        regular = not problems and self.axis_fragmentations is not None
         if regular and any(o % s for o, s in zip(offset[n:], local, strict=True) if s):
-            found.append(self._indivisible())
-        return found
+            problems.append(self._indivisible())
+        if problems:
+            raise ShardingError(
+                f"{self.key!r}: {'; '.join(problems)}\n  declared: {self!r}"
+            )
 
     def _indivisible(self) -> str:
         return (
