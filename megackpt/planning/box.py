@@ -104,11 +104,11 @@ class Box:
         return f"[{', '.join(ranges)}]"
 
 
-def padded(rows: Sequence[Sequence[int]], fill: int, width: int = 0) -> Int64:
+def padded(rows: Sequence[tuple[int, ...]], fill: int, width: int = 0) -> Int64:
     """Rows of different lengths as an array (n, ``width`` or more), with ``fill`` behind them."""
     width = max([width, *map(len, rows)])
     pads = [(fill,) * (width - length) for length in range(width + 1)]
-    flat = [(*row, *pads[len(row)]) for row in rows]
+    flat = [row + pads[len(row)] for row in rows]
     return np.array(flat, np.int64).reshape(len(rows), width)
 
 
@@ -127,8 +127,13 @@ class Boxes:
 
     @classmethod
     def concat(cls, parts: Sequence[Boxes]) -> Boxes:
-        width = max((part.width for part in parts), default=0)
-        size = sum(map(len, parts)), width
+        widths = {part.width for part in parts}
+        if len(widths) == 1:
+            return cls(
+                np.concatenate([part.offset for part in parts]),
+                np.concatenate([part.shape for part in parts]),
+            )
+        size = sum(map(len, parts)), max(widths, default=0)
         joined = cls(np.zeros(size, np.int64), np.ones(size, np.int64))
         start = 0
         for part in parts:
