@@ -151,12 +151,7 @@ class BufferPool:
         Raises StorageError where the system has no memory or no descriptor left.
         """
         with self._lock:
-            while self._returned:
-                returned = self._returned.popleft()
-                # In a forked process, others belong to the parent.
-                if returned in self._leased:
-                    self._leased.remove(returned)
-                    self._free.append(returned)
+            self._collect_returned()
             available = cap - sum(buffer.size for buffer in self._leased)
             if size > available:
                 return None
@@ -178,6 +173,14 @@ class BufferPool:
         # The garbage collector may call this at any point, also while this thread holds the lock.
         # So it only notes the buffer for the next lease.
         self._returned.append(buffer)
+
+    def _collect_returned(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            # In a forked process, others belong to the parent.
+            if buffer in self._leased:
+                self._leased.remove(buffer)
+                self._free.append(buffer)
 
     def _free_unused(self, cap: int) -> None:
         """Free what recent leases did not use, and the longest unused while all exceed the cap."""
