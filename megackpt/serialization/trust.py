@@ -60,14 +60,15 @@ def trusted_globals(trusted: Sequence[Any] = ()) -> dict[str, Any]:
             value, name = given
             found[name] = value
             continue
-        name = f"{given.__module__}.{given.__qualname__}"
-        # A method written in C, such as torch.relu, is pickled by its class and its own name.
+        # A method written in C, such as torch.relu, is pickled by its class and its own name. It
+        # may have no module.
         if isinstance(given, BuiltinFunctionType | MethodDescriptorType):
             reduced = given.__reduce__()
             if isinstance(reduced, tuple) and isinstance(reduced[1][0], type):
                 owner, method = reduced[1]
-                name = f"{owner.__module__}.{owner.__qualname__}.{method}"
-        found[name] = given
+                found[f"{owner.__module__}.{owner.__qualname__}.{method}"] = given
+                continue
+        found[f"{given.__module__}.{given.__qualname__}"] = given
     return found
 
 
