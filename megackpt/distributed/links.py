@@ -148,9 +148,13 @@ class Links:
                     self._report(step.call, Verdict(ended))
                 elif step.elapsed > seconds:
                     self._report(step.call, self._missing(step))
+                left = seconds - step.elapsed
+                pause = step.pause
+                if left > 0:
+                    pause = min(pause, left)
                 await asyncio.wait(
                     [*waiting, failure],
-                    timeout=step.pause,
+                    timeout=pause,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 self._ask(step)
@@ -293,6 +297,14 @@ class Links:
             for task in late:
                 task.cancel()
             await asyncio.gather(*sends, return_exceptions=True)
+        others = [step for step in tuple(self.steps.values()) if step.call != call]
+        if all(self._failure(step.call).done() for step in others):
+            # TCP repeats what was lost only after long pauses, so the next call connects afresh.
+            for rank, word in verdict.missing.items():
+                link = self._links.get(rank)
+                if link is not None and word.startswith(SILENT):
+                    link.shut()
+                    self._lose(link, TimeoutError("it connects afresh"))
         if verdict.missing:
             self._cause, self._failed_at = verdict, time.monotonic()
         if not self._failure(call).done():

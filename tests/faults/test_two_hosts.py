@@ -143,7 +143,8 @@ def test_torchrun_goes_on(
         again,
     )
     assert report["went on"], report
-    assert not report["silent"], report
+    # The agent of the killed worker ends the other one of its host before that can raise.
+    assert set(report["silent"]) <= ({"two"} if fault == "worker" else set()), report
     assert not report["committed while cut"], report
     assert not report["bad"], report
     assert report["right"], report
@@ -153,7 +154,7 @@ def test_torchrun_goes_on(
         assert entry["waited"] < BOUND, report
         assert "did not answer" in entry["text"], report
         if fault == "worker":
-            assert entry["named"] == [3], report
+            assert {3} <= set(entry["named"]) <= {2, 3}, report
         elif entry["host"] == "one":
             assert set(entry["named"]) <= {2, 3}, report
         else:
