@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ def part(count: int, least: int = 6) -> int:
 
 
 def sampled(points: Sequence[T], least: int = 6) -> list[T]:
-    """A part of these, in their order."""
-    chosen = random.Random(17).sample(range(len(points)), part(len(points), least))
-    return [points[n] for n in sorted(chosen)]
+    """A part of these, in their order: one at random from each of as many equal stretches."""
+    count, dice = part(len(points), least), random.Random(17)
+    bounds = [n * len(points) // count for n in range(count + 1)]
+    return [points[dice.randrange(*stretch)] for stretch in pairwise(bounds)]

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from megackpt.distributed.messages import children_of
+from tests.faults.share import SHARE
 
 ROOT = Path(__file__).parents[2]
+OF_A_RANK = 17 << 20
+"""Bytes of memory, with what the kernel keeps for it."""
 OWN = 5  # the listener, two of the event loop, and two for what a save itself opens
 
 
@@ -43,9 +46,20 @@ def test_the_sockets_of_forty_ranks() -> None:
     check(crowd(40))
 
 
+def available_memory() -> int:
+    (line,) = (
+        line
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    return int(line.split()[1]) << 10
+
+
 @pytest.mark.campaign
-@pytest.mark.parametrize("ranks", [32, 64, 128, 256, 512])
+@pytest.mark.parametrize("ranks", [32, 64, 128, 256, 512] + [1024] * (SHARE == 1))
 def test_the_sockets_of_many_ranks(note: Any, ranks: int) -> None:
+    if available_memory() < ranks * OF_A_RANK:
+        pytest.skip(f"{ranks} ranks need {ranks * OF_A_RANK >> 30} GiB")
     report = crowd(ranks)
     check(report)
     gloo = crowd(ranks, "--gloo") if ranks <= 256 else {}
