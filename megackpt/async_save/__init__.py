@@ -8,7 +8,9 @@ from megackpt.async_save.request import (
     Pending as Pending,
 )
 from megackpt.async_save.task import (
+    Advance as Advance,
     Task as Task,
     ThreadWorker as ThreadWorker,
     Worker as Worker,
+    within as within,
 )

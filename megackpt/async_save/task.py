@@ -7,12 +7,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextvars import copy_context
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from megackpt import limits
 from megackpt.distributed import Attempt, attempt
 from megackpt.distributed.failures import DEPARTURES
-from megackpt.errors import CheckpointingException
+from megackpt.errors import CheckpointingException, StorageError
 
 T = TypeVar("T")
 
@@ -20,6 +22,9 @@ logger = logging.getLogger("megackpt.async_calls")
 
 Advance = Callable[[int], None]
 Work = Callable[[Advance], T]
+
+_SHARE = 0.9
+"""Of the timeout. A rank gives its storage up before the others give the rank up."""
 
 
 class Task(Generic[T]):
@@ -38,9 +43,16 @@ class Task(Generic[T]):
         name: str = "",
         todo: int = 0,
         on_progress: Callable[[int], None] | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
-        """``on_progress`` is also called with the bytes of each progress."""
+        """``on_progress`` is also called with the bytes of each progress.
+
+        ``timeout``: of the save or load. ``run`` gives up work that makes no progress for nearly as long.
+        """
         self.work = work
+        self._patience: float | None = None
+        if timeout is not None:
+            self._patience = _SHARE * timeout.total_seconds()
         self._on_progress = on_progress
         self.name = name
         self.todo = todo
@@ -73,9 +85,63 @@ class Task(Generic[T]):
         self.moved_at = time.monotonic()
         return first
 
-    def run(self, contain_exit: bool = False) -> None:
-        """Perform the work on this thread, or wait for the thread that does. Errors become the
-        outcome.
+    def run(self) -> None:
+        """Perform the work, or wait for the thread that does. Errors become the outcome.
+
+        With a timeout, a thread of its own performs it, and this one leaves it when a disk hangs.
+        """
+        if self._patience is None:
+            self.perform()
+            return
+        clock: list[int] = []
+
+        def perform() -> None:
+            if hasattr(time, "pthread_getcpuclockid"):
+                clock.append(time.pthread_getcpuclockid(threading.get_ident()))
+            self.perform()
+
+        try:
+            threading.Thread(
+                target=copy_context().run,
+                args=(perform,),
+                name="megackpt-disk",
+                daemon=True,
+            ).start()
+        except RuntimeError:  # no thread is left, or the interpreter ends
+            self.perform()
+            return
+        try:
+            self._watch(self._patience, clock)
+        except BaseException:  # a signal handler raises
+            self.cancel()
+            self.stuck = not self.wait(limits.WORKER_STOP_SECONDS)
+            raise
+
+    def _watch(self, patience: float, clock: list[int]) -> None:
+        """Wait for the outcome. Give the work up if nothing moves for ``patience`` seconds.
+
+        A thread that uses the processor, however little, moves: its last system call has returned.
+        """
+        pause = min(max(patience / 50, 0.01), 1.0)
+        seen, silent = (0.0, 0), 0
+        # Counted in pauses: this process itself may have been stopped.
+        while not self.wait(pause):
+            before, seen = seen, (self.moved_at, _nanoseconds(clock))
+            silent = silent + 1 if seen == before else 0
+            if silent * pause >= patience:
+                self._give_up(patience)
+
+    def _give_up(self, patience: float) -> None:
+        written = f" after {self.done} of {self.todo} bytes" if self.todo else ""
+        reason = StorageError(
+            f"{self.name}: the storage has not answered for {patience:g} s, and is given up{written}: "
+            "check the disk; if it is only slow, give a longer timeout"
+        )
+        self.stuck = True
+        self.finish(Attempt(None, self.cancel(reason)))
+
+    def perform(self, contain_exit: bool = False) -> None:
+        """Perform the work on this thread, or wait for the thread that does.
 
         ``contain_exit``: SystemExit and the like, on a worker thread, are failures of the task.
         """
@@ -169,7 +235,7 @@ class ThreadWorker(Worker):
             # not wait.
             name = f"megackpt-{task.name}"
             thread = threading.Thread(
-                target=task.run, args=(True,), name=name, daemon=True
+                target=task.perform, args=(True,), name=name, daemon=True
             )
             error = attempt(thread.start).error
             if error is not None:  # the system has no thread left
@@ -182,3 +248,18 @@ class ThreadWorker(Worker):
         if not (task.started and task.wait(limits.WORKER_STOP_SECONDS)):
             task.stuck = task.started
             task.finish(Attempt(None, error))
+
+
+def within(timeout: timedelta, name: str, work: Callable[[], T]) -> T:
+    """``work()`` on a thread of its own. StorageError if that hangs for nearly this long."""
+    task: Task[T] = Task(lambda _: work(), name, timeout=timeout)
+    task.run()
+    return task.get()
+
+
+def _nanoseconds(clock: list[int]) -> int:
+    """How long a thread has used the processor; 0 if that is unknown."""
+    try:
+        return sum(map(time.clock_gettime_ns, clock))
+    except OSError:  # it has ended
+        return 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megackpt import events, gc_pause
+from megackpt.async_save import within
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import (
     absolute,
@@ -49,6 +50,8 @@ from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Storage
 from megackpt.strategies import StrategyLike, loading
+
+T = TypeVar("T")
 
 logger = logging.getLogger("megackpt.loader")
 
@@ -97,7 +100,8 @@ def load(
         key_map: key asked for -> key stored: a mapping, which may leave out keys that are
             alike, or a function.
         trusted: classes that objects and the common state may hold beyond the harmless ones.
-        timeout: how long any rank waits for the others in one step.
+        timeout: how long any rank waits for the others in one step, and for its storage when it
+            opens the checkpoint.
 
     Returns:
         The state dict: common state, tensors and objects in the places where they were asked
@@ -134,13 +138,13 @@ def load(
     ):
         for _ in range(ATTEMPTS - 1):
             try:
-                return _LoadOperation(group, request).run()
+                return _LoadOperation(group, request, timeout).run()
             except CheckpointReplaced:
                 logger.warning(
                     "%s was replaced while it was being loaded: loading again",
                     checkpoint_dir,
                 )
-        return _LoadOperation(group, request).run()
+        return _LoadOperation(group, request, timeout).run()
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +172,12 @@ class _LoadOperation:
     state: dict[Any, Any]
     domains: Sequence[int] = ()  # on rank 0: ranks with equal numbers exchange
 
-    def __init__(self, group: Group, request: Attempt[LoadRequest]) -> None:
+    def __init__(
+        self, group: Group, request: Attempt[LoadRequest], timeout: timedelta
+    ) -> None:
         self.group = group
         self.attempt = request
+        self.timeout = timeout
 
     @property
     def request(self) -> LoadRequest:
@@ -203,7 +210,9 @@ class _LoadOperation:
         """On rank 0: the directory, and the manifest of the checkpoint in it."""
         request = self.request
         try:
-            manifest = open_checkpoint(request.directory, request.format).manifest
+            manifest = self.on_storage(
+                lambda: open_checkpoint(request.directory, request.format).manifest
+            )
         except NotACheckpoint as error:
             if self.group.size == 1:
                 raise
@@ -213,6 +222,14 @@ class _LoadOperation:
             ) from error
         events.current().operation.id = manifest.save_id
         return request.directory, manifest
+
+    def on_storage(self, work: Callable[[], T]) -> T:
+        """``work()``. StorageError if the storage does not answer."""
+        name = (
+            f"opening {self.request.directory} (rank {self.group.rank}, "
+            f"host {socket.gethostname()!r})"
+        )
+        return within(self.timeout, name, work)
 
     @events.stage("compare")
     def compare(self, directory: str) -> _RankRequest:
@@ -226,9 +243,7 @@ class _LoadOperation:
                 f"{request.directory}, on rank 0 {directory}"
             )
         # Opened first: all that is read through this handle belongs to one checkpoint.
-        root = open_same(request.directory, manifest.save_id, request.format)
-        self.backend = backend_of(root, manifest, request.format)
-        self.root = as_read_by(self.backend, root)
+        self.backend, self.root = self.on_storage(self.reopen)
         self.compared = Comparison.of(request, manifest, self.group.rank)
         names: Collection[str] = ()
         if StrictHandling.requires_global_app_metadata(request.strict):
@@ -239,6 +254,12 @@ class _LoadOperation:
         strategy = loading(request.strategy, *manifest.backend)
         domain = domain_of(strategy.load_group, "load_group")
         return _RankRequest(declared, names, strategy.exchange, domain)
+
+    def reopen(self) -> tuple[Backend, Storage]:
+        request, manifest = self.request, self.manifest
+        root = open_same(request.directory, manifest.save_id, request.format)
+        backend = backend_of(root, manifest, request.format)
+        return backend, as_read_by(backend, root)
 
     def judge(self, parts: Sequence[_RankRequest]) -> tuple[set[str], bool]:
         """On rank 0: the keys that no rank asks for, and whether ranks exchange.

@@ -16,7 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from megackpt.async_save import AsyncCallsQueue
+from megackpt.async_save import AsyncCallsQueue, within
 from megackpt.checkpoint import absolute
 from megackpt.distributed import DEFAULT_TIMEOUT, Group, group_over
 from megackpt.errors import (
@@ -28,6 +28,7 @@ from megackpt.errors import (
     RankLost,
     RefusedObject,
     ShardingError,
+    StorageError,
     UntrustedClass,
 )
 from megackpt.loader import load
@@ -240,10 +241,11 @@ class CheckpointManager:
         By default the index, the small files and the sizes of all others are checked; with
         ``verify``, rank 0 reads everything.
         """
-        retention = self._retention
-        return self._on_coordinator(
-            lambda: find_latest(retention, retention.damage, verify)
-        )[0]
+        find = partial(find_latest, self._retention, self._retention.damage, verify)
+        if not verify:
+            return self._on_coordinator(find)[0]
+        with self._group() as group:  # reading everything may take any time
+            return group.broadcast("find", find)[0]
 
     def restore(
         self,
@@ -362,9 +364,13 @@ class CheckpointManager:
         return group_over(self._process_group, self._timeout)
 
     def _on_coordinator(self, function: Callable[[], T]) -> T:
-        """The result of rank 0, on all ranks."""
+        """The result of rank 0, on all ranks. StorageError if its storage does not answer."""
         with self._group() as group:
-            return group.broadcast("find", function)
+            return group.broadcast("find", lambda: self._on_storage("find", function))
+
+    def _on_storage(self, doing: str, function: Callable[[], T]) -> T:
+        name = f"{doing} steps in {self.root} (rank 0)"
+        return within(self._timeout, name, function)
 
     def _finalize(self, blocking: bool) -> list[int]:
         # If this raises, the next call returns the steps that were committed before the error.
@@ -383,8 +389,11 @@ class CheckpointManager:
         if not is_coordinator:
             return
         if self._naming.style == "megatron" and is_newest:
+            tracked = str(step).encode()
             try:
-                root_at(self.root).put(TRACKERS[0], str(step).encode())
+                self._on_storage(
+                    "track", lambda: root_at(self.root).put(TRACKERS[0], tracked)
+                )
             except (CheckpointingException, OSError) as error:
                 text = "step %d is complete, but its tracker is not written: %s"
                 logger.warning(text, step, error)
@@ -392,7 +401,10 @@ class CheckpointManager:
                 return
         newest = self._position[1]
         if self._worker is None:
-            self._retention.apply(newest)
+            try:
+                self._on_storage("remove", lambda: self._retention.apply(newest))
+            except StorageError as error:
+                logger.warning("older steps are left to the next save: %s", error)
             return
         if self._retention_thread is None:
             self._retention_thread = ThreadPoolExecutor(1, "megackpt-retention")

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import blake2b
@@ -18,11 +16,11 @@ from pathlib import Path
 from typing import Any, cast
 from weakref import finalize
 
-from megackpt import events, gc_pause
+from megackpt import events
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task
-from megackpt.backends.base import Backend, Source, plan_for_backend
-from megackpt.checkpoint import Transaction, Writing, begin
+from megackpt.backends.base import Source, plan_for_backend
+from megackpt.checkpoint import Transaction, Writing
 from megackpt.distributed import (
     DEFAULT_TIMEOUT,
     Attempt,
@@ -33,7 +31,6 @@ from megackpt.distributed import (
 from megackpt.distributed.failures import DEPARTURES
 from megackpt.errors import (
     CheckpointingException,
-    RankLost,
     ShardingError,
     join_truncated,
     name_ranks,
@@ -41,6 +38,7 @@ from megackpt.errors import (
 from megackpt.planning.cache import CachedPlan, cache_of
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
 from megackpt.saver.common_state import groups_to_store, warn_of_difference
+from megackpt.saver.running_save import RankPart, RunningSave
 from megackpt.saver.save_request import COMMON, SaveRequest, digest_number
 from megackpt.staging.buffers import HostCopy
 from megackpt.staging.copy import copy_to_host
@@ -98,7 +96,7 @@ def save(
             from 2 GiB on. Rank 0's value decides.
         process_group: a torch process group of the ranks that save (None: the default one, or
             this process alone).
-        timeout: how long any rank waits for the others in one step.
+        timeout: how long any rank waits for the others, or for its storage, in one step.
 
     Raises:
         BackendError: the format is unknown, cannot hold this, or only ``convert`` writes it.
@@ -106,8 +104,8 @@ def save(
             a common state that holds 2 GiB of tensors.
         CheckpointExists: a complete checkpoint is there, and ``overwrite`` is False.
         SaveInProgress: another save to the directory has committed first.
-        StorageError: the storage refused, or files that belong to no checkpoint have names
-            which this save uses.
+        StorageError: the storage refused or did not answer, or files that belong to no
+            checkpoint have names which this save uses.
         CorruptCheckpoint: a damaged checkpoint is there, and its files cannot be determined.
         RankFailure: other ranks failed or did not answer in time.
     """
@@ -116,7 +114,7 @@ def save(
             f"a common_strategy is not supported: {COMMON_IS_KEPT}"
         )
     group = group_over(process_group, timeout)
-    operation = _SaveOperation(group, str(checkpoint_dir))
+    operation = RunningSave(group, str(checkpoint_dir), timeout)
 
     @events.stage("declare")
     def declare() -> SaveRequest:
@@ -143,7 +141,7 @@ def save(
             request = declared.get()
             part = cached
         else:
-            request, part = _make_plan(group, declared, started)
+            request, part = _make_plan(operation, declared, started)
         operation.total.operation.id = part.save_id
         # Stage, then write: now, or later while training continues.
         stage = _reference
@@ -167,15 +165,6 @@ def save(
 
 
 @dataclass(frozen=True, eq=False)
-class _RankPart:
-    """What this rank writes. Only rank 0 has ``manifest``."""
-
-    save_id: str
-    plan: SavePlan
-    manifest: Manifest | None
-
-
-@dataclass(frozen=True, eq=False)
 class _RankRequest:
     """What a rank sends to rank 0 to have the save planned. ``common`` is a digest."""
 
@@ -195,99 +184,7 @@ class _RankReply:
     common: bytes | None
 
 
-class _SaveOperation:
-    """One save on one rank: its events and, on rank 0, the transaction in the storage.
-
-    All calls of the transaction are made here. Any failure ends it.
-    """
-
-    def __init__(self, group: Group, directory: str) -> None:
-        self.group = group
-        self.transaction: Transaction | None = None
-        self.task: Task[WriteResult] | None = None
-        self.total = events.start(
-            events.TOTAL, events.Operation("save", directory, group.rank, group.size)
-        )
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """A part of the save. An exception ends it on this rank."""
-        try:
-            with self.group, gc_pause.paused(), events.use(self.total):
-                yield
-        except BaseException as error:
-            # Other ranks may still be writing if they do not know of this error.
-            interrupted = isinstance(error, DEPARTURES) and self.group.size > 1
-            self._end(error, interrupted or isinstance(error, RankLost))
-            raise
-
-    def begin(
-        self, declared: Attempt[SaveRequest], cached: _RankPart | None
-    ) -> Attempt[Transaction | None]:
-        """On rank 0: begin the transaction, under the id of the cached plan if there is one."""
-        if not self.group.is_coordinator:
-            return Attempt(None)
-
-        @events.stage("begin")
-        def work() -> Transaction:
-            request = declared.get()
-            save_id = uuid.uuid4().hex
-            if cached:
-                save_id = cached.save_id
-            self.total.operation.id = save_id
-            place = begin(
-                request.directory, save_id=save_id, overwrite=request.overwrite
-            )
-            self.transaction = place
-            if cached and cached.manifest is not None:
-                place.announce(
-                    request.backend.layout(self.group.size, cached.manifest).files
-                )
-            return place
-
-        return attempt(work)
-
-    def commit(
-        self, task: Task[WriteResult], backend: Backend, part: _RankPart
-    ) -> None:
-        """When all ranks have written: finish and commit, on rank 0. Collective.
-
-        The error of any rank's task is raised on all ranks.
-        """
-
-        @events.stage("commit")
-        def work(results: Sequence[WriteResult]) -> int:
-            cast(Transaction, self.transaction).commit(
-                backend,
-                cast(Manifest, part.manifest).located(results),
-                confirm=self.group.confirm,
-            )
-            return sum(int(result.length.sum()) for result in results)
-
-        written = self.group.reduce_broadcast("write", task.get, work)
-        self.total.operation.bytes = written
-        events.finish(self.total)
-
-    def give_up(self) -> None:
-        """Cancel the save on this rank, without the others, which may still be writing."""
-        operation = self.total.operation
-        self.group.give_up()
-        error = CheckpointingException(
-            f"the save {operation.id} to {operation.path} is given up"
-        )
-        self._end(error, others_may_write=self.group.size > 1)
-
-    def _end(self, error: BaseException, others_may_write: bool) -> None:
-        if self.transaction is not None:
-            # A disk that hangs would hang this thread, too.
-            if others_may_write or (self.task is not None and self.task.stuck):
-                self.transaction.abandon()
-            else:
-                self.transaction.abort()
-        events.finish(self.total, error)
-
-
-def _find_plan(group: Group, request: SaveRequest | None) -> _RankPart | None:
+def _find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
     """The plan of an earlier save of these declarations, with a new id.
 
     All ranks that hold a plan of one planning round derive the same id.
@@ -297,13 +194,13 @@ def _find_plan(group: Group, request: SaveRequest | None) -> _RankPart | None:
     held = cache_of(group.identity).get(request.fingerprint)
     if held is None:
         return None
-    return _RankPart(held.next_save_id(), held.plan, held.manifest)
+    return RankPart(held.next_save_id(), held.plan, held.manifest)
 
 
 def _all_ranks_reuse(
     group: Group,
     declared: Attempt[SaveRequest],
-    cached: _RankPart | None,
+    cached: RankPart | None,
     started: Attempt[Transaction | None],
 ) -> bool:
     """Vote: do all ranks hold one plan, and parameter groups as rank 0 has them? Collective."""
@@ -323,12 +220,15 @@ def _all_ranks_reuse(
 
 
 def _make_plan(
-    group: Group, declared: Attempt[SaveRequest], started: Attempt[Transaction | None]
-) -> tuple[SaveRequest, _RankPart]:
+    operation: RunningSave,
+    declared: Attempt[SaveRequest],
+    started: Attempt[Transaction | None],
+) -> tuple[SaveRequest, RankPart]:
     """Gather the declarations, plan on rank 0, scatter the plans. Collective.
 
     On rank 0 the request that is returned has parameter groups of other ranks in it.
     """
+    group = operation.group
     planned: list[tuple[SaveRequest, Manifest]] = []
 
     def send() -> _RankRequest:
@@ -347,8 +247,8 @@ def _make_plan(
 
     @events.stage("plan")
     def decide(parts: Sequence[_RankRequest]) -> list[_RankReply]:
-        place = cast(Transaction, started.get())
-        request, manifest, replies = _plan_for_all(declared.get(), place, parts)
+        started.get()
+        request, manifest, replies = _plan_for_all(operation, declared.get(), parts)
         planned.append((request, manifest))
         return replies
 
@@ -360,11 +260,11 @@ def _make_plan(
     if request.fingerprint is not None:
         held = CachedPlan(reply.save_id, plan, manifest)
         cache_of(group.identity).put(request.fingerprint, held)
-    return request, _RankPart(reply.save_id, plan, manifest)
+    return request, RankPart(reply.save_id, plan, manifest)
 
 
 def _plan_for_all(
-    request: SaveRequest, place: Transaction, parts: Sequence[_RankRequest]
+    operation: RunningSave, request: SaveRequest, parts: Sequence[_RankRequest]
 ) -> tuple[SaveRequest, Manifest, list[_RankReply]]:
     """On rank 0: the plan of every rank, and the manifest of the checkpoint."""
     _check_same("name different directories", [part.directory for part in parts])
@@ -377,7 +277,8 @@ def _plan_for_all(
         request.policy,
         request.checked,
     )
-    place.announce(request.backend.layout(len(parts), manifest).files)
+    operation.announce(request.backend, manifest)
+    save_id = cast(Transaction, operation.transaction).save_id
     view = None
     if any(part.common != parts[0].common for part in parts):
         view = pickled(COMMON, request.compared)
@@ -386,7 +287,7 @@ def _plan_for_all(
         differs = part.common != parts[0].common
         # The table of tensors stays here: each rank has its own.
         sent = replace(plan, tensors=())
-        replies.append(_RankReply(place.save_id, sent, view if differs else None))
+        replies.append(_RankReply(save_id, sent, view if differs else None))
     return request, manifest, replies
 
 
@@ -408,7 +309,7 @@ def _warn_of_untrusted(texts: Iterable[str]) -> None:
 
 
 def _reference(
-    operation: _SaveOperation, request: SaveRequest, part: _RankPart
+    operation: RunningSave, request: SaveRequest, part: RankPart
 ) -> Task[WriteResult]:
     """The task of writing the caller's tensors themselves, which threads may read at once."""
 
@@ -421,7 +322,7 @@ def _reference(
 
 
 def _copy(
-    operation: _SaveOperation, request: SaveRequest, part: _RankPart
+    operation: RunningSave, request: SaveRequest, part: RankPart
 ) -> Task[WriteResult]:
     """The task of writing a copy. When this returns, the tensors may be changed."""
 
@@ -449,9 +350,9 @@ def _copy(
 
 
 def _write_task(
-    operation: _SaveOperation,
+    operation: RunningSave,
     request: SaveRequest,
-    part: _RankPart,
+    part: RankPart,
     source: Callable[[], Source],
 ) -> Task[WriteResult]:
     """The task of writing. An error in making its source becomes its outcome."""
@@ -467,6 +368,7 @@ def _write_task(
         os.path.basename(directory),
         step.todo,
         step.advance if step.counts_bytes else None,
+        operation.timeout,
     )
 
     def end(outcome: Attempt[WriteResult]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,22 +19,29 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import AsyncCallsQueue, AsyncRequest, ShardedTensor
+from megackpt import AsyncCallsQueue, AsyncRequest, CheckpointManager, ShardedTensor
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.errors import StorageError
-from megackpt.storage import files, kernel
+from megackpt.storage import LocalStorage, files, kernel
 from megackpt.testing import ThreadedGroup
 
 MIB = 1 << 20
 THROTTLE = Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device")
 
 
-def begun(where: Path, value: float, mib: int = 1, **options: Any) -> AsyncRequest:
-    """An asynchronous save of so many MiB on each rank."""
-    group = options.get("process_group")
+HALF_A_SECOND = timedelta(seconds=0.5)
+
+
+def state_of(value: float, mib: int = 1, group: Any = None) -> dict[str, Any]:
+    """So many MiB on each rank."""
     rank, ranks = (group.rank, group.size) if group else (0, 1)
     tensor = torch.full((mib * MIB // 4,), value)
-    state = {"w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, ranks))}
+    return {"w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, ranks))}
+
+
+def begun(where: Path, value: float, mib: int = 1, **options: Any) -> AsyncRequest:
+    """An asynchronous save of so many MiB on each rank."""
+    state = state_of(value, mib, options.get("process_group"))
     request = megackpt.save(state, where, async_sharded_save=True, **options)
     assert request is not None
     return request
@@ -94,6 +103,194 @@ def test_a_disk_that_hangs_is_left_alone_by_all_ranks(
     begun(tmp_path / "a", 2.0).execute_sync()
     assert value_of(tmp_path / "a") == 2.0
     assert os.listdir(tmp_path) == ["a"]
+
+
+class Hang:
+    """Calls of a function hang until ``end``, as in a disk that does not answer."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, owner: Any, name: str, only: str = ""
+    ) -> None:
+        self.ends, self.calls = threading.Event(), 0
+        self.real = getattr(owner, name)
+        self.only = only
+
+        def method(*args: Any, **named: Any) -> Any:
+            return self.call(*args, **named)
+
+        patch.setattr(owner, name, method)
+
+    def call(self, *args: Any, **named: Any) -> Any:
+        if self.only in repr(args) and not self.ends.is_set():
+            self.calls += 1
+            self.ends.wait(60)
+        return self.real(*args, **named)
+
+    def end(self) -> None:
+        """The disk answers again. Wait for the threads that it held."""
+        self.ends.set()
+        while any(t.name == "megackpt-disk" for t in threading.enumerate()):
+            time.sleep(0.01)
+        gc.collect()
+
+
+STEPS = {
+    "begin": (LocalStorage, "make_folder", ""),
+    "write": (files, "_sync_file", "__1_"),
+    "commit": (LocalStorage, "put_new", ""),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_whose_disk_hangs_is_given_up_by_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """One rank of two hangs: the coordinator, or rank 1 as it writes."""
+    begun(tmp_path / "a", 1.0).execute_sync()
+    hang = Hang(monkeypatch, *STEPS[step])
+
+    def run(group: ThreadedGroup) -> str:
+        state = state_of(2.0, 1, group)
+        with pytest.raises(StorageError, match=r"not answered for 0\.4") as raised:
+            megackpt.save(
+                state, tmp_path / "a", process_group=group, timeout=HALF_A_SECOND
+            )
+        return str(raised.value)
+
+    began = time.monotonic()
+    texts = ThreadedGroup.run(2, run)
+    assert time.monotonic() - began < 6
+    assert hang.calls == 1
+    assert texts[0] == texts[1]
+    assert f"rank {int(step == 'write')}" in texts[0]
+    hang.end()
+    assert value_of(tmp_path / "a") == 1.0
+    begun(tmp_path / "a", 3.0).execute_sync()
+    assert value_of(tmp_path / "a") == 3.0
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_commit_that_hangs_in_its_last_step_is_not_undone_halfway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exchange may still take place. Until its thread ends, no save takes it for dead."""
+    megackpt.save(state_of(1.0), tmp_path / "a")
+    with monkeypatch.context() as patch:
+        hang = Hang(patch, LocalStorage, "exchange")
+        with pytest.raises(
+            StorageError, match=r"commit of the save to .* not answered"
+        ):
+            megackpt.save(state_of(2.0), tmp_path / "a", timeout=HALF_A_SECOND)
+        target = DirectoryTarget(str(tmp_path / "a"), create=False)
+        assert len(target.recover()) == 1  # alive
+        assert value_of(tmp_path / "a") == 1.0
+        hang.end()
+    assert value_of(tmp_path / "a") == 2.0
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_commit_that_was_given_up_does_not_publish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread removes what it wrote as soon as the disk answers."""
+    megackpt.save(state_of(1.0), tmp_path / "a")
+    hang = Hang(monkeypatch, LocalStorage, "put_new")
+    with pytest.raises(StorageError, match="not answered"):
+        megackpt.save(state_of(2.0), tmp_path / "a", timeout=HALF_A_SECOND)
+    assert len(os.listdir(tmp_path)) == 2
+    hang.end()
+    assert value_of(tmp_path / "a") == 1.0
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_removing_a_failed_save_is_given_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_sync_file", refuse)
+        hang = Hang(patch, DirectoryTarget, "discard")
+        with pytest.raises(StorageError, match="no space left"):
+            megackpt.save(state_of(1.0), tmp_path / "a", timeout=HALF_A_SECOND)
+        assert "end of the save to" in caplog.text
+        hang.end()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["begin", "commit"])
+def test_slow_steps_are_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Each call takes a while, and all of them more than twice the timeout."""
+    owner, name, _ = STEPS[step]
+    real = getattr(owner, name)
+
+    def crawl(*arguments: Any) -> Any:
+        for _ in range(12):
+            time.sleep(0.1)
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, crawl)
+    began = time.monotonic()
+    megackpt.save(state_of(1.0), tmp_path / "a", timeout=HALF_A_SECOND)
+    assert time.monotonic() - began > 1.2
+    assert value_of(tmp_path / "a") == 1.0
+
+
+def test_a_signal_reaches_a_rank_whose_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megackpt.limits.WORKER_STOP_SECONDS", 0.1)
+    hang = Hang(monkeypatch, files, "_sync_file")
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        megackpt.save(state_of(1.0), tmp_path / "a")
+    hang.end()
+    megackpt.save(state_of(2.0), tmp_path / "a")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_without_a_free_thread_the_save_works_on_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "megackpt-disk":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        megackpt.save(state_of(1.0), tmp_path / "a")
+    assert value_of(tmp_path / "a") == 1.0
+
+
+@pytest.mark.parametrize("call", ["load", "restore", "latest"])
+def test_opening_a_checkpoint_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    manager = CheckpointManager(tmp_path, timeout=HALF_A_SECOND)
+    manager.save(1, state_of(1.0))
+    hang = Hang(monkeypatch, LocalStorage, "__init__", "iter_")
+    calls: dict[str, Callable[[], Any]] = {
+        "load": lambda: megackpt.load(
+            state_of(0.0), manager.path(1), timeout=HALF_A_SECOND
+        ),
+        "restore": lambda: manager.restore(state_of(0.0)),
+        "latest": manager.latest,
+    }
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"has not answered for 0\.4"):
+        calls[call]()
+    assert time.monotonic() - began < 6
+    hang.end()
+    restored = manager.restore(state_of(0.0))
+    assert restored is not None
+    assert restored.step == 1
+    manager.close()
 
 
 def test_a_slow_fsync_counts_as_progress(
@@ -203,6 +400,55 @@ def test_a_frozen_disk(tmp_path: Path, persistent: bool) -> None:
         assert set(os.listdir(live)) == {"c", "lost+found"}
         queue.close()
     assert value_of(tmp_path / "other") == 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.parametrize("step", ["begin", "save", "commit"])
+def test_a_disk_is_frozen_as_a_step_begins(tmp_path: Path, step: str) -> None:
+    """For 15 seconds. The trainer's own thread is free long before that."""
+    timeout = timedelta(seconds=4)
+    with mounted(tmp_path) as live:
+        megackpt.save(state_of(1.0), live / "c")
+        queue = AsyncCallsQueue(timeout=timeout)
+
+        def save(asynchronous: bool = False) -> Any:
+            return megackpt.save(
+                state_of(2.0, 8),
+                live / "c",
+                async_sharded_save=asynchronous,
+                timeout=timeout,
+            )
+
+        calls: dict[str, Callable[[], Any]] = {
+            "begin": lambda: save(asynchronous=True),
+            "save": save,
+            "commit": lambda: queue.maybe_finalize_async_calls(blocking=True),
+        }
+        if step == "commit":
+            queue.schedule_async_request(save(asynchronous=True))
+            while "written here" not in queue.status():
+                time.sleep(0.01)
+        subprocess.run(["fsfreeze", "-f", live], check=True)
+        thaw = threading.Timer(15, subprocess.run, [["fsfreeze", "-u", live]])
+        thaw.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(StorageError, match="the storage has not answered"):
+                calls[step]()
+            seconds = time.monotonic() - began
+            print(f"\n{step}: raised after {seconds:.1f} s")
+            assert seconds < 5
+        finally:
+            thaw.join()
+        while any(t.name == "megackpt-disk" for t in threading.enumerate()):
+            time.sleep(0.01)
+        gc.collect()
+        assert value_of(live / "c") == 1.0
+        megackpt.save(state_of(3.0), live / "c")
+        assert value_of(live / "c") == 3.0
+        assert set(os.listdir(live)) == {"c", "lost+found"}
+        queue.close()
 
 
 @pytest.mark.slow

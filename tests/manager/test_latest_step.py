@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -260,17 +260,17 @@ def test_a_step_that_one_rank_cannot_see_is_not_skipped(
 ) -> None:
     """As where a network file system shows a rank the directory of a while ago."""
     saved(CheckpointManager(tmp_path), 1, 2)
-    blind = threading.local()
+    elsewhere = ContextVar("elsewhere", default="")
     real = load_operation.open_same
 
     def open_same(directory: str, *args: Any) -> Any:
-        return real(directory + getattr(blind, "elsewhere", ""), *args)
+        return real(directory + elsewhere.get(), *args)
 
     monkeypatch.setattr(load_operation, "open_same", open_same)
 
     def job(group: ThreadedGroup) -> None:
         if not group.is_coordinator:
-            blind.elsewhere = "_as_it_was"
+            elsewhere.set("_as_it_was")
         manager = CheckpointManager(tmp_path, process_group=group)
         with pytest.raises(NotACheckpoint, match="which cannot be seen on host"):
             manager.restore(state(-1, group.rank, group.size))

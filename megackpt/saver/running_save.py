@@ -1,0 +1,165 @@
+"""One save on one rank: its events and, on rank 0, the steps of the transaction in the storage."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar, cast
+
+from megackpt import events, gc_pause
+from megackpt.async_save import Advance, Task
+from megackpt.backends.base import Backend
+from megackpt.checkpoint import Transaction, begin
+from megackpt.distributed import Attempt, Group, attempt
+from megackpt.distributed.failures import DEPARTURES
+from megackpt.errors import CheckpointingException, RankLost
+from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
+from megackpt.saver.save_request import SaveRequest
+
+T = TypeVar("T")
+
+logger = logging.getLogger("megackpt.saver")
+
+
+@dataclass(frozen=True, eq=False)
+class RankPart:
+    """What this rank writes. Only rank 0 has ``manifest``."""
+
+    save_id: str
+    plan: SavePlan
+    manifest: Manifest | None
+
+
+class RunningSave:
+    """One save on one rank: its events and, on rank 0, the transaction in the storage.
+
+    All calls of the transaction are made here. Any failure ends it.
+    """
+
+    def __init__(self, group: Group, directory: str, timeout: timedelta) -> None:
+        self.group = group
+        self.timeout = timeout
+        self.stuck = False  # a step of the transaction hangs
+        self.transaction: Transaction | None = None
+        self.task: Task[WriteResult] | None = None
+        self.total = events.start(
+            events.TOTAL, events.Operation("save", directory, group.rank, group.size)
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A part of the save. An exception ends it on this rank."""
+        try:
+            with self.group, gc_pause.paused(), events.use(self.total):
+                yield
+        except BaseException as error:
+            # Other ranks may still be writing if they do not know of this error.
+            interrupted = isinstance(error, DEPARTURES) and self.group.size > 1
+            self._end(error, interrupted or isinstance(error, RankLost))
+            raise
+
+    def begin(
+        self, declared: Attempt[SaveRequest], cached: RankPart | None
+    ) -> Attempt[Transaction | None]:
+        """On rank 0: begin the transaction, under the id of the cached plan if there is one."""
+        if not self.group.is_coordinator:
+            return Attempt(None)
+
+        @events.stage("begin")
+        def work() -> Transaction:
+            request = declared.get()
+            save_id = uuid.uuid4().hex
+            if cached:
+                save_id = cached.save_id
+            self.total.operation.id = save_id
+            self.transaction = self.on_storage(
+                "begin",
+                lambda _: begin(
+                    request.directory, save_id=save_id, overwrite=request.overwrite
+                ),
+            )
+            if cached and cached.manifest is not None:
+                self.announce(request.backend, cached.manifest)
+            return self.transaction
+
+        return attempt(work)
+
+    def on_storage(self, step: str, work: Callable[[Advance], T]) -> T:
+        """Do a step of the transaction. StorageError if the storage does not answer.
+
+        Its thread may still hang then, so this rank does not touch the storage any more.
+        """
+        name = (
+            f"{step} of the save to {self.total.operation.path} "
+            f"(rank {self.group.rank}, host {socket.gethostname()!r})"
+        )
+        task = Task(work, name, timeout=self.timeout)
+        try:
+            task.run()
+        finally:
+            self.stuck = self.stuck or task.stuck
+        return task.get()
+
+    def announce(self, backend: Backend, manifest: Manifest) -> None:
+        """On rank 0: see ``Transaction.announce``."""
+        place = cast(Transaction, self.transaction)
+        files = backend.layout(self.group.size, manifest).files
+        self.on_storage("begin", lambda _: place.announce(files))
+
+    def commit(self, task: Task[WriteResult], backend: Backend, part: RankPart) -> None:
+        """When all ranks have written: finish and commit, on rank 0. Collective.
+
+        The error of any rank's task is raised on all ranks.
+        """
+
+        @events.stage("commit")
+        def work(results: Sequence[WriteResult]) -> int:
+            manifest = cast(Manifest, part.manifest).located(results)
+            self.on_storage("commit", partial(self._commit, backend, manifest))
+            return sum(int(result.length.sum()) for result in results)
+
+        written = self.group.reduce_broadcast("write", task.get, work)
+        self.total.operation.bytes = written
+        events.finish(self.total)
+
+    def _commit(self, backend: Backend, manifest: Manifest, advance: Advance) -> None:
+        place = cast(Transaction, self.transaction)
+
+        def confirm() -> None:
+            advance(0)  # raises if this rank has given the commit up
+            self.group.confirm()
+
+        try:
+            place.storage.moved = partial(advance, 0)
+            place.commit(backend, manifest, confirm=confirm)
+        except BaseException:
+            if self.stuck:  # the storage answers again
+                place.abort()
+            raise
+
+    def give_up(self) -> None:
+        """Cancel the save on this rank, without the others, which may still be writing."""
+        operation = self.total.operation
+        self.group.give_up()
+        error = CheckpointingException(
+            f"the save {operation.id} to {operation.path} is given up"
+        )
+        self._end(error, others_may_write=self.group.size > 1)
+
+    def _end(self, error: BaseException, others_may_write: bool) -> None:
+        # A step that hangs ends the transaction itself.
+        if self.transaction is not None and not self.stuck:
+            place = self.transaction
+            if others_may_write or (self.task is not None and self.task.stuck):
+                place.abandon()
+            else:
+                ended = attempt(lambda: self.on_storage("end", lambda _: place.abort()))
+                if ended.error is not None:
+                    logger.warning("%s", ended.error)
+        events.finish(self.total, error)
