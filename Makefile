@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Tests start some hundred interpreters: without bytecode each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check compat compat-core campaign faults bench lint types layers docs cover peers system clean
+.PHONY: help demo test check compat compat-core campaign faults bench lint types layers docs cover peers azurite system clean
 .NOTPARALLEL:
 
 help:
@@ -53,6 +53,12 @@ $(PEERS): Makefile | $(READY)
 
 peers: $(PEERS)
 
+# A server of Azure's blobs (190 MB). Without npm and node the tests that need it are skipped.
+azurite: $(PEERS)
+	@test -d .peers/azurite || { command -v npm > /dev/null \
+	&& npm install --prefix .peers/azurite --no-audit --no-fund --loglevel=error azurite@3.35.0; } \
+	|| echo "azurite cannot be installed here: its tests will be skipped"
+
 # System packages, where this user may install them; otherwise the tests that need them say that they are skipped.
 system:
 	@{ command -v strace && { command -v chromium || command -v google-chrome; }; } > /dev/null \
@@ -77,7 +83,7 @@ compat:
 compat-core:
 	@$(MAKE) --no-print-directory compat ONLY=oldest PATHS='$(CORE)'
 
-campaign: peers system
+campaign: peers azurite system
 	@$(BIN)/python -m pytest -m campaign -o faulthandler_timeout=9000
 
 # SHARE: how much of each campaign is run. The sample is seeded.

@@ -8,8 +8,10 @@ import re
 import socket
 import struct
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +99,7 @@ class Line:
     None: it goes through. A number: that is the answer, and the server never hears of it. "reset": the connection
     breaks before, "swallow": after the server has done it. "truncate": the answer breaks off in the middle,
     "shorten": it is half as long as it should be, and says that this is all. "flip": its last byte is another.
+    "slow": all takes a while longer. "duplicate": the server gets a copy of the request some moments later.
     """
 
     endpoint: str
@@ -104,6 +107,9 @@ class Line:
     seen: list[tuple[str, str]] = field(default_factory=list)
     sent: int = 0
     """Bytes of the bodies of all answers."""
+    late: list[Request] = field(default_factory=list)
+    """Requests of which the server has had a copy."""
+    server: tuple[str, int] = "", 0
 
     def once(self, how: int | str, method: str, path: str = "", times: int = 1) -> None:
         """Let this happen to the first requests of this kind."""
@@ -117,6 +123,12 @@ class Line:
 
         self.fault = fault
 
+    def repeat(self) -> None:
+        """Send the server one more copy of these, much later."""
+        late, self.late = self.late, []
+        for request in late:
+            _forward(request, self.server)
+
     def asked(self, method: str, path: str = "") -> int:
         return sum(m == method and path in p for m, p in self.seen)
 
@@ -124,13 +136,20 @@ class Line:
 @pytest.fixture
 def line(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     """The way to the bucket leads through this."""
-    host, port = bucket.endpoint.removeprefix("http://").split(":")
+    with line_to(bucket.endpoint) as line:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", line.endpoint)
+        yield line
+
+
+@contextmanager
+def line_to(endpoint: str) -> Iterator[Line]:
+    host, port = endpoint.removeprefix("http://").split(":")
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
         line = Line(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        line.server = host, int(port)
         threading.Thread(
-            target=_accept, args=(listening, line, (host, int(port))), daemon=True
+            target=_accept, args=(listening, line, line.server), daemon=True
         ).start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", line.endpoint)
         yield line
         listening.shutdown(socket.SHUT_RDWR)
 
@@ -152,6 +171,11 @@ def _serve(connection: socket.socket, line: Line, server: tuple[str, int]) -> No
         while request := _request(stream):
             line.seen.append((request.method, request.path))
             how = line.fault(request)
+            if how == "slow":
+                time.sleep(0.2)
+            if how == "duplicate":
+                line.late.append(request)
+                threading.Timer(0.05, _forward, [request, server]).start()
             if isinstance(how, int):
                 connection.sendall(b"HTTP/1.1 %d No\r\nContent-Length: 0\r\n\r\n" % how)
                 continue
@@ -164,6 +188,9 @@ def _serve(connection: socket.socket, line: Line, server: tuple[str, int]) -> No
             head, _, body = answer.partition(b"\r\n\r\n")
             if how == "flip":
                 body = body[:-1] + bytes([body[-1] ^ 1])
+            if how == "truncate" and not body:
+                connection.sendall(head[: len(head) // 2])
+                return
             if how in ("truncate", "shorten"):
                 body = body[: len(body) // 2]
             if how == "shorten":

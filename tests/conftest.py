@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests import azurite
 from tests.buckets import bucket, line, s3_server  # noqa: F401  the fixtures
 from tests.torch_names import without_gloo
 
@@ -36,6 +37,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         lambda: any(map(shutil.which, ("chromium", "google-chrome"))),
         "no browser is installed",
     ),
+    "azurite": (azurite.PROGRAM.exists, 'azurite is missing: "make azurite"'),
     "megatron": (
         (PEERS / "megatron").is_dir,
         'megatron-core is missing: "make peers" installs it',
