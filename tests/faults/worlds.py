@@ -119,7 +119,7 @@ class Fault:
             self.message(name)
         self.before(save_request, "declare", "declare")
         self.before(save_operation, "begin", "begin")
-        self.before(Transaction, "_publish", "commit")
+        self.after(Transaction, "_complete", "commit")
         self.before(load_operation._LoadOperation, "compare", "compare")
         self.before(AsyncCallsQueue, "schedule_async_request", "returned")
         self.before(AsyncCallsQueue, "_vote", "look")
