@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--option",
         **patterns,
         metavar="NAME=VALUE",
-        help="an option of the format, as compression=zstd for zarr (repeatable)",
+        help="an option of the format, as compression=zstd for zarr, or "
+        "torch_metadata=false for torch_dist (repeatable)",
     )
     add("--shards", type=int, metavar="N", help="files to write, if that can be chosen")
 
@@ -83,12 +84,13 @@ def convert_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of ``convert``. Raises ValueError for a malformed ``--option``."""
     parameters = inspect.signature(convert).parameters
     arguments = {n: value for n, value in vars(options).items() if n in parameters}
+    words = {"true": True, "false": False}
     values: dict[str, str | int] = {}
     for text in options.option:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise ValueError(f"an option is NAME=VALUE, not {text!r}")
-        values[name] = value
+        values[name] = words.get(value.lower(), value)
         if value.isdecimal():
             values[name] = int(value)
     if values:

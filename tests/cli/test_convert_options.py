@@ -50,11 +50,11 @@ def test_every_option() -> None:
     arguments = given(
         "--overwrite", "--verify", "--trust-source", "--no-resume", "--no-state", "--select", "x*", "--select", "y",
         "--exclude", "z", "--rename", "a.*=b.*", "--cast", "bf16", "--max-memory", "64MiB", "--workers", "3",
-        "--shards", "4", "--option", "compression=zstd:3", "--option", "level=5",
+        "--shards", "4", "--option", "compression=zstd:3", "--option", "level=5", "--option", "checksum=False",
     )  # fmt: skip
     assert arguments == {
         "source": "a", "target": "b",
-        "to": Strategy("zarr", options={"compression": "zstd:3", "level": 5}),
+        "to": Strategy("zarr", options={"compression": "zstd:3", "level": 5, "checksum": False}),
         "overwrite": True, "verify": False, "verify_target": True, "max_memory": "64MiB", "workers": 3,
         "select": ["x*", "y"], "exclude": ["z"], "rename": ["a.*=b.*"], "cast": "bf16", "state": False,
         "shards": 4, "resume": False,
