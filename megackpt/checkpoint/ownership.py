@@ -71,7 +71,7 @@ def own_files(storage: Storage) -> tuple[str, ...]:
         except CorruptCheckpoint as error:
             problem = error
             # Only a digest may be damaged. A damaged name matches no file.
-            with suppress(CorruptCheckpoint):
+            with suppress(CorruptCheckpoint, BackendError):
                 manifest, small = decode_index(data, INDEX, intact=False)
                 named.update(files_of(manifest, small))
         else:

@@ -127,3 +127,15 @@ def test_always_replaced(tmp_path, saves, monkeypatch):
     monkeypatch.setattr(opening_room, "_read", read)
     with pytest.raises(CheckpointReplaced, match="again and again"):
         open_checkpoint(tmp_path / "c")
+
+
+def test_a_save_replaces_a_checkpoint_whose_index_names_a_damaged_column(
+    tmp_path, saves
+):
+    saves.save(tmp_path / "c", 7)
+    index = tmp_path / "c/megackpt.index"
+    index.write_bytes(index.read_bytes().replace(b'"writer"', b'"vriter"'))
+    with pytest.raises(CorruptCheckpoint, match="does not match its own digest"):
+        open_checkpoint(tmp_path / "c")
+    saves.save(tmp_path / "c", 8)
+    assert saves.load(tmp_path / "c") == 8
