@@ -206,6 +206,8 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> Storage
             continue  # a save has just replaced it and removes the old files
         if aside := set_aside(target):
             return aside
+        if storage is not None and storage.size(INDEX) is not None:
+            return storage  # opening it reports the file that is missing
         if storage is not None or not os.path.isdir(target):
             raise NotACheckpoint(f"{reason}{_unfinished(target)}{_elsewhere(target)}")
     raise CheckpointReplaced(
@@ -395,7 +397,7 @@ def still_short(storage: Storage, files: Sequence[Shortfall]) -> list[Shortfall]
 
 def _read(storage: Storage, asked: Strategy | None = None) -> Opened:
     backend, manifest, small = stored_manifest(storage, asked)
-    problems = small_file_problems(storage, small)
+    problems = small_file_problems(storage, small, backend)
     if problems:
         raise CorruptCheckpoint("\n".join(problems))
     return Opened(as_read_by(backend, storage), backend, manifest, small)

@@ -19,6 +19,7 @@ from megackpt.planning.manifest import Manifest
 from megackpt.storage import Storage, digest
 
 METADATA = ".metadata"
+_TRUST_IT = f". If it is right, remove {INDEX}: loads then trust the format's own files"
 
 
 def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
@@ -38,13 +39,19 @@ def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
 
 
 def small_file_problems(
-    storage: Storage, small: Mapping[str, tuple[int, bytes]]
+    storage: Storage, small: Mapping[str, tuple[int, bytes]], backend: Backend
 ) -> list[str]:
     """The problems of the small files that an index names.
 
     If they are intact, another library's table of contents beside the index is the problem.
     """
-    problems = _problems(storage, small)
+    advice = ""
+    if backend.properties.name == "torch_dist" and METADATA not in small:
+        advice = (
+            f". Copy the {CONFIG} of another torch_dist checkpoint, they are all alike, and keep "
+            f"{INDEX}: without {METADATA}, nothing else says where the data is"
+        )
+    problems = _problems(storage, small, advice)
     if problems or (other := table_of_another(storage, small)) is None:
         return problems
     table, _ = other
@@ -57,7 +64,9 @@ def small_file_problems(
     return [two]
 
 
-def _problems(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> list[str]:
+def _problems(
+    storage: Storage, small: Mapping[str, tuple[int, bytes]], advice: str = ""
+) -> list[str]:
     sizes = dict(zip(small, storage.sizes([*small]), strict=True))
     whole = [name for name, (size, _) in small.items() if sizes[name] == size]
     digests = dict(zip(whole, map(digest, storage.contents(whole)), strict=True))
@@ -65,7 +74,8 @@ def _problems(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> list[
     for name, (size, checksum) in small.items():
         path, found = f"{storage.location}/{name}", sizes[name]
         if found is None:
-            problems.append(f"{path} is missing: the checkpoint's index names it")
+            missing = f"{path} is missing: the checkpoint's index names it"
+            problems.append(missing + advice)
             continue
         what = "does not match its digest"
         if found != size:
@@ -73,8 +83,7 @@ def _problems(storage: Storage, small: Mapping[str, tuple[int, bytes]]) -> list[
         if digests.get(name) != checksum:
             problems.append(
                 f"{path} {what}: it is damaged, or was written by another program "
-                f"({_compared(storage, name)}). If it is right, remove {INDEX}: loads then "
-                "trust the format's own files"
+                f"({_compared(storage, name)}){advice or _TRUST_IT}"
             )
     return problems
 

@@ -159,7 +159,8 @@ class _Work(ChunkChecks):
         storage, manifest, chunks = self.storage, self.manifest, self.manifest.chunks
         rows = np.arange(len(chunks), dtype=np.int64)
         with self.recorded():
-            self.problems.update(dict.fromkeys(small_file_problems(storage, small)))
+            found = small_file_problems(storage, small, self.backend)
+            self.problems.update(dict.fromkeys(found))
         with self.recorded():
             for short in shortfalls(storage, manifest):
                 self.problems[f"{storage.location}/{short}"] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,24 @@ def test_without_the_index_it_is_unreadable(tmp_path: Path) -> None:
         megackpt.load_plain_tensors(tmp_path / "a")
 
 
+@pytest.mark.parametrize("damage", [lambda path: path.write_text("{}"), Path.unlink])
+def test_no_message_advises_to_remove_the_only_table(
+    tmp_path: Path, damage: Callable[[Path], Any]
+) -> None:
+    save(tmp_path / "a", 1.0)
+    config = tmp_path / "a" / "metadata.json"
+    damage(config)
+    with pytest.raises(CorruptCheckpoint, match=r"keep megackpt\.index") as caught:
+        check(tmp_path / "a", 1.0, 1)
+    assert "remove" not in str(caught.value)
+    (problem,) = megackpt.verify(tmp_path / "a").problems
+    assert "metadata.json" in problem
+    assert "remove" not in problem
+    save(tmp_path / "b", 5.0, WITH)
+    config.write_bytes((tmp_path / "b" / "metadata.json").read_bytes())  # the advice
+    check(tmp_path / "a", 1.0, 1)
+
+
 @pytest.mark.parametrize("asynchronous", [False, "thread"])
 def test_a_run(tmp_path: Path, asynchronous: bool | str) -> None:
     with CheckpointManager(
@@ -155,6 +174,10 @@ def test_commands_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["show", str(tmp_path / "a")]) == 0
     assert "torch_dist" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "a")]) == 0
+    options = ["--to", "torch_dist", "--option", "torch_metadata=false"]
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), *options]) == 0
+    assert ".metadata" not in names(tmp_path / "b")
+    check(tmp_path / "b", 1.0, 1)
 
 
 def test_the_option_is_true_or_false() -> None:

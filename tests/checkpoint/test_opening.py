@@ -139,3 +139,10 @@ def test_a_save_replaces_a_checkpoint_whose_index_names_a_damaged_column(
         open_checkpoint(tmp_path / "c")
     saves.save(tmp_path / "c", 8)
     assert saves.load(tmp_path / "c") == 8
+
+
+def test_a_missing_metadata_json_is_named(tmp_path, saves):
+    saves.save(tmp_path / "c", 7)
+    (tmp_path / "c/metadata.json").unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"metadata\.json is missing"):
+        open_checkpoint(tmp_path / "c")
