@@ -17,6 +17,7 @@ from megackpt import limits
 from megackpt.distributed.messages import (
     ABSENT,
     ASK,
+    BROKEN,
     CONSEQUENCES,
     DATA,
     ENDED,
@@ -385,7 +386,11 @@ class Links:
         try:
             while True:
                 self._handle(link, await link.receive())
-        except (OSError, EOFError) as error:
+        except Exception as error:  # noqa: BLE001 - damaged bytes, or no memory for them
+            if not isinstance(error, (OSError, EOFError)):
+                logger.warning(
+                    "a message of rank %d cannot be read: %r", link.rank, error
+                )
             link.socket.close()
             if self._links.get(link.rank) is link:
                 self._lose(link, error)
@@ -396,8 +401,10 @@ class Links:
         word = ENDED
         if isinstance(error, (EOFError, ConnectionError)):
             self._ended[link.rank] = word
-        else:  # a host that is silent; it may connect again
+        elif isinstance(error, OSError):  # a host that is silent; it may connect again
             word = f"{SILENT} ({error})"
+        else:
+            word = f"{BROKEN} ({error!r})"
         # After its last messages have reached the steps that wait for them.
         self._loop.call_later(_DELIVERY, self._report_lost, link.rank, word)
 

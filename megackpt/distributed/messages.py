@@ -169,7 +169,7 @@ class Link:
             raise ConnectionError(f"a control message of {length} bytes is refused")
         text = await receive(self.socket, memoryview(bytearray(label)), note)
         payload = await receive(self.socket, memoryview(bytearray(length)), note)
-        return Message(kind, call, number, bytes(text).decode(), payload)
+        return Message(kind, call, number, str(text, errors="replace"), payload)
 
     def shut(self) -> None:
         """Both ends notice; the reader of this one closes the connection."""

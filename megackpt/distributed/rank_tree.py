@@ -19,6 +19,7 @@ from selectors import PollSelector
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
+from megackpt import limits
 from megackpt.distributed.links import Links
 from megackpt.distributed.messages import (
     BROKEN,
@@ -185,6 +186,14 @@ class Tree(Links):
             self.counts["messages"] += 1
             self.counts["bytes"] += len(payload)
 
+        most = max(map(len, payloads.values()), default=0)
+        if most > limits.CONTROL_MESSAGE_BYTES:
+            word = (
+                f"would have to send a message of {most} bytes, and ranks accept "
+                f"{limits.CONTROL_MESSAGE_BYTES} at most"
+            )
+            self._report(step.call, Verdict({self.rank: word}))
+            await self._failed(step)
         await self._link_to(step, payloads)
         sends = {
             asyncio.ensure_future(send(rank, payload)): {rank}

@@ -16,7 +16,13 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import AsyncCallsQueue, CheckpointingException, RankLost, ShardedTensor
+from megackpt import (
+    AsyncCallsQueue,
+    CheckpointingException,
+    RankLost,
+    ShardedTensor,
+    limits,
+)
 from megackpt.distributed import (
     group_over,
     messages,
@@ -147,6 +153,63 @@ def test_a_parent_may_end_as_soon_as_it_has_sent_its_last_message():
     last = child.start(child.broadcast(step(child, 2), None))
     assert bytes(last.result(10)) == b"last"
     child.close()
+
+
+def gather(tree, number, own=b"x", path="c"):
+    made = messages.Step(1, number, 20.0, "write", "save", path)
+    tree.steps[1] = made
+    return tree.start(tree.gather(made, own, b"".join))
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "payload"),
+    [
+        (messages.STATE, b"", b"{{{"),
+        (messages.REPORT, b"", b"[]"),
+        (messages.ASK, b"\xff", b""),
+    ],
+)
+def test_a_damaged_message_fails_at_once(kind, label, payload):
+    store = MemoryStore()
+    parent, child = (rank_tree.Tree(rank, 2, store) for rank in range(2))
+    for each in [gather(tree, 1) for tree in (parent, child)]:
+        each.result(10)
+    waiting = gather(parent, 2)
+    head = messages._HEADER.pack(kind, len(label), 1, 2, len(payload))
+    child._links[0].socket.sendall(head + label + payload)
+    with pytest.raises(messages.CallFailed) as failed:
+        waiting.result(10)
+    assert failed.value.verdict.missing[1].startswith(messages.BROKEN)
+    parent.close()
+    child.close()
+
+
+@pytest.mark.parametrize("shift", ["", "x", "xy"])
+def test_a_path_is_cut_between_any_two_bytes(shift):
+    store = MemoryStore()
+    trees = [rank_tree.Tree(rank, 2, store) for rank in range(2)]
+    first, second = (gather(tree, 1, b"x", shift + "€" * 30_000) for tree in trees)
+    assert (first.result(10), second.result(10)) == (b"xx", None)
+    for tree in trees:
+        tree.close()
+
+
+def test_all_ranks_learn_of_a_message_that_is_too_large(monkeypatch):
+    monkeypatch.setattr(limits, "CONTROL_MESSAGE_BYTES", 1 << 16)
+    store = MemoryStore()
+    trees = [rank_tree.Tree(rank, 2, store) for rank in range(2)]
+    for each in [gather(tree, 1) for tree in trees]:
+        each.result(10)
+    for each in [gather(tree, 2, bytes(1 << 17)) for tree in trees]:
+        with pytest.raises(messages.CallFailed) as failed:
+            each.result(10)
+        (word,) = failed.value.verdict.missing.items()
+        assert word == (
+            1,
+            "would have to send a message of 131072 bytes, and ranks accept 65536 at most",
+        )
+    for tree in trees:
+        tree.close()
 
 
 def too_large():
