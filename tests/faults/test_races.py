@@ -16,8 +16,9 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
+from megackpt.checkpoint import Transaction
 from megackpt.errors import CheckpointReplaced, SaveInProgress
-from megackpt.saver import save_operation
+from megackpt.saver import running_save
 from megackpt.storage import kernel
 from tests.faults.share import part
 
@@ -89,7 +90,7 @@ class Meetings:
     def contend(self, job: int, seed: int, before: str) -> None:
         logging.disable()
         chance = random.Random(f"{seed} {job}")
-        real = save_operation.begin
+        real = running_save.begin
         if not self.locks:  # as on a file system without them
             kernel.lock = lambda _: True  # type: ignore[assignment]
 
@@ -103,13 +104,13 @@ class Meetings:
             finally:
                 self.begun.wait()
 
-        save_operation.begin = begin
+        running_save.begin = begin
         for meeting in range(self.rounds):
             where = self.where / str(meeting) / "c"
             if job == 0:
-                save_operation.begin = real
+                running_save.begin = real
                 prepare(where, before)
-                save_operation.begin = begin
+                running_save.begin = begin
             self.start.wait()
             try:
                 megackpt.save(state(float(job)), where)
@@ -131,7 +132,7 @@ def prepare(where: Path, before: str) -> None:
     elif before == "a dead save":
         pid = os.fork()
         if pid == 0:
-            save_operation.commit = lambda *_, **__: os._exit(9)  # type: ignore[assignment]
+            Transaction.commit = lambda *_, **__: os._exit(9)  # type: ignore[method-assign, assignment]
             megackpt.save(state(-3.0), where)
         os.waitpid(pid, 0)
 

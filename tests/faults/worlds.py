@@ -34,7 +34,7 @@ from megackpt.checkpoint import Transaction
 from megackpt.distributed.process_group import ProcessGroup
 from megackpt.errors import StorageError
 from megackpt.loader import load_operation
-from megackpt.saver import save_operation, save_request
+from megackpt.saver import running_save, save_request
 
 SIZE = 3
 AT_ONCE = 8  # worlds, for they mostly wait
@@ -118,7 +118,7 @@ class Fault:
         for name in ("_lowest", "_gather", "_scatter", "_broadcast"):
             self.message(name)
         self.before(save_request, "declare", "declare")
-        self.before(save_operation, "begin", "begin")
+        self.before(running_save, "begin", "begin")
         self.after(Transaction, "_complete", "commit")
         self.before(load_operation._LoadOperation, "compare", "compare")
         self.before(AsyncCallsQueue, "schedule_async_request", "returned")
