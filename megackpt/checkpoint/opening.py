@@ -237,7 +237,8 @@ def _in_bucket(url: str, asked: Strategy | None) -> Storage:
                 raise NotACheckpoint(
                     f"{url} is not a distributed checkpoint: {_progress(marker)}"
                 ) from error
-        raise
+        if INDEX not in names:  # else opening it reports the file that is missing
+            raise
     except CheckpointingException:
         return outer  # a checkpoint is there; opening it reports its problem
     return outer

@@ -24,6 +24,7 @@ from megackpt.errors import (
     BackendError,
     CheckpointingException,
     CorruptCheckpoint,
+    NotACheckpoint,
     StorageError,
     join_truncated,
 )
@@ -107,11 +108,12 @@ def own_files(storage: Storage) -> tuple[str, ...]:
 def find_format(storage: Storage) -> Backend:
     """Like ``strategies.find_backend``, but the index decides where files match several formats.
 
-    Raises NotACheckpoint, BackendError, and CorruptCheckpoint.
+    Also where ``metadata.json`` is missing. Raises NotACheckpoint, BackendError, and
+    CorruptCheckpoint.
     """
     try:
         return strategies.find_backend(storage)
-    except BackendError:
+    except (BackendError, NotACheckpoint):
         head = read_head(storage)
         if head is None:
             raise

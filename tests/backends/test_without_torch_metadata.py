@@ -16,6 +16,7 @@ from megackpt import ShardedObject, ShardedTensor, Strategy
 from megackpt.dcp import FileSystemReader
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.manager import CheckpointManager
+from megackpt.manager.run_directory import list_run
 from megackpt.strategies import backend_named
 from megackpt.testing import ThreadedGroup
 
@@ -165,6 +166,21 @@ def test_a_run(tmp_path: Path, asynchronous: bool | str) -> None:
     assert restored is not None
     assert (restored.step, restored.state["step"]) == (2, 2)
     check(tmp_path / "iter_0000002", 2.0, 1)
+
+
+def test_a_run_skips_a_step_that_lost_its_metadata_json(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path, WITHOUT) as manager:
+        for step in (1, 2):
+            manager.save(step, state(0, 1, step))
+    (tmp_path / "iter_0000002" / "metadata.json").unlink()
+    restored = CheckpointManager(tmp_path).restore(state(0, 1, -1))
+    assert restored is not None
+    assert restored.step == 1
+    assert "iter_0000002/metadata.json is missing" in caplog.text
+    listed = {step.name: step.format for step in list_run(tmp_path).steps}
+    assert listed["iter_0000002"] == "torch_dist"
 
 
 def test_commands_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -333,6 +333,11 @@ def test_a_checkpoint_that_was_uploaded_as_it_is(tmp_path, bucket, url, saves):
         BucketStorage(url).put(path.name, path.read_bytes())
     BucketStorage(url).put("notes.txt", b"mine")
     assert saves.load(url) == 1
+    config = BucketStorage(url).get("metadata.json")
+    BucketStorage(url).delete("metadata.json")
+    with pytest.raises(CorruptCheckpoint, match=r"metadata\.json is missing"):
+        saves.load(url)
+    BucketStorage(url).put("metadata.json", config)
     with pytest.raises(CheckpointExists):
         saves.save(url, 2, overwrite=False)
     saves.save(url, 2)

@@ -192,22 +192,24 @@ def test_steps_behind_links(tmp_path: Path) -> None:
         manager.restore(state(-1))
 
 
-@pytest.mark.parametrize("lost", ["tables", "directory"])
+@pytest.mark.parametrize("lost", ["tables", "tables and index", "directory"])
 def test_a_run_that_lost_its_steps_does_not_start_again(
     tmp_path: Path, lost: str
 ) -> None:
     manager = CheckpointManager(tmp_path)
     saved(manager, 3)
-    if lost == "tables":
+    if lost == "directory":
+        remove(manager.path(3))
+        reason = "names step '3': there is no such"
+    else:
         (tmp_path / TRACKER).unlink()
         for name in ("metadata.json", ".metadata"):
             (tmp_path / "iter_0000003" / name).unlink()
-    else:
-        remove(manager.path(3))
-    with pytest.raises(
-        CorruptCheckpoint,
-        match=r"iter_0000003: data files|names step '3': there is no such",
-    ):
+        reason = r"iter_0000003: .*\.metadata is missing"
+        if lost == "tables and index":
+            (tmp_path / "iter_0000003" / "megackpt.index").unlink()
+            reason = "iter_0000003: data files"
+    with pytest.raises(CorruptCheckpoint, match=reason):
         manager.restore(state(-1))
 
 
