@@ -162,9 +162,10 @@ class SiblingDirectories:
         """The files of the checkpoint in a directory; none without a checkpoint."""
         known = version(folder)
         if self._owned is None or self._owned[0] != known:
-            self._owned = known, ()
+            files: tuple[str, ...] = ()
             if is_replaceable(folder):
-                self._owned = known, own_files(folder)
+                files = own_files(folder)
+            self._owned = known, files  # nothing is kept where the files are unknown
         return self._owned[1]
 
     def _marker_in(self, sibling: Sibling) -> Marker | None:

@@ -20,6 +20,7 @@ from megackpt.checkpoint import (
     marker as markers,
     open_checkpoint,
     open_same,
+    sibling_directories,
     staging_storage,
 )
 from megackpt.errors import (
@@ -72,6 +73,24 @@ def test_replacing_keeps_what_is_foreign(tmp_path, saves, either_way, caplog):
     )
     assert entries(tmp_path) == {"ckpt"}
     assert "replacing the checkpoint" in caplog.text
+
+
+def test_files_that_could_not_be_determined_once_are_not_those_of_others(
+    tmp_path, saves, monkeypatch
+):
+    where = tmp_path / "ckpt"
+    saves.save(where, 1)
+    target = directory_target.DirectoryTarget(str(where), create=False)
+
+    def refuse(_folder):
+        raise StorageError("an input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sibling_directories, "own_files", refuse)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="input/output"):
+                target.refuse_collisions(["toc"], ())
+    target.refuse_collisions(["toc"], ())
 
 
 def test_foreign_files_that_appear_during_the_exchange(tmp_path, saves, monkeypatch):
