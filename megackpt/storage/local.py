@@ -257,7 +257,8 @@ class LocalStorage(Storage):
             first = f"{above}/{files[0]}".lstrip("/")
             with suppress(*gone), self._within("remove", first) as (folder, _):
                 for file in files:
-                    unlink_file(folder, file)
+                    with self._refusals("remove", f"{above}/{file}".lstrip("/")):
+                        unlink_file(folder, file)
             while above:
                 folders.add(above)
                 above = above.rpartition("/")[0]

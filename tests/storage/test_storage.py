@@ -176,6 +176,25 @@ def test_a_folder_that_stays_keeps_the_removal_of_its_files(root, monkeypatch, n
     assert root.list("a") == ["g"]
 
 
+def test_the_error_of_a_removal_names_the_file(root, monkeypatch):
+    unlink = os.unlink
+
+    def refuse(name, **folder):
+        if name == "g":
+            raise PermissionError(errno.EPERM, "refused")
+        unlink(name, **folder)
+
+    root.put_new({"a/f": b"", "a/g": b"", "g": b""})
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(StorageError, match=r"cannot remove .*/a/g: refused"):
+        root.remove_files(["a/f", "a/g"])
+    with pytest.raises(
+        StorageError, match=rf"cannot remove {root.location}/g: refused"
+    ):
+        root.remove_files(["g"])
+    assert root.list("a") == ["g"]
+
+
 def test_a_batch_is_durable_when_it_is_closed_and_folders_are_synced_once(
     root, system, monkeypatch
 ):
