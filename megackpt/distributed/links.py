@@ -366,7 +366,11 @@ class Links:
                 verdict = self.verdict(failed)
                 if verdict is not None:
                     self._spawn(link.send(FAILED, failed, 0, "", verdict.packed()))
-        elif kind == DATA and not self._arrival((rank, DATA, call, number)).done():
+        elif (
+            kind == DATA
+            and self.verdict(call) is None
+            and not self._arrival((rank, DATA, call, number)).done()
+        ):
             self._arrival((rank, DATA, call, number)).set_result(accepted)
         else:
             accepted.close()

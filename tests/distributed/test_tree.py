@@ -212,6 +212,23 @@ def test_all_ranks_learn_of_a_message_that_is_too_large(monkeypatch):
         tree.close()
 
 
+def test_a_connection_of_a_failed_exchange_is_closed():
+    store = MemoryStore()
+    trees = parent, child = [rank_tree.Tree(rank, 2, store) for rank in range(2)]
+    for each in [gather(tree, 1) for tree in trees]:
+        each.result(10)
+    parent.start(parent.fail(1, messages.Verdict({1: "left"}))).result(10)
+
+    async def bytes_sent_back():
+        made = await rendezvous.connect(store.addresses[0], messages.DATA, 1, 1, 2)
+        with made:
+            return await asyncio.get_running_loop().sock_recv(made, 1)
+
+    assert child.start(bytes_sent_back()).result(10) == b""
+    for tree in trees:
+        tree.close()
+
+
 def too_large():
     """A rank closes the connection over which a message is announced that no rank sends."""
     with group_over(timeout=SOON) as group:
