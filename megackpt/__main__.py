@@ -98,14 +98,16 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
     help_text = "list the checkpoints of a run: complete or not, and the latest"
     ls = _add_command(commands, "ls", help_text)
-    ls.add_argument("directory", metavar="DIR", nargs="?", default=".")
+    help_text = "a run or a checkpoint (default: the current directory)"
+    ls.add_argument("directory", metavar="DIR", nargs="?", default=".", help=help_text)
 
+    place = "a checkpoint of any format: a directory, file or URL"
     help_text = (
         "show the content of a checkpoint: tensors, shapes, dtypes, chunks, bytes"
     )
     more = "With the key of one entry: the location of each of its chunks."
     show = _add_command(commands, "show", help_text, more)
-    show.add_argument("checkpoint", metavar="CKPT")
+    show.add_argument("checkpoint", metavar="CKPT", help=place)
     help_text = "one key, or a pattern: 'decoder.*.bias'"
     show.add_argument("key", metavar="KEY", nargs="?", help=help_text)
     help_text = "the layout of every entry shown"
@@ -119,13 +121,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
     help_text = "read everything and check every digest"
     verify = _add_command(commands, "verify", help_text)
-    verify.add_argument("checkpoint", metavar="CKPT")
+    verify.add_argument("checkpoint", metavar="CKPT", help=place)
 
     help_text = "compare two checkpoints, of any formats"
     more = "Bit for bit, unless a tolerance is given: |a - b| <= ATOL + RTOL * |b|."
     diff = _add_command(commands, "diff", help_text, more)
-    diff.add_argument("a", metavar="A")
-    diff.add_argument("b", metavar="B")
+    diff.add_argument("a", metavar="A", help=place)
+    diff.add_argument("b", metavar="B", help="another one")
     diff.add_argument("--rtol", type=_tolerance, help="relative tolerance")
     diff.add_argument("--atol", type=_tolerance, help="absolute tolerance")
     help_text = "only the keys that match: 'decoder.*'"

@@ -16,8 +16,10 @@ FORMATS = ("torch_dist", "zarr", "safetensors", "torch")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all options. ``convert`` itself checks their values."""
     add = parser.add_argument
-    add("source", metavar="SRC", help="a checkpoint of any format: a directory or file")
-    add("target", metavar="DST", help="a directory; or one file: x.safetensors, x.pt")
+    place = "a checkpoint of any format: a directory, file or URL"
+    add("source", metavar="SRC", help=place)
+    place = "a directory or URL; or one file: x.safetensors, x.pt"
+    add("target", metavar="DST", help=place)
     formats = ", ".join(FORMATS)
     add("--to", required=True, metavar="FORMAT", help=f"{formats}, or a plug-in's name")
     add("--overwrite", action="store_true", help="replace a complete checkpoint at DST")
