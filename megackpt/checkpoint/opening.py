@@ -340,7 +340,21 @@ def stored_manifest(
     if not isinstance(storage, Committed) and storage.size(INDEX) is None:
         backend = strategies.find_backend(storage, asked)
         return backend, by_its_own_account(backend, storage), {}
-    manifest, small = decode_index(storage.get(INDEX), f"{storage.location}/{INDEX}")
+    try:
+        manifest, small = decode_index(
+            storage.get(INDEX), f"{storage.location}/{INDEX}"
+        )
+    except CorruptCheckpoint as error:
+        if isinstance(storage, Committed):
+            raise
+        try:
+            by_its_own_account(strategies.find_backend(storage, asked), storage)
+        except (CheckpointingException, FileNotFoundError):
+            raise error from None
+        raise CorruptCheckpoint(
+            f"{error}. The format's own files say where the data is: move {INDEX} away, and "
+            "loads trust them, without digests"
+        ) from error
     return backend_of(storage, manifest, asked), manifest, small
 
 

@@ -135,6 +135,25 @@ def test_without_the_index_it_is_unreadable(tmp_path: Path) -> None:
         megackpt.load_plain_tensors(tmp_path / "a")
 
 
+@pytest.mark.parametrize("strategy", [WITH, WITHOUT])
+def test_a_damaged_index_is_moved_away_where_there_is_another_table(
+    tmp_path: Path, strategy: Strategy
+) -> None:
+    save(tmp_path / "a", 1.0, strategy)
+    index = tmp_path / "a" / "megackpt.index"
+    data = bytearray(index.read_bytes())
+    data[-20] ^= 1
+    index.write_bytes(data)
+    with pytest.raises(CorruptCheckpoint, match="its own digest") as caught:
+        check(tmp_path / "a", 1.0, 1)
+    (problem,) = megackpt.verify(tmp_path / "a").problems
+    for text in (problem, str(caught.value)):
+        assert ("move megackpt.index away" in text) == (strategy is WITH)
+    if strategy is WITH:
+        index.unlink()  # the advice
+        check(tmp_path / "a", 1.0, 2)
+
+
 @pytest.mark.parametrize("damage", [lambda path: path.write_text("{}"), Path.unlink])
 def test_no_message_advises_to_remove_the_only_table(
     tmp_path: Path, damage: Callable[[Path], Any]
