@@ -8,7 +8,7 @@ import math
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -409,13 +409,15 @@ class Links:
             word = f"{SILENT} ({error})"
         else:
             word = f"{BROKEN} ({error!r})"
-        # After its last messages have reached the steps that wait for them.
-        self._loop.call_later(_DELIVERY, self._report_lost, link.rank, word)
+        # After its last messages have reached the steps that wait for them. Steps that begin
+        # meanwhile connect afresh.
+        steps = [s for s in tuple(self.steps.values()) if link.rank in s.awaited]
+        self._loop.call_later(_DELIVERY, self._report_lost, steps, link.rank, word)
 
-    def _report_lost(self, rank: int, word: str) -> None:
+    def _report_lost(self, steps: Sequence[Step], rank: int, word: str) -> None:
         if rank in self._links:  # it has connected again
             return
-        for step in tuple(self.steps.values()):
+        for step in steps:
             if rank in step.awaited:
                 self._report(step.call, Verdict({rank: word}))
 

@@ -161,6 +161,39 @@ def gather(tree, number, own=b"x", path="c"):
     return tree.start(tree.gather(made, own, b"".join))
 
 
+@pytest.fixture
+def linked():
+    """A parent and its child, with a connection."""
+    store = MemoryStore()
+    parent, child = (rank_tree.Tree(rank, 2, store) for rank in range(2))
+    for each in [gather(tree, 1) for tree in (parent, child)]:
+        each.result(10)
+    yield parent, child
+    parent.close()
+    child.close()
+
+
+async def lose(tree, rank, error):
+    """The connection to this rank breaks."""
+    link = tree._links[rank]
+    link.shut()
+    tree._lose(link, error)
+
+
+def test_a_lost_connection_does_not_fail_a_step_that_begins_after_it(linked):
+    parent, child = linked
+
+    async def begin():
+        await lose(parent, 1, TimeoutError("it connects afresh"))
+        step = parent.steps[1] = messages.Step(1, 2, 20.0, "write", "save", "c")
+        return await parent.gather(step, b"own ", b"".join)
+
+    gathered = parent.start(begin())
+    time.sleep(0.5)  # longer than the loss of a connection takes to fail a step
+    gather(child, 2, b"other").result(10)
+    assert gathered.result(10) == b"own other"
+
+
 @pytest.mark.parametrize(
     ("kind", "label", "payload"),
     [
