@@ -415,8 +415,8 @@ class Links:
         self._loop.call_later(_DELIVERY, self._report_lost, steps, link.rank, word)
 
     def _report_lost(self, steps: Sequence[Step], rank: int, word: str) -> None:
-        if rank in self._links:  # it has connected again
-            return
+        if rank in self._links:  # connected again; the messages in between may be lost
+            word = BROKEN
         for step in steps:
             if rank in step.awaited:
                 self._report(step.call, Verdict({rank: word}))
@@ -434,7 +434,11 @@ class Links:
         elif kind == STATE:
             self._on_state(link, call, number, Verdict.unpacked(payload))
         elif kind == REPORT:
-            self._report(call, Verdict.unpacked(payload))
+            verdict = Verdict.unpacked(payload)
+            # Of a broken connection the coordinator, and the ranks above, name the other end.
+            if verdict.missing.get(self.rank) == BROKEN:
+                verdict.missing[link.rank] = verdict.missing.pop(self.rank)
+            self._report(call, verdict)
         elif kind == FAILED:
             self._spawn(self._spread(call, Verdict.unpacked(payload)))
         elif self.verdict(call) is None:

@@ -194,6 +194,23 @@ def test_a_lost_connection_does_not_fail_a_step_that_begins_after_it(linked):
     assert gathered.result(10) == b"own other"
 
 
+def test_a_connection_that_replaces_a_lost_one_does_not_hide_the_loss(linked):
+    parent, _ = linked
+    gathered = gather(parent, 2)
+    near, far = socket.socketpair()
+    near.setblocking(False)
+
+    async def replace():
+        while not parent.steps[1].awaited:
+            await asyncio.sleep(0.01)
+        await lose(parent, 1, ConnectionResetError("reset"))
+        parent._add_link(1, near)
+
+    parent.start(replace()).result(10)
+    with far, pytest.raises(messages.CallFailed, match="connection broke"):
+        gathered.result(10)
+
+
 @pytest.mark.parametrize(
     ("kind", "label", "payload"),
     [
