@@ -150,7 +150,7 @@ class Task(Generic[T]):
             return
         try:
             value = self.work(self.advance)
-        except BaseException as raised:  # noqa: BLE001 - raised on all ranks
+        except BaseException as raised:  # noqa: BLE001 - torch has some; raised on all ranks
             error = raised
             if contain_exit and isinstance(raised, DEPARTURES):
                 error = RuntimeError(f"the work tried to end its thread: {raised!r}")

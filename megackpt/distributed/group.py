@@ -317,7 +317,7 @@ class RankGroup(Group):
             return Attempt(value), _pack(value)
         except DEPARTURES:
             raise
-        except BaseException as error:  # noqa: BLE001 - raised on all ranks
+        except BaseException as error:  # noqa: BLE001 - torch has some; raised on all ranks
             return Attempt(None, error), _pack(Failure.of(self.rank, error))
 
     def _results(self, stage: str, gathered: list[Packed], own: Attempt[T]) -> list[T]:

@@ -126,6 +126,7 @@ def _set_array(array: np.ndarray[Any, Any], state: Any) -> None:
         raise CorruptCheckpoint(
             f"a numpy array of shape {shape} and dtype {dtype} comes with other data"
         )
+    # numpy takes no np.bool here.
     array.__setstate__((version, shape, dtype, bool(fortran), data))  # type: ignore[arg-type]
 
 

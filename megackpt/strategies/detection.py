@@ -89,6 +89,6 @@ def _recognised(storage: Storage) -> tuple[dict[str, Backend], list[str]]:
                 found.setdefault(entry.name, reader_of(entry.name, entry.version))
         except StorageError:
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - others may succeed
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it must not hide other formats
             unasked.append(f"{entry.name}: {error}")
     return found, unasked
