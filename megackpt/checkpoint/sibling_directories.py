@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
+from contextlib import suppress
 
 from megackpt.backends.base import CONFIG
 from megackpt.checkpoint.index import INDEX
@@ -28,7 +30,8 @@ from megackpt.checkpoint.tables import METADATA
 from megackpt.storage import TEMPORARY, LocalStorage, unsafe_names
 
 _COMPARED = 1 << 30  # bytes; files beside a checkpoint, as of an export, are smaller
-_PASSES = 5  # over a replaced directory into which others still write
+_PASSES = 5  # over a directory into which others still write
+_PAUSE = 0.02  # seconds
 _OWN_FILES = f"{TEMPORARY}own-files"  # in a directory that is being removed
 
 
@@ -60,7 +63,9 @@ class SiblingDirectories:
         """Remove the directories that this save has taken from others."""
         for sibling in siblings(self.outer, self.name):
             if sibling.suffix == owner_suffix(save_id):
-                self._remove_sibling(sibling)
+                # Without the lock, the save that lost it may be removing it now.
+                with suppress(FileNotFoundError):
+                    self._remove_sibling(sibling)
 
     def _remove_sibling(self, sibling: Sibling) -> None:
         if self._marker_in(sibling) is not None:
@@ -72,18 +77,23 @@ class SiblingDirectories:
         """Remove a directory that no reader has seen. Its marker says so, and is removed last."""
         entry, marker = sibling.entry, PREFIX + sibling.save_id
         content = self.outer.get(f"{entry}/{marker}")
-        for name in self.outer.list(entry):
-            if name != marker:
-                self.outer.delete(f"{entry}/{name}")
-        self.outer.delete(f"{entry}/{marker}")
-        if not self.outer.remove_folder(entry):
-            self.outer.put(f"{entry}/{marker}", content)
-            logger.warning(
-                "%s/%s cannot be removed, the next save will: a rank of the save that "
-                "failed still writes into it",
-                self.outer.location,
-                entry,
-            )
+        for _ in range(_PASSES):
+            for name in self.outer.list(entry):
+                if name != marker:
+                    self.outer.delete(f"{entry}/{name}")
+            self.outer.delete(f"{entry}/{marker}")
+            if self.outer.remove_folder(entry):
+                return
+            # Not by its path: a folder that another save removes meanwhile must not come back.
+            with suppress(FileNotFoundError):
+                self.outer.folder(entry).put(marker, content)
+            time.sleep(_PAUSE)
+        logger.warning(
+            "%s/%s cannot be removed, the next save will: a rank of the save that "
+            "failed still writes into it",
+            self.outer.location,
+            entry,
+        )
 
     def _retire(self, entry: str) -> None:
         """Move the entries of others from a replaced directory to the target, and remove it."""

@@ -299,10 +299,12 @@ class LocalStorage(Storage):
             return True
 
     def remove_folder(self, name: str) -> bool:
-        """Remove a folder durably. False if it is not empty."""
+        """Remove a folder durably, if it exists. False if it is not empty."""
         with self._refusals("remove", name):
             try:
                 os.rmdir(name, dir_fd=self._fd)
+            except FileNotFoundError:
+                return True
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
