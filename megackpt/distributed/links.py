@@ -298,8 +298,8 @@ class Links:
             for task in late:
                 task.cancel()
             await asyncio.gather(*sends, return_exceptions=True)
-        others = [step for step in tuple(self.steps.values()) if step.call != call]
-        if all(self._failure(step.call).done() for step in others):
+        waiting = [step.call for step in tuple(self.steps.values()) if step.awaited]
+        if all(other == call or self._failure(other).done() for other in waiting):
             # TCP repeats what was lost only after long pauses, so the next call connects afresh.
             for rank, word in verdict.missing.items():
                 link = self._links.get(rank)
