@@ -47,7 +47,8 @@ class Task(Generic[T]):
     ) -> None:
         """``on_progress`` is also called with the bytes of each progress.
 
-        ``timeout``: of the save or load. ``run`` gives up work that makes no progress for nearly as long.
+        ``timeout``: of the save or load. ``run`` gives up work that makes no progress for nearly
+        as long.
         """
         self.work = work
         self._patience: float | None = None
@@ -134,8 +135,8 @@ class Task(Generic[T]):
     def _give_up(self, patience: float) -> None:
         written = f" after {self.done} of {self.todo} bytes" if self.todo else ""
         reason = StorageError(
-            f"{self.name}: the storage has not answered for {patience:g} s, and is given up{written}: "
-            "check the disk; if it is only slow, give a longer timeout"
+            f"{self.name}: the storage has not answered for {patience:g} s, and is given up"
+            f"{written}: check the disk; if it is only slow, give a longer timeout"
         )
         self.stuck = True
         self.finish(Attempt(None, self.cancel(reason)))

@@ -37,8 +37,8 @@ Streams = Mapping[int, Stream]
 _NO_TOKEN = -(2**63) + 1
 
 COMPRESSED_BYTES = 1 << 20
-"""Larger broadcasts are compressed. Rank 0 sends the manifest of a load to each of its children, and
-each of them sends it on."""
+"""Larger broadcasts are compressed. Rank 0 sends the manifest of a load to each of its children,
+and each of them sends it on."""
 
 
 class Busy(CheckpointingException):
