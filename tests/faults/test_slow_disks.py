@@ -249,7 +249,12 @@ def test_a_signal_reaches_a_rank_whose_disk_hangs(
         megackpt.save(state_of(1.0), tmp_path / "a")
     hang.end()
     megackpt.save(state_of(2.0), tmp_path / "a")
+    # The thread that hung removes the files of its save.
+    deadline = time.monotonic() + 20
+    while os.listdir(tmp_path) != ["a"] and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert os.listdir(tmp_path) == ["a"]
+    assert value_of(tmp_path / "a") == 2.0
 
 
 def test_without_a_free_thread_the_save_works_on_its_own(
