@@ -244,9 +244,14 @@ def test_a_signal_reaches_a_rank_whose_disk_hangs(
 ) -> None:
     monkeypatch.setattr("megackpt.limits.WORKER_STOP_SECONDS", 0.1)
     hang = Hang(monkeypatch, files, "_sync_file")
+    # A shell starts processes in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        megackpt.save(state_of(1.0), tmp_path / "a")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            megackpt.save(state_of(1.0), tmp_path / "a")
+    finally:
+        signal.signal(signal.SIGINT, before)
     hang.end()
     megackpt.save(state_of(2.0), tmp_path / "a")
     # The thread that hung removes the files of its save.
