@@ -332,15 +332,29 @@ def test_every_step_is_told() -> None:
     ("asked", "told"),
     [
         (["--dp=3", "--ep=2"], "does not divide"),
-        (["--heads=3"], "heads must divide"),
-        (["--dp=16385"], "more than the 16384"),
-        (["--dtype=float1"], "unknown dtype"),
-        (["--format=nothing"], "nothing"),
         (["--tp=0"], "argument --tp: 0 is not from 1 to"),
-        (["--vocabulary-multiple=0"], "argument --vocabulary-multiple: 0 is not"),
-        (["--load-tp=2", "--load-ranks=0"], "argument --load-ranks: 0 is not"),
-        (["--hidden=99999999999"], "argument --hidden: 99999999999 is not"),
-        (["--experts=-1"], "argument --experts: -1 is not"),
+        pytest.param(["--heads=3"], "heads must divide", marks=pytest.mark.slow),
+        pytest.param(["--dp=16385"], "more than the 16384", marks=pytest.mark.slow),
+        pytest.param(["--dtype=float1"], "unknown dtype", marks=pytest.mark.slow),
+        pytest.param(["--format=nothing"], "nothing", marks=pytest.mark.slow),
+        pytest.param(
+            ["--vocabulary-multiple=0"],
+            "argument --vocabulary-multiple: 0 is not",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--load-tp=2", "--load-ranks=0"],
+            "argument --load-ranks: 0 is not",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--hidden=99999999999"],
+            "argument --hidden: 99999999999 is not",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--experts=-1"], "argument --experts: -1 is not", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(asked: list[str], told: str) -> None:
