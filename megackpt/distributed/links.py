@@ -48,9 +48,13 @@ from megackpt.errors import name_ranks
 
 logger = logging.getLogger("megackpt.distributed")
 
-_DELIVERY = 0.02  # seconds
+_DELIVERY = 0.02
+"""Seconds until the steps that wait have taken the last messages of a connection that is lost."""
 _GRACE = 0.2  # seconds in which rank 0 collects reports of one failure
 _VERDICT_SECONDS = 3.0  # after these a rank does not wait for rank 0's verdict
+_RETURN_SECONDS = 5.0
+"""In the first step of a call a rank has these to connect again, if its last connection was closed.
+A rank that believed this one to be silent closes it, too."""
 _CROSSED_SECONDS = 2.0
 """Two ranks that wait for each other in different calls report it after these."""
 _CAUSE_SECONDS = 5.0
@@ -143,9 +147,11 @@ class Links:
                         step.awaited |= ranks
                         waiting.append(future)
                 if not step.awaited:
+                    if self.parent is None and step.call in self._reports:
+                        await self._failed(step)  # the verdict follows the report
                     return
                 ended = {r: self._ended[r] for r in step.awaited if r in self._ended}
-                if ended:
+                if ended and (step.number > 1 or step.elapsed > _RETURN_SECONDS):
                     self._report(step.call, Verdict(ended))
                 elif step.elapsed > seconds:
                     self._report(step.call, self._missing(step))
