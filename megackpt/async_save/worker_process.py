@@ -133,7 +133,7 @@ class WorkerProcess:
             error: Exception = RuntimeError(text)
         else:
             error = message.kind(message.text)
-        error.__cause__ = _RemoteTraceback(message.story)
+        error.__cause__ = _RemoteTraceback(message.details)
         return Attempt(None, error)
 
     def kill(self) -> None:

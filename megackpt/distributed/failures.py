@@ -62,16 +62,16 @@ class Failure:
     rank: int
     kind: type[CheckpointingException] | None
     text: str
-    story: str
+    details: str
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """``kind`` is None for an exception that is not ours, or that others cannot import."""
-        story = "".join(traceback.format_exception(error))
+        details = "".join(traceback.format_exception(error))
         text = format_error(error)
         if isinstance(error, CheckpointingException) and _can_be_pickled(type(error)):
-            return cls(rank, type(error), text, story)
-        return cls(rank, None, f"{type(error).__name__}: {text}", story)
+            return cls(rank, type(error), text, details)
+        return cls(rank, None, f"{type(error).__name__}: {text}", details)
 
 
 def for_all_ranks(
@@ -90,12 +90,12 @@ def for_all_ranks(
     by_text = _by_text(failures, size)
     lines = [f"{_what_failed(stage)}: {len(failures)} of {size} ranks failed"]
     for text, first in by_text[:TRACEBACKS_SHOWN]:
-        lines += [_indented(text), _indented(first.story, by=4)]
+        lines += [_indented(text), _indented(first.details, by=4)]
     left = len(by_text) - TRACEBACKS_SHOWN
     if left > 0:
         lines.append(f"  and {left} more tracebacks, in .failures of this exception")
-    stories = {failure.rank: failure.story for failure in failures}
-    return RankFailure("\n".join(lines), stories)
+    tracebacks = {failure.rank: failure.details for failure in failures}
+    return RankFailure("\n".join(lines), tracebacks)
 
 
 def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
@@ -107,21 +107,22 @@ def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
         return (failure.kind or CheckpointingException)(failure.text)
     failure = Failure.of(0, error)
     text = f"{_what_failed(stage)}: the coordinator failed: {failure.text}\n"
-    text += _indented(failure.story)
-    return RankFailure(text, {0: failure.story})
+    text += _indented(failure.details)
+    return RankFailure(text, {0: failure.details})
 
 
 def of_single_process(stage: str, error: BaseException) -> RankFailure:
     """What a single process raises for an error that is not ours; raise it ``from`` that error."""
     failure = Failure.of(0, error)
-    return RankFailure(f"{_what_failed(stage)}: {failure.text}", {0: failure.story})
+    return RankFailure(f"{_what_failed(stage)}: {failure.text}", {0: failure.details})
 
 
 def parted(stage: str, rank: int, error: BaseException) -> RankLost:
     """What a rank raises that leaves the others; raise it ``from`` its error."""
     failure = Failure.of(rank, error)
     return RankLost(
-        f"{_what_failed(stage)}: rank {rank} {departure(error)}", {rank: failure.story}
+        f"{_what_failed(stage)}: rank {rank} {departure(error)}",
+        {rank: failure.details},
     )
 
 

@@ -31,10 +31,11 @@ def unsafe_names(names: Iterable[str]) -> list[str]:
     unsafe = []
     for name in names:
         is_safe = _SAFE.fullmatch(name) is not None
-        try:
-            os.fsencode(name)
-        except UnicodeEncodeError:
-            is_safe = False
+        if not name.isascii():
+            try:
+                os.fsencode(name)
+            except UnicodeEncodeError:
+                is_safe = False
         if not is_safe:
             unsafe.append(name)
     return unsafe
