@@ -36,8 +36,7 @@ from megackpt.errors import (
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
 from megackpt.storage import LocalStorage, SingleFile
 from megackpt.testing import BackendSuite, ThreadedGroup, Whole, World
-
-State = dict[str, torch.Tensor]
+from tests.backends.torch_files import State, same, whole
 
 
 def tensors() -> State:
@@ -49,23 +48,6 @@ def tensors() -> State:
         "flag": torch.tensor([True, False, True]),
         "scalar": torch.tensor(2.5),
         "none": torch.zeros(0, 4),
-    }
-
-
-def same(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
-) -> None:
-    assert set(found) == set(expected)
-    for key, tensor in expected.items():
-        assert found[key].dtype == tensor.dtype
-        assert found[key].shape == tensor.shape
-        assert torch.equal(found[key], tensor), key
-
-
-def whole(state: State) -> dict[str, Any]:
-    return {
-        key: ShardedTensor.from_rank_offsets(key, t, replica_id=0)
-        for key, t in state.items()
     }
 
 

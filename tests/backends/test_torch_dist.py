@@ -33,16 +33,15 @@ from tests.backends.torch_dist_states import (
     SAVE_ID,
     Held,
     Saved,
-    assert_same,
     foreign,
     halves,
     load,
     load_all,
     piece,
-    random,
     save,
     thing,
 )
+from tests.bits import assert_same, bits
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:ComplexHalf support", "ignore:`torch_dist`"
@@ -52,14 +51,12 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(scope="module")
 def model() -> dict[str, torch.Tensor]:
     tensors = {
-        f"layer.{dtype}": random((6, 5), dtype, i) for i, dtype in enumerate(DTYPES)
+        f"layer.{dtype}": bits((6, 5), dtype, i) for i, dtype in enumerate(DTYPES)
     }
-    tensors |= {
-        f"scalar.{dtype}": random((), dtype, i) for i, dtype in enumerate(DTYPES)
-    }
+    tensors |= {f"scalar.{dtype}": bits((), dtype, i) for i, dtype in enumerate(DTYPES)}
     tensors |= {
         "empty": torch.empty(0, 3),
-        "large": random((1700, 400), "float32"),
+        "large": bits((1700, 400), "float32"),
         "ü/odd key": torch.ones(1, 1, 4),
     }
     return tensors

@@ -28,13 +28,12 @@ from megackpt.planning.manifest import (
 )
 from megackpt.storage import LocalStorage
 from tests.backends.torch_dist_states import (
-    assert_same,
     foreign,
     load,
     load_all,
     piece,
-    random,
 )
+from tests.bits import assert_same, bits
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -60,7 +59,7 @@ class TestForeign:
     def test_stock_dcp(self, tmp_path: Path) -> None:
         base = torch.arange(20.0)
         state = {
-            "plain": random((900, 700), "bfloat16"),
+            "plain": bits((900, 700), "bfloat16"),
             "nested": {
                 "x": torch.tensor(2.0),
                 "text": "hi",
@@ -87,7 +86,7 @@ class TestForeign:
     def test_only_the_ranges_needed_are_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        big = random((4096, 512), "float32")
+        big = bits((4096, 512), "float32")
         dcp.save({"w": big}, checkpoint_id=tmp_path, no_dist=True)
         here = foreign(tmp_path)
         count = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,37 +132,6 @@ def foreign(path: Path) -> Saved:
     backend = TorchDist()
     assert backend.recognises(root)
     return Saved(root, backend.read_manifest(root))
-
-
-def octets(tensor: torch.Tensor) -> bytes:
-    return (
-        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-        if tensor.numel()
-        else b""
-    )
-
-
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert octets(found) == octets(expected)
-
-
-def random(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
-    """Any bits at all, but for bool, which has two values."""
-    top = 2 if dtype == "bool" else 256
-    size = math.prod(shape) * ITEMSIZE[dtype]
-    bits = torch.randint(
-        0,
-        top,
-        (size,),
-        dtype=torch.uint8,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return (
-        bits.view(getattr(torch, dtype)).reshape(shape)
-        if size
-        else torch.empty(shape, dtype=getattr(torch, dtype))
-    )
 
 
 def halves(rows: int, columns: int) -> list[Box]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -18,38 +17,12 @@ from megackpt import ShardedObject, ShardedTensor
 from megackpt.checkpoint import open_checkpoint
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.testing import ThreadedGroup
+from tests.bits import assert_same, bits, octets
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
 DTYPES = [name for name in ITEMSIZE if name != OBJECT]
 KINDS = ("nested", "dtensor", "fsdp2")
-
-
-def bits(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
-    """Any bits at all, but for bool, which has two values."""
-    top = 2 if dtype == "bool" else 256
-    size = math.prod(shape) * ITEMSIZE[dtype]
-    octets = torch.randint(
-        0,
-        top,
-        (size,),
-        dtype=torch.uint8,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return octets.view(getattr(torch, dtype)).reshape(shape)
-
-
-def octets(tensor: torch.Tensor) -> bytes:
-    return (
-        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-        if tensor.numel()
-        else b""
-    )
-
-
-def assert_same(found: torch.Tensor, expected: torch.Tensor, key: str = "") -> None:
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), key
-    assert octets(found) == octets(expected), key
 
 
 def whole() -> dict[str, torch.Tensor]:

@@ -32,6 +32,7 @@ from megackpt.loader.row_reader import read_rows
 from megackpt.state import declare
 from megackpt.storage.files import LocalReader
 from megackpt.testing import ThreadedGroup
+from tests.bits import assert_same
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 LAYOUT_C = GOLDEN / "synthetic-layout-c"
@@ -43,19 +44,6 @@ OLD = "megatron.core.dist_checkpointing.strategies.torch"
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch_dist`", "ignore:torch.distributed is disabled"
 )
-
-
-def octets(tensor: torch.Tensor) -> bytes:
-    return (
-        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-        if tensor.numel()
-        else b""
-    )
-
-
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert octets(found) == octets(expected)
 
 
 def change(folder: Path, edit: Callable[[Any], Any]) -> Path:

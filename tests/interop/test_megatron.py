@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import megackpt
 from megackpt.checkpoint import open_checkpoint
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.testing import ThreadedGroup
+from tests.bits import bits, octets
 
 pytestmark = [
     pytest.mark.megatron,
@@ -41,20 +41,6 @@ CONTENT = {"singleton_local_shards": False, "kinds": ["a", "b"]}
 
 
 # ---- one state, declared alike with Megatron's classes and with ours
-
-
-def bits(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
-    """Any bits at all, but for bool, which has two values."""
-    top = 2 if dtype == "bool" else 256
-    size = math.prod(shape) * ITEMSIZE[dtype]
-    octets = torch.randint(
-        0,
-        top,
-        (size,),
-        dtype=torch.uint8,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return octets.view(getattr(torch, dtype)).reshape(shape)
 
 
 def whole() -> dict[str, torch.Tensor]:
@@ -220,14 +206,6 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
     else:
         assert type(found) is type(expected), where
         assert found == expected, where
-
-
-def octets(tensor: torch.Tensor) -> bytes:
-    return (
-        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-        if tensor.numel()
-        else b""
-    )
 
 
 def loaded_equals(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+import megackpt
 from megackpt import ShardedTensor
 from megackpt.checkpoint import open_checkpoint
 
@@ -42,6 +43,18 @@ def saved_as(directory: Path) -> tuple[str, int]:
 
 
 # -- which format a directory is of
+
+
+def load_over(group, directory: Path, asked) -> list[float]:
+    """``w`` as the ranks of this group load it, each the whole of it."""
+    loaded = megackpt.load(
+        state(),
+        directory,
+        asked,
+        validate_access_integrity=False,
+        process_group=group,
+    )
+    return loaded["w"].tolist()
 
 
 def bare(directory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from megackpt.strategies import (
     register_default_strategy,
 )
 from megackpt.testing import ThreadedGroup
-from tests.strategies.plugged import ROOT, bare, state
+from tests.strategies.plugged import ROOT, bare, load_over, state
 
 # -- Megatron's defaults
 
@@ -118,21 +119,11 @@ def test_what_is_registered_for_loading_is_what_loads(tmp_path, gone):
     register_default_strategy(LOAD, "torch_dist", 1, counting)
     Counting.reads_done.clear()
 
-    def load(group, asked):
-        loaded = megackpt.load(
-            state(),
-            tmp_path / "c",
-            asked,
-            validate_access_integrity=False,
-            process_group=group,
-        )
-        return loaded["w"][0].item()
-
     for asked in (None, "torch_dist", ("torch_dist", 1), Strategy("torch_dist")):
-        assert ThreadedGroup.run(2, lambda group, asked=asked: load(group, asked)) == [
-            8.0,
-            8.0,
-        ]
+        loads = ThreadedGroup.run(
+            2, partial(load_over, directory=tmp_path / "c", asked=asked)
+        )
+        assert loads == [[8.0] * 4] * 2
     assert len(Counting.reads_done) >= 8
     seen = len(Counting.reads_done)
     assert load_alone(tmp_path / "c", TorchDist()) == 8.0
@@ -152,14 +143,7 @@ def test_what_is_registered_for_loading_says_who_reads(tmp_path):
     register_default_strategy(LOAD, "zarr", 2, wrapped)
 
     def exchanged(group, asked):
-        loaded = megackpt.load(
-            state(),
-            tmp_path / "c",
-            asked,
-            validate_access_integrity=False,
-            process_group=group,
-        )
-        assert loaded["w"].tolist() == [8.0] * 4
+        assert load_over(group, tmp_path / "c", asked) == [8.0] * 4
         return "exchange" in group.log
 
     for asked in (None, "zarr", ("zarr", 2)):

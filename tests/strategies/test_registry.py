@@ -16,7 +16,15 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.zarr import Zarr
 from megackpt.checkpoint import open_checkpoint
 from megackpt.testing import ThreadedGroup
-from tests.strategies.plugged import BACKEND, ROOT, bare, saved_as, state, with_line
+from tests.strategies.plugged import (
+    BACKEND,
+    ROOT,
+    bare,
+    load_over,
+    saved_as,
+    state,
+    with_line,
+)
 
 # -- names
 
@@ -232,27 +240,21 @@ def test_a_directory_of_two_formats_is_an_error_that_says_how_to_choose(tmp_path
     megackpt.save(state(4.0), tmp_path / "c")
     bare(tmp_path / "c")
 
-    def load(group, asked):
-        loaded = megackpt.load(
-            state(),
-            tmp_path / "c",
-            asked,
-            validate_access_integrity=False,
-            process_group=group,
-        )
-        return loaded["w"].tolist()
-
     told = (
         f"{tmp_path}/c can be read as 'torch_dist' and as 'mine', and has no metadata.json that says which: "
         "choose by sharded_strategy='torch_dist'"
     )
-    for error in ThreadedGroup.outcomes(2, lambda group: load(group, None)):
+    for error in ThreadedGroup.outcomes(
+        2, lambda group: load_over(group, tmp_path / "c", None)
+    ):
         assert isinstance(error, BackendError)
         assert told in str(error)
     assert megackpt.check_is_distributed_checkpoint(tmp_path / "c")
     for asked in ("mine", ("mine", 1), Strategy("torch_dist"), TorchDist()):
         assert (
-            ThreadedGroup.run(2, lambda group, asked=asked: load(group, asked))
+            ThreadedGroup.run(
+                2, lambda group, asked=asked: load_over(group, tmp_path / "c", asked)
+            )
             == [[4.0] * 4] * 2
         )
     with pytest.raises(BackendError, match="can be read as 'torch_dist' and as 'mine'"):
