@@ -76,6 +76,17 @@ class Source(Protocol):
         """
 
 
+def views(data: Source, rows: Sequence[int]) -> Sequence[memoryview | None]:
+    """For each row its bytes, if they are in memory and stay there while ``data`` exists.
+
+    None: only ``data.blocks`` gives them, as of all rows of a source without a method ``views``.
+    """
+    if not hasattr(data, "views"):
+        return [None] * len(rows)
+    found: Sequence[memoryview | None] = data.views(rows)
+    return found
+
+
 class Target(Protocol):
     """The destination of a load. Several threads use it, on disjoint regions."""
 

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -124,6 +124,14 @@ class HostCopy:
         self.buffer.wait_for_devices()
         start = int(self.starts[row])
         yield self.buffer.memory[start : start + int(self.lengths[row])].data
+
+    def views(self, rows: Sequence[int]) -> list[memoryview]:
+        """The bytes of these rows. They stay while this copy exists."""
+        self.buffer.wait_for_devices()
+        memory = self.buffer.memory.data
+        starts = self.starts[rows].tolist()
+        stops = (self.starts[rows] + self.lengths[rows]).tolist()
+        return [memory[a:b] for a, b in zip(starts, stops, strict=True)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.buffer.wait_for_devices()  # the other process has no access to the events

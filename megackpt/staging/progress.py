@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +33,14 @@ class CountedSource:
 
     source: Blocks
     advance: Callable[[int], None]
+
+    def views(self, rows: Sequence[int]) -> Sequence[memoryview | None]:
+        """See ``TensorSource.views``: none of a source without this method."""
+        if not hasattr(self.source, "views"):
+            return [None] * len(rows)
+        views: Sequence[memoryview | None] = self.source.views(rows)
+        self.advance(sum(len(view) for view in views if view is not None))
+        return views
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         for block in self.source.blocks(row):

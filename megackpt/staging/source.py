@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,6 +62,11 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     # elements. Flattening keeps that stride, and torch then refuses the view as bytes.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
+
+
+MEMORY = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
+"""All memory of this process. A slice of it costs a fraction of a tensor's own view, and does not
+keep the tensor alive."""
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -164,6 +171,22 @@ class TensorSource:
         item = self.plan.row(row)
         holder = self.holders.row(source, len(item.meta.shape))
         return region(value.detach(), holder, item.shard.box)
+
+    def views(self, rows: Sequence[int]) -> list[memoryview | None]:
+        """For each row its bytes, if it is a whole tensor whose memory holds them as they are.
+
+        They are valid while this source exists, and its tensors keep their memory.
+        """
+        views: list[memoryview | None] = []
+        for row in rows:
+            source, whole = self.rows[row]
+            value = self.held[source]
+            view = None
+            if whole and isinstance(value, torch.Tensor) and is_plain_memory(value):
+                start = value.data_ptr()
+                view = MEMORY[start : start + value.nbytes]
+            views.append(view)
+        return views
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         if not isinstance(self.held[self.rows[row][0]], torch.Tensor):

@@ -98,6 +98,9 @@ def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
 
 def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """Divide the buffers into lists for one writev each: limited vectors, limited bytes."""
+    if len(buffers) <= _VECTORS and sum(b.nbytes for b in buffers) <= _BATCH:
+        yield list(_flat(buffers))
+        return
     batch: list[memoryview] = []
     room = _BATCH
     for view in _flat(buffers):
@@ -116,6 +119,8 @@ def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def _after(batch: list[memoryview], done: int) -> list[memoryview]:
     """Return the rest of the batch after its first ``done`` bytes."""
+    if done == sum(map(len, batch)):
+        return []
     for i, view in enumerate(batch):
         if done < len(view):
             return [view[done:], *batch[i + 1 :]]

@@ -67,7 +67,12 @@ def data_of(data: Any, row: int) -> bytes:
 
 
 def all_rows(data: Any, source: TensorSource) -> list[bytes]:
-    return [data_of(data, row) for row in range(len(source.plan))]
+    rows = [data_of(data, row) for row in range(len(source.plan))]
+    views = data.views(range(len(rows)))
+    assert any(view is not None for view in views)
+    for row, view in zip(rows, views, strict=True):
+        assert view is None or view == row
+    return rows
 
 
 def expected(source: TensorSource) -> list[bytes]:
@@ -175,7 +180,7 @@ def test_tensors_of_all_kinds_without_a_copy(
     for most in (None, 64):
         source = source_of([*kinds(dtype), lambda: b"blob"], most)
         rows = expected(source)
-        assert [data_of(source, row) for row in range(len(rows))] == rows
+        assert all_rows(source, source) == rows
 
 
 def test_parameters_and_other_subclasses() -> None:

@@ -7,28 +7,35 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from megackpt.backends.archives import ALIGNMENT
-from megackpt.backends.base import Source, WrittenRow, write_result
+from megackpt.backends.base import Source, views
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.torch_dist.record_frame import frame
 from megackpt.errors import BackendError
+from megackpt.planning.box import Int64, runs
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     ITEMSIZE,
-    Location,
     SavePlan,
     WriteResult,
+    digest_rows,
+    table_of,
 )
 from megackpt.storage import FileWriter, Storage, digest
 
 BATCH = 8 << 20
 """Bytes of small records that one write gathers."""
+_TOGETHER = 256
+"""Rows whose bytes are looked up together."""
 VIEWS = 1024
 """Buffers that one write takes."""
+SMALL = 64 << 10
+"""Bytes of a tensor, with which Python's work for it counts more than the copy of its bytes."""
 
 
 @dataclass(frozen=True)
@@ -110,37 +117,68 @@ def write_files(
 ) -> WriteResult:
     """Write all files, one thread each, durably."""
     with ThreadPoolExecutor(max(len(parts), 1), "megackpt-write") as pool:
-        jobs = [pool.submit(_write_file, root, part, plan, data) for part in parts]
-    written: dict[int, WrittenRow] = {}
+        lengths = plan.lengths
+        jobs = []
+        for part in parts:
+            nbytes = lengths[part.rows]
+            jobs.append(pool.submit(_write_file, root, part, nbytes, plan, data))
+    place = np.empty((2, len(plan)), np.int64)
+    digests = [b""] * len(plan)
+    names = [""] * len(plan)
     for part, job in zip(parts, jobs, strict=True):
-        for row, record in zip(part.rows, job.result(), strict=True):
-            place = Location(part.name, record.start, record.length)
-            written[row] = place, record.digests
-    return write_result(plan, written)
+        written = job.result()
+        place[:, part.rows] = np.array([record[:2] for record in written]).T
+        for row, record in zip(part.rows, written, strict=True):
+            digests[row] = record.digests
+            names[row] = part.name
+    files, file = table_of(names)
+    hashed = digest_rows(b"".join(digests))
+    return WriteResult.of_rows(plan.boxes, files, file, place[0], place[1], hashed)
 
 
 def _write_file(
-    root: Storage, part: FilePart, plan: SavePlan, data: Source
+    root: Storage, part: FilePart, nbytes: Int64, plan: SavePlan, data: Source
 ) -> list[WrittenRecord]:
-    items = [plan.row(row) for row in part.rows]
+    """Write these rows, of so many bytes each."""
     written: list[WrittenRecord] = []
     with root.create(part.name) as writer:
-        writer.expect(sum(item.nbytes for item in items))
+        writer.expect(int(nbytes.sum()))
         records = Records(writer)
-        for row, item in zip(part.rows, items, strict=True):
-            blocks = data.blocks(row)
-            if item.meta.is_object:
-                written.append(records.blob(blocks))
-                continue
-            record = records.tensor(item.meta.dtype, item.shard.box.shape, blocks)
-            if record.length != item.nbytes:
-                raise BackendError(
-                    f"{item.shard} should have {item.nbytes} bytes, "
-                    f"but {record.length} came from the model"
-                )
-            written.append(record)
+        # Objects, large tensors and small ones are apart: most neighbours are alike.
+        small = (nbytes > 0) & (nbytes <= SMALL)
+        bounds = runs(small + 2 * (np.arange(len(small)) // _TOGETHER)).tolist()
+        for first, last in pairwise(bounds):
+            rows = part.rows[first:last]
+            found: Sequence[memoryview | None] = [None] * len(rows)
+            if small[first]:
+                found = views(data, rows)
+            shapes = plan.boxes.shape[rows].tolist()
+            sizes = nbytes[first:last].tolist()
+            for row, shape, size, view in zip(rows, shapes, sizes, found, strict=True):
+                if view is None or len(view) != size:
+                    written.append(_write_row(records, row, plan, data))
+                else:
+                    meta = plan.tensors[plan.tensor[row]].meta
+                    extents = tuple(shape[: len(meta.shape)])
+                    written.append(records.whole(meta.dtype, extents, view))
         records.end()
     return written
+
+
+def _write_row(
+    records: Records, row: int, plan: SavePlan, data: Source
+) -> WrittenRecord:
+    item = plan.row(row)
+    blocks = data.blocks(row)
+    if item.meta.is_object:
+        return records.blob(blocks)
+    record = records.tensor(item.meta.dtype, item.shard.box.shape, blocks)
+    if record.length != item.nbytes:
+        raise BackendError(
+            f"{item.shard} should have {item.nbytes} bytes, "
+            f"but {record.length} came from the model"
+        )
+    return record
 
 
 class Records:
@@ -168,22 +206,35 @@ class Records:
         self, dtype: str, shape: tuple[int, ...], blocks: Iterator[memoryview]
     ) -> WrittenRecord:
         """Write the archive of a C-order tensor. Returns the place of its elements."""
-        padding = bytes(-(self._position + len(self._tail)) % ALIGNMENT)
-        head, ending = frame(dtype, shape)
-        self._add(memoryview(self._tail + padding + head))
-        self._tail = ending
+        self._add(self._frame(dtype, shape))
         return self._write_payload(blocks, math.prod(shape) * ITEMSIZE[dtype])
+
+    def whole(
+        self, dtype: str, shape: tuple[int, ...], data: memoryview
+    ) -> WrittenRecord:
+        """``tensor`` of one block of at most SMALL bytes, which stays as it is until ``end``."""
+        self._add(self._frame(dtype, shape), data)
+        return WrittenRecord(self._position - len(data), len(data), digest(data))
+
+    def _frame(self, dtype: str, shape: tuple[int, ...]) -> memoryview:
+        """The end of the last record, and the head of the next one."""
+        head, ending = frame(dtype, shape)
+        padding = bytes(-(self._position + len(self._tail)) % ALIGNMENT)
+        before = self._tail + padding + head
+        self._tail = ending
+        return memoryview(before)
 
     def end(self) -> None:
         self._add(memoryview(self._tail))
         self._tail = b""
         self._flush()
 
-    def _add(self, data: memoryview) -> None:
-        self._waiting.append(data)
-        self._size += len(data)
-        self._position += len(data)
-        if self._size >= BATCH or len(self._waiting) == VIEWS:
+    def _add(self, *parts: memoryview) -> None:
+        for data in parts:
+            self._waiting.append(data)
+            self._size += len(data)
+            self._position += len(data)
+        if self._size >= BATCH or len(self._waiting) >= VIEWS:
             self._flush()
 
     def _flush(self) -> None:
