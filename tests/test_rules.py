@@ -19,6 +19,7 @@ PLACES = {
         "backends/torch_dist",
         "megatron/torch_dcp",
         "adapters/checkpointable",
+        "manager/stateful",
     ),
     "torch.distributed.tensor": ("adapters/dtensor", "torch_versions"),
     "torch.distributed.device_mesh": ("adapters/dtensor",),
@@ -26,6 +27,7 @@ PLACES = {
 # What others may ask: who is there. What they may not: talk.
 QUESTIONS = (
     "ProcessGroup",
+    "get_process_group_ranks",
     "get_rank",
     "get_world_size",
     "is_initialized",

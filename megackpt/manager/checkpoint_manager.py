@@ -35,12 +35,13 @@ from megackpt.loader import load
 from megackpt.manager.latest_step import (
     ATTEMPTS,
     find_latest,
+    find_step,
     is_new_run,
-    newest_first,
 )
 from megackpt.manager.preemption import PreemptionNotice
 from megackpt.manager.retention import Retention, find_damage
 from megackpt.manager.run_directory import NAMINGS, TRACKERS, Step, list_run
+from megackpt.manager.stateful import StatefulObjects, split_arguments
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.saver import save
 from megackpt.state import ShardedStateDict
@@ -52,14 +53,6 @@ logger = logging.getLogger("megackpt.manager")
 T = TypeVar("T")
 
 _WORKERS = {False: None, True: "thread", "thread": "thread", "process": "process"}
-_MANAGER_OPTIONS = {
-    "checkpoint_dir",
-    "sharded_strategy",
-    "async_sharded_save",
-    "process_group",
-    "timeout",
-}
-"""Options of ``save`` and ``load`` that are the same for all steps of a manager."""
 _STRICTNESS_FOR_ALL_KEYS = (
     StrictHandling.RAISE_ALL,
     StrictHandling.RAISE_UNEXPECTED,
@@ -160,12 +153,16 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        sharded_state_dict: ShardedStateDict,
+        sharded_state_dict: ShardedStateDict | None = None,
         *,
         asynchronous: bool | None = None,
         **options: Any,
     ) -> None:
         """Save a step; collective.
+
+        ``save(step, model=model, optimizer=optimizer, extra={"epoch": 3})`` saves objects, by
+        names of your choice, in place of a declared state or beside it: modules (plain, DDP,
+        FSDP2), their optimizers, all that has ``state_dict`` and ``load_state_dict``, and dicts.
 
         An asynchronous save returns as soon as the tensors may be changed; ``poll`` commits it.
         If an asynchronous save of this step is running, it is finalized first and then replaced.
@@ -175,7 +172,7 @@ class CheckpointManager:
             sharded_state_dict: as for ``megackpt.save``.
             asynchronous: for this step, instead of the manager's setting; the kind of worker is
                 always the manager's.
-            options: of ``megackpt.save``, which also documents the errors.
+            options: of ``megackpt.save``, which also documents the errors; others are objects.
         """
         step = _as_step(step)
         if asynchronous is not None and type(asynchronous) is not bool:
@@ -183,7 +180,11 @@ class CheckpointManager:
                 f"asynchronous is True, False or None for one step, not {asynchronous!r}: the kind "
                 "of worker is the manager's"
             )
-        _refuse_manager_options(options)
+        options, objects = split_arguments(save, options)
+        if sharded_state_dict is None and not objects:
+            raise ValueError("nothing to save: give objects by name, or a state dict")
+        stateful = StatefulObjects(objects, self._process_group)
+        state = stateful.declare(sharded_state_dict)
         if asynchronous is None:
             asynchronous = self._worker is not None
         if step in self._in_flight:
@@ -195,7 +196,7 @@ class CheckpointManager:
         path = self.path(step)
         try:
             request = save(
-                sharded_state_dict,
+                state,
                 path,
                 self._strategy,
                 async_sharded_save=asynchronous,
@@ -207,6 +208,8 @@ class CheckpointManager:
             if not self._queue.failures.tolerates(error, path, is_coordinator):
                 raise
             return
+        finally:
+            stateful.reset()
         if request is None:
             self._queue.failures.succeeded()
             committed()
@@ -249,11 +252,14 @@ class CheckpointManager:
 
     def restore(
         self,
-        sharded_state_dict: ShardedStateDict,
+        sharded_state_dict: ShardedStateDict | None = None,
         step: int | None = None,
         **options: Any,
     ) -> Restored | None:
         """Load a step, or the newest good one; collective.
+
+        ``restore(model=model, optimizer=optimizer, extra={})`` restores the objects that ``save``
+        was given by the same names. ``state`` has their states, and those of dicts.
 
         If the newest step turns out to be damaged while it is read, the one before is loaded,
         with a warning. It must hold all requested keys, whatever ``strict`` says, as the tensors
@@ -263,7 +269,7 @@ class CheckpointManager:
         Args:
             sharded_state_dict: as for ``megackpt.load``.
             step: None for the newest.
-            options: of ``megackpt.load``.
+            options: of ``megackpt.load``; others are objects.
 
         Returns:
             None if the run has no complete checkpoint yet.
@@ -276,42 +282,16 @@ class CheckpointManager:
             MismatchError: the checkpoint does not fit the state, or after damage the one before
                 does not hold all keys.
         """
-        _refuse_manager_options(options)
-        wanted = self._agree_on_step(step)
-        if wanted is not None:
-            found = self._on_coordinator(lambda: self._find_step(wanted))
-            state = self._load(sharded_state_dict, found, options)
-            self._position = self._last_save, wanted
-            return Restored(wanted, state, ())
-        # Damage that was found by earlier calls does not count: reading may have failed once.
-        damaged: dict[str, str] = {}
-        replaced = 0
-        while True:
-            latest, skipped = self._on_coordinator(
-                lambda: find_latest(self._retention, lambda s: damaged.get(s.name))
-            )
-            if latest is None or latest.step is None:
-                if self._on_coordinator(partial(is_new_run, self.root, skipped)):
-                    return None
-                continue
-            try:
-                state = self._load(sharded_state_dict, latest, options)
-            except CheckpointReplaced:
-                replaced += 1
-                if replaced == ATTEMPTS:
-                    raise
-                continue
-            except (CorruptCheckpoint, NotACheckpoint, RankFailure) as error:
-                self._check_damage(latest, error, options)
-                text = "%s is damaged, going back to the one before: %s; that one must hold all "
-                logger.warning(text + "keys asked for", latest.name, error)
-                damaged[latest.name] = str(error)
-                strict = _strictness(options)
-                if strict not in _STRICTNESS_FOR_ALL_KEYS:
-                    options = options | {"strict": StrictHandling.RAISE_UNEXPECTED}
-                continue
-            self._position = self._last_save, latest.step
-            return Restored(latest.step, state, skipped)
+        options, objects = split_arguments(load, options)
+        stateful = StatefulObjects(objects, self._process_group)
+        found = self._restore(stateful.declare(sharded_state_dict), step, options)
+        if found is None:
+            stateful.reset()
+        else:
+            # With a strictness of RETURN_* the state is the first of three.
+            whole = found.state
+            stateful.load(whole[0] if isinstance(whole, tuple) else whole)
+        return found
 
     def on_signal(self, *signals: int) -> None:
         """Note these signals as a notice that this process will be ended. Only in the main thread.
@@ -410,6 +390,45 @@ class CheckpointManager:
             self._retention_thread = ThreadPoolExecutor(1, "megackpt-retention")
         self._retention_thread.submit(self._retention.apply, newest)
 
+    def _restore(
+        self, state_dict: ShardedStateDict, step: int | None, options: dict[str, Any]
+    ) -> Restored | None:
+        wanted = self._agree_on_step(step)
+        if wanted is not None:
+            found = self._on_coordinator(lambda: self._find_step(wanted))
+            state = self._load(state_dict, found, options)
+            self._position = self._last_save, wanted
+            return Restored(wanted, state, ())
+        # Damage that was found by earlier calls does not count: reading may have failed once.
+        damaged: dict[str, str] = {}
+        replaced = 0
+        while True:
+            latest, skipped = self._on_coordinator(
+                lambda: find_latest(self._retention, lambda s: damaged.get(s.name))
+            )
+            if latest is None or latest.step is None:
+                if self._on_coordinator(partial(is_new_run, self.root, skipped)):
+                    return None
+                continue
+            try:
+                state = self._load(state_dict, latest, options)
+            except CheckpointReplaced:
+                replaced += 1
+                if replaced == ATTEMPTS:
+                    raise
+                continue
+            except (CorruptCheckpoint, NotACheckpoint, RankFailure) as error:
+                self._check_damage(latest, error, options)
+                text = "%s is damaged, going back to the one before: %s; that one must hold all "
+                logger.warning(text + "keys asked for", latest.name, error)
+                damaged[latest.name] = str(error)
+                strict = _strictness(options)
+                if strict not in _STRICTNESS_FOR_ALL_KEYS:
+                    options = options | {"strict": StrictHandling.RAISE_UNEXPECTED}
+                continue
+            self._position = self._last_save, latest.step
+            return Restored(latest.step, state, skipped)
+
     def _agree_on_step(self, step: int | None) -> int | None:
         wanted = None
         if step is not None:
@@ -422,27 +441,10 @@ class CheckpointManager:
         return wanted
 
     def _find_step(self, step: int) -> Step:
-        """The step of this number, in any style. On rank 0."""
         if self._retention_thread is not None:
             # Wait for the removals that were submitted before.
             self._retention_thread.submit(str).result()
-        steps = newest_first(self._retention, step, step)
-        found = [other for other in steps if other.complete is not False]
-        if not found:
-            return Step(self._naming.name(step), "", step, False, "")
-        # Those of supported formats first.
-        found.sort(key=lambda s: s.complete is None)
-        for later in newest_first(self._retention, step + 1):
-            if later.complete:
-                logger.warning(
-                    "%s holds step %d, which is after step %d: it stays, and restore() without a "
-                    "step will find it; if the run is set back, remove the later steps",
-                    self.root,
-                    later.step,
-                    step,
-                )
-                break
-        return found[0]
+        return find_step(self._retention, step)
 
     def _load(
         self, state: ShardedStateDict, step: Step, options: dict[str, Any]
@@ -484,13 +486,6 @@ def _as_step(step: int) -> int:
     if number < 0:
         raise ValueError(f"a step is 0 or more, not {number}")
     return number
-
-
-def _refuse_manager_options(options: dict[str, Any]) -> None:
-    if names := sorted(_MANAGER_OPTIONS & options.keys()):
-        raise ValueError(
-            f"{', '.join(names)} cannot be given for one step: the manager's own is used for all"
-        )
 
 
 def _strictness(options: dict[str, Any]) -> StrictHandling:

@@ -1,4 +1,4 @@
-"""Finds the newest complete and undamaged step, from which a run continues. Runs on rank 0."""
+"""Finds the step from which a run continues: the newest good one, or a given one. On rank 0."""
 
 from __future__ import annotations
 
@@ -111,6 +111,27 @@ def _search(
                 retention.note_damage(step, problem)
         skipped.append(replace(step, reason=problem))
     return None, tuple(skipped)
+
+
+def find_step(retention: Retention, step: int) -> Step:
+    """The step of this number, in any style. Warns if there are later complete ones."""
+    steps = newest_first(retention, step, step)
+    found = [other for other in steps if other.complete is not False]
+    if not found:
+        return Step(retention.naming.name(step), "", step, False, "")
+    # Those of supported formats first.
+    found.sort(key=lambda s: s.complete is None)
+    for later in newest_first(retention, step + 1):
+        if later.complete:
+            logger.warning(
+                "%s holds step %d, which is after step %d: it stays, and restore() without a "
+                "step will find it; if the run is set back, remove the later steps",
+                retention.root,
+                later.step,
+                step,
+            )
+            break
+    return found[0]
 
 
 def is_new_run(root: str, skipped: tuple[Step, ...]) -> bool:

@@ -1,0 +1,149 @@
+"""What ``save`` and ``restore`` of a manager take by name: options, and objects with a state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from megackpt.adapters.dtensor import sharded
+from megackpt.errors import MismatchError
+from megackpt.state import ShardedStateDict
+
+_MANAGER_OPTIONS = {
+    "checkpoint_dir",
+    "sharded_strategy",
+    "async_sharded_save",
+    "process_group",
+    "timeout",
+}
+"""Options of ``save`` and ``load`` that are the same for all steps of a manager."""
+# The load itself has checked the keys.
+_AS_LOADED = StateDictOptions(strict=False)
+
+
+class StatefulObjects:
+    """Objects whose state is saved and restored, by name.
+
+    Args:
+        objects: modules, optimizers of these modules, other objects with ``state_dict`` and
+            ``load_state_dict`` (torch's Stateful protocol), and dicts of any values.
+        process_group: of the ranks that save, as for the manager.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], process_group: Any = None) -> None:
+        for name, value in objects.items():
+            if not isinstance(value, (Stateful, dict)):
+                raise TypeError(
+                    f"{name}={value!r} is neither an option nor an object with state_dict() and "
+                    "load_state_dict(), nor a dict; extra={...} takes other values"
+                )
+        self._objects = dict(objects)
+        self._among = None
+        if isinstance(process_group, dist.ProcessGroup):
+            self._among = dist.get_process_group_ranks(process_group)
+        self._new_optimizers: list[Optimizer] = []
+
+    def declare(self, others: ShardedStateDict | None) -> ShardedStateDict:
+        """The sharded state dict of all objects and of ``others``, which is declared already.
+
+        torch creates the state of an optimizer that has not made a step.
+        """
+        if not self._objects:
+            return others or {}
+        states: dict[Any, Any] = {}
+        for name, value in self._objects.items():
+            if isinstance(value, Module):
+                states[name] = get_model_state_dict(value)
+            elif isinstance(value, Optimizer):
+                states[name] = self._optimizer_state(name, value)
+            elif isinstance(value, dict):
+                states[name] = value
+            else:
+                states[name] = value.state_dict()
+        declared = sharded(states, among=self._among)
+        if others is None:
+            return declared
+        if twice := states.keys() & others.keys():
+            raise ValueError(f"{sorted(twice)} are in the state dict already")
+        return others | declared
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Give the objects their loaded states. A dict is not changed.
+
+        Raises MismatchError if the checkpoint has nothing for an object.
+        """
+        for name, value in self._objects.items():
+            if isinstance(value, dict):
+                continue
+            if name not in state:
+                raise MismatchError(
+                    f"the checkpoint holds no state of {name!r}; its state has "
+                    f"{', '.join(map(repr, state))}. Restore without {name}="
+                )
+            if isinstance(value, Module):
+                set_model_state_dict(value, state[name], options=_AS_LOADED)
+            elif isinstance(value, Optimizer):
+                module = self._module_of(name, value)
+                set_optimizer_state_dict(module, value, state[name])
+            else:
+                value.load_state_dict(state[name])
+
+    def reset(self) -> None:
+        """Remove the optimizers' states that ``declare`` created, once they are saved or unused."""
+        for optimizer in self._new_optimizers:
+            optimizer.state.clear()
+
+    def _optimizer_state(self, name: str, optimizer: Optimizer) -> Any:
+        is_new = not optimizer.state
+        module = self._module_of(name, optimizer)
+        state: Any = get_optimizer_state_dict(module, optimizer)
+        if is_new:
+            self._new_optimizers.append(optimizer)
+            # torch makes a step with zero gradients and counts it.
+            for values in state["state"].values():
+                if "step" in values:
+                    values["step"] = values["step"] * 0
+        return state
+
+    def _module_of(self, name: str, optimizer: Optimizer) -> Module:
+        """The module that has the optimizer's parameters."""
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for module in self._objects.values():
+            if isinstance(module, Module) and wanted <= set(
+                map(id, module.parameters())
+            ):
+                return module
+        raise ValueError(
+            f"{name}: none of the modules given has all parameters of this optimizer. Give the "
+            "module, too (model=...); for several modules, one torch.nn.ModuleDict of them"
+        )
+
+
+def split_arguments(
+    function: Callable[..., Any], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split keyword arguments into options of ``function`` and objects with a state.
+
+    Raises ValueError for options that are the same for all steps.
+    """
+    if names := sorted(_MANAGER_OPTIONS & given.keys()):
+        raise ValueError(
+            f"{', '.join(names)} cannot be given for one step: the manager's own is used for all"
+        )
+    known = inspect.signature(function).parameters
+    options = {name: value for name, value in given.items() if name in known}
+    objects = {name: value for name, value in given.items() if name not in known}
+    return options, objects

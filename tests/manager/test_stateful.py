@@ -1,0 +1,153 @@
+"""Objects given to a manager by name: their states are saved, and restored into them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megackpt.errors import MismatchError
+from megackpt.manager import CheckpointManager
+from tests.conftest import Ranks
+from tests.manager.runs import state
+
+
+class Training:
+    """A model, its optimizer and a scheduler; each step has a loss."""
+
+    def __init__(self, kind: str = "plain", **options: Any) -> None:
+        torch.manual_seed(3)
+        self.model: torch.nn.Module = torch.nn.Sequential(
+            torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 2)
+        )
+        if kind == "fsdp2":
+            fully_shard(
+                self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))
+            )
+        elif kind == "ddp":
+            self.model = DistributedDataParallel(self.model)
+        make = options.pop("optimizer", torch.optim.AdamW)
+        self.optimizer = make(self.model.parameters(), lr=0.05, **options)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+
+    def objects(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
+
+    def step(self) -> float:
+        data = torch.arange(24.0).reshape(4, 6) / 24
+        loss = (self.model(data) - 1).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss.item()
+
+
+SGD = {"optimizer": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5}
+
+
+@pytest.mark.parametrize("options", [{}, SGD, {"optimizer": torch.optim.Rprop}])
+def test_a_training_continues_with_the_same_losses(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    whole = Training(**options)
+    undisturbed = [whole.step() for _ in range(5)]
+    with CheckpointManager(tmp_path, asynchronous=True) as manager:
+        first = Training(**options)
+        assert manager.restore(**first.objects(), extra={}) is None
+        assert not first.optimizer.state  # as before the call
+        assert [first.step() for _ in range(3)] == undisturbed[:3]
+        manager.save(3, **first.objects(), extra={"epoch": 7, "seen": torch.ones(2)})
+        first.step()
+        second = Training(**options)
+        manager.finalize()
+        found = manager.restore(**second.objects(), extra={"seen": torch.zeros(2)})
+    assert found is not None
+    assert found.step == 3
+    assert found.state["extra"]["epoch"] == 7
+    assert found.state["extra"]["seen"].tolist() == [1, 1]
+    assert [second.step() for _ in range(2)] == undisturbed[3:]
+
+
+def test_an_optimizer_before_its_first_step(tmp_path: Path) -> None:
+    whole = Training()
+    manager = CheckpointManager(tmp_path)
+    manager.save(0, **whole.objects())
+    assert not whole.optimizer.state
+    undisturbed = [whole.step() for _ in range(3)]
+    second = Training()
+    second.step()
+    assert manager.restore(**second.objects()) is not None
+    assert [second.step() for _ in range(3)] == pytest.approx(undisturbed, abs=1e-6)
+
+
+def test_objects_beside_a_declared_state(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state(4), extra={"epoch": 2}, content_metadata={"by": "a test"})
+    found = manager.restore(state(-1), extra={}, strict="raise_unexpected")
+    assert found is not None
+    assert found.state["w"].eq(4).all()
+    assert found.state["extra"] == {"epoch": 2}
+    with pytest.raises(ValueError, match=r"\['value'\] are in the state dict already"):
+        manager.save(2, state(4), value={})
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    run, manager = Training(), CheckpointManager(tmp_path)
+    with pytest.raises(TypeError, match="overwite=False is neither an option nor"):
+        manager.save(1, model=run.model, overwite=False)
+    with pytest.raises(ValueError, match="timeout cannot be given for one step"):
+        manager.save(1, model=run.model, timeout=3)
+    with pytest.raises(ValueError, match="nothing to save"):
+        manager.save(1)
+    with pytest.raises(
+        ValueError, match="optimizer: none of the modules given has all"
+    ):
+        manager.save(1, optimizer=run.optimizer)
+    assert manager.steps() == ()
+    manager.save(1, model=run.model)
+    with pytest.raises(MismatchError, match=r"holds no state of 'scheduler'.* 'model'"):
+        manager.restore(model=run.model, scheduler=run.scheduler)
+
+
+def train(kind: str, root: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    training = Training(kind)
+    with CheckpointManager(root, asynchronous=True) as manager:
+        found = manager.restore(**training.objects())
+        first = found.step if found else 0
+        for step in range(first + 1, first + steps + 1):
+            loss = training.step()
+            if dist.get_rank() == 0:
+                print(step, loss)
+            manager.save(step, **training.objects())
+
+
+def losses(finished: list[Any]) -> list[tuple[int, float]]:
+    rows = map(str.split, finished[0].stdout.splitlines())
+    return [(int(step), float(loss)) for step, loss in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ranks_of_another_number_continue(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    whole = Training()
+    undisturbed = [
+        (step, pytest.approx(whole.step(), rel=1e-5)) for step in (1, 2, 3, 4, 5)
+    ]
+    assert losses(ranks(train, 2, kind, tmp_path, 2)) == undisturbed[:2]
+    other = "ddp" if kind == "fsdp2" else "fsdp2"
+    assert losses(ranks(train, 3, kind, tmp_path, 1)) == undisturbed[2:3]
+    assert losses(ranks(train, 1, other, tmp_path, 2)) == undisturbed[3:]
