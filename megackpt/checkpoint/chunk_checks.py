@@ -33,10 +33,12 @@ from megackpt.planning.manifest import (
     carried_dtype,
     digest_rows,
 )
-from megackpt.storage import FileReader, Storage, digest_blocks
+from megackpt.storage import FileReader, Storage, digest, digest_blocks
 
 _READ = 8 * DIGEST_BLOCK  # bytes that one thread reads at once
 _SHARE = 64  # chunks that one thread takes at a time
+_SMALL_SHARE = 4096  # small chunks
+_GAP = 4 << 10  # bytes between small chunks that are read along
 
 Count = Callable[[int], None]
 
@@ -105,15 +107,21 @@ class ChunkChecks:
         chunks = self.manifest.chunks
         rows = rows[np.lexsort((chunks.start[rows], chunks.file[rows]))]
         raw = self.backend.decoded_bytes(self.manifest)[rows] == 0
-        self.in_threads(threads, self.compare_raw, rows[raw])
+        small = raw & (chunks.length[rows] <= DIGEST_BLOCK)
+        self.in_threads(threads, self.compare_raw, rows[small], _SMALL_SHARE)
+        self.in_threads(threads, self.compare_raw, rows[raw & ~small])
         self.in_threads(threads, self.compare_native, rows[~raw])
 
     def in_threads(
-        self, threads: int, check: Callable[[list[int]], None], rows: Int64
+        self,
+        threads: int,
+        check: Callable[[list[int]], None],
+        rows: Int64,
+        size: int = _SHARE,
     ) -> None:
+        """Check these chunks in shares of so many."""
         shares = [
-            rows[start : start + _SHARE].tolist()
-            for start in range(0, len(rows), _SHARE)
+            rows[start : start + size].tolist() for start in range(0, len(rows), size)
         ]
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(check, shares))
@@ -132,7 +140,7 @@ class ChunkChecks:
 
     def compare_raw(self, rows: list[int]) -> None:
         """Check chunks whose files hold their bytes unencoded."""
-        buffer = memoryview(bytearray(_READ))
+        buffer = np.empty(_READ, np.uint8).data
         for number, group in groupby(rows, self.manifest.chunks.file.__getitem__):
             if number < 0:
                 continue  # empty chunks
@@ -144,9 +152,48 @@ class ChunkChecks:
                     raise CorruptCheckpoint(
                         f"{self.storage.location}/{name} is missing"
                     ) from error
-                for row in same:
-                    with self.recorded(row, named=True):
-                        self.compare_blocks(row, reader, buffer)
+                for near in self.neighbours(np.array(same)):
+                    left = near
+                    if len(near) > 1:
+                        left = self.compare_together(near, reader, buffer)
+                    for row in left.tolist():
+                        with self.recorded(row, named=True):
+                            self.compare_blocks(row, reader, buffer)
+
+    def neighbours(self, rows: Int64) -> list[Int64]:
+        """Chunks of one file in groups: small ones that one call reads, and each of the others."""
+        chunks = self.manifest.chunks
+        start, length = chunks.start[rows], chunks.length[rows]
+        gap = start[1:] - (start + length)[:-1]
+        together = (gap >= 0) & (gap <= _GAP) & (np.diff(start // DIGEST_BLOCK) == 0)
+        small = (length > 0) & (length <= DIGEST_BLOCK)
+        apart = ~(together & small[1:] & small[:-1])
+        return np.split(rows, np.flatnonzero(apart) + 1)
+
+    def compare_together(
+        self, rows: Int64, reader: FileReader, buffer: memoryview
+    ) -> Int64:
+        """Compare small neighbours, of one block each. Returns those to be read by themselves."""
+        chunks = self.manifest.chunks
+        begin = int(chunks.start[rows[0]])
+        starts = chunks.start[rows] - begin
+        stops = starts + chunks.length[rows]
+        part = buffer[: int(stops[-1])]
+        try:
+            reader.read_into(begin, [part])
+        except (CheckpointingException, OSError):
+            return rows  # which ones cannot be read?
+        places = zip(starts.tolist(), stops.tolist(), strict=True)
+        found = digest_rows(b"".join(digest(part[a:b]) for a, b in places))
+        wrong = (found != chunks.digests[chunks.block_bounds[rows]]).any(axis=1)
+        damaged: Int64 = rows[wrong]
+        again = damaged[:0]
+        if len(damaged) and reader.refetch():
+            again, damaged = damaged, again
+        for row in damaged.tolist():
+            self.record_damage(row, 0)
+        self.advance(int(chunks.length[rows].sum() - chunks.length[again].sum()))
+        return again
 
     def compare_blocks(self, row: int, reader: FileReader, buffer: memoryview) -> None:
         """Record each block of this chunk that does not match its digest."""
@@ -162,14 +209,19 @@ class ChunkChecks:
                 wrong = self.wrong_blocks(chunk, first, part)
             self.advance(len(part))
             for block in (np.flatnonzero(wrong) + first).tolist():
-                self.bad.add(row)
-                at = start + block * DIGEST_BLOCK
-                end = min(at + DIGEST_BLOCK, start + length)
-                damaged = (
-                    f"{self.name(row)}: block {block} of {len(chunk.digests)} is damaged: "
-                    f"{self.storage.location}/{chunk.location.file}, bytes {at} to {end}"
-                )
-                self.problems[damaged] = None
+                self.record_damage(row, block)
+
+    def record_damage(self, row: int, block: int) -> None:
+        chunk = self.manifest.chunk(row)
+        start, length = chunk.location.start, chunk.location.length
+        at = start + block * DIGEST_BLOCK
+        end = min(at + DIGEST_BLOCK, start + length)
+        self.bad.add(row)
+        damaged = (
+            f"{self.name(row)}: block {block} of {len(chunk.digests)} is damaged: "
+            f"{self.storage.location}/{chunk.location.file}, bytes {at} to {end}"
+        )
+        self.problems[damaged] = None
 
     def wrong_blocks(self, chunk: Chunk, first: int, part: memoryview) -> Any:
         """For each block of ``part``, from the block ``first`` on: has it another digest?"""

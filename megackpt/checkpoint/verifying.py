@@ -32,13 +32,13 @@ from megackpt.errors import (
     CorruptCheckpoint,
     UntrustedClass,
 )
-from megackpt.planning.box import Box
+from megackpt.planning.box import Boxes
+from megackpt.planning.coverage import shapes_table
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
     COMMON_KEY,
-    Declaration,
     Declarations,
-    ShardId,
+    itemsizes,
 )
 from megackpt.storage import Storage
 
@@ -208,12 +208,12 @@ class _Work(ChunkChecks):
 
     def check_coverage(self) -> None:
         """Raise CorruptCheckpoint for holes and overlaps among the stored chunks."""
-        whole = []
-        for key, meta in self.manifest.tensors:
-            if not meta.is_object:
-                shard = ShardId(key, Box.whole(meta.shape))
-                whole.append(Declaration(shard, meta, 0, False, 0, 0))
-        plan_load(Declarations.of(whole), self.manifest)
+        tensors = self.manifest.tensors
+        number = np.flatnonzero(itemsizes(tensors)).astype(np.int32)
+        shape = shapes_table(tensors, 0)[number]
+        whole = Boxes(np.zeros_like(shape), shape)
+        wanted = Declarations.of_boxes(tensors, number, whole, whole.volume)
+        plan_load(wanted, self.manifest)
 
     @cached_property
     def extension_keys(self) -> Collection[str]:
