@@ -46,6 +46,10 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         (PEERS / "huggingface").is_dir,
         'transformers is missing: "make peers"',
     ),
+    **{
+        name: ((PEERS / name).is_dir, f'{name} is missing: "make peers" installs it')
+        for name in ("lightning", "accelerate", "torchtitan")
+    },
 }
 
 left_out: Counter[str] = Counter()
@@ -188,6 +192,7 @@ class Ranks:
         check: bool = True,
         init: bool = True,
         env: dict[str, str] | None = None,
+        cwd: Path | None = None,
     ) -> list[subprocess.CompletedProcess[str]]:
         """The finished processes in rank order, with output; fails if one is late or (``check``) fails."""
         self._runs += 1
@@ -213,7 +218,7 @@ class Ranks:
             codes = self._forked(command[1:], shared, folder, nproc, timeout)
         else:
             processes = [
-                self._start(command, shared, folder, rank) for rank in range(nproc)
+                self._start(command, shared, folder, rank, cwd) for rank in range(nproc)
             ]
             codes = self._wait(processes, timeout)
         finished = [
@@ -244,7 +249,12 @@ class Ranks:
         return finished
 
     def _start(
-        self, command: list[str], shared: dict[str, str], folder: Path, rank: int
+        self,
+        command: list[str],
+        shared: dict[str, str],
+        folder: Path,
+        rank: int,
+        cwd: Path | None,
     ) -> subprocess.Popen[str]:
         env = {**shared, **_rank(rank)}
         with (
@@ -256,6 +266,7 @@ class Ranks:
                 stdout=out,
                 stderr=err,
                 env=env,
+                cwd=cwd,
                 text=True,
             )
         self._started.append(process)

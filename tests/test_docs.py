@@ -53,7 +53,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=named)
+# tests/integrations runs the programs of these pages, which need other projects.
+ALONE = [page for page in PAGES if page.parent.name != "integrations"]
+
+
+@pytest.mark.parametrize("page", [p for p in ALONE if blocks(p, "python")], ids=named)
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page in order, as one module (a real one: pickle looks classes up by its name)."""
     module = ModuleType(f"page_{page.stem}")

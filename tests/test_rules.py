@@ -20,6 +20,7 @@ PLACES = {
         "megatron/torch_dcp",
         "adapters/checkpointable",
         "manager/stateful",
+        "integrations/",
     ),
     "torch.distributed.tensor": ("adapters/dtensor", "torch_versions"),
     "torch.distributed.device_mesh": ("adapters/dtensor",),

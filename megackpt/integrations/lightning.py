@@ -1,0 +1,162 @@
+"""Lightning: its strategies, with checkpoints of megackpt that all ranks write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import strategies
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import megackpt
+from megackpt.checkpoint import remove
+
+__all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "latest_checkpoint"]
+
+_DECLARED = ("state_dict", "optimizer_states")
+"""Entries of a checkpoint of Lightning that hold tensors of all ranks."""
+
+
+class _Checkpoints:
+    """The methods of a strategy that save, restore and remove checkpoints.
+
+    Args:
+        asynchronous: write while training continues. A checkpoint that Lightning removes stays
+            until the saves that were started before are complete.
+        checkpoint_format: as ``sharded_strategy`` of ``megackpt.save``.
+        trusted: as for ``megackpt.load``: classes of your own in the state of the callbacks or
+            in the hyperparameters.
+        options: of Lightning's strategy, as are positional arguments.
+    """
+
+    # Of Lightning's strategy.
+    model: Any
+    optimizers: Any
+    broadcast: Any
+    is_global_zero: bool
+
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = True
+
+    def __init__(
+        self,
+        *args: Any,
+        asynchronous: bool = True,
+        checkpoint_format: Any = "torch_dist",
+        trusted: Any = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self._asynchronous = asynchronous
+        self._format = checkpoint_format
+        self._trusted = trusted
+        self._queue = megackpt.AsyncCallsQueue()
+        self._superseded: list[str] = []
+        self._is_training = False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        wrapped = getattr(optimizer, "_optimizer", optimizer)
+        return get_optimizer_state_dict(self.model, wrapped)
+
+    def load_model_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        options = StateDictOptions(strict=strict)
+        set_model_state_dict(self.model, checkpoint["state_dict"], options=options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            set_optimizer_state_dict(self.model, optimizer, state)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported: give a URL as the path")
+        path = self.broadcast(os.fspath(filepath))
+        if path in self._superseded:
+            self._superseded.remove(path)
+        tensors = {name: checkpoint[name] for name in _DECLARED if name in checkpoint}
+        request = megackpt.save(
+            checkpoint | megackpt.sharded(tensors),
+            path,
+            self._format,
+            async_sharded_save=self._asynchronous and self._is_training,
+        )
+        if request is not None:
+            self._queue.schedule_async_request(request)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> Any:
+        del weights_only  # No load runs code of the checkpoint.
+        state: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}
+        if self.optimizers:
+            state["optimizer_states"] = list(map(self.optimizer_state, self.optimizers))
+        path = self.broadcast(os.fspath(checkpoint_path))
+        return megackpt.load(megackpt.sharded(state), path, trusted=self._trusted)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._superseded.append(os.fspath(filepath))
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._is_training = True
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._finalize(blocking=False)
+
+    def on_train_end(self) -> None:
+        self._is_training = False
+        self._finalize(blocking=True)
+        super().on_train_end()
+
+    def teardown(self) -> None:
+        # After an error other ranks may not come.
+        self._queue.close(abort=True)
+        super().teardown()
+
+    def _finalize(self, blocking: bool) -> None:
+        self._queue.maybe_finalize_async_calls(blocking)
+        if self._queue.get_num_unfinalized_calls():
+            return
+        for path in self._superseded:
+            if self.is_global_zero:
+                try:
+                    remove(path)
+                except megackpt.NotACheckpoint:
+                    super().remove_checkpoint(path)
+        self._superseded.clear()
+
+
+class DDPStrategy(_Checkpoints, strategies.DDPStrategy):
+    """Lightning's DDPStrategy, with checkpoints of megackpt."""
+
+
+class FSDPStrategy(_Checkpoints, strategies.FSDPStrategy):
+    """Lightning's FSDPStrategy, with checkpoints of megackpt. It needs a ``device_mesh``."""
+
+
+class ModelParallelStrategy(_Checkpoints, strategies.ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism), with ours."""
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """The newest complete and undamaged checkpoint of a run; None if there is none."""
+    manager = megackpt.CheckpointManager(directory)
+    step = manager.latest()
+    if step is None:
+        return None
+    return f"{manager.root}/{step.name}"

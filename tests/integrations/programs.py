@@ -1,0 +1,90 @@
+"""Programs of documentation pages, run on ranks that are killed and started again."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PEERS, ROOT, Ranks
+
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUNNER = """
+import builtins, os, signal, sys
+
+program, last = sys.argv[1], sys.argv[2]
+sys.argv = [program]
+show = builtins.print
+
+def show_and_die(*values, **options):
+    show(*values, **options)
+    if values and str(values[0]).startswith(last):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+builtins.print = show_and_die
+import torch
+torch.set_num_threads(1)
+exec(compile(open(program).read(), program, "exec"), {"__name__": "__main__"})
+sys.stdout.flush()
+"""
+
+
+class Program:
+    """The whole program of a page, which prints a line ``step N: LOSS`` for each step."""
+
+    def __init__(self, page: str, folder: Path, ranks: Ranks, *peers: str) -> None:
+        text = (ROOT / "docs" / "integrations" / page).read_text(encoding="utf-8")
+        longest = max(FENCE.findall(text), key=len)
+        self.source = longest
+        self._folder = folder
+        self._ranks = ranks
+        self._env = {
+            "PYTHONPATH": ":".join([str(ROOT), *(str(PEERS / peer) for peer in peers)])
+        }
+
+    def run(
+        self, nproc: int, run: str, *, killed_at: int | None = None
+    ) -> dict[int, float]:
+        """Step -> loss of one life of a run; its rank 0 dies at the step ``killed_at``."""
+        folder = self._folder / run
+        folder.mkdir(exist_ok=True)
+        (folder / "train.py").write_text(self.source)
+        (folder / "runner.py").write_text(RUNNER)
+        last = f"step {killed_at}:" if killed_at else "never"
+        done = self._ranks(
+            folder / "runner.py", nproc, folder / "train.py", last,
+            check=killed_at is None, env=self._env | {"HOME": str(folder)}, cwd=folder,
+        )  # fmt: skip
+        if killed_at is not None:
+            assert done[0].returncode == -9, done[0].stderr[-3000:]
+        lines = re.findall(r"^step (\d+): (\S+)$", done[0].stdout, re.MULTILINE)
+        assert lines, done[0].stdout + done[0].stderr[-3000:]
+        return {int(step): float(loss) for step, loss in lines}
+
+    def survives(
+        self,
+        nproc: int,
+        others: int,
+        *,
+        killed_at: int,
+        saved: int,
+        by: Program | None = None,
+    ) -> None:
+        """A run killed at a step resumes, not at its beginning, with the losses of another run.
+
+        Args:
+            others: the number of ranks that resume.
+            saved: the step of a save that was complete before.
+            by: the program that resumes.
+        """
+        undisturbed = self.run(nproc, "undisturbed")
+        steps = max(undisturbed)
+        assert set(undisturbed) == set(range(1, steps + 1))
+        first = self.run(nproc, "killed", killed_at=killed_at)
+        second = (by or self).run(others, "killed")
+        assert saved < min(second) <= killed_at + 1
+        assert max(second) == steps
+        assert first == {step: undisturbed[step] for step in range(1, killed_at + 1)}
+        for step, loss in second.items():
+            assert loss == pytest.approx(undisturbed[step], abs=2e-6), step
