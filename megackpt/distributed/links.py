@@ -24,6 +24,7 @@ from megackpt.distributed.messages import (
     FAILED,
     LINK,
     REPORT,
+    SENT,
     SILENT,
     SLOW,
     STATE,
@@ -139,15 +140,19 @@ class Links:
         """
         failure = self._failure(step.call)
         try:
-            while not failure.done():
+            while True:
                 step.awaited = set()
                 waiting = []
                 for future, ranks in pending.items():
                     if not future.done():
                         step.awaited |= ranks
                         waiting.append(future)
+                if not step.awaited and self.parent is not None:
+                    return  # also if rank 0 has given the call up afterwards
+                if failure.done():
+                    break
                 if not step.awaited:
-                    if self.parent is None and step.call in self._reports:
+                    if step.call in self._reports:
                         await self._failed(step)  # the verdict follows the report
                     return
                 ended = {r: self._ended[r] for r in step.awaited if r in self._ended}
@@ -258,6 +263,7 @@ class Links:
                 if self.steps.get(oldest):
                     break  # a step of it still waits
                 del self._failures[oldest]
+                self._forget(oldest)
         return self._failures[call]
 
     def _report(self, call: int, verdict: Verdict) -> None:
@@ -317,8 +323,11 @@ class Links:
         if not self._failure(call).done():
             self._failure(call).set_result(verdict)
         self._reports.pop(call, None)
+        self._forget(call, except_kind=SENT)
+
+    def _forget(self, call: int, except_kind: int | None = None) -> None:
         for key in tuple(self._arrivals):
-            if key[2] == call:
+            if key[2] == call and key[1] != except_kind:
                 del self._arrivals[key]
 
     # Connections.

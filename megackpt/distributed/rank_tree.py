@@ -211,10 +211,12 @@ class Tree(Links):
         """The payloads of these neighbours, in order."""
         self._listen_for_children()
         keys = [(rank, kind, step.call, step.number) for rank in ranks]
-        await self._watch(step, {self._arrival(key): {key[0]} for key in keys}, seconds)
+        arrivals = {self._arrival(key): {key[0]} for key in keys}
+        await self._watch(step, arrivals, seconds)
         payloads = []
-        for key in keys:
-            label, payload = self._arrivals.pop(key).result()
+        for key, arrival in zip(keys, arrivals, strict=True):
+            self._arrivals.pop(key, None)
+            label, payload = arrival.result()
             if self._differs(step, key[0], label):
                 await self._failed(step)
             payloads.append(payload)

@@ -279,6 +279,20 @@ def test_a_connection_of_a_failed_exchange_is_closed():
         tree.close()
 
 
+def test_a_message_that_arrived_before_the_failure_counts(linked):
+    """Rank 0 has sent the result of a step, goes on, and gives up. A slower rank takes the result."""
+    parent, child = linked
+    step = messages.Step(1, 2, 20.0, "vote", "save", "c")
+    parent.start(parent.broadcast(step, b"result")).result(10)
+    parent.start(parent.fail(1, messages.Verdict({0: "gave it up"}))).result(10)
+    while child.verdict(1) is None:
+        time.sleep(0.01)
+    assert child.start(child.broadcast(step, None)).result(10) == b"result"
+    later = messages.Step(1, 3, 20.0, "write", "save", "c")
+    with pytest.raises(messages.CallFailed):
+        child.start(child.broadcast(later, None)).result(10)
+
+
 def test_a_rank_that_closed_its_connection_may_be_second_in_the_next_call(linked):
     """It believed that its parent was silent, and connects again when it calls."""
     parent, child = linked

@@ -385,6 +385,9 @@ def stressed(folder: str, saves: int) -> None:
     for directory, number in stands.items():
         check(directory, number)
     assert len(stands) >= 3
+    dist.barrier()
+    for directory in stands:  # removes what aborted saves have left
+        megackpt.save({"number": -2}, directory, timeout=SOON)
 
 
 @pytest.mark.parametrize(
@@ -394,4 +397,5 @@ def stressed(folder: str, saves: int) -> None:
 def test_many_at_random(ranks: Any, tmp_path: Path, size: int, saves: int) -> None:
     """By threads and by processes, some of which are killed; with loads between, and aborts by all ranks."""
     ranks(stressed, size, tmp_path, saves, timeout=300)
-    assert all(len(p.name) == 1 for p in tmp_path.iterdir()), list(tmp_path.iterdir())
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= set("01234"), left
