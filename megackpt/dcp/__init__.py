@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megackpt.dcp.installation import install as install, uninstall as uninstall
     from megackpt.dcp.planner import (
         Delegate as Delegate,
         LoadPlanner as LoadPlanner,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "installation": ("install", "uninstall"),
     "planner": ("Delegate", "LoadPlanner", "SavePlanner"),
     "state_dict_saver": (
         "save_state_dict_async_finalize",

@@ -64,6 +64,11 @@ class Assignment:
     def __deepcopy__(self, _memo: Any) -> Assignment:
         return self
 
+    @property
+    def prefix(self) -> str:
+        """For stock's writers, to which a planner may pass a plan that it has cached."""
+        return f"__{self.rank}_"
+
     def receive(self) -> None:
         _received[self.directory, self.rank] = self
 

@@ -65,7 +65,11 @@ from megackpt.dcp.torch_metadata import (
     manifest_of,
 )
 from megackpt.distributed import Attempt, attempt
-from megackpt.errors import CheckpointingException, SaveInProgress
+from megackpt.errors import (
+    CheckpointExists,
+    CheckpointingException,
+    SaveInProgress,
+)
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorEntry, TensorMeta
 from megackpt.planning.save_plan import refuse_unstorable
 
@@ -141,6 +145,8 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         self.transforms = _StorageWriterTransforms(_extensions)
         """As in stock's writer: gives the extensions of each item."""
         self.save_id = uuid.uuid4().hex
+        self._spent = False
+        """Whether ``save_id`` is that of a save that has ended."""
         self.rank: int | None = None
         self._begun: Transaction | None = None
         self._thread: threading.Thread | None = None
@@ -180,7 +186,10 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         self._abort()
         if checkpoint_id:
             self.path = checkpoint_id
-        self.save_id = uuid.uuid4().hex
+        self._renew()
+
+    def _renew(self) -> None:
+        self.save_id, self._spent = uuid.uuid4().hex, False
 
     def _is_busy(self) -> bool:
         """Whether another thread may be in a save of this writer.
@@ -236,11 +245,18 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
                 "first. If it has failed, reset() the writer in the thread that began it"
             )
         self._abort()
+        if self._spent:
+            self._renew()
         _refuse_unstorable(plans)
         directory = absolute(self.path)
         own = METADATA, CONFIG, COMMON_FILE, INDEX
         names = name_files(self.file_name, len(plans), self.thread_count, own)
-        self._begun = begin(directory, save_id=self.save_id, overwrite=self.overwrite)
+        try:
+            self._begun = begin(
+                directory, save_id=self.save_id, overwrite=self.overwrite
+            )
+        except CheckpointExists as error:  # in the words of stock's writer
+            raise CheckpointExists(f"Checkpoint already exists: {error}") from error
         self._thread = threading.current_thread()
         try:
             self._begun.announce([*own, *itertools.chain(*names)])
@@ -295,7 +311,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             begun.commit(PlannedByDcp(table=table), manifest)
         finally:
             self._abort()  # which does nothing after a commit
-            self.save_id = uuid.uuid4().hex
+            self._spent = True
 
     # ---- The stages of save_state_dict_async_plan and its kin
 

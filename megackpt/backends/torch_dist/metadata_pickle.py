@@ -25,6 +25,11 @@ _RECORDS = {
         "StorageMeta",
         "_MEM_FORMAT_ENCODING",
     ),
+    # Where torch had them up to 2.2.
+    "torch.distributed._shard.sharded_tensor.metadata": (
+        "TensorProperties",
+        "MEM_FORMAT_ENCODING",
+    ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.distributed.checkpoint.planner": (
         "SavePlan",

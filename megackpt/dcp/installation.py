@@ -1,0 +1,123 @@
+"""Our storage classes in the place of torch DCP's own, for calls that name only a checkpoint_id."""
+
+from __future__ import annotations
+
+from functools import wraps
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import (
+    _fsspec_filesystem,
+    _storage_utils,
+    filesystem,
+    format_utils,
+    hf_storage,
+)
+from torch.distributed.checkpoint._async_process_executor import (
+    _ProcessBasedAsyncCheckpointExecutor,
+)
+from torch.distributed.checkpoint._async_thread_executor import (
+    _ThreadBasedAsyncCheckpointExecutor,
+)
+
+from megackpt.dcp.storage_reader import FileSystemReader
+from megackpt.dcp.storage_writer import FileSystemWriter
+
+_CLASSES = {
+    filesystem.FileSystemReader: FileSystemReader,
+    filesystem.FileSystemWriter: FileSystemWriter,
+}
+# Modules that bind these names. Importing them here gives classes that derive from torch's own
+# their bases, before anything is replaced.
+_MODULES = (
+    checkpoint,
+    filesystem,
+    format_utils,
+    hf_storage,
+    _fsspec_filesystem,
+    _storage_utils,
+)
+_EXECUTORS = (
+    _ProcessBasedAsyncCheckpointExecutor,
+    _ThreadBasedAsyncCheckpointExecutor,
+)
+
+_replaced: list[tuple[Any, str, Any]] = []
+"""Owner, name and former value of each replaced attribute."""
+
+
+class Installation:
+    """The result of ``install``. As a context manager, it uninstalls what that call installed."""
+
+    def __init__(self, first: bool) -> None:
+        self._first = first
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._first:
+            uninstall()
+
+
+def install() -> Installation:
+    """Make torch DCP use our FileSystemWriter and FileSystemReader, in the whole process.
+
+    All of torch's modules that have torch's classes under these names then have ours. So
+    ``dcp.save``, ``async_save``, ``load`` and ``dcp_to_torch_save`` use our engine without another
+    change. Classes derived from torch's, such as ``FsspecWriter``, stay as they are. So does a
+    module that imported the class itself before, not its module. A second call changes nothing::
+
+        import torch
+        import torch.distributed.checkpoint as dcp
+        import megackpt.dcp
+
+        megackpt.dcp.install()
+        dcp.save({"w": torch.ones(4)}, checkpoint_id="checkpoints/4")
+
+    Returns:
+        A context manager that calls ``uninstall`` at the end, if this call has installed.
+    """
+    first = not _replaced
+    if first:
+        for module in _MODULES:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, type) and value in _CLASSES:
+                    _replace(module, name, _CLASSES[value])
+        for executor in _EXECUTORS:
+            _replace(executor, "execute_save", _naming_writers(executor.execute_save))
+    return Installation(first)
+
+
+def uninstall() -> None:
+    """Undo ``install``. A save that has begun is not affected."""
+    while _replaced:
+        owner, name, former = _replaced.pop()
+        setattr(owner, name, former)
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
+def _naming_writers(execute_save: Any) -> Any:
+    """``execute_save`` of an ``async_save``, with the writer that its checkpoint_id implies now.
+
+    torch chooses it in the thread or process that writes: later, or where nothing is installed.
+    """
+
+    @wraps(execute_save)
+    def execute(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("storage_writer") is None:
+            writer = _storage_utils._storage_setup(None, kwargs.get("checkpoint_id"))
+            kwargs["storage_writer"] = writer
+        return execute_save(*args, **kwargs)
+
+    return execute

@@ -1,0 +1,163 @@
+"""``megackpt.dcp.install``: our storage in the place of torch's, and back."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _fsspec_filesystem, _storage_utils, filesystem
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import (
+    _ProcessBasedAsyncCheckpointExecutor as ProcessExecutor,
+)
+
+import megackpt
+from megackpt.dcp import (
+    FileSystemReader,
+    FileSystemWriter,
+    install,
+    installation,
+    uninstall,
+)
+
+STOCK = dcp.FileSystemWriter, dcp.FileSystemReader
+OURS = FileSystemWriter, FileSystemReader
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def bound(module: Any) -> tuple[Any, ...]:
+    return module.FileSystemWriter, module.FileSystemReader
+
+
+def test_names_are_replaced_and_restored() -> None:
+    before = dict(vars(_storage_utils)), vars(ProcessExecutor)["execute_save"]
+    with install():
+        for module in (dcp, filesystem, _storage_utils, _fsspec_filesystem):
+            assert bound(module) == OURS
+    assert bound(dcp) == bound(filesystem) == STOCK
+    assert (dict(vars(_storage_utils)), vars(ProcessExecutor)["execute_save"]) == before
+
+
+@pytest.mark.slow
+def test_no_module_of_torch_keeps_its_own() -> None:
+    package = "torch.distributed.checkpoint"
+    for found in pkgutil.walk_packages(dcp.__path__, f"{package}."):
+        with suppress(ImportError):
+            importlib.import_module(found.name)
+    with install():
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch."):
+                for key, value in list(vars(module).items()):
+                    assert not any(value is stock for stock in STOCK), f"{name}.{key}"
+
+
+def test_installing_twice_is_installing_once() -> None:
+    with install() as outer:
+        replaced = list(installation._replaced)
+        with install():
+            assert installation._replaced == replaced
+        assert bound(dcp) == OURS  # the outer one lasts
+        assert outer is not None
+    assert bound(dcp) == STOCK
+    uninstall()  # where nothing is installed
+    install()
+    with install():
+        pass
+    assert bound(dcp) == OURS
+    uninstall()
+    assert bound(dcp) == STOCK
+
+
+def test_an_error_inside_uninstalls() -> None:
+    with pytest.raises(KeyError), install():
+        raise KeyError
+    assert bound(dcp) == STOCK
+
+
+def test_what_a_caller_has_put_there_stays() -> None:
+    class Mine(STOCK[0]):  # type: ignore[misc, valid-type]
+        pass
+
+    dcp.FileSystemWriter = Mine
+    try:
+        with install():
+            assert dcp.FileSystemWriter is Mine
+            assert dcp.FileSystemReader is FileSystemReader
+        assert dcp.FileSystemWriter is Mine
+    finally:
+        dcp.FileSystemWriter = STOCK[0]
+
+
+def test_classes_derived_from_stock_keep_their_bases(tmp_path: Path) -> None:
+    with install():
+        for kind in (_fsspec_filesystem.FsspecWriter, HuggingFaceStorageWriter):
+            assert issubclass(kind, STOCK[0])
+            assert not issubclass(kind, OURS[0])
+        writer = _fsspec_filesystem.FsspecWriter(str(tmp_path))
+        assert isinstance(writer, dcp.StorageWriter)
+
+
+def test_a_checkpoint_id_is_enough(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    with install():
+        dcp.save({"w": torch.ones(5), "n": 3}, checkpoint_id=path)
+        found = {"w": torch.zeros(5), "n": 0}
+        dcp.load(found, checkpoint_id=path)
+        dcp_to_torch_save(path, tmp_path / "c.pt")
+    report = megackpt.verify(path)
+    assert (report.ok, report.checked) == (True, True)
+    assert found["n"] == 3
+    assert torch.equal(found["w"], torch.ones(5))
+    assert torch.load(tmp_path / "c.pt")["n"] == 3
+    other = {"w": torch.zeros(5), "n": 0}
+    dcp.load(other, checkpoint_id=path)  # stock reads it
+    assert other["n"] == 3
+
+
+def test_a_save_that_has_begun_ends_with_ours(tmp_path: Path) -> None:
+    """torch chooses the storage in its thread, when it comes to that."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with install():
+            future: Any = dcp.async_save({"n": 1}, checkpoint_id=tmp_path / "c")
+        future.result()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert megackpt.verify(tmp_path / "c").checked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["megackpt.dcp", "torch.distributed.checkpoint"])
+def test_the_order_of_imports_does_not_matter(first: str) -> None:
+    code = f"""if True:
+        import {first}
+        import megackpt.dcp
+        megackpt.dcp.install()
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import format_utils, _fsspec_filesystem
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        ours = megackpt.dcp.FileSystemWriter
+        assert dcp.FileSystemWriter is FileSystemWriter is format_utils.FileSystemWriter is ours
+        assert not issubclass(_fsspec_filesystem.FsspecWriter, ours)
+        megackpt.dcp.uninstall()
+        assert dcp.FileSystemWriter is format_utils.FileSystemWriter is not ours
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
