@@ -11,6 +11,7 @@ from megackpt.async_save.task import (
     Advance as Advance,
     Task as Task,
     ThreadWorker as ThreadWorker,
+    Work as Work,
     Worker as Worker,
     within as within,
 )

@@ -288,7 +288,7 @@ class AsyncCallsQueue:
             idle = time.monotonic() - max(task.moved_at, call.first)
             if task.outcome is None and idle > seconds:
                 reason = StorageError(
-                    f"{task.name}: its worker has not moved a byte for {idle:.0f} s and is given "
+                    f"{task.place}: its worker has not moved a byte for {idle:.0f} s and is given "
                     f"up after {task.done} of {task.todo} bytes (timeout {seconds:g} s): check "
                     "the disk; if it is only slow, give the AsyncCallsQueue a longer timeout"
                 )
@@ -359,18 +359,19 @@ class AsyncCallsQueue:
 
 
 def _end_of_process() -> None:
-    """Warn of unfinalized saves, which are not committed, and give them up."""
+    """Warn of unfinalized saves, and give them up. Leave threads whose disk may hang."""
     for queue in list(_unfinished):
         logger.warning(
             "the process ends before these saves are finalized, so they are not committed "
             "(AsyncCallsQueue.close() finalizes them): %s",
             queue.status(),
         )
-        tasks = [call.task for call in queue._calls]
         queue.close(abort=True)
-        if any(task.stuck for task in tasks):
-            # Python would wait for the threads of pools, also for those of a daemon.
-            getattr(concurrent.futures.thread, "_threads_queues", {}).clear()
+    # Python waits for the threads of pools, also for those of a daemon whose disk hangs.
+    threads = getattr(concurrent.futures.thread, "_threads_queues", {})
+    for thread in list(threads):
+        if thread.daemon and thread.name.startswith("megackpt-"):
+            threads.pop(thread, None)
 
 
 def _forked() -> None:

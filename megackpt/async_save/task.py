@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -34,7 +35,8 @@ class Task(Generic[T]):
     The outcome, a value or an error, is set once. ``todo`` is the number of bytes of the work (0:
     unknown), ``done`` how many of them are done, ``moved_at`` the ``time.monotonic()`` of the last
     progress, ``stuck`` whether the work, here or on another rank, was given up and may still be
-    running, for example because its disk hangs. Thread-safe.
+    running, for example because its disk hangs. ``place`` is the name in errors of a disk that
+    hangs. Thread-safe.
     """
 
     def __init__(
@@ -51,11 +53,11 @@ class Task(Generic[T]):
         as long.
         """
         self.work = work
-        self._patience: float | None = None
+        self._patience = math.inf
         if timeout is not None:
             self._patience = _SHARE * timeout.total_seconds()
         self._on_progress = on_progress
-        self.name = name
+        self.name = self.place = name
         self.todo = todo
         self.done = 0
         self.moved_at = time.monotonic()
@@ -63,14 +65,21 @@ class Task(Generic[T]):
         self.stuck = False
         self.outcome: Attempt[T] | None = None
         self.cancelled: CheckpointingException | None = None
+        self._clock: list[int] = []  # of the processor time of its thread
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._callbacks: list[Callable[[Attempt[T]], object]] = []
 
     def advance(self, count: int) -> None:
-        """Count bytes that are done. Raises the error of ``cancel`` if the task was cancelled."""
+        """Count bytes that are done; 0 is a sign of life.
+
+        Raises the error of ``cancel`` if the task was cancelled.
+        """
         if self.cancelled is not None:
             raise self.cancelled
+        if not count:
+            self.moved_at = time.monotonic()
+            return
         with self._lock:
             if self.todo:  # formats may read a block twice
                 count = min(count, self.todo - self.done)
@@ -91,14 +100,18 @@ class Task(Generic[T]):
 
         With a timeout, a thread of its own performs it, and this one leaves it when a disk hangs.
         """
-        if self._patience is None:
+        if self._patience == math.inf:
             self.perform()
-            return
-        clock: list[int] = []
+        else:
+            self.start()
+            self.join()
+
+    def start(self) -> None:
+        """Perform the work on a thread of its own; on this one where no thread can be started."""
 
         def perform() -> None:
             if hasattr(time, "pthread_getcpuclockid"):
-                clock.append(time.pthread_getcpuclockid(threading.get_ident()))
+                self._clock.append(time.pthread_getcpuclockid(threading.get_ident()))
             self.perform()
 
         try:
@@ -110,15 +123,17 @@ class Task(Generic[T]):
             ).start()
         except RuntimeError:  # no thread is left, or the interpreter ends
             self.perform()
-            return
+
+    def join(self) -> None:
+        """Wait for the outcome. With a timeout, give the work up when a disk hangs."""
         try:
-            self._watch(self._patience, clock)
+            self._watch(self._patience)
         except BaseException:  # a signal handler raises
             self.cancel()
             self.stuck = not self.wait(limits.WORKER_STOP_SECONDS)
             raise
 
-    def _watch(self, patience: float, clock: list[int]) -> None:
+    def _watch(self, patience: float) -> None:
         """Wait for the outcome. Give the work up if nothing moves for ``patience`` seconds.
 
         A thread that uses the processor, however little, moves: its last system call has returned.
@@ -127,7 +142,7 @@ class Task(Generic[T]):
         seen, silent = (0.0, 0), 0
         # Counted in pauses: this process itself may have been stopped.
         while not self.wait(pause):
-            before, seen = seen, (self.moved_at, _nanoseconds(clock))
+            before, seen = seen, (self.moved_at, _nanoseconds(self._clock))
             silent = silent + 1 if seen == before else 0
             if silent * pause >= patience:
                 self._give_up(patience)
@@ -135,7 +150,7 @@ class Task(Generic[T]):
     def _give_up(self, patience: float) -> None:
         written = f" after {self.done} of {self.todo} bytes" if self.todo else ""
         reason = StorageError(
-            f"{self.name}: the storage has not answered for {patience:g} s, and is given up"
+            f"{self.place}: the storage has not answered for {patience:g} s, and is given up"
             f"{written}: check the disk; if it is only slow, give a longer timeout"
         )
         self.stuck = True
@@ -251,9 +266,12 @@ class ThreadWorker(Worker):
             task.finish(Attempt(None, error))
 
 
-def within(timeout: timedelta, name: str, work: Callable[[], T]) -> T:
-    """``work()`` on a thread of its own. StorageError if that hangs for nearly this long."""
-    task: Task[T] = Task(lambda _: work(), name, timeout=timeout)
+def within(timeout: timedelta, name: str, work: Work[T]) -> T:
+    """The value of ``work`` (see Task), which has a thread of its own.
+
+    StorageError if that hangs for nearly this long.
+    """
+    task = Task(work, name, timeout=timeout)
     task.run()
     return task.get()
 

@@ -58,7 +58,7 @@ def run_in_threads(count: int, work: Callable[[Iterator[int]], None]) -> None:
                 pass
             raise
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(THREADS, "megackpt-read") as pool:
         for future in [pool.submit(until_error) for _ in range(THREADS)]:
             future.result()
 

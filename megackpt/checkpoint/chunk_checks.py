@@ -123,7 +123,7 @@ class ChunkChecks:
         shares = [
             rows[start : start + size].tolist() for start in range(0, len(rows), size)
         ]
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(threads, "megackpt-check") as pool:
             list(pool.map(check, shares))
 
     def plan(self, row: int) -> LoadPlan:

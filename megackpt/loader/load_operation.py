@@ -100,8 +100,7 @@ def load(
         key_map: key asked for -> key stored: a mapping, which may leave out keys that are
             alike, or a function.
         trusted: classes that objects and the common state may hold beyond the harmless ones.
-        timeout: how long any rank waits for the others in one step, and for its storage when it
-            opens the checkpoint.
+        timeout: how long any rank waits for the others, or for its storage, in one step.
 
     Returns:
         The state dict: common state, tensors and objects in the places where they were asked
@@ -169,6 +168,7 @@ class _LoadOperation:
     backend: Backend
     compared: Comparison
     memory: LoadTarget
+    is_remote: bool
     state: dict[Any, Any]
     domains: Sequence[int] = ()  # on rank 0: ranks with equal numbers exchange
 
@@ -225,11 +225,13 @@ class _LoadOperation:
 
     def on_storage(self, work: Callable[[], T]) -> T:
         """``work()``. StorageError if the storage does not answer."""
-        name = (
-            f"opening {self.request.directory} (rank {self.group.rank}, "
-            f"host {socket.gethostname()!r})"
-        )
-        return within(self.timeout, name, work)
+        return within(self.timeout, f"opening {self.place}", lambda _: work())
+
+    @property
+    def place(self) -> str:
+        """What is read, and by which rank."""
+        host = socket.gethostname()
+        return f"{self.request.directory} (rank {self.group.rank}, host {host!r})"
 
     @events.stage("compare")
     def compare(self, directory: str) -> _RankRequest:
@@ -259,6 +261,7 @@ class _LoadOperation:
         request, manifest = self.request, self.manifest
         root = open_same(request.directory, manifest.save_id, request.format)
         backend = backend_of(root, manifest, request.format)
+        self.is_remote = root.is_remote()
         return backend, as_read_by(backend, root)
 
     def judge(self, parts: Sequence[_RankRequest]) -> tuple[set[str], bool]:
@@ -276,7 +279,7 @@ class _LoadOperation:
             names = [part.names for part in parts]
             missing = find_missing(names, self.manifest, request.strict)
         modes = {"always"}
-        if any(part.mode == "auto" for part in parts) and self.root.is_remote():
+        if any(part.mode == "auto" for part in parts) and self.is_remote:
             modes.add("auto")
         self.domains = [
             part.domain if part.mode in modes else -1 - rank
@@ -312,7 +315,15 @@ class _LoadOperation:
     def read(self, plan: LoadPlan) -> None:
         compared = self.compared
         self.memory = target_of(compared.wanted, self.manifest, compared.tensors())
-        read(self.root, self.backend, plan, self.memory, self.request.verify)
+        read(
+            self.root,
+            self.backend,
+            plan,
+            self.memory,
+            self.request.verify,
+            self.place,
+            self.timeout,
+        )
 
     def restore(self) -> int:
         """Make the state; return its bytes on this rank."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from megackpt import events, serialization
+from megackpt.async_save import Advance, Task
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import open_same
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
     CorruptCheckpoint,
+    StorageError,
 )
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
@@ -51,9 +55,18 @@ def read_rows(
 
 
 def read(
-    root: Storage, backend: Backend, plan: LoadPlan, target: LoadTarget, verify: bool
+    root: Storage,
+    backend: Backend,
+    plan: LoadPlan,
+    target: LoadTarget,
+    verify: bool,
+    where: str = "",
+    timeout: timedelta | None = None,
 ) -> None:
-    """Carry out the plan. ``verify`` compares the bytes with the stored digests."""
+    """Carry out the plan. ``verify`` compares the bytes with the stored digests.
+
+    With a ``timeout``, StorageError names ``where`` if the storage does not answer.
+    """
     tensors = target.tensors
     synchronize(tensors)
     todo = 0
@@ -61,13 +74,26 @@ def read(
         tensor = tensors[row]
         if tensor is not None:
             todo += tensor.nbytes
-    try:
-        backend.read(root, plan, counted_target(target, todo), verify)
-    except (CheckpointingException, OSError) as error:
-        replaced = replacement(root, plan.manifest)
-        if replaced is not None:
-            raise replaced from error
-        raise
+    into = counted_target(target, todo)
+
+    def work(advance: Advance) -> None:
+        root.moved = partial(advance, 0)
+        try:
+            backend.read(root, plan, into, verify)
+        except (CheckpointingException, OSError) as error:
+            replaced = replacement(root, plan.manifest)
+            if replaced is not None:
+                raise replaced from error
+            raise
+
+    task = Task(work, f"reading {where}", timeout=timeout)
+    task.run()
+    if task.stuck:
+        raise StorageError(
+            f"{task.cancelled}. The tensors of this load must not be used: when the storage "
+            "answers, reads that hang may still write to them. Load into others"
+        )
+    task.get()
     synchronize(tensors)
     events.current().done = todo + sum(map(len, target.blobs.values()))
 

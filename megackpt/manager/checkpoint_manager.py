@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from megackpt.async_save import AsyncCallsQueue, within
+from megackpt.async_save import Advance, AsyncCallsQueue, Work, within
 from megackpt.checkpoint import absolute
 from megackpt.distributed import DEFAULT_TIMEOUT, Group, group_over
 from megackpt.errors import (
@@ -28,12 +26,12 @@ from megackpt.errors import (
     RankLost,
     RefusedObject,
     ShardingError,
-    StorageError,
     UntrustedClass,
 )
 from megackpt.loader import load
 from megackpt.manager.latest_step import (
     ATTEMPTS,
+    Found,
     find_latest,
     find_step,
     is_new_run,
@@ -130,7 +128,6 @@ class CheckpointManager:
             on_error=on_error,
             max_failures=max_failures,
         )
-        self._retention_thread: ThreadPoolExecutor | None = None
         self._finalized_steps: list[int] = []
         # Steps that are being saved, including failed saves; the same on all ranks.
         self._in_flight: set[int] = set()
@@ -233,8 +230,9 @@ class CheckpointManager:
 
     def steps(self) -> tuple[Step, ...]:
         """All steps, complete or not, in order. Not collective."""
+        name = f"listing the steps in {self.root}"
         try:
-            return list_run(self.root).steps
+            return within(self._timeout, name, lambda _: list_run(self.root).steps)
         except NotACheckpoint:
             return ()
 
@@ -244,11 +242,12 @@ class CheckpointManager:
         By default the index, the small files and the sizes of all others are checked; with
         ``verify``, rank 0 reads everything.
         """
-        find = partial(find_latest, self._retention, self._retention.damage, verify)
-        if not verify:
-            return self._on_coordinator(find)[0]
-        with self._group() as group:  # reading everything may take any time
-            return group.broadcast("find", find)[0]
+
+        def find(advance: Advance) -> Found:
+            read = advance if verify else None
+            return find_latest(self._retention, self._retention.damage, read)
+
+        return self._on_coordinator(find)[0]
 
     def restore(
         self,
@@ -313,16 +312,22 @@ class CheckpointManager:
         return self._is_preempted
 
     def close(self, abort: bool = False) -> None:
-        """Commit running saves (collective), or with ``abort`` drop them (not collective)."""
+        """Commit running saves (collective), or with ``abort`` drop them (not collective).
+
+        Then wait for the removal of older steps. StorageError if the storage does not answer.
+        """
         try:
             self._queue.close(abort)
+        except BaseException:
+            abort = True  # this error counts
+            raise
         finally:
-            if self._retention_thread is not None:
-                self._retention_thread.shutdown()
-                self._retention_thread = None
             self._finalized_steps.clear()
             self._in_flight.clear()
-            self._preemption.close()
+            try:
+                self._retention.wait(self._timeout, quiet=abort)
+            finally:
+                self._preemption.close()
 
     def __enter__(self) -> Self:
         return self
@@ -343,14 +348,13 @@ class CheckpointManager:
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)
 
-    def _on_coordinator(self, function: Callable[[], T]) -> T:
+    def _on_coordinator(self, work: Work[T]) -> T:
         """The result of rank 0, on all ranks. StorageError if its storage does not answer."""
         with self._group() as group:
-            return group.broadcast("find", lambda: self._on_storage("find", function))
+            return group.broadcast("find", lambda: self._on_storage("find", work))
 
-    def _on_storage(self, doing: str, function: Callable[[], T]) -> T:
-        name = f"{doing} steps in {self.root} (rank 0)"
-        return within(self._timeout, name, function)
+    def _on_storage(self, doing: str, work: Work[T]) -> T:
+        return within(self._timeout, f"{doing} steps in {self.root} (rank 0)", work)
 
     def _finalize(self, blocking: bool) -> list[int]:
         # If this raises, the next call returns the steps that were committed before the error.
@@ -372,43 +376,39 @@ class CheckpointManager:
             tracked = str(step).encode()
             try:
                 self._on_storage(
-                    "track", lambda: root_at(self.root).put(TRACKERS[0], tracked)
+                    "track", lambda _: root_at(self.root).put(TRACKERS[0], tracked)
                 )
             except (CheckpointingException, OSError) as error:
                 text = "step %d is complete, but its tracker is not written: %s"
                 logger.warning(text, step, error)
                 # The step that the old tracker names must stay.
                 return
-        newest = self._position[1]
+        self._retention.start(self._position[1], self._timeout)
         if self._worker is None:
-            try:
-                self._on_storage("remove", lambda: self._retention.apply(newest))
-            except StorageError as error:
-                logger.warning("older steps are left to the next save: %s", error)
-            return
-        if self._retention_thread is None:
-            self._retention_thread = ThreadPoolExecutor(1, "megackpt-retention")
-        self._retention_thread.submit(self._retention.apply, newest)
+            self._retention.wait(self._timeout, quiet=True)
 
     def _restore(
         self, state_dict: ShardedStateDict, step: int | None, options: dict[str, Any]
     ) -> Restored | None:
         wanted = self._agree_on_step(step)
         if wanted is not None:
-            found = self._on_coordinator(lambda: self._find_step(wanted))
+            found = self._on_coordinator(lambda _: self._find_step(wanted))
             state = self._load(state_dict, found, options)
             self._position = self._last_save, wanted
             return Restored(wanted, state, ())
         # Damage that was found by earlier calls does not count: reading may have failed once.
         damaged: dict[str, str] = {}
         replaced = 0
+
+        def find(_: Advance) -> tuple[Found, bool]:
+            found = find_latest(self._retention, lambda s: damaged.get(s.name))
+            return found, found[0] is None and is_new_run(self.root, found[1])
+
         while True:
-            latest, skipped = self._on_coordinator(
-                lambda: find_latest(self._retention, lambda s: damaged.get(s.name))
-            )
+            (latest, skipped), is_new = self._on_coordinator(find)
+            if is_new:
+                return None
             if latest is None or latest.step is None:
-                if self._on_coordinator(partial(is_new_run, self.root, skipped)):
-                    return None
                 continue
             try:
                 state = self._load(state_dict, latest, options)
@@ -441,9 +441,7 @@ class CheckpointManager:
         return wanted
 
     def _find_step(self, step: int) -> Step:
-        if self._retention_thread is not None:
-            # Wait for the removals that were submitted before.
-            self._retention_thread.submit(str).result()
+        self._retention.wait(self._timeout)
         return find_step(self._retention, step)
 
     def _load(
@@ -472,7 +470,7 @@ class CheckpointManager:
         path = self._retention.path(step.name)
         is_damaged = isinstance(error, CorruptCheckpoint)
         # A step that rank 0 sees, but this rank does not, is not damaged.
-        if not is_damaged and not self._on_coordinator(partial(find_damage, path)):
+        if not is_damaged and not self._on_coordinator(lambda _: find_damage(path)):
             raise error
         if StrictHandling.requires_returning_mismatch_keys(_strictness(options)):
             error.add_note(

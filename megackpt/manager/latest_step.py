@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from megackpt.async_save import Advance
 from megackpt.checkpoint import INDEX, find_storage
 from megackpt.checkpoint.marker import PREFIX
 from megackpt.errors import (
@@ -65,27 +66,31 @@ def newest_first(
 
 
 def find_latest(
-    retention: Retention, damage: Callable[[Step], str | None], reads_all: bool = False
+    retention: Retention,
+    damage: Callable[[Step], str | None],
+    advance: Advance | None = None,
 ) -> Found:
     """The newest good step.
 
     Args:
         damage: returns the damage that an earlier check has found; such a step is skipped.
-        reads_all: check all data, instead of sizes.
+        advance: check all data, instead of sizes, and report the bytes.
     """
     for _ in range(ATTEMPTS - 1):
         try:
-            found, skipped = _search(retention, damage, reads_all)
+            found, skipped = _search(retention, damage, advance)
         except CheckpointReplaced:
             continue
         # A step that was complete a moment ago may have been removed because of a newer one.
         if found or all(step.complete is False for step in skipped):
             return found, skipped
-    return _search(retention, damage, reads_all)
+    return _search(retention, damage, advance)
 
 
 def _search(
-    retention: Retention, damage: Callable[[Step], str | None], reads_all: bool
+    retention: Retention,
+    damage: Callable[[Step], str | None],
+    advance: Advance | None,
 ) -> Found:
     skipped: list[Step] = []
     for step in newest_first(retention):
@@ -99,7 +104,7 @@ def _search(
             if step.complete is not False:
                 try:
                     # StorageError is raised: going back to an older step would be final.
-                    found = find_damage(path, reads_all=reads_all)
+                    found = find_damage(path, advance)
                     problem = found and (step.reason or found)
                 except BackendError:
                     if retention.is_own_name(step.name):

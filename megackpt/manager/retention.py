@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from itertools import islice
 
+from megackpt.async_save import Advance, Task
 from megackpt.checkpoint import INDEX, clear, open_checkpoint, remove, verify
 from megackpt.checkpoint.opening import shortfalls
 from megackpt.errors import (
@@ -30,15 +32,16 @@ STALE_AFTER = 300.0
 """Seconds after which a temporary file of a tracker belongs to a process that died."""
 
 
-def find_damage(path: str, *, reads_all: bool = False) -> str:
+def find_damage(path: str, advance: Advance | None = None) -> str:
     """What is wrong with the checkpoint at ``path``; empty if nothing is.
 
-    Without ``reads_all`` it checks the index, the digests of small files, and the sizes of all
-    others. Raises StorageError if something cannot be read now, which is not damage.
+    It checks the index, the digests of small files, and the sizes of all others. With ``advance``
+    it reads everything, and reports the bytes read. Raises StorageError if something cannot be
+    read now, which is not damage.
     """
     try:
-        if reads_all:
-            report = verify(path)
+        if advance is not None:
+            report = verify(path, advance=advance)
             if report.unread and not report.problems:
                 raise StorageError("; ".join(report.unread[:3]))
             return "; ".join(report.problems[:3])
@@ -87,6 +90,8 @@ class Retention:
         # fields of a step, so a step that has changed is checked again.
         self._damage: dict[Step, str] = {}
         self._reported: set[str] = set()  # names of steps that cannot be removed
+        self._next: int | None = None  # the step at which to remove again
+        self._removal: Task[None] | None = None
 
     def superfluous(
         self, steps: Iterable[int], is_good: Callable[[int], bool]
@@ -102,7 +107,40 @@ class Retention:
         every = self._keep_every
         return [s for s in ordered if s < oldest and (every is None or s % every)]
 
-    def apply(self, newest: int) -> None:
+    def start(self, newest: int, timeout: timedelta) -> None:
+        """Let a thread of its own ``apply`` this; the one that is at work does it next."""
+        self._next = newest
+        if self._removal is None or self._removal.outcome is not None:
+            name = f"remove steps in {self.root} (rank 0)"
+            self._removal = Task(self._remove_all, name, timeout=timeout)
+            self._removal.start()
+
+    def _remove_all(self, advance: Advance) -> None:
+        while self._next is not None:
+            newest, self._next = self._next, None
+            self.apply(newest, advance)
+
+    def wait(self, timeout: timedelta, quiet: bool = False) -> None:
+        """Wait for the removals that were begun.
+
+        StorageError if the storage does not answer; ``quiet`` logs it instead.
+        """
+        removal, self._removal = self._removal, None
+        if removal is None:
+            return
+        removal.join()
+        try:
+            removal.get()
+        except StorageError as error:
+            if not quiet:
+                raise
+            logger.warning("older steps are left to the next save: %s", error)
+            return
+        if self._next is not None:  # its thread was about to end
+            self.start(self._next, timeout)
+            self.wait(timeout, quiet)
+
+    def apply(self, newest: int, advance: Advance) -> None:
         """Remove what need not stay at the step ``newest`` of the run, which neither counts nor
         removes later steps. A failure is logged, and the next save tries again.
         """
@@ -121,6 +159,7 @@ class Retention:
                 return any(map(self._is_good, run.examine(own[number])))
 
             for number in self.superfluous(own, is_good):
+                advance(0)  # raises if the storage was given up
                 self._remove(run, own[number])
         except Exception as error:
             is_expected = isinstance(error, (CheckpointingException, OSError))

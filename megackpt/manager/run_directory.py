@@ -146,7 +146,7 @@ def list_run(directory: str | os.PathLike[str]) -> Run:
     if is_url(location) and RECORD in run.entries:
         # Everything below belongs to the checkpoint.
         return Run(location, _examine_itself(location), (), ())
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(_THREADS, "megackpt-list") as pool:
         found = pool.map(run.examine, run.names())
         steps = [step for steps in found for step in steps]
     steps.sort(key=lambda s: (s.step is None, s.step or 0, s.name))

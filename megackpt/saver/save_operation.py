@@ -370,6 +370,7 @@ def _write_task(
         step.advance if step.counts_bytes else None,
         operation.timeout,
     )
+    task.place = directory
 
     def end(outcome: Attempt[WriteResult]) -> None:
         if outcome.value is not None:

@@ -30,7 +30,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 TEMPORARY = ".megackpt-put-"
 """Prefix of the names of temporary files. A leftover one belongs to a process that died."""
 
-_BATCH = 16 << 20  # bytes handed to one writev, and to early write-back
+_BATCH = 16 << 20  # bytes handed to one preadv or writev, and to early write-back
 _SYNCED_AT_ONCE = 4 << 20  # bytes: a file is made durable in such parts
 _VECTORS = 16  # buffers of one call, if the system does not say how many
 if "SC_IOV_MAX" in os.sysconf_names:
@@ -97,7 +97,7 @@ def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Divide the buffers into lists for one writev each: limited vectors, limited bytes."""
+    """Divide the buffers into lists for one call each: limited vectors, limited bytes."""
     if len(buffers) <= _VECTORS and sum(b.nbytes for b in buffers) <= _BATCH:
         yield list(_flat(buffers))
         return
@@ -331,16 +331,19 @@ def _each(work: Callable[[T], None], items: Sequence[T]) -> None:
 class LocalReader(FileReader):
     """An open regular file. Reads are positional, so threads share it freely."""
 
-    def __init__(self, fd: int, path: str, size: int) -> None:
+    def __init__(
+        self, fd: int, path: str, size: int, moved: Callable[[], object] = int
+    ) -> None:
+        """``moved``: see ``Storage.moved``."""
         self._fd = fd
         self._path = path
+        self._moved = moved
         self.size = size
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
-        views = list(_flat(buffers))
-        for first in range(0, len(views), _VECTORS):
-            batch = views[first : first + _VECTORS]
+        for batch in _batches(buffers):
             while batch:
+                self._moved()
                 try:
                     done = patiently(os.preadv, self._fd, batch, start)
                 except OSError as error:
@@ -367,9 +370,9 @@ class LocalReader(FileReader):
                 return length
         return found
 
-    def again(self) -> LocalReader:
+    def again(self, moved: Callable[[], object]) -> LocalReader:
         """Return a second reader of the open file. Its caller closes it separately."""
-        return LocalReader(os.dup(self._fd), self._path, self.size)
+        return LocalReader(os.dup(self._fd), self._path, self.size, moved)
 
     def status(self) -> os.stat_result:
         return os.fstat(self._fd)

@@ -194,7 +194,10 @@ class Storage(ABC):
     """The path or URL of the root, for messages."""
 
     moved: Callable[[], object] = int
-    """Called by writes whenever bytes have reached the disk. ``int()`` does nothing."""
+    """Called whenever bytes have reached the disk, and before each read, which it may prevent.
+
+    ``int()`` does nothing.
+    """
 
     @property
     def called(self) -> str:

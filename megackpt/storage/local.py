@@ -132,7 +132,7 @@ class LocalStorage(Storage):
 
     def following(self) -> LocalStorage:
         same = self.folder("")
-        same._links = True
+        same._links, same.moved = True, self.moved
         return same
 
     def put(self, name: str, data: bytes) -> None:
@@ -166,7 +166,7 @@ class LocalStorage(Storage):
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
             raise CorruptCheckpoint(f"{path} is not a regular file")
-        return LocalReader(fd, path, status.st_size)
+        return LocalReader(fd, path, status.st_size, self.moved)
 
     def size(self, name: str) -> int | None:
         status = self.stat(name)
@@ -481,7 +481,7 @@ class SingleFile(LocalStorage):
         if name != self.only:
             path = os.path.join(self.location, name)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return self._file.again()
+        return self._file.again(self.moved)
 
     def close(self) -> None:
         if hasattr(self, "_file"):

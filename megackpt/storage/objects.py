@@ -43,6 +43,7 @@ class BucketReader(FileReader):
     def __init__(self, bucket: BucketStorage, name: str) -> None:
         self._obstore, self._store = client.load_obstore(), bucket.store
         self._key, self._url = bucket.key(name), bucket.url(name)
+        self._moved = bucket.moved
         self._expected: list[list[int]] = []
         self._held = 0, memoryview(b"")  # the first byte's position, and the bytes
         self.size, self._tag = 0, None
@@ -83,6 +84,7 @@ class BucketReader(FileReader):
                 first, data = self._held
                 if not first <= start < first + len(data):
                     data = self._fetch(start, self._window_end(start, stop))
+                    self._moved()
                     first = start
                     self._held = first, data
                 part = data[start - first : start - first + len(view)]

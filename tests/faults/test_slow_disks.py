@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import megackpt
 from megackpt import AsyncCallsQueue, AsyncRequest, CheckpointManager, ShardedTensor
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.errors import StorageError
+from megackpt.manager import retention
 from megackpt.storage import LocalStorage, files, kernel
 from megackpt.testing import ThreadedGroup
 
@@ -106,7 +108,10 @@ def test_a_disk_that_hangs_is_left_alone_by_all_ranks(
 
 
 class Hang:
-    """Calls of a function hang until ``end``, as in a disk that does not answer."""
+    """Calls of a function hang until ``end``, as in a disk that does not answer.
+
+    ``only``: those in whose arguments, or in whose thread's name, this text is.
+    """
 
     def __init__(
         self, patch: pytest.MonkeyPatch, owner: Any, name: str, only: str = ""
@@ -121,7 +126,7 @@ class Hang:
         patch.setattr(owner, name, method)
 
     def call(self, *args: Any, **named: Any) -> Any:
-        if self.only in repr(args) and not self.ends.is_set():
+        if self.only in f"{threading.current_thread().name} {args!r}":
             self.calls += 1
             self.ends.wait(60)
         return self.real(*args, **named)
@@ -303,6 +308,67 @@ def test_opening_a_checkpoint_is_given_up(
     manager.close()
 
 
+def test_a_load_whose_reads_hang_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No read begins after that."""
+    megackpt.save(state_of(1.0, 24), tmp_path / "a")
+    hang = Hang(monkeypatch, os, "preadv", "megackpt-read")
+    text = r"reading .*a \(rank 0, .*0\.4.* tensors of this load must not be used"
+    with pytest.raises(StorageError, match=text):
+        megackpt.load(state_of(0.0, 24), tmp_path / "a", timeout=HALF_A_SECOND)
+    calls = hang.calls
+    hang.end()
+    assert 0 < hang.calls == calls
+    state = megackpt.load(state_of(0.0, 24), tmp_path / "a")
+    assert state["w"].unique().tolist() == [1.0]
+
+
+def test_verifying_the_latest_step_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path, timeout=HALF_A_SECOND)
+    manager.save(1, state_of(1.0))
+    hang = Hang(monkeypatch, os, "preadv", "megackpt-check")
+    with pytest.raises(StorageError, match=rf"find steps in {tmp_path} .*0\.4"):
+        manager.latest(verify=True)
+    hang.end()
+    latest = manager.latest(verify=True)
+    assert latest is not None
+    assert latest.step == 1
+
+
+@pytest.mark.parametrize("abort", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_removing_old_steps_is_given_up_at_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    abort: bool,
+) -> None:
+    """All saves are complete. With ``abort`` it is only logged."""
+    timeout = timedelta(seconds=0.2)
+    manager = CheckpointManager(tmp_path, keep_last=1, asynchronous=True)
+    hang = Hang(monkeypatch, retention, "remove")
+    for step in (1, 2, 3):
+        manager.save(step, state_of(step))
+    assert manager.finalize() == [1, 2, 3]
+    text = rf"remove steps in {tmp_path} .*has not answered for 0\.18 s"
+    monkeypatch.setattr(manager._retention._removal, "_patience", 0.18)
+    if abort:
+        manager.close(abort=True)
+        assert re.search(text, caplog.text)
+    else:
+        with pytest.raises(StorageError, match=text):
+            manager.close()
+    manager.close()
+    assert value_of(tmp_path / "iter_0000003") == 3.0
+    hang.end()
+    assert value_of(tmp_path / "iter_0000002") == 2.0  # given up before its turn
+    with CheckpointManager(tmp_path, keep_last=1, timeout=timeout) as again:
+        again.save(4, state_of(4.0))
+        assert [step.step for step in again.steps()] == [4]
+
+
 def test_a_slow_fsync_counts_as_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +429,41 @@ state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
 queue.schedule_async_request(megackpt.save(state, sys.argv[1], async_sharded_save=True))
 time.sleep(0.5)
 """
+
+
+READS = """
+import os, sys, threading, time
+from datetime import timedelta
+import torch, megackpt
+from megackpt import ShardedTensor, StorageError
+
+state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}
+megackpt.save(state, sys.argv[1])
+real = os.preadv
+def hang(*arguments):
+    if "megackpt-read" in threading.current_thread().name:
+        time.sleep(1000)
+    return real(*arguments)
+os.preadv = hang
+try:
+    megackpt.load(state, sys.argv[1], timeout=timedelta(seconds=1))
+except StorageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_the_end_of_the_process_does_not_wait_for_reads(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READS, tmp_path / "a"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "has not answered for 0.9 s" in done.stdout
+    assert not done.stderr
 
 
 def test_the_end_of_the_process_does_not_wait_for_a_disk(tmp_path: Path) -> None:
