@@ -76,17 +76,6 @@ class Source(Protocol):
         """
 
 
-def views(data: Source, rows: Sequence[int]) -> Sequence[memoryview | None]:
-    """For each row its bytes, if they are in memory and stay there while ``data`` exists.
-
-    None: only ``data.blocks`` gives them, as of all rows of a source without a method ``views``.
-    """
-    if not hasattr(data, "views"):
-        return [None] * len(rows)
-    found: Sequence[memoryview | None] = data.views(rows)
-    return found
-
-
 class Target(Protocol):
     """The destination of a load. Several threads use it, on disjoint regions."""
 
@@ -101,6 +90,20 @@ class Target(Protocol):
 
     def blob(self, target: int, data: bytes) -> None:
         """Take the bytes of an object."""
+
+
+def views(
+    data: Source | Target, rows: Sequence[int], sizes: Sequence[int]
+) -> Sequence[memoryview | None]:
+    """For each row its bytes in C order, if they are so many, and stay in memory with ``data``.
+
+    None: only the other methods of the source or target reach them. So it is for all rows where
+    ``data`` has no method ``views``.
+    """
+    if not hasattr(data, "views"):
+        return [None] * len(rows)
+    found: Sequence[memoryview | None] = data.views(rows, sizes)
+    return found
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,24 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice, product
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megackpt import limits
-from megackpt.backends.base import THREADS, Target
+from megackpt.backends.base import THREADS, Target, views
 from megackpt.backends.range_pieces import SKIP, Pieces, name_of
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
-from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan, itemsizes
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    Digests,
+    LoadPlan,
+    digest_rows,
+    itemsizes,
+)
 from megackpt.serialization.archive import Archive
 from megackpt.storage import (
     FileReader,
@@ -136,7 +142,6 @@ class _Job:
     def read_pieces(self, pieces: Pieces, groups: list[slice]) -> None:
         """Read consecutive pieces, group by group."""
         files = pieces.file.tolist()
-        opened = self._opened(pieces)
         for file, same_file in groupby(groups, lambda group: files[group.start]):
             mine = list(same_file)
             with self._open(file) as reader:
@@ -144,18 +149,25 @@ class _Job:
                 reader.expect(pieces.spans(rows, self.checked))
                 part = _FilePart(self, reader)
                 for group in mine:
-                    part.fetch(list(islice(opened, group.stop - group.start)))
+                    read_again(reader, partial(part.fetch, pieces, group))
 
     def check(self, row: int, block: int, found: bytes) -> None:
         """Compare the digest of one block of the chunk that a plan's row is in."""
-        chunks = self.plan.manifest.chunks
-        chunk = self.plan.chunk[row]
-        if found != chunks.digests[chunks.block_bounds[chunk] + block].tobytes():
+        if found != self.digests(row, block).tobytes():
+            chunks = self.plan.manifest.chunks
+            chunk = self.plan.chunk[row]
             start = int(chunks.start[chunk]) + block * DIGEST_BLOCK
             raise CorruptCheckpoint(
                 f"{self.root.location}: {name_of(self.plan, row)} is damaged: the bytes of "
                 f"block {block} (from byte {start} of the file) are not those that were saved"
             )
+
+    def digests(self, rows: Any, blocks: Any) -> Digests:
+        """The stored digests of these blocks of the chunks that these rows are in."""
+        chunks = self.plan.manifest.chunks
+        number = chunks.block_bounds[self.plan.chunk[rows]] + blocks
+        found: Digests = chunks.digests[number]
+        return found
 
     def _open(self, file: int) -> FileReader:
         name = self.plan.manifest.files[file]
@@ -166,14 +178,15 @@ class _Job:
                 f"{self.root.location}: the file {name!r} of the checkpoint is missing"
             ) from error
 
-    def _opened(self, pieces: Pieces) -> Iterator[_Piece]:
-        """Open the target of each piece when it is reached."""
+    def opened(self, pieces: Pieces, numbers: Any) -> Iterator[_Piece]:
+        """Open the targets of these pieces."""
         columns = (
-            pieces.row, self.plan.target[pieces.row], pieces.ndim, pieces.offset,
-            pieces.shape, pieces.base, pieces.length, pieces.low, pieces.strides,
+            pieces.row, pieces.ndim, pieces.offset, pieces.shape,
+            pieces.base, pieces.length, pieces.low, pieces.strides,
         )  # fmt: skip
-        lists = [column.tolist() for column in columns]
-        for row, target, ndim, offset, shape, *place in zip(*lists, strict=True):
+        lists = [column[numbers].tolist() for column in columns]
+        for row, ndim, offset, shape, *place in zip(*lists, strict=True):
+            target = int(self.plan.target[row])
             box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
             yield _Piece(row, target, box, self.into.open(target, box), *place)
 
@@ -218,39 +231,44 @@ class _FilePart:
         self._block = memoryview(b"")
         self._block_of = (-1, -1)  # chunk's start, number
 
-    def fetch(self, group: list[_Piece]) -> None:
-        if len(group) > 1:
-            read_again(self.reader, partial(self._together, group))
-        else:
-            piece = group[0]
-            fill = partial(self._fill, piece, piece.low, piece.array, piece.strides)
-            read_again(self.reader, fill)
-        for piece in group:
-            self.job.into.close(piece.target, piece.box, piece.array)
+    def fetch(self, pieces: Pieces, group: slice) -> None:
+        """Read the pieces of one group."""
+        if group.stop - group.start > 1:
+            self._together(pieces, group)
+            return
+        (piece,) = self.job.opened(pieces, group)
+        self._fill(piece, piece.low, piece.array, piece.strides)
+        self.job.into.close(piece.target, piece.box, piece.array)
 
-    def _together(self, pieces: list[_Piece]) -> None:
+    def _together(self, pieces: Pieces, group: slice) -> None:
         """Read small neighbours by one call. The bytes between them are dropped."""
+        rows = pieces.row[group]
+        sizes = pieces.nbytes[group].tolist()
+        found = views(self.job.into, self.job.plan.target[rows].tolist(), sizes)
+        is_other = np.array([view is None for view in found])
+        others = [*self.job.opened(pieces, group.start + np.flatnonzero(is_other))]
+        arrays = [np.require(piece.array, requirements="C") for piece in others]
+        landed = map(octets, arrays)
+        places = [next(landed) if view is None else view for view in found]
+        starts = pieces.base[group] + pieces.low[group]
+        gaps = starts[1:] - starts[:-1] - pieces.nbytes[group][:-1]
         buffers: list[memoryview] = []
-        landed: list[Array] = []
-        begin = position = pieces[0].base + pieces[0].low
-        for piece in pieces:
-            place = piece.array
-            if not place.flags.c_contiguous:
-                place = np.empty_like(place, order="C")
-            landed.append(place)
-            start = piece.base + piece.low
-            if start > position:
+        for place, gap in zip(places, [0, *gaps.tolist()], strict=True):
+            if gap:
                 self._dropped = self._dropped or memoryview(bytearray(SKIP))
-                buffers.append(self._dropped[: start - position])
-            buffers.append(octets(place))
-            position = start + place.nbytes
-        self.reader.read_into(begin, buffers)
-        for piece, place in zip(pieces, landed, strict=True):
-            if self.job.checked:
-                block = piece.low // DIGEST_BLOCK
-                self.job.check(piece.row, block, digest(octets(place)))
-            if place is not piece.array:
-                piece.array[...] = place
+                buffers.append(self._dropped[:gap])
+            buffers.append(place)
+        self.reader.read_into(int(starts[0]), buffers)
+        if self.job.checked:
+            blocks = pieces.low[group] // DIGEST_BLOCK
+            digests = list(map(digest, places))
+            wrong = digest_rows(b"".join(digests)) != self.job.digests(rows, blocks)
+            for number in np.flatnonzero(wrong.any(axis=1)).tolist():
+                self.job.check(int(rows[number]), int(blocks[number]), digests[number])
+        for piece, array in zip(others, arrays, strict=True):
+            if array is not piece.array:
+                piece.array[...] = array
+            self.job.into.close(piece.target, piece.box, piece.array)
 
     def _fill(self, piece: _Piece, low: int, array: Array, strides: list[int]) -> None:
         """Fill ``array``, whose first element is at byte ``low`` of the chunk, its axes ``strides``

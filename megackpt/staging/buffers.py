@@ -125,13 +125,20 @@ class HostCopy:
         start = int(self.starts[row])
         yield self.buffer.memory[start : start + int(self.lengths[row])].data
 
-    def views(self, rows: Sequence[int]) -> list[memoryview]:
-        """The bytes of these rows. They stay while this copy exists."""
+    def views(
+        self, rows: Sequence[int], sizes: Sequence[int]
+    ) -> list[memoryview | None]:
+        """The bytes of the rows of these sizes. They stay while this copy exists."""
         self.buffer.wait_for_devices()
         memory = self.buffer.memory.data
-        starts = self.starts[rows].tolist()
-        stops = (self.starts[rows] + self.lengths[rows]).tolist()
-        return [memory[a:b] for a, b in zip(starts, stops, strict=True)]
+        views: list[memoryview | None] = []
+        for row, size in zip(rows, sizes, strict=True):
+            start = int(self.starts[row])
+            view = None
+            if self.lengths[row] == size:
+                view = memory[start : start + size]
+            views.append(view)
+        return views
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.buffer.wait_for_devices()  # the other process has no access to the events

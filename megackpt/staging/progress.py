@@ -34,11 +34,13 @@ class CountedSource:
     source: Blocks
     advance: Callable[[int], None]
 
-    def views(self, rows: Sequence[int]) -> Sequence[memoryview | None]:
+    def views(
+        self, rows: Sequence[int], sizes: Sequence[int]
+    ) -> Sequence[memoryview | None]:
         """See ``TensorSource.views``: none of a source without this method."""
         if not hasattr(self.source, "views"):
             return [None] * len(rows)
-        views: Sequence[memoryview | None] = self.source.views(rows)
+        views: Sequence[memoryview | None] = self.source.views(rows, sizes)
         self.advance(sum(len(view) for view in views if view is not None))
         return views
 
@@ -67,6 +69,14 @@ class CountedTarget:
 
     target: LoadTarget
     advance: Callable[[int], None]
+
+    def views(
+        self, targets: Sequence[int], sizes: Sequence[int]
+    ) -> Sequence[memoryview | None]:
+        """See ``LoadTarget.views``. Memory that is handed out counts as filled."""
+        views = self.target.views(targets, sizes)
+        self.advance(sum(len(view) for view in views if view is not None))
+        return views
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
         return self.target.open(target, box)

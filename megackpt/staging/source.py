@@ -125,6 +125,16 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     )
 
 
+def memory_of(tensor: torch.Tensor, size: int) -> memoryview | None:
+    """The tensor's bytes, if they are so many, and memory on the host holds them in C order."""
+    if tensor.nbytes != size or not is_plain_memory(tensor):
+        return None
+    start = tensor.data_ptr()
+    if not start:  # no elements, or none of its own
+        return None
+    return MEMORY[start : start + size]
+
+
 @dataclass(frozen=True, eq=False)
 class TensorSource:
     """The Source of a save plan's rows that reads the tensors themselves.
@@ -172,19 +182,20 @@ class TensorSource:
         holder = self.holders.row(source, len(item.meta.shape))
         return region(value.detach(), holder, item.shard.box)
 
-    def views(self, rows: Sequence[int]) -> list[memoryview | None]:
-        """For each row its bytes, if it is a whole tensor whose memory holds them as they are.
+    def views(
+        self, rows: Sequence[int], sizes: Sequence[int]
+    ) -> list[memoryview | None]:
+        """For each row its bytes, if it is a whole tensor of this size, and in C order.
 
         They are valid while this source exists, and its tensors keep their memory.
         """
         views: list[memoryview | None] = []
-        for row in rows:
+        for row, size in zip(rows, sizes, strict=True):
             source, whole = self.rows[row]
             value = self.held[source]
             view = None
-            if whole and isinstance(value, torch.Tensor) and is_plain_memory(value):
-                start = value.data_ptr()
-                view = MEMORY[start : start + value.nbytes]
+            if whole and isinstance(value, torch.Tensor):
+                view = memory_of(value, size)
             views.append(view)
         return views
 

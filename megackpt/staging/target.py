@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import carried_dtype
-from megackpt.staging.source import host_array, region, resolved
+from megackpt.staging.source import host_array, memory_of, region, resolved
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,19 @@ class LoadTarget:
         if not self._direct[target]:
             values = resolved(values).cpu()
         return host_array(values)
+
+    def views(
+        self, targets: Sequence[int], sizes: Sequence[int]
+    ) -> list[memoryview | None]:
+        """For each tensor its memory, if it has this size and takes the bytes as they are."""
+        views: list[memoryview | None] = []
+        for target, size in zip(targets, sizes, strict=True):
+            tensor = self.tensors[target]
+            view = None
+            if tensor is not None and tensor.dtype == self.stored[target]:
+                view = memory_of(tensor, size)
+            views.append(view)
+        return views
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
         if self._direct[target]:
@@ -75,7 +88,7 @@ class LoadTarget:
             direct.append(
                 tensor is not None
                 and tensor.dtype == stored
-                and tensor.device.type == "cpu"
+                and tensor.is_cpu
                 and not tensor.is_conj()
                 and not tensor.is_neg()
             )

@@ -151,11 +151,10 @@ def _write_file(
             rows = part.rows[first:last]
             found: Sequence[memoryview | None] = [None] * len(rows)
             if small[first]:
-                found = views(data, rows)
+                found = views(data, rows, nbytes[first:last].tolist())
             shapes = plan.boxes.shape[rows].tolist()
-            sizes = nbytes[first:last].tolist()
-            for row, shape, size, view in zip(rows, shapes, sizes, found, strict=True):
-                if view is None or len(view) != size:
+            for row, shape, view in zip(rows, shapes, found, strict=True):
+                if view is None:
                     written.append(_write_row(records, row, plan, data))
                 else:
                     meta = plan.tensors[plan.tensor[row]].meta

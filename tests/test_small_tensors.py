@@ -1,4 +1,4 @@
-"""verify of many small tensors, whose neighbours are read together."""
+"""Many small tensors, whose neighbours are written, read and verified together."""
 
 import os
 
@@ -7,6 +7,7 @@ import torch
 
 import megackpt
 from megackpt.checkpoint import open_checkpoint, verify, verifying
+from megackpt.errors import CorruptCheckpoint
 from megackpt.storage.files import LocalReader
 
 
@@ -61,3 +62,41 @@ def test_small_tensors_behind_the_end_of_their_file(small, monkeypatch):
     named = "".join(verify(file.parent).problems)
     assert "'t7' [0:16]: " in named
     assert "'t0' [0:16]: " not in named
+
+
+def mixed(fill):
+    """Tensors that lie in memory as they are stored, and between them others."""
+    state = {}
+    for i in range(40):
+        tensor = torch.arange(32.0).reshape(4, 8) * i
+        if i % 4 == 1:
+            tensor = tensor.t().contiguous().t()
+        if i % 4 == 2:
+            tensor = torch.complex(tensor, tensor).conj()
+        if i % 8 == 3:
+            tensor = tensor[:, :0]
+        state[f"t{i}"] = tensor if fill else torch.zeros_like(tensor)
+    return state
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_neighbours_of_all_kinds(tmp_path, is_verified):
+    megackpt.save(megackpt.sharded(mixed(True)), tmp_path / "c", "torch_dist")
+    state = mixed(False)
+    state["t8"] = state["t8"].double()
+    state["t12"] = torch.nn.Parameter(state["t12"])
+    held = dict(state)
+    loaded = megackpt.load(megackpt.sharded(state), tmp_path / "c", verify=is_verified)
+    for key, tensor in mixed(True).items():
+        assert torch.equal(loaded[key].to(tensor.dtype), tensor), key
+        assert torch.equal(held[key].to(tensor.dtype), tensor), key
+
+
+def test_a_load_names_the_damaged_one(small):
+    file, start = small
+    with file.open("r+b") as opened:
+        opened.seek(start + 5)
+        opened.write(b"\xff")
+    state = {f"t{i}": torch.zeros(16) for i in range(40)}
+    with pytest.raises(CorruptCheckpoint, match=r"'t7' \[0:16\] in .* is damaged"):
+        megackpt.load(megackpt.sharded(state), file.parent)
