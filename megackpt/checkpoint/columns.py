@@ -105,10 +105,12 @@ def _width(span: int) -> int:
 def unpack(layout: Layout, data: memoryview) -> Int64:
     """The numbers of a column from exactly ``layout.nbytes`` bytes.
 
-    Allocates ``8 * layout.count`` bytes.
+    Equal numbers are a view of one, with a stride of 0. Others take ``8 * layout.count`` bytes.
     """
     if not layout.width:
-        values = np.full(layout.count, layout.base, np.int64)
+        values = np.broadcast_to(np.int64(layout.base), layout.count)
+        if layout.patches:
+            values = values.copy()
     else:
         small = np.frombuffer(data, _WIDTHS[layout.width], layout.count)
         if layout.count and layout.base + layout.step * int(small.max()) >= LARGEST:

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from megackpt import gc_pause
 from megackpt.checkpoint.columns import damaged, pack
 from megackpt.checkpoint.unpacking import (
     Columns,
@@ -109,6 +110,7 @@ def sealed_index(manifest: Manifest, small: SmallFiles) -> bytes:
     return data
 
 
+@gc_pause.paused()
 def decode_index(
     data: bytes, where: str = INDEX, *, intact: bool = True
 ) -> tuple[Manifest, dict[str, tuple[int, bytes]]]:

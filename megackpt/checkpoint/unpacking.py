@@ -277,12 +277,12 @@ def _chunks(
     _check_below(columns["writer"], _NUMBERS)
     meta = np.repeat(columns["meta"], counts)
     boxes = _boxes(head, columns, metas, meta)
-    itemsize = np.array([m.itemsize for m in metas], np.int64)[meta]
+    itemsize = _one_or_all(np.array([m.itemsize for m in metas], np.int64), meta)
     volume = boxes.volume
-    if (volume[itemsize == 0] != 1).any():
+    if ((itemsize == 0) & (volume != 1)).any():
         damaged("an object has a box of several elements")
     if head.derived:
-        if length[itemsize > 0].any():
+        if ((itemsize > 0) & (length != 0)).any():
             damaged("a chunk is longer than its box")
         length = length + volume * itemsize
     if head.encoding == "raw" and (file[length > 0] < 0).any():
@@ -311,16 +311,29 @@ def _boxes(head: Head, columns: Columns, metas: list[TensorMeta], meta: Int64) -
         wholes[: len(shape), number] = shape
         lacks[: len(shape), number] = False
     for axis in range(head.axes):
-        pieces, rest, place, shift = (columns[f"{name}{axis}"] for name in _PER_AXIS)
-        whole = wholes[axis][meta]
+        found = [columns[f"{name}{axis}"] for name in _PER_AXIS]
+        # A column of equal numbers is a view with a stride of 0: one number is enough.
+        pieces, rest, place, shift = (
+            column[:1] if column.strides == (0,) else column for column in found
+        )
+        whole = _one_or_all(wholes[axis], meta)
         extent = np.where(pieces > 0, (whole - rest) // np.maximum(pieces, 1), 0)
         step = np.maximum(extent, 1)
         # Where the product overflows, ``place`` is too large.
         fits = (rest <= whole) & (place <= whole // step)
-        fits &= shift <= whole - extent - place * step
+        offset = place * step
+        fits = fits & (shift <= whole - extent - offset)
         if lacks[axis].any():
-            fits &= (extent == 1) | ~lacks[axis][meta]
+            fits = fits & ((extent == 1) | ~lacks[axis][meta])
         if not fits.all():
             damaged("a chunk lies outside of its tensor")
-        boxes.shape[:, axis], boxes.offset[:, axis] = extent, place * step + shift
+        boxes.shape[:, axis] = extent
+        boxes.offset[:, axis] = offset + shift
     return boxes
+
+
+def _one_or_all(values: Int64, numbers: Int64) -> Int64:
+    """``values[numbers]``, or one value if all are equal."""
+    if (values == values[:1]).all():
+        return values[:1]
+    return values[numbers]
