@@ -261,6 +261,8 @@ def group_equal(owner: NDArray[Any], boxes: Boxes) -> Groups:
     key = _sorting_key(owner, columns[1:])
     order = np.argsort(key)
     bounds = runs(key[order])
+    if len(bounds) > len(order):  # all differ
+        return Groups(order, bounds)
     number = Groups(order, bounds).number
     # The fast sort is not stable: sorted once more by (group, row).
     order = np.sort((number << 32) | order) & 0xFFFFFFFF

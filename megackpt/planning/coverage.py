@@ -7,6 +7,7 @@ together. Only tensors that are wrong are examined one by one, for the error tex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -28,7 +29,9 @@ def uncovered(declared: Declarations, thorough: bool = True) -> dict[str, str]:
     tensors = declared.tensors
     shards = declared.shards
     tensor = declared.tensor[shards.first]
-    shapes = shapes_table(tensors, declared.boxes.width)
+    metas, number = declared.metas
+    rows = [meta.shape for meta in metas]
+    shapes = padded(rows, 1, declared.boxes.width)[number]
     whole = shapes[tensor]
     boxes = declared.boxes.take(shards.first).widened(whole.shape[1])
     volume = boxes.volume
@@ -49,12 +52,14 @@ def uncovered(declared: Declarations, thorough: bool = True) -> dict[str, str]:
         held = np.flatnonzero((mains > 0) & (volume > 0) & ~wrong[tensor])
         bounds = runs(tensor[held])
         present = tensor[held][bounds[:-1]]
-        wrong[present] = ~tile_exactly(boxes.take(held), bounds, shapes[present])
+        if len(held) < len(boxes):
+            boxes = boxes.take(held)
+        wrong[present] = ~tile_exactly(boxes, bounds, shapes[present])
     else:
         wrong[tensor[written & outside]] = True
 
     # Also wrong are keys with several metas, which are several tensors.
-    keys = [entry.key for entry in tensors]
+    keys = list(map(itemgetter(0), tensors))
     if not wrong.any() and len(set(keys)) == len(keys):
         return {}
     numbers: dict[str, list[int]] = {}

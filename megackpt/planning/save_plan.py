@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     digest_rows,
     itemsizes,
+    joined,
     key_problem,
     size_problem,
 )
@@ -91,7 +93,8 @@ def plan_save(
     tensors = declared.tensors
     refuse_unstorable(tensors)
     check(declared, thorough=validate)
-    itemsize = itemsizes(tensors)
+    metas, number = declared.metas
+    itemsize = np.array([meta.itemsize for meta in metas], np.int64)[number]
     row = assign(declared, policy.balance)
     keep = declared.boxes.volume[row] > 0
     if not keep.all():
@@ -116,7 +119,8 @@ def plan_save(
         row = row[piece_of]
 
     # By rank; within a rank objects first, then by decreasing bytes, then as declared.
-    holder = np.repeat(np.arange(len(parts), dtype=np.int32), list(map(len, parts)))
+    counts = [len(part.tensor) for part in parts]
+    holder = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
     size = itemsize[declared.tensor[row]]
     weight = np.where(size == 0, _UNBOUNDED, boxes.volume * size)
     order = np.lexsort([-weight, holder[row]])
@@ -138,7 +142,10 @@ def plan_save(
 
 def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:
     """Raise ShardingError naming the tensors that no index can hold."""
-    sizes = {meta: size_problem(*meta) for meta in {entry.meta for entry in tensors}}
+    sizes = {meta: size_problem(*meta) for meta in set(map(itemgetter(1), tensors))}
+    ascii_only = "".join(map(itemgetter(0), tensors)).isascii()
+    if ascii_only and not any(sizes.values()):
+        return
     wrong = []
     for entry in tensors:
         problem = sizes[entry.meta] or key_problem(entry.key)
@@ -159,23 +166,29 @@ def _plans(
 
     ``row`` is for each chunk the row of the merged declarations that holds it.
     """
-    chosen = dict(zip(tensors, grids, strict=True))
+    chosen: dict[TensorEntry, Grid] = {}
+    if grids.count(None) < len(grids):
+        chosen = dict(zip(tensors, grids, strict=True))
     grids_of: dict[int, tuple[Grid, ...]] = {}  # id of a table, which ranks may share
     bounds = np.searchsorted(chunks.writer, np.arange(len(parts) + 1)).tolist()
+    columns = [own.tensor for own in parts]
+    tensor = joined(columns, np.int32)[row]
+    starts = np.cumsum([0, *map(len, columns)])
+    source = (row - starts[chunks.writer]).astype(np.int32)
     plans = []
-    start = 0
     for rank, own in enumerate(parts):
         table = id(own.tensors)
         if table not in grids_of:
-            grids_of[table] = tuple(map(chosen.get, own.tensors))
+            grids_of[table] = (None,) * len(own.tensors)
+            if chosen:
+                grids_of[table] = tuple(map(chosen.get, own.tensors))
         mine = slice(bounds[rank], bounds[rank + 1])
-        source = (row[mine] - start).astype(np.int32)
-        tensor = own.tensor[source]
-        boxes = chunks.boxes.take(mine)
+        boxes = Boxes(chunks.boxes.offset[mine], chunks.boxes.shape[mine])
         plans.append(
-            SavePlan(rank, own.tensors, grids_of[table], tensor, boxes, source)
+            SavePlan(
+                rank, own.tensors, grids_of[table], tensor[mine], boxes, source[mine]
+            )
         )
-        start += len(own)
     return plans
 
 

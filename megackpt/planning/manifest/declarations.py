@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -188,9 +189,13 @@ def digest_rows(digests: bytes | memoryview) -> Digests:
 
 def table_of(values: Iterable[T]) -> tuple[tuple[T, ...], Int32]:
     """The distinct values in the order in which they come, and for each value its number there."""
-    table: dict[T, int] = {}
-    numbers = [table.setdefault(value, len(table)) for value in values]
-    return tuple(table), np.array(numbers, np.int32)
+    rows = list(values)
+    table = tuple(dict.fromkeys(rows))
+    if len(table) == len(rows):
+        return table, np.arange(len(rows), dtype=np.int32)
+    numbers = dict(zip(table, range(len(table)), strict=True))
+    column = np.fromiter(map(numbers.__getitem__, rows), np.int32, len(rows))
+    return table, column
 
 
 def merged_tables(
@@ -200,16 +205,16 @@ def merged_tables(
 
     A table that several ranks share (the same object) is merged once.
     """
-    whole: dict[T, int] = {}
-    starts: dict[int, int] = {}  # id of a table -> where its numbers begin
-    numbers: list[int] = []
+    starts: dict[int, int] = {}  # id of a table -> where its entries begin
+    entries: list[T] = []
     for table in tables:
         if id(table) not in starts:
-            starts[id(table)] = len(numbers)
-            numbers.extend(whole.setdefault(entry, len(whole)) for entry in table)
-    start = np.array([starts[id(table)] for table in tables], np.int64)
+            starts[id(table)] = len(entries)
+            entries += table
+    start = np.array([starts[id(table)] for table in tables], np.int32)
     own = joined(columns, np.int32) + np.repeat(start, list(map(len, columns)))
-    return tuple(whole), np.array(numbers, np.int32)[own]
+    whole, numbers = table_of(entries)
+    return whole, numbers[own]
 
 
 def joined(columns: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
@@ -280,6 +285,11 @@ class Declarations:
     def main(self) -> Bool:
         table = np.array([is_main_replica(r) for r in self.replica_ids], dtype=np.bool_)
         return table[self.replica]
+
+    @cached_property
+    def metas(self) -> tuple[tuple[TensorMeta, ...], Int32]:
+        """The distinct metas, and the number there of each of ``tensors``."""
+        return table_of(map(itemgetter(1), self.tensors))
 
     @cached_property
     def shards(self) -> Groups:
