@@ -86,13 +86,17 @@ def absolute(directory: Directory) -> str:
     return os.path.abspath(path)
 
 
-def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Opened:
+def open_checkpoint(
+    directory: Directory, asked: Strategy | None = None, every_table: bool = True
+) -> Opened:
     """Open a complete checkpoint and read its manifest.
 
     The manifest is in the index, else in the format's own table of contents. The directory is
     opened once. Later reads through ``storage`` return this checkpoint even if a save replaces it
-    at its path. The small files are checked against the index. ``asked`` is the format that the
-    caller names; it decides if several formats recognise the directory.
+    at its path. The small files are checked against the index; without ``every_table``, which
+    suits a caller that reads no data, only those in the directory itself, not one for each zarr
+    array. ``asked`` is the format that the caller names; it decides if several formats recognise
+    the directory.
 
     Raises:
         NotACheckpoint: the directory does not exist, or holds no complete checkpoint. The message
@@ -105,7 +109,7 @@ def open_checkpoint(directory: Directory, asked: Strategy | None = None) -> Open
     # Without an index nothing ties the files together: check that no save began to remove them.
     return unreplaced(
         directory,
-        lambda storage: _read(storage, asked),
+        lambda storage: _read(storage, asked, every_table),
         lambda opened: bool(opened.manifest.save_id),
         asked,
     )
@@ -410,9 +414,12 @@ def still_short(storage: Storage, files: Sequence[Shortfall]) -> list[Shortfall]
     return found
 
 
-def _read(storage: Storage, asked: Strategy | None = None) -> Opened:
+def _read(storage: Storage, asked: Strategy | None, every_table: bool) -> Opened:
     backend, manifest, small = stored_manifest(storage, asked)
-    problems = small_file_problems(storage, small, backend)
+    tables = small
+    if not every_table:
+        tables = {name: small[name] for name in small if "/" not in name}
+    problems = small_file_problems(storage, tables, backend)
     if problems:
         raise CorruptCheckpoint("\n".join(problems))
     return Opened(as_read_by(backend, storage), backend, manifest, small)

@@ -34,7 +34,7 @@ def ls(options: argparse.Namespace) -> Answer:
     run = list_run(options.directory)
     if not run.steps and run.itself is None:
         try:
-            open_checkpoint(options.directory)
+            open_checkpoint(options.directory, every_table=False)
         except NotACheckpoint as error:
             raise NotACheckpoint(
                 f"{error}; it contains no checkpoint either"
@@ -101,7 +101,7 @@ def convert(options: argparse.Namespace) -> Answer:
 
 def show(options: argparse.Namespace) -> Answer:
     """Raises MismatchError if no key matches, NotACheckpoint, CorruptCheckpoint, StorageError."""
-    opened = open_checkpoint(options.checkpoint)
+    opened = open_checkpoint(options.checkpoint, every_table=False)
     manifest = opened.manifest
     numbers = _select(manifest, options.checkpoint, options.key)
     name, version = manifest.backend

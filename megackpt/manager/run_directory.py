@@ -11,15 +11,22 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megackpt import strategies
-from megackpt.checkpoint import absolute, as_read_by, find_storage
+from megackpt.checkpoint import (
+    INDEX,
+    absolute,
+    as_read_by,
+    decode_index,
+    find_storage,
+)
 from megackpt.checkpoint.marker import PREFIX
 from megackpt.checkpoint.ownership import find_format
 from megackpt.checkpoint.records import RECORD
-from megackpt.errors import CheckpointingException, NotACheckpoint
+from megackpt.errors import CheckpointingException, CorruptCheckpoint, NotACheckpoint
 from megackpt.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
 
 _THREADS = 8  # that examine steps: network file systems have a high latency
@@ -300,9 +307,15 @@ def _examine_incomplete(
 
 
 def _with_sizes(step: Step, storage: Storage | None) -> Step:
-    """The step with the bytes, number and newest time of its files."""
+    """The step with the bytes, number and newest time of its files.
+
+    Those of a complete step are in its index: zarr has two files or more for each tensor.
+    """
     files: list[tuple[int, float]] = []
     try:
+        if step.complete and storage is not None and storage.size(INDEX) is not None:
+            with suppress(CorruptCheckpoint, FileNotFoundError):
+                return _with_indexed_sizes(step, storage)
         if isinstance(storage, BucketStorage):
             files = list(storage.objects().values())
         elif isinstance(storage, LocalStorage):
@@ -312,6 +325,16 @@ def _with_sizes(step: Step, storage: Storage | None) -> Step:
     total = sum(size for size, _ in files)
     newest = max((time for _, time in files), default=0.0)
     return replace(step, bytes=total, files=len(files), saved=newest)
+
+
+def _with_indexed_sizes(step: Step, storage: Storage) -> Step:
+    data = storage.get(INDEX)
+    manifest, small = decode_index(data)
+    total = int(manifest.chunks.length.sum()) + len(data)
+    total += sum(size for size, _ in small.values())
+    files = len(manifest.files) + len(small) + 1
+    saved = storage.modified(INDEX) or 0.0
+    return replace(step, bytes=total, files=files, saved=saved)
 
 
 def _local_files(storage: LocalStorage, folder: str) -> Iterator[tuple[int, float]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor
+from megackpt import CorruptCheckpoint, ShardedTensor
 from megackpt.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -172,3 +172,23 @@ def test_layers_that_are_alike_are_folded(
     ]
     assert on_terminal("show", tmp_path / "c", "--all").text.count("h.") == 24
     assert plain("show", tmp_path / "c").count("h.") == 24
+
+
+def test_the_description_of_each_array_is_left_to_verify(
+    tmp_path: Path, asked: Callable[..., Any]
+) -> None:
+    """``ls`` and ``show`` do not open one file for each of very many arrays."""
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, torch.arange(8.0)) for key in "vw"
+    }
+    step = tmp_path / "iter_0000001"
+    megackpt.save(state, step, "zarr")
+    files = [file for file in step.rglob("*") if file.is_file()]
+    (step / "w" / "zarr.json").unlink()
+    (listed,) = asked("ls", tmp_path)["steps"]
+    assert listed["files"] == len(files)
+    assert {entry["key"] for entry in asked("show", step)["entries"]} >= {"v", "w"}
+    with pytest.raises(CorruptCheckpoint, match=r"w/zarr\.json is missing"):
+        megackpt.load(state, step)
+    (problem,) = megackpt.verify(step).problems
+    assert "w/zarr.json is missing" in problem
