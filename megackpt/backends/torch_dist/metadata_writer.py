@@ -14,6 +14,9 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterable
+from itertools import compress, pairwise
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +24,16 @@ from numpy.typing import NDArray
 from megackpt.backends.archives import WIDE, text
 from megackpt.backends.torch_dist.record_frame import frame_lengths
 from megackpt.errors import BackendError
-from megackpt.planning.box import Int64
-from megackpt.planning.manifest import Bool, Manifest, unique_key
+from megackpt.planning.box import Int64, runs
+from megackpt.planning.manifest import (
+    OBJECT,
+    Manifest,
+    table_of,
+    unique_key,
+)
 
-Bytes = NDArray[np.uint8]
+Part = bytes | tuple[str, NDArray[Any]]
+"""Bytes that all rows of a table share, or the dtype and the numbers of a column."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _CLASSES = (
@@ -52,6 +61,14 @@ _FIELDS = (
 )
 _FETCH, _STATE, _BUILD, _TUPLE = b"j", b")\x81}(", b"ub", b"t\x85R"
 """Opcodes: fetch from the memo; begin and end an object with fields; end a torch.Size."""
+_INTEGERS = (
+    (b"K", "u1", 1 << 8),
+    (b"M", "<u2", 1 << 16),
+    (b"J", "<i4", WIDE),
+    (b"\x8a\x08", "<i8", 1 << 63),
+)
+"""The opcodes of integers >= 0, with their operands and limits."""
+_UINT32 = struct.Struct("<I").pack
 
 
 class _Memo:
@@ -70,19 +87,17 @@ class _Memo:
         self.put("contiguous", memory_format + b"K\0\x85R")
 
     def put(self, name: str, opcodes: bytes) -> None:
-        self._numbers[name] = len(self.opcodes)
-        self._append(opcodes)
+        number = self._numbers[name] = len(self.opcodes)
+        self.opcodes.append(opcodes + b"r" + _UINT32(number) + b"0")
 
     def put_texts(self, values: Iterable[str]) -> int:
         """Put these in a row. Returns the number of the first."""
         first = len(self.opcodes)
-        for value in values:
-            self._append(text(value))
+        for number, value in enumerate(values, first):
+            encoded = value.encode("utf-8", "surrogatepass")
+            size, place = _UINT32(len(encoded)), _UINT32(number)
+            self.opcodes.append(b"X%br%b0" % (size + encoded, place))
         return first
-
-    def _append(self, opcodes: bytes) -> None:
-        number = struct.pack("<I", len(self.opcodes))
-        self.opcodes.append(opcodes + b"r" + number + b"0")
 
     def __getitem__(self, name: str) -> bytes:
         return b"h" + bytes([self._numbers[name]])
@@ -92,27 +107,31 @@ def _global(module: str, name: str) -> bytes:
     return text(module) + text(name) + b"\x93"
 
 
-def _rows(count: int, *parts: bytes | Bytes) -> bytes:
-    """So many rows of these parts in turn: bytes that all rows share, or a table of them."""
+def _rows(count: int, *parts: Part) -> memoryview:
+    """So many rows of these parts in turn: bytes that all rows share, or a column of numbers."""
+    row = b""
     columns = []
     for part in parts:
         if isinstance(part, bytes):
-            shared = np.frombuffer(part, np.uint8)
-            part = np.broadcast_to(shared, (count, len(part)))
-        columns.append(part)
-    return np.concatenate(columns, axis=1).tobytes()
+            row += part
+        else:
+            columns.append((len(row), *part))
+            row += bytes(np.dtype(part[0]).itemsize)
+    table = np.empty((count, len(row)), np.uint8)
+    table[:] = np.frombuffer(row, np.uint8)
+    for start, dtype, numbers in columns:
+        # A view of these bytes of all rows.
+        np.ndarray(count, dtype, table.data, start, len(row))[:] = numbers
+    return table.reshape(-1).data
 
 
-def _column(numbers: Int64, dtype: str) -> Bytes:
-    octets = np.ascontiguousarray(numbers, dtype).view(np.uint8)
-    return octets.reshape(len(numbers), -1)
-
-
-def _integers(numbers: Int64) -> tuple[bytes, Bytes]:
-    """The opcode of all of these numbers, and its operands."""
-    if int(numbers.max()) >= WIDE:
-        return b"\x8a\x08", _column(numbers, "<i8")
-    return b"J", _column(numbers, "<i4")
+def _integers(numbers: Int64) -> tuple[Part, ...]:
+    """The shortest opcode that fits all of these numbers, and its operands."""
+    largest = int(numbers.max())
+    if int(numbers.min()) == largest:
+        return (_integer(largest),)
+    opcode, dtype, _ = next(row for row in _INTEGERS if largest < row[2])
+    return opcode, (dtype, numbers)
 
 
 def _integer(number: int) -> bytes:
@@ -126,19 +145,20 @@ class _Emission:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        self.metas, self.meta_of = table_of(map(itemgetter(1), manifest.tensors))
         self.memo = _Memo()
         self.file = self.memo.put_texts(manifest.files)
         self.key = self.memo.put_texts(entry.key for entry in manifest.tensors)
-        self.described: list[bytes] = []  # of state_dict_metadata
-        self.stored: list[bytes] = []  # of storage_data
+        self.described: list[bytes | memoryview] = []  # of state_dict_metadata
+        self.stored: list[bytes | memoryview] = []  # of storage_data
 
     def add_tensors(self, dtype: str, ndim: int, rows: Int64) -> None:
         """Add the chunks of all tensors of this dtype and so many dimensions, ordered by tensor."""
         memo, chunks, count = self.memo, self.manifest.chunks, len(rows)
-        tensor = chunks.tensor[rows].astype(np.int64)
+        tensor = chunks.tensor[rows]
         offset = self._sizes(chunks.boxes.offset[rows, :ndim])
         shape = chunks.boxes.shape[rows, :ndim]
-        table = _rows(
+        described = _rows(
             count,
             memo["ChunkStorageMetadata"] + _STATE + memo["offsets"],
             *offset,
@@ -146,31 +166,36 @@ class _Emission:
             *self._sizes(shape),
             _BUILD,
         )
+        table = bytes(described)
         width = len(table) // count
-        numbers, first = np.unique(tensor, return_index=True)
-        bounds = [*(first * width).tolist(), len(table)]
+        bounds = runs(tensor)
+        numbers = tensor[bounds[:-1]]
+        bounds = (bounds * width).tolist()
         # Its layout and memory format; False: it needs no gradient and is not pinned.
         properties = _global("torch", dtype) + memo["strided"] + b"\x89"
         properties += memo["contiguous"] + b"\x89"
         begin = memo["TensorStorageMetadata"] + _STATE + memo["properties"]
         begin += memo["TensorProperties"] + b")\x81(" + properties + b"tb"
         begin += memo["size"] + memo["Size"] + b"("
-        for i, number in enumerate(numbers.tolist()):
-            key = _FETCH + struct.pack("<I", self.key + number)
-            extents = map(_integer, self.manifest.tensors[number].meta.shape)
-            listed = table[bounds[i] : bounds[i + 1]]
-            self.described += [key, begin, *extents, _TUPLE]
-            self.described += [memo["chunks"] + b"](", listed, b"e" + _BUILD]
+        begins = []  # of each meta
+        for meta in self.metas:
+            extents = b"".join(map(_integer, meta.shape))
+            begins.append(begin + extents + _TUPLE + memo["chunks"] + b"](")
+        keys = (numbers + self.key).tolist()
+        kinds = self.meta_of[numbers].tolist()
+        for key, kind, (a, b) in zip(keys, kinds, pairwise(bounds), strict=True):
+            begin = _FETCH + _UINT32(key) + begins[kind]
+            self.described += (begin, table[a:b], b"e" + _BUILD)
         head, tail = frame_lengths(dtype, shape)
         places = _rows(
             count,
             memo["MetadataIndex"] + _STATE + memo["fqn"] + _FETCH,
-            _column(tensor + self.key, "<u4"),
+            ("<u4", tensor + self.key),
             memo["offset"],
             *offset,
             memo["index"] + b"N" + _BUILD,
             memo["_StorageInfo"] + _STATE + memo["relative_path"] + _FETCH,
-            _column(chunks.file[rows].astype(np.int64) + self.file, "<u4"),
+            ("<u4", chunks.file[rows] + self.file),
             memo["offset"],
             *_integers(chunks.start[rows] - head),
             memo["length"],
@@ -209,45 +234,41 @@ class _Emission:
             text("version") + text("1.0.0") + _BUILD + b".",
         ])  # fmt: skip
 
-    def _sizes(self, columns: Int64) -> list[bytes | Bytes]:
+    def _sizes(self, columns: Int64) -> list[Part]:
         """The parts of a torch.Size for each row of (n, ndim) numbers."""
-        parts: list[bytes | Bytes] = [self.memo["Size"] + b"("]
+        parts: list[Part] = [self.memo["Size"] + b"("]
         for axis in range(columns.shape[1]):
             parts += _integers(columns[:, axis])
         return [*parts, _TUPLE]
 
 
-def emit(manifest: Manifest, omit: Bool) -> bytes:
-    """The content of ``.metadata``. Tensors for which ``omit`` is true (the common state) are left
-    out.
+def emit(manifest: Manifest) -> bytes:
+    """The content of ``.metadata``, without the common state.
 
     Raises BackendError where two items would have one name.
     """
     emission = _Emission(manifest)
     chunks = manifest.chunks
-    names: list[str] = []
-    kinds: dict[tuple[str, int], int] = {}
-    kind_of = np.full(len(manifest.tensors), -1)
-    for number, (key, meta) in enumerate(manifest.tensors):
-        if not meta.is_object and not omit[number]:
-            kind = meta.dtype, len(meta.shape)
-            kind_of[number] = kinds.setdefault(kind, len(kinds))
-            names.append(key)
+    metas = emission.metas
+    kinds, kind_of = table_of((meta.dtype, len(meta.shape)) for meta in metas)
+    is_object = np.array([meta.is_object for meta in metas], np.bool_)[emission.meta_of]
+    names = list(compress(map(itemgetter(0), manifest.tensors), ~is_object))
     order = np.argsort(chunks.tensor, kind="stable")
-    kind_of_row = kind_of[chunks.tensor[order]]
-    for (dtype, ndim), number in kinds.items():
+    tensor = chunks.tensor[order]
+    kind_of_row = kind_of[emission.meta_of][tensor]
+    for number, (dtype, ndim) in enumerate(kinds):
         rows = order[kind_of_row == number]
-        if len(rows):
+        if len(rows) and dtype != OBJECT:
             emission.add_tensors(dtype, ndim, rows)
-    is_object = [entry.meta.is_object for entry in manifest.tensors]
-    objects = np.array(is_object, np.bool_) & ~omit
-    for row in order[objects[chunks.tensor[order]]].tolist():
-        key, meta = manifest.tensors[chunks.tensor[row]]
-        offset = chunks.boxes.row(row, len(meta.shape)).offset
-        names.append(unique_key(key, offset, meta.shape))
-        emission.add_object(names[-1], row)
-    counts = Counter(names)
-    if len(counts) < len(names):
+    for row in order[is_object[tensor]].tolist():
+        entry = manifest.tensors[chunks.tensor[row]]
+        if not entry.is_common:
+            shape = entry.meta.shape
+            offset = chunks.boxes.row(row, len(shape)).offset
+            names.append(unique_key(entry.key, offset, shape))
+            emission.add_object(names[-1], row)
+    if len(set(names)) < len(names):
+        counts = Counter(names)
         twice = sorted(name for name, count in counts.items() if count > 1)
         raise BackendError(
             f"torch DCP has one item of a name, but several have these: {twice[:20]}"

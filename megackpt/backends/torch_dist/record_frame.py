@@ -54,15 +54,18 @@ def frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 def frame_lengths(dtype: str, shapes: Int64) -> tuple[Int64, Int64]:
     """Lengths of head and tail for each row of ``shapes`` (n, ndim), as of ``frame``."""
-    itemsize = ITEMSIZE[dtype]
-    filled = np.prod(np.maximum(shapes, 1), axis=1, dtype=np.int64) * itemsize
-    size = np.prod(shapes, axis=1, dtype=np.int64) * itemsize
+    size = np.full(len(shapes), ITEMSIZE[dtype], np.int64)
+    filled = size.copy()
+    for extent in shapes.T:  # long columns are faster than many short rows
+        size *= extent
+        filled *= np.maximum(extent, 1)
     kinds = (filled >= WIDE).astype(np.int64) + (size >= LIMIT)
     lengths = np.zeros((2, len(shapes)), np.int64)
-    for kind in np.unique(kinds):
+    for kind in range(3):
         rows = np.flatnonzero(kinds == kind)
         # All records of one kind have the same lengths.
-        head, tail = frame(dtype, tuple(shapes[rows[0]].tolist()))
-        lengths[0, rows] = len(head)
-        lengths[1, rows] = len(tail)
+        if len(rows):
+            head, tail = frame(dtype, tuple(shapes[rows[0]].tolist()))
+            lengths[0, rows] = len(head)
+            lengths[1, rows] = len(tail)
     return lengths[0], lengths[1]
