@@ -414,7 +414,9 @@ def still_short(storage: Storage, files: Sequence[Shortfall]) -> list[Shortfall]
     return found
 
 
-def _read(storage: Storage, asked: Strategy | None, every_table: bool) -> Opened:
+def _read(
+    storage: Storage, asked: Strategy | None = None, every_table: bool = True
+) -> Opened:
     backend, manifest, small = stored_manifest(storage, asked)
     tables = small
     if not every_table:
