@@ -11,7 +11,7 @@ from tests.conftest import PEERS, ROOT, Ranks
 
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNNER = """
-import builtins, os, signal, sys
+import builtins, os, signal, sys, time
 
 program, last = sys.argv[1], sys.argv[2]
 sys.argv = [program]
@@ -19,6 +19,7 @@ show = builtins.print
 
 def show_and_die(*values, **options):
     show(*values, **options)
+    time.sleep(0.1)  # a step of a real model takes longer than a save
     if values and str(values[0]).startswith(last):
         os.kill(os.getpid(), signal.SIGKILL)
 
